@@ -1,0 +1,62 @@
+# make demo    virtual environment, build, then the demo: trains a small transformer on Margay's and on PyTorch's attention
+# make test    the same, then all tests
+# make build   only the extension, in place in python/margay, with this Python; for work on the library
+# make bench   benchmarks on this machine's GPU and CPU; results to benchmarks/results, tables and plots from them
+# make clean   remove what was built (not .venv)
+#
+# PYTHON=python3.12   the interpreter        VENV=   none: use PYTHON's own packages and the extension built in place (make test VENV=)
+# MARGAY_CUDA=0|1|auto, NVCC, CC, CXX, MAX_JOBS: see setup.py        DEMO, TEST, BENCH: more arguments for the programs that are run
+PYTHON ?= python3
+VENV ?= .venv
+DEMO ?=
+TEST ?=
+BENCH ?=
+
+ifeq ($(VENV),)
+READY_DEMO := build
+READY_TEST := build
+RUN := PYTHONPATH=python$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+else
+READY_DEMO := install
+READY_TEST := $(VENV)/.requirements-test install
+RUN := $(VENV)/bin/python
+endif
+
+.PHONY: demo test build install bench clean
+.NOTPARALLEL:
+
+demo: $(READY_DEMO)
+	$(RUN) -m margay.demo --out build/demo $(DEMO)
+
+test: $(READY_TEST)
+	$(RUN) -m pytest $(TEST)
+
+bench: $(READY_TEST)
+	$(RUN) -m margay.bench attention $(BENCH)
+	$(RUN) -m margay.bench gemm $(BENCH)
+	$(RUN) -m margay.bench cpu $(BENCH)
+	$(RUN) -m margay.bench overhead $(BENCH)
+	$(RUN) tools/tables.py
+
+build:
+	$(PYTHON) setup.py -q build_ext --inplace
+
+# The first command shows its progress, which pip would hide; pip then finds everything compiled. Left-over files of an older build in
+# build/lib* would get into the package.
+install: $(VENV)/.requirements
+	$(VENV)/bin/python setup.py -q build_ext
+	@rm -rf build/lib build/lib.* build/bdist*
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+
+$(VENV)/.requirements: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Margay needs Python 3.10 or newer; make PYTHON=... says which")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/.requirements-test: $(VENV)/.requirements requirements-test.txt
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
+clean:
+	rm -rf build dist python/margay.egg-info python/margay/*.so

@@ -1,0 +1,212 @@
+// Attention backward (Dao 2023, algorithm 2), for a block of 128 keys that walks over the blocks of M query rows i:
+//   s^T = k q_i^T;  p^T = 2^(c s^T - lse2);  dp^T = v dout_i^T;  ds^T = p^T (dp^T - delta)
+//   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
+// Each of two warpgroups owns 64 keys: p^T and ds^T are then register operands, and dk, dv stay in registers for the whole walk.
+// dq needs the ds of both warpgroups, which go through shared memory; it lags two steps behind, so that neither waits for the other.
+// One turn of matrix work is dq(i - 2), dv and dk(i - 1), s and dp(i); the arithmetic of i runs under the other warpgroup's turn.
+#include "tile/tile.h"
+#include "kernels/attention.h"
+
+enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), STAGES, DS_STAGES, DETERMINISTIC, *_REGS
+enum { SLOTS = 8 };   // a step's place is read up to two steps after its stage was released: more than STAGES + 2
+enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
+static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
+
+struct shared {
+  st<elem, 64, D> k[NC], v[NC];
+  st<elem, M, D> q[STAGES], dout[STAGES];
+  st<elem, 64, M> ds[DS_STAGES][NC];   // ds^T: keys x queries
+  sv<M> lse2[STAGES], delta[STAGES];
+  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2; also hands out the stages of dout
+  sem dout_full[STAGES];               // dout and delta
+  int row0[SLOTS], dq_block[SLOTS];    // of step n, from the loader: first query row; index of the block among all heads' blocks
+  ring<DS_STAGES, ASYNC_READS> ring_ds;
+  sem k_full, v_full, kv_free;
+  task_queue queue;
+};
+
+TILE void init(shared &s) {
+  ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
+  ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, NC));
+  for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
+  queue_init(s.queue, arrivals(0, 0, NC));
+  sem_init(s.k_full, arrivals(1, 0, 0));
+  sem_init(s.v_full, arrivals(1, 0, 0));
+  sem_init(s.kv_free, arrivals(0, 0, NC));
+}
+
+struct task { int batch, k_head, key0, first, blocks, turn, steps; };   // query blocks first .. first + blocks - 1 of each head of the group
+
+// Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys, first.
+TILE task task_at(const attention_bwd_params &p, int i) {
+  task t;
+  int section = i / (p.l2_heads * p.k_blocks), r = i - section * p.l2_heads * p.k_blocks, left = p.batch * p.k_heads - section * p.l2_heads;
+  int heads = left < p.l2_heads ? left : p.l2_heads, bh = section * p.l2_heads + r % heads;
+  t.batch = bh / p.k_heads;
+  t.k_head = bh - t.batch * p.k_heads;
+  t.key0 = r / heads * BN;
+  int first_row = t.key0 - p.diagonal;              // the first query row that sees the block's first key
+  t.first = first_row > 0 ? first_row / M : 0;
+  if (t.first > p.q_real - 1) t.first = p.q_real - 1;
+  t.blocks = p.q_real - t.first;
+  if (p.group == 1 && t.blocks < 2) t.blocks = 2;   // the pipeline needs two steps; the added block is padding (lse2 = inf)
+  // Without a mask, key blocks of one head start at different query blocks, so that their additions to dq rarely meet.
+  t.turn = DETERMINISTIC || p.diagonal < p.k_rows ? 0 : t.key0 / M % t.blocks;
+  t.steps = t.blocks * p.group;
+  return t;
+}
+TILE int head_of(const task &t, const attention_bwd_params &p, int step) { return t.k_head * p.group + step / t.blocks; }
+TILE int block_of(const task &t, int step) {
+  int i = step % t.blocks + t.turn;
+  return t.first + (i < t.blocks ? i : i - t.blocks);
+}
+
+TILE void loader(const attention_bwd_params &p, shared &s, int) {
+  uint32_t n = 0;
+  task_pos next = queue_begin();
+  while (queue_draw(s.queue, next, p.counter, p.tasks)) {
+    task t = task_at(p, next.task);
+    for (int step = 0; step < t.steps; step++, n++) {
+      ring_pos at = ring_at<STAGES>(n);
+      int head = head_of(t, p, step), block = block_of(t, step);
+      int64_t stats = ((int64_t)(t.batch * p.q_heads + head) * p.q_blocks + block) * M;
+      ring_acquire(s.ring_q, at);
+      put(s.row0[n % SLOTS], block * M);
+      put(s.dq_block[n % SLOTS], (int)(stats / M));
+      ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
+      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], block * M, 0, head, t.batch);
+      tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
+      if (step == 0) {
+        sem_wait(s.kv_free, next.count & 1);   // count has this task in it
+        sem_expect(s.k_full, NC * tile_bytes(s.k[0]));
+        for (int w = 0; w < NC; w++) tma_load(s.k[w], p.k, s.k_full, t.key0 + w * 64, 0, t.k_head, t.batch);
+        sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
+        for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, t.key0 + w * 64, 0, t.k_head, t.batch);
+      }
+      sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
+      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], block * M, 0, head, t.batch);
+      tma_load(s.delta[at.stage], p.delta + stats, s.dout_full[at.stage]);
+    }
+  }
+}
+
+struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
+
+// s to p, dp to ds; ds also to shared memory. The fence of ring_fill orders the reads of lse2 and delta before their stage is released.
+TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg, int key0) {
+  ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
+  int keys = p.k_rows - key0 - wg * 64, diagonal = get(s.row0[n % SLOTS]) + p.diagonal - key0 - wg * 64;
+  float c = p.scale;
+  mma_wait<1>(a.s);
+  if (diagonal < 63 || keys < 64)
+    map_rc(a.s, [=](float x, int key, int query) { return key < keys && key <= query + diagonal ? x : -infinity(); });
+  map_col(a.s, s.lse2[at.stage], [=](float x, float l) { return fast_exp2(fused(x, c, -l)); });
+  mma_wait<0>(a.dp);
+  map_col(a.dp, a.s, s.delta[at.stage], [](float dp, float prob, float d) { return prob * (dp - d); });
+  convert(a.p, a.s);
+  convert(a.ds, a.dp);
+  ring_acquire(s.ring_ds, to);
+  store(s.ds[to.stage][wg], a.ds);
+  ring_fill(s.ring_ds, to);
+}
+
+// dv += p^T dout, dk += ds^T q of step n
+template<int A> TILE void grads_issue(state &a, shared &s, uint32_t n) {
+  int stage = ring_at<STAGES>(n).stage;
+  mma_fence();
+  mma_AB<A>(a.dv, a.p, s.dout[stage]);
+  mma_AB<A>(a.dk, a.ds, s.q[stage]);
+  mma_commit();
+}
+// this warpgroup's half of dq of step n, over all keys of the block
+TILE void dq_issue(rt<float, 64> &dq, shared &s, uint32_t n, int wg) {
+  ring_pos at = ring_at<DS_STAGES>(n);
+  ring_wait(s.ring_ds, at);
+  mma_fence();
+  mma_AtB<ZERO>(dq, s.ds[at.stage][0], wg * DQ_ROWS, s.k[0], wg * DQ_COLS);
+  mma_AtB<ACC>(dq, s.ds[at.stage][1], wg * DQ_ROWS, s.k[1], wg * DQ_COLS);
+  mma_commit();
+}
+TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, uint32_t n, int wg, int key0) {
+  int64_t tile = (int64_t)get(s.dq_block[n % SLOTS]) * NC + wg;
+  ring_release(s.ring_ds, ring_at<DS_STAGES>(n));
+  bool ordered = DETERMINISTIC && get(s.row0[n % SLOTS]) < p.q_rows;   // padding blocks are not visited by every key block
+  if (ordered) order_wait(p.order + tile, key0 / BN);
+  add_acc(p.dq_acc + tile * 64 * 64, dq);
+  if (ordered) order_pass(p.order + tile, key0 / BN + 1);
+}
+
+// The n-th step since the kernel began. GRADS: the task has a step before, DQ: it has two.
+template<bool GRADS, bool DQ> TILE void advance(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg, int key0) {
+  rt<float, 64> dq;
+  ring_pos at = ring_at<STAGES>(n);
+  turn_wait<NC>(wg);
+  if constexpr (DQ) dq_issue(dq, s, n - 2, wg);
+  if constexpr (GRADS) grads_issue<DQ ? ACC : ZERO>(a, s, n - 1);
+  if constexpr (DQ) {
+    mma_wait<1>(dq);
+    dq_add(dq, p, s, n - 2, wg, key0);
+  }
+  if constexpr (GRADS) {
+    mma_wait<0>(a.dv, a.dk, a.p, a.ds);
+    ring_release(s.ring_q, ring_at<STAGES>(n - 1));
+  }
+  ring_wait(s.ring_q, at);
+  mma_fence();
+  mma_ABt<ZERO>(a.s, s.k[wg], s.q[at.stage]);
+  mma_commit();
+  sem_wait(s.dout_full[at.stage], at.phase);
+  mma_fence();
+  mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[at.stage]);
+  mma_commit();
+  turn_pass<NC>(wg);
+  softmax(a, p, s, n, wg, key0);
+}
+
+TILE void finish(state &a, const attention_bwd_params &p, shared &s, const task &t, int wg) {
+  float scale = p.scale * 0.6931471805599453f;
+  map(a.dk, [=](float x) { return x * scale; });
+  store(s.v[wg], a.dv);   // only this warpgroup reads this v
+  fence_async();
+  bar_sync(NC + 1, 128 * NC);   // both have done with k
+  tma_store(p.dv, s.v[wg], t.key0 + wg * 64, 0, t.k_head, t.batch);
+  store(s.k[wg], a.dk);
+  fence_async();
+  wg_sync();
+  tma_store(p.dk, s.k[wg], t.key0 + wg * 64, 0, t.k_head, t.batch);
+  tma_store_wait_read();
+  sem_arrive(s.kv_free);
+}
+
+TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
+  uint32_t n = 0;
+  task_pos next = queue_begin();
+  turn_begin<NC>(wg);
+  while (queue_take(s.queue, next, p.counter, p.tasks)) {
+    state a;
+    task t = task_at(p, next.task);
+    int key0 = t.key0;   // the rest of the task is computed again in finish: registers
+    uint32_t end = n + t.steps, kv_phase = (next.count - 1) & 1;
+    sem_wait(s.k_full, kv_phase);
+    sem_wait(s.v_full, kv_phase);
+    advance<false, false>(a, p, s, n++, wg, key0);
+    advance<true, false>(a, p, s, n++, wg, key0);
+#pragma unroll 1
+    while (n < end) advance<true, true>(a, p, s, n++, wg, key0);
+    grads_issue<ACC>(a, s, n - 1);
+    mma_wait<0>(a.dv, a.dk, a.p, a.ds);
+    ring_release(s.ring_q, ring_at<STAGES>(n - 1));
+    for (int back = 2; back > 0; back--) {
+      rt<float, 64> dq;
+      dq_issue(dq, s, n - back, wg);
+      mma_wait<0>(dq);
+      dq_add(dq, p, s, n - back, wg, key0);
+    }
+    finish(a, p, s, task_at(p, next.task), wg);
+  }
+  turn_end<NC>(wg);
+  tma_store_wait_read();
+}
+
+typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
+ENTRY(kernel, M, BN)

@@ -1,0 +1,183 @@
+// Attention forward:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
+// online over blocks of keys (Milakov & Gimelshein 2018; Dao 2023, algorithm 1), for each row with running maximum m and sum l:
+//   x = q k_j^T;  m' = max(m, max x);  p = 2^(c (x - m'));  l = l 2^(c (m - m')) + sum p;  o = o 2^(c (m - m')) + p v_j,  c = scale log2 e
+// A block owns 64 NC query rows of one head, a warpgroup 64 of them. The scores of key block j - 1 are issued before the product with v_j,
+// so that softmax of j - 1 runs under that product; warpgroups take turns with matrix work, so that one's softmax runs under the others'.
+#include "tile/tile.h"
+#include "kernels/attention.h"
+
+enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), STAGES, O_IN_Q (o leaves through q's tile), *_REGS
+
+struct shared {
+  st<elem, 64, D> q[NC];
+  st<elem, BN, D> k[STAGES], v[STAGES];
+  st<elem, 64, D> o[O_IN_Q ? 0 : NC];
+  ring<STAGES, ASYNC_READS> k_ring, v_ring;
+  sem q_full[NC], q_free[NC];
+  task_queue queue;
+};
+
+TILE void init(shared &s) {
+  ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
+  ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
+  queue_init(s.queue, arrivals(0, 0, NC));
+  for (int w = 0; w < NC; w++) {
+    sem_init(s.q_full[w], arrivals(1, 0, 0));
+    sem_init(s.q_free[w], arrivals(0, 0, 1));
+  }
+}
+
+struct task { int batch, head, row0, steps; };   // steps: key blocks
+
+// Heads go in sections whose k and v fit the L2; the row blocks with most keys of a section first.
+TILE task task_at(const attention_fwd_params &p, int i) {
+  task t;
+  int section = i / (p.l2_heads * p.q_blocks), r = i - section * p.l2_heads * p.q_blocks, left = p.batch * p.q_heads - section * p.l2_heads;
+  int heads = left < p.l2_heads ? left : p.l2_heads, block = p.q_blocks - 1 - r / heads, bh = section * p.l2_heads + r % heads;
+  t.batch = bh / p.q_heads;
+  t.head = bh - t.batch * p.q_heads;
+  t.row0 = block * BM;
+  int keys = t.row0 + BM + p.diagonal < p.k_rows ? t.row0 + BM + p.diagonal : p.k_rows;
+  t.steps = keys > BN ? (keys + BN - 1) / BN : 1;   // at least one block, all masked where a row block sees no key
+  return t;
+}
+
+TILE void load_k(const attention_fwd_params &p, shared &s, const task &t, ring_pos &at, int j) {
+  ring_acquire(s.k_ring, at);
+  ring_expect(s.k_ring, at, tile_bytes(s.k[0]));
+  tma_load(s.k[at.stage], p.k, s.k_ring.full[at.stage], j * BN, 0, t.head / p.group, t.batch);
+  ring_next(s.k_ring, at);
+}
+TILE void load_v(const attention_fwd_params &p, shared &s, const task &t, ring_pos &at, int j) {
+  ring_acquire(s.v_ring, at);
+  ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
+  tma_load(s.v[at.stage], p.v, s.v_ring.full[at.stage], j * BN, 0, t.head / p.group, t.batch);
+  ring_next(s.v_ring, at);
+}
+
+TILE void loader(const attention_fwd_params &p, shared &s, int) {
+  ring_pos k_at = {}, v_at = {};
+  task_pos next = queue_begin();
+  while (queue_draw(s.queue, next, p.counter, p.tasks)) {
+    task t = task_at(p, next.task);
+    int j = t.steps - 1;
+    for (int w = 0; w < NC; w++) {
+      sem_wait(s.q_free[w], next.count & 1);   // count has this task in it
+      sem_expect(s.q_full[w], tile_bytes(s.q[w]));
+      tma_load(s.q[w], p.q, s.q_full[w], t.row0 + w * 64, 0, t.head, t.batch);
+      if (w == 0) load_k(p, s, t, k_at, j);
+    }
+    for (; j > 0; j--) {
+      load_k(p, s, t, k_at, j - 1);
+      load_v(p, s, t, v_at, j);
+    }
+    load_v(p, s, t, v_at, 0);
+  }
+}
+
+TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, int row0, int col0) {
+  int keys = p.k_rows - col0, diagonal = row0 + p.diagonal - col0;
+  if (diagonal < BN - 1 || keys < BN) map_rc(x, [=](float a, int row, int col) { return col < keys && col <= row + diagonal ? a : -infinity(); });
+}
+
+// Scores to probabilities; alpha = 2^(c (m - m')).
+TILE void softmax(rt<float, BN> &x, rv &m, rsum &l, rv &alpha, float c) {
+  rv old = m, top;
+  row_max(m, x);
+  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a * c; });
+  map(alpha, old, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+  map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+  scale(l, alpha);
+  row_sum_add(l, x);
+}
+
+TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<float, D> &o, const rv &m, const rv &sum, int wg) {
+  st<elem, 64, D> &out = O_IN_Q ? s.q[wg] : s.o[wg];
+  int row0 = t.row0 + wg * 64;
+  float c = p.scale;
+  rv inverse, lse;
+  if (!O_IN_Q) {
+    sem_arrive(s.q_free[wg]);
+    tma_store_wait_read();
+    wg_sync();
+  }
+  map(inverse, sum, [](float l) { return l == 0.f ? 0.f : fast_rcp(l); });
+  map_row(o, inverse, [](float x, float f) { return x * f; });
+  store(out, o);
+  fence_async();
+  wg_sync();
+  tma_store(p.o, out, row0, 0, t.head, t.batch);
+  if (p.lse) {
+    map(lse, m, sum, [=](float a, float l) { return fused(a, c, fast_log2(l)) * 0.6931471805599453f; });
+    store(p.lse + (int64_t)(t.batch * p.q_heads + t.head) * p.q_rows + row0, lse, p.q_rows - row0);
+  }
+  if (O_IN_Q) {
+    tma_store_wait_read();
+    sem_arrive(s.q_free[wg]);
+  }
+}
+
+TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
+  ring_pos k_at = {}, v_at = {};
+  task_pos next = queue_begin();
+  turn_begin<NC>(wg);
+  while (queue_take(s.queue, next, p.counter, p.tasks)) {
+    task t = task_at(p, next.task);
+    rt<float, BN> x;
+    rt<elem, BN> probabilities;
+    rt<float, D> o;
+    rv m, alpha, sum;
+    rsum l;
+    int row0 = t.row0 + wg * 64, j = t.steps - 1;
+    fill(m, -infinity());
+    fill(l, 0.f);
+    sem_wait(s.q_full[wg], (next.count - 1) & 1);
+    ring_wait(s.k_ring, k_at);
+    mma_fence();
+    mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
+    mma_commit();
+    mma_wait<0>(x);
+    ring_release(s.k_ring, k_at);
+    ring_next(s.k_ring, k_at);
+    mask(x, p, row0, j * BN);
+    softmax(x, m, l, alpha, p.scale);
+    convert(probabilities, x);
+    fill(o, 0.f);
+    for (j--; j >= 0; j--) {
+      ring_wait(s.k_ring, k_at);
+      turn_wait<NC>(wg);
+      mma_fence();
+      mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
+      mma_commit();
+      ring_wait(s.v_ring, v_at);
+      mma_fence();
+      mma_AB<ACC>(o, probabilities, s.v[v_at.stage]);
+      mma_commit();
+      turn_pass<NC>(wg);
+      mma_wait<1>(x);
+      ring_release(s.k_ring, k_at);
+      ring_next(s.k_ring, k_at);
+      mask(x, p, row0, j * BN);
+      softmax(x, m, l, alpha, p.scale);
+      mma_wait<0>(o, probabilities);
+      ring_release(s.v_ring, v_at);
+      ring_next(s.v_ring, v_at);
+      convert(probabilities, x);
+      map_row(o, alpha, [](float a, float f) { return a * f; });
+    }
+    ring_wait(s.v_ring, v_at);
+    mma_fence();
+    mma_AB<ACC>(o, probabilities, s.v[v_at.stage]);
+    mma_commit();
+    reduce(sum, l);
+    mma_wait<0>(o, probabilities);
+    ring_release(s.v_ring, v_at);
+    ring_next(s.v_ring, v_at);
+    finish(p, s, t, o, m, sum, wg);
+  }
+  turn_end<NC>(wg);
+  tma_store_wait_read();
+}
+
+typedef block<attention_fwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
+ENTRY(kernel, BM, BN)

@@ -1,0 +1,71 @@
+// Margay's public C interface. Usable without Python: link the library, hand in tensor views, check the status.
+// Every function runs on the device of its tensors and on the given stream, never synchronises and never allocates device memory.
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+#define MG_API __attribute__((visibility("default")))
+#define MG_MAX_DIMS 8
+
+typedef enum mg_status {
+  MG_OK = 0,
+  MG_TYPE,          // wrong kind of argument: dtype, tensors on different kinds of device
+  MG_VALUE,         // right kind, wrong shape, stride, alignment or range
+  MG_UNSUPPORTED,   // valid, but no kernel computes it; the message lists why each refused
+  MG_BUFFER,        // memory that may not be used this way: read-only, overlapping
+  MG_MEMORY,
+  MG_RUNTIME        // driver, device, threads
+} mg_status;
+
+typedef enum mg_dtype { MG_BF16, MG_FP16, MG_FP32, MG_FP64, MG_INT32, MG_INT64, MG_UINT8, MG_DTYPE_COUNT } mg_dtype;
+typedef enum mg_device { MG_CPU, MG_CUDA } mg_device;
+typedef enum mg_activation { MG_NONE, MG_RELU, MG_GELU, MG_GELU_TANH, MG_SILU } mg_activation;
+
+// A view of memory somebody else owns. Strides in elements.
+typedef struct mg_tensor {
+  void *data;
+  mg_dtype dtype;
+  mg_device device;
+  int device_index;
+  int dims;
+  bool read_only;
+  int64_t shape[MG_MAX_DIMS], stride[MG_MAX_DIMS];
+} mg_tensor;
+
+typedef void *mg_stream;    // a CUstream; NULL is the legacy default stream; ignored on the CPU
+
+typedef struct mg_attention_options {
+  float scale;              // softmax scale; 0 means 1 / sqrt(D)
+  bool causal;              // bottom-right aligned: query i sees keys up to i + Nk - Nq
+  bool deterministic;       // backward: bitwise equal results, at some cost
+} mg_attention_options;
+
+// out [B, Hq, Nq, Dv] = softmax(scale q k^T) v, q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv], Hq a multiple of Hk.
+// lse [B, Hq, Nq] fp32 contiguous, natural-log log-sum-exp of the scaled scores, or NULL. Rows without keys: 0, lse -inf.
+MG_API mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                                  const mg_attention_options *options, mg_stream stream);
+// Bytes of workspace that mg_attention_bwd wants for these shapes (any contents, 256-byte aligned, uint8 on the same device).
+MG_API mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                                            const mg_attention_options *options);
+// Gradients of mg_attention_fwd. dlse [B, Hq, Nq] fp32 is the gradient of lse, or NULL.
+MG_API mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout, const mg_tensor *q,
+                                  const mg_tensor *k, const mg_tensor *v, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *dlse,
+                                  const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream);
+// out [M, N] = activation(a b + bias), a [M, K], b [K, N], either may be a transposed view; bias [N] or NULL.
+MG_API mg_status mg_matmul(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b, const mg_tensor *bias, mg_activation activation,
+                           mg_stream stream);
+
+// Text of this thread's last failure: op, argument, what was found, what is accepted. Valid until the thread's next call.
+MG_API const char *mg_last_error(void);
+// Threads the CPU backend uses; 0 returns to the default (OMP_NUM_THREADS, else the cores of the process).
+MG_API void mg_set_num_threads(int n);
+MG_API int mg_num_threads(void);
+// Load the kernels of `op` ("attention_fwd", ...; NULL: all) onto a device now instead of at the first call.
+MG_API mg_status mg_preload(const char *op, int device_index);
+
+#ifdef __cplusplus
+}
+#endif

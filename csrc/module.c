@@ -1,0 +1,563 @@
+// The CPython module margay._C: arguments to tensor views, status to exceptions, nothing else. Limited API 3.10.
+//
+// Tensors come in through the C exchange table of their type, without a copy, an allocation or a synchronisation, or through __dlpack__ where
+// the type has no table of its own. Views live as long as the call, which holds the objects.
+#include "Python.h"
+#include <stdatomic.h>
+#include <stddef.h>
+#include <string.h>
+#include "dlpack.h"
+#include "runtime/driver.h"
+
+enum { MAX_TYPES = 8, MAX_TENSORS = 11 };
+
+typedef struct state {
+  atomic_int types;                 // entries published; an entry never changes, and holds its type for ever
+  atomic_flag adding;
+  struct { PyObject *type; const dl_exchange *table; } type[MAX_TYPES];
+} state;
+
+// ---- errors
+
+static PyObject *raise_status(mg_status status) {
+  PyObject *const kinds[] = {[MG_TYPE] = PyExc_TypeError, [MG_VALUE] = PyExc_ValueError, [MG_UNSUPPORTED] = PyExc_NotImplementedError,
+                             [MG_BUFFER] = PyExc_BufferError, [MG_MEMORY] = PyExc_MemoryError, [MG_RUNTIME] = PyExc_RuntimeError};
+  PyErr_SetString(kinds[status], mg_last_error());
+  return NULL;
+}
+
+static PyObject *none_or_raise(mg_status status) { return status ? raise_status(status) : Py_NewRef(Py_None); }
+
+// Put "op: argument" before the first line of the pending exception's message; what follows may be a producer's stack.
+static void blame(const char *op, const char *name) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject *message = value ? PyObject_Str(value) : NULL;
+  Py_ssize_t length = message ? PyUnicode_GetLength(message) : 0, end = message ? PyUnicode_FindChar(message, '\n', 0, length, 1) : 0;
+  PyObject *line = message ? PyUnicode_Substring(message, 0, end < 0 ? length : end) : NULL;
+  PyErr_Clear();
+  PyErr_Format(type, "%s: %s: %S", op, name, line ? line : Py_None);
+  Py_XDECREF(message);
+  Py_XDECREF(line);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+}
+
+// ---- exchange tables
+
+static PyObject *attribute_of_type(PyObject *type, const char *name) {   // a new reference, or NULL without an exception
+  PyObject *found = PyObject_GetAttrString(type, name);
+  if (!found) PyErr_Clear();
+  return found;
+}
+
+static bool attribute_is(PyObject *type, const char *name, const char *value) {
+  PyObject *found = attribute_of_type(type, name);
+  bool same = found && PyUnicode_Check(found) && !PyUnicode_CompareWithASCIIString(found, value);
+  Py_XDECREF(found);
+  return same;
+}
+
+// Subclasses inherit the attribute, but may be no plain memory (FakeTensor, DTensor): only the type that defines it counts, and
+// torch.nn.Parameter, which is a Tensor in all but name.
+static bool owns_table(PyObject *type) {
+  PyObject *dict = attribute_of_type(type, "__dict__");
+  bool owns = dict && PyMapping_HasKeyString(dict, "__dlpack_c_exchange_api__");
+  Py_XDECREF(dict);
+  return owns || (attribute_is(type, "__module__", "torch.nn.parameter") && attribute_is(type, "__qualname__", "Parameter"));
+}
+
+static const dl_exchange *find_table(PyObject *type) {
+  if (!owns_table(type)) return NULL;
+  PyObject *capsule = attribute_of_type(type, "__dlpack_c_exchange_api__");
+  const dl_exchange *table = NULL;
+  if (capsule && PyCapsule_IsValid(capsule, "dlpack_exchange_api")) table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  Py_XDECREF(capsule);              // the table is static for the life of the process
+  while (table && table->version.major != DL_MAJOR) table = table->previous;
+  return table && table->borrow ? table : NULL;
+}
+
+static const dl_exchange *table_of(state *s, PyObject *object) {
+  PyObject *type = (PyObject *)Py_TYPE(object);
+  int known = atomic_load_explicit(&s->types, memory_order_acquire);
+  for (int i = 0; i < known; i++)
+    if (s->type[i].type == type) return s->type[i].table;
+  const dl_exchange *table = find_table(type);
+  if (atomic_flag_test_and_set(&s->adding)) return table;   // another thread adds a type; a later call will add this one
+  known = atomic_load(&s->types);
+  if (known < MAX_TYPES) {
+    s->type[known].type = Py_NewRef(type);
+    s->type[known].table = table;
+    atomic_store_explicit(&s->types, known + 1, memory_order_release);
+  }
+  atomic_flag_clear(&s->adding);
+  return table;
+}
+
+// ---- tensors
+
+typedef struct args {               // the tensors of one call
+  const char *op;
+  state *state;
+  mg_tensor tensor[MAX_TENSORS];
+  const mg_tensor *view[MAX_TENSORS];     // into `tensor`; NULL for None
+  PyObject *capsule[MAX_TENSORS];         // exports by __dlpack__, held until the call is over
+  const dl_exchange *stream_table;        // of the first CUDA tensor
+  int count;
+} args;
+
+static bool set_dtype(mg_tensor *t, const dl_tensor *d) {
+  static const struct { uint8_t code, bits; mg_dtype dtype; } known[] = {
+    {DL_BFLOAT, 16, MG_BF16}, {DL_FLOAT, 16, MG_FP16}, {DL_FLOAT, 32, MG_FP32}, {DL_FLOAT, 64, MG_FP64},
+    {DL_INT, 32, MG_INT32}, {DL_INT, 64, MG_INT64}, {DL_UINT, 8, MG_UINT8}};
+  for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+    if (known[i].code == d->dtype.code && known[i].bits == d->dtype.bits && d->dtype.lanes == 1) {
+      t->dtype = known[i].dtype;
+      return true;
+    }
+  return false;
+}
+
+static bool set_view(mg_tensor *t, const dl_tensor *d, const char *op, const char *name) {
+  if (!set_dtype(t, d)) {
+    PyErr_Format(PyExc_TypeError, "%s: %s has DLPack type code %d of %d bits and %d lanes, expected bfloat16, float16, float32, float64, int32, "
+                 "int64 or uint8", op, name, d->dtype.code, d->dtype.bits, d->dtype.lanes);
+    return false;
+  }
+  const bool cpu = d->device.kind == DL_CPU || d->device.kind == DL_CUDA_HOST;
+  const bool gpu = d->device.kind == DL_CUDA || d->device.kind == DL_CUDA_MANAGED;
+  if (!cpu && !gpu) {
+    PyErr_Format(PyExc_TypeError, "%s: %s is on DLPack device type %d, expected the CPU or a CUDA device", op, name, d->device.kind);
+    return false;
+  }
+  if (d->dims < 0 || d->dims > MG_MAX_DIMS) {
+    PyErr_Format(PyExc_ValueError, "%s: %s has %d dimensions, expected at most %d", op, name, d->dims, MG_MAX_DIMS);
+    return false;
+  }
+  t->data = d->data ? (char *)d->data + d->byte_offset : NULL;
+  t->device = gpu ? MG_CUDA : MG_CPU;
+  t->device_index = gpu ? d->device.index : 0;
+  t->dims = d->dims;
+  uint64_t compact = 1;             // may wrap where a size is absurd; sizes are checked later
+  for (int i = d->dims - 1; i >= 0; i--) {
+    t->shape[i] = d->shape[i];
+    t->stride[i] = d->strides ? d->strides[i] : (int64_t)compact;
+    compact *= (uint64_t)d->shape[i];
+  }
+  return true;
+}
+
+static bool read_capsule(mg_tensor *t, PyObject *capsule, const char *op, const char *name) {
+  if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+    const dl_managed_versioned *m = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+    if (m->version.major != DL_MAJOR) {
+      PyErr_Format(PyExc_BufferError, "%s: %s is exported by DLPack %u.%u, expected %d.x", op, name, m->version.major, m->version.minor, DL_MAJOR);
+      return false;
+    }
+    if (!set_view(t, &m->tensor, op, name)) return false;
+    t->read_only = m->flags & DL_READ_ONLY;
+    if (!(m->flags & DL_COPIED)) return true;
+    PyErr_Format(PyExc_BufferError, "%s: %s exports a copy of its memory, expected a view", op, name);
+    return false;
+  }
+  if (PyCapsule_IsValid(capsule, "dltensor"))
+    return set_view(t, &((const dl_managed *)PyCapsule_GetPointer(capsule, "dltensor"))->tensor, op, name);
+  PyErr_Format(PyExc_TypeError, "%s: %s: __dlpack__ returned %R, expected an unused DLPack capsule", op, name, capsule);
+  return false;
+}
+
+// Kind of the object's device by __dlpack_device__, -1 with an exception.
+static long device_kind(PyObject *object) {
+  PyObject *pair = PyObject_CallMethod(object, "__dlpack_device__", NULL);
+  PyObject *first = pair ? PySequence_GetItem(pair, 0) : NULL;
+  long kind = first ? PyLong_AsLong(first) : -1;
+  Py_XDECREF(pair);
+  Py_XDECREF(first);
+  return kind;
+}
+
+static PyObject *call_export(PyObject *method, PyObject *keywords) {
+  PyObject *none = PyTuple_New(0), *capsule = none ? PyObject_Call(method, none, keywords) : NULL;
+  Py_XDECREF(none);
+  return capsule;
+}
+
+// On CUDA the producer orders its work before `stream`; 0 stands for the legacy default stream, which DLPack calls 1.
+static PyObject *export(PyObject *object, PyObject *method, mg_stream stream) {
+  long kind = device_kind(object);
+  if (kind == -1 && PyErr_Occurred()) return NULL;
+  PyObject *version = Py_BuildValue("(ii)", DL_MAJOR, DL_MINOR), *keywords = PyDict_New(), *capsule = NULL;
+  PyObject *number = PyLong_FromVoidPtr(stream ? stream : (void *)1);
+  const bool cuda = kind == DL_CUDA || kind == DL_CUDA_MANAGED;
+  if (version && keywords && number && (!cuda || !PyDict_SetItemString(keywords, "stream", number)) &&
+      !PyDict_SetItemString(keywords, "max_version", version)) {
+    capsule = call_export(method, keywords);
+    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {   // producers before DLPack 1.0 know no versions
+      PyErr_Clear();
+      if (!PyDict_DelItemString(keywords, "max_version")) capsule = call_export(method, keywords);
+    }
+  }
+  Py_XDECREF(version);
+  Py_XDECREF(keywords);
+  Py_XDECREF(number);
+  return capsule;
+}
+
+static bool add_by_method(args *a, PyObject *object, const char *name, mg_stream stream) {
+  PyObject *method = attribute_of_type(object, "__dlpack__");
+  if (!method || PyType_Check(object)) {
+    Py_XDECREF(method);
+    PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected a tensor (an object with __dlpack__)", a->op, name, (PyObject *)Py_TYPE(object));
+    return false;
+  }
+  PyObject *capsule = a->capsule[a->count] = export(object, method, stream);
+  Py_DECREF(method);
+  if (!capsule) {
+    blame(a->op, name);
+    return false;
+  }
+  return read_capsule(&a->tensor[a->count], capsule, a->op, name);
+}
+
+static bool add_by_table(args *a, const dl_exchange *table, PyObject *object, const char *name) {
+  dl_tensor d;
+  if (table->borrow(object, &d)) {
+    blame(a->op, name);
+    return false;
+  }
+  if (!set_view(&a->tensor[a->count], &d, a->op, name)) return false;
+  if (!a->stream_table && a->tensor[a->count].device == MG_CUDA) a->stream_table = table;
+  return true;
+}
+
+static void release(args *a) {
+  for (int i = 0; i < MAX_TENSORS; i++) Py_XDECREF(a->capsule[i]);   // their destructors free what was never taken over
+}
+
+// Read the `count` tensors that `objects` begins with. False with an exception, and then nothing is left to release.
+static bool read_tensors(args *a, PyObject *module, const char *op, const char *const *names, PyObject *const *objects, int count,
+                         mg_stream stream) {
+  memset(a, 0, sizeof *a);
+  a->op = op;
+  a->state = PyModule_GetState(module);
+  for (; a->count < count; a->count++) {
+    PyObject *object = objects[a->count];
+    if (object == Py_None) continue;
+    const dl_exchange *table = table_of(a->state, object);
+    if (!(table ? add_by_table(a, table, object, names[a->count]) : add_by_method(a, object, names[a->count], stream))) {
+      release(a);
+      return false;
+    }
+    a->view[a->count] = &a->tensor[a->count];
+  }
+  return true;
+}
+
+// The producer's current stream of the first CUDA tensor, where the caller named none.
+static bool ask_stream(const args *a, mg_stream *stream) {
+  if (*stream || !a->stream_table || !a->stream_table->current_stream) return true;
+  for (int i = 0; i < a->count; i++)
+    if (a->view[i] && a->view[i]->device == MG_CUDA) return !a->stream_table->current_stream(DL_CUDA, a->view[i]->device_index, stream);
+  return true;
+}
+
+// ---- arguments
+
+static bool check_count(const char *op, Py_ssize_t found, int least, int most) {
+  if (found >= least && found <= most) return true;
+  PyErr_Format(PyExc_TypeError, "%s takes %d%s%d positional arguments, got %zd", op, least, least == most ? " = " : " to ", most, found);
+  return false;
+}
+
+static bool read_stream(PyObject *const *objects, Py_ssize_t count, int at, mg_stream *stream) {
+  *stream = NULL;
+  if (count <= at) return true;
+  *stream = PyLong_AsVoidPtr(objects[at]);
+  return !PyErr_Occurred();
+}
+
+static bool read_float(PyObject *object, float *value) {
+  *value = (float)PyFloat_AsDouble(object);
+  return !PyErr_Occurred();
+}
+
+static bool read_bool(PyObject *object, bool *value) {
+  int truth = PyObject_IsTrue(object);
+  *value = truth > 0;
+  return truth >= 0;
+}
+
+static bool read_int(PyObject *object, int *value) {
+  long found = PyLong_AsLong(object);
+  if (found == -1 && PyErr_Occurred()) return false;
+  if (found < INT32_MIN || found > INT32_MAX) {
+    PyErr_Format(PyExc_ValueError, "%ld is out of range, expected 32 bits", found);
+    return false;
+  }
+  *value = (int)found;
+  return true;
+}
+
+// Run an op without the GIL and turn its status into None or an exception.
+#define RUN(call) \
+  mg_status status; \
+  Py_BEGIN_ALLOW_THREADS \
+  status = call; \
+  Py_END_ALLOW_THREADS \
+  release(&a); \
+  return none_or_raise(status)
+
+// ---- ops
+
+static PyObject *attention_fwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"out", "lse", "q", "k", "v"};
+  args a;
+  mg_stream stream;
+  mg_attention_options options = {0};
+  if (!check_count("attention_fwd", count, 7, 8) || !read_stream(objects, count, 7, &stream) || !read_float(objects[5], &options.scale) ||
+      !read_bool(objects[6], &options.causal) || !read_tensors(&a, module, "attention", names, objects, 5, stream))
+    return NULL;
+  if (!ask_stream(&a, &stream)) return release(&a), NULL;
+  RUN(mg_attention_fwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], &options, stream));
+}
+
+static PyObject *attention_bwd_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"q", "k", "v"};
+  args a;
+  size_t bytes;
+  mg_attention_options options = {0};
+  if (!check_count("attention_bwd_workspace", count, 5, 5) || !read_bool(objects[3], &options.causal) ||
+      !read_bool(objects[4], &options.deterministic) || !read_tensors(&a, module, "attention_bwd", names, objects, 3, NULL))
+    return NULL;
+  mg_status status = mg_attention_bwd_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options);
+  release(&a);
+  return status ? raise_status(status) : PyLong_FromSize_t(bytes);
+}
+
+static PyObject *attention_bwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"dq", "dk", "dv", "dout", "q", "k", "v", "out", "lse", "dlse", "workspace"};
+  args a;
+  mg_stream stream;
+  mg_attention_options options = {0};
+  if (!check_count("attention_bwd", count, 14, 15) || !read_stream(objects, count, 14, &stream) || !read_float(objects[11], &options.scale) ||
+      !read_bool(objects[12], &options.causal) || !read_bool(objects[13], &options.deterministic) ||
+      !read_tensors(&a, module, "attention_bwd", names, objects, 11, stream))
+    return NULL;
+  if (!ask_stream(&a, &stream)) return release(&a), NULL;
+  RUN(mg_attention_bwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], a.view[9], a.view[10],
+                       &options, stream));
+}
+
+static PyObject *matmul(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"out", "a", "b", "bias"};
+  args a;
+  mg_stream stream;
+  int activation;
+  if (!check_count("matmul", count, 5, 6) || !read_stream(objects, count, 5, &stream) || !read_int(objects[4], &activation) ||
+      !read_tensors(&a, module, "matmul", names, objects, 4, stream))
+    return NULL;
+  if (!ask_stream(&a, &stream)) return release(&a), NULL;
+  RUN(mg_matmul(a.view[0], a.view[1], a.view[2], a.view[3], (mg_activation)activation, stream));
+}
+
+// ---- what there is, and what would be used
+
+// A dict that takes over its values; NULL with an exception if one of them could not be made.
+static bool put(PyObject *dict, const char *key, PyObject *value) {
+  int failed = !value || PyDict_SetItemString(dict, key, value);
+  Py_XDECREF(value);
+  return !failed;
+}
+
+static PyObject *text(const char *chars) { return chars ? PyUnicode_FromString(chars) : Py_NewRef(Py_None); }
+
+static bool parse_dtype(const char *name, mg_dtype *dtype) {
+  for (int t = 0; t < MG_DTYPE_COUNT; t++)
+    if (!strcmp(name, mg_dtype_name((mg_dtype)t))) {
+      *dtype = (mg_dtype)t;
+      return true;
+    }
+  PyErr_Format(PyExc_ValueError, "explain: dtype is %s, expected bfloat16, float16 or float32", name);
+  return false;
+}
+
+static PyObject *explain_problem(mg_op op, mg_problem *p) {
+  mg_context c;
+  const mg_tensor there = {.device = p->gpu ? MG_CUDA : MG_CPU};
+  const bool known = !mg_context_open(&c, &there, NULL);
+  if (!p->sms) p->sms = known ? c.sms : 132;
+  char chars[4096];
+  size_t length = mg_explain(op, p, known ? &c : NULL, chars, sizeof chars);
+  if (known) return PyUnicode_FromStringAndSize(chars, (Py_ssize_t)(length < sizeof chars ? length : sizeof chars - 1));
+  return PyUnicode_FromFormat("%s\n  (for an H100, because here: %s)", chars, mg_last_error());
+}
+
+static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywords) {
+  static char *names[] = {"op", "dtype", "gpu", "causal", "deterministic", "trans_a", "trans_b", "d", "batch", "heads_q", "heads_k", "nq", "nk",
+                          "m", "n", "k", "sms", NULL};
+  (void)module;
+  const char *name, *dtype = "bfloat16";
+  int gpu = 0, causal = 0, deterministic = 0, trans_a = 0, trans_b = 0;
+  long long v[9] = {0};
+  mg_op op;
+  mg_problem p = {0};
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLi:explain", names, &name, &dtype, &gpu, &causal, &deterministic, &trans_a,
+                                   &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms) ||
+      !parse_dtype(dtype, &p.dtype))
+    return NULL;
+  mg_status status = mg_op_find(&op, name);
+  if (status) return raise_status(status);
+  p = (mg_problem){.dtype = p.dtype, .gpu = gpu, .causal = causal, .deterministic = deterministic, .trans_a = trans_a, .trans_b = trans_b,
+                   .d = v[0], .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5], .m = v[6], .n = v[7], .k = v[8],
+                   .sms = p.sms};
+  return explain_problem(op, &p);
+}
+
+static PyObject *kernel_dict(const mg_kernel *row) {
+  static const char *const places[] = {"any", "cpu", "gpu"};
+  const mg_kernel_desc *d = mg_desc(row);
+  PyObject *dict = PyDict_New();
+  if (dict && put(dict, "name", text(row->name)) && put(dict, "op", text(mg_op_row(row->op))) && put(dict, "source", text(row->source)) &&
+      put(dict, "dtype", text(mg_dtype_name(row->dtype))) && put(dict, "where", text(places[row->where])) &&
+      put(dict, "when", text(row->when_text)) && put(dict, "constants", text(row->constants)) &&
+      put(dict, "has_gpu_image", PyBool_FromLong(row->image != NULL)) && put(dict, "shared_bytes", PyLong_FromLong((long)d->shared_bytes)) &&
+      put(dict, "threads", PyLong_FromLong((long)d->threads)))
+    return dict;
+  Py_XDECREF(dict);
+  return NULL;
+}
+
+static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module, (void)objects;
+  if (!check_count("kernels", count, 0, 0)) return NULL;
+  PyObject *list = PyList_New(0);
+  for (int i = 0; list && i < mg_kernel_count; i++) {
+    PyObject *row = kernel_dict(&mg_kernels[i]);
+    if (!row || PyList_Append(list, row)) Py_CLEAR(list);
+    Py_XDECREF(row);
+  }
+  return list;
+}
+
+static PyObject *device_dict(const mg_gpu *gpu) {
+  return Py_BuildValue("{s:s, s:N, s:i}", "name", gpu->name, "cc", PyUnicode_FromFormat("%d.%d", gpu->major, gpu->minor), "sms", gpu->sms);
+}
+
+// The devices that can be opened; `reason` is set to why there is none that the kernels run on.
+static PyObject *device_list(PyObject **reason) {
+  int devices = 0;
+  bool usable = false;
+  PyObject *list = PyList_New(0);
+  mg_status status = mg_gpu_count(&devices);
+  for (int i = 0; list && !status && i < devices; i++) {
+    mg_gpu *gpu;
+    if ((status = mg_gpu_open(&gpu, i))) break;
+    usable |= gpu->major == 9 && gpu->minor == 0;
+    PyObject *dict = device_dict(gpu);
+    if (!dict || PyList_Append(list, dict)) Py_CLEAR(list);
+    Py_XDECREF(dict);
+  }
+  *reason = status ? text(mg_last_error()) : !devices ? text("the driver sees no GPU") : !usable ? text("no GPU of compute capability 9.0")
+            : !mg_has_images ? text("built without GPU kernels: nvcc was not found") : text(NULL);
+  return list;
+}
+
+static PyObject *info(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module, (void)objects;
+  if (!check_count("info", count, 0, 0)) return NULL;
+  PyObject *reason, *devices = device_list(&reason), *dict = PyDict_New();
+  const int version = mg_driver_version();
+  const bool listed = dict && put(dict, "devices", devices) && put(dict, "gpu_reason", reason);
+  if (listed && put(dict, "cuda_built", PyBool_FromLong(mg_has_images)) && put(dict, "kernels", PyLong_FromLong(mg_kernel_count)) &&
+      put(dict, "isa", text(mg_isa_name(mg_host_isa()))) && put(dict, "threads", PyLong_FromLong(mg_num_threads())) &&
+      put(dict, "driver", version ? PyUnicode_FromFormat("%d.%d", version / 1000, version % 1000 / 10) : text(NULL)))
+    return dict;
+  Py_XDECREF(dict);
+  return NULL;
+}
+
+static PyObject *preload(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module;
+  int device;
+  if (!check_count("preload", count, 2, 2) || !read_int(objects[1], &device)) return NULL;
+  const char *op = objects[0] == Py_None ? NULL : PyUnicode_AsUTF8AndSize(objects[0], NULL);
+  if (!op && PyErr_Occurred()) return NULL;
+  mg_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = mg_preload(op, device);
+  Py_END_ALLOW_THREADS
+  return none_or_raise(status);
+}
+
+static PyObject *set_num_threads(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module;
+  int n;
+  if (!check_count("set_num_threads", count, 1, 1) || !read_int(objects[0], &n)) return NULL;
+  if (n < 0) return PyErr_Format(PyExc_ValueError, "set_num_threads: n is %d, expected at least 0", n);
+  mg_set_num_threads(n);
+  return Py_NewRef(Py_None);
+}
+
+static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module, (void)objects;
+  return check_count("num_threads", count, 0, 0) ? PyLong_FromLong(mg_num_threads()) : NULL;
+}
+
+// ---- the module
+
+#define FUNCTION(f) (PyCFunction)(void (*)(void))f   // through the one function pointer type that compilers let pass for any
+static PyMethodDef methods[] = {
+  {"attention_fwd", FUNCTION(attention_fwd), METH_FASTCALL, "attention_fwd(out, lse, q, k, v, scale, causal, stream=0)"},
+  {"attention_bwd_workspace", FUNCTION(attention_bwd_workspace), METH_FASTCALL,
+   "attention_bwd_workspace(q, k, v, causal, deterministic) -> bytes"},
+  {"attention_bwd", FUNCTION(attention_bwd), METH_FASTCALL,
+   "attention_bwd(dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, stream=0)"},
+  {"matmul", FUNCTION(matmul), METH_FASTCALL, "matmul(out, a, b, bias, activation, stream=0)"},
+  {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS, "explain(op, *, dtype, gpu, ...) -> which kernel, and why not the others"},
+  {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},
+  {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},
+  {"preload", FUNCTION(preload), METH_FASTCALL, "preload(op or None, device)"},
+  {"set_num_threads", FUNCTION(set_num_threads), METH_FASTCALL, "set_num_threads(n); 0: the default"},
+  {"num_threads", FUNCTION(num_threads), METH_FASTCALL, "num_threads() -> threads of the CPU backend"},
+  {NULL, NULL, 0, NULL},
+};
+
+static int execute(PyObject *module) {
+  state *s = PyModule_GetState(module);
+  atomic_init(&s->types, 0);
+  atomic_flag_clear(&s->adding);
+  return 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+  {Py_mod_exec, __extension__(void *) execute},
+#if !defined(Py_LIMITED_API) && PY_VERSION_HEX >= 0x030D0000
+  {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+  {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+  {0, NULL},
+};
+
+static int traverse(PyObject *module, visitproc visit, void *arg) {
+  state *s = PyModule_GetState(module);
+  for (int i = 0; s && i < atomic_load(&s->types); i++) Py_VISIT(s->type[i].type);
+  return 0;
+}
+
+static int clear(PyObject *module) {
+  state *s = PyModule_GetState(module);
+  int known = s ? atomic_exchange(&s->types, 0) : 0;
+  for (int i = 0; i < known; i++) Py_CLEAR(s->type[i].type);
+  return 0;
+}
+
+static void free_state(void *module) { clear(module); }
+
+static PyModuleDef definition = {
+  .m_base = PyModuleDef_HEAD_INIT, .m_name = "margay._C", .m_doc = "Margay's kernels on tensors that speak DLPack; outputs come first.",
+  .m_size = sizeof(state), .m_methods = methods, .m_slots = slots, .m_traverse = traverse, .m_clear = clear, .m_free = free_state,
+};
+
+PyMODINIT_FUNC PyInit__C(void);
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,157 @@
+// The CPU backend: clusters of blocks over a pool of threads. The pool grows when it is wanted, never shrinks, and starts anew after a fork.
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#include "runtime/cpu.h"
+
+enum { MAX_THREADS = 1024 };
+
+// ---- instruction sets
+
+const char *mg_isa_name(mg_isa isa) {
+  static const char *const names[MG_ISA_COUNT] = {"base", "avx2", "avx512"};
+  return names[isa];
+}
+
+static mg_isa detect_isa(void) {
+  mg_isa best = MG_ISA_BASE;
+#ifdef __x86_64__
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = MG_ISA_AVX2;   // every CPU with AVX2 has F16C
+  if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
+    best = MG_ISA_AVX512;
+#endif
+  const char *wish = getenv("MARGAY_ISA");
+  for (mg_isa i = MG_ISA_BASE; wish && i < best; i++)
+    if (!strcmp(wish, mg_isa_name(i))) return i;
+  return best;
+}
+
+mg_isa mg_host_isa(void) {
+  static atomic_int known = -1;   // racing threads find the same value
+  int isa = atomic_load_explicit(&known, memory_order_relaxed);
+  if (isa < 0) atomic_store_explicit(&known, isa = (int)detect_isa(), memory_order_relaxed);
+  return (mg_isa)isa;
+}
+
+// ---- how many threads
+
+static atomic_int wanted_threads;   // 0: the default
+
+static int default_threads(void) {
+  static atomic_int known;
+  int n = atomic_load_explicit(&known, memory_order_relaxed);
+  if (n) return n;
+  const char *openmp = getenv("OMP_NUM_THREADS");
+  if (openmp) n = atoi(openmp);
+#ifdef __linux__
+  cpu_set_t cores;
+  if (n < 1 && !sched_getaffinity(0, sizeof cores, &cores)) n = CPU_COUNT(&cores);
+#endif
+  if (n < 1) n = (int)sysconf(_SC_NPROCESSORS_ONLN);
+  n = n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : n;
+  atomic_store_explicit(&known, n, memory_order_relaxed);
+  return n;
+}
+
+void mg_set_num_threads(int n) {
+  atomic_store_explicit(&wanted_threads, n < 0 ? 0 : n > MAX_THREADS ? MAX_THREADS : n, memory_order_relaxed);
+}
+
+int mg_num_threads(void) {
+  int n = atomic_load_explicit(&wanted_threads, memory_order_relaxed);
+  return n ? n : default_threads();
+}
+
+// ---- the pool
+
+typedef struct job {                // lives on its caller's stack; the caller leaves only when no helper is inside
+  const mg_kernel_desc *desc;
+  const void *params;
+  int blocks, clusters;
+  atomic_int next;                  // cluster that nobody has taken yet
+  int helpers, helpers_wanted;      // pool threads inside, and how many may be; under the lock
+  struct job *link;
+} job;
+
+typedef struct pool {
+  pthread_mutex_t lock;
+  pthread_cond_t work, done;
+  job *jobs;
+  int threads;
+} pool;
+static const pool empty_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0};
+static pool the_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0};
+
+static void take_part(job *j) {
+  const int cluster = (int)j->desc->cluster;
+  for (int i; (i = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed)) < j->clusters;)
+    j->desc->run(j->params, i * cluster, j->blocks);
+}
+
+static job *job_wanting_help(void) {
+  job *j = the_pool.jobs;
+  while (j && (j->helpers == j->helpers_wanted || atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters)) j = j->link;
+  return j;
+}
+
+static void *helper(void *unused) {
+  pthread_mutex_lock(&the_pool.lock);
+  for (;;) {
+    job *j = job_wanting_help();
+    if (!j) {
+      pthread_cond_wait(&the_pool.work, &the_pool.lock);
+      continue;
+    }
+    j->helpers++;
+    pthread_mutex_unlock(&the_pool.lock);
+    take_part(j);
+    pthread_mutex_lock(&the_pool.lock);
+    if (!--j->helpers) pthread_cond_broadcast(&the_pool.done);
+  }
+  return unused;
+}
+
+// In the child of a fork only the calling thread exists; the lock may have been held by another one.
+static void after_fork(void) { the_pool = empty_pool; }
+static void watch_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
+
+// Under the lock. Fewer threads than asked for, where the system gives no more, are no error: the caller works too.
+static void grow(int threads) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, watch_fork);
+  sigset_t all, old;                // signals are for the application's own threads
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  for (pthread_t id; the_pool.threads < threads && !pthread_create(&id, NULL, helper, NULL); the_pool.threads++) pthread_detach(id);
+  pthread_sigmask(SIG_SETMASK, &old, NULL);
+}
+
+void mg_cpu_run(const mg_kernel_desc *desc, const void *params, int blocks) {
+  const int threads = mg_num_threads();
+  job j = {.desc = desc, .params = params, .blocks = blocks, .clusters = blocks / (int)desc->cluster};
+  j.helpers_wanted = (threads < j.clusters ? threads : j.clusters) - 1;
+  if (j.helpers_wanted < 1) {
+    take_part(&j);
+    return;
+  }
+  pthread_mutex_lock(&the_pool.lock);
+  if (the_pool.threads < j.helpers_wanted) grow(j.helpers_wanted);
+  j.link = the_pool.jobs;
+  the_pool.jobs = &j;
+  pthread_cond_broadcast(&the_pool.work);
+  pthread_mutex_unlock(&the_pool.lock);
+  take_part(&j);
+  pthread_mutex_lock(&the_pool.lock);
+  job **at = &the_pool.jobs;
+  while (*at != &j) at = &(*at)->link;
+  *at = j.link;
+  while (j.helpers) pthread_cond_wait(&the_pool.done, &the_pool.lock);
+  pthread_mutex_unlock(&the_pool.lock);
+}

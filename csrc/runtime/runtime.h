@@ -1,0 +1,87 @@
+// The runtime's own interface: what the host half of an op (kernels/attention.c, kernels/gemm.c) stands on.
+// One line of calls: check.c -> dispatch.c -> tensormap.c -> launch.c | cpu.c.
+#pragma once
+#include <stdarg.h>
+#include "margay.h"
+#include "tile/gmap.h"
+#include "tile/kernel_desc.h"
+
+// ---- error.c: message of this thread; returns `status` so that a check is one line
+__attribute__((format(printf, 2, 3))) mg_status mg_fail(mg_status status, const char *format, ...);
+const char *mg_dtype_name(mg_dtype t);
+size_t mg_dtype_size(mg_dtype t);
+
+// ---- check.c: rows of ops.def
+typedef enum mg_op {
+#define OP(name, ...) MG_OP_##name,
+#include "ops.def"
+#undef OP
+  MG_OP_COUNT
+} mg_op;
+// Ranks, dtypes, devices, strides, overlap and read-only outputs of `args` as the op's row in ops.def says; args in the row's order,
+// NULL for an absent optional one. What several arguments have to agree on beyond that is the op's own check.
+mg_status mg_check(mg_op op, const mg_tensor *const *args);
+
+const char *mg_op_name(mg_op op);                                     // as in messages: "attention" for attention_fwd
+const char *mg_op_row(mg_op op);                                      // as in ops.def
+mg_status mg_op_find(mg_op *op, const char *name);                    // the name of a row of ops.def
+
+// ---- dispatch.c: rows of kernels.def
+typedef struct mg_problem {   // what the `when` column of kernels.def may ask; unused fields are 0
+  mg_dtype dtype;
+  bool gpu, causal, deterministic, trans_a, trans_b;
+  int64_t d;                  // attention: larger of the head dims of q and v
+  int64_t batch, heads_q, heads_k, nq, nk;
+  int64_t m, n, k;
+  int sms;                    // multiprocessors of the device
+} mg_problem;
+
+typedef enum mg_isa { MG_ISA_BASE, MG_ISA_AVX2, MG_ISA_AVX512, MG_ISA_COUNT } mg_isa;   // AVX512: F, BW, VL, DQ and BF16
+typedef enum mg_where { MG_ANY, MG_CPU_ONLY, MG_GPU_ONLY } mg_where;
+typedef struct mg_kernel {
+  const char *name, *source, *when_text, *constants;
+  mg_op op;
+  mg_dtype dtype;
+  mg_where where;
+  bool (*when)(const mg_problem *);
+  const mg_kernel_desc *desc[MG_ISA_COUNT];         // NULL where an instruction set was not built; BASE always exists
+  const unsigned char *image, *image_end;           // the GPU's fatbin; both NULL in a CPU-only build
+} mg_kernel;
+extern const mg_kernel mg_kernels[];
+extern const int mg_kernel_count;
+extern const bool mg_has_images;                    // was the library built with GPU kernels?
+
+// ---- a call's device side
+typedef struct mg_context {
+  mg_device device;
+  int device_index;
+  mg_stream stream;
+  int sms;                    // multiprocessors; threads on the CPU
+  int64_t l2_bytes;
+  size_t shared_bytes;        // dynamic shared memory a block may have
+} mg_context;
+// Fill `c` for the device of `t`. Fails with the reason why a GPU cannot be used.
+mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream);
+// First row of `op` that takes the problem on this device; MG_UNSUPPORTED with every row's reason when none does.
+mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c);
+const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the running CPU's best instruction set
+
+// ---- tensormap.c
+// Map a view of 4 dimensions [batch, head, row, column] (strides in elements, column stride 1) with a box of box_rows x box_cols elements.
+// On the GPU: base and strides must be multiples of 16 bytes, box_rows <= 256, box_cols * size <= 128; a failed rule is named.
+mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4], const int64_t stride[4],
+                 int box_rows, int box_cols);
+// Can the view be mapped on the GPU as it is (16-byte rules)?
+bool mg_mappable(const mg_tensor *t);
+
+// ---- launch.c, cpu.c
+mg_isa mg_host_isa(void);                           // the running CPU's best, at most the environment's MARGAY_ISA
+const char *mg_isa_name(mg_isa isa);
+// blocks is a multiple of the row's cluster. CPU: runs to the end. GPU: enqueued on the context's stream.
+mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *params, int64_t blocks);
+// Fill n 16- or 32-bit words; GPU: asynchronously on the stream.
+mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_bytes, int64_t n);
+
+// ---- text for explain(); written to buf, always terminated; returns the length that was needed
+// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU).
+size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);

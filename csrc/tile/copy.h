@@ -1,0 +1,48 @@
+// Copies between global memory, shared memory and registers. Contracts; bodies in sm90/ and cpu/.
+#pragma once
+
+// ---- global <-> shared, asynchronous
+// Thread. Tile at (row, col) of matrix (head, batch); elements outside the tensor read as zero; all tile_bytes count on `s`.
+// The map's box is R rows by 64 columns.
+template<typename T, int R, int C> TILE constexpr uint32_t tile_bytes(const st<T, R, C> &) { return R * C * sizeof(T); }
+template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
+// Thread. Only RN rows from row r0 of the tile (box: RN rows), into the same place of every block in `mask` (bit = cluster rank);
+// each of these blocks counts the bytes on its own `s`.
+template<int RN, typename T, int R, int C>
+TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask);
+// The same for CN columns from column c0 of the tile (box: R rows).
+template<int CN, typename T, int R, int C>
+TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask);
+template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s);   // thread; g 16-byte aligned, N floats
+// Thread. fp32 matrix; the map's box is R rows by C columns.
+template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
+// Warpgroup: its first thread issues and commits one group. Elements outside the tensor are not written.
+template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch);
+template<int G = 0> TILE void tma_store_wait_read();    // warpgroup: the issuing thread, until at most G groups still read shared memory
+template<int G = 0> TILE void tma_store_wait();         // ... until at most G groups are not yet written
+TILE void tma_prefetch(const gmap &m);                  // thread
+
+// ---- shared <-> registers (warpgroup). c0: first column of the window in the shared tile, a multiple of 16
+template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 64, C> &s, int c0 = 0);
+template<typename T, int C, int N> TILE void load(rt<T, N> &d, const st<T, 64, C> &s, int c0 = 0);
+template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<float, N> &s, int c0 = 0);   // rounds to T
+template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<T, N> &s, int c0 = 0);
+template<typename T, int K> TILE void load_t(rt<T, K> &d, const st<T, K, 64> &s);        // transposed: s is K x 64
+template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K> &s);   // transposed, rounds to T
+TILE void load(rv &v, const sv<64> &s);
+template<int N> TILE void load(cv<N> &v, const sv<N> &s);
+template<int N> TILE float get(const sv<N> &s, int i);  // any width
+TILE void put(int &s, int v);                           // thread: a scalar in shared memory, ordered by semaphores like a tile
+TILE int get(const int &s);
+
+// ---- global <-> registers (warpgroup)
+TILE void load(rv &v, const float *g, int n, float pad);   // rows >= n become pad and are not read
+TILE void store(float *g, const rv &v, int n);             // rows >= n are not written
+template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n);   // columns >= n become 0
+// fp32 row-major, `ld` floats per row; rows >= m and columns >= n are not written
+template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n);
+// Accumulator tiles in global memory: 64 * N floats whose order is private to the backend.
+template<int N> TILE void add_acc(float *g, const rt<float, N> &t);    // atomic fp32 additions
+template<int N> TILE void load_acc(rt<float, N> &t, const float *g);
+template<int N> TILE void zero_acc(float *g);                          // 64 * N zeros
+TILE void zero_words(int *g, int n);                                   // n zeros

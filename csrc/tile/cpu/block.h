@@ -1,0 +1,67 @@
+// From a kernel's roles to its mg_kernel_desc. See tile/tile.h for how a kernel file uses it.
+// No member functions here: objects of one kernel for several instruction sets are linked together, and only static functions stay apart.
+#pragma once
+template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role;
+template<int N> struct OCCUPANCY;
+template<int N> struct CLUSTER;
+
+template<class Part> struct part_of;
+template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct part_of<role<BODY, WIDTH, COUNT, REGISTERS>> {
+  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS, BLOCKS = 0, RANKS = 0 };
+};
+template<int N> struct part_of<OCCUPANCY<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = N, RANKS = 0 }; };
+template<int N> struct part_of<CLUSTER<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = N }; };
+
+template<class Params, class Shared, auto INIT, class... Parts> struct block {
+  enum : int {
+    MEMBERS = (0 + ... + (int)part_of<Parts>::MEMBERS),
+    WARPGROUPS = (0 + ... + (int)part_of<Parts>::WARPGROUPS),
+    OTHERS = (0 + ... + (int)part_of<Parts>::OTHERS),
+    BLOCKS = (0 + ... + (int)part_of<Parts>::BLOCKS),
+    RANKS = (0 + ... + (int)part_of<Parts>::RANKS),
+    PER_SM = BLOCKS ? BLOCKS : 1,
+    SIZE = RANKS ? RANKS : 1,
+    THREADS = 128 * (WARPGROUPS + (OTHERS > 0)),
+    SHARED_BYTES = sizeof(Shared),
+    PARAMS_BYTES = sizeof(Params),
+  };
+  static_assert(OTHERS <= 4, "thread and warp roles share one warpgroup, one warp each");
+  static_assert(MEMBERS * SIZE <= (int)MAX_FIBERS && SIZE <= (int)MAX_CLUSTER, "too many fibers");
+};
+
+template<class Params, class Shared, auto BODY> static void role_body(const void *params, void *shared, int index) {
+  BODY(*(const Params *)params, *(Shared *)shared, index);
+}
+template<class Params, class Shared, auto BODY, int WIDTH, int COUNT, int REGISTERS>
+TILE void add_members(machine &m, role<BODY, WIDTH, COUNT, REGISTERS> *, int role_index, int rank) {
+  for (int i = 0; i < COUNT; i++) fiber_add(m, role_body<Params, Shared, BODY>, role_index, i, WIDTH, rank);
+}
+template<class Params, class Shared, int N> TILE void add_members(machine &, OCCUPANCY<N> *, int, int) {}
+template<class Params, class Shared, int N> TILE void add_members(machine &, CLUSTER<N> *, int, int) {}
+
+template<class Params, class Shared, auto INIT, class... Parts>
+TILE void run_cluster(block<Params, Shared, INIT, Parts...> *, const void *params, int first, int blocks) {
+  enum { SIZE = block<Params, Shared, INIT, Parts...>::SIZE, STRIDE = (sizeof(Shared) + GRANULE - 1) / GRANULE * GRANULE };
+  machine &m = *machine_open(STRIDE, SIZE);
+  m.params = params;
+  m.first = first;
+  m.blocks = blocks;
+  m.count = 0;
+  memset(m.barriers, 0, sizeof m.barriers);
+  for (int rank = 0; rank < SIZE; rank++) {
+    int role_index = 0;
+    INIT(*(Shared *)(m.shared + rank * m.stride));
+    (add_members<Params, Shared>(m, (Parts *)nullptr, role_index++, rank), ...);
+  }
+  run_fibers(m);
+}
+template<class Kernel> static void run_kernel(const void *params, int first, int blocks) { run_cluster((Kernel *)nullptr, params, first, blocks); }
+
+#define MG_JOIN_(a, b) a##_##b
+#define MG_JOIN(a, b) MG_JOIN_(a, b)
+#define ENTRY(K, TILE_M, TILE_N)                                                                                             \
+  extern "C" {                                                                                                               \
+  extern const mg_kernel_desc MG_JOIN(KERNEL, ISA);                                                                          \
+  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, TILE_M, TILE_N, \
+                                               run_kernel<K>};                                                               \
+  }

@@ -1,0 +1,195 @@
+// Bodies of tile/math.h. Loops over a row vectorise: a map inlines its lambda (flatten), the scalar functions are free of branches and calls.
+#pragma once
+#define MAP template<int N, class F> __attribute__((flatten)) TILE
+#define MAP_VECTOR template<class F> __attribute__((flatten)) TILE
+
+// ---- scalars
+TILE float infinity() { return __builtin_inff(); }
+TILE float fused(float a, float b, float c) {
+#ifdef __FP_FAST_FMAF
+  return __builtin_fmaf(a, b, c);
+#else
+  return (float)((double)a * b + c);   // the product is exact
+#endif
+}
+TILE float fast_exp2(float x) {
+  x = x < -127.f ? -127.f : x;         // NaN passes
+  x = x > 128.f ? 128.f : x;
+  float t = x + 0x1.8p23f, f = x - (t - 0x1.8p23f);   // t's low bits: x rounded to an integer
+  float p = 1.32647e-3f;
+  p = p * f + 9.67151e-3f;
+  p = p * f + 5.550734e-2f;
+  p = p * f + 2.4022242e-1f;
+  p = p * f + 6.9314698e-1f;
+  p = p * f + 1.f;
+  float y = bits_float(float_bits(p) + (float_bits(t) << 23));
+  return x >= -126.f ? y : x - x;
+}
+TILE float fast_log2(float x) {
+  uint32_t u = float_bits(x) - 0x3f3504f3;            // x = 2^e m, sqrt(1/2) <= m < sqrt(2)
+  int32_t e = (int32_t)u >> 23;
+  float m = bits_float((u & 0x7fffff) + 0x3f3504f3), s = (m - 1.f) / (m + 1.f), z = s * s;
+  float p = 0.43173588f;
+  p = p * z + 0.57671438f;
+  p = p * z + 0.96179885f;
+  p = p * z + 2.88539008f;
+  float y = fused(p, s, (float)e);
+  y = x < 0x1p-126f ? -infinity() : y;
+  y = x < 0.f ? __builtin_nanf("") : y;
+  return x < infinity() ? y : x;
+}
+TILE float fast_rcp(float x) { return 1.f / x; }
+
+// ---- maps
+template<int N> TILE void fill(rt<float, N> &t, float x) {
+  for (int r = 0; r < 64; r++)
+    for (int c = 0; c < N; c++) t.d[r][c] = x;
+}
+TILE void fill(rv &v, float x) { for (int r = 0; r < 64; r++) v.d[r] = x; }
+TILE void fill(rsum &v, float x) { for (int r = 0; r < 64; r++) v.d[r] = x; }
+
+MAP void map(rt<float, N> &t, F f) {
+  for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c]);
+  }
+}
+MAP void map(rt<float, N> &t, const rt<float, N> &u, F f) {
+  for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c]);
+  }
+}
+MAP void map_row(rt<float, N> &t, const rv &v, F f) {
+  for (int r = 0; r < 64; r++) {
+    float x = v.d[r];
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], x);
+  }
+}
+MAP void map_col(rt<float, N> &t, const cv<N> &v, F f) {
+  for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], v.d[c]);
+  }
+}
+MAP void map_col(rt<float, N> &t, const sv<N> &v, F f) {
+  for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], v.d[c]);
+  }
+}
+MAP void map_col(rt<float, N> &t, const rt<float, N> &u, const cv<N> &v, F f) {
+  for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c]);
+  }
+}
+MAP void map_col(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f) {
+  for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c]);
+  }
+}
+template<typename T, int N, class F> __attribute__((flatten)) TILE void map_col(rt<T, N> &t, const sv<N> &v, F f) {
+  for (int r = 0; r < 64; r++) {
+    alignas(64) float row[N];
+    widen_row(row, t.d[r], N);
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) row[c] = f(row[c], v.d[c]);
+    narrow_row(t.d[r], row, N);
+  }
+}
+MAP void map_rc(rt<float, N> &t, F f) {
+  for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], r, c);
+  }
+}
+MAP_VECTOR void map(rv &d, const rv &a, F f) {
+#pragma GCC ivdep
+  for (int r = 0; r < 64; r++) d.d[r] = f(a.d[r]);
+}
+MAP_VECTOR void map(rv &d, const rv &a, const rv &b, F f) {
+#pragma GCC ivdep
+  for (int r = 0; r < 64; r++) d.d[r] = f(a.d[r], b.d[r]);
+}
+
+// ---- reductions along rows
+// Lanes meet in halves; each step is a rotation by H lanes.
+template<int H> TILE vf rotate(vf x) {
+  vu at;
+#pragma GCC unroll 16
+  for (int i = 0; i < VW; i++) at[i] = (uint32_t)((i + H) % VW);
+  return __builtin_shuffle(x, at);
+}
+TILE vf vmax(vf a, vf b) { return b > a ? b : a; }
+template<int H = VW / 2> TILE float max_lanes(vf x) {
+  x = vmax(x, rotate<H>(x));
+  if constexpr (H > 1) return max_lanes<H / 2>(x);
+  return x[0];
+}
+template<int H = VW / 2> TILE float sum_lanes(vf x) {
+  x += rotate<H>(x);
+  if constexpr (H > 1) return sum_lanes<H / 2>(x);
+  return x[0];
+}
+template<int N> TILE void row_max(rv &m, const rt<float, N> &t) {
+  for (int r = 0; r < 64; r++) {
+    vf x = vset(m.d[r]);
+    for (int c = 0; c < N; c += VW) x = vmax(x, vload(&t.d[r][c]));
+    m.d[r] = max_lanes(x);
+  }
+}
+template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t) {
+  for (int r = 0; r < 64; r++) {
+    vf x = {};
+    for (int c = 0; c < N; c += VW) x += vload(&t.d[r][c]);
+    l.d[r] += sum_lanes(x);
+  }
+}
+template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<float, N> &y) {
+  for (int r = 0; r < 64; r++) {
+    vf s = {};
+    for (int c = 0; c < N; c += VW) s += vload(&x.d[r][c]) * vload(&y.d[r][c]);
+    l.d[r] += sum_lanes(s);
+  }
+}
+TILE void scale(rsum &l, const rv &f) { for (int r = 0; r < 64; r++) l.d[r] *= f.d[r]; }
+TILE void reduce(rv &v, const rsum &l) { memcpy(v.d, l.d, sizeof v.d); }
+
+// ---- rounding
+template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s) {
+  for (int r = 0; r < 64; r++) narrow_row(d.d[r], s.d[r], N);
+}
+template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0) {
+  for (int r = 0; r < 64; r++) narrow_row(d.d[r], s.d[r] + c0, K);
+}
+template<typename T, int N, class F>
+__attribute__((flatten)) TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
+  tile_written(s);
+  for (int r = 0; r < 64; r++) {
+    alignas(64) float row[N];
+    float x = u.d[r];
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) row[c] = f(t.d[r][c], x, v.d[c], r, c);
+    narrow_row(s.d + r * N, row, N);
+  }
+}
+template<typename T, int N, class F>
+__attribute__((flatten)) TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+  tile_written(s);
+  for (int r = 0; r < 64; r++) {
+    alignas(64) float row[N];
+    float x = u.d[r];
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) {
+      float y = f(t.d[r][c], x, v.d[c]);
+      row[c] = c > r ? 0.f : y;
+    }
+    if (r < N) row[r] += diag;
+    narrow_row(s.d + r * N, row, N);
+  }
+}
+#undef MAP
+#undef MAP_VECTOR

@@ -1,0 +1,183 @@
+// Bodies of tile/mma.h: one micro kernel over packed operands.
+//
+// A word is what one lane multiplies in one step: a float, or, for bf16 where the CPU has dot products, a pair of neighbours along k.
+// The second operand is packed into panels of PW columns, k words deep: word (k, n) at panel n / PW, row k, column n % PW. The first
+// operand is read word by word with any strides: as stored, or from panels where its tile is the transpose. Packed forms of shared tiles
+// are kept until the tile is written again, so that all warpgroups of a block, and all key blocks of a query tile, share them.
+#pragma once
+enum pack_kind { PACK_ROWS, PACK_COLS, PACK_FLAT };   // k runs along the tile's rows; along its columns; row-major floats
+
+template<typename T> struct word_of { typedef float type; enum { ELEMENTS = 1 }; };
+#if defined(__AVX512BF16__)
+template<> struct word_of<bf16> { typedef uint32_t type; enum { ELEMENTS = 2 }; };
+#endif
+enum { PW = 2 * VW, MR = VW == 16 ? 8 : 4 };         // micro kernel: MR rows, PW columns
+
+// ---- micro kernel
+TILE vf multiply_add(float a, vf b, vf c) { return a * b + c; }
+#if defined(__AVX512BF16__)
+TILE vf multiply_add(uint32_t a, vf b, vf c) { return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b); }
+#endif
+// c[MR][V * VW] (+)= a[MR][k] b[k][V * VW]; AR, AK: strides of a between rows and between k. A panel holds PANEL columns.
+template<int A, int V, int PANEL, int AR, int AK, class Word> TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
+  vf x[MR][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) x[r][v] = A ? vload(c + r * ldc + v * VW) : vf{};
+  for (; k; k--, a += AK, b += PANEL) {
+    vf y[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) y[v] = vload(b + v * VW);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) x[r][v] = multiply_add(a[r * AR], y[v], x[r][v]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) vstore(c + r * ldc + v * VW, x[r][v]);
+}
+// The first operand: as stored (64 rows of LD words), or 64 columns of panels that are `depth` words deep.
+template<class Word, int LD> struct flat_a { const Word *p; };
+template<class Word> struct panel_a { const Word *p; int depth; };
+template<int A, int V, int PANEL, class Word, int LD> TILE void micro_at(float *c, int ldc, flat_a<Word, LD> a, int i, const Word *b, int k) {
+  micro<A, V, PANEL, LD, 1>(c, ldc, a.p + i * LD, b, k);
+}
+template<int A, int V, int PANEL, class Word> TILE void micro_at(float *c, int ldc, panel_a<Word> a, int i, const Word *b, int k) {
+  micro<A, V, PANEL, 1, PW>(c, ldc, a.p + i / PW * PW * a.depth + i % PW, b, k);
+}
+// d (+)= a b, k words deep; consecutive panels of b are `depth` words deep, LAST is the width of the last one
+template<int A, int LAST, int N, class First, class Word>
+__attribute__((noinline)) static void product(rt<float, N> &d, First a, const Word *b, int depth, int k) {
+  static_assert(N % 16 == 0, "a product has a multiple of 16 columns");
+  int n = 0;
+  for (; n + PW <= N; n += PW, b += depth * PW)
+    for (int i = 0; i < 64; i += MR) micro_at<A, 2, PW>(&d.d[i][n], N, a, i, b, k);
+  if (N % PW)
+    for (int i = 0; i < 64; i += MR) micro_at<A, 1, LAST>(&d.d[i][n], N, a, i, b, k);
+}
+
+// ---- packing
+// x[i][j] <-> x[j][i]: log2(VW) rounds of exchanges between rows i and i + h
+template<int H> TILE void transpose_round(vf (&x)[VW]) {
+  vu lo, hi;
+#pragma GCC unroll 16
+  for (int j = 0; j < VW; j++) {
+    lo[j] = (uint32_t)(j & H ? j - H + VW : j);
+    hi[j] = (uint32_t)(j & H ? j + VW : j + H);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < VW; i++) {
+    if (i & H) continue;
+    vf a = x[i], b = x[i + H];
+    x[i] = __builtin_shuffle(a, b, lo);
+    x[i + H] = __builtin_shuffle(a, b, hi);
+  }
+}
+TILE void transpose(vf (&x)[VW]) {
+  transpose_round<1>(x);
+  transpose_round<2>(x);
+  if constexpr (VW > 4) transpose_round<4>(x);
+  if constexpr (VW > 8) transpose_round<8>(x);
+}
+template<typename T> TILE vf load_words(const T *s) {
+  alignas(64) float row[VW];
+  if constexpr (word_of<T>::ELEMENTS == 2 || sizeof(T) == 4) return vload(s);
+  widen_row(row, s, VW);
+  return vload(row);
+}
+// R x C tile, k along C. R is a multiple of VW: the last panel may be half as wide.
+template<typename T, int R, int C, class Word> __attribute__((noinline)) static void pack_cols(Word *d, const T *s) {
+  enum { K = C / word_of<T>::ELEMENTS };
+  for (int n = 0; n < R; n += VW)
+    for (int k = 0; k < K; k += VW) {
+      vf x[VW];
+#pragma GCC unroll 16
+      for (int j = 0; j < VW; j++) x[j] = load_words(s + (n + j) * C + k * word_of<T>::ELEMENTS);
+      transpose(x);
+      const int panel = n / PW * PW, width = R - panel < PW ? (int)VW : (int)PW;
+      Word *block = d + panel * K + k * width + n % PW;
+#pragma GCC unroll 16
+      for (int j = 0; j < VW; j++) vstore(block + j * width, x[j]);
+    }
+}
+// R x C tile, k along R; C is a multiple of PW
+template<typename T, int R, int C> __attribute__((noinline)) static void pack_rows(float *d, const T *s) {
+  for (int n = 0; n < C; n += PW)
+    for (int k = 0; k < R; k++, d += PW) widen_row(d, s + k * C + n, PW);
+}
+template<typename T, int R, int C> __attribute__((noinline)) static void pack_rows(uint32_t *d, const T *s) {
+  for (int n = 0; n < C; n += PW)
+    for (int k = 0; k < R; k += 2, d += PW) {
+      const T *even = s + k * C + n, *odd = even + C;
+#pragma GCC ivdep
+      for (int j = 0; j < PW; j++) d[j] = even[j].u | (uint32_t)odd[j].u << 16;
+    }
+}
+template<enum pack_kind KIND, typename T, int R, int C> TILE const typename word_of<T>::type *packed(const st<T, R, C> &t) {
+  typedef typename word_of<T>::type word;
+  if constexpr (KIND == PACK_FLAT && (word_of<T>::ELEMENTS == 2 || sizeof(T) == 4)) return (const word *)t.d;
+  machine &m = *mg_machine;
+  size_t offset = (size_t)((const char *)&t - m.shared), granule = offset / GRANULE;
+  word *d = (word *)(m.packed[KIND] + 2 * offset);
+  uint64_t tag = (uint64_t)m.written[granule] << 32 | R << 16 | C;
+  if (m.packed_tag[KIND][granule] == tag) return d;
+  m.packed_tag[KIND][granule] = tag;
+  if constexpr (KIND == PACK_COLS) pack_cols<T, R, C>(d, t.d);
+  else if constexpr (KIND == PACK_ROWS) pack_rows<T, R, C>(d, t.d);
+  else widen_row((float *)d, t.d, R * C);
+  return d;
+}
+template<typename T, int K> TILE flat_a<typename word_of<T>::type, K / word_of<T>::ELEMENTS> operand(const st<T, 64, K> &a) {
+  return {packed<PACK_FLAT>(a)};
+}
+// A register operand that needs conversion is converted to the floats behind it for this product only.
+template<typename T, int K> TILE flat_a<typename word_of<T>::type, K / word_of<T>::ELEMENTS> operand(const rt<T, K> &a, float *scratch) {
+  if constexpr (word_of<T>::ELEMENTS == 2 || sizeof(T) == 4) return {(const typename word_of<T>::type *)a.d[0]};
+  else {
+    widen_row(scratch, a.d[0], 64 * K);
+    return {scratch};
+  }
+}
+template<typename T, int K> constexpr int scratch_floats() { return word_of<T>::ELEMENTS == 2 || sizeof(T) == 4 ? 1 : 64 * K; }
+
+// ---- contract
+template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
+  enum { DEPTH = K / word_of<T>::ELEMENTS };
+  product<A, VW>(d, operand(a), packed<PACK_COLS>(b), DEPTH, DEPTH);
+}
+template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
+  enum { E = word_of<T>::ELEMENTS };
+  alignas(64) float scratch[scratch_floats<T, K>()];
+  product<A, VW>(d, operand(a, scratch), packed<PACK_COLS>(b) + k0 / E * PW, W / E, K / E);
+}
+template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const rt<T, K> &a, const st<T, N, K> &b) {
+  mma_ABt_part<A>(d, a, b, 0);
+}
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
+  enum { DEPTH = K / word_of<T>::ELEMENTS };
+  product<A, PW>(d, operand(a), packed<PACK_ROWS>(b), DEPTH, DEPTH);
+}
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) {
+  enum { DEPTH = K / word_of<T>::ELEMENTS };
+  alignas(64) float scratch[scratch_floats<T, K>()];
+  product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b), DEPTH, DEPTH);
+}
+template<int A, typename T, int N, int K, int WA, int WB>
+TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb) {
+  typedef typename word_of<T>::type word;
+  enum { DEPTH = K / word_of<T>::ELEMENTS };
+  panel_a<word> first = {packed<PACK_ROWS>(a) + ca * DEPTH, DEPTH};
+  product<A, PW>(d, first, packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
+}
+template<int A, typename T, int N, int K> TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
+  typedef typename word_of<T>::type word;
+  enum { DEPTH = K / word_of<T>::ELEMENTS };
+  panel_a<word> first = {packed<PACK_ROWS>(a), DEPTH};
+  product<A, VW>(d, first, packed<PACK_COLS>(b), DEPTH, DEPTH);
+}
+TILE void mma_fence() {}
+TILE void mma_commit() {}
+template<int G, class... Tile> TILE void mma_wait(Tile &...) {}

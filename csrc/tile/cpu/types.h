@@ -1,0 +1,22 @@
+// Tile types of the CPU backend: plain row-major arrays. Sizes and alignments of everything that lives in shared memory equal the GPU's,
+// because the host reads a block's shared_bytes from the CPU object.
+#pragma once
+#include <stdint.h>
+
+struct bf16 { uint16_t u; };
+struct fp16 { uint16_t u; };
+// float is an element type too (CPU_ONLY rows): rt<float, N> is then accumulator and operand alike.
+template<typename T, int R, int C> struct alignas(1024) st { T d[R * C]; };
+template<int N> struct alignas(128) sv { float d[N]; };
+template<int R, int C> struct alignas(128) sm { float d[R * C]; };
+template<typename T, int N> struct alignas(64) rt { T d[64][N]; };
+struct alignas(64) rv { float d[64]; };
+struct alignas(64) rsum { float d[64]; };
+template<int N> struct alignas(64) cv { float d[N]; };
+template<int N> struct alignas(64) wv { float d[N]; };
+// Arrivals are counted in warps. bytes goes below zero while copies complete ahead of their expectation.
+struct alignas(8) sem {
+  int32_t bytes;
+  uint8_t count, pending, phase;
+};
+static_assert(sizeof(sem) == 8, "an mbarrier has 8 bytes");

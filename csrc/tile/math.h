@@ -1,0 +1,34 @@
+// Arithmetic on register tiles (warpgroup). f is a lambda on floats; row and col are absolute inside the tile. Contracts; bodies in sm90/, cpu/.
+#pragma once
+// scalars; the fast_ ones are approximate: relative error below 2^-22, exact at 0 and infinities, NaN stays NaN, subnormals may become 0
+TILE float fast_exp2(float x);
+TILE float fast_log2(float x);
+TILE float fast_rcp(float x);
+TILE float fused(float a, float b, float c);            // a * b + c, one rounding
+TILE float infinity();
+
+template<int N> TILE void fill(rt<float, N> &t, float x);
+TILE void fill(rv &v, float x);
+TILE void fill(rsum &v, float x);
+template<int N, class F> TILE void map(rt<float, N> &t, F f);                                              // t = f(t)
+template<int N, class F> TILE void map(rt<float, N> &t, const rt<float, N> &u, F f);                       // t = f(t, u)
+template<int N, class F> TILE void map_row(rt<float, N> &t, const rv &v, F f);                             // t = f(t, v[row])
+template<int N, class F> TILE void map_col(rt<float, N> &t, const cv<N> &v, F f);                          // t = f(t, v[col])
+template<int N, class F> TILE void map_col(rt<float, N> &t, const sv<N> &v, F f);                          // the vector read in place
+template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &u, const cv<N> &v, F f);   // t = f(t, u, v[col])
+template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f);
+template<typename T, int N, class F> TILE void map_col(rt<T, N> &t, const sv<N> &v, F f);                  // 16-bit tile
+template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);                                           // t = f(t, row, col)
+template<class F> TILE void map(rv &d, const rv &a, F f);                                                  // d = f(a)
+template<class F> TILE void map(rv &d, const rv &a, const rv &b, F f);                                     // d = f(a, b)
+template<int N> TILE void row_max(rv &m, const rt<float, N> &t);           // m = max(m, row maxima); NaN may be lost here, not in exp2
+template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t);     // l += row sums
+template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<float, N> &y);
+TILE void scale(rsum &l, const rv &f);
+TILE void reduce(rv &v, const rsum &l);
+template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s);                         // rounds to nearest even
+template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0);     // K columns from c0
+// s = f(t, u[row], v[col], row, col), rounded, in one pass (no second register tile)
+template<typename T, int N, class F> TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f);
+// lower triangle: f(t, u[row], v[col]) where col < row, the same plus diag where col == row, 0 above
+template<typename T, int N, class F> TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f);

@@ -1,0 +1,28 @@
+// Matrix products of a warpgroup, 16-bit operands, fp32 accumulation. Contracts; bodies in sm90/ and cpu/.
+// Asynchronous: issue, mma_commit(), mma_wait. Until the wait that names them, accumulators and register operands must not be touched.
+// Rules: mma_fence() before the first product after every barrier wait and after work on register tiles; nothing writes a register tile
+// between the fence and the product; an accumulator is cleared with ZERO, never with fill().
+//   letters: A and B as stored, At / Bt the stored tile is the transpose
+#pragma once
+template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b);   // a b^T
+template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const rt<T, K> &a, const st<T, N, K> &b);
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b);    // a b
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b);
+// 64 columns of a from ca (a multiple of 64), N columns of b from cb (a multiple of 64)
+template<int A, typename T, int N, int K, int WA, int WB>
+TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb);                            // a^T b
+template<int A, typename T, int N, int K> TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b);  // a^T b^T
+// K columns of b from column k0 (a multiple of 64): one panel of a longer product
+template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0);
+TILE void mma_fence();
+TILE void mma_commit();
+// Until at most G later groups are in flight; names every accumulator and register operand that this frees.
+template<int G, class... Tile> TILE void mma_wait(Tile &...tiles);
+// The product that two constants choose: a is stored transposed where TA, b where TB.
+template<int A, int TA, int TB, typename T, int N, int RA, int CA, int RB, int CB>
+TILE void mma(rt<float, N> &d, const st<T, RA, CA> &a, const st<T, RB, CB> &b) {
+  if constexpr (TA && TB) mma_AtBt<A>(d, a, b);
+  else if constexpr (TA) mma_AtB<A>(d, a, 0, b, 0);
+  else if constexpr (TB) mma_ABt<A>(d, a, b);
+  else mma_AB<A>(d, a, b);
+}

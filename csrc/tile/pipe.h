@@ -1,0 +1,46 @@
+// Rings of stages and turns; backend-independent.
+#pragma once
+// A ring of S stages. Producers acquire a stage, fill it and make it full (by bytes, or by arriving); consumers wait, read and release.
+// READS says how consumers read: through registers (GENERIC_READS: the release carries the fence that keeps the next asynchronous copy
+// behind them) or only by matrix instructions (ASYNC_READS).
+enum reads { GENERIC_READS, ASYNC_READS };
+template<int S, int READS = GENERIC_READS> struct ring { sem full[S], empty[S]; };
+struct ring_pos { int stage; uint32_t phase; };
+
+template<int S, int R> TILE void ring_init(ring<S, R> &r, int producers, int consumers) {   // arrivals(), see sync.h
+  for (int i = 0; i < S; i++) { sem_init(r.full[i], producers); sem_init(r.empty[i], consumers); }
+}
+template<int S> TILE ring_pos ring_at(uint32_t n) {     // position of the n-th use since the kernel began
+  ring_pos p;
+  p.stage = (int)(n % S);
+  p.phase = (n / S) & 1;
+  return p;
+}
+template<int S, int R> TILE void ring_next(const ring<S, R> &, ring_pos &p) {
+  if (++p.stage == S) { p.stage = 0; p.phase ^= 1; }
+}
+template<int S, int R> TILE void ring_acquire(ring<S, R> &r, ring_pos p) { sem_wait(r.empty[p.stage], p.phase ^ 1); }
+template<int S, int R> TILE void ring_expect(ring<S, R> &r, ring_pos p, uint32_t bytes) { sem_expect(r.full[p.stage], bytes); }
+// Producer that wrote the stage with generic stores.
+template<int W = WARPGROUP, int S, int R> TILE void ring_fill(ring<S, R> &r, ring_pos p) { fence_async(); sem_arrive<W>(r.full[p.stage]); }
+template<int S, int R> TILE void ring_wait(ring<S, R> &r, ring_pos p) { sem_wait(r.full[p.stage], p.phase); }
+template<int W = WARPGROUP, int S, int R> TILE void ring_release(ring<S, R> &r, ring_pos p) {
+  if (R == GENERIC_READS) fence_async();
+  sem_arrive<W>(r.empty[p.stage]);
+}
+
+// A ring over the B blocks of a cluster whose producers copy into each other's stages (multicast): a stage is free when the consumers of
+// every block have released it, so that a producer that acquired it may write it in all of them; each block counts its own bytes.
+template<int B, int S, int R> TILE void cluster_ring_init(ring<S, R> &r, int producers, int consumers) { ring_init(r, producers, B * consumers); }
+template<int B, int W = WARPGROUP, int S, int R> TILE void cluster_ring_release(ring<S, R> &r, ring_pos p) {
+  if (B == 1) return ring_release<W>(r, p);
+  if (R == GENERIC_READS) fence_async();
+  for (int rank = 0; rank < B; rank++) sem_arrive_at<W>(r.empty[p.stage], rank);
+}
+
+// Turns: the N warpgroups of a block issue matrix work one after the other, so that one's arithmetic runs under the others' products.
+// Uses named barriers 1..N. turn_begin once before the first turn, turn_end once after the last.
+template<int N> TILE void turn_wait(int wg) { bar_sync(1 + wg, 256); }
+template<int N> TILE void turn_pass(int wg) { bar_arrive(1 + (wg + 1 == N ? 0 : wg + 1), 256); }
+template<int N> TILE void turn_begin(int wg) { if (wg == N - 1) turn_pass<N>(wg); }
+template<int N> TILE void turn_end(int wg) { if (wg == 0) turn_wait<N>(wg); }

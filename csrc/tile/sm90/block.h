@@ -1,0 +1,58 @@
+// A block on sm_90a: warpgroup roles first, then one warpgroup whose warps are the thread and warp roles.
+#pragma once
+template<auto Body, int Width, int Count, int Registers> struct role {
+  static constexpr int groups = Width == WARPGROUP ? Count : 0, warps = Width == WARPGROUP ? 0 : Count, registers = Registers, occupancy = 0, cluster = 0;
+  template<class P, class S> static __device__ __forceinline__ void run(const P &p, S &s, int index) {
+    if (Width == WARPGROUP || Width == WARP || lane() == 0) Body(p, s, index);
+  }
+};
+template<int N> struct OCCUPANCY { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = N, cluster = 0; };
+template<int N> struct CLUSTER { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = N; };
+
+extern __shared__ __align__(1024) char block_memory[];   // the shared struct; an extern symbol, so that its addresses are constants
+
+// setmaxnreg towards `Want` from what every thread got at launch; 0 keeps that.
+template<int Want, int Launched> TILE void set_registers() {
+  static_assert(Want == 0 || (Want % 8 == 0 && Want >= 24 && Want <= 240), "registers: multiples of 8 from 24 to 240");
+  if constexpr (Want > Launched) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Want));
+  else if constexpr (Want != 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Want));
+}
+
+template<class Params, class Shared, void (*Init)(Shared &), class... Role> struct block {
+  typedef Params params;
+  static constexpr int groups = (Role::groups + ...), warps = (Role::warps + ...), threads = 128 * (groups + (warps > 0));
+  static constexpr int occupancy = (Role::occupancy + ...) ? (Role::occupancy + ...) : 1, cluster = (Role::cluster + ...) ? (Role::cluster + ...) : 1;
+  static constexpr int launched = 65536 / (threads * occupancy) / 8 * 8;
+  static constexpr int first_registers() { int r = 0; ((r = r == 0 && Role::warps ? Role::registers : r), ...); return r; }
+  static constexpr int warp_registers = first_registers();
+  static_assert(warps <= 4, "thread and warp roles share one warpgroup");
+  // Asking for more than the block received at launch never returns.
+  static_assert(((Role::groups * Role::registers) + ...) + (warps ? warp_registers : 0) <= (groups + (warps > 0)) * launched, "register pool");
+
+  template<int Group, int Warp, class R, class... Rest> static __device__ __forceinline__ void dispatch(const Params &p, Shared &s, int group, int warp) {
+    if constexpr (R::groups > 0) {
+      if (group >= Group && group < Group + R::groups) {
+        set_registers<R::registers, launched>();
+        return R::run(p, s, group - Group);
+      }
+    } else if constexpr (R::warps > 0)
+      if (group == groups && warp >= Warp && warp < Warp + R::warps) return R::run(p, s, warp - Warp);
+    if constexpr (sizeof...(Rest) > 0) dispatch<Group + R::groups, Warp + R::warps, Rest...>(p, s, group, warp);
+  }
+
+  static __device__ __forceinline__ void run(const Params &p) {
+    Shared &s = *(Shared *)block_memory;
+    if (threadIdx.x == 0) {
+      Init(s);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (cluster > 1) cluster_sync();   // no peer may arrive at or write into this block before
+    __syncthreads();
+    int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, (threadIdx.x & 127) >> 5, 0);
+    if (warps > 0 && group == groups) set_registers<warp_registers, launched>();
+    dispatch<0, 0, Role...>(p, s, group, warp);
+    if (cluster > 1) cluster_sync();   // a peer may still arrive at or write into this block
+  }
+};
+#define ENTRY(kernel, TILE_M, TILE_N) \
+  extern "C" __global__ void __launch_bounds__(kernel::threads, kernel::occupancy) KERNEL(const __grid_constant__ kernel::params p) { kernel::run(p); }

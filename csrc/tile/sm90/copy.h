@@ -1,0 +1,214 @@
+// Copies on sm_90a: TMA, stmatrix and ldmatrix, plain global accesses.
+#pragma once
+
+// ---- TMA
+TILE void tma_panel(uint32_t dst, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+    ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+TILE void tma_panel_multicast(uint32_t dst, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+    ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch), "h"((uint16_t)mask) : "memory");
+}
+template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+#pragma unroll
+  for (int p = 0; p < C / 64; p++) tma_panel(shared_address(&t) + p * R * 128, m, s, row, col + p * 64, head, batch);
+}
+template<int RN, typename T, int R, int C>
+TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+#pragma unroll
+  for (int p = 0; p < C / 64; p++) tma_panel_multicast(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch, mask);
+}
+template<int CN, typename T, int R, int C>
+TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+#pragma unroll
+  for (int p = 0; p < CN / 64; p++)
+    tma_panel_multicast(shared_address(&t) + (c0 / 64 + p) * R * 128, m, s, row, col + p * 64, head, batch, mask);
+}
+template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    ::"r"(shared_address(&t)), "l"(g), "n"(N * 4), "r"(shared_address(&s)) : "memory");
+}
+template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  tma_panel(shared_address(&t), m, s, row, col, head, batch);
+}
+template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
+  if (thread_in_group() == 0) {
+#pragma unroll
+    for (int p = 0; p < C / 64; p++)
+      asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+        ::"l"(&m), "r"(shared_address(&t) + p * R * 128), "r"(col + p * 64), "r"(row), "r"(head), "r"(batch) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
+template<int G> TILE void tma_store_wait_read() {
+  if (thread_in_group() == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(G) : "memory");
+}
+template<int G> TILE void tma_store_wait() {
+  if (thread_in_group() == 0) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(G) : "memory");
+}
+TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" ::"l"(&m) : "memory"); }
+
+// ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8 columns, 16-31 of the right 8.
+template<typename T, int C> TILE uint32_t block_address(const st<T, 64, C> &t, int col) {
+  int r = warp_in_group() * 16 + (lane() & 15), chunk = (col & 63) / 8 + (lane() >> 4);
+  return shared_address(&t) + (col / 64) * 64 * 128 + r * 128 + ((chunk ^ (r & 7)) << 4);
+}
+// Address for the .trans forms: block k of 16 rows of a K x 64 tile, this warp's 16 columns.
+template<typename T, int K> TILE uint32_t block_address_t(const st<T, K, 64> &t, int k) {
+  int r = 16 * k + 8 * (lane() >> 4) + (lane() & 7), chunk = warp_in_group() * 2 + ((lane() >> 3) & 1);
+  return shared_address(&t) + r * 128 + ((chunk ^ (r & 7)) << 4);
+}
+TILE void store_block(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+TILE void load_block(uint32_t (&d)[4], uint32_t a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+    : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a) : "memory");
+}
+template<typename T, int C, int N> TILE void load(rt<T, N> &d, const st<T, 64, C> &s, int c0) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) load_block(d.d[k], block_address(s, c0 + 16 * k));
+}
+template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 64, C> &s, int c0) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) {
+    uint32_t w[4];
+    load_block(w, block_address(s, c0 + 16 * k));
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float2 x = unpack<T>(w[j]);
+      d.d[8 * k + 2 * j] = x.x;
+      d.d[8 * k + 2 * j + 1] = x.y;
+    }
+  }
+}
+template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<T, N> &s, int c0) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) store_block(block_address(d, c0 + 16 * k), s.d[k][0], s.d[k][1], s.d[k][2], s.d[k][3]);
+}
+template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<float, N> &s, int c0) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) {
+    const float *x = s.d + 8 * k;
+    store_block(block_address(d, c0 + 16 * k), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+  }
+}
+template<typename T, int K> TILE void load_t(rt<T, K> &d, const st<T, K, 64> &s) {
+#pragma unroll
+  for (int k = 0; k < K / 16; k++)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(d.d[k][0]), "=r"(d.d[k][1]), "=r"(d.d[k][2]), "=r"(d.d[k][3]) : "r"(block_address_t(s, k)) : "memory");
+}
+template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K> &s) {
+#pragma unroll
+  for (int k = 0; k < K / 16; k++) {
+    const float *x = s.d + 8 * k;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(block_address_t(d, k)),
+      "r"(pack<T>(x[0], x[1])), "r"(pack<T>(x[2], x[3])), "r"(pack<T>(x[4], x[5])), "r"(pack<T>(x[6], x[7])) : "memory");
+  }
+}
+template<typename T, int N, class F> TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
+  const float2 *g = (const float2 *)(v.d + thread_col());
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float2 x = g[k * 8 + (j >> 1) * 4];
+      int i = 8 * k + 2 * j, row = r + 8 * (j & 1), col = c + 16 * k + 8 * (j >> 1);
+      w[j] = pack<T>(f(t.d[i], u.d[j & 1], x.x, row, col), f(t.d[i + 1], u.d[j & 1], x.y, row, col + 1));
+    }
+    store_block(block_address(s, 16 * k), w[0], w[1], w[2], w[3]);
+  }
+}
+// 16 x 16 blocks above the diagonal cost a store of zeros and no arithmetic.
+template<typename T, int N, class F> TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+  const float2 *g = (const float2 *)(v.d + thread_col());
+  int r = lane() >> 2, c = thread_col();
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) {
+    uint32_t w[4] = {0, 0, 0, 0};
+    if (k <= warp_in_group()) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        float2 x = g[k * 8 + (j >> 1) * 4];
+        float lo = f(t.d[8 * k + 2 * j], u.d[j & 1], x.x), hi = f(t.d[8 * k + 2 * j + 1], u.d[j & 1], x.y);
+        if (k == warp_in_group()) {
+          int row = r + 8 * (j & 1), col = c + 8 * (j >> 1);
+          lo = col > row ? 0.f : col == row ? lo + diag : lo;
+          hi = col + 1 > row ? 0.f : col + 1 == row ? hi + diag : hi;
+        }
+        w[j] = pack<T>(lo, hi);
+      }
+    }
+    store_block(block_address(s, 16 * k), w[0], w[1], w[2], w[3]);
+  }
+}
+TILE void load(rv &v, const sv<64> &s) { v.d[0] = s.d[thread_row()]; v.d[1] = s.d[thread_row() + 8]; }
+template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i++)
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.d[2 * i]), "=f"(v.d[2 * i + 1])
+      : "r"(shared_address(&s) + (i * 8 + thread_col()) * 4) : "memory");
+}
+template<int N> TILE float get(const sv<N> &s, int i) { return s.d[i]; }
+TILE void put(int &s, int v) { *(volatile int *)&s = v; }
+TILE int get(const int &s) { return *(const volatile int *)&s; }
+
+// ---- global <-> registers
+TILE void load(rv &v, const float *g, int n, float pad) {
+  int r = thread_row();
+  v.d[0] = r < n ? g[r] : pad;
+  v.d[1] = r + 8 < n ? g[r + 8] : pad;
+}
+TILE void store(float *g, const rv &v, int n) {
+  int r = thread_row();
+  if ((threadIdx.x & 3) == 0) {
+    if (r < n) g[r] = v.d[0];
+    if (r + 8 < n) g[r + 8] = v.d[1];
+  }
+}
+template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n) {
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    int c = (i >> 1) * 8 + thread_col() + (i & 1);
+    v.d[i] = c < n ? to_float(g[c]) : 0.f;
+  }
+}
+template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n) {
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    int row = r + ((i >> 1) & 1) * 8, col = c + (i >> 2) * 8 + (i & 1);
+    if (row < m && col < n) g[row * ld + col] = t.d[i];
+  }
+}
+// Accumulator order: thread t's four values of column group i are floats 4 (128 i + t) .. + 3, so that a warp touches 512 contiguous bytes.
+template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
+  float *p = g + 4 * thread_in_group();
+#pragma unroll
+  for (int i = 0; i < N / 8; i++)
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+      ::"l"(p + 512 * i), "f"(t.d[4 * i]), "f"(t.d[4 * i + 1]), "f"(t.d[4 * i + 2]), "f"(t.d[4 * i + 3]) : "memory");
+}
+template<int N> TILE void load_acc(rt<float, N> &t, const float *g) {
+  const float4 *p = (const float4 *)g + thread_in_group();
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) {
+    float4 x = p[128 * i];
+    t.d[4 * i] = x.x;
+    t.d[4 * i + 1] = x.y;
+    t.d[4 * i + 2] = x.z;
+    t.d[4 * i + 3] = x.w;
+  }
+}
+template<int N> TILE void zero_acc(float *g) {
+  float4 *p = (float4 *)g + thread_in_group();
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) p[128 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+}
+TILE void zero_words(int *g, int n) {
+  for (int i = thread_in_group(); i < n; i += 128) g[i] = 0;
+}

@@ -1,0 +1,49 @@
+// Tile types on sm_90a.
+#pragma once
+struct bf16 { uint16_t u; };
+struct fp16 { uint16_t u; };
+template<typename T> constexpr bool is_bf16 = false;
+template<> constexpr bool is_bf16<bf16> = true;
+
+// Panels of 64 columns, each R rows of 128 bytes; 16-byte chunk c of row r sits at chunk c ^ (r & 7): the 128-byte swizzle of TMA and wgmma.
+template<typename T, int R, int C> struct alignas(1024) st {
+  static_assert(sizeof(T) == 2 && C % 64 == 0 && R % 8 == 0, "shared tile: 16-bit, panels of 64 columns, groups of 8 rows");
+  T d[R * C];
+};
+template<int N> struct alignas(128) sv { float d[N]; };
+template<int R, int C> struct alignas(128) sm { float d[R * C]; };
+
+// wgmma's accumulator: a warp holds 16 rows, a thread d[4i..4i+3] = rows r, r, r + 8, r + 8, columns c, c + 1, c, c + 1 of 8-column group i.
+// wgmma's register operand: the same places, two 16-bit values a word, four words for each 16 columns.
+template<typename T, int N> struct rt { uint32_t d[N / 16][4]; };
+template<int N> struct rt<float, N> { float d[N / 2]; };
+struct rv { float d[2]; };                         // rows r and r + 8, the same in the four threads of a row
+struct rsum { float d[2]; };                       // rows r and r + 8, this thread's columns only
+template<int N> struct cv { float d[N / 4]; };     // columns c, c + 1 of each 8-column group
+template<int N> struct wv { float d[N / 32]; };    // element lane + 32 k
+struct alignas(8) sem { uint64_t b; };
+
+TILE int thread_in_group() { return threadIdx.x & 127; }
+TILE int lane() { return threadIdx.x & 31; }
+TILE int warp_in_group() { return thread_in_group() >> 5; }
+TILE int thread_row() { return warp_in_group() * 16 + (lane() >> 2); }
+TILE int thread_col() { return (threadIdx.x & 3) * 2; }
+TILE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+TILE int block_index() { return blockIdx.x; }
+TILE int block_count() { return gridDim.x; }
+TILE int atomic_next(int *counter) { return atomicAdd(counter, 1); }
+
+// Two floats to one word of 16-bit values, lo in the low half; and back.
+template<typename T> TILE uint32_t pack(float lo, float hi) {
+  uint32_t r;
+  if constexpr (is_bf16<T>) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+template<typename T> TILE float2 unpack(uint32_t w) {
+  if constexpr (is_bf16<T>) return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u));
+  float2 f;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}\n" : "=f"(f.x), "=f"(f.y) : "r"(w));
+  return f;
+}
+template<typename T> TILE float to_float(T x) { return unpack<T>(x.u).x; }

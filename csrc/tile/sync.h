@@ -1,0 +1,23 @@
+// Synchronisation. Contracts; bodies in sm90/ and cpu/.
+#pragma once
+
+// Arrivals are counted in warps: a thread or a warp counts 1, a warpgroup 4. See arrivals().
+TILE constexpr int arrivals(int threads, int warps, int warpgroups) { return threads + warps + 4 * warpgroups; }
+TILE void sem_init(sem &s, int count);                  // thread, in the block's init function only
+TILE void sem_wait(sem &s, uint32_t phase);             // any width: until the phase of this parity is complete
+template<int W = WARPGROUP> TILE void sem_arrive(sem &s);   // all of the caller's earlier reads and writes are ordered before it
+TILE void sem_expect(sem &s, uint32_t bytes);           // thread: arrive, and expect this many bytes of asynchronous copies
+// The same semaphore in block `rank` of this cluster.
+template<int W = WARPGROUP> TILE void sem_arrive_at(sem &s, int rank);
+TILE int cluster_rank();                                // rank of this block in its cluster
+
+TILE void bar_sync(int id, int threads);                // warpgroup: named barrier; ids 1..7 belong to the kernel
+TILE void bar_arrive(int id, int threads);              // warpgroup: arrive without waiting
+TILE void wg_sync();                                    // warpgroup: its 128 threads
+// Generic writes before it are seen by TMA and matrix instructions issued after the next sync or arrive; generic reads before it are
+// done before such a copy overwrites what they read.
+TILE void fence_async();
+
+// Global counters that order blocks (deterministic reductions). A warpgroup waits until *g >= value, sees all writes of those who passed.
+TILE void order_wait(const int *g, int value);
+TILE void order_pass(int *g, int value);                // warpgroup: its global writes before it, then *g = value

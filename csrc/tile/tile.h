@@ -1,0 +1,26 @@
+// The one include of a kernel file. The build supplies, from the kernel's row in kernels.def:
+//   KERNEL     the row's name                       TYPE       the row's element type
+//   CONSTANTS  NAME=value, ...  become enumerators  BACKEND    sm90 (nvcc) or cpu (the host compiler, once per instruction set)
+//
+// A kernel file ends with
+//   typedef block<params, shared, init, role<compute, WARPGROUP, NC, 232>, role<loader, THREAD, 1, 40>> kernel;
+//   ENTRY(kernel, TILE_M, TILE_N)
+// role<body, width, count, registers>: body is  void body(const params &p, shared &s, int index), index counts the role's members 0..count-1.
+// Warpgroup roles come first; thread and warp roles then share one more warpgroup, one warp each, whose register budget is the first such role's.
+// block<..., OCCUPANCY<n>> and CLUSTER<n> may follow the roles. registers = 0 everywhere: no setmaxnreg, the compiler's choice stands.
+#pragma once
+#include "tile/gmap.h"
+#include "tile/kernel_desc.h"
+#include "tile/types.h"
+// In front of a loop over parts of register tiles (an index must become a constant), and of one that must stay a loop.
+#ifdef __CUDACC__
+#define UNROLLED _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
+#include "tile/sm90/backend.h"
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#define ROLLED _Pragma("GCC unroll 1")
+#include "tile/cpu/backend.h"
+#endif
+enum { CONSTANTS };
+typedef TYPE elem;

@@ -1,0 +1,42 @@
+"""The C module: one function per op on memory that the caller provides. Arguments are positional only.
+
+Tensors are anything with DLPack: a C exchange table (`__dlpack_c_exchange_api__`) or `__dlpack__`. None is an absent optional tensor. A tensor
+that requires a gradient is used as if detached: gradients are the business of `margay.attention` and `margay.matmul`. `stream` is a CUstream as
+an integer; 0 is the current stream of the library that the tensors come from.
+"""
+
+from typing import Any, Protocol
+
+class _Tensor(Protocol):
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+def attention_fwd(
+    out: _Tensor, lse: _Tensor | None, q: _Tensor, k: _Tensor, v: _Tensor, scale: float, causal: bool, stream: int = 0, /
+) -> None: ...
+def attention_bwd_workspace(q: _Tensor, k: _Tensor, v: _Tensor, causal: bool, deterministic: bool, /) -> int: ...
+def attention_bwd(
+    dq: _Tensor,
+    dk: _Tensor,
+    dv: _Tensor,
+    dout: _Tensor,
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor,
+    dlse: _Tensor | None,
+    workspace: _Tensor,
+    scale: float,
+    causal: bool,
+    deterministic: bool,
+    stream: int = 0,
+    /,
+) -> None: ...
+def matmul(out: _Tensor, a: _Tensor, b: _Tensor, bias: _Tensor | None, activation: int, stream: int = 0, /) -> None: ...
+def scaled_add(out: _Tensor, a: _Tensor, b: _Tensor, scale: float, stream: int = 0, /) -> None: ...
+def explain(op: str, /, **problem: str | int | bool) -> str: ...
+def kernels() -> list[dict[str, Any]]: ...
+def info() -> dict[str, Any]: ...
+def preload(op: str | None, device: int, /) -> None: ...
+def set_num_threads(threads: int, /) -> None: ...
+def num_threads() -> int: ...

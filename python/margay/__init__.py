@@ -1,0 +1,21 @@
+"""Fast kernels for attention-like layers. Importing loads no tensor library and makes no CUDA call."""
+
+from margay.ops import attention, explain, info, matmul
+
+__all__ = ["attention", "explain", "info", "matmul", "nn"]
+
+
+def __getattr__(name):
+    if name == "nn":
+        import importlib
+
+        return importlib.import_module("margay.nn")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("margay")
+    raise AttributeError(f"module 'margay' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), "nn", "__version__"])

@@ -1,0 +1,59 @@
+"""NumPy arrays in, NumPy arrays out, on the CPU. Knows nothing of torch."""
+
+import math
+
+import numpy as np
+
+from margay import _C, ops
+
+
+def attention(q, k, v, causal, scale, return_lse, deterministic):
+    _check_arrays("attention", q=q, k=k, v=v)
+    ops.check_attention(q, k, v)
+    out = _empty_ordered(q, v.shape[3])
+    lse = np.empty(q.shape[:3], np.float32) if return_lse else None
+    _C.attention_fwd(out, lse, q, k, v, ops.attention_scale(scale, q.shape[3]), bool(causal))
+    return (out, lse) if return_lse else out
+
+
+def matmul(a, b, bias, activation, out):
+    _check_arrays("matmul", a=a, b=b, bias=bias, out=out)
+    ops.check_matmul(a, b, bias)
+    if out is None:
+        out = np.empty((*a.shape[:-1], b.shape[1]), a.dtype)
+    else:
+        ops.check_out(out, a, b)
+    rows = out.reshape(_rows(out), out.shape[-1])
+    if out.size and not np.may_share_memory(rows, out):
+        raise ValueError(f"matmul: out has strides {out.strides}, expected leading dimensions that can be flattened")
+    _C.matmul(rows, a.reshape(_rows(a), a.shape[-1]), b, bias, activation)
+    return out
+
+
+def is_gpu(a):
+    return False
+
+
+def is_mappable(a):
+    return True
+
+
+def is_transposed(a):
+    return a.strides[-1] != a.itemsize
+
+
+def _rows(a):
+    return math.prod(a.shape[:-1])
+
+
+def _check_arrays(op, **arrays):
+    for name, a in arrays.items():
+        if a is not None and not isinstance(a, np.ndarray):
+            raise TypeError(f"{op}: {name} is {type(a).__name__}, expected numpy.ndarray (same as {next(iter(arrays))})")
+
+
+def _empty_ordered(like, last):
+    """Dense array of like's shape but for the last dimension, the others in like's order in memory."""
+    order = ops.memory_order(like.strides)
+    out = np.empty([like.shape[i] for i in order] + [last], like.dtype)
+    return out.transpose([order.index(i) for i in range(3)] + [3])

@@ -1,0 +1,384 @@
+"""PyTorch tensors.
+
+Two ways to the same kernels. Plain tensors in eager mode call `_C` directly, through an autograd.Function where a gradient is asked. Everything
+that wants to see the call (torch.compile, export, modes, functorch, subclasses, the meta device) gets an operator of `torch.ops.margay`.
+"""
+
+import torch
+from torch.autograd import forward_ad
+
+from margay import _C, ops
+
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library = torch.library.Library("margay", "FRAGMENT")
+_threads = 0
+
+
+# ---- attention
+
+
+def attention(q, k, v, causal, scale, return_lse, deterministic):
+    if torch.compiler.is_compiling() or not _plain(q, k, v):
+        _check_tensors("attention", q=q, k=k, v=v)
+        out, lse = torch.ops.margay.attention(q, k, v, scale, causal, deterministic)
+        return (out, lse) if return_lse else out
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q.device.type, q, k, v)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _Attention.apply(q, k, v, scale, causal, deterministic)
+    else:
+        out, lse = _attention(q, k, v, scale, causal, return_lse)
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scale, causal, deterministic):
+        out, lse = _attention(q, k, v, scale, causal)
+        _save_attention(ctx, (q, k, v, scale, causal, deterministic), (out, lse))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _attention_gradient(ctx, dout, dlse)
+
+
+def _save_attention(ctx, inputs, output):
+    q, k, v, *options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _attention_gradient(ctx, dout, dlse):
+    if dout is None and dlse is None:
+        return (None,) * 6
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    direct = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _plain(dout, q)
+    backward = _attention_backward if direct else torch.ops.margay.attention_backward
+    return *backward(dout, dlse, q, k, v, out, lse, *ctx.options), None, None, None
+
+
+def _attention(q, k, v, scale, causal, want_lse=True):
+    _check_attention(q, k, v)
+    scale = ops.attention_scale(scale, q.shape[3])
+    out, lse = _attention_outputs(q, v, want_lse)
+    if q.is_cuda:
+        target = _mappable_empty(out)
+        _C.attention_fwd(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal)
+        _copy_back(out, target)
+    else:
+        _use_torch_threads()
+        _C.attention_fwd(out, lse, q, k, v, scale, causal)
+    return out, lse
+
+
+def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic):
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    scale = ops.attention_scale(scale, q.shape[3])
+    dout = _rows_contiguous(dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    grads = _like(q), _like(k), _like(v)
+    targets = grads
+    if q.is_cuda:
+        targets = [_mappable_empty(t) for t in grads]
+        dout, q, k, v, out = map(_mappable, (dout, q, k, v, out))
+    else:
+        _use_torch_threads()
+    size = _C.attention_bwd_workspace(q, k, v, causal, deterministic)
+    workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    _C.attention_bwd(*targets, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic)
+    for grad, target in zip(grads, targets):
+        _copy_back(grad, target)
+    return grads
+
+
+def _check_attention(q, k, v):
+    ops.check_attention(q, k, v)
+    _check_devices("attention", q=q, k=k, v=v)
+
+
+def _attention_outputs(q, v, want_lse=True):
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if want_lse else None
+    return _like(q, v.shape[3]), lse
+
+
+def _attention_fake(q, k, v, scale=None, causal=False, deterministic=False):
+    _check_attention(q, k, v)
+    return _attention_outputs(q, v)
+
+
+def _attention_backward_fake(dout, dlse, q, k, v, *_):
+    return _like(q), _like(k), _like(v)
+
+
+def _attention_autocast(q, k, v, *options):
+    with _without_autocast_keys():
+        return torch.ops.margay.attention(*_autocast(q.device.type, q, k, v), *options)
+
+
+def _attention_vmap(vmap, in_dims, q, k, v, *options):
+    size = vmap.batch_size
+    folded = [_batch_first(t, dim, size).flatten(0, 1) for t, dim in zip((q, k, v), in_dims)]
+    return tuple(t.unflatten(0, (size, -1)) for t in torch.ops.margay.attention(*folded, *options)), (0, 0)
+
+
+def _attention_no_second_order(ctx, *grads):
+    raise NotImplementedError("attention: gradients of gradients (create_graph=True) are not implemented")
+
+
+# ---- matmul
+
+
+def matmul(a, b, bias, activation, out):
+    if out is not None:
+        return _matmul_out(a, b, bias, activation, out)
+    if torch.compiler.is_compiling() or not _plain(a, b, bias):
+        _check_tensors("matmul", a=a, b=b, bias=bias)
+        ops.check_matmul(a, b, bias)
+        return torch.ops.margay.matmul(a.flatten(0, -2), b, bias, activation).unflatten(0, a.shape[:-1])
+    if torch.is_autocast_enabled(a.device.type):
+        a, b, bias = _autocast(a.device.type, a, b, bias)
+    ops.check_matmul(a, b, bias)
+    rows = a if a.ndim == 2 else a.flatten(0, -2)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or bias is not None and bias.requires_grad):
+        result = _Matmul.apply(rows, b, bias, activation)
+    else:
+        result = _matmul(rows, b, bias, activation)
+    return result if a.ndim == 2 else result.unflatten(0, a.shape[:-1])
+
+
+def _matmul_out(a, b, bias, activation, out):
+    _check_tensors("matmul", a=a, b=b, bias=bias, out=out)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias, out)):
+        raise RuntimeError("matmul: out is given, which supports no gradient, but an argument requires one")
+    ops.check_matmul(a, b, bias)
+    ops.check_out(out, a, b)
+    if torch.compiler.is_compiling() or not _plain(a, b, bias, out):
+        return out.copy_(matmul(a, b, bias, activation, None))
+    try:
+        rows = out.view(-1 if out.numel() else a.shape[:-1].numel(), out.shape[-1])
+    except RuntimeError:
+        raise ValueError(f"matmul: out has strides {out.stride()}, expected leading dimensions that can be flattened") from None
+    _matmul_into(rows, a.flatten(0, -2), b, bias, activation)
+    return out
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, bias, activation):
+        _save_matmul(ctx, (a, b, bias, activation), None)
+        return _matmul(a, b, bias, activation)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _matmul_gradient(ctx, dout)
+
+
+def _save_matmul(ctx, inputs, output):
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _matmul_gradient(ctx, dout):
+    a, b, bias = ctx.saved_tensors
+    need_a, need_b, need_bias, _ = ctx.needs_input_grad
+    if ctx.activation:
+        dout = _activation_gradient(ctx.activation, dout, matmul(a, b, bias, 0, None))
+    dout = dout if dout.is_contiguous() else dout.contiguous()
+    da = matmul(dout, b.t(), None, 0, None) if need_a else None
+    db = matmul(a.t(), dout, None, 0, None) if need_b else None
+    return da, db, dout.sum(0) if need_bias else None, None
+
+
+def _activation_gradient(activation, dout, x):
+    """Gradient of the activation's input x, which is computed again instead of saved."""
+    if activation == ops.ACTIVATIONS["relu"]:
+        return torch.ops.aten.threshold_backward(dout, x, 0)
+    if activation == ops.ACTIVATIONS["silu"]:
+        return torch.ops.aten.silu_backward(dout, x)
+    approximate = "tanh" if activation == ops.ACTIVATIONS["gelu_tanh"] else "none"
+    return torch.ops.aten.gelu_backward(dout, x, approximate=approximate)
+
+
+def _matmul(a, b, bias=None, activation=0):
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    _matmul_into(out, a, b, bias, activation)
+    return out
+
+
+def _matmul_into(out, a, b, bias, activation):
+    _check_devices("matmul", a=a, b=b, bias=bias, out=out)
+    if a.is_cuda:
+        target = _mappable_empty(out)
+        _C.matmul(target, _mappable_matrix(a), _mappable_matrix(b), bias, activation)
+        _copy_back(out, target)
+    else:
+        _use_torch_threads()
+        _C.matmul(out, a, b, bias, activation)
+
+
+def _matmul_fake(a, b, bias=None, activation=0):
+    ops.check_matmul(a, b, bias)
+    _check_devices("matmul", a=a, b=b, bias=bias)
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _matmul_autocast(a, b, *options):
+    bias, *activation = options or (None,)
+    with _without_autocast_keys():
+        return torch.ops.margay.matmul(*_autocast(a.device.type, a, b, bias), *activation)
+
+
+# ---- what explain() asks
+
+
+def is_gpu(t):
+    return t.is_cuda
+
+
+def is_mappable(t):
+    return not t.is_cuda or _aligned(t if t.stride(-1) == 1 or t.stride(-2) != 1 else t.mT)
+
+
+def is_transposed(t):
+    return t.stride(-1) != 1
+
+
+# ---- tensors
+
+
+def _plain(*tensors):
+    """May C read these tensors now, with nothing in torch that would have to see the call?"""
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in _PLAIN_TYPES or t.layout is not torch.strided or t.is_neg() or not (t.is_cpu or t.is_cuda):
+            return False
+    return not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack()
+                or torch._C._functorch.peek_interpreter_stack() or forward_ad._current_level >= 0)
+
+
+def _check_tensors(op, **tensors):
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} is {type(t).__name__}, expected torch.Tensor (same as {next(iter(tensors))})")
+        if t.layout is not torch.strided:
+            raise TypeError(f"{op}: {name} has layout {t.layout}, expected torch.strided")
+
+
+def _check_devices(op, **tensors):
+    """One device, one that has kernels, and a dtype that it has kernels for."""
+    (first, like), *others = tensors.items()
+    for name, t in others:
+        if t is not None and t.device != like.device:
+            raise ValueError(f"{op}: {name} is on {t.device}, expected {like.device} (same as {first})")
+    if like.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{op}: {first} is on {like.device}, expected cpu or cuda")
+    if like.dtype not in _DTYPES:
+        raise TypeError(f"{op}: {first} has dtype {ops.dtype_name(like)}, expected bfloat16, float16 or, on the CPU, float32")
+    if like.dtype is torch.float32 and like.is_cuda:
+        raise NotImplementedError(f"{op}: {first} has dtype float32, which has kernels on the CPU only; on CUDA expected bfloat16 or float16")
+
+
+def _autocast(device, *tensors):
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t is not None and t.dtype in _DTYPES else t for t in tensors]
+
+
+def _without_autocast_keys():
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+def _like(t, last=None):
+    """Dense empty tensor of t's shape but for the last dimension, the others in t's order in memory."""
+    shape = t.shape if last is None else (*t.shape[:-1], last)
+    if t.is_contiguous():
+        return t.new_empty(shape)
+    order = ops.memory_order(t.stride())
+    return t.new_empty([shape[i] for i in order] + [shape[-1]]).permute([order.index(i) for i in range(len(order))] + [len(order)])
+
+
+def _rows_contiguous(t):
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _batch_first(t, dim, size):
+    return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+
+# TMA reads and writes a tensor whose address and strides are multiples of 16 bytes. Others go through copies in padded rows. A copy may be
+# freed before the kernel ran: torch hands its memory out again in the order of the stream that the kernel is on.
+
+
+def _aligned(t):
+    bits = t.data_ptr()
+    for size, stride in zip(t.shape[:-1], t.stride()):
+        if size != 1:
+            bits |= stride * t.element_size()
+    return bits & 15 == 0
+
+
+def _mappable(t):
+    """t if TMA can access it, else a copy that it can. What `_C` refuses, a last dimension with gaps, stays as it is."""
+    return t if _aligned(t) or t.stride(-1) != 1 and t.shape[-1] > 1 else _padded_empty(t).copy_(t)
+
+
+def _mappable_matrix(t):
+    return _mappable(t.t()).t() if t.stride(-1) != 1 and t.stride(0) == 1 else _mappable(t)
+
+
+def _mappable_empty(out):
+    """out if TMA can write it, else an empty tensor to write instead and to copy back."""
+    return out if _aligned(out) else _padded_empty(out)
+
+
+def _padded_empty(t):
+    unit = 16 // t.element_size()
+    columns = t.shape[-1]
+    return t.new_empty((*t.shape[:-1], -(-columns // unit) * unit))[..., :columns]
+
+
+def _copy_back(out, target):
+    if target is not out:
+        out.copy_(target)
+
+
+def _use_torch_threads():
+    global _threads
+    threads = torch.get_num_threads()
+    if threads != _threads:
+        _C.set_num_threads(threads)
+        _threads = threads
+
+
+# ---- operators
+
+
+def _register(schema, kernel, fake, gradient=None, save=None, autocast=None):
+    name = schema[:schema.index("(")]
+    _library.define(schema, tags=_TAGS)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+        if autocast is not None:
+            _library.impl(name, autocast, "Autocast" + device)
+    torch.library.register_fake(f"margay::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"margay::{name}", gradient, setup_context=save, lib=_library)
+
+
+_register("attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causal=False, bool deterministic=False) -> (Tensor, Tensor)",
+          lambda q, k, v, scale=None, causal=False, deterministic=False: _attention(q, k, v, scale, causal),
+          _attention_fake, _attention_gradient, _save_attention, _attention_autocast)
+_register("attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float? scale, bool causal, "
+          "bool deterministic) -> (Tensor, Tensor, Tensor)",
+          _attention_backward, _attention_backward_fake, _attention_no_second_order)
+_register("matmul(Tensor a, Tensor b, Tensor? bias=None, int activation=0) -> Tensor",
+          _matmul, _matmul_fake, _matmul_gradient, _save_matmul, _matmul_autocast)
+torch.library.register_vmap("margay::attention", _attention_vmap, lib=_library)

@@ -1,0 +1,1 @@
+"""Benchmarks against PyTorch: `python -m margay.bench attention --plot`."""

@@ -1,0 +1,69 @@
+"""Attention forward and backward against PyTorch's scaled_dot_product_attention with its cuDNN and its flash backend: batch * N = 16384,
+heads * D = 2048. FLOP: 4 B H N^2 D forward, half of it when causal; backward 2.5 times that.
+"""
+import functools
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import margay
+from margay.bench.harness import Case, GpuTimer, Problem, run_family
+
+TOKENS, WIDTH = 16384, 2048
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
+
+
+def sdpa(backend, q, k, v, causal):
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def functions():
+    return {"margay": margay.attention} | {name: functools.partial(_positional, backend) for name, backend in BACKENDS.items()}
+
+
+def _positional(backend, q, k, v, *, causal):
+    return sdpa(backend, q, k, v, causal)
+
+
+def build(n, d, causal, dtype, backward):
+    torch.manual_seed(0)
+    batch, heads = TOKENS // n, WIDTH // d
+    q, k, v, dout = (torch.randn(batch, heads, n, d, dtype=dtype, device="cuda") for _ in range(4))
+    work = 4 * batch * heads * n * n * d * (0.5 if causal else 1)
+    tensor_bytes = q.numel() * q.element_size()
+    if not backward:
+        return Problem({name: functools.partial(f, q, k, v, causal=causal) for name, f in functions().items()}, 1e-2, work, 4 * tensor_bytes)
+    return Problem({name: gradient(f, q, k, v, dout, causal) for name, f in functions().items()}, 2e-2, 2.5 * work, 8 * tensor_bytes)
+
+
+def gradient(f, q, k, v, dout, causal):
+    """The backward call, through autograd for every runner. The forward runs at the first call: a backend may refuse it."""
+    @functools.cache
+    def graph():
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        return f(*inputs, causal=causal), inputs
+
+    def call():
+        out, inputs = graph()
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    return call
+
+
+def cases(dims=(64, 128), dtype="bfloat16"):
+    for backward in (False, True):
+        for d in dims:
+            for causal in (False, True):
+                for n in LENGTHS:
+                    direction, mask = "backward" if backward else "forward", "causal" if causal else "full"
+                    fields = {"group": f"{direction} D={d} {dtype}", "direction": direction, "dtype": dtype, "d": d, "mask": mask, "n": n}
+                    yield Case(f"{direction} {dtype} D={d} {mask} N={n}", fields,
+                               functools.partial(build, n, d, causal, getattr(torch, dtype), backward))
+
+
+def run(options, arguments):
+    if not torch.cuda.is_available():
+        raise SystemExit("attention: needs a GPU; python -m margay.bench cpu runs here")
+    return run_family("attention", cases(arguments.dims, arguments.dtype), GpuTimer(), options)

@@ -1,0 +1,31 @@
+"""Matrix products against torch.mm (cuBLASLt). FLOP: 2 M N K. Layouts: nn is a b, nt is a b^T with b stored [N, K], as nn.Linear has it."""
+import functools
+
+import torch
+
+import margay
+from margay.bench.harness import Case, GpuTimer, Problem, run_family
+
+SHAPES = [(n, n, n) for n in (1024, 2048, 4096, 6144, 8192, 12288, 16384)] + [(4096, 14336, 4096), (8192, 28672, 8192)]
+
+
+def build(m, n, k, dtype, layout):
+    torch.manual_seed(0)
+    a = torch.randn(m, k, dtype=dtype, device="cuda")
+    b = torch.randn(k, n, dtype=dtype, device="cuda") if layout == "nn" else torch.randn(n, k, dtype=dtype, device="cuda").t()
+    size = (m * k + k * n + m * n) * a.element_size()
+    return Problem({"margay": lambda: margay.matmul(a, b), "cuBLASLt": lambda: torch.mm(a, b)}, 1e-2, 2 * m * n * k, size)
+
+
+def cases(dtypes=("bfloat16", "float16"), layouts=("nn",)):
+    for dtype in dtypes:
+        for layout in layouts:
+            for m, n, k in SHAPES:
+                fields = {"group": f"{dtype} {layout}", "dtype": dtype, "layout": layout, "m": m, "n": n, "k": k}
+                yield Case(f"{dtype} {layout} {m}x{n}x{k}", fields, functools.partial(build, m, n, k, getattr(torch, dtype), layout))
+
+
+def run(options, arguments):
+    if not torch.cuda.is_available():
+        raise SystemExit("gemm: needs a GPU")
+    return run_family("gemm", cases(arguments.dtypes, arguments.layouts), GpuTimer(), options)

@@ -1,0 +1,252 @@
+"""Interleaved measurements. A case is one problem with several runners, Margay's first. Their results are compared before anything is timed;
+then every round times every runner once, in rotating order, so that clocks and temperature treat all alike. A runner's time is the median of
+its rounds, a ratio the median of the rounds' ratios.
+"""
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import platform
+import re
+import statistics
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Callable
+
+import torch
+
+import margay
+from margay.bench import report
+
+# What the card really reaches: FLOP/s of cuBLAS bf16 products of random numbers, bytes/s of a device-to-device copy (read + write).
+CEILINGS = {"h200": (680e12, 4.28e12), "h100": (680e12, 3.0e12)}
+FLUSH_BYTES = 256 << 20              # more than any L2
+HIDE_CYCLES = 400_000                # the device waits this long before each sample, so that a slow host call is not in the device's time
+
+
+@dataclasses.dataclass
+class Problem:
+    runners: dict[str, Callable]     # name -> call; the first is ours; each returns a tensor or a tuple of tensors
+    tolerance: float                 # of |ours - peer| / |peer|
+    flops: float = 0
+    bytes: float = 0
+
+
+@dataclasses.dataclass
+class Case:
+    name: str
+    fields: dict                     # what the table's columns show
+    build: Callable[[], Problem]
+
+
+@dataclasses.dataclass
+class Options:
+    out: Path = Path("benchmarks/results")
+    only: str = ""
+    rounds: int = 5
+    measure_ms: float = 20
+    seconds: float = math.inf
+    peers: tuple = ()                # empty: all
+
+
+def device_slug():
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia ", "").split(" ")[0])
+    return "cpu-" + margay.info()["isa"]
+
+
+# ---- clocks
+
+class Clock:
+    """SM clock and power, sampled by a running nvidia-smi; silent where there is none."""
+
+    def __enter__(self):
+        self.samples, self.process = [], None
+        with contextlib.suppress(OSError):
+            self.process = subprocess.Popen(["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits",
+                                             "-lms", "100"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        if self.process:
+            self.process.terminate()
+            self.process.wait()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):
+                clock, power = map(float, line.split(","))
+                self.samples.append((time.monotonic(), clock, power))
+
+    def since(self, start):
+        """Median clock in MHz and power in W since `start`."""
+        now = [sample for sample in self.samples if sample[0] >= start] or self.samples[-1:]
+        return {"sm_mhz": statistics.median(s[1] for s in now), "watts": statistics.median(s[2] for s in now)} if now else {}
+
+
+# ---- timers: milliseconds of one call, the median over about measure_ms
+
+class GpuTimer:
+    def __init__(self):
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def once(self, call):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.flush.zero_()
+        torch.cuda._sleep(HIDE_CYCLES)
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    def measure(self, call, n):
+        pairs = [self.once(call) for _ in range(n)]
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+    def samples(self, ms, measure_ms):
+        return max(3, min(50, int(measure_ms / (ms + 0.3))))
+
+
+class CpuTimer:
+    def measure(self, call, n):
+        times = []
+        for _ in range(n):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times)
+
+    def samples(self, ms, measure_ms):
+        return max(3, min(1000, int(measure_ms / ms)))
+
+
+# ---- one case
+
+def relative_error(ours, peer):
+    """Largest over the outputs of |ours - peer| / |peer| (Frobenius); NaN if either has one."""
+    as_tuple = lambda x: x if isinstance(x, (tuple, list)) else (x,)
+    errors = [((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)).item() for a, b in zip(as_tuple(ours), as_tuple(peer), strict=True)]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
+def check(problem):
+    """The errors against each peer. Raises if one exceeds the tolerance; a peer that refuses the problem is dropped."""
+    ours, *peers = problem.runners
+    result, errors = problem.runners[ours](), {}
+    for peer in peers:
+        try:
+            expected = problem.runners[peer]()
+        except RuntimeError as error:
+            print(f"    {peer} refuses: {str(error).splitlines()[0]}")
+            del problem.runners[peer]
+            continue
+        errors[peer] = relative_error(result, expected)
+        if not errors[peer] <= problem.tolerance:
+            raise ArithmeticError(f"differs from {peer} by {errors[peer]:.2e}, accepted {problem.tolerance:.0e}")
+    return errors
+
+
+def measure(problem, timer, options):
+    """name -> times of the rounds in ms"""
+    names = list(problem.runners)
+    count = {}
+    for name, call in problem.runners.items():
+        timer.measure(call, 1)                                        # first call: libraries load, peers plan
+        count[name] = timer.samples(timer.measure(call, 3), options.measure_ms)
+    rounds = {name: [] for name in names}
+    for i in range(options.rounds):
+        for name in names[i % len(names):] + names[:i % len(names)]:
+            rounds[name].append(timer.measure(problem.runners[name], count[name]))
+    return rounds
+
+
+def result_of(case, problem, errors, rounds):
+    ours, *peers = rounds
+    times = {name: statistics.median(values) for name, values in rounds.items()}
+    ratio = {peer: statistics.median(p / o for p, o in zip(rounds[peer], rounds[ours])) for peer in peers}
+    result = {"name": case.name, **case.fields, "ms": times, "rounds_ms": rounds, "speed_ratio": ratio, "error": errors,
+              "date": datetime.date.today().isoformat()}
+    if problem.flops:
+        result["tflops"] = {name: problem.flops / ms * 1e-9 for name, ms in times.items()}
+    ceiling = CEILINGS.get(device_slug())
+    if ceiling and (problem.flops or problem.bytes):
+        result["roofline"] = max(problem.flops / ceiling[0], problem.bytes / ceiling[1]) / (times[ours] * 1e-3)
+    return result
+
+
+# ---- a family
+
+def environment():
+    env = {"margay": margay.__version__, "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        env.update(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), driver=margay.info()["driver"])
+    else:
+        env.update(cpu=cpu_name(), isa=margay.info()["isa"])
+    return env
+
+
+def cpu_name():
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return found.group(1)
+    return platform.processor()
+
+
+def describe(result):
+    ratios = ", ".join(f"{value:.2f} x {peer}" for peer, value in result["speed_ratio"].items())
+    speed = f"{result['tflops'][next(iter(result['ms']))]:.0f} TFLOP/s, " if "tflops" in result else ""
+    return f"{next(iter(result['ms'].values())):.3f} ms, {speed}{ratios}"
+
+
+def run_case(case, timer, options, clock):
+    start = time.monotonic()
+    problem = case.build()
+    if options.peers:
+        ours = next(iter(problem.runners))
+        problem.runners = {name: call for name, call in problem.runners.items() if name == ours or name in options.peers}
+    errors = check(problem)
+    result = {**result_of(case, problem, errors, measure(problem, timer, options)), **clock.since(start)}
+    print(f"{case.name}: {describe(result)}", flush=True)
+    return result
+
+
+def save(family, results, options, device=None):
+    """Results of cases that were not run now are kept. Returns the file and its content."""
+    path = options.out / f"{family}-{device or device_slug()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = json.loads(path.read_text())["cases"] if path.exists() else []
+    cases = {case["name"]: case for case in [*old, *results]}
+    content = {"family": family, "environment": environment(),
+               "method": {"rounds": options.rounds, "ms_per_measurement": options.measure_ms, "inputs": "normal, seed 0"}, "cases": list(cases.values())}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path, content
+
+
+def run_family(family, cases, timer, options):
+    """Returns whether every case ran and was right."""
+    start, results, failed, left = time.monotonic(), [], [], []
+    with Clock() as clock:
+        for case in cases:
+            if options.only and not re.search(options.only, case.name):
+                continue
+            if time.monotonic() - start > options.seconds:
+                left.append(case.name)
+                continue
+            try:
+                results.append(run_case(case, timer, options, clock))
+            except (ArithmeticError, NotImplementedError, RuntimeError, ValueError, TypeError) as error:
+                failed.append(case.name)
+                print(f"{case.name}: FAILED: {error}", flush=True)
+    if results:
+        path, _ = save(family, results, options)
+        print(f"{report.summary(results)}\n{len(results)} cases to {path} in {time.monotonic() - start:.0f} s")
+    if left:
+        print(f"time was up; not run: {', '.join(left)}")
+    return not failed
+

@@ -1,0 +1,79 @@
+"""What a call costs besides the computation: host time of an eager call on a small problem, the first call of a fresh process after torch's own
+start, the time of `import margay`.
+"""
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import margay
+from margay import _C
+from margay.bench.harness import save
+
+CALLS = 300                          # fewer than a CUDA stream's queue holds: the host never waits for the device
+FIRST_CALL = """
+import time, torch
+q = torch.randn(1, 4, 128, 64, device={device!r}).to(torch.bfloat16)
+wait = torch.cuda.synchronize if q.is_cuda else lambda: None
+wait()
+start = time.perf_counter()
+import margay
+margay.attention(q, q, q)
+wait()
+print(time.perf_counter() - start)
+"""
+IMPORT = "import time; start = time.perf_counter(); import margay; print(time.perf_counter() - start)"
+
+
+def fresh_process(program, repeats=5):
+    """Median of the seconds that the program prints."""
+    return statistics.median(float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+                             for _ in range(repeats))
+
+
+def host_microseconds(call, device):
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(20):
+        call()
+    wait()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    elapsed = time.perf_counter() - start
+    wait()
+    return elapsed / CALLS * 1e6
+
+
+def calls(device):
+    rows = 128 if device == "cuda" else 1                             # on the CPU the call computes: as little as possible
+    q = torch.randn(1, 4, rows, 64, device=device).to(torch.bfloat16)
+    g = q.detach().requires_grad_()
+    out = torch.empty_like(q)
+    return {
+        "margay.attention": lambda: margay.attention(q, q, q),
+        "margay.attention, gradient wanted": lambda: margay.attention(g, g, g),
+        "margay._C.attention_fwd": lambda: _C.attention_fwd(out, None, q, q, q, 0.125, False),
+        "torch SDPA": lambda: scaled_dot_product_attention(q, q, q),
+        "torch SDPA, gradient wanted": lambda: scaled_dot_product_attention(g, g, g),
+    }
+
+
+def run(options, arguments):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
+    functions = calls(device)
+    rounds = {name: [] for name in functions}
+    for _ in range(options.rounds):
+        for name, call in functions.items():
+            rounds[name].append(host_microseconds(call, device))
+    results = [{"name": name, "group": "host time of a call", "us": statistics.median(values), "rounds_us": values} for name, values in rounds.items()]
+    results.append({"name": "first call in a fresh process", "group": "start", "us": fresh_process(FIRST_CALL.format(device=device)) * 1e6})
+    results.append({"name": "import margay, without torch", "group": "start", "us": fresh_process(IMPORT) * 1e6})
+    for result in results:
+        print(f"{result['name']}: {result['us']:.1f} us")
+    print("to", save("overhead", results, options)[0])
+    return True

@@ -1,0 +1,136 @@
+"""Tables, summaries and plots of result files. Needs neither torch nor a GPU."""
+import math
+import statistics
+
+
+def geomean(values):
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def unique(values):
+    return list(dict.fromkeys(values))
+
+
+def summary(cases):
+    """Geometric mean and worst case against each peer, a line per group and peer."""
+    lines = []
+    for group in unique(case["group"] for case in cases):
+        members = [case for case in cases if case["group"] == group]
+        for peer in unique(peer for case in members for peer in case["speed_ratio"]):
+            ratios = [case["speed_ratio"][peer] for case in members if peer in case["speed_ratio"]]
+            lines.append(f"{group}: {geomean(ratios):.3f} x {peer} (geometric mean of {len(ratios)}; worst {min(ratios):.3f})")
+    return "\n".join(lines)
+
+
+# ---- Markdown
+
+def markdown(header, rows):
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def caption(content):
+    env = content["environment"]
+    machine = f"{env['gpu']}, driver {env['driver']}, cuDNN {env['cudnn']}" if "gpu" in env else f"{env['cpu']}, {env['threads']} threads"
+    dates = sorted({case["date"] for case in content["cases"] if "date" in case})
+    return f"{machine}, torch {env['torch']}" + (f", measured {' to '.join(unique([dates[0], dates[-1]]))}." if dates else ".")
+
+
+def attention(content):
+    """A table per direction: TFLOP/s of Margay and, in parentheses, how many times as fast as the first peer that is."""
+    parts = []
+    for direction in unique(case["direction"] for case in content["cases"]):
+        cases = [case for case in content["cases"] if case["direction"] == direction]
+        lengths, peer = sorted({case["n"] for case in cases}), next(iter(cases[0]["speed_ratio"]))
+        rows = []
+        for dtype, d, mask in unique((case["dtype"], case["d"], case["mask"]) for case in cases):
+            row = {case["n"]: case for case in cases if (case["dtype"], case["d"], case["mask"]) == (dtype, d, mask)}
+            cells = [f"{row[n]['tflops']['margay']:.0f} ({row[n]['speed_ratio'][peer]:.2f})" if n in row else "" for n in lengths]
+            rows.append([dtype, d, mask, *cells, f"{geomean(case['speed_ratio'][peer] for case in row.values()):.2f}",
+                         roofline(row.values())])
+        header = ["dtype", "D", "mask", *(f"N={n}" for n in lengths), "mean", "roofline"]
+        parts.append(f"Attention {direction}: TFLOP/s (times as fast as {peer}); mean: geometric, of the ratios; roofline: best share of "
+                     f"what the card reaches\n\n{markdown(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def roofline(cases):
+    shares = [case["roofline"] for case in cases if "roofline" in case]
+    return f"{max(shares):.0%}" if shares else ""
+
+
+def gemm(content):
+    """A row per shape, two columns per dtype and layout."""
+    groups = unique((case["dtype"], case["layout"]) for case in content["cases"])
+    found = {(case["m"], case["n"], case["k"], case["dtype"], case["layout"]): case for case in content["cases"]}
+    peer = next(iter(content["cases"][0]["speed_ratio"]))
+
+    def cell(*key):
+        case = found.get(key)
+        return f"{case['tflops']['margay']:.0f} ({case['speed_ratio'][peer]:.2f})" if case else ""
+    rows = [["{} x {} x {}".format(*shape), *(cell(*shape, *group) for group in groups)]
+            for shape in unique((case["m"], case["n"], case["k"]) for case in content["cases"])]
+    means = [geomean(case["speed_ratio"][peer] for case in content["cases"] if (case["dtype"], case["layout"]) == group) for group in groups]
+    rows.append(["geometric mean", *(f"({mean:.3f})" for mean in means)])
+    header = ["M x N x K", *(" ".join(group) for group in groups)]
+    return f"Matrix product: TFLOP/s (times as fast as {peer})\n\n{markdown(header, rows)}"
+
+
+def cpu(content):
+    """A row per case."""
+    rows = [[case["direction"], case["dtype"], case["d"], case["mask"], f"{case['ms']['margay']:.2f}", f"{case['ms']['torch']:.2f}",
+             f"{case['speed_ratio']['torch']:.2f}"] for case in content["cases"]]
+    return "Attention on the CPU, N = 2048\n\n" + markdown(["direction", "dtype", "D", "mask", "margay ms", "torch ms", "times as fast"], rows)
+
+
+def overhead(content):
+    """A row per measurement."""
+    rows = [[case["name"], f"{case['us']:.1f}" if case["us"] < 1000 else f"{case['us'] / 1000:.1f} ms"] for case in content["cases"]]
+    return "Overheads\n\n" + markdown(["", "us"], rows)
+
+
+TABLES = {"attention": attention, "gemm": gemm, "cpu": cpu, "overhead": overhead}
+
+
+def table(content):
+    return f"{TABLES[content['family']](content)}\n\n{caption(content)}"
+
+
+# ---- plots
+
+def panels(content):
+    """(title, x labels, {runner: y}) for each panel, in TFLOP/s."""
+    for group in unique(case["group"] for case in content["cases"]):
+        for mask in unique(case.get("mask", "") for case in content["cases"]):
+            cases = [case for case in content["cases"] if case["group"] == group and case.get("mask", "") == mask]
+            if cases:
+                runners = unique(name for case in cases for name in case["tflops"])
+                yield f"{group} {mask}".strip(), list(map(x_label, cases)), {
+                    name: [case["tflops"].get(name, math.nan) for case in cases] for name in runners}
+
+
+def x_label(case):
+    return str(case["n"]) if "m" not in case else "{m}\n{n}\n{k}".format(**case)
+
+
+def plot(content, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    found = list(panels(content))
+    columns = 2 if len(found) > 1 else 1
+    figure, axes = plt.subplots(-(-len(found) // columns), columns, figsize=(5.5 * columns, 3.2 * -(-len(found) // columns)), squeeze=False)
+    for axis, (title, labels, series) in zip(axes.flat, found):
+        for name, values in series.items():
+            axis.plot(labels, values, marker="o", label=name, linewidth=2.5 if name == "margay" else 1.2)
+        axis.set_title(title, fontsize=10)
+        axis.set_ylabel("TFLOP/s")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    for axis in list(axes.flat)[len(found):]:
+        axis.set_visible(False)
+    axes.flat[0].legend()
+    figure.suptitle(caption(content), fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)

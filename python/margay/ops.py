@@ -1,0 +1,194 @@
+"""The public functions.
+
+A call goes to the face of the library its tensors come from, `_torch` or `_numpy`, which allocates the outputs and calls the C function of the
+op. What the arguments must agree on is checked here, before anything is allocated; `_C` checks memory: strides, overlap, read-only outputs.
+"""
+
+import math
+import sys
+
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+MAX_HEAD_DIM = 256
+
+
+def attention(q, k, v, *, causal=False, scale=None, return_lse=False, deterministic=False):
+    """softmax(scale q k^T) v.
+
+    q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv]; Hq is a multiple of Hk (grouped queries); 1 <= D, Dv <= 256. bfloat16 or float16, on the
+    CPU also float32. Any strides whose last is 1. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+
+    causal: query i sees keys up to i + Nk - Nq (bottom-right aligned). A row without keys is 0, its lse -inf.
+    scale: of the scores, 1 / sqrt(D) if None.
+    return_lse: also return the natural-log log-sum-exp of the scaled scores, float32 [B, Hq, Nq]; differentiable too.
+    deterministic: bitwise equal gradients in every run, at some cost; also on under `torch.use_deterministic_algorithms(True)`.
+
+    The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's. On CUDA, a tensor whose address or strides are not multiples of
+    16 bytes is copied first; `explain` says so. Gradients of gradients are not implemented.
+    """
+    return _face("attention", "q", q).attention(q, k, v, causal, scale, return_lse, deterministic)
+
+
+def matmul(a, b, *, bias=None, activation=None, out=None):
+    """activation(a b + bias).
+
+    a [..., M, K], b [K, N], bias [N]; one of the last two dimensions of a and of b is contiguous, so transposed views are read in place. bfloat16 or
+    float16, on the CPU also float32; sums in float32. activation: None, "relu", "gelu", "gelu_tanh" or "silu".
+
+    out: [..., M, N] to write to, where no gradient is asked. On CUDA, a tensor whose address or strides are not multiples of 16 bytes is copied
+    first; `explain` says so.
+    """
+    return _face("matmul", "a", a).matmul(a, b, bias, activation_code(activation), out)
+
+
+def explain(op, *tensors, **options):
+    """Say which kernel computes a call and why the kernels before it do not.
+
+    `explain(mg.attention, q, k, v, causal=True)` for a call, or `explain("attention_fwd", dtype="bfloat16", gpu=True, d=128)` for any problem.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if tensors:
+        if name not in ("attention", "matmul"):
+            raise ValueError(f"explain: op is {name}, expected attention or matmul where tensors are given")
+        return _explain_call(name, tensors, options)
+    from margay import _C
+
+    parts = {"attention": ("attention_fwd", "attention_bwd")}.get(name, (name,))
+    return "\n".join(_C.explain(part, **options) for part in parts)
+
+
+def info():
+    """What was built and what it runs on: kernels, instruction set, threads, driver, devices, and why a GPU is not used."""
+    from margay import _C
+
+    return _C.info()
+
+
+def activation_code(name):
+    if name not in ACTIVATIONS:
+        raise ValueError(f"matmul: activation is {name!r}, expected one of {', '.join(map(repr, ACTIVATIONS))}")
+    return ACTIVATIONS[name]
+
+
+def attention_scale(scale, head_dim):
+    """The scale as a float."""
+    if scale is None:
+        return head_dim**-0.5
+    scale = float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"attention: scale is {scale}, expected a finite number")
+    return scale
+
+
+def check_attention(q, k, v):
+    """Raise unless the ranks, shapes and dtypes of the arguments agree."""
+    if not q.ndim == k.ndim == v.ndim == 4:
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            _check_rank("attention", name, t, 4, "[batch, heads, rows, head dim]")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        _check_dtype("attention", "k", k, "q", q)
+        _check_dtype("attention", "v", v, "q", q)
+    batch, heads, _, dim = q.shape
+    k_batch, k_heads, k_rows, k_dim = k.shape
+    v_batch, v_heads, v_rows, v_dim = v.shape
+    if k_batch != batch or v_batch != batch:
+        name, t = ("k", k) if k_batch != batch else ("v", v)
+        _mismatch("attention", name, t, "batch", 0, "q", q)
+    if k_dim != dim:
+        _mismatch("attention", "k", k, "head dim", 3, "q", q)
+    if v_heads != k_heads:
+        _mismatch("attention", "v", v, "heads", 1, "k", k)
+    if v_rows != k_rows:
+        _mismatch("attention", "v", v, "rows", 2, "k", k)
+    if k_heads != heads and (k_heads == 0 or heads % k_heads):
+        raise ValueError(f"attention: k has {k_heads} heads, expected a divisor of the {heads} heads of q")
+    for name, size in (("q", dim), ("v", v_dim)):
+        if size < 1:
+            raise ValueError(f"attention: {name} has head dim {size}, expected 1 to {MAX_HEAD_DIM}")
+        if size > MAX_HEAD_DIM:
+            raise NotImplementedError(f"attention: {name} has head dim {size}, kernels exist up to {MAX_HEAD_DIM}")
+
+
+def check_matmul(a, b, bias):
+    """Raise unless the ranks, shapes and dtypes of the arguments agree."""
+    if a.ndim < 2:
+        raise ValueError(f"matmul: a has shape {_shape(a)}, expected [..., M, K]")
+    _check_rank("matmul", "b", b, 2, "[K, N]")
+    _check_dtype("matmul", "b", b, "a", a)
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(f"matmul: b has shape {_shape(b)}, expected [{a.shape[-1]}, N] (K of a, which has shape {_shape(a)})")
+    if bias is not None:
+        _check_rank("matmul", "bias", bias, 1, "[N]")
+        _check_dtype("matmul", "bias", bias, "a", a)
+        if bias.shape[0] != b.shape[1]:
+            raise ValueError(f"matmul: bias has shape {_shape(bias)}, expected [{b.shape[1]}] (N of b, which has shape {_shape(b)})")
+
+
+def check_out(out, a, b):
+    shape = (*a.shape[:-1], b.shape[1])
+    if tuple(out.shape) != shape:
+        raise ValueError(f"matmul: out has shape {_shape(out)}, expected {list(shape)}")
+    _check_dtype("matmul", "out", out, "a", a)
+
+
+def dtype_name(t):
+    return str(t.dtype).removeprefix("torch.")
+
+
+def memory_order(strides):
+    """The dimensions before the last from the outermost to the innermost in memory."""
+    return sorted(range(len(strides) - 1), key=lambda i: -strides[i])
+
+
+def _face(op, name, x):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        from margay import _torch
+
+        return _torch
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        from margay import _numpy
+
+        return _numpy
+    raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
+
+
+def _shape(t):
+    return list(t.shape)
+
+
+def _check_rank(op, name, t, rank, layout):
+    if t.ndim != rank:
+        raise ValueError(f"{op}: {name} has shape {_shape(t)}, expected {rank} dimensions {layout}")
+
+
+def _check_dtype(op, name, t, other_name, other):
+    if t.dtype != other.dtype:
+        raise TypeError(f"{op}: {name} has dtype {dtype_name(t)}, expected {dtype_name(other)} (same as {other_name})")
+
+
+def _mismatch(op, name, t, what, dim, other_name, other):
+    raise ValueError(f"{op}: {name} has shape {_shape(t)}, expected {what} {other.shape[dim]} in dimension {dim} "
+                     f"(same as {other_name}, which has shape {_shape(other)})")
+
+
+def _explain_call(op, tensors, options):
+    from margay import _C
+
+    face = _face(op, "q" if op == "attention" else "a", tensors[0])
+    problem = {"dtype": dtype_name(tensors[0]), "gpu": face.is_gpu(tensors[0])}
+    if op == "attention":
+        q, k, v = tensors
+        check_attention(q, k, v)
+        names, parts = "qkv", ("attention_fwd", "attention_bwd")
+        problem.update(d=max(q.shape[3], v.shape[3]), batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
+                       causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)))
+    else:
+        a, b = tensors[:2]
+        check_matmul(a, b, options.get("bias"))
+        names, parts = "ab", ("matmul",)
+        problem.update(m=math.prod(a.shape[:-1]), n=b.shape[1], k=b.shape[0], trans_a=face.is_transposed(a), trans_b=face.is_transposed(b))
+    lines = [f"{op}: " + ", ".join(f"{name} {_shape(t)} {dtype_name(t)}" for name, t in zip(names, tensors))]
+    lines += [f"  {name} is copied first: its address or strides are not multiples of 16 bytes"
+              for name, t in zip(names, tensors) if not face.is_mappable(t)]
+    return "\n".join(lines + [_C.explain(part, **problem) for part in parts])

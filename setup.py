@@ -1,0 +1,327 @@
+"""Build of Margay: every row of csrc/kernels.def becomes one GPU image and one CPU object per instruction set (a GPU_ONLY row only the
+base object, for its kernel's description; a CPU_ONLY row no image); these, the runtime and the module are linked into margay/_C.abi3.so, and without the module into build/libmargay.a for C programs. Never imports torch.
+
+Environment
+  MARGAY_CUDA   auto (default): GPU kernels where nvcc is found; 0: never; 1: fail without nvcc
+  NVCC          the nvcc to use; otherwise $CUDA_HOME/bin/nvcc, the PATH, /usr/local/cuda
+  CC, CXX       host compilers (default cc, c++); CFLAGS is added to the flags of the C files
+  MAX_JOBS      compilations at a time (default: the cores of this process)
+  MARGAY_ROWS   regular expression: build only the rows of kernels.def whose whole name matches, for work on one kernel
+"""
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC, BUILD = Path("csrc"), Path("build")         # relative: commands run in ROOT, so that no path of this machine gets into an object
+CACHE, GENERATED = BUILD / "cache", BUILD / "generated"
+LIMITED_API = "0x030A0000"
+NVCC_AT_LEAST = (12, 8)                           # the first with --compress-mode=size
+X86 = platform.machine() in ("x86_64", "AMD64")
+ISAS = {"base": []}
+if X86:
+    ISAS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c",
+                      "-mprefer-vector-width=512"]
+SECTIONS = ["-fPIC", "-fvisibility=hidden", "-ffunction-sections", "-fdata-sections", "-fno-ident"]
+C_FLAGS = ["-std=c17", "-O2", "-Wall", "-Wextra", "-Wpedantic", *SECTIONS]
+CPU_FLAGS = ["-x", "c++", "-std=c++17", "-O3", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", *SECTIONS]
+GPU_FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v"]
+
+
+def run(command):
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+# ---- rows of kernels.def
+
+@dataclasses.dataclass
+class Row:
+    name: str
+    op: str
+    source: str
+    dtype: str
+    where: str
+    when: str
+    constants: str
+
+    def defines(self):
+        return [f"-DKERNEL={self.name}", f"-DTYPE={self.dtype}", f"-DCONSTANTS={self.constants}"]
+
+    def file(self):
+        return CSRC / "kernels" / f"{self.source}.cu"
+
+
+def kernel_rows(text):
+    text = re.sub(r"//.*", "", text)
+    rows = [Row(*(re.sub(r"\s+", " ", field.strip()) for field in body.split(",", 6)))
+            for body in re.findall(r"^KERNEL\(((?:[^()]|\([^()]*\))*)\)", text, re.M)]
+    found = len(re.findall(r"^\s*KERNEL\b", text, re.M))
+    if found != len(rows):
+        raise SystemExit(f"kernels.def: {found} rows, but only {len(rows)} can be read as KERNEL(name, op, source, dtype, where, when, constants)")
+    return rows
+
+
+# ---- what a compilation depends on
+
+def dependencies(source, skip):
+    """The file and all files it includes in quotes, transitively, but for the folder `skip` (the other backend's)."""
+    seen, todo = set(), [source]
+    while todo:
+        file = todo.pop()
+        seen.add(file)
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', (ROOT / file).read_text(), re.M):
+            for found in (file.parent / name, CSRC / name):
+                if (ROOT / found).is_file():
+                    found = Path(os.path.normpath(found))
+                    if found not in seen and skip not in found.parents:
+                        todo.append(found)
+                    break
+    return sorted(seen)
+
+
+@dataclasses.dataclass
+class Job:
+    """One compilation. Its result lives in the cache under a hash of everything that decides it; '{out}' in `commands` is that path
+    without suffix, `suffixes` are the files that are kept, the last of them says that the job is done."""
+    label: str
+    sources: list
+    commands: list
+    suffixes: list
+    tool: str                                     # the compiler's version text
+    extra: str = ""                               # further content to hash
+
+    def __post_init__(self):
+        content = [self.tool, json.dumps(self.commands), self.extra]
+        for file in self.sources:
+            content += [str(file), hashlib.sha256((ROOT / file).read_bytes()).hexdigest()]
+        self.key = hashlib.sha256("\0".join(content).encode()).hexdigest()[:24]
+
+    def path(self, suffix=None):
+        return CACHE / (self.key + (suffix or self.suffixes[-1]))
+
+    def done(self):
+        return (ROOT / self.path()).exists()
+
+    def run(self):
+        start, out, log = time.monotonic(), f"{CACHE / self.key}.{os.getpid()}", ""
+        for command in self.commands:
+            command = [word.replace("{out}", out) for word in command]
+            result = run(command)
+            log += result.stdout + result.stderr
+            if result.returncode:
+                raise SystemExit(f"{self.label}: failed\n{' '.join(command)}\n{log}")
+        (ROOT / f"{out}.log").write_text(log)
+        for suffix in [".log", *self.suffixes]:
+            os.replace(ROOT / (out + suffix), ROOT / self.path(suffix))
+        return time.monotonic() - start
+
+
+def compile_all(jobs):
+    stale = {job.key: job for job in jobs if not job.done()}.values()
+    done = len(jobs) - len(stale)
+    print(f"{done} of {len(jobs)} up to date", flush=True)
+    workers = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(job.run): job for job in stale}
+        try:
+            for future in as_completed(running):
+                done += 1
+                print(f"[{done}/{len(jobs)}] {running[future].label} {future.result():.1f} s", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+# ---- compilers
+
+@dataclasses.dataclass
+class Cuda:
+    nvcc: str = ""
+    fatbinary: str = ""
+    version: str = ""
+    reason: str = ""                              # why GPU kernels are not built; empty when they are
+
+
+def find_cuda():
+    wish = os.environ.get("MARGAY_CUDA", "auto")
+    if wish not in ("auto", "0", "1"):
+        raise SystemExit(f"MARGAY_CUDA is {wish!r}, expected auto, 0 or 1")
+    cuda = Cuda(reason="MARGAY_CUDA=0") if wish == "0" else probe_nvcc()
+    if wish == "1" and cuda.reason:
+        raise SystemExit(f"MARGAY_CUDA=1, but {cuda.reason}")
+    return cuda
+
+
+def probe_nvcc():
+    home = os.environ.get("CUDA_HOME")
+    candidates = [os.environ.get("NVCC"), home and f"{home}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"]
+    nvcc = next(filter(None, (shutil.which(name) for name in candidates if name)), None)
+    if not nvcc:
+        return Cuda(reason="nvcc was not found (NVCC, CUDA_HOME, PATH, /usr/local/cuda)")
+    version = run([nvcc, "--version"]).stdout
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    if not release or tuple(map(int, release.groups())) < NVCC_AT_LEAST:
+        return Cuda(reason=f"{nvcc} is older than CUDA {'.'.join(map(str, NVCC_AT_LEAST))}")
+    top = re.search(r"TOP=(.+)", run([nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"]).stderr)
+    if not top:
+        return Cuda(reason=f"{nvcc} --dryrun does not say where its toolkit is")
+    top = os.path.normpath(top.group(1))
+    return Cuda(nvcc, f"{top}/bin/fatbinary", version)
+
+
+def host_compiler(variable, default):
+    compiler = os.environ.get(variable, default).split()
+    if not shutil.which(compiler[0]):
+        raise SystemExit(f"no compiler: {compiler[0]} was not found; set {variable}")
+    return compiler, run([*compiler, "--version"]).stdout
+
+
+# ---- jobs
+
+def gpu_job(row, cuda):
+    compile_ = [cuda.nvcc, *GPU_FLAGS, f"-I{CSRC}", *row.defines(), "-o", "{out}.cubin", str(row.file())]
+    pack = [cuda.fatbinary, "--create={out}.fatbin", "-64", "--compress-all", "--compress-mode=size",
+            "--image3=kind=elf,sm=90a,file={out}.cubin"]
+    return Job(f"{row.name} sm90", dependencies(row.file(), CSRC / "tile" / "cpu"), [compile_, pack], [".cubin", ".fatbin"], cuda.version)
+
+
+def cpu_job(row, isa):
+    cxx, version = host_compiler("CXX", "c++")
+    command = [*cxx, *CPU_FLAGS, *ISAS[isa], f"-I{CSRC}", *row.defines(), f"-DISA={isa}", "-c", "-o", "{out}.o", str(row.file())]
+    return Job(f"{row.name} {isa}", dependencies(row.file(), CSRC / "tile" / "sm90"), [command], [".o"], version)
+
+
+def c_job(source, cuda, includes=()):
+    cc, version = host_compiler("CC", "cc")
+    flags = [*C_FLAGS, *os.environ.get("CFLAGS", "").split(), *includes, f"-I{CSRC}", f"-DPy_LIMITED_API={LIMITED_API}"]
+    flags += [] if cuda.reason else ["-DMARGAY_CUDA=1"]
+    flags += ["-DMARGAY_X86=1"] if X86 else []
+    sources = dependencies(source, CSRC / "tile" / "sm90")
+    return Job(str(source), sources, [[*cc, *flags, "-c", "-o", "{out}.o", str(source)]], [".o"], version)
+
+
+IMAGE = """.section .rodata.{name}_image, "a", @progbits
+.balign 64
+.globl {name}_image, {name}_image_end
+.hidden {name}_image, {name}_image_end
+{name}_image: .incbin "{path}"
+{name}_image_end: .byte 0
+"""
+
+
+def images_job(images):
+    cc, version = host_compiler("CC", "cc")
+    source = GENERATED / "images.S"
+    text = "".join(IMAGE.format(name=row.name, path=job.path()) for row, job in images)
+    text += '.section .note.GNU-stack, "", @progbits\n'
+    write(source, text)
+    return Job(str(source), [source], [[*cc, "-c", "-o", "{out}.o", str(source)]], [".o"], version)
+
+
+def write(path, text):
+    (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+    temporary = ROOT / f"{path}.{os.getpid()}"
+    temporary.write_text(text)
+    os.replace(temporary, ROOT / path)
+
+
+# ---- what the compilers said about the kernels, for tests and for people
+
+def ptxas_report(log):
+    report = {"warnings": sorted(set(re.findall(r"\((C75\d\d)\)", log)))}
+    for key, pattern in {"registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame", "spill_stores": r"(\d+) bytes spill stores",
+                         "spill_loads": r"(\d+) bytes spill loads", "static_shared": r"(\d+) bytes smem"}.items():
+        report[key] = max(map(int, re.findall(pattern, log)), default=0)
+    return report
+
+
+def write_report(rows, images, c_jobs, cuda):
+    gpu = {row.name: job for row, job in images}
+    kernels = []
+    for row in rows:
+        entry = dataclasses.asdict(row)
+        if row.name in gpu:
+            job = gpu[row.name]
+            log = (ROOT / job.path(".log")).read_text()
+            write(job.path(".ptxas"), log)
+            entry["gpu"] = {**ptxas_report(log), "cubin": str(job.path(".cubin")), "fatbin_bytes": (ROOT / job.path()).stat().st_size}
+        kernels.append(entry)
+    warnings = {job.label: log for job in c_jobs if (log := (ROOT / job.path(".log")).read_text().strip())}
+    write(BUILD / "kernels.json", json.dumps({"cuda": not cuda.reason, "reason": cuda.reason, "kernels": kernels, "warnings": warnings}, indent=1))
+
+
+# ---- the extension
+
+class Build(build_ext):
+    def build_extension(self, ext):
+        include = sysconfig.get_paths()["include"]
+        if not os.path.exists(f"{include}/Python.h"):
+            raise SystemExit(f"{include}/Python.h is missing: install the development files of this Python (python3-dev)")
+        (ROOT / CACHE).mkdir(parents=True, exist_ok=True)
+        cuda = find_cuda()
+        objects, module = compile_everything(cuda, f"-I{include}")
+        link(objects, module, self.get_ext_fullpath(ext.name))
+        print("CPU only: " + cuda.reason if cuda.reason else "with CUDA kernels for sm_90a", flush=True)
+
+
+def compile_everything(cuda, python_include):
+    """Returns the objects of the library and the object of the Python module."""
+    wanted = re.compile(os.environ.get("MARGAY_ROWS") or ".*")
+    rows = [row for row in kernel_rows((ROOT / CSRC / "kernels.def").read_text()) if wanted.fullmatch(row.name)]
+    includes = []
+    if "MARGAY_ROWS" in os.environ:               # the C tables are made from the chosen rows too
+        text = "".join(f"KERNEL({', '.join(dataclasses.astuple(row))})\n" for row in rows)
+        chosen = GENERATED / hashlib.sha256(text.encode()).hexdigest()[:8] / "kernels.def"    # a new path when rows change: part of the hash
+        write(chosen, text)
+        includes = [f"-I{chosen.parent}"]
+    images = [] if cuda.reason else [(row, gpu_job(row, cuda)) for row in rows if row.where != "CPU_ONLY"]
+    cpu = [cpu_job(row, isa) for row in rows for isa in ISAS if isa == "base" or row.where != "GPU_ONLY"]
+    sources = sorted(path.relative_to(ROOT) for folder in ("runtime", "kernels") for path in (ROOT / CSRC / folder).glob("*.c"))
+    library = [c_job(source, cuda, includes) for source in sources]
+    module = c_job(CSRC / "module.c", cuda, [*includes, python_include])
+    compile_all([*library, module, *(job for _, job in images), *cpu])
+    tables = images_job(images)
+    if not tables.done():
+        tables.run()
+    write_report(rows, images, [*library, module], cuda)
+    return [job.path() for job in [*library, *cpu, tables]], module.path()
+
+
+def link(objects, module, target):
+    cc, _ = host_compiler("CC", "cc")
+    exports = GENERATED / "exports.map"
+    write(exports, "{ global: PyInit__C; local: *; };\n")
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    library = ROOT / BUILD / "libmargay.a"
+    for output, command in {
+        target: [*cc, "-shared", "-o", "{out}", str(module), *map(str, objects), "-Wl,--gc-sections", "-Wl,--as-needed", "-Wl,-z,noexecstack",
+                 f"-Wl,--version-script={exports}", "-lm", "-lpthread", "-ldl"],
+        library: ["ar", "rcsD", "{out}", *map(str, objects)],
+    }.items():
+        temporary = f"{output.resolve()}.{os.getpid()}"
+        result = run([word.replace("{out}", temporary) for word in command])
+        if result.returncode:
+            raise SystemExit(f"{output}: linking failed\n{result.stderr}")
+        os.replace(temporary, output)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    os.chdir(ROOT)
+    setup(ext_modules=[Extension("margay._C", sources=[], py_limited_api=True)], cmdclass={"build_ext": Build},
+          options={"bdist_wheel": {"py_limited_api": "cp310"}})

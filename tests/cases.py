@@ -1,0 +1,199 @@
+"""Problems for tests and benchmarks, their exact answers, and how far from exact a right answer may be.
+
+An answer may have twice the error (gradients: three times) of the plain PyTorch formulation in the same precision, measured against float64,
+plus rounding. The same holds for the mean error, and for the mean error towards or away from zero, where truncation would show.
+"""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HALF = (torch.bfloat16, torch.float16)
+ROWS = (0, 1, 2, 3, 13, 31, 63, 64, 65, 97, 127, 128, 129, 191, 192, 193, 211, 257, 300)
+DIMS = (1, 5, 8, 16, 32, 40, 63, 64, 65, 80, 96, 112, 127, 128, 160, 192, 200, 256)
+LAYOUTS = ("heads first", "rows first", "fused", "gaps", "broadcast")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    seed: int
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    rows: int = 64
+    kv_rows: int = 64
+    dim: int = 64
+    dim_v: int = 64
+    causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "heads first"
+    scale: float | None = None
+
+    def __str__(self):
+        return (f"seed{self.seed}-b{self.batch}-h{self.heads}x{self.kv_heads}-n{self.rows}x{self.kv_rows}-d{self.dim}x{self.dim_v}"
+                f"-{'causal' if self.causal else 'full'}-{str(self.dtype)[6:]}-{self.layout.replace(' ', '_')}")
+
+
+def attention_cases(count, seed):
+    """`count` random problems; the seed of one is in its name. Sizes are drawn so that awkward ones are frequent."""
+    return [random_attention_case(seed * 100_000 + i) for i in range(count)]
+
+
+def random_attention_case(seed):
+    r = random.Random(seed)
+    kv_heads = r.choice((1, 1, 2, 3))
+    heads = kv_heads * r.choice((1, 1, 2, 4, 7) if kv_heads == 1 else (1, 2))
+    rows = r.choice(ROWS) if r.random() < 0.8 else r.randrange(400)
+    kv_rows = rows if r.random() < 0.4 else r.choice(ROWS) if r.random() < 0.8 else r.randrange(400)
+    dim = r.choice(DIMS) if r.random() < 0.8 else r.randrange(1, 257)
+    dim_v = dim if r.random() < 0.7 else r.choice(DIMS)
+    return AttentionCase(seed, r.choice((1, 1, 2, 3)), heads, kv_heads, rows, kv_rows, dim, dim_v, r.random() < 0.5, r.choice(HALF), r.choice(LAYOUTS),
+                         r.choice((None, None, None, 0.1, 1.0)))
+
+
+def awkward_attention_cases():
+    """One problem per awkward size, the rest of it ordinary."""
+    sizes = [dict(rows=n, kv_rows=m, causal=c) for n in (0, 1, 65) for m in (0, 1, 65) for c in (False, True)]
+    sizes += [dict(rows=n, kv_rows=n, causal=True) for n in (63, 64, 65, 127, 193, 509)]
+    sizes += [dict(rows=n, kv_rows=m, causal=True) for n, m in ((127, 65), (64, 191), (300, 1), (1, 300), (193, 192))]
+    sizes += [dict(dim=d, dim_v=d, causal=True) for d in (1, 40, 65, 80, 96, 112, 160, 192, 255, 256)]
+    sizes += [dict(dim=192, dim_v=128), dict(dim=64, dim_v=256), dict(dim=33, dim_v=7), dict(batch=0), dict(heads=0, kv_heads=0)]
+    sizes += [dict(heads=8, kv_heads=1), dict(heads=6, kv_heads=3, causal=True)]
+    return [AttentionCase(i, **size) for i, size in enumerate(sizes)]
+
+
+def attention_inputs(case, device="cpu"):
+    """q, k, v and dout of a case. Memory beside the tensors is NaN."""
+    g = torch.Generator().manual_seed(case.seed)
+    shape_q, shape_k = (case.batch, case.heads, case.rows, case.dim), (case.batch, case.kv_heads, case.kv_rows, case.dim)
+    shape_v, shape_o = (*shape_k[:3], case.dim_v), (*shape_q[:3], case.dim_v)
+    values = [torch.randn(shape, generator=g).to(case.dtype) for shape in (shape_q, shape_k, shape_v, shape_o)]
+    if case.layout == "broadcast" and case.batch > 1:
+        values[1] = values[1][:1].expand(shape_k)
+        return [t.to(device) for t in values]
+    if case.layout == "fused" and case.rows == case.kv_rows and case.dim == case.dim_v:
+        fused = torch.cat([t.transpose(1, 2) for t in values[:3]], 2).to(device).transpose(1, 2)
+        return [*fused.split((case.heads, case.kv_heads, case.kv_heads), 1), values[3].to(device)]
+    return [place(t, case.layout, device) for t in values]
+
+
+def place(t, layout, device):
+    """A copy of t in memory as `layout` says."""
+    if layout == "rows first":
+        return t.transpose(1, 2).contiguous().to(device).transpose(1, 2)
+    if layout == "gaps":
+        wide = torch.full((*t.shape[:3], t.shape[3] + 24), math.nan, dtype=t.dtype, device=device)
+        wide[..., 8:8 + t.shape[3]] = t.to(device)
+        return wide[..., 8:8 + t.shape[3]]
+    return t.to(device)
+
+
+# ---- exact answers
+
+
+def attention_scores(q, k, scale, causal):
+    group = q.shape[1] // max(k.shape[1], 1)
+    scores = (q @ k.repeat_interleave(group, 1).mT) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if causal:
+        rows, columns = scores.shape[2:]
+        visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
+        scores = scores.masked_fill(~visible, -math.inf)
+    return scores
+
+
+def plain_attention(q, k, v, scale=None, causal=False):
+    """The formula as one writes it in PyTorch, in the precision of its inputs; rows without keys are 0."""
+    scores = attention_scores(q, k, scale, causal)
+    empty = (scores == -math.inf).all(3, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), 3).masked_fill(empty, 0.0)
+    return weights @ v.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
+
+
+class ExactAttention(torch.autograd.Function):
+    """out and lse with the gradient that the kernels compute, in the precision of its inputs: float64 for an exact answer."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale=None, causal=False):
+        scores = attention_scores(q, k, scale, causal)
+        lse = torch.logsumexp(scores, 3)
+        weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+        out = weights @ v.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
+        ctx.save_for_backward(q, k, v, weights, out)
+        ctx.scale = q.shape[3] ** -0.5 if scale is None else scale
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, weights, out = ctx.saved_tensors
+        heads = k.shape[1]
+        group = q.shape[1] // max(heads, 1)
+        dv = weights.mT @ dout
+        dweights = dout @ v.repeat_interleave(group, 1).mT
+        dscores = weights * (dweights - (out * dout).sum(3, keepdim=True) + dlse[..., None]) * ctx.scale
+        dq = dscores @ k.repeat_interleave(group, 1)
+        dk = dscores.mT @ q
+        return dq, *(t.unflatten(1, (heads, group)).sum(2) if heads else t for t in (dk, dv)), None, None
+
+
+def exact_attention(case, q, k, v, dout, dlse=None):
+    """out, lse, dq, dk, dv in float64."""
+    inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    out, lse = ExactAttention.apply(*inputs, case.scale, case.causal)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.double()
+    return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), inputs, (dout.double(), dlse))
+
+
+def plain_gradients(case, q, k, v, dout):
+    """out, dq, dk, dv of the plain formulation."""
+    inputs = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    out = plain_attention(*inputs, case.scale, case.causal)
+    return out.detach(), *torch.autograd.grad(out, inputs, dout)
+
+
+# ---- how far from exact
+
+
+def check_error(name, found, plain, exact, factor=2, rounding=0.0):
+    """Fail where `found` is further from `exact` than `factor` times the plain formulation. `rounding` is an absolute allowance for results
+    that cancel to about 0, where the plain formulation happens to be exact."""
+    assert found.shape == exact.shape, f"{name}: shape {list(found.shape)}, expected {list(exact.shape)}"
+    if not exact.numel():
+        return
+    assert not found.isnan().any(), f"{name}: {int(found.isnan().sum())} of {found.numel()} elements are NaN"
+    eps = torch.finfo(found.dtype).eps
+    error, allowed = found.double() - exact, plain.double() - exact
+    worst, limit = float(error.abs().max()), factor * float(allowed.abs().max()) + eps * float(exact.abs().max()) + rounding
+    assert worst <= limit, f"{name}: error {worst:.3g}, allowed {limit:.3g}"
+    size = float(exact.abs().mean())
+    mean, limit = float(error.abs().mean()), factor * float(allowed.abs().mean()) + eps / 2 * size + rounding
+    assert mean <= limit, f"{name}: mean error {mean:.3g}, allowed {limit:.3g}"
+    rows = exact.numel() // exact.shape[-1]      # elements of one row share the rounding of its weights
+    bias, limit = (abs(float((e * exact.sign()).mean())) for e in (error, allowed))
+    limit = factor * limit + eps * size * (0.1 + 2 / rows**0.5) + rounding
+    assert bias <= limit, f"{name}: mean error away from zero {bias:.3g}, allowed {limit:.3g}"
+
+
+def check_lse(found, exact, q, k, scale):
+    """lse is exact to float32 rounding of the scores."""
+    scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
+    scores = scale * float(q.double().norm(dim=3).max() * k.double().norm(dim=3).max()) if q.numel() and k.numel() else 0.0
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    finite = exact.isfinite()
+    assert torch.equal(found.isfinite(), finite) and (found[~finite] == -math.inf).all(), "lse: not -inf exactly where a row has no keys"
+    if finite.any():
+        worst = float((found.double() - exact)[finite].abs().max())
+        limit = 2**-21 * (4 + scores)
+        assert worst <= limit, f"lse: error {worst:.3g}, allowed {limit:.3g}"
+
+
+def gradient_rounding(case, q, k, v, dout):
+    """What float32 rounding of delta = sum(out dout) and of dout v^T, which cancel in the gradient of the scores, leaves in dq and dk."""
+    if not (q.numel() and k.numel()):
+        return 0.0
+    scale = abs(case.dim**-0.5 if case.scale is None else case.scale)
+    products = float(dout.double().norm(dim=3).max() * v.double().norm(dim=3).max())
+    return 2**-22 * scale * products * float(max(q.abs().max(), k.abs().max()))

@@ -1,0 +1,64 @@
+"""Marks, seeds and an honest ending: what was not run is listed by name and reason, and an empty run fails."""
+import collections
+import os
+import random
+import zlib
+
+import pytest
+
+import margay
+
+SEED = int(os.environ.get("MARGAY_TEST_SEED") or random.SystemRandom().randrange(2**31))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU that Margay's kernels run on, and a PyTorch that sees it")
+
+
+def pytest_report_header():
+    info = margay.info()
+    gpu = ", ".join(device["name"] for device in info.get("devices") or []) if not info["gpu_reason"] else f"not used ({info['gpu_reason']})"
+    return [f"margay: {os.path.dirname(margay.__file__)}, {info['kernels']} kernels, cpu {info['isa']}, gpu {gpu}",
+            f"seed: {SEED} (MARGAY_TEST_SEED={SEED} draws the same problems)"]
+
+
+def why_no_gpu():
+    reason = margay.info()["gpu_reason"]
+    if reason:
+        return reason
+    try:
+        import torch
+    except ImportError:
+        return "PyTorch is not installed"
+    return None if torch.cuda.is_available() else "PyTorch sees no GPU"
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := why_no_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
+
+
+@pytest.fixture
+def seed(request):
+    """Differs from test to test, the same for a test in every run with one MARGAY_TEST_SEED."""
+    return (SEED + zlib.crc32(request.node.nodeid.encode())) % 2**31
+
+
+def pytest_terminal_summary(terminalreporter):
+    not_run = collections.defaultdict(collections.Counter)
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        not_run[reason.removeprefix("Skipped: ")][report.nodeid.split("[")[0]] += 1
+    if not_run:
+        terminalreporter.section("not run")
+    for reason, tests in not_run.items():
+        terminalreporter.line(f"{reason}:")
+        for test, count in tests.items():
+            terminalreporter.line(f"  {test}" + (f" ({count} cases)" if count > 1 else ""))
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if session.testscollected == 0 and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -1,0 +1,98 @@
+// What tests/mock/kernels.def names: descriptions whose CPU function counts, and images that hold just the kernel's name.
+// Also ops without arithmetic: they check, choose and launch, and so show what becomes of a call's arguments.
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include "runtime/runtime.h"
+
+typedef struct params { int magic; atomic_int *hits; void *pause; } params;   // hits[i]: how often block i ran
+
+static void run(const void *raw, int first, int blocks) {
+  const params *p = raw;
+  if (p->hits && first < blocks) atomic_fetch_add(&p->hits[first], 1);
+}
+
+#define DESC(name, shared, threads, cluster) {shared, threads, cluster, 1, sizeof(params), 64, 64, run}
+#define ROW(name, shared, threads, cluster) \
+  extern const mg_kernel_desc name##_base, name##_avx2, name##_avx512; \
+  extern const unsigned char name##_image[], name##_image_end[]; \
+  const mg_kernel_desc name##_base = DESC(name, shared, threads, cluster); \
+  const mg_kernel_desc name##_avx2 = DESC(name, shared, threads, cluster); \
+  const mg_kernel_desc name##_avx512 = DESC(name, shared, threads, cluster); \
+  const unsigned char name##_image[] = #name; \
+  const unsigned char name##_image_end[] = "";
+ROW(plain, 1024, 128, 1)
+ROW(clustered, 200000, 384, 2)
+ROW(on_cpu, 0, 128, 1)
+ROW(huge, 300000, 128, 1)
+ROW(forward, 100000, 256, 1)
+ROW(forward_fp32, 0, 256, 1)
+extern const mg_kernel_desc misnamed_base;
+const mg_kernel_desc misnamed_base = DESC(misnamed, 0, 32, 1);
+extern const unsigned char misnamed_image[], misnamed_image_end[];
+const unsigned char misnamed_image[] = "another";
+const unsigned char misnamed_image_end[] = "";
+
+static mg_status launch(mg_op op, const mg_tensor *t, mg_problem p, mg_stream stream, int64_t blocks) {
+  mg_context c;
+  const mg_kernel *row;
+  const params params = {.magic = 42};
+  mg_status status = mg_context_open(&c, t, stream);
+  p.dtype = t->dtype, p.gpu = t->device == MG_CUDA;
+  if (status || (status = mg_select(&row, op, &p, &c))) return status;
+  return mg_launch(&c, row, &params, blocks);
+}
+
+mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                           const mg_attention_options *options, mg_stream stream) {
+  const mg_tensor *const args[] = {out, lse, q, k, v};
+  mg_status status = mg_check(MG_OP_attention_fwd, args);
+  if (status) return status;
+  return launch(MG_OP_attention_fwd, q, (mg_problem){.d = q->shape[3], .causal = options->causal}, stream, q->shape[0] * q->shape[1]);
+}
+
+mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                                     const mg_attention_options *options) {
+  (void)k, (void)v, (void)options;
+  *bytes = (size_t)q->shape[2] * 4;
+  return MG_OK;
+}
+
+mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout, const mg_tensor *q,
+                           const mg_tensor *k, const mg_tensor *v, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *dlse,
+                           const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
+  const mg_tensor *const args[] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};
+  (void)options, (void)stream;
+  return mg_check(MG_OP_attention_bwd, args);
+}
+
+mg_status mg_matmul(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b, const mg_tensor *bias, mg_activation activation,
+                    mg_stream stream) {
+  const mg_tensor *const args[] = {out, a, b, bias};
+  (void)activation;
+  mg_status status = mg_check(MG_OP_matmul, args);
+  return status ? status : launch(MG_OP_matmul, a, (mg_problem){.n = out->shape[1]}, stream, 1);
+}
+
+// For ctypes: launch a row by its number.
+mg_status test_launch(int row, int device, int index, void *stream, const void *params, int64_t blocks) {
+  mg_context c;
+  const mg_tensor t = {.device = (mg_device)device, .device_index = index};
+  mg_status status = mg_context_open(&c, &t, stream);
+  return status ? status : mg_launch(&c, &mg_kernels[row], params, blocks);
+}
+mg_status test_fill(int device, void *data, uint32_t word, size_t word_bytes, int64_t n) {
+  mg_context c;
+  const mg_tensor t = {.device = (mg_device)device};
+  mg_status status = mg_context_open(&c, &t, (void *)0x30);
+  return status ? status : mg_fill(&c, data, word, word_bytes, n);
+}
+mg_status test_map(int device, void *data, int dtype, const int64_t *shape, const int64_t *stride, int rows, int cols, gmap_cpu *view) {
+  mg_context c;
+  gmap m;
+  const mg_tensor t = {.device = (mg_device)device};
+  mg_status status = mg_context_open(&c, &t, NULL);
+  if (!status) status = mg_map(&m, &c, "test: x", data, (mg_dtype)dtype, shape, stride, rows, cols);
+  memcpy(view, &m, sizeof *view);
+  return status;
+}

@@ -1,0 +1,211 @@
+"""Attention forward and backward against float64."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import margay as mg
+from cases import (DEVICES, AttentionCase, ExactAttention, attention_cases, attention_inputs, awkward_attention_cases, check_error, check_lse,
+                   exact_attention, gradient_rounding, plain_attention, plain_gradients)
+from margay import _C
+
+RANDOM = attention_cases(200, seed=2)
+AWKWARD = awkward_attention_cases()
+
+
+@pytest.fixture
+def poison():
+    """torch.empty returns NaN. Deterministic algorithms, which this needs, are on meanwhile, those of margay too."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check_attention(case, device):
+    q, k, v, dout = attention_inputs(case, device)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = mg.attention(*leaves, causal=case.causal, scale=case.scale, return_lse=True)
+    check_results(case, (q, k, v, dout), out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def check_results(case, inputs, out, lse, dq, dk, dv):
+    q, k, v, dout = inputs
+    exact_out, exact_lse, exact_dq, exact_dk, exact_dv = exact_attention(case, *inputs)
+    plain_out, plain_dq, plain_dk, plain_dv = plain_gradients(case, *inputs)
+    check_error("out", out, plain_out, exact_out)
+    check_lse(lse, exact_lse, q, k, case.scale)
+    rounding = gradient_rounding(case, q, k, v, dout)
+    check_error("dq", dq, plain_dq, exact_dq, 3, rounding)
+    check_error("dk", dk, plain_dk, exact_dk, 3, rounding)
+    check_error("dv", dv, plain_dv, exact_dv, 3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", RANDOM, ids=str)
+def test_random(case, device, request):
+    if case.seed % 2:
+        request.getfixturevalue("poison")
+    check_attention(case, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", AWKWARD, ids=str)
+def test_awkward(case, device, poison):
+    check_attention(case, device)
+
+
+@pytest.mark.parametrize("case", [dataclasses.replace(case, dtype=torch.float32) for case in RANDOM[:24] + AWKWARD[:24]], ids=str)
+def test_float32(case, poison):
+    check_attention(case, "cpu")
+
+
+# ---- the raw functions write every element of their outputs and nothing else
+
+
+GUARD = 64
+
+
+class Guarded:
+    """An uninitialised output, NaN all through, in the middle of a NaN-filled buffer; `transposed`: its rows outside its heads."""
+
+    def __init__(self, shape, dtype, device, transposed=False):
+        count = math.prod(shape)
+        self.buffer = torch.full((count + 2 * GUARD,), math.nan, dtype=dtype, device=device)
+        self.view = self.buffer[GUARD:GUARD + count].view((shape[0], shape[2], shape[1], shape[3]) if transposed else shape)
+        if transposed:
+            self.view = self.view.transpose(1, 2)
+
+    def check(self, name):
+        for guard in (self.buffer[:GUARD], self.buffer[-GUARD:]):
+            assert guard.isnan().all(), f"{name}: memory beside the output was written"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [case for case in RANDOM[::3] if case.dim % 8 == 0 and case.dim_v % 8 == 0], ids=str)
+def test_raw_writes_outputs_only(case, device):
+    inputs = q, k, v, dout = attention_inputs(case, device)
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+    out, *grads = (Guarded(t.shape, t.dtype, device, case.seed % 2) for t in (dout, q, k, v))
+    lse = Guarded(q.shape[:3], torch.float32, device)
+    _C.attention_fwd(out.view, lse.view, q, k, v, scale, case.causal)
+    size = _C.attention_bwd_workspace(q, k, v, case.causal, False)
+    workspace = torch.full((size + 512,), 255, dtype=torch.uint8, device=device)
+    start = -workspace.data_ptr() % 256
+    _C.attention_bwd(*(g.view for g in grads), dout, q, k, v, out.view, lse.view, None, workspace[start:start + size], scale, case.causal, False)
+    assert (workspace[:start] == 255).all() and (workspace[start + size:] == 255).all(), "memory beside the workspace was written"
+    for name, result in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):
+        result.check(name)
+    check_results(case, inputs, out.view, lse.view, *(g.view for g in grads))
+
+
+# ---- lse, scale, layout, determinism
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", (False, True))
+def test_lse_gradient(device, causal):
+    case = AttentionCase(11, 2, 4, 2, 97, 70, 64, 64, causal)
+    q, k, v, dout = attention_inputs(case, device)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = mg.attention(*leaves, causal=causal, return_lse=True)
+    visible = lse.isfinite()                                # rows 0 to 26 of the causal problem have no keys
+    dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(device) * visible
+    exact = exact_attention(case, q, k, v, dout, dlse)
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    plain = plain_gradients(case, q, k, v, dout)            # of dout alone: the error that is allowed, not the value
+    without = exact_attention(case, q, k, v, dout)
+    for name, a, b, c, d in zip(("dq", "dk", "dv"), found, plain[1:], exact[2:], without[2:]):
+        check_error(name, a, b.double() - d + c, c, 3, gradient_rounding(case, q, k, v, dout))
+    only = torch.autograd.grad(mg.attention(*leaves, causal=causal, return_lse=True)[1], leaves, dlse)
+    exact = exact_attention(case, q, k, v, torch.zeros_like(dout), dlse)
+    for name, a, c in zip(("dq", "dk", "dv"), only, exact[2:]):
+        assert (a.double() - c).abs().max() <= 2**-7 * c.abs().max(), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("scale", (1e-3, -0.125, 0.0))
+def test_scale(device, dtype, scale):
+    check_attention(AttentionCase(5, 2, 2, 2, 70, 90, 64, 64, True, dtype, "heads first", scale), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_scores(device):
+    """Scores in the thousands: exp must not overflow."""
+    q, k, v, _ = attention_inputs(AttentionCase(6, rows=65, kv_rows=130), device)
+    out, lse = mg.attention(q * 30, k * 30, v, return_lse=True)
+    exact, exact_lse = ExactAttention.apply(*(t.double() for t in (q * 30, k * 30, v)))
+    check_error("out", out, plain_attention(q * 30, k * 30, v), exact)
+    check_lse(lse, exact_lse, q * 30, k * 30, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_output_layout(device):
+    """out and the gradients have the layout of the inputs."""
+    q = torch.randn(2, 65, 4, 64, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    kv = torch.randn(2, 4, 33, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    out = mg.attention(q, kv, kv[..., :48])
+    assert out.stride() == (65 * 4 * 48, 48, 4 * 48, 1)
+    dq, dkv = torch.autograd.grad(out.sum(), (q, kv))
+    assert dq.stride() == q.stride() and dkv.stride() == kv.stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", (64, 128))
+def test_deterministic(device, dim):
+    """Bitwise equal gradients, 50 times."""
+    rows = 97 if device == "cpu" else 1111
+    q, k, v, dout = attention_inputs(AttentionCase(7, 2, 4, 2, rows, rows, dim, dim, True), device)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+
+    def gradients():
+        return torch.autograd.grad(mg.attention(*leaves, causal=True, deterministic=True), leaves, dout)
+
+    first = gradients()
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_threads_agree(device):
+    """A result does not depend on the number of CPU threads."""
+    q, k, v, _ = attention_inputs(AttentionCase(8, 2, 4, 4, 200, 200), device)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(mg.attention(q, k, v, causal=True))
+            if device == "cpu":
+                assert _C.num_threads() == n
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(results[0], r) for r in results[1:])
+
+
+# ---- the reference itself
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_reference_gradient(causal):
+    """The closed form of the gradient, lse's included, is the derivative of the formula."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, dtype=torch.float64, generator=g, requires_grad=True) for shape in ((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 4)))
+    assert torch.autograd.gradcheck(lambda q, k, v: ExactAttention.apply(q, k, v, 0.7, causal), (q, k, v))
+    plain = plain_attention(q, k, v, 0.7, causal)
+    assert torch.allclose(ExactAttention.apply(q, k, v, 0.7, causal)[0], plain, rtol=1e-12)
+
+
+def test_check_can_fail():
+    """A small error anywhere is found."""
+    case = AttentionCase(9, 2, 2, 2, 128, 128)
+    q, k, v, dout = attention_inputs(case)
+    exact, plain = exact_attention(case, q, k, v, dout)[0], plain_attention(q, k, v)
+    check_error("plain", plain, plain, exact)
+    for wrong in (plain * 1.02, torch.nextafter(plain, plain * 0), plain.clone().index_fill_(2, torch.tensor(5), 0.0), plain.clone()):
+        if torch.equal(wrong, plain):
+            wrong[0, 0, 0, 0] = math.nan
+        with pytest.raises(AssertionError):
+            check_error("wrong", wrong, plain, exact)

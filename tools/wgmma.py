@@ -1,0 +1,42 @@
+"""Writes csrc/tile/sm90/wgmma.h: the operand lists of wgmma for every width N that the tile layer offers (the preprocessor cannot count)."""
+import pathlib
+
+WIDTHS = (32, 64, 80, 96, 128, 160, 176, 192, 256)
+HEAD = '''\
+// wgmma.mma_async m64 nN k16, 16-bit operands, fp32 accumulator. Written by tools/wgmma.py; one line of operands per width.
+// a, b: low words of shared matrix descriptors (see desc() in mma.h); TA, TB: 1 if the operand is stored transposed (MN-major).
+#pragma once
+#define WGMMA_HIGH "0x40000040"   // of every descriptor: 128-byte swizzle, 8-row groups 1024 bytes apart
+#define WGMMA_SS(TYPES, N, A, B, P, TA_, TB_) \\
+  asm volatile("{\\n.reg .pred p;\\n.reg .b64 da, db;\\nmov.b64 da, {" A ", " WGMMA_HIGH "};\\nmov.b64 db, {" B ", " WGMMA_HIGH "};\\n" \\
+    "setp.ne.b32 p, " P ", 0;\\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " " WGMMA_D ", da, db, p, 1, 1, " TA_ ", " TB_ ";\\n}\\n" \\
+    : WGMMA_O : "r"(a), "r"(b), "r"(add), "n"(TA), "n"(TB))
+#define WGMMA_RS(TYPES, N, A, B, P, TB_) \\
+  asm volatile("{\\n.reg .pred p;\\n.reg .b64 db;\\nmov.b64 db, {" B ", " WGMMA_HIGH "};\\n" \\
+    "setp.ne.b32 p, " P ", 0;\\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " " WGMMA_D ", " A ", db, p, 1, 1, " TB_ ";\\n}\\n" \\
+    : WGMMA_O : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(TB))
+#define WGMMA(N, I0, I1, I2, I3, I4, I5, I6) \\
+  template<typename T, int TA, int TB> TILE void wgmma(float (&d)[N / 2], uint32_t a, uint32_t b, int add) { \\
+    if constexpr (is_bf16<T>) WGMMA_SS("bf16.bf16", N, I0, I1, I2, I3, I4); \\
+    else WGMMA_SS("f16.f16", N, I0, I1, I2, I3, I4); \\
+  } \\
+  template<typename T, int TB> TILE void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) { \\
+    if constexpr (is_bf16<T>) WGMMA_RS("bf16.bf16", N, "{" I0 ", " I1 ", " I2 ", " I3 "}", I4, I5, I6); \\
+    else WGMMA_RS("f16.f16", N, "{" I0 ", " I1 ", " I2 ", " I3 "}", I4, I5, I6); \\
+  }
+'''
+
+
+def main():
+    lines = [HEAD]
+    for width in WIDTHS:
+        n = width // 2
+        lines.append('#define WGMMA_D "{%s}"\n' % ', '.join(f'%{i}' for i in range(n)))
+        lines.append('#define WGMMA_O %s\n' % ', '.join(f'"+f"(d[{i}])' for i in range(n)))
+        lines.append('WGMMA(%d, %s)\n' % (width, ', '.join(f'"%{n + i}"' for i in range(7))))
+        lines.append('#undef WGMMA_D\n#undef WGMMA_O\n')
+    pathlib.Path(__file__).parents[1].joinpath('csrc/tile/sm90/wgmma.h').write_text(''.join(lines))
+
+
+if __name__ == '__main__':
+    main()
