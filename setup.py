@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,9 @@ class Row:
     def defines(self):
         return [f"-DKERNEL={self.name}", f"-DTYPE={self.dtype}", f"-DCONSTANTS={self.constants}"]
 
+    def nvcc_defines(self):
+        return [define.replace(",", "\\,") for define in self.defines()]    # nvcc takes a plain comma for the start of another macro
+
     def file(self):
         return CSRC / "kernels" / f"{self.source}.cu"
 
@@ -68,10 +72,10 @@ class Row:
 def kernel_rows(text):
     text = re.sub(r"//.*", "", text)
     rows = [Row(*(re.sub(r"\s+", " ", field.strip()) for field in body.split(",", 6)))
-            for body in re.findall(r"^KERNEL\(((?:[^()]|\([^()]*\))*)\)", text, re.M)]
+            for body in re.findall(r"^KERNEL\((.*)\)\s*$", text, re.M)]
     found = len(re.findall(r"^\s*KERNEL\b", text, re.M))
     if found != len(rows):
-        raise SystemExit(f"kernels.def: {found} rows, but only {len(rows)} can be read as KERNEL(name, op, source, dtype, where, when, constants)")
+        raise SystemExit(f"kernels.def: {found} rows, but only {len(rows)} are one line like KERNEL(name, op, source, dtype, where, when, constants)")
     return rows
 
 
@@ -123,11 +127,16 @@ class Job:
             result = run(command)
             log += result.stdout + result.stderr
             if result.returncode:
-                raise SystemExit(f"{self.label}: failed\n{' '.join(command)}\n{log}")
+                raise SystemExit(f"{self.label}: failed\n{shlex.join(command)}\n{excerpt(log)}")
         (ROOT / f"{out}.log").write_text(log)
         for suffix in [".log", *self.suffixes]:
             os.replace(ROOT / (out + suffix), ROOT / self.path(suffix))
         return time.monotonic() - start
+
+
+def excerpt(log, lines=60, columns=400):
+    """Compilers quote whole macros: the beginning of the beginning is enough."""
+    return "\n".join(line[:columns] for line in log.splitlines()[:lines])
 
 
 def compile_all(jobs):
@@ -193,7 +202,7 @@ def host_compiler(variable, default):
 # ---- jobs
 
 def gpu_job(row, cuda):
-    compile_ = [cuda.nvcc, *GPU_FLAGS, f"-I{CSRC}", *row.defines(), "-o", "{out}.cubin", str(row.file())]
+    compile_ = [cuda.nvcc, *GPU_FLAGS, f"-I{CSRC}", *row.nvcc_defines(), "-o", "{out}.cubin", str(row.file())]
     pack = [cuda.fatbinary, "--create={out}.fatbin", "-64", "--compress-all", "--compress-mode=size",
             "--image3=kind=elf,sm=90a,file={out}.cubin"]
     return Job(f"{row.name} sm90", dependencies(row.file(), CSRC / "tile" / "cpu"), [compile_, pack], [".cubin", ".fatbin"], cuda.version)

@@ -1,12 +1,14 @@
 // The CPython module margay._C: arguments to tensor views, status to exceptions, nothing else. Limited API 3.10.
 //
-// Tensors come in through the C exchange table of their type, without a copy, an allocation or a synchronisation, or through __dlpack__ where
-// the type has no table of its own. Views live as long as the call, which holds the objects.
+// Tensors come in through the C exchange table of their type, without a copy, an allocation or a synchronisation, or through __dlpack__
+// where the type has no table of its own. Views live as long as the call, which holds the objects.
 #include "Python.h"
 #include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
 #include "dlpack.h"
+#include "kernels/scaled_add.h"
+#include "kernels/ssd.h"
 #include "runtime/driver.h"
 
 enum { MAX_TYPES = 8, MAX_TENSORS = 11 };
@@ -121,8 +123,8 @@ static bool set_dtype(mg_tensor *t, const dl_tensor *d) {
 
 static bool set_view(mg_tensor *t, const dl_tensor *d, const char *op, const char *name) {
   if (!set_dtype(t, d)) {
-    PyErr_Format(PyExc_TypeError, "%s: %s has DLPack type code %d of %d bits and %d lanes, expected bfloat16, float16, float32, float64, int32, "
-                 "int64 or uint8", op, name, d->dtype.code, d->dtype.bits, d->dtype.lanes);
+    PyErr_Format(PyExc_TypeError, "%s: %s has DLPack type code %d of %d bits and %d lanes, expected bfloat16, float16, float32, float64, "
+                 "int32, int64 or uint8", op, name, d->dtype.code, d->dtype.bits, d->dtype.lanes);
     return false;
   }
   const bool cpu = d->device.kind == DL_CPU || d->device.kind == DL_CUDA_HOST;
@@ -152,7 +154,8 @@ static bool read_capsule(mg_tensor *t, PyObject *capsule, const char *op, const 
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_managed_versioned *m = PyCapsule_GetPointer(capsule, "dltensor_versioned");
     if (m->version.major != DL_MAJOR) {
-      PyErr_Format(PyExc_BufferError, "%s: %s is exported by DLPack %u.%u, expected %d.x", op, name, m->version.major, m->version.minor, DL_MAJOR);
+      PyErr_Format(PyExc_BufferError, "%s: %s is exported by DLPack %u.%u, expected %d.x", op, name, m->version.major, m->version.minor,
+                   DL_MAJOR);
       return false;
     }
     if (!set_view(t, &m->tensor, op, name)) return false;
@@ -328,9 +331,11 @@ static PyObject *attention_bwd_workspace(PyObject *module, PyObject *const *obje
   size_t bytes;
   mg_attention_options options = {0};
   if (!check_count("attention_bwd_workspace", count, 5, 5) || !read_bool(objects[3], &options.causal) ||
-      !read_bool(objects[4], &options.deterministic) || !read_tensors(&a, module, "attention_bwd", names, objects, 3, NULL))
+      !read_bool(objects[4], &options.deterministic) || !read_tensors(&a, module, "attention_backward", names, objects, 3, NULL))
     return NULL;
-  mg_status status = mg_attention_bwd_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options);
+  const bool complete = a.view[0] && a.view[1] && a.view[2];
+  mg_status status = complete ? mg_attention_bwd_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options)
+                              : mg_fail(MG_TYPE, "attention_backward: q, k or v is missing, expected tensors");
   release(&a);
   return status ? raise_status(status) : PyLong_FromSize_t(bytes);
 }
@@ -340,13 +345,14 @@ static PyObject *attention_bwd(PyObject *module, PyObject *const *objects, Py_ss
   args a;
   mg_stream stream;
   mg_attention_options options = {0};
-  if (!check_count("attention_bwd", count, 14, 15) || !read_stream(objects, count, 14, &stream) || !read_float(objects[11], &options.scale) ||
-      !read_bool(objects[12], &options.causal) || !read_bool(objects[13], &options.deterministic) ||
-      !read_tensors(&a, module, "attention_bwd", names, objects, 11, stream))
+  if (!check_count("attention_bwd", count, 14, 15) || !read_stream(objects, count, 14, &stream) ||
+      !read_float(objects[11], &options.scale) || !read_bool(objects[12], &options.causal) ||
+      !read_bool(objects[13], &options.deterministic) ||
+      !read_tensors(&a, module, "attention_backward", names, objects, 11, stream))
     return NULL;
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_attention_bwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], a.view[9], a.view[10],
-                       &options, stream));
+  RUN(mg_attention_bwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], a.view[9],
+                       a.view[10], &options, stream));
 }
 
 static PyObject *matmul(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
@@ -359,6 +365,29 @@ static PyObject *matmul(PyObject *module, PyObject *const *objects, Py_ssize_t c
     return NULL;
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
   RUN(mg_matmul(a.view[0], a.view[1], a.view[2], a.view[3], (mg_activation)activation, stream));
+}
+
+static PyObject *scaled_add(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"out", "a", "b"};
+  args a;
+  mg_stream stream;
+  float scale;
+  if (!check_count("scaled_add", count, 4, 5) || !read_stream(objects, count, 4, &stream) || !read_float(objects[3], &scale) ||
+      !read_tensors(&a, module, "scaled_add", names, objects, 3, stream))
+    return NULL;
+  if (!ask_stream(&a, &stream)) return release(&a), NULL;
+  RUN(mg_scaled_add(a.view[0], a.view[1], a.view[2], scale, stream));
+}
+
+static PyObject *ssd_fwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"y", "state", "x", "dt", "b", "c", "a", "d"};
+  args a;
+  mg_stream stream;
+  if (!check_count("ssd_fwd", count, 8, 9) || !read_stream(objects, count, 8, &stream) ||
+      !read_tensors(&a, module, "ssd_fwd", names, objects, 8, stream))
+    return NULL;
+  if (!ask_stream(&a, &stream)) return release(&a), NULL;
+  RUN(mg_ssd_fwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], stream));
 }
 
 // ---- what there is, and what would be used
@@ -387,23 +416,23 @@ static PyObject *explain_problem(mg_op op, mg_problem *p) {
   const mg_tensor there = {.device = p->gpu ? MG_CUDA : MG_CPU};
   const bool known = !mg_context_open(&c, &there, NULL);
   if (!p->sms) p->sms = known ? c.sms : 132;
-  char chars[4096];
+  char chars[8192];
   size_t length = mg_explain(op, p, known ? &c : NULL, chars, sizeof chars);
   if (known) return PyUnicode_FromStringAndSize(chars, (Py_ssize_t)(length < sizeof chars ? length : sizeof chars - 1));
   return PyUnicode_FromFormat("%s\n  (for an H100, because here: %s)", chars, mg_last_error());
 }
 
 static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywords) {
-  static char *names[] = {"op", "dtype", "gpu", "causal", "deterministic", "trans_a", "trans_b", "d", "batch", "heads_q", "heads_k", "nq", "nk",
-                          "m", "n", "k", "sms", NULL};
+  static char *names[] = {"op", "dtype", "gpu", "causal", "deterministic", "trans_a", "trans_b", "d", "batch", "heads_q", "heads_k", "nq",
+                          "nk", "m", "n", "k", "sms", NULL};
   (void)module;
   const char *name, *dtype = "bfloat16";
   int gpu = 0, causal = 0, deterministic = 0, trans_a = 0, trans_b = 0;
   long long v[9] = {0};
   mg_op op;
   mg_problem p = {0};
-  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLi:explain", names, &name, &dtype, &gpu, &causal, &deterministic, &trans_a,
-                                   &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms) ||
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLi:explain", names, &name, &dtype, &gpu, &causal, &deterministic,
+                                   &trans_a, &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms) ||
       !parse_dtype(dtype, &p.dtype))
     return NULL;
   mg_status status = mg_op_find(&op, name);
@@ -421,8 +450,8 @@ static PyObject *kernel_dict(const mg_kernel *row) {
   if (dict && put(dict, "name", text(row->name)) && put(dict, "op", text(mg_op_row(row->op))) && put(dict, "source", text(row->source)) &&
       put(dict, "dtype", text(mg_dtype_name(row->dtype))) && put(dict, "where", text(places[row->where])) &&
       put(dict, "when", text(row->when_text)) && put(dict, "constants", text(row->constants)) &&
-      put(dict, "has_gpu_image", PyBool_FromLong(row->image != NULL)) && put(dict, "shared_bytes", PyLong_FromLong((long)d->shared_bytes)) &&
-      put(dict, "threads", PyLong_FromLong((long)d->threads)))
+      put(dict, "has_gpu_image", PyBool_FromLong(row->image != NULL)) &&
+      put(dict, "shared_bytes", PyLong_FromLong((long)d->shared_bytes)) && put(dict, "threads", PyLong_FromLong((long)d->threads)))
     return dict;
   Py_XDECREF(dict);
   return NULL;
@@ -490,6 +519,13 @@ static PyObject *preload(PyObject *module, PyObject *const *objects, Py_ssize_t 
   return none_or_raise(status);
 }
 
+static PyObject *prefer(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module;
+  if (!check_count("prefer", count, 1, 1)) return NULL;
+  const char *name = objects[0] == Py_None ? NULL : PyUnicode_AsUTF8AndSize(objects[0], NULL);
+  return !name && PyErr_Occurred() ? NULL : none_or_raise(mg_prefer(name));
+}
+
 static PyObject *set_num_threads(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
   (void)module;
   int n;
@@ -514,10 +550,13 @@ static PyMethodDef methods[] = {
   {"attention_bwd", FUNCTION(attention_bwd), METH_FASTCALL,
    "attention_bwd(dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, stream=0)"},
   {"matmul", FUNCTION(matmul), METH_FASTCALL, "matmul(out, a, b, bias, activation, stream=0)"},
+  {"scaled_add", FUNCTION(scaled_add), METH_FASTCALL, "scaled_add(out, a, b, scale, stream=0)"},
+  {"ssd_fwd", FUNCTION(ssd_fwd), METH_FASTCALL, "ssd_fwd(y, state, x, dt, b, c, a, d, stream=0)"},
   {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS, "explain(op, *, dtype, gpu, ...) -> which kernel, and why not the others"},
   {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},
   {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},
   {"preload", FUNCTION(preload), METH_FASTCALL, "preload(op or None, device)"},
+  {"prefer", FUNCTION(prefer), METH_FASTCALL, "prefer(row or None): this thread's calls use that kernel wherever its condition holds"},
   {"set_num_threads", FUNCTION(set_num_threads), METH_FASTCALL, "set_num_threads(n); 0: the default"},
   {"num_threads", FUNCTION(num_threads), METH_FASTCALL, "num_threads() -> threads of the CPU backend"},
   {NULL, NULL, 0, NULL},

@@ -8,8 +8,8 @@
 #include "kernels/attention.h"
 
 enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), STAGES, DS_STAGES, DETERMINISTIC, *_REGS
-enum { SLOTS = 8 };   // a step's place is read up to two steps after its stage was released: more than STAGES + 2
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
+#include "kernels/attention_bwd_tasks.h"
 static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
 
 struct shared {
@@ -19,7 +19,7 @@ struct shared {
   sv<M> lse2[STAGES], delta[STAGES];
   ring<STAGES, ASYNC_READS> ring_q;    // q and lse2; also hands out the stages of dout
   sem dout_full[STAGES];               // dout and delta
-  int row0[SLOTS], dq_block[SLOTS];    // of step n, from the loader: first query row; index of the block among all heads' blocks
+  place at[SLOTS];                     // of step n, from the loader
   ring<DS_STAGES, ASYNC_READS> ring_ds;
   sem k_full, v_full, kv_free;
   task_queue queue;
@@ -35,49 +35,22 @@ TILE void init(shared &s) {
   sem_init(s.kv_free, arrivals(0, 0, NC));
 }
 
-struct task { int batch, k_head, key0, first, blocks, turn, steps; };   // query blocks first .. first + blocks - 1 of each head of the group
-
-// Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys, first.
-TILE task task_at(const attention_bwd_params &p, int i) {
-  task t;
-  int section = i / (p.l2_heads * p.k_blocks), r = i - section * p.l2_heads * p.k_blocks, left = p.batch * p.k_heads - section * p.l2_heads;
-  int heads = left < p.l2_heads ? left : p.l2_heads, bh = section * p.l2_heads + r % heads;
-  t.batch = bh / p.k_heads;
-  t.k_head = bh - t.batch * p.k_heads;
-  t.key0 = r / heads * BN;
-  int first_row = t.key0 - p.diagonal;              // the first query row that sees the block's first key
-  t.first = first_row > 0 ? first_row / M : 0;
-  if (t.first > p.q_real - 1) t.first = p.q_real - 1;
-  t.blocks = p.q_real - t.first;
-  if (p.group == 1 && t.blocks < 2) t.blocks = 2;   // the pipeline needs two steps; the added block is padding (lse2 = inf)
-  // Without a mask, key blocks of one head start at different query blocks, so that their additions to dq rarely meet.
-  t.turn = DETERMINISTIC || p.diagonal < p.k_rows ? 0 : t.key0 / M % t.blocks;
-  t.steps = t.blocks * p.group;
-  return t;
-}
-TILE int head_of(const task &t, const attention_bwd_params &p, int step) { return t.k_head * p.group + step / t.blocks; }
-TILE int block_of(const task &t, int step) {
-  int i = step % t.blocks + t.turn;
-  return t.first + (i < t.blocks ? i : i - t.blocks);
-}
-
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
-  task_pos next = queue_begin();
-  while (queue_draw(s.queue, next, p.counter, p.tasks)) {
-    task t = task_at(p, next.task);
+  int next = 0;
+  for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
+    task t = task_at(p, next);
     for (int step = 0; step < t.steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n);
       int head = head_of(t, p, step), block = block_of(t, step);
       int64_t stats = ((int64_t)(t.batch * p.q_heads + head) * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
-      put(s.row0[n % SLOTS], block * M);
-      put(s.dq_block[n % SLOTS], (int)(stats / M));
+      put_place(s.at[n % SLOTS], p, t, block, stats / M);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
       tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], block * M, 0, head, t.batch);
       tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
       if (step == 0) {
-        sem_wait(s.kv_free, next.count & 1);   // count has this task in it
+        sem_wait(s.kv_free, ~count & 1);
         sem_expect(s.k_full, NC * tile_bytes(s.k[0]));
         for (int w = 0; w < NC; w++) tma_load(s.k[w], p.k, s.k_full, t.key0 + w * 64, 0, t.k_head, t.batch);
         sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
@@ -93,9 +66,9 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
 
 // s to p, dp to ds; ds also to shared memory. The fence of ring_fill orders the reads of lse2 and delta before their stage is released.
-TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg, int key0) {
+TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
-  int keys = p.k_rows - key0 - wg * 64, diagonal = get(s.row0[n % SLOTS]) + p.diagonal - key0 - wg * 64;
+  int keys = get(s.at[n % SLOTS].keys) - wg * 64, diagonal = get(s.at[n % SLOTS].diagonal) - wg * 64;
   float c = p.scale;
   mma_wait<1>(a.s);
   if (diagonal < 63 || keys < 64)
@@ -127,40 +100,27 @@ TILE void dq_issue(rt<float, 64> &dq, shared &s, uint32_t n, int wg) {
   mma_AtB<ACC>(dq, s.ds[at.stage][1], wg * DQ_ROWS, s.k[1], wg * DQ_COLS);
   mma_commit();
 }
-TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, uint32_t n, int wg, int key0) {
-  int64_t tile = (int64_t)get(s.dq_block[n % SLOTS]) * NC + wg;
+TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
+  const place &at = s.at[n % SLOTS];
+  int64_t tile = (int64_t)get(at.dq_block) * NC + wg;
+  int turn = DETERMINISTIC ? get(at.turn) : -1;
   ring_release(s.ring_ds, ring_at<DS_STAGES>(n));
-  bool ordered = DETERMINISTIC && get(s.row0[n % SLOTS]) < p.q_rows;   // padding blocks are not visited by every key block
-  if (ordered) order_wait(p.order + tile, key0 / BN);
+  if (turn >= 0) order_wait(p.order + tile, turn);
   add_acc(p.dq_acc + tile * 64 * 64, dq);
-  if (ordered) order_pass(p.order + tile, key0 / BN + 1);
+  if (turn >= 0) order_pass(p.order + tile, turn + 1);
 }
 
-// The n-th step since the kernel began. GRADS: the task has a step before, DQ: it has two.
-template<bool GRADS, bool DQ> TILE void advance(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg, int key0) {
+// Matrix work on the steps before the n-th: dv and dk of n - 1, and dq of n - 2 if the task has a step n - 2.
+template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   rt<float, 64> dq;
-  ring_pos at = ring_at<STAGES>(n);
-  turn_wait<NC>(wg);
   if constexpr (DQ) dq_issue(dq, s, n - 2, wg);
-  if constexpr (GRADS) grads_issue<DQ ? ACC : ZERO>(a, s, n - 1);
+  grads_issue<DQ ? ACC : ZERO>(a, s, n - 1);
   if constexpr (DQ) {
     mma_wait<1>(dq);
-    dq_add(dq, p, s, n - 2, wg, key0);
+    dq_add(dq, p, s, n - 2, wg);
   }
-  if constexpr (GRADS) {
-    mma_wait<0>(a.dv, a.dk, a.p, a.ds);
-    ring_release(s.ring_q, ring_at<STAGES>(n - 1));
-  }
-  ring_wait(s.ring_q, at);
-  mma_fence();
-  mma_ABt<ZERO>(a.s, s.k[wg], s.q[at.stage]);
-  mma_commit();
-  sem_wait(s.dout_full[at.stage], at.phase);
-  mma_fence();
-  mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[at.stage]);
-  mma_commit();
-  turn_pass<NC>(wg);
-  softmax(a, p, s, n, wg, key0);
+  mma_wait<0>(a.dv, a.dk, a.p, a.ds);
+  ring_release(s.ring_q, ring_at<STAGES>(n - 1));
 }
 
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, const task &t, int wg) {
@@ -180,19 +140,29 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, const task 
 
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
-  task_pos next = queue_begin();
   turn_begin<NC>(wg);
-  while (queue_take(s.queue, next, p.counter, p.tasks)) {
+  int next;
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     state a;
-    task t = task_at(p, next.task);
-    int key0 = t.key0;   // the rest of the task is computed again in finish: registers
-    uint32_t end = n + t.steps, kv_phase = (next.count - 1) & 1;
+    uint32_t end = n + task_at(p, next).steps, kv_phase = count & 1;
     sem_wait(s.k_full, kv_phase);
     sem_wait(s.v_full, kv_phase);
-    advance<false, false>(a, p, s, n++, wg, key0);
-    advance<true, false>(a, p, s, n++, wg, key0);
-#pragma unroll 1
-    while (n < end) advance<true, true>(a, p, s, n++, wg, key0);
+    for (uint32_t begin = n; n < end; n++) {
+      ring_pos at = ring_at<STAGES>(n);
+      turn_wait<NC>(wg);
+      if (n > begin + 1) catch_up<true>(a, p, s, n, wg);
+      else if (n > begin) catch_up<false>(a, p, s, n, wg);
+      ring_wait(s.ring_q, at);
+      mma_fence();
+      mma_ABt<ZERO>(a.s, s.k[wg], s.q[at.stage]);
+      mma_commit();
+      sem_wait(s.dout_full[at.stage], at.phase);
+      mma_fence();
+      mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[at.stage]);
+      mma_commit();
+      turn_pass<NC>(wg);
+      softmax(a, p, s, n, wg);
+    }
     grads_issue<ACC>(a, s, n - 1);
     mma_wait<0>(a.dv, a.dk, a.p, a.ds);
     ring_release(s.ring_q, ring_at<STAGES>(n - 1));
@@ -200,9 +170,10 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
       rt<float, 64> dq;
       dq_issue(dq, s, n - back, wg);
       mma_wait<0>(dq);
-      dq_add(dq, p, s, n - back, wg, key0);
+      dq_add(dq, p, s, n - back, wg);
     }
-    finish(a, p, s, task_at(p, next.task), wg);
+    finish(a, p, s, task_at(p, queue_again(s.queue, count)), wg);   // not kept: registers
+    queue_release(s.queue, count);
   }
   turn_end<NC>(wg);
   tma_store_wait_read();

@@ -57,12 +57,12 @@ TILE void load_v(const attention_fwd_params &p, shared &s, const task &t, ring_p
 
 TILE void loader(const attention_fwd_params &p, shared &s, int) {
   ring_pos k_at = {}, v_at = {};
-  task_pos next = queue_begin();
-  while (queue_draw(s.queue, next, p.counter, p.tasks)) {
-    task t = task_at(p, next.task);
+  int next = 0;
+  for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
+    task t = task_at(p, next);
     int j = t.steps - 1;
     for (int w = 0; w < NC; w++) {
-      sem_wait(s.q_free[w], next.count & 1);   // count has this task in it
+      sem_wait(s.q_free[w], ~count & 1);
       sem_expect(s.q_full[w], tile_bytes(s.q[w]));
       tma_load(s.q[w], p.q, s.q_full[w], t.row0 + w * 64, 0, t.head, t.batch);
       if (w == 0) load_k(p, s, t, k_at, j);
@@ -119,10 +119,10 @@ TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<flo
 
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   ring_pos k_at = {}, v_at = {};
-  task_pos next = queue_begin();
   turn_begin<NC>(wg);
-  while (queue_take(s.queue, next, p.counter, p.tasks)) {
-    task t = task_at(p, next.task);
+  int next;
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+    task t = task_at(p, next);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, D> o;
@@ -131,7 +131,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     int row0 = t.row0 + wg * 64, j = t.steps - 1;
     fill(m, -infinity());
     fill(l, 0.f);
-    sem_wait(s.q_full[wg], (next.count - 1) & 1);
+    sem_wait(s.q_full[wg], count & 1);
     ring_wait(s.k_ring, k_at);
     mma_fence();
     mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
@@ -174,6 +174,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     ring_release(s.v_ring, v_at);
     ring_next(s.v_ring, v_at);
     finish(p, s, t, o, m, sum, wg);
+    queue_release(s.queue, count);
   }
   turn_end<NC>(wg);
   tma_store_wait_read();

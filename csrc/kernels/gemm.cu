@@ -8,7 +8,7 @@
 #include "kernels/gemm.h"
 #include "margay.h"
 
-// NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, TA, TB, *_REGS come from the row; PART: columns of b that a block loads
+// NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, PER_SM, TA, TB, *_REGS come from the row; PART: columns of b that a block loads
 enum { BM = 64 * NC, BK = 64, PART = BN / CLUSTER_SIZE, B_ROWS = TB ? (int)BN : (int)BK, B_COLS = BN + BK - B_ROWS };
 
 struct shared {
@@ -117,6 +117,6 @@ TILE void compute(const gemm_params &p, shared &s, int wg) {
   tma_store_wait_read();
 }
 
-typedef block<gemm_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>, CLUSTER<CLUSTER_SIZE>>
-    kernel;
+typedef block<gemm_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              CLUSTER<CLUSTER_SIZE>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, BM, BN)

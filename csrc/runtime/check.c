@@ -19,7 +19,13 @@ static const op_rule rules[MG_OP_COUNT] = {
 };
 
 const char *mg_op_row(mg_op op) { return rules[op].name; }
-const char *mg_op_name(mg_op op) { return op == MG_OP_attention_fwd ? "attention" : rules[op].name; }
+const char *mg_op_name(mg_op op) {
+  switch (op) {
+    case MG_OP_attention_fwd: return "attention";
+    case MG_OP_attention_bwd: case MG_OP_attention_bwd_pre: case MG_OP_attention_bwd_post: return "attention_backward";
+    default: return rules[op].name;
+  }
+}
 
 mg_status mg_op_find(mg_op *op, const char *name) {
   char known[512] = "";
@@ -61,8 +67,8 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
     expected = t->device == MG_CPU ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
   if (expected) return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s", c->op, c->rule->name, found, expected);
   if (c->rule->kind == KIND_HALF && c->like->kind == KIND_HALF && t->dtype != c->like_tensor->dtype)
-    return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s (same as %s)", c->op, c->rule->name, found, mg_dtype_name(c->like_tensor->dtype),
-                   c->like->name);
+    return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s (same as %s)", c->op, c->rule->name, found,
+                   mg_dtype_name(c->like_tensor->dtype), c->like->name);
   return MG_OK;
 }
 
@@ -155,8 +161,8 @@ static int64_t reach_in_period(const mg_tensor *t, int64_t period) {
   return bytes;
 }
 
-// Evidence that overlapping ranges share no byte: some stride of `a` is a period in which both occupy fixed, disjoint windows, as the slices
-// of one fused buffer do. Every address of a tensor is, modulo the period, within its reach of the first one's.
+// Evidence that overlapping ranges share no byte: some stride of `a` is a period in which both occupy fixed, disjoint windows, as the
+// slices of one fused buffer do. Every address of a tensor is, modulo the period, within its reach of the first one's.
 static bool interleaved(const mg_tensor *a, const mg_tensor *b) {
   for (int i = 0; i < a->dims; i++) {
     if (a->shape[i] < 2 || a->stride[i] == 0) continue;

@@ -1,4 +1,4 @@
-// The CPU backend: clusters of blocks over a pool of threads. The pool grows when it is wanted, never shrinks, and starts anew after a fork.
+// The CPU backend: clusters of blocks over a pool of threads. The pool grows on demand, never shrinks, and starts anew after a fork.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>

@@ -15,8 +15,8 @@
 
 // Conditions see the fields of the problem as plain names.
 #define FIELDS(X) \
-  X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, batch) X(int64_t, heads_q) \
-  X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, m) X(int64_t, n) X(int64_t, k) X(int64_t, sms)
+  X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, batch) \
+  X(int64_t, heads_q) X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, m) X(int64_t, n) X(int64_t, k) X(int64_t, sms)
 #define UNPACK(type, field) \
   const type field = problem->field; \
   (void)field;
@@ -91,7 +91,17 @@ static bool takes(const mg_kernel *row, const mg_problem *p, const mg_context *c
   return false;
 }
 
+static _Thread_local const mg_kernel *preferred;
+
+mg_status mg_prefer(const char *name) {
+  preferred = NULL;
+  for (int i = 0; name && !preferred && i < mg_kernel_count; i++)
+    if (!strcmp(mg_kernels[i].name, name)) preferred = &mg_kernels[i];
+  return name && !preferred ? mg_fail(MG_VALUE, "there is no kernel %s, kernels() lists them", name) : MG_OK;
+}
+
 static const mg_kernel *first_taker(mg_op op, const mg_problem *p, const mg_context *c) {
+  if (preferred && preferred->op == op && takes(preferred, p, c, NULL)) return preferred;
   for (int i = 0; i < mg_kernel_count; i++)
     if (mg_kernels[i].op == op && takes(&mg_kernels[i], p, c, NULL)) return &mg_kernels[i];
   return NULL;
@@ -106,17 +116,24 @@ static void append_problem(text *t, const mg_problem *p) {
   append(t, p->gpu ? ", on the GPU" : ", on the CPU");
 }
 
+// The rows before `end` that compute in the problem's dtype on its kind of device, and why each does not take it.
 static void append_reasons(text *t, mg_op op, const mg_problem *p, const mg_context *c, const mg_kernel *end) {
-  for (int i = 0; i < mg_kernel_count && &mg_kernels[i] != end; i++)
-    if (mg_kernels[i].op == op) {
-      append(t, "\n  %s ", mg_kernels[i].name);
-      takes(&mg_kernels[i], p, c, t);
+  int elsewhere = 0;
+  for (const mg_kernel *row = mg_kernels; row < mg_kernels + mg_kernel_count && row != end; row++) {
+    if (row->op != op) continue;
+    if (row->dtype != p->dtype || row->where == (p->gpu ? MG_CPU_ONLY : MG_GPU_ONLY)) {
+      elsewhere++;
+      continue;
     }
+    append(t, "\n  %s ", row->name);
+    takes(row, p, c, t);
+  }
+  if (elsewhere) append(t, "\n  %d more for other dtypes or devices", elsewhere);
 }
 
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c) {
   if ((*row = first_taker(op, p, c))) return MG_OK;
-  char chars[3072] = "";
+  char chars[6144] = "";
   text t = {chars, sizeof chars, 0};
   append_problem(&t, p);
   append_reasons(&t, op, p, c, NULL);
@@ -134,8 +151,8 @@ size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf,
   append_reasons(&t, op, p, c, row);
   if (!row) return t.length;
   const mg_kernel_desc *d = mg_desc(row);
-  append(&t, "\n  %s takes it (condition: %s)\n    kernels/%s.cu, %s, tiles of %d x %d", row->name, row->when_text, row->source, row->constants,
-         d->tile_m, d->tile_n);
+  append(&t, "\n  %s takes it (condition: %s)\n    kernels/%s.cu, %s, tiles of %d x %d", row->name, row->when_text, row->source,
+         row->constants, d->tile_m, d->tile_n);
   if (p->gpu) append(&t, ", %u threads and %u bytes of shared memory a block, clusters of %u", d->threads, d->shared_bytes, d->cluster);
   else append(&t, ", %s instructions", mg_isa_name(mg_host_isa()));
   return t.length;

@@ -32,7 +32,7 @@ mg_status mg_driver_fail(int error, const char *what, ...) {
 
 static mg_status fail_connect(int error, const char *call) {
   if (error == CU_STUB_LIBRARY)
-    return mg_fail(MG_RUNTIME, "libcuda.so.1 is the toolkit's link-time stub, not a driver; remove its folder from the library search path");
+    return mg_fail(MG_RUNTIME, "libcuda.so.1 is the toolkit's link-time stub, not a driver; take its folder off the library search path");
   return mg_driver_fail(error, "the NVIDIA driver cannot be used, %s", call);
 }
 
@@ -58,7 +58,8 @@ static mg_status connect_driver(void) {
   if ((error = mg_cu.cuInit(0))) return fail_connect(error, "cuInit");
   if ((error = mg_cu.cuDriverGetVersion(&version))) return fail_connect(error, "cuDriverGetVersion");
   if (version < MIN_VERSION)
-    return mg_fail(MG_RUNTIME, "the NVIDIA driver supports CUDA %d.%d, at least 12.0 (R525) is needed", version / 1000, version % 1000 / 10);
+    return mg_fail(MG_RUNTIME, "the NVIDIA driver supports CUDA %d.%d, at least 12.0 (R525) is needed", version / 1000,
+                   version % 1000 / 10);
   return MG_OK;
 }
 

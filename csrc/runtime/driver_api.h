@@ -1,5 +1,5 @@
 // The part of the CUDA driver's binary interface that Margay uses, declared here so that the driver layer builds, and is tested against a
-// mock driver, where no CUDA toolkit is installed. tests/test_runtime.py holds every size, offset and constant against cuda.h where there is one.
+// mock driver, where no CUDA toolkit is installed. tests/mock/abi.c holds every size, offset and constant against cuda.h.
 #pragma once
 #include <stdint.h>
 #include "margay.h"
@@ -28,7 +28,6 @@ enum {
   CU_FUNC_MAX_DYNAMIC_SHARED = 8,
   CU_LAUNCH_CLUSTER = 4,
 
-  CU_MAP_UINT8 = 0,
   CU_MAP_FP16 = 6,
   CU_MAP_FP32 = 7,
   CU_MAP_BF16 = 9,

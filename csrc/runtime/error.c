@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include "runtime/runtime.h"
 
-static _Thread_local char message[4096];
+static _Thread_local char message[8192];
 
 mg_status mg_fail(mg_status status, const char *format, ...) {
   va_list args;

@@ -65,7 +65,8 @@ static mg_status load_on_device(const mg_kernel *row, const mg_gpu *gpu) {
   mg_status status = *kernel ? MG_OK : load_kernel(row, kernel);
   if (status) return status;
   int error = mg_cu.cuKernelSetAttribute(CU_FUNC_MAX_DYNAMIC_SHARED, shared, *kernel, gpu->device);
-  return error ? mg_driver_fail(error, "%s: the kernel %s cannot have %d bytes of shared memory", mg_op_name(row->op), row->name, shared) : MG_OK;
+  if (!error) return MG_OK;
+  return mg_driver_fail(error, "%s: the kernel %s cannot have %d bytes of shared memory", mg_op_name(row->op), row->name, shared);
 }
 
 // Loading is forbidden to a thread whose stream is being captured in the strict modes, though it adds nothing to the graph.
@@ -131,8 +132,8 @@ static mg_status enqueue(const mg_context *c, const mg_gpu *gpu, const mg_kernel
   if (status) return status;
   const mg_kernel_desc *d = mg_desc(row);
   cu_launch_attribute cluster = {.id = CU_LAUNCH_CLUSTER, .value.cluster = {d->cluster, 1, 1}};
-  const cu_launch_config config = {.grid = {blocks, 1, 1}, .block = {d->threads, 1, 1}, .shared_bytes = d->shared_bytes, .stream = c->stream,
-                                   .attributes = &cluster, .attribute_count = d->cluster > 1};
+  const cu_launch_config config = {.grid = {blocks, 1, 1}, .block = {d->threads, 1, 1}, .shared_bytes = d->shared_bytes,
+                                   .stream = c->stream, .attributes = &cluster, .attribute_count = d->cluster > 1};
   void *arguments[] = {(void *)params};
   int error = mg_cu.cuLaunchKernelEx(&config, loaded[row - mg_kernels].kernel, arguments, NULL);
   if (error)
@@ -176,6 +177,6 @@ mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_by
   uint64_t at = (uint64_t)(uintptr_t)data;
   int error = word_bytes == 2 ? mg_cu.cuMemsetD16Async(at, (uint16_t)word, (size_t)n, c->stream)
                               : mg_cu.cuMemsetD32Async(at, word, (size_t)n, c->stream);
-  status = error ? mg_driver_fail(error, "filling %lld words failed", (long long)n) : sync_check(c->stream, "fill", "an earlier kernel or this");
+  status = error ? mg_driver_fail(error, "filling %lld words failed", (long long)n) : sync_check(c->stream, "fill", "it");
   return mg_gpu_leave(pushed, status);
 }

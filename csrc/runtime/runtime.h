@@ -22,7 +22,7 @@ typedef enum mg_op {
 // NULL for an absent optional one. What several arguments have to agree on beyond that is the op's own check.
 mg_status mg_check(mg_op op, const mg_tensor *const *args);
 
-const char *mg_op_name(mg_op op);                                     // as in messages: "attention" for attention_fwd
+const char *mg_op_name(mg_op op);                                     // as in messages: "attention", "attention_backward"
 const char *mg_op_row(mg_op op);                                      // as in ops.def
 mg_status mg_op_find(mg_op *op, const char *name);                    // the name of a row of ops.def
 
@@ -64,13 +64,15 @@ typedef struct mg_context {
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream);
 // First row of `op` that takes the problem on this device; MG_UNSUPPORTED with every row's reason when none does.
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c);
+// For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others; NULL ends that.
+mg_status mg_prefer(const char *name);
 const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the running CPU's best instruction set
 
 // ---- tensormap.c
 // Map a view of 4 dimensions [batch, head, row, column] (strides in elements, column stride 1) with a box of box_rows x box_cols elements.
 // On the GPU: base and strides must be multiples of 16 bytes, box_rows <= 256, box_cols * size <= 128; a failed rule is named.
-mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4], const int64_t stride[4],
-                 int box_rows, int box_cols);
+mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
+                 const int64_t stride[4], int box_rows, int box_cols);
 // Can the view be mapped on the GPU as it is (16-byte rules)?
 bool mg_mappable(const mg_tensor *t);
 

@@ -13,7 +13,7 @@ static char log_text[1 << 16];
 static size_t log_length;
 static int calls, fail_at, fail_with, lookups_fail_with, version = 13000;
 static cu_context stack[MAX_STACK];
-static int depth, mode, capturing, libraries, maps;
+static int depth, mode, capturing, libraries;
 
 // ---- controls of the tests
 const char *mock_log(void) { return log_text; }
@@ -164,12 +164,11 @@ static int cuLaunchKernelEx(const cu_launch_config *c, cu_kernel kernel, void **
 static int cuTensorMapEncodeTiled(gmap *map, int dtype, unsigned rank, void *data, const uint64_t *size, const uint64_t *stride,
                                   const uint32_t *box, const uint32_t *step, int interleave, int swizzle, int l2, int fill) {
   (void)l2;
-  RECORD("cuTensorMapEncodeTiled dtype=%d rank=%u data=%p size=%llu,%llu,%llu,%llu stride=%llu,%llu,%llu box=%u,%u,%u,%u step=%u interleave=%d "
-         "swizzle=%d fill=%d\n", dtype, rank, data, (unsigned long long)size[0], (unsigned long long)size[1], (unsigned long long)size[2],
-         (unsigned long long)size[3], (unsigned long long)stride[0], (unsigned long long)stride[1], (unsigned long long)stride[2], box[0], box[1],
-         box[2], box[3], step[0], interleave, swizzle, fill);
+  RECORD("cuTensorMapEncodeTiled dtype=%d rank=%u data=%p size=%ju,%ju,%ju,%ju stride=%ju,%ju,%ju box=%u,%u,%u,%u step=%u interleave=%d "
+         "swizzle=%d fill=%d\n", dtype, rank, data, (uintmax_t)size[0], (uintmax_t)size[1], (uintmax_t)size[2], (uintmax_t)size[3],
+         (uintmax_t)stride[0], (uintmax_t)stride[1], (uintmax_t)stride[2], box[0], box[1], box[2], box[3], step[0], interleave, swizzle,
+         fill);
   if ((uintptr_t)map % 64) return INVALID_VALUE;
-  maps++;
   return CU_OK;
 }
 

@@ -3,9 +3,11 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include "kernels/scaled_add.h"
+#include "kernels/ssd.h"
 #include "runtime/runtime.h"
 
-typedef struct params { int magic; atomic_int *hits; void *pause; } params;   // hits[i]: how often block i ran
+typedef struct params { int magic; atomic_int *hits; } params;   // hits[i]: how often block i ran
 
 static void run(const void *raw, int first, int blocks) {
   const params *p = raw;
@@ -72,6 +74,19 @@ mg_status mg_matmul(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b
   (void)activation;
   mg_status status = mg_check(MG_OP_matmul, args);
   return status ? status : launch(MG_OP_matmul, a, (mg_problem){.n = out->shape[1]}, stream, 1);
+}
+
+mg_status mg_scaled_add(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b, float scale, mg_stream stream) {
+  const mg_tensor *const args[] = {out, a, b};
+  (void)scale, (void)stream;
+  return mg_check(MG_OP_scaled_add, args);
+}
+
+mg_status mg_ssd_fwd(const mg_tensor *y, const mg_tensor *state, const mg_tensor *x, const mg_tensor *dt, const mg_tensor *b,
+                     const mg_tensor *c, const mg_tensor *a, const mg_tensor *d, mg_stream stream) {
+  const mg_tensor *const args[] = {y, state, x, dt, b, c, a, d};
+  (void)stream;
+  return mg_check(MG_OP_ssd_fwd, args);
 }
 
 // For ctypes: launch a row by its number.

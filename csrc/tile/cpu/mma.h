@@ -11,7 +11,9 @@ template<typename T> struct word_of { typedef float type; enum { ELEMENTS = 1 };
 #if defined(__AVX512BF16__)
 template<> struct word_of<bf16> { typedef uint32_t type; enum { ELEMENTS = 2 }; };
 #endif
-enum { PW = 2 * VW, MR = VW == 16 ? 8 : 4 };         // micro kernel: MR rows, PW columns
+enum { PW = 2 * VW };
+// Rows of the micro kernel: with 2 vectors a row, one word and a row of b they fill the registers. Panels are a multiple of PANEL_ROWS.
+enum { FLAT_ROWS = VW == 16 ? 8 : 6, PANEL_ROWS = VW == 16 ? 8 : 4 };
 
 // ---- micro kernel
 TILE vf multiply_add(float a, vf b, vf c) { return a * b + c; }
@@ -19,7 +21,7 @@ TILE vf multiply_add(float a, vf b, vf c) { return a * b + c; }
 TILE vf multiply_add(uint32_t a, vf b, vf c) { return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b); }
 #endif
 // c[MR][V * VW] (+)= a[MR][k] b[k][V * VW]; AR, AK: strides of a between rows and between k. A panel holds PANEL columns.
-template<int A, int V, int PANEL, int AR, int AK, class Word> TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
+template<int A, int MR, int V, int PANEL, int AR, int AK, class Word> TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
   vf x[MR][V];
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
@@ -40,23 +42,36 @@ template<int A, int V, int PANEL, int AR, int AK, class Word> TILE void micro(fl
     for (int v = 0; v < V; v++) vstore(c + r * ldc + v * VW, x[r][v]);
 }
 // The first operand: as stored (64 rows of LD words), or 64 columns of panels that are `depth` words deep.
-template<class Word, int LD> struct flat_a { const Word *p; };
-template<class Word> struct panel_a { const Word *p; int depth; };
-template<int A, int V, int PANEL, class Word, int LD> TILE void micro_at(float *c, int ldc, flat_a<Word, LD> a, int i, const Word *b, int k) {
-  micro<A, V, PANEL, LD, 1>(c, ldc, a.p + i * LD, b, k);
+template<class Word, int LD> struct flat_a {
+  enum { ROWS = FLAT_ROWS };
+  const Word *p;
+};
+template<class Word> struct panel_a {
+  enum { ROWS = PANEL_ROWS };
+  const Word *p;
+  int depth;
+};
+template<int A, int MR, int V, int PANEL, class Word, int LD>
+TILE void micro_at(float *c, int ldc, flat_a<Word, LD> a, int i, const Word *b, int k) {
+  micro<A, MR, V, PANEL, LD, 1>(c, ldc, a.p + i * LD, b, k);
 }
-template<int A, int V, int PANEL, class Word> TILE void micro_at(float *c, int ldc, panel_a<Word> a, int i, const Word *b, int k) {
-  micro<A, V, PANEL, 1, PW>(c, ldc, a.p + i / PW * PW * a.depth + i % PW, b, k);
+template<int A, int MR, int V, int PANEL, class Word>
+TILE void micro_at(float *c, int ldc, panel_a<Word> a, int i, const Word *b, int k) {
+  micro<A, MR, V, PANEL, 1, PW>(c, ldc, a.p + i / PW * PW * a.depth + i % PW, b, k);
+}
+// All 64 rows of V vectors of columns
+template<int A, int V, int PANEL, class First, class Word> TILE void columns(float *c, int ldc, First a, const Word *b, int k) {
+  enum { REST = 64 % First::ROWS };
+  for (int i = 0; i + First::ROWS <= 64; i += First::ROWS) micro_at<A, First::ROWS, V, PANEL>(c + i * ldc, ldc, a, i, b, k);
+  if constexpr (REST > 0) micro_at<A, REST, V, PANEL>(c + (64 - REST) * ldc, ldc, a, 64 - REST, b, k);
 }
 // d (+)= a b, k words deep; consecutive panels of b are `depth` words deep, LAST is the width of the last one
 template<int A, int LAST, int N, class First, class Word>
 __attribute__((noinline)) static void product(rt<float, N> &d, First a, const Word *b, int depth, int k) {
   static_assert(N % 16 == 0, "a product has a multiple of 16 columns");
   int n = 0;
-  for (; n + PW <= N; n += PW, b += depth * PW)
-    for (int i = 0; i < 64; i += MR) micro_at<A, 2, PW>(&d.d[i][n], N, a, i, b, k);
-  if (N % PW)
-    for (int i = 0; i < 64; i += MR) micro_at<A, 1, LAST>(&d.d[i][n], N, a, i, b, k);
+  for (; n + PW <= N; n += PW, b += depth * PW) columns<A, 2, PW>(&d.d[0][n], N, a, b, k);
+  if (N % PW) columns<A, 1, LAST>(&d.d[0][n], N, a, b, k);
 }
 
 // ---- packing
@@ -144,9 +159,13 @@ template<typename T, int K> TILE flat_a<typename word_of<T>::type, K / word_of<T
 template<typename T, int K> constexpr int scratch_floats() { return word_of<T>::ELEMENTS == 2 || sizeof(T) == 4 ? 1 : 64 * K; }
 
 // ---- contract
-template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
+// r0 is a multiple of the packed panel's width, see pack_cols.
+template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
-  product<A, VW>(d, operand(a), packed<PACK_COLS>(b), DEPTH, DEPTH);
+  product<A, VW>(d, operand(a), packed<PACK_COLS>(b) + r0 * DEPTH, DEPTH, DEPTH);
+}
+template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
+  mma_ABt_rows<A>(d, a, b, 0);
 }
 template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
   enum { E = word_of<T>::ELEMENTS };
@@ -156,9 +175,12 @@ template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const rt<T, K> &a, const st<T, N, K> &b) {
   mma_ABt_part<A>(d, a, b, 0);
 }
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
+template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
-  product<A, PW>(d, operand(a), packed<PACK_ROWS>(b), DEPTH, DEPTH);
+  product<A, PW>(d, operand(a), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
+}
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
+  mma_AB_cols<A>(d, a, b, 0);
 }
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };

@@ -32,17 +32,23 @@ TILE uint32_t desc(const void *p, uint32_t panel_bytes) { return (shared_address
 template<int R> TILE uint32_t along(int k) { return ((k / 4) * R * 128 + (k % 4) * 32) >> 4; }
 TILE uint32_t across(int k) { return (k * 16 * 128) >> 4; }
 
-template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
+template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
   mma_begin<A>(d);
-  uint32_t da = desc(&a, 16), db = desc(&b, 16);
+  uint32_t da = desc(&a, 16), db = desc(&b, 16) + r0 * 128 / 16;
 #pragma unroll
-  for (int k = 0; k < K / 16; k++) wgmma<T, 0, 0>(d.d, da + along<64>(k), db + along<N>(k), A || k);
+  for (int k = 0; k < K / 16; k++) wgmma<T, 0, 0>(d.d, da + along<64>(k), db + along<R>(k), A || k);
 }
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
+template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
+  mma_ABt_rows<A>(d, a, b, 0);
+}
+template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb) {
   mma_begin<A>(d);
-  uint32_t da = desc(&a, 16), db = desc(&b, K * 128);
+  uint32_t da = desc(&a, 16), db = desc(&b, K * 128) + ((cb / 64 * K * 128) >> 4);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 0, 1>(d.d, da + along<64>(k), db + across(k), A || k);
+}
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
+  mma_AB_cols<A>(d, a, b, 0);
 }
 template<int A, typename T, int N, int K, int WA, int WB>
 TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb) {

@@ -1,0 +1,145 @@
+// Attention backward for wide heads (Dao 2023, algorithm 2), for a block of 64 keys that walks over the blocks of 64 query rows i:
+//   s = q_i k^T;  p = 2^(c s - lse2);  dp = dout_i v^T;  ds = p (dp - delta)
+//   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
+// dk and dv of 64 keys fill the registers of two warpgroups: each owns half of the columns of dk, dv and dq, and computes p and ds for half
+// of the keys, which both then read from shared memory.
+#include "tile/tile.h"
+#include "kernels/attention.h"
+
+enum { NC = 2, BN = 64, M = 64, STAGES = 2, HALF = D / NC, KEYS = BN / NC };   // D, DETERMINISTIC, *_REGS
+#include "kernels/attention_bwd_tasks.h"
+
+struct shared {
+  st<elem, BN, D> k, v;
+  st<elem, M, D> q[STAGES], dout[STAGES];
+  st<elem, M, BN> p[2], ds[2];         // of even and odd steps
+  sv<M> lse2[STAGES], delta[STAGES];
+  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before the fence in softmax); also hands out the stages of dout
+  sem dout_full[STAGES];               // dout and delta
+  place at[SLOTS];                     // of step n, from the loader
+  sem kv_full, kv_free;
+  task_queue queue;
+};
+
+TILE void init(shared &s) {
+  ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
+  for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
+  queue_init(s.queue, arrivals(0, 0, NC));
+  sem_init(s.kv_full, arrivals(1, 0, 0));
+  sem_init(s.kv_free, arrivals(0, 0, 1));
+}
+
+TILE void loader(const attention_bwd_params &p, shared &s, int) {
+  uint32_t n = 0;
+  int next = 0;
+  for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
+    task t = task_at(p, next);
+    sem_wait(s.kv_free, ~count & 1);
+    sem_expect(s.kv_full, tile_bytes(s.k) + tile_bytes(s.v));
+    tma_load(s.k, p.k, s.kv_full, t.key0, 0, t.k_head, t.batch);
+    tma_load(s.v, p.v, s.kv_full, t.key0, 0, t.k_head, t.batch);
+    for (int step = 0; step < t.steps; step++, n++) {
+      ring_pos at = ring_at<STAGES>(n);
+      int head = head_of(t, p, step), block = block_of(t, step);
+      int64_t stats = ((int64_t)(t.batch * p.q_heads + head) * p.q_blocks + block) * M;
+      ring_acquire(s.ring_q, at);
+      put_place(s.at[n % SLOTS], p, t, block, stats / M);
+      ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
+      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], block * M, 0, head, t.batch);
+      tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
+      sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
+      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], block * M, 0, head, t.batch);
+      tma_load(s.delta[at.stage], p.delta + stats, s.dout_full[at.stage]);
+    }
+  }
+}
+
+// p and ds of step n for this warpgroup's keys, to shared memory.
+TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
+  rt<float, KEYS> x, dp;
+  rv lse2, delta;
+  ring_pos at = ring_at<STAGES>(n);
+  int key0 = wg * KEYS, keys = get(s.at[n % SLOTS].keys) - key0, diagonal = get(s.at[n % SLOTS].diagonal) - key0;
+  float c = p.scale;
+  ring_wait(s.ring_q, at);
+  mma_fence();
+  mma_ABt_rows<ZERO>(x, s.q[at.stage], s.k, key0);
+  mma_commit();
+  sem_wait(s.dout_full[at.stage], at.phase);
+  mma_fence();
+  mma_ABt_rows<ZERO>(dp, s.dout[at.stage], s.v, key0);
+  mma_commit();
+  load(lse2, s.lse2[at.stage]);
+  load(delta, s.delta[at.stage]);
+  mma_wait<1>(x);
+  if (diagonal < KEYS - 1 || keys < KEYS)
+    map_rc(x, [=](float a, int query, int key) { return key < keys && key <= query + diagonal ? a : -infinity(); });
+  map_row(x, lse2, [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
+  mma_wait<0>(dp);
+  map_row(dp, delta, [](float a, float d) { return a - d; });
+  map(dp, x, [](float a, float prob) { return a * prob; });
+  store(s.p[n % 2], x, key0);
+  store(s.ds[n % 2], dp, key0);
+  fence_async();
+  bar_sync(1, 128 * NC);   // both halves are there; and both warpgroups have read those of the step before
+}
+
+// A quarter of dq of step n: 64 columns from col.
+TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) {
+  rt<float, 64> dq;
+  const place &at = s.at[n % SLOTS];
+  int turn = DETERMINISTIC ? get(at.turn) : -1;
+  int64_t tile = (int64_t)get(at.dq_block) * (D / 64) + col / 64;
+  mma_fence();
+  mma_AB_cols<ZERO>(dq, s.ds[n % 2], s.k, col);
+  mma_commit();
+  mma_wait<0>(dq);
+  if (turn >= 0) order_wait(p.order + tile, turn);
+  add_acc(p.dq_acc + tile * 64 * 64, dq);
+  if (turn >= 0) order_pass(p.order + tile, turn + 1);
+}
+
+TILE void finish(const attention_bwd_params &p, shared &s, const task &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
+  float scale = p.scale * 0.6931471805599453f;
+  map(dk, [=](float x) { return x * scale; });
+  bar_sync(1, 128 * NC);   // both have done with k and v
+  store(s.k, dk, wg * HALF);
+  store(s.v, dv, wg * HALF);
+  fence_async();
+  bar_sync(1, 128 * NC);
+  if (wg != 0) return;
+  tma_store(p.dk, s.k, t.key0, 0, t.k_head, t.batch);
+  tma_store(p.dv, s.v, t.key0, 0, t.k_head, t.batch);
+  tma_store_wait_read();
+  sem_arrive(s.kv_free);
+}
+
+TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
+  uint32_t n = 0;
+  int next;
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+    rt<float, HALF> dk, dv;
+    uint32_t end = n + task_at(p, next).steps;
+    fill(dk, 0.f);
+    fill(dv, 0.f);
+    sem_wait(s.kv_full, count & 1);
+    for (; n < end; n++) {
+      ring_pos at = ring_at<STAGES>(n);
+      softmax(p, s, n, wg);
+      mma_fence();
+      mma_AtB<ACC>(dv, s.p[n % 2], 0, s.dout[at.stage], wg * HALF);
+      mma_AtB<ACC>(dk, s.ds[n % 2], 0, s.q[at.stage], wg * HALF);
+      mma_commit();
+      mma_wait<0>(dv, dk);
+      dq_add(p, s, n, wg * HALF);
+      dq_add(p, s, n, wg * HALF + 64);
+      ring_release(s.ring_q, at);
+    }
+    finish(p, s, task_at(p, queue_again(s.queue, count)), dk, dv, wg);
+    queue_release(s.queue, count);
+  }
+  tma_store_wait_read();
+}
+
+typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
+ENTRY(kernel, M, BN)

@@ -1,0 +1,74 @@
+"""The documentation's code runs, and what it shows is what the repository has."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHAPTER = (ROOT / "docs" / "01-first-kernel.md").read_text()
+DEFINITIONS = (ROOT / "csrc" / "kernels.def").read_text()
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+(KERNEL,) = blocks(CHAPTER, "cuda")
+(ROW,) = [block for block in blocks(CHAPTER, "") if block.startswith("KERNEL(")]
+
+
+def test_first_kernel_is_the_repositorys():
+    assert KERNEL == (ROOT / "csrc" / "kernels" / "scaled_add.cu").read_text()
+    assert ROW in DEFINITIONS
+    (params,) = blocks(CHAPTER, "c")
+    assert params in (ROOT / "csrc" / "kernels" / "scaled_add.h").read_text()
+
+
+@pytest.fixture(scope="module")
+def newcomer(tmp_path_factory):
+    """A copy of the repository without the kernel, to which the chapter's file and row are then added."""
+    tree = tmp_path_factory.mktemp("newcomer")
+    shutil.copytree(ROOT / "csrc", tree / "csrc")
+    shutil.copytree(ROOT / "python", tree / "python", ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    without = "".join(line for line in DEFINITIONS.splitlines(True) if not line.startswith("KERNEL(scaled_add"))
+    (tree / "csrc" / "kernels.def").write_text(without + ROW)
+    (tree / "csrc" / "kernels" / "scaled_add.cu").write_text(KERNEL)
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True, env={**os.environ, "MARGAY_ROWS": "scaled_add.*"})
+    return tree
+
+
+def test_first_kernel_builds_and_runs(newcomer):
+    (program,) = blocks(CHAPTER, "python")
+    result = subprocess.run([sys.executable, "-c", program], cwd=newcomer, env={**os.environ, "PYTHONPATH": str(newcomer / "python")},
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "scaled_add_bf16 takes it" in result.stdout
+
+
+def test_readme_example_runs():
+    (program,) = blocks((ROOT / "README.md").read_text(), "python")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "attention_fwd" in result.stdout
+
+
+@pytest.mark.parametrize("page", [path.relative_to(ROOT) for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]], ids=str)
+def test_pages_name_files_that_exist(page):
+    text = (ROOT / page).read_text()
+    links = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
+    files = re.findall(r"\b((?:csrc|python/margay|tests|tools|docs|benchmarks|examples)/[\w./-]*\w\.(?:cu|c|h|def|py|pyi|md))\b", text)
+    missing = [name for name in links if not (ROOT / page.parent / name).exists()] + [name for name in files if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_every_bad_input_row_has_a_test_and_every_test_a_row():
+    rows = {int(number) for number in re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "bad_inputs.md").read_text(), re.M)}
+    names = re.findall(r"^\s*(?:def|class) (test_bad_[\d_]+|TestBad[\d_]+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), re.M)
+    tested = {int(number) for name in names for number in re.findall(r"\d+", name)}
+    assert rows == tested

@@ -1,0 +1,481 @@
+// Every tile operation in a kernel of its own, written in the vocabulary only: the CPU and the GPU build of this file must agree with the
+// formulas in test_tile.py. Rows: ops.def.
+#include "tile/tile.h"
+
+struct op_params {
+  gmap a, b, c;
+  const float *x, *y;         // x: N floats, one for each column; y: 64, one for each row
+  const elem *e;
+  float *out;
+  int *counter;
+  int row, col, head, batch;  // place of tile a in its tensor, and of b in c
+  int m, n;                   // limits of what is read or written
+};
+#define SHAPE template<int RA, int CA, int RB, int CB, int N, int I>
+SHAPE struct tiles {
+  st<elem, RA, CA> a;
+  st<elem, RB, CB> b;
+  sv<N> v;
+  sem full;
+  int value;
+};
+#define TILES tiles<RA, CA, RB, CB, N, I>
+SHAPE TILE void init(TILES &s) { sem_init(s.full, arrivals(1, 0, 0)); }
+SHAPE TILE void loader(const op_params &p, TILES &s, int) {
+  put(s.value, p.m + p.n);
+  sem_expect(s.full, tile_bytes(s.a) + tile_bytes(s.b) + N * 4);
+  tma_load(s.a, p.a, s.full, p.row, p.col, p.head, p.batch);
+  tma_load(s.b, p.b, s.full, 0, 0, 0, 0);
+  tma_load(s.v, p.x, s.full);
+}
+SHAPE TILE void put_b(const op_params &p, TILES &s) {
+  fence_async();
+  wg_sync();
+  tma_store(p.c, s.b, p.row, p.col, p.head, p.batch);
+  tma_store_wait();
+}
+template<int N> TILE void outer(rt<float, N> &t, const op_params &p, const sv<N> &v) {   // x[col] + y[row]
+  cv<N> x;
+  rv y;
+  load(x, v);
+  load(y, p.y, 64, 0.f);
+  fill(t, 0.f);
+  map_col(t, x, [](float, float b) { return b; });
+  map_row(t, y, [](float a, float b) { return a + b; });
+}
+
+// ---- products
+#define PRODUCT(...)                    \
+  rt<float, N> d;                       \
+  mma_fence();                          \
+  __VA_ARGS__;                          \
+  mma_commit();
+SHAPE TILE void mma_ABt_shared(const op_params &p, TILES &s, int) {
+  sem_wait(s.full, 0);
+  PRODUCT(mma_ABt<ZERO>(d, s.a, s.b), mma_ABt<ACC>(d, s.a, s.b))
+  mma_wait<0>(d);
+  store(p.out, N, d, 64, N);
+}
+SHAPE TILE void mma_AB_shared(const op_params &p, TILES &s, int) {
+  sem_wait(s.full, 0);
+  PRODUCT(mma_AB<ZERO>(d, s.a, s.b), mma_AB<ACC>(d, s.a, s.b))
+  mma_wait<0>(d);
+  store(p.out, N, d, 64, N);
+}
+SHAPE TILE void mma_AtB_window(const op_params &p, TILES &s, int) {
+  sem_wait(s.full, 0);
+  PRODUCT(mma_AtB<ZERO>(d, s.a, 64 * I, s.b, 64 * I), mma_AtB<ACC>(d, s.a, 64 * I, s.b, 64 * I))
+  mma_wait<0>(d);
+  store(p.out, N, d, 64, N);
+}
+SHAPE TILE void mma_AtBt_shared(const op_params &p, TILES &s, int) {
+  sem_wait(s.full, 0);
+  PRODUCT(mma_AtBt<ZERO>(d, s.a, s.b), mma_AtBt<ACC>(d, s.a, s.b))
+  mma_wait<0>(d);
+  store(p.out, N, d, 64, N);
+}
+SHAPE TILE void mma_ABt_register(const op_params &p, TILES &s, int) {
+  rt<elem, CA> a;
+  sem_wait(s.full, 0);
+  load(a, s.a);
+  PRODUCT(mma_ABt<ZERO>(d, a, s.b), mma_ABt<ACC>(d, a, s.b))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
+SHAPE TILE void mma_AB_register(const op_params &p, TILES &s, int) {
+  rt<elem, CA> a;
+  sem_wait(s.full, 0);
+  load(a, s.a);
+  PRODUCT(mma_AB<ZERO>(d, a, s.b), mma_AB<ACC>(d, a, s.b))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
+SHAPE TILE void mma_ABt_part_register(const op_params &p, TILES &s, int) {
+  rt<elem, CA> a;
+  sem_wait(s.full, 0);
+  load(a, s.a);
+  PRODUCT(mma_ABt_part<ZERO>(d, a, s.b, 64 * I), mma_ABt_part<ACC>(d, a, s.b, 64 * I))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
+
+// ---- copies
+SHAPE TILE void load_float(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  sem_wait(s.full, 0);
+  load(t, s.a, I);
+  store(p.out, N, t, p.m, p.n);
+}
+SHAPE TILE void load_elem(const op_params &p, TILES &s, int) {
+  rt<elem, N> t;
+  sem_wait(s.full, 0);
+  load(t, s.a, I);
+  store(s.b, t, I);
+  put_b(p, s);
+}
+SHAPE TILE void load_transposed(const op_params &p, TILES &s, int) {
+  rt<elem, RA> t;
+  sem_wait(s.full, 0);
+  load_t(t, s.a);
+  store(s.b, t);
+  put_b(p, s);
+}
+SHAPE TILE void store_float(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  store(s.b, t, I);
+  put_b(p, s);
+}
+SHAPE TILE void store_converted(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  rt<elem, N> r;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  convert(r, t);
+  store(s.b, r);
+  put_b(p, s);
+}
+SHAPE TILE void store_converted_part(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  rt<elem, 64> r;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  convert_part(r, t, I);
+  store(s.b, r);
+  put_b(p, s);
+}
+SHAPE TILE void store_transposed(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  store_t(s.b, t);
+  put_b(p, s);
+}
+SHAPE TILE void store_with_row_col(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  rv y;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  load(y, p.y, 64, 0.f);
+  store_rc(s.b, t, y, s.v, [](float a, float u, float v, int row, int col) { return col <= row ? a + u - v : a * 2.f; });
+  put_b(p, s);
+}
+SHAPE TILE void store_triangle(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  rv y;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  load(y, p.y, 64, 0.f);
+  store_tril(s.b, t, y, s.v, 3.f, [](float a, float u, float v) { return a + u - v; });
+  put_b(p, s);
+}
+SHAPE TILE void tall_copy(const op_params &p, TILES &s, int) {   // b as loaded, to another place
+  sem_wait(s.full, 0);
+  put_b(p, s);
+}
+
+// ---- arithmetic
+SHAPE TILE void map_scalar(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  if (I == 0) map(t, [](float x) { return fast_exp2(x); });
+  if (I == 1) map(t, [](float x) { return fast_log2(x); });
+  if (I == 2) map(t, [](float x) { return fast_rcp(x); });
+  store(p.out, N, t, 64, N);
+}
+SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
+  rt<float, N> t, u;
+  rv y;
+  cv<N> x;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  outer(u, p, s.v);
+  load(y, p.y, 64, 0.f);
+  load(x, s.v);
+  map(u, [](float a) { return a * 2.f + 1.f; });
+  if (I == 0) map(t, u, [](float a, float b) { return fused(a, b, -b); });
+  if (I == 1) map_row(t, y, [](float a, float b) { return a * b; });
+  if (I == 2) map_col(t, x, [](float a, float b) { return a * b; });
+  if (I == 3) map_col(t, s.v, [](float a, float b) { return a * b; });
+  if (I == 4) map_col(t, u, x, [](float a, float b, float c) { return a * b - c; });
+  if (I == 5) map_col(t, u, s.v, [](float a, float b, float c) { return a * b - c; });
+  if (I == 6) map_rc(t, [](float a, int row, int col) { return col <= row + 3 ? a : -infinity(); });
+  store(p.out, N, t, 64, N);
+}
+SHAPE TILE void map_elem(const op_params &p, TILES &s, int) {
+  rt<elem, N> t;
+  sem_wait(s.full, 0);
+  load(t, s.a);
+  map_col(t, s.v, [](float a, float b) { return a * b; });
+  store(s.b, t);
+  put_b(p, s);
+}
+SHAPE TILE void row_reduction(const op_params &p, TILES &s, int) {
+  rt<float, N> t, u;
+  rsum l;
+  rv y;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  outer(u, p, s.v);
+  load(y, p.y, 64, 0.f);
+  fill(l, 1.f);
+  if (I == 0) row_max(y, t);
+  if (I == 1) {
+    fill(l, 0.f);
+    row_sum_add(l, t);
+    scale(l, y);
+    row_sum_add(l, t);
+    reduce(y, l);
+  }
+  if (I == 2) {
+    fill(l, 0.f);
+    map(u, [](float a) { return a - 1.f; });
+    row_dot_add(l, t, u);
+    reduce(y, l);
+  }
+  store(p.out, y, 64);
+}
+SHAPE TILE void vectors(const op_params &p, TILES &s, int) {
+  rv y, z, w;
+  sem_wait(s.full, 0);
+  load(y, p.y, p.m, -7.f);
+  load(z, s.v);
+  float third = get(s.v, 3);
+  map(w, y, z, [=](float a, float b) { return a * b + third; });
+  map(w, w, [](float a) { return a * 2.f; });
+  store(p.out, w, p.n);
+}
+SHAPE TILE void columns(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  cv<N> x;
+  sem_wait(s.full, 0);
+  fill(t, 1.f);
+  load(x, p.e, p.n);
+  map_col(t, x, [](float a, float b) { return a + b; });
+  store(p.out, N, t, p.m, N);
+}
+SHAPE TILE void accumulators(const op_params &p, TILES &s, int) {
+  rt<float, N> t, u;
+  float *acc = p.out + 64 * N;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  zero_acc<N>(acc);
+  wg_sync();
+  add_acc(acc, t);
+  add_acc(acc, t);
+  wg_sync();
+  load_acc(u, acc);
+  store(p.out, N, u, 64, N);
+}
+SHAPE TILE void scalars(const op_params &p, TILES &s, int) {
+  rv y;
+  sem_wait(s.full, 0);
+  float value = (float)get(s.value);
+  fill(y, value);
+  if (block_index() == 0) zero_words(p.counter + 1, 2);
+  store(p.out, y, 64);
+}
+
+// ---- scans: a warp makes prefix sums of a column, a warpgroup writes them out
+struct scan_shared {
+  sm<64, 4> m;
+  sv<64> sums, products, total;
+  sem full, done;
+};
+TILE void scan_init(scan_shared &s) {
+  sem_init(s.full, arrivals(1, 0, 0));
+  sem_init(s.done, arrivals(0, 1, 0));
+}
+TILE void scan_loader(const op_params &p, scan_shared &s, int) {
+  sem_expect(s.full, 64 * 4 * 4);
+  tma_load(s.m, p.a, s.full, p.row, p.col, p.head, p.batch);
+}
+TILE void scan_warp(const op_params &, scan_shared &s, int) {
+  wv<64> v, sums, w;
+  sem_wait(s.full, 0);
+  load_col(v, s.m, 2);
+  map(sums, v, v, [](float a, float) { return a; });
+  cumsum(sums);
+  float total = last(sums);
+  store(s.sums, sums);
+  map(w, v, sums, [](float a, float b) { return a * b; });
+  store(s.products, w);
+  fill(w, total);
+  store(s.total, w);
+  sem_arrive<WARP>(s.done);
+}
+TILE void scan_out(const op_params &p, scan_shared &s, int) {
+  rv y;
+  sem_wait(s.done, 0);
+  load(y, s.sums);
+  store(p.out, y, 64);
+  load(y, s.products);
+  store(p.out + 64, y, 64);
+  load(y, s.total);
+  store(p.out + 128, y, 64);
+}
+
+// ---- protocol: tasks from the queue, stages through a ring, turns. out[row of a task] = sum over p.n tiles of its row sums
+struct ring_shared {
+  st<elem, 64, 64> a[2];
+  ring<2> stages;
+  task_queue queue;
+};
+TILE void ring_test_init(ring_shared &s) {
+  ring_init(s.stages, arrivals(1, 0, 0), arrivals(0, 0, 2));
+  queue_init(s.queue, arrivals(0, 0, 2));
+}
+TILE void ring_test_loader(const op_params &p, ring_shared &s, int) {
+  ring_pos at = {};
+  task_pos next = queue_begin();
+  while (queue_draw(s.queue, next, p.counter, p.m))
+    for (int i = 0; i < p.n; i++) {
+      ring_acquire(s.stages, at);
+      ring_expect(s.stages, at, tile_bytes(s.a[0]));
+      tma_load(s.a[at.stage], p.a, s.stages.full[at.stage], next.task * 64, i * 64, 0, 0);
+      ring_next(s.stages, at);
+    }
+}
+TILE void ring_test_compute(const op_params &p, ring_shared &s, int wg) {
+  ring_pos at = {};
+  task_pos next = queue_begin();
+  turn_begin<2>(wg);
+  while (queue_take(s.queue, next, p.counter, p.m)) {
+    rsum l;
+    rv y;
+    fill(l, 0.f);
+    for (int i = 0; i < p.n; i++) {
+      rt<float, 64> t;
+      ring_wait(s.stages, at);
+      turn_wait<2>(wg);
+      load(t, s.a[at.stage]);
+      turn_pass<2>(wg);
+      ring_release(s.stages, at);
+      ring_next(s.stages, at);
+      row_sum_add(l, t);
+    }
+    reduce(y, l);
+    store(p.out + (next.task * 2 + wg) * 64, y, 64);
+  }
+  turn_end<2>(wg);
+}
+
+// ---- clusters: each of two blocks loads its half of tile a (rows) and of tile b (columns) into both
+struct cluster_shared {
+  st<elem, 64, 64> a;
+  st<elem, 64, 128> b;
+  ring<1, ASYNC_READS> stages;
+};
+TILE void cluster_init(cluster_shared &s) { cluster_ring_init<2>(s.stages, arrivals(1, 0, 0), arrivals(0, 0, 1)); }
+TILE void cluster_loader(const op_params &p, cluster_shared &s, int) {
+  ring_pos at = {};
+  for (int i = 0; i < p.n; i++) {
+    int half = cluster_rank();
+    ring_acquire(s.stages, at);
+    ring_expect(s.stages, at, tile_bytes(s.a) + tile_bytes(s.b));
+    tma_load_rows_multicast<32>(s.a, 32 * half, p.a, s.stages.full[0], i * 64 + 32 * half, 0, 0, 0, 3);
+    tma_load_cols_multicast<64>(s.b, 64 * half, p.b, s.stages.full[0], i * 64, 64 * half, 0, 0, 3);
+    ring_next(s.stages, at);
+  }
+}
+TILE void cluster_compute(const op_params &p, cluster_shared &s, int) {
+  ring_pos at = {};
+  for (int i = 0; i < p.n; i++) {
+    rt<float, 128> d;
+    ring_wait(s.stages, at);
+    mma_fence();
+    mma_AB<ZERO>(d, s.a, s.b);
+    mma_commit();
+    mma_wait<0>(d);
+    cluster_ring_release<2>(s.stages, at);
+    ring_next(s.stages, at);
+    store(p.out + (int64_t)(block_index() * p.n + i) * 64 * 128, 128, d, 64, 128);
+  }
+}
+
+// ---- entries: extern "C" int NAME(const op_params *, int blocks), 0 when it ran
+#ifdef __CUDACC__
+#define EXPORT extern "C"
+#define RUN_OP(name, kernel)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(kernel::threads, 1) device_##name(const __grid_constant__ op_params p) { kernel::run(p); } \
+  EXPORT int name(const op_params *p, int blocks) { return launch((const void *)device_##name, p, blocks, kernel::threads, kernel::cluster); }
+#include <cuda.h>
+#include <cuda_runtime.h>
+static int launch(const void *f, const op_params *p, int blocks, int threads, int cluster) {
+  enum { BYTES = 220 * 1024 };
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+  void *args[] = {(void *)p};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = BYTES;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  if (int e = cudaFuncSetAttribute(f, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES)) return e;
+  if (int e = cudaLaunchKernelExC(&config, f, args)) return e;
+  return cudaDeviceSynchronize();
+}
+EXPORT void *op_buffer(const void *host, size_t bytes) {
+  void *p = nullptr;
+  if (cudaMalloc(&p, bytes) || cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice)) return nullptr;
+  return p;
+}
+EXPORT int op_fetch(void *host, const void *p, size_t bytes) { return cudaMemcpy(host, p, bytes, cudaMemcpyDeviceToHost); }
+EXPORT void op_release(void *p) { cudaFree(p); }
+// size and stride[1..3] (bytes), columns first; the box is rows x cols elements
+EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, const int64_t *stride, int rows, int cols) {
+  typedef decltype(&cuTensorMapEncodeTiled) encode;
+  void *f = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (int e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found)) return e;
+  cuuint64_t sizes[4], strides[3];
+  cuuint32_t box[4] = {(cuuint32_t)cols, (cuuint32_t)rows, 1, 1}, step[4] = {1, 1, 1, 1};
+  for (int i = 0; i < 4; i++) sizes[i] = size[i];
+  for (int i = 0; i < 3; i++) strides[i] = stride[i + 1];
+  bool wide = element_bytes == 4;
+  return ((encode)f)((CUtensorMap *)m, wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, p, sizes, strides, box, step,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+#else
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define RUN_OP(name, kernel)                                    \
+  EXPORT int name(const op_params *p, int blocks) {             \
+    for (int i = 0; i < blocks; i += kernel::SIZE) run_kernel<kernel>(p, i, blocks); \
+    return 0;                                                   \
+  }
+EXPORT void *op_buffer(const void *host, size_t bytes) {
+  void *p = aligned_alloc(128, (bytes + 127) / 128 * 128);
+  return p ? memcpy(p, host, bytes) : p;
+}
+EXPORT int op_fetch(void *host, const void *p, size_t bytes) { memcpy(host, p, bytes); return 0; }
+EXPORT void op_release(void *p) { free(p); }
+EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, const int64_t *stride, int, int) {
+  gmap_cpu c = {(char *)p, {}, {}};
+  for (int i = 0; i < 4; i++) {
+    c.size[i] = size[i];
+    c.stride[i] = i ? stride[i] : element_bytes;
+  }
+  memcpy(m->bytes, &c, sizeof c);
+  return 0;
+}
+#endif
+#define OP(body, RA, CA, RB, CB, N, I)                                                                                        \
+  typedef block<op_params, tiles<RA, CA, RB, CB, N, I>, init<RA, CA, RB, CB, N, I>, role<body<RA, CA, RB, CB, N, I>, WARPGROUP, 1, 0>, \
+                role<loader<RA, CA, RB, CB, N, I>, THREAD, 1, 0>>                                                             \
+      body##_##RA##_##CA##_##RB##_##CB##_##N##_##I##_kernel;                                                                  \
+  RUN_OP(body##_##RA##_##CA##_##RB##_##CB##_##N##_##I, body##_##RA##_##CA##_##RB##_##CB##_##N##_##I##_kernel)
+#include "ops.def"
+typedef block<op_params, scan_shared, scan_init, role<scan_out, WARPGROUP, 1, 0>, role<scan_loader, THREAD, 1, 0>, role<scan_warp, WARP, 1, 0>>
+    scan_kernel;
+RUN_OP(scan, scan_kernel)
+typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>, role<ring_test_loader, THREAD, 1, 0>> ring_kernel;
+RUN_OP(rings, ring_kernel)
+typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WARPGROUP, 1, 0>, role<cluster_loader, THREAD, 1, 0>, CLUSTER<2>>
+    cluster_kernel;
+RUN_OP(clusters, cluster_kernel)

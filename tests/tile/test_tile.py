@@ -1,0 +1,393 @@
+"""Every tile operation against its formula in numpy, on the CPU for each instruction set it has, and on the GPU where there is one.
+
+The kernels are in ops.cu, their rows in ops.def. MARGAY_TILE_LIBS names a folder where their libraries are kept between runs; one that
+lies there is used as it is where its compiler is missing."""
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "csrc"
+TYPES = ("bf16", "fp16", "float")
+ISAS = {"base": []}
+if platform.machine() == "x86_64":
+    ISAS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+SHAPES = re.findall(r"^OP\((\w+), (\d+), (\d+), (\d+), (\d+), (\d+), (\d+)\)", (HERE / "ops.def").read_text(), re.M)
+ROWS = [(body, *map(int, shape)) for body, *shape in SHAPES]
+
+
+def cpu_runs(flags):
+    words = set(Path("/proc/cpuinfo").read_text().split()) if os.path.exists("/proc/cpuinfo") else set()
+    need = {f[2:].replace("avx512bf16", "avx512_bf16") for f in flags if not f.startswith("-mprefer")}
+    return need <= words
+
+
+def has_gpu():
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
+
+
+TARGETS = [(isa, t) for isa, flags in ISAS.items() if cpu_runs(flags) for t in TYPES]
+if has_gpu():
+    TARGETS += [("sm90", "bf16"), ("sm90", "fp16")]
+
+
+def build(target, elem, folder):
+    """Compile ops.cu for a target; the library's path."""
+    out = Path(folder) / f"ops_{target}_{elem}.so"
+    sources = [HERE / "ops.cu", HERE / "ops.def", *CSRC.rglob("tile/**/*.h")]
+    if target == "sm90":
+        compiler = os.environ.get("NVCC") or shutil.which("nvcc")
+        flags = ["-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-cudart", "static"]
+    else:
+        compiler = os.environ.get("CXX") or shutil.which("g++")
+        flags = ["-O2", "-ftree-vectorize", "-fPIC", "-x", "c++", "-Wall", "-Wextra", "-Werror", "-fno-exceptions", "-fno-rtti",
+                 "-fno-threadsafe-statics", "-fvisibility=hidden", *ISAS[target]]
+    if out.exists() and (not compiler or all(s.stat().st_mtime < out.stat().st_mtime for s in sources)):
+        return out
+    if not compiler:
+        pytest.skip("no compiler for " + target)
+    subprocess.run([compiler, "-std=c++17", *flags, "-shared", f"-I{CSRC}", f"-DTYPE={elem}", "-DCONSTANTS=UNUSED=0", "-o", str(out),
+                    str(HERE / "ops.cu")], check=True)
+    return out
+
+
+# ---- element types as numpy arrays: bf16 lives in uint16
+def encode(x, elem):
+    x = np.asarray(x, np.float32)
+    if elem == "float":
+        return x
+    if elem == "fp16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16)
+    u = x.view(np.uint32)
+    rounded = ((u.astype(np.uint64) + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+def decode(x, elem):
+    if elem == "bf16":
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32)
+
+
+class Params(ctypes.Structure):
+    _fields_ = [("a", ctypes.c_char * 128), ("b", ctypes.c_char * 128), ("c", ctypes.c_char * 128),
+                ("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("e", ctypes.c_void_p), ("out", ctypes.c_void_p), ("counter", ctypes.c_void_p),
+                ("row", ctypes.c_int), ("col", ctypes.c_int), ("head", ctypes.c_int), ("batch", ctypes.c_int),
+                ("m", ctypes.c_int), ("n", ctypes.c_int)]
+
+
+class Ops:
+    def __init__(self, target, elem, folder):
+        self.target, self.elem = target, elem
+        self.lib = ctypes.CDLL(str(build(target, elem, folder)))
+        self.lib.op_buffer.restype = ctypes.c_void_p
+        self.lib.op_buffer.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        self.lib.op_fetch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        self.lib.op_release.argtypes = [ctypes.c_void_p]
+        self.lib.op_map.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+
+    def run(self, name, maps, vectors, blocks=1, **numbers):
+        """maps: {"a": (array [batch, head, row, column], box rows)}; vectors: {"x": array}. All of them as they are after the run."""
+        memory = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)   # the maps are aligned to 64 bytes
+        p = Params.from_address((ctypes.addressof(memory) + 63) // 64 * 64)
+        arrays = {k: v[0] for k, v in maps.items()} | vectors
+        buffers = {k: self.lib.op_buffer(v.tobytes(), v.nbytes) for k, v in arrays.items()}
+        try:
+            for k, (array, box, *cols) in maps.items():
+                size = (ctypes.c_int64 * 4)(*array.shape[::-1])
+                stride = (ctypes.c_int64 * 4)(*array.strides[::-1])
+                where = ctypes.addressof(p) + getattr(Params, k).offset
+                assert self.lib.op_map(where, buffers[k], array.itemsize, size, stride, box, cols[0] if cols else 64) == 0
+            for k in vectors:
+                setattr(p, k, buffers[k])
+            for k, v in numbers.items():
+                setattr(p, k, v)
+            assert getattr(self.lib, name)(ctypes.byref(p), blocks) == 0
+            result = {}
+            for k, v in arrays.items():
+                result[k] = np.empty_like(v)
+                assert self.lib.op_fetch(result[k].ctypes.data, buffers[k], v.nbytes) == 0
+            return result
+        finally:
+            for b in buffers.values():
+                self.lib.op_release(b)
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    folder = os.environ.get("MARGAY_TILE_LIBS")
+    with tempfile.TemporaryDirectory() as temporary:
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        yield folder or temporary
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids="-".join)
+def ops(request, libraries):
+    return Ops(*request.param, libraries)
+
+
+def random(rng, elem, *shape):
+    return encode(rng.standard_normal(shape), elem)
+
+
+def same(got, want):
+    """Equal bit for bit, any NaN standing for all."""
+    np.testing.assert_array_equal(got, want)
+
+
+def close(got, want, scale, tolerance):
+    error = np.abs(got.astype(np.float64) - want)
+    assert np.all(error <= tolerance * scale), f"worst {np.max(error / scale)}"
+
+
+# ---- formulas: what body(shape) makes of inputs
+def window(array, row, col, rows, cols):
+    """rows x cols from (row, col) of a matrix, zeros outside."""
+    out = np.zeros((rows, cols), array.dtype)
+    r0, c0 = max(0, -row), max(0, -col)
+    part = array[max(0, row):max(0, row + rows), max(0, col):max(0, col + cols)]
+    out[r0:r0 + part.shape[0], c0:c0 + part.shape[1]] = part
+    return out
+
+
+PLACES = {"inside": dict(row=16, col=64, head=1, batch=1), "corner": dict(row=80, col=96, head=2, batch=0)}
+
+
+class Case:
+    """Inputs of one row, and the tiles its kernel sees."""
+
+    def __init__(self, ops, row, place):
+        self.ops, self.body, (self.RA, self.CA, self.RB, self.CB, self.N, self.I) = ops, row[0], row[1:]
+        self.name = "_".join(map(str, row))
+        self.rng = np.random.default_rng(sum(map(ord, self.name)))
+        elem = ops.elem
+        self.place = PLACES[place]
+        self.A = random(self.rng, elem, 2, 3, 120, 200)
+        self.B = random(self.rng, elem, 1, 1, self.RB, self.CB)
+        self.C = random(self.rng, elem, 2, 3, 120, 200)
+        at = self.place
+        self.a = window(decode(self.A, elem)[at["batch"], at["head"]], at["row"], at["col"], self.RA, self.CA)
+        self.b = decode(self.B, elem)[0, 0]
+        self.x = self.rng.standard_normal(self.N).astype(np.float32)
+        self.y = self.rng.standard_normal(64).astype(np.float32)
+        self.e = random(self.rng, elem, self.N)
+        self.limits = dict(m=50, n=self.N - 5)
+        self.out = np.full(2 * 64 * self.N, np.nan, np.float32)
+
+    def run(self):
+        maps = {"a": (self.A, self.RA), "b": (self.B, self.RB), "c": (self.C, self.RB)}
+        vectors = {"x": self.x, "y": self.y, "e": self.e, "out": self.out, "counter": np.array([5, 6, 7], np.int32)}
+        self.result = self.ops.run(self.name, maps, vectors, **self.place, **self.limits)
+        return self.result["out"]
+
+    def matrix(self):
+        return self.run()[:64 * self.N].reshape(64, self.N)
+
+    def t(self):
+        return self.x[None, :] + self.y[:, None]
+
+    def check_stored(self, want):
+        """`want`, a tile of floats, is in C at the place, rounded; everything around it as it was."""
+        self.run()
+        expected, at = self.C.copy(), self.place
+        target = expected[at["batch"], at["head"], at["row"]:at["row"] + self.RB, at["col"]:at["col"] + self.CB]
+        target[...] = encode(want, self.ops.elem)[:target.shape[0], :target.shape[1]]
+        same(decode(self.result["c"], self.ops.elem), decode(expected, self.ops.elem))
+
+
+def check_product(c):
+    a, b = c.a.astype(np.float64), c.b.astype(np.float64)
+    name, I = c.body, c.I
+    if name == "mma_AtB_window":
+        a, b = a[:, 64 * I:64 * I + 64], b[:, 64 * I:64 * I + c.N]
+    if name == "mma_ABt_part_register":
+        b = b[:, 64 * I:64 * I + c.CA]
+    if "_At" in name:
+        a = a.T
+    if "Bt_" in name:
+        b = b.T
+    close(c.matrix(), 2 * a @ b, 1 + np.abs(a) @ np.abs(b), 4e-6)
+
+
+def check_copy(c):
+    I, N, name = c.I, c.N, c.body
+    if name == "load_float":
+        want = np.full((64, N), np.nan, np.float32)
+        want[:c.limits["m"], :c.limits["n"]] = c.a[:, I:I + N][:c.limits["m"], :c.limits["n"]]
+        return same(c.matrix(), want)
+    tile = c.b.copy()
+    if name == "load_elem":
+        tile[:, I:I + N] = c.a[:, I:I + N]
+    elif name == "load_transposed":
+        tile = c.a.T
+    elif name == "store_float":
+        tile[:, I:I + N] = c.t()
+    elif name == "store_converted":
+        tile[:, :N] = c.t()
+    elif name == "store_converted_part":
+        tile = c.t()[:, I:I + 64]
+    elif name == "store_transposed":
+        tile = c.t().T
+    elif name in ("store_with_row_col", "store_triangle"):
+        t, u, v = c.t(), c.y[:, None], c.x[None, :]
+        low = np.arange(N)[None, :] <= np.arange(64)[:, None]
+        f = t + u - v
+        tile = np.where(low, f, 2 * t) if name == "store_with_row_col" else np.where(low, f, 0) + 3 * np.eye(64, N, dtype=np.float32)
+    c.check_stored(tile)
+
+
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 127.75, 128, 129, -125.9, -126, -127, -200, 1e-38, 3e38], np.float32)
+
+
+def check_scalar(c):
+    c.y[:] = np.linspace(-1, 1, 64)
+    c.x[:] = 0
+    c.x[:16] = SPECIAL
+    c.x[16:] = c.rng.standard_normal(c.N - 16) * 40
+    c.y[:8] = 0
+    if c.I == 1:
+        c.x[20:] = np.exp(c.x[20:])
+        c.x[40:] = 1 + c.x[40:] * 1e-3
+    t = c.t()
+    f = (np.exp2, np.log2, np.reciprocal)[c.I]
+    with np.errstate(all="ignore"):
+        want = f(t.astype(np.float64))
+        single = want.astype(np.float32)
+    got = c.matrix()
+    same(np.isnan(got), np.isnan(want))
+    small = np.abs(want) < 2.0**-126
+    if c.I != 0:
+        small |= np.abs(t) < 2.0**-126
+    same(got[np.isinf(single) & ~small], single[np.isinf(single) & ~small])
+    usual = np.isfinite(single) & ~small
+    # log2 has a zero at 1 that the GPU's instruction meets with an absolute error
+    scale = np.abs(want) + (0.5 if c.I == 1 and c.ops.target == "sm90" else 0)
+    close(got[usual], want[usual], scale[usual], 2.0**-22)
+    tiny = np.abs(want[small]) < 2.0**-126
+    assert np.all(np.abs(got[small][tiny]) <= 2.0**-126)
+
+
+def check_form(c):
+    t = c.t()
+    u = 2 * t + 1
+    x, y = c.x[None, :], c.y[:, None]
+    t64 = t.astype(np.float64)
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None][c.I]
+    if c.I == 6:
+        return same(c.matrix(), np.where(np.arange(c.N)[None, :] <= np.arange(64)[:, None] + 3, t, -np.inf))
+    close(c.matrix(), want, 1 + t64 * t64, 1e-6)
+
+
+def check_elem(c):
+    c.check_stored(c.a * c.x[None, :])
+
+
+def check_reduction(c):
+    t = c.t().astype(np.float64)
+    got = c.run()[:64]
+    if c.I == 0:
+        return same(got, np.maximum(c.y, c.t().max(1)))
+    want = t.sum(1) * (c.y + 1) if c.I == 1 else (t * (t - 1)).sum(1)
+    close(got, want, 1 + np.abs(t).sum(1) + (t * t).sum(1), 1e-6)
+
+
+def check_vectors(c):
+    y = np.where(np.arange(64) < 50, c.y, -7).astype(np.float32)
+    want = np.full(64, np.nan, np.float32)
+    n = c.limits["n"]
+    want[:n] = (2 * (y.astype(np.float64) * c.x + c.x[3]))[:n]
+    got = c.run()[:64]
+    same(np.isnan(got), np.isnan(want))
+    close(got[:n], want[:n], 4 + np.abs(want[:n]), 1e-6)
+
+
+def check_columns(c):
+    n, m = c.limits["n"], c.limits["m"]
+    want = np.full((64, c.N), np.nan, np.float32)
+    want[:m] = 1 + np.where(np.arange(c.N) < n, decode(c.e, c.ops.elem), 0)
+    same(c.matrix(), want)
+
+
+def check_accumulators(c):
+    same(c.matrix(), 2 * c.t())
+
+
+def check_scalars(c):
+    same(c.run()[:64], np.full(64, c.limits["m"] + c.limits["n"], np.float32))
+    same(c.result["counter"], [5, 0, 0])
+
+
+CHECKS = {"map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
+          "vectors": check_vectors, "columns": check_columns, "accumulators": check_accumulators, "scalars": check_scalars}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: "_".join(map(str, r)))
+@pytest.mark.parametrize("place", PLACES)
+def test_op(ops, row, place):
+    case = Case(ops, row, place)
+    body = row[0]
+    check = CHECKS.get(body) or (check_product if body.startswith("mma") else check_copy)
+    check(case)
+
+
+@pytest.mark.parametrize("elem_value", [1.00390625, 65519.9, 65520.0, 6e-8, 3e-8, 1e-40, 3.4e38, np.inf, -np.inf, np.nan])
+def test_rounding(ops, elem_value):
+    """Ties, overflow, subnormals and NaN, through the register tile and straight to the shared tile."""
+    for row in (r for r in ROWS if r[0] in ("store_float", "store_converted")):
+        case = Case(ops, row, "inside")
+        with np.errstate(over="ignore"):
+            case.x[:] = np.float32(elem_value) * (1 + np.arange(case.N, dtype=np.float32) % 7 / 64)
+        case.x[1::2] *= -1
+        case.y[:] = 0
+        check_copy(case)
+
+
+def test_scan(ops):
+    rng = np.random.default_rng(1)
+    m = rng.standard_normal((2, 2, 100, 12)).astype(np.float32)
+    r = ops.run("scan", {"a": (m, 64, 4)}, {"out": np.full(192, np.nan, np.float32)}, row=60, col=4, head=1, batch=1)
+    v = np.zeros(64)
+    v[:40] = m[1, 1, 60:, 6]
+    sums = np.cumsum(v)
+    close(r["out"][:64], sums, 8, 1e-6)
+    close(r["out"][64:128], v * sums, 8 * (1 + np.abs(v)), 1e-6)
+    close(r["out"][128:], np.full(64, sums[-1]), 8, 1e-6)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_rings(ops, dynamic, blocks):
+    """7 tasks over persistent blocks, 5 tiles each through 2 stages, two warpgroups in turns."""
+    rng = np.random.default_rng(2)
+    a = random(rng, ops.elem, 1, 1, 7 * 64, 5 * 64)
+    vectors = {"out": np.full(7 * 2 * 64, np.nan, np.float32)}
+    if dynamic:
+        vectors["counter"] = np.zeros(1, np.int32)
+    r = ops.run("rings", {"a": (a, 64)}, vectors, blocks=blocks, m=7, n=5)
+    sums = decode(a, ops.elem)[0, 0].astype(np.float64).sum(1).reshape(7, 1, 64)
+    close(r["out"].reshape(7, 2, 64), np.broadcast_to(sums, (7, 2, 64)), 20, 1e-5)
+
+
+def test_clusters(ops):
+    rng = np.random.default_rng(3)
+    a, b = random(rng, ops.elem, 1, 1, 5 * 64, 64), random(rng, ops.elem, 1, 1, 5 * 64, 128)
+    maps = {"a": (a, 32), "b": (b, 64)}
+    r = ops.run("clusters", maps, {"out": np.full(4 * 5 * 64 * 128, np.nan, np.float32)}, blocks=4, n=5)
+    x, y = (decode(t, ops.elem)[0, 0].astype(np.float64).reshape(5, 64, -1) for t in (a, b))
+    want = np.broadcast_to(x @ y, (4, 5, 64, 128))
+    close(r["out"].reshape(want.shape), want, 1 + np.abs(x) @ np.abs(y), 4e-6)
