@@ -45,8 +45,9 @@ typedef struct mg_attention_options {
 
 // out [B, Hq, Nq, Dv] = softmax(scale q k^T) v, q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv], Hq a multiple of Hk.
 // lse [B, Hq, Nq] fp32 contiguous, natural-log log-sum-exp of the scaled scores, or NULL. Rows without keys: 0, lse -inf.
+// workspace: 16 bytes (any contents, uint8 on the same device), with which a GPU balances uneven work better, or NULL.
 MG_API mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
-                                  const mg_attention_options *options, mg_stream stream);
+                                  const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream);
 // Bytes of workspace that mg_attention_bwd wants for these shapes (any contents, 256-byte aligned, uint8 on the same device).
 MG_API mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                                             const mg_attention_options *options);

@@ -314,15 +314,17 @@ static bool read_int(PyObject *object, int *value) {
 // ---- ops
 
 static PyObject *attention_fwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"out", "lse", "q", "k", "v"};
+  static const char *const names[] = {"out", "lse", "q", "k", "v", "workspace"};
   args a;
   mg_stream stream;
   mg_attention_options options = {0};
-  if (!check_count("attention_fwd", count, 7, 8) || !read_stream(objects, count, 7, &stream) || !read_float(objects[5], &options.scale) ||
-      !read_bool(objects[6], &options.causal) || !read_tensors(&a, module, "attention", names, objects, 5, stream))
+  if (!check_count("attention_fwd", count, 7, 9)) return NULL;
+  PyObject *const tensors[] = {objects[0], objects[1], objects[2], objects[3], objects[4], count > 8 ? objects[8] : Py_None};
+  if (!read_stream(objects, count, 7, &stream) || !read_float(objects[5], &options.scale) ||
+      !read_bool(objects[6], &options.causal) || !read_tensors(&a, module, "attention", names, tensors, 6, stream))
     return NULL;
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_attention_fwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], &options, stream));
+  RUN(mg_attention_fwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], &options, stream));
 }
 
 static PyObject *attention_bwd_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
@@ -544,7 +546,7 @@ static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssiz
 
 #define FUNCTION(f) (PyCFunction)(void (*)(void))f   // through the one function pointer type that compilers let pass for any
 static PyMethodDef methods[] = {
-  {"attention_fwd", FUNCTION(attention_fwd), METH_FASTCALL, "attention_fwd(out, lse, q, k, v, scale, causal, stream=0)"},
+  {"attention_fwd", FUNCTION(attention_fwd), METH_FASTCALL, "attention_fwd(out, lse, q, k, v, scale, causal, stream=0, workspace=None)"},
   {"attention_bwd_workspace", FUNCTION(attention_bwd_workspace), METH_FASTCALL,
    "attention_bwd_workspace(q, k, v, causal, deterministic) -> bytes"},
   {"attention_bwd", FUNCTION(attention_bwd), METH_FASTCALL,

@@ -58,7 +58,7 @@ int main(void) {
   mg_tensor tlse = {.data = lse, .dtype = MG_FP32, .device = MG_CPU, .dims = 3, .shape = {BATCH, HEADS, ROWS},
                     .stride = {HEADS * ROWS, ROWS, 1}};
   mg_attention_options options = {.scale = 1 / sqrtf(DIM), .causal = true};
-  if (mg_attention_fwd(&tout, &tlse, &tq, &tk, &tv, &options, NULL)) {
+  if (mg_attention_fwd(&tout, &tlse, &tq, &tk, &tv, NULL, &options, NULL)) {
     fprintf(stderr, "%s\n", mg_last_error());
     return 1;
   }

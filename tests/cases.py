@@ -157,43 +157,52 @@ def plain_gradients(case, q, k, v, dout):
 # ---- how far from exact
 
 
-def check_error(name, found, plain, exact, factor=2, rounding=0.0):
-    """Fail where `found` is further from `exact` than `factor` times the plain formulation. `rounding` is an absolute allowance for results
-    that cancel to about 0, where the plain formulation happens to be exact."""
+def check_error(name, found, plain, exact, factor=2, rounding=(0.0, 0.0)):
+    """Fail where `found` is further from `exact` than `factor` times the plain formulation. `rounding`: allowed besides the rounding of the
+    result itself, relative and absolute, as `float32_rounding` gives it."""
     assert found.shape == exact.shape, f"{name}: shape {list(found.shape)}, expected {list(exact.shape)}"
     if not exact.numel():
         return
     assert not found.isnan().any(), f"{name}: {int(found.isnan().sum())} of {found.numel()} elements are NaN"
     eps = torch.finfo(found.dtype).eps
+    relative, absolute = rounding
     error, allowed = found.double() - exact, plain.double() - exact
-    worst, limit = float(error.abs().max()), factor * float(allowed.abs().max()) + eps * float(exact.abs().max()) + rounding
+    worst = float(error.abs().max())
+    limit = factor * float(allowed.abs().max()) + (eps + relative) * float(exact.abs().max()) + absolute
     assert worst <= limit, f"{name}: error {worst:.3g}, allowed {limit:.3g}"
     size = float(exact.abs().mean())
-    mean, limit = float(error.abs().mean()), factor * float(allowed.abs().mean()) + eps / 2 * size + rounding
+    mean = float(error.abs().mean())
+    limit = factor * float(allowed.abs().mean()) + (eps / 2 + relative) * size + absolute
     assert mean <= limit, f"{name}: mean error {mean:.3g}, allowed {limit:.3g}"
     rows = exact.numel() // exact.shape[-1]      # elements of one row share the rounding of its weights
     bias, limit = (abs(float((e * exact.sign()).mean())) for e in (error, allowed))
-    limit = factor * limit + eps * size * (0.1 + 2 / rows**0.5) + rounding
+    limit = factor * limit + (eps * (0.1 + 2 / rows**0.5) + relative) * size + absolute
     assert bias <= limit, f"{name}: mean error away from zero {bias:.3g}, allowed {limit:.3g}"
+
+
+def largest_score(q, k, scale):
+    """A bound of |scale q k^T|."""
+    scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
+    return scale * float(q.double().norm(dim=3).max() * k.double().norm(dim=3).max()) if q.numel() and k.numel() else 0.0
+
+
+def float32_rounding(case, q, k, v, dout):
+    """What rounding of float32 intermediate results leaves: relative, of the weights, whose relative error is the absolute error of a score;
+    absolute, in dq and dk, of delta = sum(out dout) and of dout v^T, which cancel in the gradient of the scores."""
+    relative = 2**-23 * (8 + largest_score(q, k, case.scale) / 2)
+    if not (q.numel() and k.numel()):
+        return relative, 0.0
+    scale = abs(case.dim**-0.5 if case.scale is None else case.scale)
+    products = float(dout.double().norm(dim=3).max() * v.double().norm(dim=3).max())
+    return relative, 2**-22 * scale * products * float(max(q.abs().max(), k.abs().max()))
 
 
 def check_lse(found, exact, q, k, scale):
     """lse is exact to float32 rounding of the scores."""
-    scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
-    scores = scale * float(q.double().norm(dim=3).max() * k.double().norm(dim=3).max()) if q.numel() and k.numel() else 0.0
     assert found.dtype == torch.float32 and found.shape == exact.shape
     finite = exact.isfinite()
     assert torch.equal(found.isfinite(), finite) and (found[~finite] == -math.inf).all(), "lse: not -inf exactly where a row has no keys"
     if finite.any():
         worst = float((found.double() - exact)[finite].abs().max())
-        limit = 2**-21 * (4 + scores)
+        limit = 2**-22 * (4 + largest_score(q, k, scale))
         assert worst <= limit, f"lse: error {worst:.3g}, allowed {limit:.3g}"
-
-
-def gradient_rounding(case, q, k, v, dout):
-    """What float32 rounding of delta = sum(out dout) and of dout v^T, which cancel in the gradient of the scores, leaves in dq and dk."""
-    if not (q.numel() and k.numel()):
-        return 0.0
-    scale = abs(case.dim**-0.5 if case.scale is None else case.scale)
-    products = float(dout.double().norm(dim=3).max() * v.double().norm(dim=3).max())
-    return 2**-22 * scale * products * float(max(q.abs().max(), k.abs().max()))

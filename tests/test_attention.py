@@ -8,7 +8,7 @@ import torch
 
 import margay as mg
 from cases import (DEVICES, AttentionCase, ExactAttention, attention_cases, attention_inputs, awkward_attention_cases, check_error, check_lse,
-                   exact_attention, gradient_rounding, plain_attention, plain_gradients)
+                   exact_attention, float32_rounding, plain_attention, plain_gradients)
 from margay import _C
 
 RANDOM = attention_cases(200, seed=2)
@@ -34,12 +34,12 @@ def check_results(case, inputs, out, lse, dq, dk, dv):
     q, k, v, dout = inputs
     exact_out, exact_lse, exact_dq, exact_dk, exact_dv = exact_attention(case, *inputs)
     plain_out, plain_dq, plain_dk, plain_dv = plain_gradients(case, *inputs)
-    check_error("out", out, plain_out, exact_out)
+    rounding = float32_rounding(case, q, k, v, dout)
+    check_error("out", out, plain_out, exact_out, 2, (rounding[0], 0.0))
     check_lse(lse, exact_lse, q, k, case.scale)
-    rounding = gradient_rounding(case, q, k, v, dout)
     check_error("dq", dq, plain_dq, exact_dq, 3, rounding)
     check_error("dk", dk, plain_dk, exact_dk, 3, rounding)
-    check_error("dv", dv, plain_dv, exact_dv, 3)
+    check_error("dv", dv, plain_dv, exact_dv, 3, (rounding[0], 0.0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,7 +117,7 @@ def test_lse_gradient(device, causal):
     plain = plain_gradients(case, q, k, v, dout)            # of dout alone: the error that is allowed, not the value
     without = exact_attention(case, q, k, v, dout)
     for name, a, b, c, d in zip(("dq", "dk", "dv"), found, plain[1:], exact[2:], without[2:]):
-        check_error(name, a, b.double() - d + c, c, 3, gradient_rounding(case, q, k, v, dout))
+        check_error(name, a, b.double() - d + c, c, 3, float32_rounding(case, q, k, v, dout))
     only = torch.autograd.grad(mg.attention(*leaves, causal=causal, return_lse=True)[1], leaves, dlse)
     exact = exact_attention(case, q, k, v, torch.zeros_like(dout), dlse)
     for name, a, c in zip(("dq", "dk", "dv"), only, exact[2:]):
@@ -126,7 +126,7 @@ def test_lse_gradient(device, causal):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("scale", (1e-3, -0.125, 0.0))
+@pytest.mark.parametrize("scale", (1e-30, 1e-3, 3.0))
 def test_scale(device, dtype, scale):
     check_attention(AttentionCase(5, 2, 2, 2, 70, 90, 64, 64, True, dtype, "heads first", scale), device)
 
@@ -192,7 +192,7 @@ def test_threads_agree(device):
 def test_reference_gradient(causal):
     """The closed form of the gradient, lse's included, is the derivative of the formula."""
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(shape, dtype=torch.float64, generator=g, requires_grad=True) for shape in ((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 4)))
+    q, k, v = (torch.randn(shape, dtype=torch.float64, generator=g, requires_grad=True) for shape in ((1, 4, 5, 3), (1, 2, 4, 3), (1, 2, 4, 2)))
     assert torch.autograd.gradcheck(lambda q, k, v: ExactAttention.apply(q, k, v, 0.7, causal), (q, k, v))
     plain = plain_attention(q, k, v, 0.7, causal)
     assert torch.allclose(ExactAttention.apply(q, k, v, 0.7, causal)[0], plain, rtol=1e-12)

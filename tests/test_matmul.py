@@ -78,7 +78,7 @@ def check(case, found, a, b, bias):
     exact = formula(case, a.double(), b.double(), None if bias is None else bias.double())
     # Sums in float32 differ in their order. An activation's slope is at most 1.13, that of gelu.
     rounding = 2**-22 * float(a.double().norm(dim=1).max() * b.double().norm(dim=0).max()) if exact.numel() and case.k else 0.0
-    check_error("out", found, formula(case, a, b, bias), exact, rounding=rounding)
+    check_error("out", found, formula(case, a, b, bias), exact, rounding=(0.0, rounding))
 
 
 def guarded(case, device="cpu"):
@@ -144,7 +144,7 @@ def check_kernel(name, prefer, device):
         out.fill_(math.nan)
         assert around.isnan().all(), "memory beside out was written"
         checked += 1
-    assert checked >= 3
+    assert checked >= 2
 
 
 def padded(t):
@@ -156,23 +156,24 @@ def padded(t):
     return wide[:, :t.shape[1]]
 
 
-@pytest.mark.parametrize("name", kernel_names("cpu_only"))
+@pytest.mark.parametrize("name", kernel_names("cpu"))
 def test_kernel_on_cpu(name, prefer):
     check_kernel(name, prefer, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", kernel_names("gpu_only"))
+@pytest.mark.parametrize("name", kernel_names("gpu"))
 def test_kernel_on_gpu(name, prefer):
     check_kernel(name, prefer, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", kernel_names("gpu_only"))
+@pytest.mark.parametrize("name", kernel_names("gpu"))
 def test_repeats_bitwise(name, prefer):
     """A missing synchronisation shows as an answer that changes."""
     dtype, layouts = re.match("matmul_(bf16|fp16)_([nt]{2})", name).groups()
-    case = Case(0, 2048, 2048, 520, layouts, True, "silu", {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    size = 2048 if "256" in name else 1024         # the small tiles' rows take problems of one wave
+    case = Case(0, size, size, 520, layouts, True, "silu", {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
     a, b, bias = inputs(case, "cuda")
     prefer(name)
     first = torch.empty(case.m, case.n, dtype=case.dtype, device="cuda")

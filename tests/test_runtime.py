@@ -100,7 +100,7 @@ class Runtime:
 
     def attention(self, out, lse, q, k, v, causal=False):
         views = [None if t is None else ctypes.byref(t) for t in (out, lse, q, k, v)]
-        return self.c.mg_attention_fwd(*views, ctypes.byref(Options(1.0, causal, False)), None)
+        return self.c.mg_attention_fwd(*views, None, ctypes.byref(Options(1.0, causal, False)), None)
 
     def check(self, op, tensors):
         number = ["attention_fwd", "attention_bwd", "attention_bwd_pre", "attention_bwd_post", "matmul", "scaled_add"].index(op)
@@ -399,7 +399,7 @@ def test_bad_06_07_strides(rt):
 def test_expanded_inputs_and_unused_strides_are_taken(rt):
     lse = tensor([2, 1, 1], [1, -7, 99], data=10 << 24, dtype=FP32)
     a = qkv(device=CPU, k=tensor([2, 4, 200, 64], [0, 0, 64, 1], data=9 << 24), lse=lse)
-    assert rt.check("attention_fwd", [a[name] for name in ("out", "lse", "q", "k", "v")]) == OK, rt.error()
+    assert rt.check("attention_fwd", [a[name] for name in ("out", "lse", "q", "k", "v")] + [None]) == OK, rt.error()
 
 
 def test_matmul_takes_transposed_views(rt):
@@ -417,7 +417,7 @@ def test_bad_08_misaligned_element(rt):
 
 def test_empty_tensors_have_no_memory_to_check(rt):
     a = qkv(device=CPU, out=tensor([2, 4, 0, 64], data=0), q=tensor([2, 4, 0, 64], data=0))
-    assert rt.check("attention_fwd", [a[name] for name in ("out", "lse", "q", "k", "v")]) == OK
+    assert rt.check("attention_fwd", [a[name] for name in ("out", "lse", "q", "k", "v")] + [None]) == OK
 
 
 def test_bad_13_sizes(rt):
@@ -427,7 +427,7 @@ def test_bad_13_sizes(rt):
     refused(rt, VALUE, "q with shape [2147483647, 2147483647, 2147483647, 2] and strides",
             q=tensor([2**31 - 1] * 3 + [2], [2**33, 2**32, 2, 1]))
     far = qkv(device=CPU, k=tensor([2, 4, 200, 64], [2**33, 2**31, 64, 1], data=1 << 40))
-    assert rt.check("attention_fwd", [far[name] for name in ("out", "lse", "q", "k", "v")]) == OK
+    assert rt.check("attention_fwd", [far[name] for name in ("out", "lse", "q", "k", "v")] + [None]) == OK
 
 
 def test_bad_15_overlap_with_an_input(rt):
@@ -446,7 +446,7 @@ def test_bad_17_read_only_output(rt):
     refused(rt, BUFFER, "out is written, but its memory is read-only", out=tensor([2, 4, 100, 64], data=1 << 24, read_only=True))
     arguments = qkv(device=CPU)
     arguments["q"].read_only = True
-    assert rt.check("attention_fwd", [arguments[name] for name in ("out", "lse", "q", "k", "v")]) == OK
+    assert rt.check("attention_fwd", [arguments[name] for name in ("out", "lse", "q", "k", "v")] + [None]) == OK
 
 
 def slices(layout, batch=2, rows=10, heads=4, d=64, base=1 << 20):
@@ -498,7 +498,7 @@ def test_overlap_against_enumeration(rt):
         out, q = draw(), draw()
         rest = [tensor([1, 1, 1, 1], data=(i + 2) << 24) for i in range(2)]
         wrong = len(set(addresses(out))) < len(addresses(out)) or bool(set(addresses(out)) & set(addresses(q)))
-        status = rt.check("attention_fwd", [out, None, q, *rest])
+        status = rt.check("attention_fwd", [out, None, q, *rest, None])
         assert status in (OK, BUFFER)
         assert not (wrong and status == OK), (addresses(out), addresses(q))
         accepted += status == OK
@@ -757,7 +757,7 @@ def test_module_producer_errors(module):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ((), "attention_fwd takes 7 to 8 positional arguments, got 0"),
+    ((), "attention_fwd takes 7 to 9 positional arguments, got 0"),
     ((None,) * 9, "got 9"),
     ((None,) * 5 + ("x", False), "must be real number"),
     ((None,) * 5 + (1.0, False, "x"), "int"),

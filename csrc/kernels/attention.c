@@ -97,16 +97,19 @@ static mg_status fill(const mg_context *c, const mg_tensor *t, uint32_t word) {
 }
 
 mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
-                           const mg_attention_options *options, mg_stream stream) {
+                           const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
   static const char op[] = "attention";
   shape x;
   float scale;
-  mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v});
+  mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace});
   if (!status) status = read_shape(&x, op, q, k, v);
   if (!status) status = read_scale(&scale, op, options, &x);
   if (!status) status = check_shape(op, "out", out, 4, (int64_t[]){x.batch, x.q_heads, x.q_rows, x.dv});
   if (!status && lse) status = check_shape(op, "lse", lse, 3, (int64_t[]){x.batch, x.q_heads, x.q_rows});
   if (!status && lse) status = check_contiguous(op, "lse", lse);
+  if (!status && workspace && (workspace->shape[0] < 16 || ((uintptr_t)workspace->data & 15)))
+    status = mg_fail(MG_VALUE, "%s: workspace has %lld bytes at %p, expected 16 bytes, 16-byte aligned", op, (long long)workspace->shape[0],
+                     workspace->data);
   if (status) return status;
   mg_context c;
   const mg_kernel *row;
@@ -127,11 +130,16 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   int64_t tasks = (int64_t)p.q_blocks * x.batch * x.q_heads;
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld row blocks, at most 2^30 are accepted", op, (long long)tasks);
   p.tasks = (int)tasks;
-  p.l2_heads = l2_heads(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads);
+  p.l2_heads = options->causal ? l2_heads(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads) : 1;
   if ((status = map(&p.q, &c, "attention: q", q, 64)) || (status = map(&p.k, &c, "attention: k", k, desc->tile_n)) ||
       (status = map(&p.v, &c, "attention: v", v, desc->tile_n)) || (status = map(&p.o, &c, "attention: out", out, 64)))
     return status;
-  return mg_launch(&c, row, &p, grid(&c, row, tasks));
+  int64_t blocks = grid(&c, row, tasks);
+  if (workspace && c.device == MG_CUDA && tasks > blocks) {
+    p.counter = workspace->data;
+    if ((status = mg_fill(&c, p.counter, 0, sizeof(int), 1))) return status;
+  }
+  return mg_launch(&c, row, &p, blocks);
 }
 
 // ---- backward: workspace is  dq accumulator | lse2 | delta | counter | order

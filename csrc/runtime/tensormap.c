@@ -65,7 +65,10 @@ mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_
     strides[i] = (uint64_t)bytes;
   }
   const uint32_t box[DIMS] = {(uint32_t)box_cols, (uint32_t)box_rows, 1, 1}, steps[DIMS] = {1, 1, 1, 1};
+  mg_gpu *gpu;
+  bool pushed;   // the driver wants a context, and a thread of autograd has none
+  if ((status = mg_gpu_open(&gpu, c->device_index)) || (status = mg_gpu_enter(gpu, &pushed))) return status;
   int error = mg_cu.cuTensorMapEncodeTiled(m, types[dtype], DIMS, data, sizes, strides, box, steps, CU_MAP_INTERLEAVE_NONE,
                                            swizzled ? CU_MAP_SWIZZLE_128B : CU_MAP_SWIZZLE_NONE, CU_MAP_L2_256B, CU_MAP_FILL_ZERO);
-  return error ? mg_driver_fail(error, "%s cannot be mapped for the GPU", name) : MG_OK;
+  return mg_gpu_leave(pushed, error ? mg_driver_fail(error, "%s cannot be mapped for the GPU", name) : MG_OK);
 }

@@ -11,7 +11,16 @@ class _Tensor(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def attention_fwd(
-    out: _Tensor, lse: _Tensor | None, q: _Tensor, k: _Tensor, v: _Tensor, scale: float, causal: bool, stream: int = 0, /
+    out: _Tensor,
+    lse: _Tensor | None,
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    scale: float,
+    causal: bool,
+    stream: int = 0,
+    workspace: _Tensor | None = None,
+    /,
 ) -> None: ...
 def attention_bwd_workspace(q: _Tensor, k: _Tensor, v: _Tensor, causal: bool, deterministic: bool, /) -> int: ...
 def attention_bwd(

@@ -63,13 +63,17 @@ def _attention_gradient(ctx, dout, dlse):
     return *backward(dout, dlse, q, k, v, out, lse, *ctx.options), None, None, None
 
 
+_ONE_WAVE = 1 << 20   # elements of out; smaller problems have at most about one task for each multiprocessor
+
+
 def _attention(q, k, v, scale, causal, want_lse=True):
     _check_attention(q, k, v)
     scale = ops.attention_scale(scale, q.shape[3])
     out, lse = _attention_outputs(q, v, want_lse)
     if q.is_cuda:
         target = _mappable_empty(out)
-        _C.attention_fwd(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal)
+        balance = torch.empty(16, dtype=torch.uint8, device=q.device) if out.numel() > _ONE_WAVE else None
+        _C.attention_fwd(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal, 0, balance)
         _copy_back(out, target)
     else:
         _use_torch_threads()

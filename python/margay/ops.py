@@ -9,6 +9,7 @@ import sys
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 MAX_HEAD_DIM = 256
+SMALLEST_SCALE = 2.0**-126     # of float32, without loss of precision
 
 
 def attention(q, k, v, *, causal=False, scale=None, return_lse=False, deterministic=False):
@@ -18,7 +19,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, determinis
     CPU also float32. Any strides whose last is 1. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
 
     causal: query i sees keys up to i + Nk - Nq (bottom-right aligned). A row without keys is 0, its lse -inf.
-    scale: of the scores, 1 / sqrt(D) if None.
+    scale: of the scores, positive; 1 / sqrt(D) if None.
     return_lse: also return the natural-log log-sum-exp of the scaled scores, float32 [B, Hq, Nq]; differentiable too.
     deterministic: bitwise equal gradients in every run, at some cost; also on under `torch.use_deterministic_algorithms(True)`.
 
@@ -70,12 +71,12 @@ def activation_code(name):
 
 
 def attention_scale(scale, head_dim):
-    """The scale as a float."""
+    """The scale as a float; 0 is refused because it means 1 / sqrt(D) to `_C`."""
     if scale is None:
         return head_dim**-0.5
     scale = float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"attention: scale is {scale}, expected a finite number")
+    if not SMALLEST_SCALE <= scale < math.inf:
+        raise ValueError(f"attention: scale is {scale:g}, expected a positive finite number")
     return scale
 
 

@@ -329,20 +329,20 @@ TILE void ring_test_init(ring_shared &s) {
 }
 TILE void ring_test_loader(const op_params &p, ring_shared &s, int) {
   ring_pos at = {};
-  task_pos next = queue_begin();
-  while (queue_draw(s.queue, next, p.counter, p.m))
+  int task = 0;
+  for (uint32_t count = 0; (task = queue_draw(s.queue, count, task, p.counter)) < p.m; count++)
     for (int i = 0; i < p.n; i++) {
       ring_acquire(s.stages, at);
       ring_expect(s.stages, at, tile_bytes(s.a[0]));
-      tma_load(s.a[at.stage], p.a, s.stages.full[at.stage], next.task * 64, i * 64, 0, 0);
+      tma_load(s.a[at.stage], p.a, s.stages.full[at.stage], task * 64, i * 64, 0, 0);
       ring_next(s.stages, at);
     }
 }
 TILE void ring_test_compute(const op_params &p, ring_shared &s, int wg) {
   ring_pos at = {};
-  task_pos next = queue_begin();
+  int task;
   turn_begin<2>(wg);
-  while (queue_take(s.queue, next, p.counter, p.m)) {
+  for (uint32_t count = 0; (task = queue_take(s.queue, count)) < p.m; count++) {
     rsum l;
     rv y;
     fill(l, 0.f);
@@ -357,7 +357,8 @@ TILE void ring_test_compute(const op_params &p, ring_shared &s, int wg) {
       row_sum_add(l, t);
     }
     reduce(y, l);
-    store(p.out + (next.task * 2 + wg) * 64, y, 64);
+    store(p.out + (queue_again(s.queue, count) * 2 + wg) * 64, y, 64);
+    queue_release(s.queue, count);
   }
   turn_end<2>(wg);
 }

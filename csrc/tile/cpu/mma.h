@@ -60,7 +60,7 @@ TILE void micro_at(float *c, int ldc, panel_a<Word> a, int i, const Word *b, int
   micro<A, MR, V, PANEL, 1, PW>(c, ldc, a.p + i / PW * PW * a.depth + i % PW, b, k);
 }
 // All 64 rows of V vectors of columns
-template<int A, int V, int PANEL, class First, class Word> TILE void columns(float *c, int ldc, First a, const Word *b, int k) {
+template<int A, int V, int PANEL, class First, class Word> TILE void product_columns(float *c, int ldc, First a, const Word *b, int k) {
   enum { REST = 64 % First::ROWS };
   for (int i = 0; i + First::ROWS <= 64; i += First::ROWS) micro_at<A, First::ROWS, V, PANEL>(c + i * ldc, ldc, a, i, b, k);
   if constexpr (REST > 0) micro_at<A, REST, V, PANEL>(c + (64 - REST) * ldc, ldc, a, 64 - REST, b, k);
@@ -70,8 +70,8 @@ template<int A, int LAST, int N, class First, class Word>
 __attribute__((noinline)) static void product(rt<float, N> &d, First a, const Word *b, int depth, int k) {
   static_assert(N % 16 == 0, "a product has a multiple of 16 columns");
   int n = 0;
-  for (; n + PW <= N; n += PW, b += depth * PW) columns<A, 2, PW>(&d.d[0][n], N, a, b, k);
-  if (N % PW) columns<A, 1, LAST>(&d.d[0][n], N, a, b, k);
+  for (; n + PW <= N; n += PW, b += depth * PW) product_columns<A, 2, PW>(&d.d[0][n], N, a, b, k);
+  if (N % PW) product_columns<A, 1, LAST>(&d.d[0][n], N, a, b, k);
 }
 
 // ---- packing

@@ -1,7 +1,6 @@
 """python -m margay.bench FAMILY: times Margay against PyTorch on this machine and writes FAMILY-DEVICE.json."""
 import argparse
 import importlib
-import json
 import math
 from pathlib import Path
 
@@ -29,13 +28,10 @@ def parse():
 
 def main():
     arguments = parse()
-    from margay.bench import harness, report
+    from margay.bench import harness
     options = harness.Options(arguments.out, arguments.only, arguments.rounds, arguments.ms, arguments.seconds,
-                              tuple(filter(None, arguments.peers.split(","))))
+                              tuple(filter(None, arguments.peers.split(","))), arguments.plot)
     good = importlib.import_module(f"margay.bench.{arguments.family}").run(options, arguments)
-    if arguments.plot and arguments.family != "overhead":
-        path = arguments.out / f"{arguments.family}-{harness.device_slug()}.json"
-        report.plot(json.loads(path.read_text()), path.with_suffix(".png"))
     raise SystemExit(not good)
 
 

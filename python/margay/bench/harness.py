@@ -50,13 +50,14 @@ class Options:
     measure_ms: float = 20
     seconds: float = math.inf
     peers: tuple = ()                # empty: all
+    plot: bool = False               # also write FAMILY-DEVICE.png
 
 
 def device_slug():
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia ", "").split(" ")[0])
-    return "cpu-" + margay.info()["isa"]
+    return margay.info()["isa"]
 
 
 # ---- clocks
@@ -93,6 +94,7 @@ class Clock:
 
 class GpuTimer:
     def __init__(self):
+        self.device = device_slug()
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def once(self, call):
@@ -114,6 +116,9 @@ class GpuTimer:
 
 
 class CpuTimer:
+    def __init__(self):
+        self.device = margay.info()["isa"]
+
     def measure(self, call, n):
         times = []
         for _ in range(n):
@@ -166,7 +171,7 @@ def measure(problem, timer, options):
     return rounds
 
 
-def result_of(case, problem, errors, rounds):
+def result_of(case, problem, errors, rounds, device):
     ours, *peers = rounds
     times = {name: statistics.median(values) for name, values in rounds.items()}
     ratio = {peer: statistics.median(p / o for p, o in zip(rounds[peer], rounds[ours])) for peer in peers}
@@ -174,7 +179,7 @@ def result_of(case, problem, errors, rounds):
               "date": datetime.date.today().isoformat()}
     if problem.flops:
         result["tflops"] = {name: problem.flops / ms * 1e-9 for name, ms in times.items()}
-    ceiling = CEILINGS.get(device_slug())
+    ceiling = CEILINGS.get(device)
     if ceiling and (problem.flops or problem.bytes):
         result["roofline"] = max(problem.flops / ceiling[0], problem.bytes / ceiling[1]) / (times[ours] * 1e-3)
     return result
@@ -182,9 +187,9 @@ def result_of(case, problem, errors, rounds):
 
 # ---- a family
 
-def environment():
-    env = {"margay": margay.__version__, "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
+def environment(on_gpu):
+    env = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    if on_gpu:
         env.update(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), driver=margay.info()["driver"])
     else:
         env.update(cpu=cpu_name(), isa=margay.info()["isa"])
@@ -200,7 +205,7 @@ def cpu_name():
 
 def describe(result):
     ratios = ", ".join(f"{value:.2f} x {peer}" for peer, value in result["speed_ratio"].items())
-    speed = f"{result['tflops'][next(iter(result['ms']))]:.0f} TFLOP/s, " if "tflops" in result else ""
+    speed = f"{result['tflops'][next(iter(result['ms']))]:.3g} TFLOP/s, " if "tflops" in result else ""
     return f"{next(iter(result['ms'].values())):.3f} ms, {speed}{ratios}"
 
 
@@ -211,25 +216,25 @@ def run_case(case, timer, options, clock):
         ours = next(iter(problem.runners))
         problem.runners = {name: call for name, call in problem.runners.items() if name == ours or name in options.peers}
     errors = check(problem)
-    result = {**result_of(case, problem, errors, measure(problem, timer, options)), **clock.since(start)}
+    result = {**result_of(case, problem, errors, measure(problem, timer, options), timer.device), **clock.since(start)}
     print(f"{case.name}: {describe(result)}", flush=True)
     return result
 
 
-def save(family, results, options, device=None):
-    """Results of cases that were not run now are kept. Returns the file and its content."""
-    path = options.out / f"{family}-{device or device_slug()}.json"
+def save(family, results, options, device):
+    """Results of cases that were not run now are kept."""
+    path = options.out / f"{family}-{device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(path.read_text())["cases"] if path.exists() else []
     cases = {case["name"]: case for case in [*old, *results]}
-    content = {"family": family, "environment": environment(),
+    content = {"family": family, "environment": environment(device != margay.info()["isa"]),
                "method": {"rounds": options.rounds, "ms_per_measurement": options.measure_ms, "inputs": "normal, seed 0"}, "cases": list(cases.values())}
     path.write_text(json.dumps(content, indent=1) + "\n")
-    return path, content
+    return path
 
 
 def run_family(family, cases, timer, options):
-    """Returns whether every case ran and was right."""
+    """Writes FAMILY-DEVICE.json. Returns whether every case ran and was right."""
     start, results, failed, left = time.monotonic(), [], [], []
     with Clock() as clock:
         for case in cases:
@@ -244,8 +249,10 @@ def run_family(family, cases, timer, options):
                 failed.append(case.name)
                 print(f"{case.name}: FAILED: {error}", flush=True)
     if results:
-        path, _ = save(family, results, options)
+        path = save(family, results, options, timer.device)
         print(f"{report.summary(results)}\n{len(results)} cases to {path} in {time.monotonic() - start:.0f} s")
+        if options.plot:
+            report.plot(json.loads(path.read_text()), path.with_suffix(".png"))
     if left:
         print(f"time was up; not run: {', '.join(left)}")
     return not failed

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import margay
 from margay import _C
-from margay.bench.harness import save
+from margay.bench.harness import device_slug, save
 
 CALLS = 300                          # fewer than a CUDA stream's queue holds: the host never waits for the device
 FIRST_CALL = """
@@ -75,5 +75,5 @@ def run(options, arguments):
     results.append({"name": "import margay, without torch", "group": "start", "us": fresh_process(IMPORT) * 1e6})
     for result in results:
         print(f"{result['name']}: {result['us']:.1f} us")
-    print("to", save("overhead", results, options)[0])
+    print("to", save("overhead", results, options, device_slug()))
     return True
