@@ -14,6 +14,7 @@ from cases import DEVICES, HALF, check_error
 from margay import _C
 
 SIZES = (0, 1, 2, 7, 8, 31, 63, 64, 65, 100, 127, 128, 129, 191, 255, 256, 257, 300)
+LAYOUTS = ("nn", "nt", "tn", "tt")
 ACTIVATIONS = {
     None: lambda x: x,
     "relu": torch.relu,
@@ -37,20 +38,19 @@ class Case:
     gaps: bool = False                             # rows lie apart, NaN between them
 
     def __str__(self):
-        return (f"seed{self.seed}-{self.m}x{self.n}x{self.k}-{self.layouts}-{'bias-' * self.bias}{self.activation or 'none'}-{str(self.dtype)[6:]}"
-                f"{'-gaps' * self.gaps}")
+        return (f"seed{self.seed}-{self.m}x{self.n}x{self.k}-{self.layouts}-{'bias-' * self.bias}{self.activation or 'none'}"
+                f"-{str(self.dtype)[6:]}{'-gaps' * self.gaps}")
 
 
 def random_case(seed):
     r = random.Random(seed)
     m, n, k = (r.choice(SIZES) if r.random() < 0.8 else r.randrange(1, 600) for _ in range(3))
-    return Case(seed, m, n, k, r.choice(("nn", "nt", "tn", "tt")), r.random() < 0.5, r.choice(list(ACTIVATIONS)), r.choice(HALF), r.random() < 0.3)
+    return Case(seed, m, n, k, r.choice(LAYOUTS), r.random() < 0.5, r.choice(list(ACTIVATIONS)), r.choice(HALF), r.random() < 0.3)
 
 
 RANDOM = [random_case(seed) for seed in range(200)]
-AWKWARD = [Case(i, m, n, k, layouts, bias) for i, (m, n, k) in enumerate([(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0), (1, 1, 1), (1, 300, 65),
-                                                                         (300, 1, 65), (127, 509, 1), (257, 131, 1021)])
-           for layouts in ("nn", "nt", "tn", "tt") for bias in (False, True)]
+SHAPES = [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0), (1, 1, 1), (1, 300, 65), (300, 1, 65), (127, 509, 1), (257, 131, 1021)]
+AWKWARD = [Case(i, *shape, layouts, bias) for i, shape in enumerate(SHAPES) for layouts in LAYOUTS for bias in (False, True)]
 
 
 def matrix(case, rows, columns, layout, generator, device):
@@ -131,12 +131,12 @@ def check_kernel(name, prefer, device):
         sizes += [(8192, 4000, 200), (4200, 8200, 1100)]
     checked = 0
     for seed, (m, n, k) in enumerate(sizes):
-        case = Case(seed, m, n, k, layouts if k else "nn", seed % 2 == 0, list(ACTIVATIONS)[seed % 5], dtype)
+        case = Case(seed, m, n, k, layouts, seed % 2 == 0, list(ACTIVATIONS)[seed % 5], dtype)
         a, b, bias = inputs(case, device)
         around = torch.full((m + 2, n + 8 - n % 8), math.nan, dtype=dtype, device=device)
         out = around[1:-1, :n]
         prefer(name)
-        problem = dict(dtype=str(dtype)[6:], gpu=device == "cuda", m=m, n=n, k=k, trans_a=k > 0 and layouts[0] == "t", trans_b=k > 0 and layouts[1] == "t")
+        problem = dict(dtype=str(dtype)[6:], gpu=device == "cuda", m=m, n=n, k=k, trans_a=layouts[0] == "t", trans_b=layouts[1] == "t")
         if f": {name}\n" not in _C.explain("matmul", **problem):
             continue
         _C.matmul(out, *(padded(t) for t in (a, b)), bias, CODES[case.activation])

@@ -10,7 +10,8 @@ from margay import _C
 
 # steps, batch, heads, groups, head dim, state
 SIZES = [(t, 2, 4, g, 64, n) for t in (0, 1, 64, 65, 300, 1000) for n in (64, 128) for g in (1, 2)]
-SIZES += [(130, 1, 8, 1, 64, 128), (130, 1, 8, 2, 40, 96), (70, 1, 4, 4, 64, 128), (200, 1, 4, 1, 16, 24), (65, 0, 4, 1, 64, 64), (65, 1, 0, 1, 64, 64)]
+SIZES += [(130, 1, 8, 1, 64, 128), (130, 1, 8, 2, 40, 96), (70, 1, 4, 4, 64, 128), (200, 1, 4, 1, 16, 24)]
+SIZES += [(65, 0, 4, 1, 64, 64), (65, 1, 0, 1, 64, 64)]
 
 
 def problem(steps, batch, heads, groups, dim, n, device):
@@ -49,7 +50,7 @@ def test_ssd(size, device):
     inputs = problem(*size, device)
     y, state = run(inputs, dim, n)
     exact_y, exact_state = recurrence(*inputs)
-    # 16-bit roundings of the weighted inputs and of the state's copy, independent of each other: relative to the whole, about one of bfloat16.
+    # Independent 16-bit roundings of the weighted inputs and of the state's copy: relative to the whole, about one of bfloat16.
     for found, exact in ((y, exact_y), (state, exact_state)):
         assert not found.isnan().any()
         assert (found.double() - exact).norm() <= 2**-8 * exact.norm()

@@ -25,8 +25,8 @@ static mg_status check_shapes(const mg_tensor *out, const mg_tensor *a, const mg
   if (b->shape[0] != k)
     return mg_fail(MG_VALUE, "matmul: b has %lld rows, expected %lld (as many as a has columns)", (long long)b->shape[0], k);
   if (out->shape[0] != m || out->shape[1] != n)
-    return mg_fail(MG_VALUE, "matmul: out has shape [%lld, %lld], expected [%lld, %lld] (rows of a, columns of b)", (long long)out->shape[0],
-                   (long long)out->shape[1], m, n);
+    return mg_fail(MG_VALUE, "matmul: out has shape [%lld, %lld], expected [%lld, %lld] (rows of a, columns of b)",
+                   (long long)out->shape[0], (long long)out->shape[1], m, n);
   if (bias && bias->shape[0] != n)
     return mg_fail(MG_VALUE, "matmul: bias has %lld elements, expected %lld (as many as b has columns)", (long long)bias->shape[0], n);
   if (activation < MG_NONE || activation > MG_SILU)
@@ -49,7 +49,8 @@ static mg_status plan(gemm_params *p, const mg_context *c, const mg_kernel_desc 
   int64_t cluster_m = (int64_t)d->tile_m * d->cluster;
   int64_t m_blocks = (p->m + cluster_m - 1) / cluster_m, n_blocks = (p->n + (int64_t)d->tile_n - 1) / d->tile_n;
   if (m_blocks * n_blocks > INT32_MAX / 2)
-    return mg_fail(MG_UNSUPPORTED, "matmul: out [%d, %d] has more than 2^30 tiles of %lld x %d", p->m, p->n, (long long)cluster_m, d->tile_n);
+    return mg_fail(MG_UNSUPPORTED, "matmul: out [%d, %d] has more than 2^30 tiles of %lld x %d", p->m, p->n, (long long)cluster_m,
+                   d->tile_n);
   p->m_blocks = (int)m_blocks;
   p->n_blocks = (int)n_blocks;
   p->tasks = p->m_blocks * p->n_blocks;

@@ -8,7 +8,7 @@
 #include "kernels/gemm.h"
 #include "margay.h"
 
-// NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, PER_SM, TA, TB, *_REGS come from the row; PART: columns of b that a block loads
+// From the row: NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, PER_SM, TA, TB, *_REGS. PART: columns of b per block
 enum { BM = 64 * NC, BK = 64, PART = BN / CLUSTER_SIZE, B_ROWS = TB ? (int)BN : (int)BK, B_COLS = BN + BK - B_ROWS };
 
 struct shared {

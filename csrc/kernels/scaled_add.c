@@ -17,7 +17,8 @@ mg_status mg_scaled_add(const mg_tensor *out, const mg_tensor *a, const mg_tenso
   mg_context c;
   const mg_kernel *row;
   const mg_tensor *args[] = {out, a, b};
-  if ((status = mg_check(MG_OP_scaled_add, args)) || (status = check_shape("out", out, a)) || (status = check_shape("b", b, a))) return status;
+  if ((status = mg_check(MG_OP_scaled_add, args)) || (status = check_shape("out", out, a)) || (status = check_shape("b", b, a)))
+    return status;
   int64_t row_blocks = (a->shape[0] + 63) / 64, col_blocks = (a->shape[1] + 63) / 64, tasks = row_blocks * col_blocks;
   if (tasks == 0) return MG_OK;
   if (tasks > INT32_MAX / 2) return mg_fail(MG_UNSUPPORTED, "scaled_add: out has more than 2^30 tiles of 64 x 64");

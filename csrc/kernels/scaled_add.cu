@@ -1,5 +1,5 @@
 // out = a + scale b
-// A loader thread copies tiles of a and b into a ring of stages, a warpgroup adds them in registers and stores the sum from a tile of its own.
+// A loader thread copies tiles of a and b into a ring of stages; a warpgroup adds them in registers and stores the sum from a third tile.
 #include "tile/tile.h"
 #include "kernels/scaled_add.h"
 

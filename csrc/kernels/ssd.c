@@ -38,9 +38,11 @@ mg_status mg_ssd_fwd(const mg_tensor *y, const mg_tensor *state, const mg_tensor
   const mg_tensor *args[] = {y, state, x, dt, b, c, a, d};
   if ((status = mg_check(MG_OP_ssd_fwd, args))) return status;
   const int64_t batch = x->shape[0], steps = x->shape[1], heads = x->shape[2], dim = x->shape[3], groups = b->shape[2], n = b->shape[3];
-  if ((status = check_shape("y", y, "x", batch, steps, heads, dim)) || (status = check_shape("state", state, "[B, H, P, N]", batch, heads, dim, n)) ||
+  if ((status = check_shape("y", y, "x", batch, steps, heads, dim)) ||
+      (status = check_shape("state", state, "[B, H, P, N]", batch, heads, dim, n)) ||
       (status = check_shape("dt", dt, "[B, T, H]", batch, steps, heads, 0)) ||
-      (status = check_shape("b", b, "[B, T, G, N]", batch, steps, groups, n)) || (status = check_shape("c", c, "b", batch, steps, groups, n)) ||
+      (status = check_shape("b", b, "[B, T, G, N]", batch, steps, groups, n)) ||
+      (status = check_shape("c", c, "b", batch, steps, groups, n)) ||
       (status = check_shape("a", a, "[H]", heads, 0, 0, 0)) || (status = check_shape("d", d, "[H]", heads, 0, 0, 0)))
     return status;
   if (heads && (!groups || heads % groups))

@@ -4,7 +4,7 @@
 //   S   = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
 // Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps past the end read as
 // dt = 0: they add nothing and decay nothing.
-// Roles: a loader thread; a scan warp: dt -> the vectors of each head; a score warpgroup: P of each head; GROUPS state warpgroups of HEADS heads.
+// Roles: a loader thread; a scan warp: dt -> each head's vectors; a score warpgroup: each head's P; GROUPS state warpgroups of HEADS heads.
 #include "tile/tile.h"
 #include "kernels/ssd.h"
 

@@ -46,8 +46,8 @@ static mg_status launch(mg_op op, const mg_tensor *t, mg_problem p, mg_stream st
 }
 
 mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
-                           const mg_attention_options *options, mg_stream stream) {
-  const mg_tensor *const args[] = {out, lse, q, k, v};
+                           const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
+  const mg_tensor *const args[] = {out, lse, q, k, v, workspace};
   mg_status status = mg_check(MG_OP_attention_fwd, args);
   if (status) return status;
   return launch(MG_OP_attention_fwd, q, (mg_problem){.d = q->shape[3], .causal = options->causal}, stream, q->shape[0] * q->shape[1]);

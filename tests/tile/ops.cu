@@ -399,9 +399,9 @@ TILE void cluster_compute(const op_params &p, cluster_shared &s, int) {
 // ---- entries: extern "C" int NAME(const op_params *, int blocks), 0 when it ran
 #ifdef __CUDACC__
 #define EXPORT extern "C"
-#define RUN_OP(name, kernel)                                                                                             \
-  extern "C" __global__ void __launch_bounds__(kernel::threads, 1) device_##name(const __grid_constant__ op_params p) { kernel::run(p); } \
-  EXPORT int name(const op_params *p, int blocks) { return launch((const void *)device_##name, p, blocks, kernel::threads, kernel::cluster); }
+#define RUN_OP(name, K)                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(K::threads, 1) device_##name(const __grid_constant__ op_params p) { K::run(p); } \
+  EXPORT int name(const op_params *p, int blocks) { return launch((const void *)device_##name, p, blocks, K::threads, K::cluster); }
 #include <cuda.h>
 #include <cuda_runtime.h>
 static int launch(const void *f, const op_params *p, int blocks, int threads, int cluster) {
@@ -439,16 +439,16 @@ EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, cons
   for (int i = 0; i < 4; i++) sizes[i] = size[i];
   for (int i = 0; i < 3; i++) strides[i] = stride[i + 1];
   bool wide = element_bytes == 4;
-  return ((encode)f)((CUtensorMap *)m, wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, p, sizes, strides, box, step,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+  return ((encode)f)((CUtensorMap *)m, wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, p, sizes, strides,
+                     box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 #else
 #define EXPORT extern "C" __attribute__((visibility("default")))
-#define RUN_OP(name, kernel)                                    \
-  EXPORT int name(const op_params *p, int blocks) {             \
-    for (int i = 0; i < blocks; i += kernel::SIZE) run_kernel<kernel>(p, i, blocks); \
-    return 0;                                                   \
+#define RUN_OP(name, K)                                                    \
+  EXPORT int name(const op_params *p, int blocks) {                        \
+    for (int i = 0; i < blocks; i += K::SIZE) run_kernel<K>(p, i, blocks); \
+    return 0;                                                              \
   }
 EXPORT void *op_buffer(const void *host, size_t bytes) {
   void *p = aligned_alloc(128, (bytes + 127) / 128 * 128);
@@ -466,17 +466,21 @@ EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, cons
   return 0;
 }
 #endif
-#define OP(body, RA, CA, RB, CB, N, I)                                                                                        \
-  typedef block<op_params, tiles<RA, CA, RB, CB, N, I>, init<RA, CA, RB, CB, N, I>, role<body<RA, CA, RB, CB, N, I>, WARPGROUP, 1, 0>, \
-                role<loader<RA, CA, RB, CB, N, I>, THREAD, 1, 0>>                                                             \
-      body##_##RA##_##CA##_##RB##_##CB##_##N##_##I##_kernel;                                                                  \
-  RUN_OP(body##_##RA##_##CA##_##RB##_##CB##_##N##_##I, body##_##RA##_##CA##_##RB##_##CB##_##N##_##I##_kernel)
+#define OP_NAMED(name, body, ...)                                                                                        \
+  typedef block<op_params, tiles<__VA_ARGS__>, init<__VA_ARGS__>, role<body<__VA_ARGS__>, WARPGROUP, 1, 0>,               \
+                role<loader<__VA_ARGS__>, THREAD, 1, 0>>                                                                 \
+      name##_kernel;                                                                                                     \
+  RUN_OP(name, name##_kernel)
+#define OP(body, RA, CA, RB, CB, N, I) OP_NAMED(body##_##RA##_##CA##_##RB##_##CB##_##N##_##I, body, RA, CA, RB, CB, N, I)
 #include "ops.def"
-typedef block<op_params, scan_shared, scan_init, role<scan_out, WARPGROUP, 1, 0>, role<scan_loader, THREAD, 1, 0>, role<scan_warp, WARP, 1, 0>>
+typedef block<op_params, scan_shared, scan_init, role<scan_out, WARPGROUP, 1, 0>, role<scan_loader, THREAD, 1, 0>,
+              role<scan_warp, WARP, 1, 0>>
     scan_kernel;
 RUN_OP(scan, scan_kernel)
-typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>, role<ring_test_loader, THREAD, 1, 0>> ring_kernel;
+typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>, role<ring_test_loader, THREAD, 1, 0>>
+    ring_kernel;
 RUN_OP(rings, ring_kernel)
-typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WARPGROUP, 1, 0>, role<cluster_loader, THREAD, 1, 0>, CLUSTER<2>>
+typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WARPGROUP, 1, 0>, role<cluster_loader, THREAD, 1, 0>,
+              CLUSTER<2>>
     cluster_kernel;
 RUN_OP(clusters, cluster_kernel)

@@ -85,9 +85,8 @@ def decode(x, elem):
 
 class Params(ctypes.Structure):
     _fields_ = [("a", ctypes.c_char * 128), ("b", ctypes.c_char * 128), ("c", ctypes.c_char * 128),
-                ("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("e", ctypes.c_void_p), ("out", ctypes.c_void_p), ("counter", ctypes.c_void_p),
-                ("row", ctypes.c_int), ("col", ctypes.c_int), ("head", ctypes.c_int), ("batch", ctypes.c_int),
-                ("m", ctypes.c_int), ("n", ctypes.c_int)]
+                *((name, ctypes.c_void_p) for name in ("x", "y", "e", "out", "counter")),
+                *((name, ctypes.c_int) for name in ("row", "col", "head", "batch", "m", "n"))]
 
 
 class Ops:
@@ -98,7 +97,8 @@ class Ops:
         self.lib.op_buffer.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
         self.lib.op_fetch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self.lib.op_release.argtypes = [ctypes.c_void_p]
-        self.lib.op_map.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        self.lib.op_map.argtypes = [pointer, pointer, number, pointer, pointer, number, number]
 
     def run(self, name, maps, vectors, blocks=1, **numbers):
         """maps: {"a": (array [batch, head, row, column], box rows)}; vectors: {"x": array}. All of them as they are after the run."""

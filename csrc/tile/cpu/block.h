@@ -59,9 +59,9 @@ template<class Kernel> static void run_kernel(const void *params, int first, int
 
 #define MG_JOIN_(a, b) a##_##b
 #define MG_JOIN(a, b) MG_JOIN_(a, b)
-#define ENTRY(K, TILE_M, TILE_N)                                                                                             \
-  extern "C" {                                                                                                               \
-  extern const mg_kernel_desc MG_JOIN(KERNEL, ISA);                                                                          \
-  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, TILE_M, TILE_N, \
-                                               run_kernel<K>};                                                               \
+#define ENTRY(K, TILE_M, TILE_N)                                                                                                    \
+  extern "C" {                                                                                                                      \
+  extern const mg_kernel_desc MG_JOIN(KERNEL, ISA);                                                                                 \
+  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, TILE_M, TILE_N,    \
+                                               run_kernel<K>};                                                                      \
   }

@@ -2,7 +2,8 @@
 #pragma once
 
 // ---- global <-> shared
-struct window { char *p; int64_t row_stride; int r0, r1, c0, c1; };   // part of a tile that lies inside the tensor; p: element (0, 0) of the tile
+// The part of a tile that lies inside the tensor; p: element (0, 0) of the tile.
+struct window { char *p; int64_t row_stride; int r0, r1, c0, c1; };
 template<typename T, int R, int C> TILE window tile_window(const gmap &map, int row, int col, int head, int batch) {
   const gmap_cpu &m = *(const gmap_cpu *)&map;
   window w;

@@ -97,7 +97,7 @@ __attribute__((naked, noinline, unused)) static void switch_stack(void ** /*save
 }
 TILE void fiber_switch(fiber &from, fiber &to) { switch_stack(&from.sp, to.sp); }
 TILE void fiber_prepare(fiber &f, void (*entry)()) {
-  void **sp = (void **)(f.stack + STACK_BYTES + GUARD_BYTES) - 2;   // entry starts with the alignment of a called function
+  void **sp = (void **)(f.stack + STACK_BYTES + GUARD_BYTES) - 1;   // as if entry had been called from an aligned stack
   *--sp = (void *)entry;
   f.sp = sp - 6;
 }

@@ -21,7 +21,8 @@ TILE vf multiply_add(float a, vf b, vf c) { return a * b + c; }
 TILE vf multiply_add(uint32_t a, vf b, vf c) { return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b); }
 #endif
 // c[MR][V * VW] (+)= a[MR][k] b[k][V * VW]; AR, AK: strides of a between rows and between k. A panel holds PANEL columns.
-template<int A, int MR, int V, int PANEL, int AR, int AK, class Word> TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
+template<int A, int MR, int V, int PANEL, int AR, int AK, class Word>
+TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
   vf x[MR][V];
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
@@ -160,7 +161,8 @@ template<typename T, int K> constexpr int scratch_floats() { return word_of<T>::
 
 // ---- contract
 // r0 is a multiple of the packed panel's width, see pack_cols.
-template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
+template<int A, typename T, int N, int K, int R>
+TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
   product<A, VW>(d, operand(a), packed<PACK_COLS>(b) + r0 * DEPTH, DEPTH, DEPTH);
 }
@@ -175,7 +177,8 @@ template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const rt<T, K> &a, const st<T, N, K> &b) {
   mma_ABt_part<A>(d, a, b, 0);
 }
-template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb) {
+template<int A, typename T, int N, int K, int W>
+TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
   product<A, PW>(d, operand(a), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
 }

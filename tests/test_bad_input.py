@@ -1,0 +1,468 @@
+"""Bad input at the public functions, one test per row of docs/bad_inputs.md. The raw layer's and the mock driver's are in test_runtime.py."""
+
+import math
+import mmap
+import re
+import subprocess
+import sys
+import threading
+
+import numpy
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import margay as mg
+from cases import DEVICES, AttentionCase, attention_inputs, check_error, exact_attention, plain_attention
+from margay import _C
+
+
+def tensors(*shapes, dtype=torch.bfloat16, device="cpu", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
+
+
+def qkv(**options):
+    return tensors((2, 4, 70, 64), (2, 2, 90, 64), (2, 2, 90, 64), **options)
+
+
+def refused(error, message, function, *arguments, **options):
+    with pytest.raises(error, match=re.escape(message)):
+        function(*arguments, **options)
+
+
+def run_python(program, *options):
+    return subprocess.run([sys.executable, *options, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_bad_01_dtype(compiled):
+    attention, matmul = (torch.compile(f, fullgraph=True, backend="eager") if compiled else f for f in (mg.attention, mg.matmul))
+    error = Exception if compiled else TypeError              # dynamo wraps what a fake kernel raises
+    q, k, v = qkv()
+    refused(error, "attention: k has dtype float32, expected bfloat16 (same as q)", attention, q, k.float(), v)
+    refused(error, "attention: v has dtype float16, expected bfloat16 (same as q)", attention, q, k, v.half())
+    refused(error, "attention: q has dtype float64, expected bfloat16, float16 or, on the CPU, float32", attention, q.double(), k.double(), v.double())
+    refused(error, "matmul: b has dtype float32, expected bfloat16 (same as a)", matmul, q[0, 0], k[0, 0].float().T)
+    refused(error, "matmul: a has dtype int64, expected", matmul, q[0, 0].long(), k[0, 0].long().T)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 3, 64, device="cuda")
+        refused(NotImplementedError, "attention: q has dtype float32, which has kernels on the CPU only", mg.attention, q, q, q)
+    if not compiled:
+        refused(TypeError, "attention: q is list, expected torch.Tensor or numpy.ndarray", mg.attention, [1.0], k, v)
+        refused(TypeError, "attention: k is ndarray, expected torch.Tensor (same as q)", mg.attention, qkv()[0], numpy.zeros(3), v)
+        refused(TypeError, "attention: v is Tensor, expected numpy.ndarray (same as q)", mg.attention, *[numpy.zeros((1, 1, 2, 8), "float32")] * 2, v)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(q=(4, 70, 64)), "attention: q has shape [4, 70, 64], expected 4 dimensions [batch, heads, rows, head dim]"),
+    (dict(k=(1, 2, 90, 64)), "attention: k has shape [1, 2, 90, 64], expected batch 2 in dimension 0 (same as q, which has shape [2, 4, 70, 64])"),
+    (dict(k=(2, 2, 90, 32)), "attention: k has shape [2, 2, 90, 32], expected head dim 64 in dimension 3 (same as q"),
+    (dict(v=(2, 4, 90, 64)), "attention: v has shape [2, 4, 90, 64], expected heads 2 in dimension 1 (same as k"),
+    (dict(v=(2, 2, 91, 64)), "attention: v has shape [2, 2, 91, 64], expected rows 90 in dimension 2 (same as k"),
+    (dict(k=(2, 3, 90, 64), v=(2, 3, 90, 64)), "attention: k has 3 heads, expected a divisor of the 4 heads of q"),
+    (dict(k=(2, 0, 90, 64), v=(2, 0, 90, 64)), "attention: k has 0 heads, expected a divisor of the 4 heads of q"),
+])
+def test_bad_02_shape(change, message):
+    shapes = dict(q=(2, 4, 70, 64), k=(2, 2, 90, 64), v=(2, 2, 90, 64)) | change
+    refused(ValueError, message, mg.attention, *tensors(*shapes.values()))
+    refused(ValueError, message, mg.attention, *(t.float().numpy() for t in tensors(*shapes.values())))
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(a=(5,)), "matmul: a has shape [5], expected [..., M, K]"),
+    (dict(b=(2, 5, 7)), "matmul: b has shape [2, 5, 7], expected 2 dimensions [K, N]"),
+    (dict(b=(6, 7)), "matmul: b has shape [6, 7], expected [5, N] (K of a, which has shape [3, 4, 5])"),
+    (dict(bias=(6,)), "matmul: bias has shape [6], expected [7] (N of b, which has shape [5, 7])"),
+    (dict(out=(4, 7)), "matmul: out has shape [4, 7], expected [3, 4, 7]"),
+])
+def test_bad_02_matmul_shape(change, message):
+    shapes = dict(a=(3, 4, 5), b=(5, 7), bias=(7,), out=(3, 4, 7)) | change
+    for kind in (lambda t: t, lambda t: t.float().numpy()):
+        a, b, bias, out = map(kind, tensors(*shapes.values()))
+        refused(ValueError, message, mg.matmul, a, b, bias=bias, out=out)
+
+
+def test_bad_03_device():
+    q, k, v = qkv()
+    refused(ValueError, "attention: k is on meta, expected cpu (same as q)", mg.attention, q, k.to("meta"), v)
+    refused(ValueError, "matmul: b is on meta, expected cpu (same as a)", mg.matmul, q[0, 0], k[0, 0].T.to("meta"))
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 70, 64, device="cuda:0", dtype=torch.bfloat16)
+        refused(ValueError, "attention: v is on cpu, expected cuda:0 (same as q)", mg.attention, q, q, q.cpu())
+
+
+def test_bad_04_two_gpus():
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 4, 70, 64, device=device, dtype=torch.bfloat16) for device in ("cuda:0", "cuda:1"))
+        refused(ValueError, "attention: k is on cuda:1, expected cuda:0 (same as q)", mg.attention, q, k, k)
+        a, b = (torch.empty(64, 64, device=device, dtype=torch.bfloat16) for device in ("cuda:0", "cuda:1"))
+        refused(ValueError, "matmul: b is on cuda:1, expected cuda:0 (same as a)", mg.matmul, a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_06_last_dimension(device):
+    q, k, v = qkv(device=device)
+    spread = k.mT.contiguous().mT
+    refused(ValueError, "attention: k has shape [2, 2, 90, 64] and strides [11520, 5760, 1, 90], expected a contiguous last dimension; call "
+            ".contiguous() first", mg.attention, q, spread, v)
+    refused(ValueError, "expected one of the last two dimensions contiguous", mg.matmul, q[0, 0], torch.zeros(128, 64, device=device).to(q)[::2, ::2])
+    assert torch.equal(mg.matmul(q[0, 0], spread[0, 0].mT), mg.matmul(q[0, 0], k[0, 0].mT))   # a transposed matrix is fine
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_07_strides(device):
+    q, k, v = qkv(device=device)
+    one = k[:1].expand(2, -1, -1, -1)
+    assert torch.equal(mg.attention(q, one, one), mg.attention(q, one.contiguous(), one.contiguous()))
+    odd = q[:1].as_strided((1, 4, 70, 64), (3, *q.stride()[1:]))         # the stride of a dimension of size 1 means nothing
+    assert torch.equal(mg.attention(odd, k[:1], v[:1]), mg.attention(q[:1], k[:1], v[:1]))
+    array = numpy.zeros((1, 2, 5, 8), "float32")
+    refused(ValueError, "attention: k has shape [1, 2, 5, 8] and strides [80, 40, -8, 1], expected no negative ones", mg.attention, array,
+            array[:, :, ::-1], array)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", (64, 65))
+def test_bad_08_alignment(device, dim):
+    """An address or a stride that TMA does not take: computed all the same, forward and backward; explain says how."""
+    q, k, v, dout = attention_inputs(AttentionCase(3, 2, 4, 2, 70, 90, dim, dim), device)
+    expected = gradients(q, k, v, dout)
+    wide = [torch.full((*t.shape[:3], dim + 7), math.nan, dtype=t.dtype, device=device) for t in (q, k, v, dout)]
+    for w, t in zip(wide, (q, k, v, dout)):
+        w[..., 3:3 + dim] = t
+    shifted = [w[..., 3:3 + dim] for w in wide]
+    assert all(torch.equal(a, b) for a, b in zip(gradients(*shifted), expected))
+    assert ("q is copied first: its address or strides" in mg.explain(mg.attention, *shifted[:3])) == (device == "cuda")
+    a, b = wide[0][0, 0, :, 3:3 + dim], wide[1][0, 0, :, 3:3 + dim]
+    product = mg.matmul(q[0, 0].contiguous(), k[0, 0].contiguous().mT)
+    out = torch.full((70, 97), math.nan, dtype=q.dtype, device=device)
+    assert torch.equal(mg.matmul(a, b.mT), product) and torch.equal(mg.matmul(a, b.mT, out=out[:, 3:93]), product)
+    assert out[:, :3].isnan().all() and out[:, 93:].isnan().all()
+
+
+def gradients(q, k, v, dout):
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = mg.attention(*leaves, causal=True, deterministic=True)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def test_bad_09_head_dim():
+    q, k, v = tensors((1, 2, 3, 257), (1, 2, 3, 257), (1, 2, 3, 64))
+    refused(NotImplementedError, "attention: q has head dim 257, kernels exist up to 256", mg.attention, q, k, v)
+    refused(NotImplementedError, "attention: v has head dim 257, kernels exist up to 256", mg.attention, v, v, k)
+    refused(ValueError, "attention: q has head dim 0, expected 1 to 256", mg.attention, q[..., :0], k[..., :0], v)
+    refused(ValueError, "attention: v has head dim 0, expected 1 to 256", mg.attention, v, v, v[..., :0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", ((0, 2, 5, 5), (2, 0, 5, 5), (2, 2, 0, 5)))
+def test_bad_10_empty(device, shape):
+    batch, heads, rows, kv_rows = shape
+    q, k, v = tensors((batch, heads, rows, 64), (batch, heads, kv_rows, 64), (batch, heads, kv_rows, 40), device=device)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = mg.attention(*leaves, return_lse=True)
+    assert out.shape == (batch, heads, rows, 40) and lse.shape == (batch, heads, rows)
+    for t, grad in zip(leaves, torch.autograd.grad(out.sum() + lse.sum(), leaves)):
+        assert grad.shape == t.shape and (grad == 0).all()
+    for a, b in (((0, 5), (5, 3)), ((2, 5), (5, 0)), ((3, 0, 5), (5, 7))):
+        a, b = tensors(a, b, device=device)
+        assert mg.matmul(a, b).shape == (*a.shape[:-1], b.shape[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_11_no_keys(device):
+    q, k, v = tensors((2, 2, 5, 64), (2, 2, 0, 64), (2, 2, 0, 64), device=device)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = mg.attention(*leaves, return_lse=True)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
+    assert (dq == 0).all() and dk.shape == k.shape and dv.shape == v.shape
+    a, b, bias = tensors((3, 0), (0, 5), (5,), device=device)
+    assert (mg.matmul(a, b) == 0).all()
+    assert torch.equal(mg.matmul(a, b, bias=bias, activation="relu"), bias.relu().expand(3, 5))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_12_masked_rows(device):
+    case = AttentionCase(4, 1, 2, 2, 200, 70, causal=True)     # rows 0 to 129 see no key
+    q, k, v, dout = attention_inputs(case, device)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = mg.attention(*leaves, causal=True, return_lse=True)
+    assert (out[:, :, :130] == 0).all() and (lse[:, :, :130] == -math.inf).all() and lse[:, :, 130:].isfinite().all()
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    assert (dq[:, :, :130] == 0).all() and not (dk.isnan().any() or dv.isnan().any())
+    _, _, _, dk_visible, dv_visible = exact_attention(case, q[:, :, 130:], k, v, dout[:, :, 130:])
+    assert (dk - dk_visible).abs().max() < 2**-6 * dk_visible.abs().max() and (dv - dv_visible).abs().max() < 2**-6 * dv_visible.abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_13_huge_strides(device):
+    """Batches more than 2^31 elements apart."""
+    far, shape = 2**31 + 64, (2, 2, 70, 64)
+    strides, count = (far, 70 * 64, 64, 1), far + 2 * 70 * 64
+    if device == "cpu":                                       # address space only: a page costs memory when it is written
+        no_reserve = 0x4000
+        memory = mmap.mmap(-1, 2 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+        flat = torch.frombuffer(memory, dtype=torch.bfloat16)
+    else:
+        flat = torch.empty(count, dtype=torch.bfloat16, device=device)
+    q, k, v = tensors(shape, shape, shape, device=device)
+    far_k = flat.as_strided(shape, strides)
+    far_k.copy_(k)
+    assert torch.equal(mg.attention(q, far_k, v), mg.attention(q, k, v))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_14_many_blocks(device):
+    """More (batch, head) pairs than the y or z dimension of a grid holds."""
+    q, k, v = tensors((700, 100, 1, 8), (700, 100, 3, 8), (700, 100, 3, 8), device=device)
+    check_error("out", mg.attention(q, k, v), plain_attention(q, k, v), plain_attention(q.double(), k.double(), v.double()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_15_overlap(device):
+    (a,) = tensors((64, 64), device=device)
+    before = a.clone()
+    refused(BufferError, "matmul: out is written, but shares memory with a", mg.matmul, a, before, out=a)
+    refused(BufferError, "matmul: out is written, but shares memory with b", mg.matmul, before, a, out=a.mT.mT)
+    assert torch.equal(a, before)
+    halves = torch.cat((a, a), 1)                             # the two halves of one buffer share no memory
+    assert torch.equal(mg.matmul(halves[:, :64], before, out=halves[:, 64:]), mg.matmul(a, before))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_16_output_overlaps_itself(device):
+    a, b = tensors((64, 64), (64, 64), device=device)
+    out = torch.zeros(1, 64, dtype=a.dtype, device=device).expand(64, 64)
+    refused(BufferError, "matmul: out is written, but with shape [64, 64] and strides [0, 1] its elements may share memory", mg.matmul, a, b, out=out)
+
+
+def test_bad_17_read_only():
+    a = numpy.ones((8, 8), "float32")
+    out = numpy.zeros((8, 8), "float32")
+    out.flags.writeable = False
+    with pytest.raises(BufferError, match="matmul: out"):
+        mg.matmul(a, a, out=out)
+    assert (out == 0).all()
+    a.flags.writeable = False
+    assert (mg.matmul(a, a) == 8).all()                       # only read: fine
+
+
+def test_bad_18_gradient():
+    q, k, v = (t.requires_grad_() for t in qkv())
+    out = torch.empty_like(q)
+    _C.attention_fwd(out, None, q, k, v, 0.125, False)         # the raw layer computes on the memory
+    assert not out.requires_grad
+    assert mg.attention(q, k, v).requires_grad and torch.ops.margay.attention(q, k, v)[0].requires_grad
+    for unwanted in (0, 1, 2):                                # a gradient for some of the inputs
+        inputs = [t.detach() if i == unwanted else t for i, t in enumerate((q, k, v))]
+        wanted = [t for t in inputs if t.requires_grad]
+        assert all(g.shape == t.shape for g, t in zip(torch.autograd.grad(mg.attention(*inputs).sum(), wanted), wanted))
+    with pytest.raises(NotImplementedError, match="attention: gradients of gradients .* are not implemented"):
+        torch.autograd.grad(mg.attention(q, k, v).sum(), q, create_graph=True)[0].sum().backward()
+
+
+def test_bad_19_in_place():
+    q, k, v = (t.requires_grad_() for t in qkv())
+    scaled = q * 2
+    out = mg.attention(scaled, k, v)
+    scaled.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    a = q[0, 0]
+    refused(RuntimeError, "matmul: out is given, which supports no gradient, but an argument requires one", mg.matmul, a, k[0, 0].mT,
+            out=torch.empty(70, 90, dtype=a.dtype))
+    with torch.no_grad():
+        out = torch.empty(70, 90, dtype=a.dtype)
+        assert mg.matmul(a, k[0, 0].mT, out=out) is out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_bad_20_not_finite(device, value):
+    """A value that is not finite reaches the rows that depend on it, and no others."""
+    for name, rows in (("q", slice(40, 41)), ("k", slice(40, None)), ("v", slice(40, None))):
+        inputs = dict(zip("qkv", attention_inputs(AttentionCase(5, 2, 2, 2, 90, 90), device)))
+        inputs[name][1, 1, 40, 7] = value
+        if name == "v":                                       # 0 times it in the rows above is NaN by IEEE rules: not looked at
+            assert not mg.attention(*inputs.values(), causal=True)[1, 1, 40:, 7].isfinite().any()
+        else:
+            finite = mg.attention(*inputs.values(), causal=True).isfinite().all(3)
+            assert finite[0].all() and finite[1, 0].all() and finite[1, 1, :40].all()
+            if math.isnan(value):
+                assert not finite[1, 1, rows].any()
+    leaves = [t.requires_grad_() for t in attention_inputs(AttentionCase(5, 2, 2, 2, 90, 90, layout="gaps"), device)[:3]]
+    grads = torch.autograd.grad(mg.attention(*leaves, causal=True).sum(), leaves)       # the gaps are NaN
+    assert all(g.isfinite().all() for g in grads)
+
+
+def test_bad_24_device_sizes():
+    """Which kernel is taken depends on the multiprocessors that a device has, not on a constant."""
+    problem = dict(dtype="bfloat16", gpu=True, m=1024, n=1024, k=512)
+    small, large = (mg.explain("matmul", sms=sms, **problem) for sms in (16, 132))
+    assert small.splitlines()[0].split(": ")[-1] != large.splitlines()[0].split(": ")[-1]
+
+
+def test_bad_28_threads():
+    """The first calls of a process at once, from several threads."""
+    program = """
+import threading, torch, margay as mg
+q = torch.randn(2, 2, 150, 64, generator=torch.Generator().manual_seed(0))
+results, barrier = [None] * 8, threading.Barrier(8)
+def call(i):
+    barrier.wait()
+    for _ in range(5): results[i] = mg.attention(q, q, q, causal=True)
+threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert all(torch.equal(r, results[0]) for r in results)
+"""
+    result = run_python(program)
+    assert result.returncode == 0, result.stderr
+
+
+def test_bad_28_messages():
+    """A message belongs to the thread whose call failed."""
+    q, k, v = qkv()
+    failures = []
+
+    def call(wrong):
+        for _ in range(200):
+            try:
+                mg.matmul(*wrong)
+            except ValueError as error:
+                failures.append(str(error) == f"matmul: b has shape {list(wrong[1].shape)}, expected [64, N] (K of a, which has shape [70, 64])")
+
+    threads = [threading.Thread(target=call, args=((q[0, 0], k[0, 0, :n]),)) for n in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failures) == 800 and all(failures)
+
+
+@pytest.mark.gpu
+def test_bad_29_streams():
+    """Work goes to the current stream of the tensors' device, behind what is there already."""
+    q, k, v = qkv(device="cuda")
+    expected = mg.attention(q, k, v)
+    late, stream = torch.zeros_like(q), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late.copy_(q)
+        out = mg.attention(late, k, v)
+        assert not stream.query()                             # nothing waited for the sleep
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_bad_31_graph_capture():
+    """The first call of a process inside a capture; the replay computes on new values."""
+    program = """
+import torch, margay as mg
+def inputs(seed):
+    torch.manual_seed(seed)
+    return [torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+q, k, v, dout = inputs(0)
+leaves = [t.requires_grad_() for t in (q, k, v)]
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = mg.attention(*leaves, causal=True, deterministic=True)
+    grads = torch.autograd.grad(out, leaves, dout)
+for seed in (1, 2):
+    new = inputs(seed)
+    with torch.no_grad():
+        for t, n in zip((q, k, v, dout), new): t.copy_(n)
+    graph.replay()
+    fresh = [t.requires_grad_() for t in new[:3]]
+    expected = mg.attention(*fresh, causal=True, deterministic=True)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(expected, fresh, new[3])))
+"""
+    result = run_python(program)
+    assert result.returncode == 0, result.stderr
+
+
+def test_bad_33_out_of_memory():
+    q = torch.zeros(1, 1, 1, 64).expand(1, 1 << 20, 1 << 20, 64)
+    k = torch.zeros(1, 1, 2, 64)
+    with pytest.raises(RuntimeError, match="memory"):
+        mg.attention(q, k, k)
+    assert (mg.attention(k, k, k) == 0).all()
+
+
+def test_bad_36_shutdown():
+    """Calls while the interpreter ends, and a thread pool that is there when it does."""
+    program = """
+import atexit, numpy, margay as mg
+a = numpy.ones((1, 1, 300, 64), "float32")
+class Late:
+    def __del__(self, call=mg.attention, a=a): call(a, a, a)
+mg.attention(a, a, a)
+keep = Late()
+atexit.register(lambda: mg.attention(a, a, a))
+"""
+    result = run_python(program)
+    assert result.returncode == 0, result.stderr
+    assert "Fatal" not in result.stderr and "Segmentation" not in result.stderr
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that sees every call on it."""
+
+    seen = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(str(function))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_bad_38_subclasses():
+    q, k, v = qkv()
+    expected = mg.attention(q, k, v)
+    out = mg.attention(q.as_subclass(Wrapped), k, v)
+    assert isinstance(out, Wrapped) and torch.equal(out.as_subclass(torch.Tensor), expected) and "margay.attention" in "".join(Wrapped.seen)
+    meta = mg.attention(*(t.to("meta") for t in (q, k, v)))
+    assert meta.device.type == "meta" and meta.shape == expected.shape
+    with FakeTensorMode() as mode:
+        fake = mg.attention(*map(mode.from_tensor, (q, k, v)))
+    assert fake.shape == expected.shape and fake.stride() == expected.stride()
+    refused(TypeError, "attention: k has layout torch.sparse_coo, expected torch.strided", mg.attention, q, k.to_sparse(), v)
+    refused(TypeError, "matmul: a has layout torch.sparse_coo, expected torch.strided", mg.matmul, q[0, 0].float().to_sparse(), k[0, 0].float().T)
+    negative = torch.complex(q.float(), q.float()).conj().imag
+    assert negative.is_neg() and torch.equal(mg.attention(negative, k.float(), v.float()), mg.attention(-q.float(), k.float(), v.float()))
+    batched = torch.vmap(mg.attention, in_dims=(0, None, 0))(torch.stack((q, q * 2)), k, torch.stack((v, v)))
+    assert torch.equal(batched, torch.stack((expected, mg.attention(q * 2, k, v))))
+    parameters = [torch.nn.Parameter(t) for t in (q, k, v)]
+    assert torch.equal(mg.attention(*parameters), expected)
+
+
+@pytest.mark.parametrize("scale", (math.nan, math.inf, -math.inf, 0.0, -0.125, 1e-50))
+def test_bad_39_scale(scale):
+    q, k, v = qkv()
+    message = f"attention: scale is {scale:g}, expected a positive finite number"
+    refused(ValueError, message, mg.attention, q, k, v, scale=scale)
+    refused(ValueError, message, torch.ops.margay.attention, q, k, v, scale)
+    refused(ValueError, message, mg.attention, *(t.float().numpy() for t in (q, k, v)), scale=scale)
+
+
+def test_bad_39_values():
+    q, k, v = qkv()
+    refused(ValueError, "matmul: activation is 'tanh', expected one of None, 'relu', 'gelu', 'gelu_tanh', 'silu'", mg.matmul, q[0, 0], k[0, 0].T,
+            activation="tanh")
+    refused(TypeError, "unexpected keyword argument 'window'", mg.attention, q, k, v, window=(4, 0))
+    refused(ValueError, "explain: op is softmax, expected attention or matmul where tensors are given", mg.explain, "softmax", q)
+
+
+def test_bad_40_capsules():
+    """Many calls through __dlpack__ leave neither references nor memory behind."""
+    a = numpy.ones((1, 1, 2, 8), "float32")
+    references = sys.getrefcount(a)
+    for _ in range(2000):
+        mg.attention(a, a, a)
+    assert sys.getrefcount(a) == references
