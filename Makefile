@@ -39,7 +39,7 @@ bench: $(READY_TEST)
 	$(RUN) tools/tables.py
 
 build:
-	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) setup.py -q egg_info build_ext --inplace
 
 # The first command shows its progress, which pip would hide; pip then finds everything compiled. Left-over files of an older build in
 # build/lib* would get into the package.

@@ -24,8 +24,14 @@ static mg_status check_shape(const char *op, const char *name, const mg_tensor *
 static mg_status check_out(const char *op, const char *name, const mg_tensor *t, const mg_tensor *like) {
   return check_shape(op, name, t, like->dims, like->shape);
 }
+static bool empty(const mg_tensor *t) {
+  for (int i = 0; i < t->dims; i++)
+    if (t->shape[i] == 0) return true;
+  return false;
+}
 static mg_status check_contiguous(const char *op, const char *name, const mg_tensor *t) {
   int64_t stride = 1;
+  if (empty(t)) return MG_OK;
   for (int i = t->dims - 1; i >= 0; i--) {
     if (t->shape[i] > 1 && t->stride[i] != stride)
       return mg_fail(MG_VALUE, "%s: %s must be contiguous, its stride in dimension %d is %lld, expected %lld", op, name, i,
@@ -59,9 +65,9 @@ static mg_problem problem_of(const shape *x, const mg_attention_options *options
                       .d = x->d > x->dv ? x->d : x->dv, .batch = x->batch, .heads_q = x->q_heads, .heads_k = x->k_heads, .nq = x->q_rows,
                       .nk = x->k_rows, .sms = sms};
 }
-// Grid of a persistent kernel.
+// Grid of a persistent kernel. On the CPU the thread pool draws single tasks, in order.
 static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
-  return at_most((int64_t)c->sms * mg_desc(row)->blocks_per_sm, tasks);
+  return c->device == MG_CPU ? tasks : at_most((int64_t)c->sms * mg_desc(row)->blocks_per_sm, tasks);
 }
 // Heads whose `bytes` each fit two thirds of the L2 together.
 static int l2_heads(const mg_context *c, int64_t bytes, int64_t heads) {
@@ -69,11 +75,6 @@ static int l2_heads(const mg_context *c, int64_t bytes, int64_t heads) {
 }
 static mg_status map(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box_rows) {
   return mg_map(m, c, name, t->data, t->dtype, t->shape, t->stride, box_rows, 64);
-}
-static bool empty(const mg_tensor *t) {
-  for (int i = 0; i < t->dims; i++)
-    if (t->shape[i] == 0) return true;
-  return false;
 }
 // Rows of a tensor with contiguous last dimension.
 static mg_status fill(const mg_context *c, const mg_tensor *t, uint32_t word) {

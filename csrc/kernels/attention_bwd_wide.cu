@@ -59,9 +59,9 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
   rt<float, KEYS> x, dp;
   rv lse2, delta;
   ring_pos at = ring_at<STAGES>(n);
+  ring_wait(s.ring_q, at);
   int key0 = wg * KEYS, keys = get(s.at[n % SLOTS].keys) - key0, diagonal = get(s.at[n % SLOTS].diagonal) - key0;
   float c = p.scale;
-  ring_wait(s.ring_q, at);
   mma_fence();
   mma_ABt_rows<ZERO>(x, s.q[at.stage], s.k, key0);
   mma_commit();

@@ -8,7 +8,7 @@ template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, con
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const rt<T, K> &a, const st<T, N, K> &b);
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b);    // a b
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b);
-// N rows of b from r0 (a multiple of 8)
+// N rows of b from r0 (both multiples of 32)
 template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0);
 // N columns of b from cb (a multiple of 64)
 template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb);

@@ -190,7 +190,8 @@ def _save_matmul(ctx, inputs, output):
 
 def _matmul_gradient(ctx, dout):
     a, b, bias = ctx.saved_tensors
-    need_a, need_b, need_bias, _ = ctx.needs_input_grad
+    need_a, need_b = ctx.needs_input_grad[:2]
+    need_bias = bias is not None and ctx.needs_input_grad[2]   # the dispatcher leaves out arguments that equal their defaults
     if ctx.activation:
         dout = _activation_gradient(ctx.activation, dout, matmul(a, b, bias, 0, None))
     dout = dout if dout.is_contiguous() else dout.contiguous()

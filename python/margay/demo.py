@@ -252,9 +252,11 @@ def main(arguments=None):
     theirs = train("torch", TorchAttention, text, size, device)
     disturbed = train("torch, one eps away", TorchAttention, text, size, device, noise=True)
     agree = report(ours, theirs, disturbed, options.out)
-    print(f"\nsample of the margay run:\n{sample(ours.model, b'The ', 300, device)}\n")
-    print("the two runs agree to rounding" if agree else "FAILED: the two runs part by more than rounding explains")
-    return 0 if agree else 1
+    if not agree:
+        print("FAILED: the two runs part by more than rounding explains")
+        return 1
+    print(f"\nsample of the margay run:\n{sample(ours.model, b'The ', 300, device)}\n\nthe two runs agree to rounding")
+    return 0
 
 
 if __name__ == "__main__":

@@ -56,6 +56,18 @@ SHAPE TILE void mma_ABt_shared(const op_params &p, TILES &s, int) {
   mma_wait<0>(d);
   store(p.out, N, d, 64, N);
 }
+SHAPE TILE void mma_ABt_rows_shared(const op_params &p, TILES &s, int) {
+  sem_wait(s.full, 0);
+  PRODUCT(mma_ABt_rows<ZERO>(d, s.a, s.b, I), mma_ABt_rows<ACC>(d, s.a, s.b, I))
+  mma_wait<0>(d);
+  store(p.out, N, d, 64, N);
+}
+SHAPE TILE void mma_AB_cols_shared(const op_params &p, TILES &s, int) {
+  sem_wait(s.full, 0);
+  PRODUCT(mma_AB_cols<ZERO>(d, s.a, s.b, I), mma_AB_cols<ACC>(d, s.a, s.b, I))
+  mma_wait<0>(d);
+  store(p.out, N, d, 64, N);
+}
 SHAPE TILE void mma_AB_shared(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   PRODUCT(mma_AB<ZERO>(d, s.a, s.b), mma_AB<ACC>(d, s.a, s.b))
@@ -340,9 +352,8 @@ TILE void ring_test_loader(const op_params &p, ring_shared &s, int) {
 }
 TILE void ring_test_compute(const op_params &p, ring_shared &s, int wg) {
   ring_pos at = {};
-  int task;
   turn_begin<2>(wg);
-  for (uint32_t count = 0; (task = queue_take(s.queue, count)) < p.m; count++) {
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.m; count++) {
     rsum l;
     rv y;
     fill(l, 0.f);
@@ -395,6 +406,19 @@ TILE void cluster_compute(const op_params &p, cluster_shared &s, int) {
     store(p.out + (int64_t)(block_index() * p.n + i) * 64 * 128, 128, d, 64, 128);
   }
 }
+
+#ifndef __CUDACC__
+// ---- a mistake: nobody makes the stage full (CPU only, where it is reported)
+struct stuck_shared {
+  ring<1> stages;
+};
+TILE void stuck_init(stuck_shared &s) { ring_init(s.stages, arrivals(1, 0, 0), arrivals(0, 0, 2)); }
+TILE void stuck_compute(const op_params &, stuck_shared &s, int wg) {
+  ring_pos at = {};
+  if (wg == 1) bar_sync(3, 256);
+  ring_wait(s.stages, at);
+}
+#endif
 
 // ---- entries: extern "C" int NAME(const op_params *, int blocks), 0 when it ran
 #ifdef __CUDACC__
@@ -484,3 +508,7 @@ typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WAR
               CLUSTER<2>>
     cluster_kernel;
 RUN_OP(clusters, cluster_kernel)
+#ifndef __CUDACC__
+typedef block<op_params, stuck_shared, stuck_init, role<stuck_compute, WARPGROUP, 2, 0>> stuck_kernel;
+RUN_OP(stuck, stuck_kernel)
+#endif

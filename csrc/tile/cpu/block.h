@@ -55,7 +55,9 @@ TILE void run_cluster(block<Params, Shared, INIT, Parts...> *, const void *param
   }
   run_fibers(m);
 }
-template<class Kernel> static void run_kernel(const void *params, int first, int blocks) { run_cluster((Kernel *)nullptr, params, first, blocks); }
+template<class Kernel> static void run_kernel(const void *params, int first, int blocks) {
+  run_cluster((Kernel *)nullptr, params, first, blocks);
+}
 
 #define MG_JOIN_(a, b) a##_##b
 #define MG_JOIN(a, b) MG_JOIN_(a, b)

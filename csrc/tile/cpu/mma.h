@@ -164,6 +164,7 @@ template<typename T, int K> constexpr int scratch_floats() { return word_of<T>::
 template<int A, typename T, int N, int K, int R>
 TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
+  static_assert(N == R || N % 32 == 0, "a window consists of whole panels");
   product<A, VW>(d, operand(a), packed<PACK_COLS>(b) + r0 * DEPTH, DEPTH, DEPTH);
 }
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {

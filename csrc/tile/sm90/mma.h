@@ -27,7 +27,8 @@ template<int A, int N> TILE void mma_begin(rt<float, N> &t) {
   }
 }
 // Low word of a descriptor: address and, for an MN-major operand, the distance of its 64-column panels; both in units of 16 bytes.
-TILE uint32_t desc(const void *p, uint32_t panel_bytes) { return (shared_address(p) >> 4) | (panel_bytes >> 4) << 16; }
+// In a cluster an address has the block's rank above its 18 bits, which would end up in the distance.
+TILE uint32_t desc(const void *p, uint32_t panel_bytes) { return (shared_address(p) & 0x3ffff) >> 4 | (panel_bytes >> 4) << 16; }
 // Step k (16 of the reduction) of an operand stored along it (R rows, panels of 64), or across it.
 template<int R> TILE uint32_t along(int k) { return ((k / 4) * R * 128 + (k % 4) * 32) >> 4; }
 TILE uint32_t across(int k) { return (k * 16 * 128) >> 4; }

@@ -1,6 +1,7 @@
 """python -m margay.bench FAMILY: times Margay against PyTorch on this machine and writes FAMILY-DEVICE.json."""
 import argparse
 import importlib
+import importlib.util
 import math
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def parse():
 
 def main():
     arguments = parse()
+    if not importlib.util.find_spec("torch"):
+        raise SystemExit("margay.bench: compares with PyTorch, which is not installed")
     from margay.bench import harness
     options = harness.Options(arguments.out, arguments.only, arguments.rounds, arguments.ms, arguments.seconds,
                               tuple(filter(None, arguments.peers.split(","))), arguments.plot)

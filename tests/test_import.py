@@ -1,0 +1,93 @@
+"""Importing is cheap and touches nothing; the stubs describe the module."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import margay as mg
+from margay import _C
+
+STUBS = ast.parse((Path(mg.__file__).parent / "_C.pyi").read_text())
+
+
+def python(program):
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_time():
+    """Below 50 ms, the best of several processes."""
+    program = "import time; t = time.perf_counter(); import margay; print(time.perf_counter() - t)"
+    assert min(float(python(program)) for _ in range(5)) < 0.05
+
+
+def test_import_loads_nothing():
+    loaded = python("import sys, margay; print(*sys.modules)").split()
+    assert not {"torch", "numpy", "margay._torch", "margay._numpy", "margay.nn"} & set(loaded)
+    maps = python("import margay._C; print(open('/proc/self/maps').read())")
+    assert "_C.abi3.so" in maps and "libcuda" not in maps and "libstdc++" not in maps
+
+
+def test_first_call_time():
+    """Below 50 ms after torch's own start-up, the best of several processes."""
+    program = """
+import time, torch
+q = torch.randn(1, 2, 64, 64)
+q @ q.mT
+t = time.perf_counter()
+import margay as mg
+mg.attention(q, q, q)
+print(time.perf_counter() - t)
+"""
+    assert min(float(python(program)) for _ in range(5)) < 0.05
+
+
+def test_public_names():
+    assert {"attention", "matmul", "explain", "info", "nn"} <= set(mg.__all__) and re.fullmatch(r"\d+\.\d+\.\d+.*", mg.__version__)
+    with pytest.raises(AttributeError, match="module 'margay' has no attribute 'softmax'"):
+        mg.softmax
+
+
+# ---- stubs
+
+
+def stubs():
+    return {node.name: node for node in STUBS.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_stubs_name_every_function():
+    public = {name for name, value in vars(_C).items() if not name.startswith("_") and callable(value)}
+    assert set(stubs()) == public
+
+
+@pytest.mark.parametrize("name", sorted(stubs()))
+def test_stub_has_the_modules_arguments(name):
+    """A function's docstring begins with its signature: the same names in the same order, the same defaults; and it takes that many."""
+    arguments = stubs()[name].args
+    doc = re.match(rf"{name}\((.*?)\)", inspect.getdoc(getattr(_C, name)))
+    assert doc, f"{name}: the docstring does not begin with its signature"
+    if arguments.kwarg:                                       # explain: problem fields by keyword
+        assert doc.group(1).startswith("op, *")
+        return
+    names = [argument.arg for argument in arguments.posonlyargs]
+    defaults = [ast.unparse(default) for default in arguments.defaults]
+    written = names[:len(names) - len(defaults)] + [f"{n}={d}" for n, d in zip(names[len(names) - len(defaults):], defaults)]
+    assert doc.group(1).replace(" or None", "") == ", ".join(written)
+    for count in (len(names) - len(defaults) - 1, len(names) + 1):
+        if count >= 0:
+            with pytest.raises(TypeError, match=name):
+                getattr(_C, name)(*[None] * count)
+
+
+def test_stubs_type_check():
+    """mypy's stubtest imports the module and compares."""
+    pytest.importorskip("mypy")
+    result = subprocess.run([sys.executable, "-m", "mypy.stubtest", "margay._C", "--ignore-missing-stub"], capture_output=True, text=True,
+                            cwd=Path(mg.__file__).parent.parent)
+    assert result.returncode == 0, result.stdout + result.stderr
