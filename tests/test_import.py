@@ -49,7 +49,8 @@ print(time.perf_counter() - t)
 
 
 def test_public_names():
-    assert {"attention", "matmul", "explain", "info", "nn"} <= set(mg.__all__) and re.fullmatch(r"\d+\.\d+\.\d+.*", mg.__version__)
+    assert {"attention", "matmul", "explain", "info", "nn"} <= set(mg.__all__) and mg.nn.Attention
+    assert f'\nversion = "{mg.__version__}"\n' in (Path(__file__).parent.parent / "pyproject.toml").read_text()
     with pytest.raises(AttributeError, match="module 'margay' has no attribute 'softmax'"):
         mg.softmax
 

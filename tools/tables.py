@@ -19,9 +19,17 @@ BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
 def fill(text):
     def block(match):
         path = RESULTS / f"{match[2]}.json"
-        body = report.table(json.loads(path.read_text())) if path.exists() else "Not measured yet."
-        return f"{match[1]}\n{body}\n\n{match[3]}"
+        return f"{match[1]}\n{body(json.loads(path.read_text()), match[2]) if path.exists() else 'Not measured yet.'}\n\n{match[3]}"
     return BLOCK.sub(block, text)
+
+
+def body(content, name):
+    image = f"\n\n![{content['family']}](docs/img/{name}.png)" if plotted(content) else ""
+    return report.table(content) + image
+
+
+def plotted(content):
+    return content["family"] != "overhead"
 
 
 def main():
@@ -32,7 +40,7 @@ def main():
     README.write_text(new)
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
-        if content["family"] != "overhead":
+        if plotted(content):
             report.plot(content, IMAGES / f"{path.stem}.png")
 
 

@@ -2,6 +2,7 @@
 
 from margay.ops import attention, explain, info, matmul
 
+__version__ = "0.1.0"
 __all__ = ["attention", "explain", "info", "matmul", "nn"]
 
 
@@ -10,12 +11,8 @@ def __getattr__(name):
         import importlib
 
         return importlib.import_module("margay.nn")
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("margay")
     raise AttributeError(f"module 'margay' has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), "nn", "__version__"])
+    return sorted([*globals(), "nn"])

@@ -23,7 +23,7 @@ PART = 16            # Margay and PyTorch round at several places (scores, weigh
 TEXT_BYTES = 1 << 20
 SEED = 1234
 SIZES = {            # rows, batch, layers, width, heads, kv_heads, steps
-    "cpu": dict(rows=128, batch=8, layers=2, width=128, heads=2, kv_heads=1, steps=200),
+    "cpu": dict(rows=128, batch=8, layers=3, width=128, heads=2, kv_heads=1, steps=400),
     "cuda": dict(rows=512, batch=32, layers=6, width=512, heads=8, kv_heads=4, steps=300),
 }
 
@@ -90,6 +90,8 @@ class Transformer(torch.nn.Module):
         self.bytes, self.positions = torch.nn.Embedding(256, width), torch.nn.Embedding(rows, width)
         self.blocks = torch.nn.ModuleList(Block(layer, width, heads, kv_heads) for _ in range(layers))
         self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, 256)
+        for table in (self.bytes, self.positions):
+            torch.nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens):
         x = self.bytes(tokens) + self.positions.weight[:tokens.shape[1]]
