@@ -341,8 +341,8 @@ def _mappable_matrix(t):
 
 
 def _mappable_empty(out):
-    """out if TMA can write it, else an empty tensor to write instead and to copy back."""
-    return out if _aligned(out) else _padded_empty(out)
+    """out if TMA can write it and nothing beside it, else an empty tensor to write instead and to copy back."""
+    return out if _aligned(out) and out.shape[-1] * out.element_size() % 16 == 0 else _padded_empty(out)
 
 
 def _padded_empty(t):

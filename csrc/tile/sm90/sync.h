@@ -18,7 +18,7 @@ template<int W> TILE void sem_arrive(sem &s) {
 template<int W> TILE void sem_arrive_at(sem &s, int rank) {
   if (W != THREAD) __syncwarp();
   if (W == THREAD || lane() == 0)
-    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];\n}\n"
+    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [a];\n}\n"
                  ::"r"(shared_address(&s)), "r"(rank) : "memory");
 }
 TILE void sem_expect(sem &s, uint32_t bytes) {
