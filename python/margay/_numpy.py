@@ -12,7 +12,7 @@ def attention(q, k, v, causal, scale, return_lse, deterministic):
     ops.check_attention(q, k, v)
     out = _empty_ordered(q, v.shape[3])
     lse = np.empty(q.shape[:3], np.float32) if return_lse else None
-    _C.attention_fwd(out, lse, q, k, v, ops.attention_scale(scale, q.shape[3]), bool(causal))
+    _C.attention_fwd(out, lse, q, k, v, ops.attention_scale(scale), bool(causal))
     return (out, lse) if return_lse else out
 
 

@@ -12,6 +12,10 @@ from margay import _C, ops
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_autocast_anywhere = torch._C._is_any_autocast_enabled
+_function_modes = torch._C._is_torch_function_mode_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
 _library = torch.library.Library("margay", "FRAGMENT")
 _threads = 0
 
@@ -24,25 +28,28 @@ def attention(q, k, v, causal, scale, return_lse, deterministic):
         _check_tensors("attention", q=q, k=k, v=v)
         out, lse = torch.ops.margay.attention(q, k, v, scale, causal, deterministic)
         return (out, lse) if return_lse else out
-    if torch.is_autocast_enabled(q.device.type):
+    if _autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _Attention.apply(q, k, v, scale, causal, deterministic)
-    else:
-        out, lse = _attention(q, k, v, scale, causal, return_lse)
+        return _record_attention(q, k, v, scale, causal, deterministic, return_lse)
+    out, lse = _attention(q, k, v, scale, causal, return_lse)
     return (out, lse) if return_lse else out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, causal, deterministic):
+    def forward(ctx, q, k, v, scale, causal, deterministic, return_lse):
         out, lse = _attention(q, k, v, scale, causal)
         _save_attention(ctx, (q, k, v, scale, causal, deterministic), (out, lse))
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx, dout, dlse):
-        return _attention_gradient(ctx, dout, dlse)
+    def backward(ctx, dout, dlse=None):
+        return *_attention_gradient(ctx, dout, dlse), None
+
+
+# Function.apply, but for its check for transforms, which `_plain` has made.
+_record_attention = super(torch.autograd.Function, _Attention).apply
 
 
 def _save_attention(ctx, inputs, output):
@@ -63,42 +70,64 @@ def _attention_gradient(ctx, dout, dlse):
     return *backward(dout, dlse, q, k, v, out, lse, *ctx.options), None, None, None
 
 
-_ONE_WAVE = 1 << 20   # elements of out; smaller problems have at most about one task for each multiprocessor
+# C checks its arguments. What it refuses may be computed by way of copies, and if not, is refused again in the terms of the Python arguments:
+# neither costs a call that needs none of it anything.
 
 
 def _attention(q, k, v, scale, causal, want_lse=True):
-    _check_attention(q, k, v)
-    scale = ops.attention_scale(scale, q.shape[3])
+    scale = ops.attention_scale(scale)
+    if q.ndim != 4 or v.ndim != 4:
+        _check_attention(q, k, v)
     out, lse = _attention_outputs(q, v, want_lse)
-    if q.is_cuda:
+    try:
+        _attention_into(out, lse, q, k, v, scale, causal)
+    except Exception:
+        _check_attention(q, k, v)
+        if _all_mappable(q, k, v, out):
+            raise
         target = _mappable_empty(out)
-        balance = torch.empty(16, dtype=torch.uint8, device=q.device) if out.numel() > _ONE_WAVE else None
-        _C.attention_fwd(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal, 0, balance)
+        _attention_into(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal)
         _copy_back(out, target)
+    return out, lse
+
+
+_ONE_WAVE = 1 << 20   # elements of out; smaller problems have at most about one task for each multiprocessor
+
+
+def _attention_into(out, lse, q, k, v, scale, causal):
+    if q.is_cuda:
+        balance = torch.empty(16, dtype=torch.uint8, device=q.device) if out.numel() > _ONE_WAVE else None
+        _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, balance)
     else:
         _use_torch_threads()
         _C.attention_fwd(out, lse, q, k, v, scale, causal)
-    return out, lse
 
 
 def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic):
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    scale = ops.attention_scale(scale, q.shape[3])
+    scale = ops.attention_scale(scale)
     dout = _rows_contiguous(dout)
     dlse = None if dlse is None else dlse.contiguous()
-    grads = _like(q), _like(k), _like(v)
-    targets = grads
-    if q.is_cuda:
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    try:
+        _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic)
+    except ValueError:
+        if _all_mappable(*grads, dout, q, k, v, out):
+            raise
         targets = [_mappable_empty(t) for t in grads]
         dout, q, k, v, out = map(_mappable, (dout, q, k, v, out))
-    else:
+        _attention_backward_into(targets, dout, dlse, q, k, v, out, lse, scale, causal, deterministic)
+        for grad, target in zip(grads, targets):
+            _copy_back(grad, target)
+    return grads
+
+
+def _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic):
+    if not q.is_cuda:
         _use_torch_threads()
     size = _C.attention_bwd_workspace(q, k, v, causal, deterministic)
     workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-    _C.attention_bwd(*targets, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic)
-    for grad, target in zip(grads, targets):
-        _copy_back(grad, target)
-    return grads
+    _C.attention_bwd(*grads, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic)
 
 
 def _check_attention(q, k, v):
@@ -107,8 +136,11 @@ def _check_attention(q, k, v):
 
 
 def _attention_outputs(q, v, want_lse=True):
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if want_lse else None
-    return _like(q, v.shape[3]), lse
+    out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1])
+    if not want_lse:
+        return out, None
+    batch, heads, rows, _ = q.shape
+    return out, torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
 
 
 def _attention_fake(q, k, v, scale=None, causal=False, deterministic=False):
@@ -117,7 +149,7 @@ def _attention_fake(q, k, v, scale=None, causal=False, deterministic=False):
 
 
 def _attention_backward_fake(dout, dlse, q, k, v, *_):
-    return _like(q), _like(k), _like(v)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _attention_autocast(q, k, v, *options):
@@ -150,7 +182,7 @@ def matmul(a, b, bias, activation, out):
     ops.check_matmul(a, b, bias)
     rows = a if a.ndim == 2 else a.flatten(0, -2)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or bias is not None and bias.requires_grad):
-        result = _Matmul.apply(rows, b, bias, activation)
+        result = _record_matmul(rows, b, bias, activation)
     else:
         result = _matmul(rows, b, bias, activation)
     return result if a.ndim == 2 else result.unflatten(0, a.shape[:-1])
@@ -168,7 +200,9 @@ def _matmul_out(a, b, bias, activation, out):
         rows = out.view(-1 if out.numel() else a.shape[:-1].numel(), out.shape[-1])
     except RuntimeError:
         raise ValueError(f"matmul: out has strides {out.stride()}, expected leading dimensions that can be flattened") from None
-    _matmul_into(rows, a.flatten(0, -2), b, bias, activation)
+    target = _mappable_empty(rows) if rows.is_cuda else rows
+    _matmul_into(target, a.flatten(0, -2), b, bias, activation)
+    _copy_back(rows, target)
     return out
 
 
@@ -181,6 +215,9 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         return _matmul_gradient(ctx, dout)
+
+
+_record_matmul = super(torch.autograd.Function, _Matmul).apply
 
 
 def _save_matmul(ctx, inputs, output):
@@ -217,14 +254,17 @@ def _matmul(a, b, bias=None, activation=0):
 
 
 def _matmul_into(out, a, b, bias, activation):
-    _check_devices("matmul", a=a, b=b, bias=bias, out=out)
-    if a.is_cuda:
+    if not a.is_cuda:
+        _use_torch_threads()
+    try:
+        _C.matmul(out, a, b, bias, activation)
+    except Exception:
+        _check_devices("matmul", a=a, b=b, bias=bias, out=out)
+        if _all_mappable(a if a.stride(-1) == 1 else a.t(), b if b.stride(-1) == 1 else b.t(), out):
+            raise
         target = _mappable_empty(out)
         _C.matmul(target, _mappable_matrix(a), _mappable_matrix(b), bias, activation)
         _copy_back(out, target)
-    else:
-        _use_torch_threads()
-        _C.matmul(out, a, b, bias, activation)
 
 
 def _matmul_fake(a, b, bias=None, activation=0):
@@ -264,8 +304,7 @@ def _plain(*tensors):
             continue
         if type(t) not in _PLAIN_TYPES or t.layout is not torch.strided or t.is_neg() or not (t.is_cpu or t.is_cuda):
             return False
-    return not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack()
-                or torch._C._functorch.peek_interpreter_stack() or forward_ad._current_level >= 0)
+    return not (_function_modes() or _dispatch_modes() or _transforms() or forward_ad._current_level >= 0)
 
 
 def _check_tensors(op, **tensors):
@@ -302,9 +341,9 @@ def _without_autocast_keys():
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
-def _like(t, last=None):
+def _like(t, last):
     """Dense empty tensor of t's shape but for the last dimension, the others in t's order in memory."""
-    shape = t.shape if last is None else (*t.shape[:-1], last)
+    shape = *t.shape[:-1], last
     if t.is_contiguous():
         return t.new_empty(shape)
     order = ops.memory_order(t.stride())
@@ -329,6 +368,10 @@ def _aligned(t):
         if size != 1:
             bits |= stride * t.element_size()
     return bits & 15 == 0
+
+
+def _all_mappable(*tensors):
+    return not tensors[0].is_cuda or all(map(_aligned, tensors))
 
 
 def _mappable(t):

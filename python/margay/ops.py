@@ -4,6 +4,7 @@ A call goes to the face of the library its tensors come from, `_torch` or `_nump
 op. What the arguments must agree on is checked here, before anything is allocated; `_C` checks memory: strides, overlap, read-only outputs.
 """
 
+import importlib
 import math
 import sys
 
@@ -70,10 +71,10 @@ def activation_code(name):
     return ACTIVATIONS[name]
 
 
-def attention_scale(scale, head_dim):
-    """The scale as a float; 0 is refused because it means 1 / sqrt(D) to `_C`."""
+def attention_scale(scale):
+    """The scale as a float, 0 for the default."""
     if scale is None:
-        return head_dim**-0.5
+        return 0.0
     scale = float(scale)
     if not SMALLEST_SCALE <= scale < math.inf:
         raise ValueError(f"attention: scale is {scale:g}, expected a positive finite number")
@@ -140,17 +141,20 @@ def memory_order(strides):
     return sorted(range(len(strides) - 1), key=lambda i: -strides[i])
 
 
+_faces: dict = {}   # type of a tensor -> module that computes with it
+
+
 def _face(op, name, x):
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        from margay import _torch
+    return _faces.get(type(x)) or _find_face(op, name, x)
 
-        return _torch
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(x, numpy.ndarray):
-        from margay import _numpy
 
-        return _numpy
+def _find_face(op, name, x):
+    """Looks only at libraries that are imported: x would not exist without its own."""
+    for library, tensor, module in (("torch", "Tensor", "_torch"), ("numpy", "ndarray", "_numpy")):
+        loaded = sys.modules.get(library)
+        if loaded is not None and isinstance(x, getattr(loaded, tensor)):
+            _faces[type(x)] = importlib.import_module(f"margay.{module}")
+            return _faces[type(x)]
     raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
 
 
