@@ -97,7 +97,6 @@ TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<flo
   float c = p.scale;
   rv inverse, lse;
   if (!O_IN_Q) {
-    sem_arrive(s.q_free[wg]);
     tma_store_wait_read();
     wg_sync();
   }
@@ -115,6 +114,13 @@ TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<flo
     tma_store_wait_read();
     sem_arrive(s.q_free[wg]);
   }
+}
+
+// The scores with key block j are there: its stage, and after the last one q, may be filled again.
+TILE void scores_done(shared &s, ring_pos &k_at, int j, int wg) {
+  ring_release(s.k_ring, k_at);
+  ring_next(s.k_ring, k_at);
+  if (!O_IN_Q && j == 0) sem_arrive(s.q_free[wg]);
 }
 
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
@@ -137,14 +143,13 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
     mma_commit();
     mma_wait<0>(x);
-    ring_release(s.k_ring, k_at);
-    ring_next(s.k_ring, k_at);
+    scores_done(s, k_at, j, wg);
     mask(x, p, row0, j * BN);
     softmax(x, m, l, alpha, p.scale);
     convert(probabilities, x);
     fill(o, 0.f);
+    if (j > 0) ring_wait(s.k_ring, k_at);
     for (j--; j >= 0; j--) {
-      ring_wait(s.k_ring, k_at);
       turn_wait<NC>(wg);
       mma_fence();
       mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
@@ -155,10 +160,10 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
       mma_commit();
       turn_pass<NC>(wg);
       mma_wait<1>(x);
-      ring_release(s.k_ring, k_at);
-      ring_next(s.k_ring, k_at);
+      scores_done(s, k_at, j, wg);
       mask(x, p, row0, j * BN);
       softmax(x, m, l, alpha, p.scale);
+      if (j > 0) ring_wait(s.k_ring, k_at);   // before the wait for p v: a compiler moves that one up to the first branch, here below softmax
       mma_wait<0>(o, probabilities);
       ring_release(s.v_ring, v_at);
       ring_next(s.v_ring, v_at);

@@ -5,7 +5,7 @@ import importlib.util
 import math
 from pathlib import Path
 
-FAMILIES = ("attention", "gemm", "cpu", "overhead")
+FAMILIES = ("attention", "gemm", "cpu", "overhead", "rows")
 RESULTS = Path("benchmarks/results")                  # of the repository, when it is the current folder
 
 
@@ -23,7 +23,8 @@ def parse():
     parser.add_argument("--dims", type=lambda text: tuple(map(int, text.split(","))), default=(64, 128), help="head dims of the family attention")
     parser.add_argument("--dtype", default="bfloat16", help="of the family attention")
     parser.add_argument("--dtypes", type=lambda text: tuple(text.split(",")), default=("bfloat16", "float16"), help="of the family gemm")
-    parser.add_argument("--layouts", type=lambda text: tuple(text.split(",")), default=("nn",), help="of the family gemm: nn, nt")
+    parser.add_argument("--layouts", type=lambda text: tuple(text.split(",")), default=("nn",), help="of the family gemm: nn, nt, tn, tt")
+    parser.add_argument("--rows", default="", metavar="REGEX", help="rows that the family rows compares")
     return parser.parse_args()
 
 

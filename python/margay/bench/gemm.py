@@ -9,10 +9,16 @@ from margay.bench.harness import Case, GpuTimer, Problem, run_family
 SHAPES = [(n, n, n) for n in (1024, 2048, 4096, 6144, 8192, 12288, 16384)] + [(4096, 14336, 4096), (8192, 28672, 8192)]
 
 
+def matrix(rows, columns, dtype, layout):
+    if layout == "t":
+        return torch.randn(columns, rows, dtype=dtype, device="cuda").t()
+    return torch.randn(rows, columns, dtype=dtype, device="cuda")
+
+
 def build(m, n, k, dtype, layout):
     torch.manual_seed(0)
-    a = torch.randn(m, k, dtype=dtype, device="cuda")
-    b = torch.randn(k, n, dtype=dtype, device="cuda") if layout == "nn" else torch.randn(n, k, dtype=dtype, device="cuda").t()
+    a = matrix(m, k, dtype, layout[0])
+    b = matrix(k, n, dtype, layout[1])
     size = (m * k + k * n + m * n) * a.element_size()
     return Problem({"margay": lambda: margay.matmul(a, b), "cuBLASLt": lambda: torch.mm(a, b)}, 1e-2, 2 * m * n * k, size)
 
