@@ -335,9 +335,7 @@ static PyObject *attention_bwd_workspace(PyObject *module, PyObject *const *obje
   if (!check_count("attention_bwd_workspace", count, 5, 5) || !read_bool(objects[3], &options.causal) ||
       !read_bool(objects[4], &options.deterministic) || !read_tensors(&a, module, "attention_backward", names, objects, 3, NULL))
     return NULL;
-  const bool complete = a.view[0] && a.view[1] && a.view[2];
-  mg_status status = complete ? mg_attention_bwd_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options)
-                              : mg_fail(MG_TYPE, "attention_backward: q, k or v is missing, expected tensors");
+  mg_status status = mg_attention_bwd_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options);
   release(&a);
   return status ? raise_status(status) : PyLong_FromSize_t(bytes);
 }

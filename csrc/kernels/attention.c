@@ -178,7 +178,8 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
   shape x;
   plan w;
   mg_context c;
-  mg_status status = q->dims == 4 && k->dims == 4 && v->dims == 4 ? MG_OK : mg_fail(MG_VALUE, "attention_backward: q, k, v must have 4 dimensions");
+  mg_status status = q && k && v ? MG_OK : mg_fail(MG_TYPE, "attention_backward: q, k or v is missing, expected tensors");
+  if (!status && (q->dims != 4 || k->dims != 4 || v->dims != 4)) status = mg_fail(MG_VALUE, "attention_backward: q, k, v must have 4 dimensions");
   if (!status) status = read_shape(&x, "attention_backward", q, k, v);
   if (!status) status = mg_context_open(&c, q, NULL);
   if (status) return status;

@@ -74,11 +74,11 @@ TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n
   if (diagonal < 63 || keys < 64)
     map_rc(a.s, [=](float x, int key, int query) { return key < keys && key <= query + diagonal ? x : -infinity(); });
   map_col(a.s, s.lse2[at.stage], [=](float x, float l) { return fast_exp2(fused(x, c, -l)); });
+  ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(a.dp);
   map_col(a.dp, a.s, s.delta[at.stage], [](float dp, float prob, float d) { return prob * (dp - d); });
   convert(a.p, a.s);
   convert(a.ds, a.dp);
-  ring_acquire(s.ring_ds, to);
   store(s.ds[to.stage][wg], a.ds);
   ring_fill(s.ring_ds, to);
 }

@@ -163,7 +163,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
       scores_done(s, k_at, j, wg);
       mask(x, p, row0, j * BN);
       softmax(x, m, l, alpha, p.scale);
-      if (j > 0) ring_wait(s.k_ring, k_at);   // before the wait for p v: a compiler moves that one up to the first branch, here below softmax
+      if (j > 0) ring_wait(s.k_ring, k_at);   // here, so that the wait for p v stays below softmax (see mma_wait)
       mma_wait<0>(o, probabilities);
       ring_release(s.v_ring, v_at);
       ring_next(s.v_ring, v_at);

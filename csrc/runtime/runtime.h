@@ -70,11 +70,10 @@ const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the 
 
 // ---- tensormap.c
 // Map a view of 4 dimensions [batch, head, row, column] (strides in elements, column stride 1) with a box of box_rows x box_cols elements.
-// On the GPU: base and strides must be multiples of 16 bytes, box_rows <= 256, box_cols * size <= 128; a failed rule is named.
+// On the GPU: base and strides must be multiples of 16 bytes, a box at most 256 x 256, rows of 16-bit elements, which are swizzled, at most 128
+// bytes; fp32 tiles lie row after row. A failed rule is named.
 mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
                  const int64_t stride[4], int box_rows, int box_cols);
-// Can the view be mapped on the GPU as it is (16-byte rules)?
-bool mg_mappable(const mg_tensor *t);
 
 // ---- launch.c, cpu.c
 mg_isa mg_host_isa(void);                           // the running CPU's best, at most the environment's MARGAY_ISA

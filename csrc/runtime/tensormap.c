@@ -5,14 +5,6 @@
 _Static_assert(sizeof(gmap_cpu) <= sizeof(gmap), "a CPU view fits where a tensor map does");
 enum { DIMS = 4, ALIGNMENT = 16, MAX_BOX = 256, SWIZZLE_BYTES = 128 };
 
-bool mg_mappable(const mg_tensor *t) {
-  int64_t size = (int64_t)mg_dtype_size(t->dtype);
-  if (t->dims > 0 && t->shape[t->dims - 1] > 1 && t->stride[t->dims - 1] != 1) return false;
-  for (int i = 0; i + 1 < t->dims; i++)
-    if (t->shape[i] > 1 && t->stride[i] * size % ALIGNMENT) return false;
-  return (uintptr_t)t->data % ALIGNMENT == 0;
-}
-
 static void map_cpu(gmap *m, void *data, int64_t size, const int64_t *shape, const int64_t *stride) {
   gmap_cpu view = {.data = data};
   for (int i = 0; i < DIMS; i++) {

@@ -7,7 +7,7 @@
 template<typename T, int R, int C> TILE constexpr uint32_t tile_bytes(const st<T, R, C> &) { return R * C * sizeof(T); }
 template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
 // Thread. Only RN rows from row r0 of the tile (box: RN rows), into the same place of every block in `mask` (bit = cluster rank);
-// each of these blocks counts the bytes on its own `s`.
+// each of these blocks counts the bytes on its own `s`. (row, col) in the matrix is where the loaded part begins, not the tile.
 template<int RN, typename T, int R, int C>
 TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask);
 // The same for CN columns from column c0 of the tile (box: R rows).

@@ -20,7 +20,8 @@ template<int A, typename T, int N, int K> TILE void mma_AtBt(rt<float, N> &d, co
 template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0);
 TILE void mma_fence();
 TILE void mma_commit();
-// Until at most G later groups are in flight; names every accumulator and register operand that this frees.
+// Until at most G later groups are in flight; names every accumulator and register operand that this frees. ptxas moves the wait up, above
+// independent arithmetic, to the last branch before it: what shall run under the product is kept there by a barrier wait between the two.
 template<int G, class... Tile> TILE void mma_wait(Tile &...tiles);
 // The product that two constants choose: a is stored transposed where TA, b where TB.
 template<int A, int TA, int TB, typename T, int N, int RA, int CA, int RB, int CB>

@@ -33,8 +33,8 @@ template<int W = WARPGROUP, int S, int R> TILE void ring_release(ring<S, R> &r, 
 // every block have released it, so that a producer that acquired it may write it in all of them; each block counts its own bytes.
 template<int B, int S, int R> TILE void cluster_ring_init(ring<S, R> &r, int producers, int consumers) { ring_init(r, producers, B * consumers); }
 template<int B, int W = WARPGROUP, int S, int R> TILE void cluster_ring_release(ring<S, R> &r, ring_pos p) {
-  if (B == 1) return ring_release<W>(r, p);
-  if (R == GENERIC_READS) fence_async();
+  if constexpr (B == 1) return ring_release<W>(r, p);
+  static_assert(B == 1 || R == ASYNC_READS, "an arrival at another block does not order generic reads");
   for (int rank = 0; rank < B; rank++) sem_arrive_at<W>(r.empty[p.stage], rank);
 }
 

@@ -7,7 +7,8 @@ TILE void sem_init(sem &s, int count);                  // thread, in the block'
 TILE void sem_wait(sem &s, uint32_t phase);             // any width: until the phase of this parity is complete
 template<int W = WARPGROUP> TILE void sem_arrive(sem &s);   // all of the caller's earlier reads and writes are ordered before it
 TILE void sem_expect(sem &s, uint32_t bytes);           // thread: arrive, and expect this many bytes of asynchronous copies
-// The same semaphore in block `rank` of this cluster.
+// The same semaphore in block `rank` of this cluster. It passes on nothing that the caller wrote: it says that products or copies which the
+// caller has waited for are over.
 template<int W = WARPGROUP> TILE void sem_arrive_at(sem &s, int rank);
 TILE int cluster_rank();                                // rank of this block in its cluster
 

@@ -1,7 +1,7 @@
 """The public functions.
 
 A call goes to the face of the library its tensors come from, `_torch` or `_numpy`, which allocates the outputs and calls the C function of the
-op. What the arguments must agree on is checked here, before anything is allocated; `_C` checks memory: strides, overlap, read-only outputs.
+op. `_C` checks all that it is given; the checks here say what the arguments must agree on in the terms of these functions.
 """
 
 import importlib

@@ -1,0 +1,86 @@
+"""Small problems that together use every GPU row of one dtype; for compute-sanitizer, which is slow.
+
+    compute-sanitizer --tool memcheck python tools/sanitize.py
+    compute-sanitizer --tool synccheck python tools/sanitize.py
+"""
+
+import argparse
+import itertools
+import math
+
+import torch
+
+from margay import _C
+
+
+def tensor(dtype, *shape):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def attention(dtype, d, nq, nk, causal, deterministic):
+    q, k, v = (tensor(dtype, 1, heads, n, d) for heads, n in ((2, nq), (1, nk), (1, nk)))
+    out, dout = torch.empty_like(q), torch.randn_like(q)
+    lse = torch.empty(q.shape[:3], device="cuda")
+    counter = torch.empty(16, dtype=torch.uint8, device="cuda")
+    _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, counter)
+    workspace = torch.empty(_C.attention_bwd_workspace(q, k, v, causal, deterministic), dtype=torch.uint8, device="cuda")
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    _C.attention_bwd(*grads, dout, q, k, v, out, lse, None, workspace, 0.0, causal, deterministic)
+    return out, *grads
+
+
+def matmul(dtype, row, m, n, k):
+    layout = row["name"].split("_")[2]
+    a = tensor(dtype, k, m).t() if layout[0] == "t" else tensor(dtype, m, k)
+    b = tensor(dtype, n, k).t() if layout[1] == "t" else tensor(dtype, k, n)
+    out = torch.empty(m, n, dtype=dtype, device="cuda")
+    _C.prefer(row["name"])
+    _C.matmul(out, a, b, tensor(dtype, n), 1)
+    _C.prefer(None)
+    return out,
+
+
+def ssd(dtype, n):
+    x, b, c = tensor(dtype, 1, 130, 2, 64), tensor(dtype, 1, 130, 1, n), tensor(dtype, 1, 130, 1, n)
+    dt, a, d = torch.rand(1, 130, 2, device="cuda"), -torch.rand(2, device="cuda"), torch.randn(2, device="cuda")
+    y, state = torch.empty_like(x), torch.empty(1, 2, 64, n, device="cuda")
+    _C.ssd_fwd(y, state, x, dt, b, c, a, d)
+    return y, state
+
+
+def scaled_add(dtype):
+    a, b = tensor(dtype, 70, 200), tensor(dtype, 70, 200)
+    out = torch.empty_like(a)
+    _C.scaled_add(out, a, b, 2.0)
+    return out,
+
+
+def problems(dtype, name):
+    for d, (nq, nk), causal, deterministic in itertools.product((40, 128, 256), ((200, 333), (40, 2100), (40, 4200)), (False, True), (False, True)):
+        if (nk == 4200) <= causal and (nk == 333 or d == 128):
+            yield lambda d=d, nq=nq, nk=nk, c=causal, e=deterministic: attention(dtype, d, nq, nk, c, e)
+    for row in _C.kernels():
+        if row["op"] == "matmul" and row["dtype"] == name and row["has_gpu_image"]:
+            m, n, k = {"64x128": (60, 200, 104), "64x128_pair": (240, 200, 104), "128x128": (240, 200, 104), "128x256": (1592, 2104, 104),
+                       "128x256_pair": (1720, 2104, 104)}[row["name"].split("_", 3)[3]]
+            yield lambda row=row, m=m, n=n, k=k: matmul(dtype, row, m, n, k)
+    if dtype is torch.bfloat16:
+        yield lambda: ssd(dtype, 64)
+        yield lambda: ssd(dtype, 128)
+    yield lambda: scaled_add(dtype)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    name = parser.parse_args().dtype
+    count = 0
+    for problem in problems(getattr(torch, name), name):
+        results = problem()
+        assert not any(t.float().abs().sum().item() == math.inf or t.isnan().any() for t in results)
+        count += 1
+    print(f"{count} problems computed")
+
+
+if __name__ == "__main__":
+    main()
