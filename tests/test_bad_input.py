@@ -83,6 +83,13 @@ def test_bad_02_matmul_shape(change, message):
         refused(ValueError, message, mg.matmul, a, b, bias=bias, out=out)
 
 
+def test_bad_02_missing():
+    q, k, v = qkv()
+    for i in range(3):
+        some = [None if i == j else t for j, t in enumerate((q, k, v))]
+        refused(TypeError, "attention_backward: q, k or v is missing, expected tensors", _C.attention_bwd_workspace, *some, False, False)
+
+
 def test_bad_03_device():
     q, k, v = qkv()
     refused(ValueError, "attention: k is on meta, expected cpu (same as q)", mg.attention, q, k.to("meta"), v)
@@ -92,6 +99,7 @@ def test_bad_03_device():
         refused(ValueError, "attention: v is on cpu, expected cuda:0 (same as q)", mg.attention, q, q, q.cpu())
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs no GPU, for fake tensors, or two")
 def test_bad_04_two_gpus():
     with FakeTensorMode():
         q, k = (torch.empty(2, 4, 70, 64, device=device, dtype=torch.bfloat16) for device in ("cuda:0", "cuda:1"))

@@ -40,8 +40,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, causal, deterministic, return_lse):
         out, lse = _attention(q, k, v, scale, causal)
-        _save_attention(ctx, (q, k, v, scale, causal, deterministic), (out, lse))
-        return (out, lse) if return_lse else out
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = scale, causal, deterministic
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
