@@ -71,11 +71,17 @@ class Row:
 
 def kernel_rows(text):
     text = re.sub(r"//.*", "", text)
-    rows = [Row(*(re.sub(r"\s+", " ", field.strip()) for field in body.split(",", 6)))
-            for body in re.findall(r"^KERNEL\((.*)\)\s*$", text, re.M)]
+    fields = [[re.sub(r"\s+", " ", field.strip()) for field in body.split(",", 6)] for body in re.findall(r"^KERNEL\((.*)\)\s*$", text, re.M)]
+    rows = [Row(*row) for row in fields if len(row) == 7]
     found = len(re.findall(r"^\s*KERNEL\b", text, re.M))
     if found != len(rows):
-        raise SystemExit(f"kernels.def: {found} rows, but only {len(rows)} are one line like KERNEL(name, op, source, dtype, where, when, constants)")
+        raise SystemExit(f"kernels.def: {found} rows, but only {len(rows)} are one line like KERNEL(name, op, source, dtype, where, when, constants), with at least one constant")
+    for row in rows:
+        for field, value, accepted in (("element type", row.dtype, ("bf16", "fp16", "float")), ("place", row.where, ("ANY", "CPU_ONLY", "GPU_ONLY"))):
+            if value not in accepted:
+                raise SystemExit(f"kernels.def: {row.name}: {field} is {value}, expected one of {', '.join(accepted)}")
+        if not (ROOT / row.file()).is_file():
+            raise SystemExit(f"kernels.def: {row.name}: there is no {row.file()}")
     return rows
 
 
@@ -291,6 +297,8 @@ def compile_everything(cuda, python_include):
     """Returns the objects of the library and the object of the Python module."""
     wanted = re.compile(os.environ.get("MARGAY_ROWS") or ".*")
     rows = [row for row in kernel_rows((ROOT / CSRC / "kernels.def").read_text()) if wanted.fullmatch(row.name)]
+    if not rows:
+        raise SystemExit(f"MARGAY_ROWS={wanted.pattern} matches no row of kernels.def (it has to match a whole name)")
     includes = []
     if "MARGAY_ROWS" in os.environ:               # the C tables are made from the chosen rows too
         text = "".join(f"KERNEL({', '.join(dataclasses.astuple(row))})\n" for row in rows)

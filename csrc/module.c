@@ -488,7 +488,7 @@ static PyObject *device_list(PyObject **reason) {
     Py_XDECREF(dict);
   }
   *reason = status ? text(mg_last_error()) : !devices ? text("the driver sees no GPU") : !usable ? text("no GPU of compute capability 9.0")
-            : !mg_has_images ? text("built without GPU kernels: nvcc was not found") : text(NULL);
+            : !mg_has_images ? text("built without GPU kernels: nvcc was not found, or MARGAY_CUDA=0") : text(NULL);
   return list;
 }
 

@@ -127,7 +127,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   attention_fwd_params p = {
     .lse = lse ? lse->data : NULL, .q_blocks = (int)ceil_div(x.q_rows, desc->tile_m), .batch = (int)x.batch, .q_heads = (int)x.q_heads,
     .group = (int)(x.q_heads / x.k_heads), .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows,
-    .diagonal = options->causal ? (int)(x.k_rows - x.q_rows) : NO_DIAGONAL, .scale = (float)(scale * LOG2E)};
+    .diagonal = options->causal ? (int)(x.k_rows - x.q_rows) : NO_DIAGONAL, .scale_log2 = (float)(scale * LOG2E)};
   int64_t tasks = (int64_t)p.q_blocks * x.batch * x.q_heads;
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld row blocks, at most 2^30 are accepted", op, (long long)tasks);
   p.tasks = (int)tasks;

@@ -1,7 +1,7 @@
 // Attention forward:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
 // online over blocks of keys (Milakov & Gimelshein 2018; Dao 2023, algorithm 1), for each row with running maximum m and sum l:
 //   x = q k_j^T;  m' = max(m, max x);  p = 2^(c (x - m'));  l = l 2^(c (m - m')) + sum p;  o = o 2^(c (m - m')) + p v_j,  c = scale log2 e
-// A block owns 64 NC query rows of one head, a warpgroup 64 of them. The scores of key block j - 1 are issued before the product with v_j,
+// A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j - 1 are issued before the product with v_j,
 // so that softmax of j - 1 runs under that product; warpgroups take turns with matrix work, so that one's softmax runs under the others'.
 #include "tile/tile.h"
 #include "kernels/attention.h"
@@ -62,10 +62,10 @@ TILE void loader(const attention_fwd_params &p, shared &s, int) {
     task t = task_at(p, next);
     int j = t.steps - 1;
     for (int w = 0; w < NC; w++) {
-      sem_wait(s.q_free[w], ~count & 1);
+      sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
       sem_expect(s.q_full[w], tile_bytes(s.q[w]));
       tma_load(s.q[w], p.q, s.q_full[w], t.row0 + w * 64, 0, t.head, t.batch);
-      if (w == 0) load_k(p, s, t, k_at, j);
+      if (w == 0) load_k(p, s, t, k_at, j);   // right behind its q: the first warpgroup can begin
     }
     for (; j > 0; j--) {
       load_k(p, s, t, k_at, j - 1);
@@ -94,9 +94,9 @@ TILE void softmax(rt<float, BN> &x, rv &m, rsum &l, rv &alpha, float c) {
 TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<float, D> &o, const rv &m, const rv &sum, int wg) {
   st<elem, 64, D> &out = O_IN_Q ? s.q[wg] : s.o[wg];
   int row0 = t.row0 + wg * 64;
-  float c = p.scale;
+  float c = p.scale_log2;
   rv inverse, lse;
-  if (!O_IN_Q) {
+  if (!O_IN_Q) {   // else the last task's store has been waited for at its end
     tma_store_wait_read();
     wg_sync();
   }
@@ -145,11 +145,11 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     mma_wait<0>(x);
     scores_done(s, k_at, j, wg);
     mask(x, p, row0, j * BN);
-    softmax(x, m, l, alpha, p.scale);
+    softmax(x, m, l, alpha, p.scale_log2);
     convert(probabilities, x);
     fill(o, 0.f);
     if (j > 0) ring_wait(s.k_ring, k_at);
-    for (j--; j >= 0; j--) {
+    for (j--; j >= 0; j--) {   // x: scores with key block j; probabilities and v: block j + 1
       turn_wait<NC>(wg);
       mma_fence();
       mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
@@ -162,7 +162,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
       mma_wait<1>(x);
       scores_done(s, k_at, j, wg);
       mask(x, p, row0, j * BN);
-      softmax(x, m, l, alpha, p.scale);
+      softmax(x, m, l, alpha, p.scale_log2);
       if (j > 0) ring_wait(s.k_ring, k_at);   // here, so that the wait for p v stays below softmax (see mma_wait)
       mma_wait<0>(o, probabilities);
       ring_release(s.v_ring, v_at);

@@ -54,7 +54,7 @@ static mg_status plan(gemm_params *p, const mg_context *c, const mg_kernel_desc 
   p->m_blocks = (int)m_blocks;
   p->n_blocks = (int)n_blocks;
   p->tasks = p->m_blocks * p->n_blocks;
-  p->group = square_group(c->sms, d);
+  p->sweep_rows = square_group(c->sms, d);
   return MG_OK;
 }
 

@@ -8,8 +8,10 @@
 #include "kernels/gemm.h"
 #include "margay.h"
 
-// From the row: NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, PER_SM, TA, TB, *_REGS. PART: columns of b per block
-enum { BM = 64 * NC, BK = 64, PART = BN / CLUSTER_SIZE, B_ROWS = TB ? (int)BN : (int)BK, B_COLS = BN + BK - B_ROWS };
+// From the row: NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, PER_SM, TA, TB, *_REGS.
+// PART: columns of b that each block of a cluster loads, rows of b as stored where TB.
+enum { BM = 64 * NC, BK = 64, PART = BN / CLUSTER_SIZE, B_ROWS = TB ? (int)BN : (int)BK, B_COLS = TB ? (int)BK : (int)BN };
+static_assert(BN % 128 == 0, "the two tiles that c leaves through alternate, across tasks too");
 
 struct shared {
   st<elem, 64, BK> a[STAGES][NC];   // square: 64 rows by BK, or with TA the transpose
@@ -24,8 +26,8 @@ struct tile_origin { int row, col; };
 
 // Tasks sweep the columns in groups of rows: at any time the blocks work on about as many rows of a as columns of b.
 TILE tile_origin origin_of(const gemm_params &p, int task) {
-  int first = task / (p.group * p.n_blocks) * p.group, i = task - first * p.n_blocks;
-  int rows = p.m_blocks - first < p.group ? p.m_blocks - first : p.group;
+  int first = task / (p.sweep_rows * p.n_blocks) * p.sweep_rows, i = task - first * p.n_blocks;
+  int rows = p.m_blocks - first < p.sweep_rows ? p.m_blocks - first : p.sweep_rows;
   tile_origin t;
   t.row = ((first + i % rows) * CLUSTER_SIZE + cluster_rank()) * BM;
   t.col = i / rows * BN;
@@ -52,7 +54,7 @@ TILE void loader(const gemm_params &p, shared &s, int) {
     tile_origin t = origin_of(p, task);
     for (int k = p.k > 0 ? 0 : -BK; k < p.k; k += BK) {   // k = 0: one step of the zeros outside
       ring_acquire(s.steps, at);
-      ring_expect(s.steps, at, NC * tile_bytes(s.a[0][0]) + tile_bytes(s.b[0]));
+      ring_expect(s.steps, at, NC * tile_bytes(s.a[0][0]) + tile_bytes(s.b[0]));   // b: the other blocks' parts too
       load_a(p, s, at.stage, t.row, k);
       load_b(p, s, at.stage, t.col, k);
       ring_next(s.steps, at);
@@ -60,7 +62,7 @@ TILE void loader(const gemm_params &p, shared &s, int) {
   }
 }
 
-// c = a b and, while the last products run, the tile's bias.
+// c = a b. Loads the tile's bias while the last product runs.
 TILE void multiply(const gemm_params &p, shared &s, ring_pos &at, rt<float, BN> &c, cv<BN> &bias, int col, int wg) {
   ring_wait(s.steps, at);
   mma_fence();
@@ -73,7 +75,7 @@ TILE void multiply(const gemm_params &p, shared &s, ring_pos &at, rt<float, BN> 
     mma_fence();
     mma<ACC, TA, TB>(c, s.a[at.stage][wg], s.b[at.stage]);
     mma_commit();
-    mma_wait<1>();
+    mma_wait<1>();   // frees the stage before; c stays in flight
     cluster_ring_release<CLUSTER_SIZE>(s.steps, last);
   }
   if (p.bias) load(bias, (const elem *)p.bias + col, p.n - col);
@@ -89,7 +91,7 @@ TILE void activate(rt<float, BN> &c, int activation) {
   if (activation == MG_SILU) map(c, [](float x) { return silu(x); });
 }
 
-// 64 columns at a time: a tile is free when at most the other one's store still reads.
+// 64 columns at a time through two tiles in turn: one may be written when at most the other's store still reads.
 TILE void store_tile(const gemm_params &p, shared &s, const rt<float, BN> &c, int row, int col, int wg) {
   UNROLLED for (int j = 0; j < BN / 64; j++) {
     rt<elem, 64> part;

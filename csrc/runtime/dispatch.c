@@ -138,7 +138,7 @@ mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const 
   append_problem(&t, p);
   append_reasons(&t, op, p, c, NULL);
   return mg_fail(MG_UNSUPPORTED, "%s: no kernel for %s%s", mg_op_name(op), chars,
-                 p->gpu && !mg_has_images ? "\n  (this build has no GPU kernels: nvcc was not found)" : "");
+                 p->gpu && !mg_has_images ? "\n  (this build has no GPU kernels: nvcc was not found, or MARGAY_CUDA=0)" : "");
 }
 
 size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n) {

@@ -1,5 +1,5 @@
 // The runtime's own interface: what the host half of an op (kernels/attention.c, kernels/gemm.c) stands on.
-// One line of calls: check.c -> dispatch.c -> tensormap.c -> launch.c | cpu.c.
+// Called by it in this order: check.c, launch.c (the context), dispatch.c, tensormap.c, launch.c or cpu.c.
 #pragma once
 #include <stdarg.h>
 #include "margay.h"
@@ -62,7 +62,7 @@ typedef struct mg_context {
 } mg_context;
 // Fill `c` for the device of `t`. Fails with the reason why a GPU cannot be used.
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream);
-// First row of `op` that takes the problem on this device; MG_UNSUPPORTED with every row's reason when none does.
+// First row of `op` that takes the problem on this device; MG_UNSUPPORTED with the reason of every row for its dtype and device when none does.
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c);
 // For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others; NULL ends that.
 mg_status mg_prefer(const char *name);

@@ -1,7 +1,8 @@
 // Matrix products of a warpgroup, 16-bit operands, fp32 accumulation. Contracts; bodies in sm90/ and cpu/.
 // Asynchronous: issue, mma_commit(), mma_wait. Until the wait that names them, accumulators and register operands must not be touched.
 // Rules: mma_fence() before the first product after every barrier wait and after work on register tiles; nothing writes a register tile
-// between the fence and the product; an accumulator is cleared with ZERO, never with fill().
+// between the fence and the product. An accumulator starts with ZERO where its first product is known at compile time, else with fill() before
+// that product's fence.
 //   letters: A and B as stored, At / Bt the stored tile is the transpose
 #pragma once
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b);   // a b^T

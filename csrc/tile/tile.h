@@ -1,6 +1,6 @@
 // The one include of a kernel file. The build supplies, from the kernel's row in kernels.def:
 //   KERNEL     the row's name                       TYPE       the row's element type
-//   CONSTANTS  NAME=value, ...  become enumerators  BACKEND    sm90 (nvcc) or cpu (the host compiler, once per instruction set)
+//   CONSTANTS  NAME=value, ...  become enumerators  ISA        base, avx2 or avx512; host compiler only: nvcc is known by __CUDACC__
 //
 // A kernel file ends with
 //   typedef block<params, shared, init, role<compute, WARPGROUP, NC, 232>, role<loader, THREAD, 1, 40>> kernel;

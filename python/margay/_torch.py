@@ -115,7 +115,7 @@ def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, determinis
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     try:
         _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic)
-    except ValueError:
+    except ValueError:                     # the forward's arguments were right: only addresses and strides can be wrong
         if _all_mappable(*grads, dout, q, k, v, out):
             raise
         targets = [_mappable_empty(t) for t in grads]

@@ -1,5 +1,5 @@
 // What tests/mock/kernels.def names: descriptions whose CPU function counts, and images that hold just the kernel's name.
-// Also ops without arithmetic: they check, choose and launch, and so show what becomes of a call's arguments.
+// Also the ops that module.c names, without arithmetic: they check, choose and launch, and so show what becomes of a call's arguments.
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -55,7 +55,8 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
 
 mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                                      const mg_attention_options *options) {
-  (void)k, (void)v, (void)options;
+  (void)options;
+  if (!q || !k || !v) return mg_fail(MG_TYPE, "attention_backward: q, k or v is missing, expected tensors");
   *bytes = (size_t)q->shape[2] * 4;
   return MG_OK;
 }

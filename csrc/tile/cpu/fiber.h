@@ -37,7 +37,7 @@ struct machine {
   char *shared;               // the blocks' shared structs, `stride` bytes apart
   size_t stride, capacity;
   barrier barriers[MAX_CLUSTER][BARRIERS];
-  // Packed forms of shared tiles for the matrix products, see pack.h. Indexed by the granule a tile starts in.
+  // Packed forms of shared tiles for the matrix products, see mma.h. Indexed by the granule a tile starts in.
   char *packed[PACK_KINDS];   // 2 * capacity bytes each
   uint32_t *written;          // counts writes
   uint64_t *packed_tag[PACK_KINDS];
