@@ -526,6 +526,16 @@ static PyObject *prefer(PyObject *module, PyObject *const *objects, Py_ssize_t c
   return !name && PyErr_Occurred() ? NULL : none_or_raise(mg_prefer(name));
 }
 
+static PyObject *intercept(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module;
+  int sms;
+  if (!check_count("intercept", count, 2, 2) || !read_int(objects[1], &sms)) return NULL;
+  void *take = PyLong_AsVoidPtr(objects[0]);
+  if (PyErr_Occurred()) return NULL;
+  mg_intercept((mg_launch_taker)(uintptr_t)take, sms);
+  return Py_NewRef(Py_None);
+}
+
 static PyObject *set_num_threads(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
   (void)module;
   int n;
@@ -556,6 +566,8 @@ static PyMethodDef methods[] = {
   {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},
   {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},
   {"preload", FUNCTION(preload), METH_FASTCALL, "preload(op or None, device)"},
+  {"intercept", FUNCTION(intercept), METH_FASTCALL,
+   "intercept(address, sms): this thread's CPU launches go to a C function bool (row, params, blocks); 0 ends that. See margay.check"},
   {"prefer", FUNCTION(prefer), METH_FASTCALL, "prefer(row or None): this thread's calls use that kernel wherever its condition holds"},
   {"set_num_threads", FUNCTION(set_num_threads), METH_FASTCALL, "set_num_threads(n); 0: the default"},
   {"num_threads", FUNCTION(num_threads), METH_FASTCALL, "num_threads() -> threads of the CPU backend"},

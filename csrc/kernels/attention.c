@@ -67,7 +67,7 @@ static mg_problem problem_of(const shape *x, const mg_attention_options *options
 }
 // Grid of a persistent kernel. On the CPU the thread pool draws single tasks, in order.
 static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
-  return c->device == MG_CPU ? tasks : at_most((int64_t)c->sms * mg_desc(row)->blocks_per_sm, tasks);
+  return c->persistent ? at_most((int64_t)c->sms * mg_desc(row)->blocks_per_sm, tasks) : tasks;
 }
 // Heads whose `bytes` each fit two thirds of the L2 together.
 static int l2_heads(const mg_context *c, int64_t bytes, int64_t heads) {
@@ -136,7 +136,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
       (status = map(&p.v, &c, "attention: v", v, desc->tile_n)) || (status = map(&p.o, &c, "attention: out", out, 64)))
     return status;
   int64_t blocks = grid(&c, row, tasks);
-  if (workspace && c.device == MG_CUDA && tasks > blocks) {
+  if (workspace && c.persistent && tasks > blocks) {
     p.counter = workspace->data;
     if ((status = mg_fill(&c, p.counter, 0, sizeof(int), 1))) return status;
   }

@@ -81,6 +81,6 @@ mg_status mg_matmul(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b
       (status = map(&p.c, &c, "matmul: out", out->dtype, stored_as(out, false), C_BOX)))
     return status;
   int64_t clusters = (int64_t)c.sms * d->blocks_per_sm / d->cluster;   // resident at a time; the CPU's pool balances single tasks
-  if (c.device == MG_CPU || clusters > p.tasks) clusters = p.tasks;
+  if (!c.persistent || clusters > p.tasks) clusters = p.tasks;
   return mg_launch(&c, row, &p, (clusters ? clusters : 1) * d->cluster);
 }

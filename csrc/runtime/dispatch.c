@@ -101,7 +101,7 @@ mg_status mg_prefer(const char *name) {
 }
 
 static const mg_kernel *first_taker(mg_op op, const mg_problem *p, const mg_context *c) {
-  if (preferred && preferred->op == op && takes(preferred, p, c, NULL)) return preferred;
+  if (preferred && preferred->op == op && (mg_intercepted() || takes(preferred, p, c, NULL))) return preferred;
   for (int i = 0; i < mg_kernel_count; i++)
     if (mg_kernels[i].op == op && takes(&mg_kernels[i], p, c, NULL)) return &mg_kernels[i];
   return NULL;

@@ -24,15 +24,24 @@ static mg_status open_gpu(mg_gpu **gpu, int index) {
   return status;
 }
 
+static _Thread_local struct { mg_launch_taker take; int sms; } interception;
+void mg_intercept(mg_launch_taker take, int sms) {
+  interception.take = take;
+  interception.sms = sms;
+}
+bool mg_intercepted(void) { return interception.take; }
+
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream) {
   *c = (mg_context){.device = t->device, .device_index = t->device_index, .stream = stream, .shared_bytes = SIZE_MAX, .l2_bytes = 1 << 25};
   if (t->device == MG_CPU) {
-    c->sms = mg_num_threads();
+    c->persistent = interception.take;
+    c->sms = interception.take ? interception.sms : mg_num_threads();
     return MG_OK;
   }
   mg_gpu *gpu;
   mg_status status = open_gpu(&gpu, t->device_index);
   if (status) return status;
+  c->persistent = true;
   c->sms = gpu->sms;
   c->l2_bytes = gpu->l2_bytes;
   c->shared_bytes = gpu->shared_bytes;
@@ -146,7 +155,7 @@ mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *param
   if (blocks > INT32_MAX) return mg_fail(MG_VALUE, "%s: %lld blocks, expected at most 2^31 - 1", mg_op_name(row->op), (long long)blocks);
   if (blocks < 1) return MG_OK;
   if (c->device == MG_CPU) {
-    mg_cpu_run(mg_desc(row), params, (int)blocks);
+    if (!interception.take || !interception.take(row->name, params, blocks)) mg_cpu_run(mg_desc(row), params, (int)blocks);
     return MG_OK;
   }
   mg_gpu *gpu;

@@ -59,6 +59,7 @@ typedef struct mg_context {
   int sms;                    // multiprocessors; threads on the CPU
   int64_t l2_bytes;
   size_t shared_bytes;        // dynamic shared memory a block may have
+  bool persistent;            // a grid is the blocks that are resident together; else, on the CPU, a block per task
 } mg_context;
 // Fill `c` for the device of `t`. Fails with the reason why a GPU cannot be used.
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream);
@@ -80,6 +81,11 @@ mg_isa mg_host_isa(void);                           // the running CPU's best, a
 const char *mg_isa_name(mg_isa isa);
 // blocks is a multiple of the row's cluster. CPU: runs to the end. GPU: enqueued on the context's stream.
 mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *params, int64_t blocks);
+// For tools: this thread's launches on the CPU go to `take`, as if there were `sms` multiprocessors, and are run as usual only where it returns
+// false. mg_prefer()'s row is then taken whatever its place and condition. NULL ends that.
+typedef bool (*mg_launch_taker)(const char *row, const void *params, int64_t blocks);
+void mg_intercept(mg_launch_taker take, int sms);
+bool mg_intercepted(void);
 // Fill n 16- or 32-bit words; GPU: asynchronously on the stream.
 mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_bytes, int64_t n);
 

@@ -13,8 +13,7 @@
 TILE int block_index() { return mg_machine->first + self().rank; }
 TILE int block_count() { return mg_machine->blocks; }
 TILE int atomic_next(int *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
-// Every operation that writes a shared tile says so: packed forms of it are stale.
-template<class Tile> TILE void tile_written(const Tile &t) { mg_machine->written[((const char *)&t - mg_machine->shared) / GRANULE]++; }
+#include "tile/cpu/hooks.h"
 
 #include "tile/sync.h"
 #include "tile/copy.h"

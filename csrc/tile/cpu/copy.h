@@ -1,4 +1,4 @@
-// Bodies of tile/copy.h. A copy is done when it is issued; its bytes count on the semaphore at once.
+// Bodies of tile/copy.h, on the hooks of hooks.h.
 #pragma once
 
 // ---- global <-> shared
@@ -29,97 +29,138 @@ template<typename T, int R, int C> TILE void copy_in(T *d, int ld, const gmap &m
     }
   }
 }
-template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
-  tile_written(t);
-  copy_in<T, R, C>(t.d, C, m, row, col, head, batch);
-  sem_complete(s, R * C * sizeof(T));
+template<typename T, int R, int C> TILE void copy_out(const gmap &map, const T *d, int row, int col, int head, int batch) {
+  window w = tile_window<T, R, C>(map, row, col, head, batch);
+  for (int r = w.r0; r < w.r1 && w.c0 < w.c1; r++)
+    memcpy((T *)(w.p + r * w.row_stride) + w.c0, d + r * C + w.c0, (w.c1 - w.c0) * sizeof(T));
 }
-// R x C elements at d, which lies in tile t, into every block of the mask
-template<int RN, int CN, int LD, class Tile, typename T>
-TILE void multicast(Tile &t, T *d, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  issue_load(t, whole(t), s, R * C * sizeof(T), [=, &t, &m] { copy_in<T, R, C>(t.d, C, m, row, col, head, batch); });
+}
+// The same part of tile t in every block of the mask
+template<int RN, int CN, typename T, int R, int C>
+TILE void multicast(st<T, R, C> &t, int r0, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
   for (int rank = 0; mask >> rank; rank++) {
     if (!(mask >> rank & 1)) continue;
-    tile_written(at_rank(t, rank));
-    copy_in<T, RN, CN>(&at_rank(*d, rank), LD, m, row, col, head, batch);
-    sem_complete(at_rank(s, rank), RN * CN * sizeof(T));
+    st<T, R, C> &u = at_rank(t, rank);
+    issue_load(u, part(u, r0, RN, c0, CN), at_rank(s, rank), RN * CN * sizeof(T),
+               [=, &u, &m] { copy_in<T, RN, CN>(u.d + r0 * C + c0, C, m, row, col, head, batch); });
   }
 }
 template<int RN, typename T, int R, int C>
 TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
-  multicast<RN, C, C>(t, t.d + r0 * C, m, s, row, col, head, batch, mask);
+  multicast<RN, C>(t, r0, 0, m, s, row, col, head, batch, mask);
 }
 template<int CN, typename T, int R, int C>
 TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
-  multicast<R, CN, C>(t, t.d + c0, m, s, row, col, head, batch, mask);
+  multicast<R, CN>(t, 0, c0, m, s, row, col, head, batch, mask);
 }
 template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s) {
-  memcpy(t.d, g, N * sizeof(float));
-  sem_complete(s, N * sizeof(float));
+  issue_load(t, whole(t), s, N * sizeof(float), [=, &t] { memcpy(t.d, g, N * sizeof(float)); });
 }
 template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
-  copy_in<float, R, C>(t.d, C, m, row, col, head, batch);
-  sem_complete(s, R * C * sizeof(float));
+  issue_load(t, whole(t), s, R * C * sizeof(float), [=, &t, &m] { copy_in<float, R, C>(t.d, C, m, row, col, head, batch); });
 }
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
-  window w = tile_window<T, R, C>(m, row, col, head, batch);
-  for (int r = w.r0; r < w.r1 && w.c0 < w.c1; r++)
-    memcpy((T *)(w.p + r * w.row_stride) + w.c0, t.d + r * C + w.c0, (w.c1 - w.c0) * sizeof(T));
+  issue_store(whole(t), [=, &t, &m] { copy_out<T, R, C>(m, t.d, row, col, head, batch); });
 }
-template<int G> TILE void tma_store_wait_read() {}
-template<int G> TILE void tma_store_wait() {}
-TILE void tma_prefetch(const gmap &) {}
 
 // ---- shared <-> registers. The overloads for float settle which of the two general forms takes fp32 elements.
 template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 64, C> &s, int c0) {
+  reads_shared(part(s, 0, 64, c0, N));
+  writes(d);
   for (int r = 0; r < 64; r++) widen_row(d.d[r], s.d + r * C + c0, N);
 }
 template<typename T, int C, int N> TILE void load(rt<T, N> &d, const st<T, 64, C> &s, int c0) {
+  reads_shared(part(s, 0, 64, c0, N));
+  writes(d);
   for (int r = 0; r < 64; r++) memcpy(d.d[r], s.d + r * C + c0, N * sizeof(T));
 }
 template<int C, int N> TILE void load(rt<float, N> &d, const st<float, 64, C> &s, int c0 = 0) {
+  reads_shared(part(s, 0, 64, c0, N));
+  writes(d);
   for (int r = 0; r < 64; r++) memcpy(d.d[r], s.d + r * C + c0, N * sizeof(float));
 }
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<float, N> &s, int c0) {
-  tile_written(d);
+  reads(s);
+  writes_shared(d, part(d, 0, 64, c0, N));
   for (int r = 0; r < 64; r++) narrow_row(d.d + r * C + c0, s.d[r], N);
 }
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<T, N> &s, int c0) {
-  tile_written(d);
+  reads(s);
+  writes_shared(d, part(d, 0, 64, c0, N));
   for (int r = 0; r < 64; r++) memcpy(d.d + r * C + c0, s.d[r], N * sizeof(T));
 }
 template<int C, int N> TILE void store(st<float, 64, C> &d, const rt<float, N> &s, int c0 = 0) {
-  tile_written(d);
+  reads(s);
+  writes_shared(d, part(d, 0, 64, c0, N));
   for (int r = 0; r < 64; r++) memcpy(d.d + r * C + c0, s.d[r], N * sizeof(float));
 }
 template<typename T, int K> TILE void load_t(rt<T, K> &d, const st<T, K, 64> &s) {
+  reads_shared(whole(s));
+  writes(d);
   for (int r = 0; r < 64; r++)
     for (int k = 0; k < K; k++) d.d[r][k] = s.d[k * 64 + r];
 }
 template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K> &s) {
-  tile_written(d);
+  reads(s);
+  writes_shared(d, whole(d));
   for (int k = 0; k < K; k++) {
     alignas(64) float row[64];
     for (int r = 0; r < 64; r++) row[r] = s.d[r][k];
     narrow_row(d.d + k * 64, row, 64);
   }
 }
-TILE void load(rv &v, const sv<64> &s) { memcpy(v.d, s.d, sizeof v.d); }
-template<int N> TILE void load(cv<N> &v, const sv<N> &s) { memcpy(v.d, s.d, sizeof v.d); }
-template<int N> TILE float get(const sv<N> &s, int i) { return s.d[i]; }
-TILE void put(int &s, int v) { s = v; }
-TILE int get(const int &s) { return s; }
+TILE void load(rv &v, const sv<64> &s) {
+  reads_shared(whole(s));
+  writes(v);
+  memcpy(v.d, s.d, sizeof v.d);
+}
+template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
+  reads_shared(whole(s));
+  writes(v);
+  memcpy(v.d, s.d, sizeof v.d);
+}
+template<int N> TILE float get(const sv<N> &s, int i) {
+  reads_shared(whole(s.d[i]));
+  return s.d[i];
+}
+TILE void put(int &s, int v) {
+  writes_shared(s, whole(s));
+  s = v;
+}
+TILE int get(const int &s) {
+  reads_shared(whole(s));
+  return s;
+}
 
 // ---- global <-> registers
-TILE void load(rv &v, const float *g, int n, float pad) { for (int r = 0; r < 64; r++) v.d[r] = r < n ? g[r] : pad; }
-TILE void store(float *g, const rv &v, int n) { for (int r = 0; r < 64 && r < n; r++) g[r] = v.d[r]; }
-template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n) { for (int c = 0; c < N; c++) v.d[c] = c < n ? widen(g[c]) : 0.f; }
+TILE void load(rv &v, const float *g, int n, float pad) {
+  touches_global(g, n > 0 ? (n < 64 ? n : 64) * sizeof(float) : 0, GLOBAL_READ);
+  writes(v);
+  for (int r = 0; r < 64; r++) v.d[r] = r < n ? g[r] : pad;
+}
+TILE void store(float *g, const rv &v, int n) {
+  touches_global(g, n > 0 ? (n < 64 ? n : 64) * sizeof(float) : 0, GLOBAL_WRITE);
+  reads(v);
+  for (int r = 0; r < 64 && r < n; r++) g[r] = v.d[r];
+}
+template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n) {
+  writes(v);
+  for (int c = 0; c < N; c++) v.d[c] = c < n ? widen(g[c]) : 0.f;
+}
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n) {
-  for (int r = 0; r < 64 && r < m; r++)
+  reads(t);
+  for (int r = 0; r < 64 && r < m; r++) {
+    touches_global(g + r * ld, n > 0 ? (n < N ? n : N) * sizeof(float) : 0, GLOBAL_WRITE);
     for (int c = 0; c < N && c < n; c++) g[r * ld + c] = t.d[r][c];
+  }
 }
 // Accumulator tiles are row-major. Additions of several threads to one tile: one lock per tile, hashed by its address.
 static int acc_locks[256];
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
+  touches_global(g, 64 * N * sizeof(float), GLOBAL_ADD);
+  reads(t);
   int *lock = &acc_locks[(uint32_t)((uintptr_t)g >> 8) * 2654435761u >> 24];
   while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
   const float *s = t.d[0];
@@ -127,6 +168,16 @@ template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
   for (int i = 0; i < 64 * N; i++) g[i] += s[i];
   __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
 }
-template<int N> TILE void load_acc(rt<float, N> &t, const float *g) { memcpy(t.d, g, sizeof t.d); }
-template<int N> TILE void zero_acc(float *g) { memset(g, 0, 64 * N * sizeof(float)); }
-TILE void zero_words(int *g, int n) { memset(g, 0, (size_t)n * sizeof(int)); }
+template<int N> TILE void load_acc(rt<float, N> &t, const float *g) {
+  touches_global(g, 64 * N * sizeof(float), GLOBAL_READ);
+  writes(t);
+  memcpy(t.d, g, sizeof t.d);
+}
+template<int N> TILE void zero_acc(float *g) {
+  touches_global(g, 64 * N * sizeof(float), GLOBAL_WRITE);
+  memset(g, 0, 64 * N * sizeof(float));
+}
+TILE void zero_words(int *g, int n) {
+  touches_global(g, (size_t)n * sizeof(int), GLOBAL_WRITE);
+  memset(g, 0, (size_t)n * sizeof(int));
+}

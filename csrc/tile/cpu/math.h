@@ -42,25 +42,37 @@ TILE float fast_rcp(float x) { return 1.f / x; }
 
 // ---- maps
 template<int N> TILE void fill(rt<float, N> &t, float x) {
+  writes(t);
   for (int r = 0; r < 64; r++)
     for (int c = 0; c < N; c++) t.d[r][c] = x;
 }
-TILE void fill(rv &v, float x) { for (int r = 0; r < 64; r++) v.d[r] = x; }
-TILE void fill(rsum &v, float x) { for (int r = 0; r < 64; r++) v.d[r] = x; }
+TILE void fill(rv &v, float x) {
+  writes(v);
+  for (int r = 0; r < 64; r++) v.d[r] = x;
+}
+TILE void fill(rsum &v, float x) {
+  writes(v);
+  for (int r = 0; r < 64; r++) v.d[r] = x;
+}
 
 MAP void map(rt<float, N> &t, F f) {
+  changes(t);
   for (int r = 0; r < 64; r++) {
 #pragma GCC ivdep
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c]);
   }
 }
 MAP void map(rt<float, N> &t, const rt<float, N> &u, F f) {
+  reads(u);
+  changes(t);
   for (int r = 0; r < 64; r++) {
 #pragma GCC ivdep
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c]);
   }
 }
 MAP void map_row(rt<float, N> &t, const rv &v, F f) {
+  reads(v);
+  changes(t);
   for (int r = 0; r < 64; r++) {
     float x = v.d[r];
 #pragma GCC ivdep
@@ -68,30 +80,41 @@ MAP void map_row(rt<float, N> &t, const rv &v, F f) {
   }
 }
 MAP void map_col(rt<float, N> &t, const cv<N> &v, F f) {
+  reads(v);
+  changes(t);
   for (int r = 0; r < 64; r++) {
 #pragma GCC ivdep
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], v.d[c]);
   }
 }
 MAP void map_col(rt<float, N> &t, const sv<N> &v, F f) {
+  reads_shared(whole(v));
+  changes(t);
   for (int r = 0; r < 64; r++) {
 #pragma GCC ivdep
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], v.d[c]);
   }
 }
 MAP void map_col(rt<float, N> &t, const rt<float, N> &u, const cv<N> &v, F f) {
+  reads(u, v);
+  changes(t);
   for (int r = 0; r < 64; r++) {
 #pragma GCC ivdep
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c]);
   }
 }
 MAP void map_col(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f) {
+  reads(u);
+  reads_shared(whole(v));
+  changes(t);
   for (int r = 0; r < 64; r++) {
 #pragma GCC ivdep
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c]);
   }
 }
 template<typename T, int N, class F> __attribute__((flatten)) TILE void map_col(rt<T, N> &t, const sv<N> &v, F f) {
+  reads_shared(whole(v));
+  changes(t);
   for (int r = 0; r < 64; r++) {
     alignas(64) float row[N];
     widen_row(row, t.d[r], N);
@@ -101,16 +124,21 @@ template<typename T, int N, class F> __attribute__((flatten)) TILE void map_col(
   }
 }
 MAP void map_rc(rt<float, N> &t, F f) {
+  changes(t);
   for (int r = 0; r < 64; r++) {
 #pragma GCC ivdep
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], r, c);
   }
 }
 MAP_VECTOR void map(rv &d, const rv &a, F f) {
+  reads(a);
+  writes(d);
 #pragma GCC ivdep
   for (int r = 0; r < 64; r++) d.d[r] = f(a.d[r]);
 }
 MAP_VECTOR void map(rv &d, const rv &a, const rv &b, F f) {
+  reads(a, b);
+  writes(d);
 #pragma GCC ivdep
   for (int r = 0; r < 64; r++) d.d[r] = f(a.d[r], b.d[r]);
 }
@@ -135,6 +163,8 @@ template<int H = VW / 2> TILE float sum_lanes(vf x) {
   return x[0];
 }
 template<int N> TILE void row_max(rv &m, const rt<float, N> &t) {
+  reads(t);
+  changes(m);
   for (int r = 0; r < 64; r++) {
     vf x = vset(m.d[r]);
     for (int c = 0; c < N; c += VW) x = vmax(x, vload(&t.d[r][c]));
@@ -142,6 +172,8 @@ template<int N> TILE void row_max(rv &m, const rt<float, N> &t) {
   }
 }
 template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t) {
+  reads(t);
+  changes(l);
   for (int r = 0; r < 64; r++) {
     vf x = {};
     for (int c = 0; c < N; c += VW) x += vload(&t.d[r][c]);
@@ -149,25 +181,41 @@ template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t) {
   }
 }
 template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<float, N> &y) {
+  reads(x, y);
+  changes(l);
   for (int r = 0; r < 64; r++) {
     vf s = {};
     for (int c = 0; c < N; c += VW) s += vload(&x.d[r][c]) * vload(&y.d[r][c]);
     l.d[r] += sum_lanes(s);
   }
 }
-TILE void scale(rsum &l, const rv &f) { for (int r = 0; r < 64; r++) l.d[r] *= f.d[r]; }
-TILE void reduce(rv &v, const rsum &l) { memcpy(v.d, l.d, sizeof v.d); }
+TILE void scale(rsum &l, const rv &f) {
+  reads(f);
+  changes(l);
+  for (int r = 0; r < 64; r++) l.d[r] *= f.d[r];
+}
+TILE void reduce(rv &v, const rsum &l) {
+  reads(l);
+  writes(v);
+  memcpy(v.d, l.d, sizeof v.d);
+}
 
 // ---- rounding
 template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s) {
+  reads(s);
+  writes(d);
   for (int r = 0; r < 64; r++) narrow_row(d.d[r], s.d[r], N);
 }
 template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0) {
+  reads(s);
+  writes(d);
   for (int r = 0; r < 64; r++) narrow_row(d.d[r], s.d[r] + c0, K);
 }
 template<typename T, int N, class F>
 __attribute__((flatten)) TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
-  tile_written(s);
+  reads(t, u);
+  reads_shared(whole(v));
+  writes_shared(s, whole(s));
   for (int r = 0; r < 64; r++) {
     alignas(64) float row[N];
     float x = u.d[r];
@@ -178,7 +226,9 @@ __attribute__((flatten)) TILE void store_rc(st<T, 64, N> &s, const rt<float, N> 
 }
 template<typename T, int N, class F>
 __attribute__((flatten)) TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
-  tile_written(s);
+  reads(t, u);
+  reads_shared(whole(v));
+  writes_shared(s, whole(s));
   for (int r = 0; r < 64; r++) {
     alignas(64) float row[N];
     float x = u.d[r];

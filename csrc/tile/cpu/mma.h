@@ -139,7 +139,7 @@ template<enum pack_kind KIND, typename T, int R, int C> TILE const typename word
   size_t offset = (size_t)((const char *)&t - m.shared), granule = offset / GRANULE;
   word *d = (word *)(m.packed[KIND] + 2 * offset);
   uint64_t tag = (uint64_t)m.written[granule] << 32 | R << 16 | C;
-  if (m.packed_tag[KIND][granule] == tag) return d;
+  if (KEEPS_PACKED && m.packed_tag[KIND][granule] == tag) return d;
   m.packed_tag[KIND][granule] = tag;
   if constexpr (KIND == PACK_COLS) pack_cols<T, R, C>(d, t.d);
   else if constexpr (KIND == PACK_ROWS) pack_rows<T, R, C>(d, t.d);
@@ -165,15 +165,18 @@ template<int A, typename T, int N, int K, int R>
 TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
   static_assert(N == R || N % 32 == 0, "a window consists of whole panels");
-  product<A, VW>(d, operand(a), packed<PACK_COLS>(b) + r0 * DEPTH, DEPTH, DEPTH);
+  issue_product<A>(d, whole(a), part(b, r0, N, 0, K),
+                   [=, &d, &a, &b] { product<A, VW>(d, operand(a), packed<PACK_COLS>(b) + r0 * DEPTH, DEPTH, DEPTH); });
 }
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
   mma_ABt_rows<A>(d, a, b, 0);
 }
 template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
   enum { E = word_of<T>::ELEMENTS };
-  alignas(64) float scratch[scratch_floats<T, K>()];
-  product<A, VW>(d, operand(a, scratch), packed<PACK_COLS>(b) + k0 / E * PW, W / E, K / E);
+  issue_product<A>(d, a, part(b, 0, N, k0, K), [=, &d, &a, &b] {
+    alignas(64) float scratch[scratch_floats<T, K>()];
+    product<A, VW>(d, operand(a, scratch), packed<PACK_COLS>(b) + k0 / E * PW, W / E, K / E);
+  });
 }
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const rt<T, K> &a, const st<T, N, K> &b) {
   mma_ABt_part<A>(d, a, b, 0);
@@ -181,29 +184,33 @@ template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, con
 template<int A, typename T, int N, int K, int W>
 TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
-  product<A, PW>(d, operand(a), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
+  issue_product<A>(d, whole(a), part(b, 0, K, cb, N),
+                   [=, &d, &a, &b] { product<A, PW>(d, operand(a), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH); });
 }
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
   mma_AB_cols<A>(d, a, b, 0);
 }
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
-  alignas(64) float scratch[scratch_floats<T, K>()];
-  product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b), DEPTH, DEPTH);
+  issue_product<A>(d, a, whole(b), [&d, &a, &b] {
+    alignas(64) float scratch[scratch_floats<T, K>()];
+    product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b), DEPTH, DEPTH);
+  });
 }
 template<int A, typename T, int N, int K, int WA, int WB>
 TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb) {
   typedef typename word_of<T>::type word;
   enum { DEPTH = K / word_of<T>::ELEMENTS };
-  panel_a<word> first = {packed<PACK_ROWS>(a) + ca * DEPTH, DEPTH};
-  product<A, PW>(d, first, packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
+  issue_product<A>(d, part(a, 0, K, ca, 64), part(b, 0, K, cb, N), [=, &d, &a, &b] {
+    panel_a<word> first = {packed<PACK_ROWS>(a) + ca * DEPTH, DEPTH};
+    product<A, PW>(d, first, packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
+  });
 }
 template<int A, typename T, int N, int K> TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
   typedef typename word_of<T>::type word;
   enum { DEPTH = K / word_of<T>::ELEMENTS };
-  panel_a<word> first = {packed<PACK_ROWS>(a), DEPTH};
-  product<A, VW>(d, first, packed<PACK_COLS>(b), DEPTH, DEPTH);
+  issue_product<A>(d, whole(a), whole(b), [&d, &a, &b] {
+    panel_a<word> first = {packed<PACK_ROWS>(a), DEPTH};
+    product<A, VW>(d, first, packed<PACK_COLS>(b), DEPTH, DEPTH);
+  });
 }
-TILE void mma_fence() {}
-TILE void mma_commit() {}
-template<int G, class... Tile> TILE void mma_wait(Tile &...) {}

@@ -50,8 +50,19 @@ TILE void bar_sync(int id, int threads) {
   uint32_t generation = mg_machine->barriers[self().rank][id].generation;
   fiber_wait(WAIT_BARRIER, &barrier_add(id, threads), generation);
 }
+template<class Tile, class F> TILE void issue_load(Tile &t, const region &, sem &s, int bytes, F f) {
+  tile_written(&t);
+  f();
+  sem_complete(s, bytes);
+}
 TILE void wg_sync() {}
 TILE void fence_async() {}
+template<int G> TILE void tma_store_wait_read() {}
+template<int G> TILE void tma_store_wait() {}
+TILE void tma_prefetch(const gmap &) {}
+TILE void mma_fence() {}
+TILE void mma_commit() {}
+template<int G, class... Tile> TILE void mma_wait(Tile &...) {}
 
 TILE void order_wait(const int *g, int value) { fiber_wait(WAIT_ORDER, g, (uint32_t)value); }
 TILE void order_pass(int *g, int value) { __atomic_store_n(g, value, __ATOMIC_RELEASE); }

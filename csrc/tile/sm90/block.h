@@ -56,3 +56,4 @@ template<class Params, class Shared, void (*Init)(Shared &), class... Role> stru
 };
 #define ENTRY(kernel, TILE_M, TILE_N) \
   extern "C" __global__ void __launch_bounds__(kernel::threads, kernel::occupancy) KERNEL(const __grid_constant__ kernel::params p) { kernel::run(p); }
+#define EXAMPLE(...)   // a problem for the checker, see check/block.h

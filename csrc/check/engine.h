@@ -1,0 +1,105 @@
+// Inside of the checker's runtime: the run's state, its clocks, its reports.
+#pragma once
+#include "check/check.h"
+
+enum { MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192, MAX_GROUPS = 1 << 14, LOAD_SEMS = 1 };
+
+// Components of a clock. A fiber's own accesses are made by all of its threads (GENERIC); what an elected thread does before the others know
+// of it is LEADER's. A fiber also has its product groups and its store groups, and every semaphore the phases it has completed.
+enum { GENERIC, LEADER, PRODUCTS, STORES, PER_FIBER };
+typedef int32_t *clock;
+
+typedef struct semaphore {
+  const char *at;
+  int block, count, pending, bytes, completed;   // completed: phases
+  clock arrived, arrived_fenced, released, released_fenced;
+} semaphore;
+
+typedef struct named_barrier {
+  int threads, wanted, generation;
+  clock arrived, arrived_fenced, released, released_fenced;
+} named_barrier;
+
+enum wait_kind { WAIT_NOTHING, WAIT_SEM, WAIT_BARRIER, WAIT_PRODUCTS, WAIT_STORES, WAIT_ORDER };
+typedef struct fiber {
+  void *sp;
+  char *stack;
+  const ck_role *role;
+  int block, rank;
+  bool alive, group;                             // group: a warpgroup, whose elected thread is not all of it
+  enum wait_kind wait;
+  const void *on, *wait_pc;
+  int64_t value;
+  clock seen, fenced, leader_seen, leader_fenced;   // the last two are the first two where !group
+  int products_committed, stores_committed;
+  int products_open, stores_open;                // issued since the last commit
+  int fence;                                     // counts mma_fence; `work` what has happened since the last one
+  bool fence_due;
+  const void *late_fence;                        // a mutated fence that is still to be made
+  int events;                                    // synchronising calls so far
+  bool skip_next;
+} fiber;
+
+typedef struct operation {
+  enum { EFFECT_LOAD, EFFECT_STORE, EFFECT_PRODUCT } kind;
+  int fiber, ticket, sem, bytes;
+  const void *pc;
+  ck_effect run;
+  _Alignas(16) char closure[CLOSURE];
+} operation;
+
+typedef struct run {
+  const ck_kernel *kernel;
+  const ck_request *request;
+  const void *params;
+  int blocks, fibers, components, sems;
+  char *shared;
+  size_t shared_bytes, mapped;
+  void *host_sp;
+  int current, alive;                            // current -1: initialising
+  bool in_fiber;                                 // not in the scheduler
+  uint64_t random;
+  int patience;                                  // how likely an asynchronous effect is taken before a fiber, of 8
+  long steps;
+  bool failed;
+  fiber fiber[MAX_FIBERS];
+  semaphore sem[MAX_SEMS];
+  int16_t *sem_at;                               // by (address in shared) / 8, -1: none
+  named_barrier barrier[MAX_FIBERS][MAX_BARRIERS];
+  operation op[MAX_OPS];
+  int ops;
+  uint16_t products_left[MAX_FIBERS][MAX_GROUPS], stores_left[MAX_FIBERS][MAX_GROUPS];   // by ticket
+  char *text;
+  size_t text_size;
+} run;
+extern run ck;
+
+// ---- clocks
+static inline void clock_join(clock a, const int32_t *b) {
+  for (int i = 0; i < ck.components; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
+}
+static inline int component(int fiber, int part) { return PER_FIBER * fiber + part; }
+static inline int sem_component(int sem) { return PER_FIBER * ck.fibers + sem; }
+clock clock_new(void);                           // zeros, freed with the run
+void fiber_yield(void);                          // to the scheduler
+static inline fiber *self(void) { return &ck.fiber[ck.current]; }
+
+// ---- shadow.c
+enum access_flags { ACCESS_WRITE = 1, ACCESS_ASYNC = 2, ACCESS_LEADER = 4 };
+bool shadow_open(size_t bytes);
+void shadow_reset(void);
+// An access by the current fiber that is over at `value` of component `who`. False, with a report, if it breaks a rule.
+bool shadow_access(const void *pc, const ck_region *r, int flags, int who, int value);
+bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global kind);
+
+// ---- report.c
+bool rule_on(enum ck_rule rule);
+// The first report ends the run. In `format`, {s:N} stands for the semaphore or the place at offset N of a block's struct, {f:N} for fiber N.
+__attribute__((format(printf, 5, 6))) void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_fiber, const char *format, ...);
+void report_place(int offset);                   // what the accesses are about, by its offset in the block's struct; before report()
+int offset_in_block(const void *p);
+int block_of(const void *p);
+void event_add(const void *pc, enum ck_op op, const void *at, int value);
+void events_reset(void);
+const ck_event *event_of(int fiber, int index);  // the fiber's index-th synchronising call in the recorded run, NULL past the end
+void events_keep(void);                          // the last run's events become the recorded ones

@@ -1,0 +1,192 @@
+// Shadow of shared memory: per cell the last write and the reads since. And of global memory, for what kernels exchange through it.
+//
+// Rules, for an access by a fiber that has seen clock `seen` and fenced `fenced`:
+//   a read sees the last write;                                  a write sees the last write and all reads since it
+//   an asynchronous access also has the fence of a generic write it follows; an asynchronous write also that of generic reads (strict)
+//   inside a warpgroup, other threads' accesses are known after wg_sync or a named barrier: the elected thread stands for them
+#include <stdio.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "check/engine.h"
+
+// Tiles and vectors have cells of 32 bytes, which no window cuts; scalars, and only they, cells of 4. One element of a vector is in its tile cell.
+enum { TILE_CELL = 32, WORD_CELL = 4, READERS = 7 };
+typedef struct touch { uint16_t who, pc; uint32_t value : 30, generic : 1, used : 1; } touch;
+typedef struct cell { touch write, read[READERS]; } cell;
+
+static cell *tiles, *words;
+static size_t capacity, used_bytes;
+
+// Addresses of code as small numbers.
+enum { PCS = 1 << 14 };
+static const void *pcs[PCS];
+static uint16_t pc_number(const void *pc) {
+  uint32_t i = (uint32_t)((uintptr_t)pc * 2654435761u) % PCS;
+  while (pcs[i] && pcs[i] != pc) i = (i + 1) % PCS;
+  pcs[i] = pc;
+  return (uint16_t)i;
+}
+
+bool shadow_open(size_t bytes) {
+  if (bytes > capacity) {
+    free(tiles);
+    free(words);
+    tiles = calloc(bytes / TILE_CELL + 1, sizeof *tiles);
+    words = calloc(bytes / WORD_CELL + 1, sizeof *words);
+    capacity = tiles && words ? bytes : 0;
+  }
+  used_bytes = bytes;
+  return bytes <= capacity;
+}
+
+// ---- global memory: a table of 4-byte words
+enum { GLOBAL_SLOTS = 1 << 20 };
+typedef struct global_word { uintptr_t at; touch write; uint8_t kind; } global_word;
+static global_word *globals;
+static int global_count;
+
+void shadow_reset(void) {
+  memset(tiles, 0, (used_bytes / TILE_CELL + 1) * sizeof *tiles);
+  memset(words, 0, (used_bytes / WORD_CELL + 1) * sizeof *words);
+  if (globals && global_count) memset(globals, 0, GLOBAL_SLOTS * sizeof *globals);
+  global_count = 0;
+}
+
+static int fiber_of(int who) { return who < PER_FIBER * ck.fibers ? who / PER_FIBER : -1; }
+
+static const char *kind_of(touch t) {
+  if (fiber_of(t.who) < 0) return "a copy into shared memory";
+  switch (t.who % PER_FIBER) {
+  case PRODUCTS: return "a matrix product";
+  case STORES: return "a store from shared memory";
+  default: return t.generic ? "an access through registers" : "an asynchronous access";
+  }
+}
+
+// Does the clock pair of the accessing threads know of t? For a warpgroup its elected thread too, which knows what others did after a sync.
+static bool knows(const fiber *f, touch t, int flags) {
+  if (flags & ACCESS_LEADER) return f->leader_seen[t.who] >= (int)t.value;
+  if (f->seen[t.who] < (int)t.value) return false;
+  return !f->group || f->leader_seen[t.who] >= (int)t.value;
+}
+static bool fence_covers(const fiber *f, touch t, int flags) {
+  if (flags & ACCESS_LEADER) return f->leader_fenced[t.who] >= (int)t.value;
+  return f->fenced[t.who] >= (int)t.value && (!f->group || f->leader_fenced[t.who] >= (int)t.value);
+}
+
+static const char *missing(const fiber *f, touch t) {
+  static char text[200];
+  const int other = fiber_of(t.who);
+  if (other < 0) {
+    const semaphore *s = &ck.sem[t.who - PER_FIBER * ck.fibers];
+    snprintf(text, sizeof text, "no wait for phase %d of {s:%d} (it has seen %d phases)", (int)t.value - 1, offset_in_block(s->at), f->seen[t.who]);
+  } else if (t.who % PER_FIBER == PRODUCTS) snprintf(text, sizeof text, "no mma_wait for that product%s", &ck.fiber[other] == f ? "" : " that reaches this role");
+  else if (t.who % PER_FIBER == STORES) snprintf(text, sizeof text, "no tma_store_wait_read for that store that the accessing threads know of");
+  else if (&ck.fiber[other] == f) snprintf(text, sizeof text, "no wg_sync between two accesses of the warpgroup's threads");
+  else snprintf(text, sizeof text, "nothing that {f:%d} did after it has been waited for here", other);
+  return text;
+}
+
+static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) {
+  const fiber *f = self();
+  const bool async = flags & ACCESS_ASYNC, write = flags & ACCESS_WRITE;
+  report_place((int)offset);
+  if (!c->write.used) {
+    if (write || !rule_on(CK_UNINITIALISED)) return true;
+    report(CK_UNINITIALISED, pc, NULL, -1, "reads shared memory that nothing has written");
+    return false;
+  }
+  if (!knows(f, c->write, flags) && rule_on(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE)) {
+    report(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE, pc, pcs[c->write.pc], fiber_of(c->write.who),
+           "%s what %s may still write: %s", write ? "overwrites" : "reads", kind_of(c->write), missing(f, c->write));
+    return false;
+  }
+  if (async && c->write.generic && !fence_covers(f, c->write, flags) && rule_on(CK_FENCE)) {
+    report(CK_FENCE, pc, pcs[c->write.pc], fiber_of(c->write.who),
+           "asynchronous access to what was written through registers: no fence_async by the writer, before the synchronisation that leads here");
+    return false;
+  }
+  for (int i = 0; write && i < READERS && c->read[i].used; i++) {
+    const touch t = c->read[i];
+    const enum ck_rule rule = fiber_of(t.who) == ck.current && t.generic ? CK_ELECTED : CK_OVERWRITE;
+    if (!knows(f, t, flags) && rule_on(rule)) {
+      report(rule, pc, pcs[t.pc], fiber_of(t.who), "overwrites what %s may still read: %s", kind_of(t), missing(f, t));
+      return false;
+    }
+    if (async && t.generic && !fence_covers(f, t, flags) && rule_on(CK_FENCE_READ)) {
+      report(CK_FENCE_READ, pc, pcs[t.pc], fiber_of(t.who),
+             "asynchronous write over what was read through registers: no fence_async by the reader, before the synchronisation that leads here");
+      return false;
+    }
+  }
+  return true;
+}
+
+static void note(cell *c, touch t, bool write) {
+  if (write) {
+    *c = (cell){.write = t};
+    return;
+  }
+  for (int i = 0; i < READERS; i++)
+    if (!c->read[i].used || c->read[i].who == t.who || i == READERS - 1) {
+      if (!c->read[i].used || c->read[i].value <= t.value) c->read[i] = t;
+      return;
+    }
+}
+
+static bool access_cells(const void *pc, cell *cells, size_t size, size_t begin, size_t end, int flags, touch t) {
+  for (size_t i = begin / size; i <= (end - 1) / size; i++) {
+    if (!check_cell(pc, &cells[i], flags, i * size % ck.kernel->stride)) return false;
+    note(&cells[i], t, flags & ACCESS_WRITE);
+  }
+  return true;
+}
+
+bool shadow_access(const void *pc, const ck_region *r, int flags, int who, int value) {
+  const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff, .generic = !(flags & ACCESS_ASYNC), .used = 1};
+  const size_t first = (size_t)((const char *)r->p - ck.shared);
+  for (int row = 0; row < r->rows; row++) {
+    const size_t begin = first + (size_t)row * (size_t)r->pitch, end = begin + (size_t)r->bytes;
+    if ((const char *)r->p < ck.shared || end > ck.shared_bytes || begin / ck.kernel->stride != (end - 1) / ck.kernel->stride ||
+        (end - 1) % ck.kernel->stride >= ck.kernel->shared_bytes) {
+      report(CK_BOUNDS, pc, NULL, -1, "accesses %d bytes that are not in a block's shared memory", r->bytes);
+      return false;
+    }
+    const bool tile = (r->bytes | (int)begin) % TILE_CELL == 0 || tiles[begin / TILE_CELL].write.used;
+    if (!access_cells(pc, tile ? tiles : words, tile ? TILE_CELL : WORD_CELL, begin, end, flags, t)) return false;
+  }
+  return true;
+}
+
+static global_word *global_at(uintptr_t at) {
+  size_t i = (at >> 2) * 2654435761u % GLOBAL_SLOTS;
+  while (globals[i].at && globals[i].at != at) i = (i + 1) % GLOBAL_SLOTS;
+  if (!globals[i].at) {
+    globals[i].at = at;
+    global_count++;
+  }
+  return &globals[i];
+}
+
+bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
+  const fiber *f = self();
+  if (!globals && !(globals = calloc(GLOBAL_SLOTS, sizeof *globals))) return true;
+  const touch t = {.who = (uint16_t)component(ck.current, GENERIC), .pc = pc_number(pc),
+                   .value = (uint32_t)f->seen[component(ck.current, GENERIC)], .generic = 1, .used = 1};
+  for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes && global_count < GLOBAL_SLOTS / 2; at += bytes >= 4096 ? 64 : 4) {
+    global_word *w = global_at(at);
+    const bool both_add = kind == CK_GLOBAL_ADD && w->kind == CK_GLOBAL_ADD && !ck.request->ordered;
+    if (w->write.used && !both_add && fiber_of(w->write.who) != ck.current && f->seen[w->write.who] < (int)w->write.value && rule_on(CK_GLOBAL_RACE)) {
+      report(CK_GLOBAL_RACE, pc, pcs[w->write.pc], fiber_of(w->write.who), "%s global memory that {f:%d} may still %s: nothing orders the two%s",
+             kind == CK_GLOBAL_READ ? "reads" : kind == CK_GLOBAL_ADD ? "adds to" : "writes", fiber_of(w->write.who),
+             w->kind == CK_GLOBAL_ADD ? "add to" : "write", kind == CK_GLOBAL_ADD ? " (a deterministic kernel adds in order)" : "");
+      return false;
+    }
+    if (kind != CK_GLOBAL_READ) {
+      w->write = t;
+      w->kind = (uint8_t)kind;
+    }
+  }
+  return true;
+}

@@ -1,0 +1,130 @@
+// From a kernel's roles to a ck_kernel, and what the tool finds in the compiled file: mg_check_run, mg_check_fields, mg_check_desc.
+#pragma once
+#include <sys/mman.h>
+#include <type_traits>
+template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role {
+  enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0 };
+};
+template<int N> struct OCCUPANCY { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0 }; };
+template<int N> struct CLUSTER { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N }; };
+
+template<class Params, class Shared, auto BODY> static void role_body(const void *params, void *shared, int index) {
+  BODY(*(const Params *)params, *(Shared *)shared, index);
+}
+template<class Params, class Shared, auto BODY, int WIDTH, int COUNT, int REGISTERS>
+static void add_role(ck_kernel &k, role<BODY, WIDTH, COUNT, REGISTERS> *, int index) {
+  for (int i = 0; i < COUNT; i++) k.role[k.fibers++] = {role_body<Params, Shared, BODY>, index, i, WIDTH};
+}
+template<class Params, class Shared, int N> static void add_role(ck_kernel &, OCCUPANCY<N> *, int) {}
+template<class Params, class Shared, int N> static void add_role(ck_kernel &, CLUSTER<N> *, int) {}
+
+template<class Params, class Shared, auto INIT, class... Parts> struct block {
+  typedef Params params;
+  typedef Shared shared_type;
+  enum : int {
+    GROUPS = (0 + ... + (int)Parts::GROUPS),
+    OTHERS = (0 + ... + (int)Parts::OTHERS),
+    BLOCKS = (0 + ... + (int)Parts::BLOCKS),
+    RANKS = (0 + ... + (int)Parts::RANKS),
+    PER_SM = BLOCKS ? BLOCKS : 1,
+    SIZE = RANKS ? RANKS : 1,
+    THREADS = 128 * (GROUPS + (OTHERS > 0)),
+    LAUNCHED = 65536 / (THREADS * PER_SM) / 8 * 8,
+  };
+  static void init(void *shared) { INIT(*(Shared *)shared); }
+  static ck_kernel kernel() {
+    ck_kernel k = {};
+    int index = 0, others = 0;
+    k.shared_bytes = sizeof(Shared);
+    k.stride = (sizeof(Shared) + GRANULE - 1) / GRANULE * GRANULE;
+    k.cluster = SIZE;
+    (add_role<Params, Shared>(k, (Parts *)nullptr, index++), ...);
+    ((others = others == 0 && Parts::OTHERS ? (int)Parts::BUDGET : others), ...);
+    k.registers = (0 + ... + (Parts::GROUPS * (int)Parts::BUDGET)) + others;
+    k.register_limit = (GROUPS + (OTHERS > 0)) * LAUNCHED;
+    k.init = init;
+    k.arena = set_arena;
+    return k;
+  }
+  // Room for packed operands: twice the shared memory for each kind.
+  static void set_arena(char *shared, size_t bytes) {
+    static machine m;
+    static size_t capacity;
+    if (capacity < bytes) {
+      for (char *&p : m.packed) {
+        if (capacity) munmap(p, 2 * capacity);
+        p = (char *)mmap(nullptr, 2 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      }
+      for (uint64_t *&p : m.packed_tag) p = (uint64_t *)realloc(p, bytes / GRANULE * sizeof *p);
+      m.written = (uint32_t *)realloc(m.written, bytes / GRANULE * sizeof *m.written);
+      capacity = bytes;
+    }
+    memset(m.written, 0, bytes / GRANULE * sizeof *m.written);
+    m.shared = shared;
+    mg_machine = &m;
+  }
+};
+
+// ---- names of what lies in shared memory: the build lists the members of the struct as FIELD(name) ... in FIELDS
+enum field_kind { FIELD_PLAIN, FIELD_RING, FIELD_QUEUE, FIELD_SEM };
+struct check_field { const char *name; size_t offset, size, element; int kind, stages; };
+template<class X> struct kind_of_field { enum { KIND = FIELD_PLAIN, STAGES = 1 }; };
+template<int S, int R> struct kind_of_field<ring<S, R>> { enum { KIND = FIELD_RING, STAGES = S }; };
+template<> struct kind_of_field<task_queue> { enum { KIND = FIELD_QUEUE, STAGES = 2 }; };
+template<> struct kind_of_field<sem> { enum { KIND = FIELD_SEM, STAGES = 1 }; };
+#ifndef FIELDS
+#define FIELDS
+#endif
+#define FIELD(m)                                                                                                       \
+  {#m, offsetof(S, m), sizeof(S::m), sizeof(std::remove_all_extents_t<decltype(S::m)>),                                \
+   kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::KIND, kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::STAGES},
+template<class S> static const check_field *fields_of() {
+  static const check_field fields[] = {FIELDS{nullptr, 0, 0, 0, 0, 0}};
+  return fields;
+}
+
+// ---- a problem of the file's own, for files that are no row of kernels.def. The statements fill the parameters `p`; memory is the run's.
+static char *example_memory;
+static size_t example_used;
+enum : size_t { EXAMPLE_BYTES = 64 << 20 };
+static void *example_take(size_t bytes) {
+  if (!example_memory)
+    example_memory = (char *)mmap(nullptr, EXAMPLE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *p = example_memory + example_used;
+  example_used += (bytes + 255) & ~(size_t)255;
+  return example_used <= EXAMPLE_BYTES ? memset(p, 0, bytes) : nullptr;
+}
+// A tensor [batch, heads, rows, cols] of small numbers, seen in tiles.
+template<typename T> static gmap example_tensor(int batch, int heads, int rows, int cols) {
+  T *d = (T *)example_take((size_t)batch * heads * rows * cols * sizeof(T));
+  gmap m = {};
+  gmap_cpu view = {(char *)d, {cols, rows, heads, batch}, {}};
+  int64_t stride = sizeof(T);
+  for (int i = 0; i < 4; i++) {
+    view.stride[i] = stride;
+    stride *= view.size[i];
+  }
+  memcpy(&m, &view, sizeof view);
+  return m;
+}
+template<typename T> static T *example_words(int n) { return (T *)example_take((size_t)n * sizeof(T)); }   // zeros
+#define EXAMPLE(K, BLOCKS, ...)                            \
+  extern "C" const K::params *mg_check_example(int *blocks) { \
+    alignas(64) static K::params p;                        \
+    example_used = 0;                                      \
+    p = {};                                                \
+    __VA_ARGS__;                                           \
+    *blocks = BLOCKS;                                      \
+    return &p;                                             \
+  }
+
+#define ENTRY(K, TILE_M, TILE_N)                                                                                                        \
+  extern "C" {                                                                                                                          \
+  extern const mg_kernel_desc mg_check_desc;                                                                                            \
+  const mg_kernel_desc mg_check_desc = {sizeof(K::shared_type), K::THREADS, K::SIZE, K::PER_SM, sizeof(K::params), TILE_M, TILE_N, nullptr}; \
+  const check_field *mg_check_fields(void) { return fields_of<K::shared_type>(); }                                                      \
+  int mg_check_run(const ck_request *request, const void *params, int blocks, char *text, size_t size) {                                \
+    static const ck_kernel k = K::kernel();                                                                                             \
+    return ck_run(&k, request, params, blocks, text, size);                                                                             \
+  }                                                                                                                                     \
+  }

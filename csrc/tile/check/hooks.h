@@ -1,0 +1,47 @@
+// The hooks of cpu/hooks.h, for the checker: every one of them notes where in the kernel it was called.
+#pragma once
+#if defined(__x86_64__)
+#define HERE ({ const void *here_; __asm__ volatile("leaq 0(%%rip), %0" : "=r"(here_)); here_; })
+#elif defined(__aarch64__)
+#define HERE ({ const void *here_; __asm__ volatile("adr %0, ." : "=r"(here_)); here_; })
+#endif
+
+// Where packed forms of shared tiles lie (cpu/mma.h). They are made anew for every product.
+enum { GRANULE = 1024, PACK_KINDS = 3, KEEPS_PACKED = 0 };
+struct machine {
+  char *shared, *packed[PACK_KINDS];
+  uint32_t *written;
+  uint64_t *packed_tag[PACK_KINDS];
+};
+inline machine *mg_machine;
+
+typedef ck_region region;
+template<typename T, int R, int C> TILE region part(const st<T, R, C> &t, int r0, int rows, int c0, int cols) {
+  ck_bounds(HERE, r0 >= 0 && r0 + rows <= R && c0 >= 0 && c0 + cols <= C, "a window of a shared tile");
+  return {t.d + r0 * C + c0, rows, C * (int)sizeof(T), cols * (int)sizeof(T)};
+}
+template<typename T, int R, int C> TILE region whole(const st<T, R, C> &t) { return {t.d, 1, 0, R * C * (int)sizeof(T)}; }
+template<class Plain> TILE region whole(const Plain &t) { return {&t, 1, 0, (int)sizeof t}; }
+
+template<class... X> TILE void reads(const X &...x) { (ck_reads(HERE, const_cast<state_of_registers *>(&x.state)), ...); }
+template<class... X> TILE void writes(X &...x) { (ck_writes(HERE, &x.state), ...); }
+template<class... X> TILE void changes(X &...x) { ((ck_reads(HERE, &x.state), ck_writes(HERE, &x.state)), ...); }
+TILE void reads_shared(const region &r) { ck_reads_shared(HERE, &r); }
+template<class Tile> TILE void writes_shared(const Tile &, const region &r) { ck_writes_shared(HERE, &r); }
+enum global_access { GLOBAL_READ, GLOBAL_WRITE, GLOBAL_ADD };
+TILE void touches_global(const void *p, size_t bytes, enum global_access kind) { ck_global(HERE, p, bytes, (enum ck_global)kind); }
+
+// An effect that comes later, as a copy of the lambda that makes it.
+template<class F> static void effect_of(void *closure) {
+  (*(F *)closure)();
+}
+template<class F> TILE void issue_store(const region &r, F f) { ck_store(HERE, &r, effect_of<F>, &f, sizeof f); }
+template<class Tile, class F> TILE void issue_load(Tile &, const region &r, sem &s, int bytes, F f) {
+  ck_load(HERE, &r, &s, bytes, effect_of<F>, &f, sizeof f);
+}
+template<int A, class D, class F> TILE void issue_product(D &d, const region &a, const region &b, F f) {
+  ck_product(HERE, &d.state, A, nullptr, &a, &b, effect_of<F>, &f, sizeof f);
+}
+template<int A, class D, typename T, int N, class F> TILE void issue_product(D &d, const rt<T, N> &a, const region &b, F f) {
+  ck_product(HERE, &d.state, A, const_cast<state_of_registers *>(&a.state), nullptr, &b, effect_of<F>, &f, sizeof f);
+}

@@ -1,0 +1,193 @@
+"""python -m margay.check [KERNEL ...]: checks the synchronisation of kernels on the CPU.
+
+KERNEL is a regular expression for rows of kernels.def (all rows without one), or a .cu file with an EXAMPLE.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from margay.check import mutants, text
+from margay.check.compiled import RULES, Kernel, csrc, options_in, tool
+
+HARMLESS = "harmless.txt"
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m margay.check", description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1])
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL")
+    parser.add_argument("--seeds", type=int, default=4, metavar="N", help="schedules of each problem (4)")
+    parser.add_argument("--seed", type=int, metavar="S", help="only this schedule")
+    parser.add_argument("--shapes", default="", metavar="REGEX", help="problems whose description matches")
+    parser.add_argument("--mutate", action="store_true", help="mutate every synchronising call and list what no run reports")
+    parser.add_argument("--harmless", type=Path, metavar="FILE", help="mutants known to be harmless (of the library: csrc/check/harmless.txt)")
+    parser.add_argument("--json", action="store_true", help="findings as JSON, a line each")
+    parser.add_argument("--list", action="store_true", help="list the problems, run nothing")
+    parser.add_argument("--constants", metavar="NAME=N,...", help="of a .cu file; else its line `// margay.check: TYPE NAME=N, ...`")
+    parser.add_argument("--type", choices=("bf16", "fp16", "float"), help="element type of a .cu file")
+    parser.add_argument("--rules-off", default="", metavar="RULE,...", help=f"rules to leave out, of {', '.join(RULES)}")
+    parser.add_argument("--device", action="store_true", help="on the GPU: delays in each role in turn, and traces compared with the CPU's")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile and check")
+    options = parser.parse_args(arguments)
+    for rule in filter(None, options.rules_off.split(",")):
+        if rule not in RULES:
+            parser.error(f"--rules-off: there is no rule {rule}, expected some of {', '.join(RULES)}")
+    return options
+
+
+def file_problems(path, options):
+    from margay.check.problems import Problem
+    found = options_in(path.read_text()) or (None, None)
+    dtype, constants = options.type or found[0], options.constants or found[1]
+    if not dtype or not constants:
+        raise SystemExit(f"margay.check: {path} needs --type and --constants, or a line `// margay.check: bf16 NAME=1, ...`")
+    return [Problem(Kernel(path, dtype, constants), "its EXAMPLE")]
+
+
+def problems_of(name, options):
+    """Problems of a row or of a file."""
+    if name.endswith(".cu"):
+        return file_problems(Path(name), options)
+    from margay.check.problems import problems, rows
+    return [problem for problem in problems(rows()[name]) if re.search(options.shapes, problem.label)]
+
+
+def wanted(options):
+    from margay.check.problems import rows
+    names = []
+    for pattern in options.kernels or [".*"]:
+        if pattern.endswith(".cu"):
+            if not Path(pattern).is_file():
+                raise SystemExit(f"margay.check: there is no file {pattern}")
+            names.append(pattern)
+            continue
+        found = [name for name in rows() if re.fullmatch(pattern, name)]
+        if not found:
+            raise SystemExit(f"margay.check: no row of kernels.def is called {pattern}; `--list` shows them")
+        names += found
+    return list(dict.fromkeys(names))
+
+
+def command(name, label, seed):
+    shape = "" if name.endswith(".cu") else f" --shapes '^{re.escape(label)}$'"
+    return f"python -m margay.check {name}{shape} --seed {seed}"
+
+
+def rules_off(options):
+    return sum(1 << RULES.index(rule) for rule in filter(None, options.rules_off.split(",")))
+
+
+# ---- work on one kernel, in a process of its own
+
+def check_kernel(name, options):
+    """(runs, finding or None) where a finding is (text, JSON)."""
+    runs = 0
+    for problem in problems_of(name, options):
+        for seed in [options.seed] if options.seed is not None else range(options.seeds):
+            found = problem.run(seed, rules_off=rules_off(options))
+            runs += 1
+            if found:
+                arguments = problem.kernel, problem.label, found, command(name, problem.label, seed)
+                return runs, (text.report(*arguments), text.as_json(*arguments))
+    return runs, None
+
+
+def mutate_kernel(name, options):
+    """(mutants, reported, harmless lines, survivor lines)"""
+    problems = problems_of(name, options)
+    kernel = problems[0].kernel
+    entries = mutants.read_harmless(options.harmless or csrc() / "check" / HARMLESS)
+    all_mutants = mutants.campaign(problems, options.seeds)
+    harmless, survivors = [], []
+    for mutant in all_mutants:
+        if not mutant.missed:
+            continue
+        why = mutants.why_harmless(entries, kernel, mutant)
+        line = f"{mutant.kind} | {mutant.site.name()} | {mutant.site.line} | no report in {len(mutant.missed)} of {options.seeds} seeds"
+        if why:
+            harmless.append(f"{line}: {why}")
+        else:
+            survivors.append(line)
+    return len(all_mutants), sum(not mutant.missed for mutant in all_mutants), harmless, survivors
+
+
+def each(work, names, options, show):
+    """Work on every name, results in order."""
+    progress = text.Progress(len(names), not options.json)
+    start_cheaply()
+    with concurrent.futures.ProcessPoolExecutor(max(1, min(options.jobs, len(names)))) as pool:
+        for name, future in [(name, pool.submit(work, name, options)) for name in names]:
+            result = future.result()
+            progress.clear()
+            show(name, result)
+            progress.step(name)
+    progress.clear()
+
+
+def start_cheaply():
+    """Fail here, once, if tools are missing, instead of in every process."""
+    tool("CXX", "g++", "c++"), tool("ADDR2LINE", "addr2line"), csrc()
+    from margay.check.compiled import runtime_object
+    runtime_object()
+
+
+def check(names, options):
+    start, total, bad = time.monotonic(), 0, []
+
+    def show(name, result):
+        nonlocal total
+        runs, finding = result
+        total += runs
+        if finding:
+            bad.append(name)
+            print(json.dumps(finding[1]) if options.json else finding[0] + "\n", flush=True)
+    each(check_kernel, names, options, show)
+    if not options.json:
+        print(f"{len(names)} kernels, {total} runs, {len(bad)} reported, {time.monotonic() - start:.1f} s")
+    return not bad
+
+
+def mutate(names, options):
+    start, counts, open_ones = time.monotonic(), [0, 0, 0], []
+
+    def show(name, result):
+        total, reported, harmless, survivors = result
+        for i, n in enumerate((total, reported, len(harmless))):
+            counts[i] += n
+        open_ones.extend(survivors)
+        if options.json:
+            print(json.dumps({"kernel": name, "mutants": total, "reported": reported, "harmless": harmless, "survivors": survivors}), flush=True)
+            return
+        print(f"{name}: {total} mutants, {reported} reported, {len(harmless)} known to be harmless, {len(survivors)} survive", flush=True)
+        for line in harmless:
+            print(text.dim(f"  {line}"))
+        for line in survivors:
+            print(text.red("  survives: ") + line, flush=True)
+    each(mutate_kernel, names, options, show)
+    if not options.json:
+        print(f"{counts[0]} mutants, {counts[1]} reported ({counts[1] / max(1, counts[0]):.1%}), {counts[2]} known to be harmless, {len(open_ones)} survive, "
+              f"{time.monotonic() - start:.1f} s")
+    return not open_ones
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    if options.device:
+        from margay.check import device
+        raise SystemExit(not device.run(options))
+    names = wanted(options)
+    if options.list:
+        for name in names:
+            print(f"{name}: " + "; ".join(problem.label for problem in problems_of(name, options)))
+        return
+    good = mutate(names, options) if options.mutate else check(names, options)
+    raise SystemExit(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
