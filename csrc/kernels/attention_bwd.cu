@@ -176,7 +176,6 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     queue_release(s.queue, count);
   }
   turn_end<NC>(wg);
-  tma_store_wait_read();
 }
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;

@@ -102,8 +102,7 @@ TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) 
 TILE void finish(const attention_bwd_params &p, shared &s, const task &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
   float scale = p.scale * 0.6931471805599453f;
   map(dk, [=](float x) { return x * scale; });
-  bar_sync(1, 128 * NC);   // both have done with k and v
-  store(s.k, dk, wg * HALF);
+  store(s.k, dk, wg * HALF);   // since softmax's barrier nobody reads the other's half of k and v
   store(s.v, dv, wg * HALF);
   fence_async();
   bar_sync(1, 128 * NC);
@@ -138,7 +137,6 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     finish(p, s, task_at(p, queue_again(s.queue, count)), dk, dv, wg);
     queue_release(s.queue, count);
   }
-  tma_store_wait_read();
 }
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;

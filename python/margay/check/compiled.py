@@ -242,11 +242,11 @@ class Kernel:
         if not wanted:
             return
         base = ctypes.cast(self.library.mg_check_run, ctypes.c_void_p).value - symbol_offset(self.path, "mg_check_run")
-        text = subprocess.run([tool("ADDR2LINE", "addr2line"), "-a", "-i", "-f", "-C", "-e", str(self.path)], input="\n".join(hex(a - base) for a in wanted),
+        text = subprocess.run([tool("ADDR2LINE", "addr2line"), "-a", "-i", "-f", "-C", "-e", str(self.path)], input="\n".join(hex(a - base - 1) for a in wanted),
                               capture_output=True, text=True, check=True).stdout
         for address, block in zip(wanted, re.split(r"^0x[0-9a-f]+\n", text, flags=re.M)[1:]):
             lines = block.splitlines()
-            self.chains[address] = tuple(Frame((re.sub(r"[(<].*", "", name).split(" ")[-1], *split_line(place))) for name, place in zip(lines[::2], lines[1::2]))
+            self.chains[address] = tuple(frame_of(name, *split_line(place)) for name, place in zip(lines[::2], lines[1::2]))
 
     def where(self, address):
         """(`file:line` in the kernel, operation, function) of an address."""
@@ -277,6 +277,14 @@ class Kernel:
             return self.fiber({"block": block, "role": role, "member": member})
         text = re.sub(r"\{f:(\d+)\}", fiber, report["text"])
         return re.sub(r"\{s:(-?\d+)\}", lambda match: self.place(int(match[1])) or "?", text)
+
+
+def frame_of(name, file, line):
+    """The innermost function of an address has no name of its own in the debug information: it is in its line of tile/check."""
+    if "/tile/check/" in file and Path(file).is_file():
+        found = re.search(r"TILE \S+ (\w+)\(", Path(file).read_text().splitlines()[line - 1])
+        name = found[1] if found else name
+    return Frame((re.sub(r"[(<].*", "", name).split(" ")[-1], file, line))
 
 
 def split_line(place):

@@ -39,8 +39,8 @@ class Site:
         self.text = kernel.source_line(chain[first])
 
     def name(self):
-        call = self.call if self.call == OPS[self.op] else f"{self.call}/{OPS[self.op]}"
-        return f"{self.function}: {call}: {self.text}" + (f"  <- {self.within}" if self.within else "")
+        part = "" if OPS[self.op] in self.call else f"/{OPS[self.op]}"
+        return f"{self.function}: {self.call}{part}: {self.text}" + (f"  <- {self.within}" if self.within else "")
 
 
 def sites(problems, seeds=(0,)):
@@ -84,12 +84,12 @@ def campaign(problems, seeds, progress=lambda done, total: None):
     return mutants
 
 
-# ---- mutants that are known to be harmless: lines  FILE | KIND | REGEX of the site's name | why
+# ---- mutants that are known to be harmless: lines  FILE; KIND; REGEX of the site's name; why
 
 def read_harmless(path):
     entries = []
     for line in Path(path).read_text().splitlines() if Path(path).is_file() else ():
-        parts = [part.strip() for part in line.split("|", 3)]
+        parts = [part.strip() for part in line.split(";", 3)]
         if len(parts) == 4 and not line.startswith("#"):
             entries.append(parts)
     return entries
@@ -97,6 +97,6 @@ def read_harmless(path):
 
 def why_harmless(entries, kernel, mutant):
     for source, kind, pattern, why in entries:
-        if source == kernel.source.name and kind == mutant.kind and re.search(pattern, mutant.site.name()):
+        if source == kernel.source.name and re.fullmatch(kind, mutant.kind) and re.search(pattern, mutant.site.name()):
             return why
     return None

@@ -1,0 +1,56 @@
+// The next step's operand is converted into the same registers while the product of the step before still reads them.
+// Known from: NVIDIA/cutlass#1931 (mixed-input GEMM: registers written while products read them).
+// Expected: in-flight on -
+// margay.check: bf16 STAGES=2
+#include "tile/tile.h"
+
+struct params { gmap a, b, out; int steps; };
+struct shared {
+  st<elem, 64, 64> a[STAGES], b[STAGES], out;
+  ring<STAGES> inputs;
+};
+
+TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1)); }
+
+TILE void loader(const params &p, shared &s, int) {
+  ring_pos at = {};
+  for (int i = 0; i < p.steps; i++) {
+    ring_acquire(s.inputs, at);
+    ring_expect(s.inputs, at, 2 * tile_bytes(s.out));
+    tma_load(s.a[at.stage], p.a, s.inputs.full[at.stage], 0, i * 64, 0, 0);
+    tma_load(s.b[at.stage], p.b, s.inputs.full[at.stage], i * 64, 0, 0, 0);
+    ring_next(s.inputs, at);
+  }
+}
+
+TILE void compute(const params &p, shared &s, int) {
+  ring_pos at = {};
+  rt<float, 64> c, x;
+  rt<elem, 64> positive;
+  fill(c, 0.f);
+  for (int i = 0; i < p.steps; i++) {
+    ring_wait(s.inputs, at);
+    load(x, s.a[at.stage]);
+    map(x, [](float f) { return f > 0.f ? f : 0.f; });
+    convert(positive, x);   // BAD: belongs behind the wait below
+    if (i > 0) {
+      mma_wait<0>(c, positive);
+      ring_release(s.inputs, ring_at<STAGES>(i - 1));
+    }
+    mma_fence();
+    mma_AB<ACC>(c, positive, s.b[at.stage]);
+    mma_commit();
+    ring_next(s.inputs, at);
+  }
+  mma_wait<0>(c, positive);
+  store(s.out, c);
+  fence_async();
+  wg_sync();
+  tma_store(p.out, s.out, 0, 0, 0, 0);
+  tma_store_wait_read();
+}
+
+typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
+ENTRY(kernel, 64, 64)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 60, 64);
+        p.steps = 5)
