@@ -87,8 +87,8 @@ def kernel_rows(text):
 
 # ---- what a compilation depends on
 
-def dependencies(source, skip):
-    """The file and all files it includes in quotes, transitively, but for the folder `skip` (the other backend's)."""
+def dependencies(source, *skip):
+    """The file and all files it includes in quotes, transitively, but for the folders `skip` (the other backends')."""
     seen, todo = set(), [source]
     while todo:
         file = todo.pop()
@@ -97,7 +97,7 @@ def dependencies(source, skip):
             for found in (file.parent / name, CSRC / name):
                 if (ROOT / found).is_file():
                     found = Path(os.path.normpath(found))
-                    if found not in seen and skip not in found.parents:
+                    if found not in seen and not set(skip) & set(found.parents):
                         todo.append(found)
                     break
     return sorted(seen)
@@ -211,13 +211,13 @@ def gpu_job(row, cuda):
     compile_ = [cuda.nvcc, *GPU_FLAGS, f"-I{CSRC}", *row.nvcc_defines(), "-o", "{out}.cubin", str(row.file())]
     pack = [cuda.fatbinary, "--create={out}.fatbin", "-64", "--compress-all", "--compress-mode=size",
             "--image3=kind=elf,sm=90a,file={out}.cubin"]
-    return Job(f"{row.name} sm90", dependencies(row.file(), CSRC / "tile" / "cpu"), [compile_, pack], [".cubin", ".fatbin"], cuda.version)
+    return Job(f"{row.name} sm90", dependencies(row.file(), CSRC / "tile" / "cpu", CSRC / "tile" / "check"), [compile_, pack], [".cubin", ".fatbin"], cuda.version)
 
 
 def cpu_job(row, isa):
     cxx, version = host_compiler("CXX", "c++")
     command = [*cxx, *CPU_FLAGS, *ISAS[isa], f"-I{CSRC}", *row.defines(), f"-DISA={isa}", "-c", "-o", "{out}.o", str(row.file())]
-    return Job(f"{row.name} {isa}", dependencies(row.file(), CSRC / "tile" / "sm90"), [command], [".o"], version)
+    return Job(f"{row.name} {isa}", dependencies(row.file(), CSRC / "tile" / "sm90", CSRC / "tile" / "check"), [command], [".o"], version)
 
 
 def c_job(source, cuda, includes=()):

@@ -567,7 +567,7 @@ static PyMethodDef methods[] = {
   {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},
   {"preload", FUNCTION(preload), METH_FASTCALL, "preload(op or None, device)"},
   {"intercept", FUNCTION(intercept), METH_FASTCALL,
-   "intercept(address, sms): this thread's CPU launches go to a C function bool (row, params, blocks); 0 ends that. See margay.check"},
+   "intercept(address, sms): this thread's launches go to a C function bool (row, params, blocks); 0 ends that. See margay.check"},
   {"prefer", FUNCTION(prefer), METH_FASTCALL, "prefer(row or None): this thread's calls use that kernel wherever its condition holds"},
   {"set_num_threads", FUNCTION(set_num_threads), METH_FASTCALL, "set_num_threads(n); 0: the default"},
   {"num_threads", FUNCTION(num_threads), METH_FASTCALL, "num_threads() -> threads of the CPU backend"},

@@ -2,7 +2,7 @@
 //
 // All blocks of a launch run on one thread, every member of a role as a fiber. A seeded scheduler picks what goes on: a fiber, or an
 // asynchronous operation (copy, store, matrix product) that has been issued and now takes effect. What an access must be ordered after is
-// decided by vector clocks, not by who was fast: see clocks.c for the components and shadow.c for the rules. docs/protocol.md explains both.
+// decided by vector clocks, not by who was fast: see engine.h for the components and shadow.c for the rules. docs/protocol.md explains both.
 //
 // `pc` is the address of the call in the kernel's code, inlined as it is: its debug information gives the chain of source lines.
 #pragma once
@@ -40,7 +40,7 @@ void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a
 
 void ck_sem_init(const void *pc, const void *sem, int count);
 void ck_sem_wait(const void *pc, const void *sem, uint32_t phase);
-void ck_sem_arrive(const void *pc, const void *sem, int warps, bool remote);   // remote: a semaphore of another block of the cluster
+void ck_sem_arrive(const void *pc, const void *sem, int width, bool remote);   // remote: a semaphore of any block of the cluster
 void ck_sem_expect(const void *pc, const void *sem, uint32_t bytes);
 void ck_bar(const void *pc, int id, int threads, bool waits);
 void ck_wg_sync(const void *pc);
@@ -87,7 +87,8 @@ typedef struct ck_request {
   int site_count;
   int32_t ordered;                      // additions to global memory must be ordered too (deterministic kernels)
 } ck_request;
-typedef struct ck_event { const void *pc; int32_t op, fiber, offset, value; } ck_event;   // offset: of the semaphore in its block's struct, or -1
+// offset: of the semaphore in its block's struct, or -1; value: phase, bytes, arrivals (negative: at any block of the cluster), groups ...
+typedef struct ck_event { const void *pc; int32_t op, fiber, block, offset, value; } ck_event;
 
 // Run all blocks once. 0: no report. Else `text` holds the report as JSON (always terminated).
 int ck_run(const ck_kernel *kernel, const ck_request *request, const void *params, int blocks, char *text, size_t size);

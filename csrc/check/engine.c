@@ -8,7 +8,7 @@
 #endif
 #include "check/engine.h"
 
-enum { STACK_BYTES = 4 << 20, MAX_STEPS = 4000000 };
+enum { STACK_BYTES = 4 << 20, MAX_STEPS = 4000000, KERNEL_BARRIERS = 7 };
 run ck;
 
 // ---- memory of a run: clocks and the like, freed together
@@ -106,8 +106,8 @@ static bool begin(const void *pc, enum ck_op op, const void *at, int value) {
     while (next && next->op == CK_OP_FENCE_ASYNC) next = event_of(ck.current, f->events + ++ahead);
     if (next && (next->op == CK_OP_ARRIVE) && mutated(next->pc, CK_EARLY)) {
       if (ahead > 1) fence_async();
-      const int sem = sem_of(next->pc, ck.shared + (size_t)f->block * ck.kernel->stride + next->offset);
-      if (sem >= 0) arrive(next->pc, sem, next->value, false);
+      const int sem = sem_of(next->pc, ck.shared + (size_t)next->block * ck.kernel->stride + next->offset);
+      if (sem >= 0) arrive(next->pc, sem, abs(next->value), next->value < 0);
       f->events++;
       event_add(pc, op, at, value);
       f->skip_next = true;
@@ -129,7 +129,6 @@ static void make_late_fence(void);
 static void tick(int fiber_number) {
   fiber *f = &ck.fiber[fiber_number];
   f->seen[component(fiber_number, GENERIC)]++;
-  if (f->group) f->leader_seen[component(fiber_number, LEADER)]++;
 }
 static void publish(clock seen, clock fenced) {
   const fiber *f = self();
@@ -208,20 +207,27 @@ static void arrive(const void *pc, int sem, int warps, bool remote) {
   }
   if (remote) {   // what the caller wrote itself is not passed on
     fiber *f = self();
-    int32_t generic = f->seen[component(ck.current, GENERIC)], leader = f->leader_seen[component(ck.current, LEADER)];
-    int32_t had = s->arrived[component(ck.current, GENERIC)], leader_had = s->arrived[component(ck.current, LEADER)];
+    const int own = component(ck.current, GENERIC), had = s->arrived[own];
     clock_join(s->arrived, f->seen);
     clock_join(s->arrived, f->leader_seen);
-    if (s->arrived[component(ck.current, GENERIC)] == generic) s->arrived[component(ck.current, GENERIC)] = had;
-    if (s->arrived[component(ck.current, LEADER)] == leader) s->arrived[component(ck.current, LEADER)] = leader_had;
+    s->arrived[own] = had;
     tick(ck.current);
   } else publish(s->arrived, s->arrived_fenced);
   s->pending -= warps;
   sem_step(s);
 }
 
-void ck_sem_arrive(const void *pc, const void *at, int warps, bool remote) {
-  if (!begin(pc, CK_OP_ARRIVE, at, warps)) return;
+// Who calls: an operation for one thread called by a warpgroup would be made 128 times.
+static bool called_by(const void *pc, int width) {
+  if (ck.failed || ck.current < 0 || self()->role->width == width || !rule_on(CK_ELECTED)) return !ck.failed;
+  report(CK_ELECTED, pc, NULL, -1, "is an operation of %s, called by a role of %d threads", width == 1 ? "one thread" : width == 32 ? "a warp" : "a warpgroup",
+         self()->role->width);
+  return false;
+}
+
+void ck_sem_arrive(const void *pc, const void *at, int width, bool remote) {
+  const int warps = width == 128 ? 4 : 1;
+  if (!called_by(pc, width) || !begin(pc, CK_OP_ARRIVE, at, remote ? -warps : warps)) return;
   for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
     const int sem = sem_of(pc, staged(pc, at));
     if (sem >= 0) arrive(pc, sem, warps, remote);
@@ -231,7 +237,7 @@ void ck_sem_arrive(const void *pc, const void *at, int warps, bool remote) {
 }
 
 void ck_sem_expect(const void *pc, const void *at, uint32_t bytes) {
-  if (!begin(pc, CK_OP_EXPECT, at, (int)bytes)) return;
+  if (!called_by(pc, 1) || !begin(pc, CK_OP_EXPECT, at, (int)bytes)) return;
   for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
     const int sem = sem_of(pc, staged(pc, at));
     if (sem < 0) return;
@@ -286,8 +292,8 @@ void ck_sem_wait(const void *pc, const void *at, uint32_t phase) {
 void ck_bar(const void *pc, int id, int threads, bool waits) {
   if (!begin(pc, waits ? CK_OP_BAR_SYNC : CK_OP_BAR_ARRIVE, NULL, id)) return;
   fiber *f = self();
-  if (id < 1 || id >= MAX_BARRIERS) {
-    report(CK_BARRIER, pc, NULL, -1, "uses named barrier %d, a kernel has 1 to 7", id);
+  if (id < 1 || id > KERNEL_BARRIERS) {
+    report(CK_BARRIER, pc, NULL, -1, "uses named barrier %d, a kernel has 1 to %d", id, KERNEL_BARRIERS);
     return;
   }
   named_barrier *b = &ck.barrier[f->block][id];
@@ -339,9 +345,8 @@ void ck_wg_sync(const void *pc) {
 // ---- fences. Each thread fences its own accesses: what others did has to be fenced by them.
 static void fence_async(void) {
   fiber *f = self();
-  const int generic = component(ck.current, GENERIC), leader = component(ck.current, LEADER);
-  f->fenced[generic] = f->seen[generic];
-  f->leader_fenced[leader] = f->leader_seen[leader];
+  const int own = component(ck.current, GENERIC);
+  f->fenced[own] = f->seen[own];
   tick(ck.current);
 }
 static void make_late_fence(void) {
@@ -406,7 +411,7 @@ static operation *issue(const void *pc, int kind, ck_effect run, const void *clo
 }
 
 void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_effect run, const void *closure, size_t size) {
-  if (ck.failed) return;
+  if (!called_by(pc, 1)) return;
   event_add(pc, CK_OP_LOAD, at, bytes);
   const int sem = sem_of(pc, at);
   if (sem < 0) return;
@@ -459,7 +464,7 @@ void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a
     }
     a_register->reader = ticket;
     a_register->fiber = (int16_t)ck.current;
-  } else if (!shadow_access(pc, a, ACCESS_ASYNC, who, ticket)) return;
+  } else if (!shadow_access(pc, a, ACCESS_ASYNC, component(ck.current, PRODUCTS_A), ticket)) return;
   if (!shadow_access(pc, b, ACCESS_ASYNC, who, ticket)) return;
   d->writer = ticket;
   d->fiber = (int16_t)ck.current;
@@ -484,7 +489,8 @@ void ck_mma_wait(const void *pc, int groups, ck_register **named, int count) {
   const int until = f->products_committed - groups - mutated(pc, CK_GROUP_LESS);
   if (until > 0) {
     wait_for(pc, WAIT_PRODUCTS, NULL, until);
-    learn_component(component(ck.current, PRODUCTS), until, false);
+    f->seen[component(ck.current, PRODUCTS)] = until;   // each warp about its part: of the others' a sync tells
+    learn_component(component(ck.current, PRODUCTS_A), until, false);
   }
   for (int i = 0; i < count; i++) {
     if (named[i]->writer && named[i]->writer <= until) named[i]->writer = 0;
@@ -705,7 +711,6 @@ static void open_fibers(void) {
       f->leader_fenced = clock_new();
     }
     f->seen[component(i, GENERIC)] = 1;
-    f->leader_seen[component(i, LEADER)] = 1;
     fiber_prepare(f, fiber_main);
   }
 }

@@ -4,9 +4,10 @@
 
 enum { MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192, MAX_GROUPS = 1 << 14, LOAD_SEMS = 1 };
 
-// Components of a clock. A fiber's own accesses are made by all of its threads (GENERIC); what an elected thread does before the others know
-// of it is LEADER's. A fiber also has its product groups and its store groups, and every semaphore the phases it has completed.
-enum { GENERIC, LEADER, PRODUCTS, STORES, PER_FIBER };
+// Components of a clock. A fiber has its own accesses, made by all of its threads; its product groups, once for operands of which a warp's part of
+// the product reads only the warp's rows (a in shared memory) and once for those that all warps' parts read (b); its store groups. Every semaphore
+// has the phases it has completed.
+enum { GENERIC, PRODUCTS_A, PRODUCTS, STORES, PER_FIBER };
 typedef int32_t *clock;
 
 typedef struct semaphore {
@@ -30,7 +31,8 @@ typedef struct fiber {
   enum wait_kind wait;
   const void *on, *wait_pc;
   int64_t value;
-  clock seen, fenced, leader_seen, leader_fenced;   // the last two are the first two where !group
+  clock seen, fenced;                            // of each thread about itself
+  clock leader_seen, leader_fenced;              // of the elected thread, about the others too; the first two where !group
   int products_committed, stores_committed;
   int products_open, stores_open;                // issued since the last commit
   int fence;                                     // counts mma_fence; `work` what has happened since the last one

@@ -21,7 +21,7 @@ void events_reset(void) {
 }
 void event_add(const void *pc, enum ck_op op, const void *at, int value) {
   if (!events || event_count == MAX_EVENTS) return;
-  events[event_count++] = (ck_event){pc, (int)op, ck.current, offset_in_block(at), value};
+  events[event_count++] = (ck_event){pc, (int)op, ck.current, at ? block_of(at) : -1, offset_in_block(at), value};
 }
 int ck_events(ck_event *to, int most) {
   if (to) memcpy(to, events, (size_t)(event_count < most ? event_count : most) * sizeof *to);

@@ -58,6 +58,7 @@ static int fiber_of(int who) { return who < PER_FIBER * ck.fibers ? who / PER_FI
 static const char *kind_of(touch t) {
   if (fiber_of(t.who) < 0) return "a copy into shared memory";
   switch (t.who % PER_FIBER) {
+  case PRODUCTS_A:
   case PRODUCTS: return "a matrix product";
   case STORES: return "a store from shared memory";
   default: return t.generic ? "an access through registers" : "an asynchronous access";
@@ -156,6 +157,7 @@ bool shadow_access(const void *pc, const ck_region *r, int flags, int who, int v
     const bool tile = (r->bytes | (int)begin) % TILE_CELL == 0 || tiles[begin / TILE_CELL].write.used;
     if (!access_cells(pc, tile ? tiles : words, tile ? TILE_CELL : WORD_CELL, begin, end, flags, t)) return false;
   }
+  report_place(-1);
   return true;
 }
 

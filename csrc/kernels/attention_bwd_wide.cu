@@ -102,7 +102,8 @@ TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) 
 TILE void finish(const attention_bwd_params &p, shared &s, const task &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
   float scale = p.scale * 0.6931471805599453f;
   map(dk, [=](float x) { return x * scale; });
-  store(s.k, dk, wg * HALF);   // since softmax's barrier nobody reads the other's half of k and v
+  wg_sync();   // all warps' products have read this half of k and v; since softmax's barrier the other warpgroup reads its own only
+  store(s.k, dk, wg * HALF);
   store(s.v, dv, wg * HALF);
   fence_async();
   bar_sync(1, 128 * NC);

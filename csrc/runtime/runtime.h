@@ -81,8 +81,8 @@ mg_isa mg_host_isa(void);                           // the running CPU's best, a
 const char *mg_isa_name(mg_isa isa);
 // blocks is a multiple of the row's cluster. CPU: runs to the end. GPU: enqueued on the context's stream.
 mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *params, int64_t blocks);
-// For tools: this thread's launches on the CPU go to `take`, as if there were `sms` multiprocessors, and are run as usual only where it returns
-// false. mg_prefer()'s row is then taken whatever its place and condition. NULL ends that.
+// For tools: this thread's launches go to `take`, as if there were `sms` multiprocessors, and are run as usual only where it returns false.
+// mg_prefer()'s row is then taken whatever its place and condition. NULL ends that.
 typedef bool (*mg_launch_taker)(const char *row, const void *params, int64_t blocks);
 void mg_intercept(mg_launch_taker take, int sms);
 bool mg_intercepted(void);

@@ -94,7 +94,7 @@ static void *example_take(size_t bytes) {
   example_used += (bytes + 255) & ~(size_t)255;
   return example_used <= EXAMPLE_BYTES ? memset(p, 0, bytes) : nullptr;
 }
-// A tensor [batch, heads, rows, cols] of small numbers, seen in tiles.
+// A tensor [batch, heads, rows, cols] of zeros, seen in tiles.
 template<typename T> static gmap example_tensor(int batch, int heads, int rows, int cols) {
   T *d = (T *)example_take((size_t)batch * heads * rows * cols * sizeof(T));
   gmap m = {};
@@ -123,8 +123,11 @@ template<typename T> static T *example_words(int n) { return (T *)example_take((
   extern const mg_kernel_desc mg_check_desc;                                                                                            \
   const mg_kernel_desc mg_check_desc = {sizeof(K::shared_type), K::THREADS, K::SIZE, K::PER_SM, sizeof(K::params), TILE_M, TILE_N, nullptr}; \
   const check_field *mg_check_fields(void) { return fields_of<K::shared_type>(); }                                                      \
-  int mg_check_run(const ck_request *request, const void *params, int blocks, char *text, size_t size) {                                \
+  const ck_kernel *mg_check_kernel(void) {                                                                                              \
     static const ck_kernel k = K::kernel();                                                                                             \
-    return ck_run(&k, request, params, blocks, text, size);                                                                             \
+    return &k;                                                                                                                          \
+  }                                                                                                                                     \
+  int mg_check_run(const ck_request *request, const void *params, int blocks, char *text, size_t size) {                                \
+    return ck_run(mg_check_kernel(), request, params, blocks, text, size);                                                                             \
   }                                                                                                                                     \
   }

@@ -2,6 +2,12 @@
 #pragma once
 #define TILE static __device__ __forceinline__
 #include "tile/sm90/types.h"
+extern __shared__ __align__(1024) char block_memory[];   // the shared struct; an extern symbol, so that its addresses are constants
+#ifdef TRACED
+#include "tile/sm90/trace.h"
+#else
+#include "tile/sm90/quiet.h"
+#endif
 #include "tile/math.h"
 #include "tile/sync.h"
 #include "tile/copy.h"

@@ -9,8 +9,6 @@ template<auto Body, int Width, int Count, int Registers> struct role {
 template<int N> struct OCCUPANCY { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = N, cluster = 0; };
 template<int N> struct CLUSTER { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = N; };
 
-extern __shared__ __align__(1024) char block_memory[];   // the shared struct; an extern symbol, so that its addresses are constants
-
 // setmaxnreg towards `Want` from what every thread got at launch; 0 keeps that.
 template<int Want, int Launched> TILE void set_registers() {
   static_assert(Want == 0 || (Want % 8 == 0 && Want >= 24 && Want <= 240), "registers: multiples of 8 from 24 to 240");

@@ -42,9 +42,11 @@ template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C
   }
 }
 template<int G> TILE void tma_store_wait_read() {
+  trace(TRACE_STORE_WAIT, nullptr, G);
   if (thread_in_group() == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(G) : "memory");
 }
 template<int G> TILE void tma_store_wait() {
+  trace(TRACE_STORE_WAIT, nullptr, G);
   if (thread_in_group() == 0) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(G) : "memory");
 }
 TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" ::"l"(&m) : "memory"); }

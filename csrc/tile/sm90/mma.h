@@ -1,8 +1,14 @@
 // wgmma on sm_90a.
 #pragma once
 #include "tile/sm90/wgmma.h"
-TILE void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-TILE void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+TILE void mma_fence() {
+  trace(TRACE_MMA_FENCE, nullptr, 0);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+TILE void mma_commit() {
+  trace(TRACE_COMMIT, nullptr, 0);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 // An empty asm that "changes" a tile keeps the compiler from moving uses of it above the wait that frees it.
 template<int N> TILE void mma_pin(rt<float, N> &t) {
@@ -16,6 +22,7 @@ template<typename T, int N> TILE void mma_pin(rt<T, N> &t) {
     for (int j = 0; j < 4; j++) asm volatile("" : "+r"(t.d[i][j])::"memory");
 }
 template<int G, class... Tile> TILE void mma_wait(Tile &...tiles) {
+  trace(TRACE_MMA_WAIT, nullptr, G);
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(G) : "memory");
   (mma_pin(tiles), ...);
 }

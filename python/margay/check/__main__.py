@@ -29,6 +29,7 @@ def parse(arguments=None):
     parser.add_argument("--json", action="store_true", help="findings as JSON, a line each")
     parser.add_argument("--list", action="store_true", help="list the problems, run nothing")
     parser.add_argument("--constants", metavar="NAME=N,...", help="of a .cu file; else its line `// margay.check: TYPE NAME=N, ...`")
+    parser.add_argument("--as", dest="in_place_of", metavar="ROW", help="check a .cu file in the place of this row: its parameters, constants and problems")
     parser.add_argument("--type", choices=("bf16", "fp16", "float"), help="element type of a .cu file")
     parser.add_argument("--rules-off", default="", metavar="RULE,...", help=f"rules to leave out, of {', '.join(RULES)}")
     parser.add_argument("--device", action="store_true", help="on the GPU: delays in each role in turn, and traces compared with the CPU's")
@@ -51,10 +52,14 @@ def file_problems(path, options):
 
 def problems_of(name, options):
     """Problems of a row or of a file."""
+    from margay.check.problems import problems, rows
+    if name.endswith(".cu") and options.in_place_of:
+        if options.in_place_of not in rows():
+            raise SystemExit(f"margay.check: --as: no row of kernels.def is called {options.in_place_of}")
+        return [problem for problem in problems(rows()[options.in_place_of], Path(name), options.device) if re.search(options.shapes, problem.label)]
     if name.endswith(".cu"):
         return file_problems(Path(name), options)
-    from margay.check.problems import problems, rows
-    return [problem for problem in problems(rows()[name]) if re.search(options.shapes, problem.label)]
+    return [problem for problem in problems(rows()[name], large=options.device) if re.search(options.shapes, problem.label)]
 
 
 def wanted(options):
@@ -73,9 +78,10 @@ def wanted(options):
     return list(dict.fromkeys(names))
 
 
-def command(name, label, seed):
-    shape = "" if name.endswith(".cu") else f" --shapes '^{re.escape(label)}$'"
-    return f"python -m margay.check {name}{shape} --seed {seed}"
+def command(name, label, seed, options):
+    place = f" --as {options.in_place_of}" if options.in_place_of else ""
+    shape = "" if name.endswith(".cu") and not place else f" --shapes '^{re.escape(label)}$'"
+    return f"python -m margay.check {name}{place}{shape} --seed {seed}"
 
 
 def rules_off(options):
@@ -92,7 +98,7 @@ def check_kernel(name, options):
             found = problem.run(seed, rules_off=rules_off(options))
             runs += 1
             if found:
-                arguments = problem.kernel, problem.label, found, command(name, problem.label, seed)
+                arguments = problem.kernel, problem.label, found, command(name, problem.label, seed, options)
                 return runs, (text.report(*arguments), text.as_json(*arguments))
     return runs, None
 
@@ -177,10 +183,10 @@ def mutate(names, options):
 
 def main(arguments=None):
     options = parse(arguments)
+    names = wanted(options)
     if options.device:
         from margay.check import device
-        raise SystemExit(not device.run(options))
-    names = wanted(options)
+        raise SystemExit(not device.run(names, options))
     if options.list:
         for name in names:
             print(f"{name}: " + "; ".join(problem.label for problem in problems_of(name, options)))

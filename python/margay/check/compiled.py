@@ -146,12 +146,22 @@ class Request(ctypes.Structure):
 
 
 class Event(ctypes.Structure):
-    _fields_ = [("pc", ctypes.c_void_p), ("op", ctypes.c_int32), ("fiber", ctypes.c_int32), ("offset", ctypes.c_int32), ("value", ctypes.c_int32)]
+    _fields_ = [("pc", ctypes.c_void_p), ("op", ctypes.c_int32), ("fiber", ctypes.c_int32), ("block", ctypes.c_int32),
+                ("offset", ctypes.c_int32), ("value", ctypes.c_int32)]
 
 
 class Field(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("size", ctypes.c_size_t), ("element", ctypes.c_size_t), ("kind", ctypes.c_int),
                 ("stages", ctypes.c_int)]
+
+
+class Role(ctypes.Structure):
+    _fields_ = [("body", ctypes.c_void_p), ("role", ctypes.c_int), ("index", ctypes.c_int), ("width", ctypes.c_int)]
+
+
+class KernelDescription(ctypes.Structure):
+    _fields_ = [("shared_bytes", ctypes.c_size_t), ("stride", ctypes.c_size_t), ("cluster", ctypes.c_int), ("fibers", ctypes.c_int),
+                ("registers", ctypes.c_int), ("register_limit", ctypes.c_int), ("role", Role * 64)]
 
 
 class Frame(tuple):
@@ -179,6 +189,7 @@ class Kernel:
         self.library.ck_steps.restype = ctypes.c_long
         self.text = ctypes.create_string_buffer(REPORT_BYTES)
         self.fields = self.read_fields()
+        self.members = self.read_members()                   # (name, threads) of a block's role members, in the order of the checker's fibers
         self.ordered = self.constants.get("DETERMINISTIC") == "1" if ordered is None else ordered
         self.chains = {}
 
@@ -188,6 +199,11 @@ class Kernel:
         while found[len(fields)].name:
             fields.append(found[len(fields)])
         return fields
+
+    def read_members(self):
+        self.library.mg_check_kernel.restype = ctypes.POINTER(KernelDescription)
+        found = self.library.mg_check_kernel().contents
+        return [(f"{self.roles[role.role]}[{role.index}]", role.width) for role in found.role[:found.fibers]]
 
     def run(self, params, blocks, seed, mutation=0, sites=(), rules_off=0):
         """None if nothing is wrong, else the report as a dictionary."""

@@ -50,81 +50,116 @@ class Managed(ctypes.Structure):
                 ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
+class _Place:
+    """Where problems get their tensors: `tensor(*shape, dtype, values)`, random numbers where no value is given."""
+    tensor = Array
+
+
+def new(*shape, dtype="float32", values=None):
+    return _Place.tensor(*shape, dtype=dtype, values=values)
+
+
+def turned(matrix):
+    return matrix.turned() if isinstance(matrix, Array) else matrix.t()
+
+
 new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-# ---- the problems of each op: (label, call)
+# ---- the problems of each op: (label, call). A call returns its outputs.
 
 def constants(row):
     return {name.strip(): int(value) for name, value in (part.split("=") for part in row["constants"].split(","))}
 
 
-def attention(row, backward):
+# Where `large` is asked, one problem that fills a GPU comes first.
+
+
+def attention(row, backward, large):
     c, dtype = constants(row), row["dtype"]
     rows, keys = 64 * c.get("NC", 2), c.get("BN", 128)
     d = {64: 40, 128: 128, 256: 200}[c["D"]]
     shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False), (30, 2 * keys + 1, False, True)]
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False)]
+    if large:
+        yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, batch=4, heads=16)
     for nq, nk, causal, extra in shapes:
         label = f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "")
         yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra: call_attention(row, dtype, d, nq, nk, causal, extra, backward)
 
 
-def call_attention(row, dtype, d, nq, nk, causal, extra, backward):
-    q, k, v = (Array(1, heads, n, d, dtype=dtype) for heads, n in ((2, nq), (1, nk), (1, nk)))
-    out, lse = Array(1, 2, nq, d, dtype=dtype), Array(1, 2, nq)
+def call_attention(row, dtype, d, nq, nk, causal, extra, backward, batch=1, heads=2):
+    q_shape, k_shape = (batch, heads, nq, d), (batch, heads // 2, nk, d)
+    q, k, v = (new(*shape, dtype=dtype) for shape in (q_shape, k_shape, k_shape))
+    out, lse = new(*q_shape, dtype=dtype), new(*q_shape[:3])
     if not backward:
-        return _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, Array(16, dtype="uint8", values=0) if extra else None)
-    deterministic = constants(row).get("DETERMINISTIC") == 1 or extra
-    size = _C.attention_bwd_workspace(q, k, v, causal, deterministic)
+        _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, new(16, dtype="uint8", values=0) if extra else None)
+        return out, lse
+    deterministic = constants(row).get("DETERMINISTIC") == 1 or (extra and "DETERMINISTIC" not in constants(row))
+    workspace = aligned_bytes(_C.attention_bwd_workspace(q, k, v, causal, deterministic))
+    grads = [new(*shape, dtype=dtype) for shape in (q_shape, k_shape, k_shape)]
+    _C.attention_bwd(*grads, new(*q_shape, dtype=dtype), q, k, v, out, lse, None, workspace, 0.0, causal, deterministic)
+    return grads
+
+
+def aligned_bytes(size):
+    if _Place.tensor is not Array:
+        return new(size, dtype="uint8", values=0)
     workspace = Array(size + 256, dtype="uint8", values=0)
-    aligned = -workspace.managed.data % 256
-    workspace.managed.data += aligned
+    workspace.managed.data += -workspace.managed.data % 256
     workspace.sizes[0] = size
-    _C.attention_bwd(Array(1, 2, nq, d, dtype=dtype), Array(1, 1, nk, d, dtype=dtype), Array(1, 1, nk, d, dtype=dtype), Array(1, 2, nq, d, dtype=dtype),
-                     q, k, v, out, lse, None, workspace, 0.0, causal, deterministic)
+    return workspace
 
 
-def matmul(row):
+def matmul(row, large):
     c, dtype = constants(row), row["dtype"]
     m, n, k = 64 * c["NC"] * c["CLUSTER_SIZE"], c["BN"], 64 * c["STAGES"]
-    for m, n, k, bias in ((2 * m + 30, 2 * n + 40, 2 * k + 24, False), (m, n + 8, k + 64, True), (5 * m - 20, n, 64, True), (m, n, 0, False)):
+    shapes = [(3000, 3000, 1000, True)] if large else []
+    for m, n, k, bias in (*shapes, (2 * m + 32, 2 * n + 40, 2 * k + 24, False), (m, n + 8, k + 64, True), (5 * m - 24, n, 64, True), (m, n, 0, False)):
         def call(m=m, n=n, k=k, bias=bias):
-            a = Array(k, m, dtype=dtype).turned() if c["TA"] else Array(m, k, dtype=dtype)
-            b = Array(n, k, dtype=dtype).turned() if c["TB"] else Array(k, n, dtype=dtype)
-            _C.matmul(Array(m, n, dtype=dtype), a, b, Array(n, dtype=dtype) if bias else None, 1)
-        yield f"{m}x{n}x{k}" + (" bias" if bias else ""), call
+            a = turned(new(k, m, dtype=dtype)) if c["TA"] else new(m, k, dtype=dtype)
+            b = turned(new(n, k, dtype=dtype)) if c["TB"] else new(k, n, dtype=dtype)
+            out = new(m, n, dtype=dtype)
+            _C.matmul(out, a, b, new(n, dtype=dtype) if bias else None, 1)
+            return out,
+        yield "large" if m == 3000 else f"{m}x{n}x{k}" + (" bias" if bias else ""), call
 
 
-def ssd_fwd(row):
+def ssd_fwd(row, large):
     c, dtype = constants(row), row["dtype"]
-    heads = c["HEADS"] * c["GROUPS"] * 2
-    for steps, n in ((64 * 5 + 10, c["N"]), (64, c["N"] - 8), (130, c["N"])):
-        def call(steps=steps, n=n):
-            x, b, state = Array(1, steps, heads, 64, dtype=dtype), Array(1, steps, 1, n, dtype=dtype), Array(1, heads, 64, n)
-            _C.ssd_fwd(Array(1, steps, heads, 64, dtype=dtype), state, x, Array(1, steps, heads, values=0.1), b, Array(1, steps, 1, n, dtype=dtype),
-                       Array(heads, values=-1.0), Array(heads))
-        yield f"{steps} steps, state {n}", call
+    for steps, n in (*([(1000, c["N"])] if large else []), (64 * 5 + 10, c["N"]), (64, c["N"] - 8), (130, c["N"])):
+        def call(steps=steps, n=n, heads=-(-c["HEADS"] * c["GROUPS"] * (66 if steps == 1000 else 2) // 4) * 4):
+            x, b, state = new(1, steps, heads, 64, dtype=dtype), new(1, steps, 1, n, dtype=dtype), new(1, heads, 64, n)
+            y = new(1, steps, heads, 64, dtype=dtype)
+            _C.ssd_fwd(y, state, x, new(1, steps, heads, values=0.1), b, new(1, steps, 1, n, dtype=dtype), new(heads, values=-1.0), new(heads))
+            return y, state
+        yield "large" if steps == 1000 else f"{steps} steps, state {n}", call
 
 
-def scaled_add(row):
-    for m, n in ((700, 330), (64, 64), (100, 8)):
-        yield f"{m}x{n}", lambda m=m, n=n: _C.scaled_add(*(Array(m, n, dtype=row["dtype"]) for _ in range(3)), 0.5)
+def scaled_add(row, large):
+    for m, n in (*([(3000, 3000)] if large else []), (700, 336), (64, 64), (100, 8)):
+        def call(m=m, n=n):
+            out, a, b = (new(m, n, dtype=row["dtype"]) for _ in range(3))
+            _C.scaled_add(out, a, b, 0.5)
+            return out,
+        yield "large" if m == 3000 else f"{m}x{n}", call
 
 
-OPS = {"attention_fwd": lambda row: attention(row, False), "attention_bwd": lambda row: attention(row, True),
-       "attention_bwd_pre": lambda row: attention(row, True), "attention_bwd_post": lambda row: attention(row, True), "matmul": matmul, "ssd_fwd": ssd_fwd,
-       "scaled_add": scaled_add}
+OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_bwd": lambda row, large: attention(row, True, large),
+       "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
+       "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add}
 
 
 def rows():
     return {row["name"]: row for row in _C.kernels()}
 
 
-def kernel_of(row):
-    return Kernel(csrc() / "kernels" / f"{row['source']}.cu", TYPES[row["dtype"]], row["constants"], row["name"])
+def kernel_of(row, source=None):
+    """The row's kernel, or another file in its place."""
+    name = row["name"] if source is None else f"{source.name} as {row['name']}"
+    return Kernel(source or csrc() / "kernels" / f"{row['source']}.cu", TYPES[row["dtype"]], row["constants"], name)
 
 
 class Problem:
@@ -133,19 +168,19 @@ class Problem:
     def __init__(self, kernel, label, call=None, row=None):
         self.kernel, self.label, self.call, self.row = kernel, label, call, row
 
-    def run(self, seed, **options):
+    def run(self, seed, sms=SMS, **options):
         if not self.call:
             return self.kernel.run_example(seed, **options)
         reports, launches = [], []
 
         @TAKE
         def take(name, params, blocks):
-            if name.decode() != self.kernel.name:
+            if name.decode() != self.row["name"]:
                 return False
             launches.append(blocks)
             reports.append(self.kernel.run(params, blocks, seed, **options))
             return True
-        with intercepting(take, self.kernel.name):
+        with intercepting(take, self.row["name"], sms):
             self.call()
         if not launches:
             raise RuntimeError(f"{self.kernel.name}: {self.label} did not launch it")
@@ -153,9 +188,9 @@ class Problem:
 
 
 @contextlib.contextmanager
-def intercepting(take, name):
+def intercepting(take, name, sms=SMS):
     _C.prefer(name)
-    _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, SMS)
+    _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, sms)
     try:
         yield
     finally:
@@ -163,6 +198,6 @@ def intercepting(take, name):
         _C.prefer(None)
 
 
-def problems(row):
-    kernel = kernel_of(row)
-    return [Problem(kernel, label, call, row) for label, call in OPS[row["op"]](row)]
+def problems(row, source=None, large=False):
+    kernel = kernel_of(row, source)
+    return [Problem(kernel, label, call, row) for label, call in OPS[row["op"]](row, large)]

@@ -32,7 +32,7 @@ def dim(text):
 def event(kernel, op, pc, offset, value):
     where = kernel.where(pc)
     on = kernel.place(offset) if offset >= 0 else ""
-    detail = {"wait": f"phase {value}", "arrive": f"{value} of its arrivals", "expect": f"{value} bytes", "load": f"{value} bytes",
+    detail = {"wait": f"phase {value}", "arrive": f"{abs(value)} of its arrivals", "expect": f"{value} bytes", "load": f"{value} bytes",
               "bar_sync": f"barrier {value}", "bar_arrive": f"barrier {value}", "mma_wait": f"until {value} groups are left",
               "store_wait": f"until {value} groups are left", "order_wait": f"until {value}", "order_pass": f"to {value}"}.get(OPS[op], "")
     return f"{where[0] if where else '':<26} {OPS[op]:<12} {on:<18} {detail}".rstrip()
