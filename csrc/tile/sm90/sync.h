@@ -2,6 +2,8 @@
 #pragma once
 enum traced { TRACE_WAIT = 1, TRACE_ARRIVE, TRACE_EXPECT, TRACE_BAR_SYNC, TRACE_BAR_ARRIVE, TRACE_WG_SYNC, TRACE_FENCE_ASYNC, TRACE_MMA_FENCE, TRACE_COMMIT,
               TRACE_MMA_WAIT, TRACE_STORE_WAIT, TRACE_ORDER_WAIT, TRACE_ORDER_PASS };
+TILE void hardware_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+TILE void group_barrier() { hardware_barrier(8 + (int)(threadIdx.x >> 7), 128); }
 TILE void sem_init(sem &s, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&s)), "r"(count));
 }
@@ -16,6 +18,11 @@ TILE void sem_wait(sem &s, uint32_t phase) {
 // One arrival per warp, after all its lanes: it orders every lane's accesses.
 template<int W> TILE void sem_arrive(sem &s) {
   trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);
+  if (WEAK_ARRIVALS && W == WARPGROUP) {
+    group_barrier();
+    if (thread_in_group() == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], 4;" ::"r"(shared_address(&s)) : "memory");
+    return;
+  }
   if (W != THREAD) __syncwarp();
   if (W == THREAD || lane() == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&s)) : "memory");
 }
@@ -34,8 +41,6 @@ TILE int cluster_rank() { uint32_t r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r
 TILE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-TILE void hardware_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-TILE void group_barrier() { hardware_barrier(8 + (int)(threadIdx.x >> 7), 128); }
 TILE void bar_sync(int id, int threads) {
   trace(TRACE_BAR_SYNC, nullptr, id);
   hardware_barrier(id, threads);

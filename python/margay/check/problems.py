@@ -117,7 +117,8 @@ def matmul(row, large):
     c, dtype = constants(row), row["dtype"]
     m, n, k = 64 * c["NC"] * c["CLUSTER_SIZE"], c["BN"], 64 * c["STAGES"]
     shapes = [(3000, 3000, 1000, True)] if large else []
-    for m, n, k, bias in (*shapes, (2 * m + 32, 2 * n + 40, 2 * k + 24, False), (m, n + 8, k + 64, True), (5 * m - 24, n, 64, True), (m, n, 0, False)):
+    nothing = [] if c["TA"] or c["TB"] else [(m, n, 0, False)]      # dispatch gives K = 0 to no other row
+    for m, n, k, bias in (*shapes, *nothing, (2 * m + 32, 2 * n + 40, 2 * k + 24, False), (m, n + 8, k + 64, True), (5 * m - 24, n, 64, True)):
         def call(m=m, n=n, k=k, bias=bias):
             a = turned(new(k, m, dtype=dtype)) if c["TA"] else new(m, k, dtype=dtype)
             b = turned(new(n, k, dtype=dtype)) if c["TB"] else new(k, n, dtype=dtype)
