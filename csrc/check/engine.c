@@ -129,6 +129,7 @@ static void make_late_fence(void);
 static void tick(int fiber_number) {
   fiber *f = &ck.fiber[fiber_number];
   f->seen[component(fiber_number, GENERIC)]++;
+  f->seen[component(fiber_number, PROGRESS)]++;
 }
 static void publish(clock seen, clock fenced) {
   const fiber *f = self();
@@ -163,7 +164,7 @@ int offset_in_block(const void *p) { return p ? (int)((size_t)((const char *)p -
 static int sem_of(const void *pc, const void *at) {
   const size_t offset = (size_t)((const char *)at - ck.shared);
   const int sem = offset < ck.shared_bytes ? ck.sem_at[offset / 8] : -1;
-  if (sem < 0 && !ck.failed) {
+  if (sem < 0 && !ck.failed && rule_on(CK_INIT)) {
     report_place(offset < ck.shared_bytes ? offset_in_block(at) : -1);
     report(CK_INIT, pc, NULL, -1, "uses a semaphore that the block's init has not initialised");
   }
@@ -186,8 +187,21 @@ void ck_sem_init(const void *pc, const void *at, int count) {
   ck.sem[ck.sems++] = (semaphore){.at = at, .block = block_of(at), .count = count, .pending = count};
 }
 
-static void sem_step(semaphore *s) {
+// A wait names a phase's parity only. Whoever completes phase k has to know, through what arrived, that all who wait on the semaphore have seen phase
+// k - 1: else one of them may still look for it, and take k for k - 2.
+static void check_watchers(const void *pc, const semaphore *s) {
+  for (int i = 0; i < ck.fibers && rule_on(CK_PHASE_SEEN); i++) {
+    const watcher *w = &ck.watcher[s - ck.sem][i];
+    if (!w->waits || (w->phases >= s->completed && s->arrived[component(i, PROGRESS)] >= w->when)) continue;
+    report_place(offset_in_block(s->at));
+    report(CK_PHASE_SEEN, pc, ck.fiber[i].wait_pc, i, "completes phase %d of {s:%d} before {f:%d}, who waits on it, is known to have seen phase %d: it can tell "
+           "neighbouring phases apart, no others", s->completed, offset_in_block(s->at), i, s->completed - 1);
+    return;
+  }
+}
+static void sem_step(const void *pc, semaphore *s) {
   if (s->pending || s->bytes) return;
+  if (s->completed) check_watchers(pc, s);
   memcpy(s->released, s->arrived, (size_t)ck.components * sizeof(int32_t));
   memcpy(s->released_fenced, s->arrived_fenced, (size_t)ck.components * sizeof(int32_t));
   memset(s->arrived, 0, (size_t)ck.components * sizeof(int32_t));
@@ -214,7 +228,7 @@ static void arrive(const void *pc, int sem, int warps, bool remote) {
     tick(ck.current);
   } else publish(s->arrived, s->arrived_fenced);
   s->pending -= warps;
-  sem_step(s);
+  sem_step(pc, s);
 }
 
 // Who calls: an operation for one thread called by a warpgroup would be made 128 times.
@@ -285,6 +299,7 @@ void ck_sem_wait(const void *pc, const void *at, uint32_t phase) {
   wait_for(pc, WAIT_SEM, s, phase ^ mutated(pc, CK_PHASE));
   learn(s->released, s->released_fenced);
   learn_component(sem_component(sem), s->completed, false);
+  ck.watcher[sem][ck.current] = (watcher){s->completed, self()->seen[component(ck.current, PROGRESS)], true};
   make_late_fence();
 }
 
@@ -572,7 +587,7 @@ static void take_effect(int i) {
   if (o.kind == EFFECT_LOAD) {
     semaphore *s = &ck.sem[o.sem];
     s->bytes -= o.bytes;
-    sem_step(s);
+    sem_step(o.pc, s);
   } else if (o.kind == EFFECT_STORE) ck.stores_left[o.fiber][o.ticket % MAX_GROUPS]--;
   else ck.products_left[o.fiber][o.ticket % MAX_GROUPS]--;
 }
@@ -611,6 +626,10 @@ static void fiber_main(void) {
 }
 
 static void report_deadlock(void) {
+  if (!rule_on(CK_DEADLOCK)) {
+    ck.alive = 0;
+    return;
+  }
   char text[2048];
   size_t n = 0;
   for (int i = 0; i < ck.fibers && n < sizeof text - 200; i++) {
@@ -660,6 +679,8 @@ static void schedule(void) {
 }
 
 static void check_end(void) {
+  for (int i = 0; i < ck.fibers; i++)
+    if (ck.fiber[i].alive) return;   // a deadlock that is not to be reported
   for (int i = 0; i < ck.blocks * MAX_BARRIERS && !ck.failed; i++) {
     const named_barrier *b = &ck.barrier[i / MAX_BARRIERS][i % MAX_BARRIERS];
     if (!b->threads || !rule_on(CK_BARRIER)) continue;
@@ -710,13 +731,14 @@ static void open_fibers(void) {
       f->leader_seen = clock_new();
       f->leader_fenced = clock_new();
     }
-    f->seen[component(i, GENERIC)] = 1;
+    f->seen[component(i, GENERIC)] = f->seen[component(i, PROGRESS)] = 1;
     fiber_prepare(f, fiber_main);
   }
 }
 
 static void run_once(void) {
   memset(ck.barrier, 0, sizeof ck.barrier);
+  memset(ck.watcher, 0, sizeof ck.watcher);
   memset(ck.products_left, 0, sizeof ck.products_left);
   memset(ck.stores_left, 0, sizeof ck.stores_left);
   ck.ops = ck.sems = word_count = 0;

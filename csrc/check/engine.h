@@ -6,8 +6,8 @@ enum { MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOS
 
 // Components of a clock. A fiber has its own accesses, made by all of its threads; its product groups, once for operands of which a warp's part of
 // the product reads only the warp's rows (a in shared memory) and once for those that all warps' parts read (b); its store groups. Every semaphore
-// has the phases it has completed.
-enum { GENERIC, PRODUCTS_A, PRODUCTS, STORES, PER_FIBER };
+// has the phases it has completed. PROGRESS counts what a fiber has passed on, arrivals at other blocks included.
+enum { GENERIC, PRODUCTS_A, PRODUCTS, STORES, PROGRESS, PER_FIBER };
 typedef int32_t *clock;
 
 typedef struct semaphore {
@@ -15,6 +15,9 @@ typedef struct semaphore {
   int block, count, pending, bytes, completed;   // completed: phases
   clock arrived, arrived_fenced, released, released_fenced;
 } semaphore;
+
+// What a fiber that waits on a semaphore has seen of it: phases, and its progress when it saw the last.
+typedef struct watcher { int phases, when; bool waits; } watcher;
 
 typedef struct named_barrier {
   int threads, wanted, generation;
@@ -66,6 +69,7 @@ typedef struct run {
   bool failed;
   fiber fiber[MAX_FIBERS];
   semaphore sem[MAX_SEMS];
+  watcher watcher[MAX_SEMS][MAX_FIBERS];
   int16_t *sem_at;                               // by (address in shared) / 8, -1: none
   named_barrier barrier[MAX_FIBERS][MAX_BARRIERS];
   operation op[MAX_OPS];

@@ -42,7 +42,7 @@ bool shadow_open(size_t bytes) {
 
 // ---- global memory: a table of 4-byte words
 enum { GLOBAL_SLOTS = 1 << 20 };
-typedef struct global_word { uintptr_t at; touch write; uint8_t kind; } global_word;
+typedef struct global_word { uintptr_t at; touch write, read; uint8_t kind; } global_word;   // read: the last, by any fiber
 static global_word *globals;
 static int global_count;
 
@@ -185,8 +185,16 @@ bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global k
              w->kind == CK_GLOBAL_ADD ? "add to" : "write", kind == CK_GLOBAL_ADD ? " (a deterministic kernel adds in order)" : "");
       return false;
     }
-    if (kind != CK_GLOBAL_READ) {
+    if (kind != CK_GLOBAL_READ && w->read.used && fiber_of(w->read.who) != ck.current && f->seen[w->read.who] < (int)w->read.value &&
+        rule_on(CK_GLOBAL_RACE)) {
+      report(CK_GLOBAL_RACE, pc, pcs[w->read.pc], fiber_of(w->read.who), "writes global memory that {f:%d} may still read, or reads too early: nothing "
+             "orders the two", fiber_of(w->read.who));
+      return false;
+    }
+    if (kind == CK_GLOBAL_READ) w->read = t;
+    else {
       w->write = t;
+      w->read.used = 0;
       w->kind = (uint8_t)kind;
     }
   }

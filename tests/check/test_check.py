@@ -31,9 +31,9 @@ def run(*arguments, timeout=900):
 
 
 def expected(path):
-    """(rule, field or None) that the file's comment promises."""
-    rule, field = re.search(r"^// Expected: ([\w-]+) on (\S+)$", path.read_text(), re.M).groups()
-    return rule, None if field == "-" else field
+    """The rules and fields that the file's comment promises: one of each; what comes first may depend on the schedule."""
+    rules, fields = re.search(r"^// Expected: ([\w|-]+) on (\S+)$", path.read_text(), re.M).groups()
+    return rules.split("|"), fields.split("|")
 
 
 # ---- the library
@@ -84,19 +84,19 @@ def test_corpus_size():
 
 @pytest.mark.parametrize("path", BAD, ids=lambda path: path.stem)
 def test_known_bad(path, kernels):
-    kernel, (rule, field) = kernels[path.stem], expected(path)
+    kernel, (rules, fields) = kernels[path.stem], expected(path)
     for seed in range(BAD_SEEDS):
         report = kernel.run_example(seed)
         assert report, f"seed {seed}: no report"
-        assert report["rule"] == rule, f"seed {seed}: {report['rule']}: {kernel.filled(report)}"
-        assert field is None or (kernel.place(report["place"]) or "").split("[")[0].split(".")[0] == field, f"seed {seed}: on {kernel.place(report['place'])}"
+        assert report["rule"] in rules, f"seed {seed}: {report['rule']}: {kernel.filled(report)}"
+        assert (re.match(r"\w*", kernel.place(report["place"]) or "")[0] or "-") in fields, f"seed {seed}: on {kernel.place(report['place'])}"
         assert report["pc"] == 0 or kernel.where(report["pc"]), "the report names no line"
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_needed(rule, kernels):
     """Without the rule something of the corpus goes unreported."""
-    mine = [kernel for name, kernel in kernels.items() if expected(HERE / "known_bad" / f"{name}.cu")[0] == rule]
+    mine = [kernel for name, kernel in kernels.items() if rule in expected(HERE / "known_bad" / f"{name}.cu")[0]]
     assert mine, f"no item of the corpus expects {rule}"
     assert any(kernel.run_example(seed, rules_off=1 << RULES.index(rule)) is None for kernel in mine for seed in range(4))
 

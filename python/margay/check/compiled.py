@@ -18,7 +18,7 @@ MUTATIONS = ("none", "drop", "double", "phase", "bytes more", "bytes less", "cou
 OPS = ("init", "wait", "arrive", "expect", "bar_sync", "bar_arrive", "wg_sync", "fence_async", "mma_fence", "mma_commit", "mma_wait", "store_wait",
        "order_wait", "order_pass", "load", "store", "product", "atomic")
 RULES = ("uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight", "unnamed", "mma-fence", "count", "bytes", "exit", "barrier", "deadlock",
-         "bounds", "lifetime", "init", "global-race", "budget", "elected")
+         "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase")
 FLAGS = ["-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-invalid-offsetof"]
 REPORT_BYTES = 1 << 16
 MAX_EVENTS = 1 << 18

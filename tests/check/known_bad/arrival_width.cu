@@ -1,7 +1,7 @@
 // A warpgroup releases its stages with the arrival of a warp, and the semaphore counts one: on the GPU every one of its four warps arrives, and the
 // stage is free, two phases on, while three of them may still read.
 // Known from: triton-lang/triton#9498 (review: 32 lanes arrive where one is counted).
-// Expected: count on inputs
+// Expected: elected on -
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 

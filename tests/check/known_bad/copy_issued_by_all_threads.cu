@@ -1,6 +1,6 @@
 // A warpgroup fetches its tiles itself. The operations are a thread's: all 128 threads expect the bytes and issue the copy.
 // Known from: mlc-ai/TIRx-kernels#202 (copies issued by a whole warp instead of one thread).
-// Expected: count on full
+// Expected: elected on -
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 

@@ -1,6 +1,6 @@
 // The consumer releases a stage before it has read it: the next copy may overwrite what it still reads.
 // Known from: every hand-written ring at some time.
-// Expected: overwrite on tile
+// Expected: overwrite|race on tile
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 
