@@ -18,8 +18,8 @@ typedef struct ck_region { const void *p; int rows, pitch, bytes; } ck_region;  
 typedef void (*ck_effect)(void *closure);
 
 // State of a register tile or vector: tickets of the product groups that still write or read it (0: none).
-// touched: the mma_fence after which ordinary code used it last, counted from 1.
-typedef struct ck_register { int32_t writer, reader, touched; int16_t fiber; bool valid; } ck_register;
+// product: the last that used it. touched: the mma_fence after which ordinary code used it last, counted from 1.
+typedef struct ck_register { const void *product; int32_t writer, reader, touched; int16_t fiber; bool valid; } ck_register;
 
 void ck_reads(const void *pc, ck_register *r);
 void ck_writes(const void *pc, ck_register *r);
@@ -29,7 +29,9 @@ void ck_reads_shared(const void *pc, const ck_region *r);
 void ck_writes_shared(const void *pc, const ck_region *r);
 enum ck_global { CK_GLOBAL_READ, CK_GLOBAL_WRITE, CK_GLOBAL_ADD };
 void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind);
-void ck_bounds(const void *pc, bool inside, const char *what);
+void ck_bounds(const void *pc, bool inside, const char *what, const void *tile);
+void ck_global_load(const void *pc, const void *p, size_t bytes, const void *sem);   // what the next copy or store touches in global memory
+void ck_global_store(const void *pc, const void *p, size_t bytes);
 
 // `closure` is copied; the effect comes later.
 void ck_load(const void *pc, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure, size_t size);
@@ -48,7 +50,7 @@ void ck_fence_async(const void *pc);
 void ck_mma_fence(const void *pc);
 void ck_mma_commit(const void *pc);
 void ck_mma_wait(const void *pc, int groups, ck_register **named, int count);
-void ck_store_wait(const void *pc, int groups);
+void ck_store_wait(const void *pc, int groups, bool written);
 void ck_order_wait(const void *pc, const int *g, int value);
 void ck_order_pass(const void *pc, int *g, int value);
 int ck_atomic_next(const void *pc, int *counter);

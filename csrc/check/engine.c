@@ -193,28 +193,41 @@ static void check_watchers(const void *pc, const semaphore *s) {
   for (int i = 0; i < ck.fibers && rule_on(CK_PHASE_SEEN); i++) {
     const watcher *w = &ck.watcher[s - ck.sem][i];
     if (!w->waits || (w->phases >= s->completed && s->arrived[component(i, PROGRESS)] >= w->when)) continue;
-    report_place(offset_in_block(s->at));
-    report(CK_PHASE_SEEN, pc, ck.fiber[i].wait_pc, i, "completes phase %d of {s:%d} before {f:%d}, who waits on it, is known to have seen phase %d: it can tell "
-           "neighbouring phases apart, no others", s->completed, offset_in_block(s->at), i, s->completed - 1);
+    report_sem(s);
+    report(CK_PHASE_SEEN, pc, w->pc, i, "completes phase %d of {s:%d} although {f:%d} is not known to have seen phase %d: the semaphore counts too few arrivals, "
+           "somebody arrives once too often, or this role should have waited for that one", s->completed, offset_in_block(s->at), i, s->completed - 1);
     return;
+  }
+}
+// Nobody who waits for the phase before, which is complete, but has not yet been let go on.
+static void check_blocked(const void *pc, const semaphore *s) {
+  for (int i = 0; i < ck.fibers && !ck.failed && rule_on(CK_PHASE_SEEN); i++) {
+    const fiber *f = &ck.fiber[i];
+    if (!f->alive || f->wait != WAIT_SEM || f->on != s || (uint32_t)(s->completed & 1) == (uint32_t)f->value) continue;
+    report_sem(s);
+    report(CK_PHASE_SEEN, pc, f->wait_pc, i, "completes phase %d of {s:%d} while {f:%d} still waits for phase %d, which so looks as if it had not been",
+           s->completed, offset_in_block(s->at), i, s->completed - 1);
   }
 }
 static void sem_step(const void *pc, semaphore *s) {
   if (s->pending || s->bytes) return;
   if (s->completed) check_watchers(pc, s);
+  check_blocked(pc, s);
+  s->expected = s->issued = 0;
   memcpy(s->released, s->arrived, (size_t)ck.components * sizeof(int32_t));
   memcpy(s->released_fenced, s->arrived_fenced, (size_t)ck.components * sizeof(int32_t));
   memset(s->arrived, 0, (size_t)ck.components * sizeof(int32_t));
   memset(s->arrived_fenced, 0, (size_t)ck.components * sizeof(int32_t));
   s->completed++;
   s->pending = s->count;
+  s->arrivals[s->completed & 1] = 0;
 }
 
 static void arrive(const void *pc, int sem, int warps, bool remote) {
   semaphore *s = &ck.sem[sem];
   if (s->pending < warps) {
     if (!rule_on(CK_COUNT)) return;
-    report_place(offset_in_block(s->at));
+    report_sem(s);
     report(CK_COUNT, pc, NULL, -1, "arrives %d times at {s:%d} in phase %d, which expects only %d more of its %d arrivals", warps, offset_in_block(s->at),
            s->completed, s->pending, s->count);
     return;
@@ -227,6 +240,8 @@ static void arrive(const void *pc, int sem, int warps, bool remote) {
     s->arrived[own] = had;
     tick(ck.current);
   } else publish(s->arrived, s->arrived_fenced);
+  int *n = &s->arrivals[s->completed & 1];
+  if (*n < ARRIVALS) s->arrival[s->completed & 1][(*n)++] = (arrival){pc, ck.current, warps};
   s->pending -= warps;
   sem_step(pc, s);
 }
@@ -255,7 +270,9 @@ void ck_sem_expect(const void *pc, const void *at, uint32_t bytes) {
   for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
     const int sem = sem_of(pc, staged(pc, at));
     if (sem < 0) return;
-    ck.sem[sem].bytes += (int)bytes + 128 * (mutated(pc, CK_BYTES_MORE) - mutated(pc, CK_BYTES_LESS));
+    const int counted = (int)bytes + 128 * (mutated(pc, CK_BYTES_MORE) - mutated(pc, CK_BYTES_LESS));
+    ck.sem[sem].bytes += counted;
+    ck.sem[sem].expected += counted;
     arrive(pc, sem, 1, false);
   }
   make_late_fence();
@@ -296,10 +313,17 @@ void ck_sem_wait(const void *pc, const void *at, uint32_t phase) {
   const int sem = sem_of(pc, staged(pc, at));
   if (sem < 0) return;
   semaphore *s = &ck.sem[sem];
-  wait_for(pc, WAIT_SEM, s, phase ^ mutated(pc, CK_PHASE));
+  const int parity = (int)(phase ^ mutated(pc, CK_PHASE)), next = ck.watcher[sem][ck.current].phases;
+  const int meant = !ck.watcher[sem][ck.current].waits ? -parity : (next & 1) == parity ? next : next - 1;   // -1: the one before the first
+  if (s->completed > meant + 1 && rule_on(CK_PHASE_SEEN)) {
+    report_sem(s);
+    report(CK_PHASE_SEEN, pc, NULL, -1, "waits for phase %d of {s:%d}, which has completed %d phases: it was overtaken", meant, offset_in_block(s->at), s->completed);
+    return;
+  }
+  wait_for(pc, WAIT_SEM, s, parity);
   learn(s->released, s->released_fenced);
   learn_component(sem_component(sem), s->completed, false);
-  ck.watcher[sem][ck.current] = (watcher){s->completed, self()->seen[component(ck.current, PROGRESS)], true};
+  ck.watcher[sem][ck.current] = (watcher){s->completed, self()->seen[component(ck.current, PROGRESS)], true, pc};
   make_late_fence();
 }
 
@@ -318,8 +342,15 @@ void ck_bar(const void *pc, int id, int threads, bool waits) {
   }
   for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
     const int generation = b->generation;
-    if (b->threads && b->wanted != threads && rule_on(CK_BARRIER)) {
-      report(CK_BARRIER, pc, NULL, -1, "meets named barrier %d for %d threads while others there expect %d", id, threads, b->wanted);
+    if (b->members && b->wanted != threads && rule_on(CK_BARRIER)) {
+      report(CK_BARRIER, pc, NULL, -1, "meets named barrier %d for %d threads; the last who came there expected %d", id, threads, b->wanted);
+      return;
+    }
+    b->members |= (uint64_t)1 << ck.current;
+    int members = 0;
+    for (int m = 0; m < ck.fibers; m++) members += b->members >> m & 1 ? ck.fiber[m].role->width : 0;
+    if (members > threads && rule_on(CK_BARRIER)) {
+      report(CK_BARRIER, pc, NULL, -1, "is one too many at named barrier %d of %d threads: others meet there", id, threads);
       return;
     }
     b->wanted = threads;
@@ -392,7 +423,7 @@ static bool check_register(const void *pc, const ck_register *r, bool written) {
   const char *why = register_in_flight(r, written);
   const bool waited = why && why[0] == 'h';
   if (!why || !rule_on(waited ? CK_UNNAMED : CK_IN_FLIGHT)) return true;
-  report(waited ? CK_UNNAMED : CK_IN_FLIGHT, pc, NULL, -1, waited ? "touches a register tile that %s a product used it" : "touches a register tile that %s", why);
+  report(waited ? CK_UNNAMED : CK_IN_FLIGHT, pc, r->product, ck.current, waited ? "touches a register tile that %s it was used by a product" : "touches a register tile that %s", why);
   return false;
 }
 void ck_reads(const void *pc, ck_register *r) {
@@ -410,7 +441,7 @@ void ck_register_ends(ck_register *r) {
   if (ck.failed || ck.current < 0 || !register_in_flight(r, true)) return;
   const int done = self()->seen[component(ck.current, PRODUCTS)];
   if ((r->writer <= done && r->reader <= done) || !rule_on(CK_LIFETIME)) return;
-  report(CK_LIFETIME, self()->wait_pc, NULL, -1, "leaves the scope of a register tile that a product still uses");
+  report(CK_LIFETIME, self()->product_pc, NULL, -1, "leaves the scope of a register tile that a product still uses");
 }
 
 // ---- asynchronous operations
@@ -430,6 +461,14 @@ void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_
   event_add(pc, CK_OP_LOAD, at, bytes);
   const int sem = sem_of(pc, at);
   if (sem < 0) return;
+  semaphore *s = &ck.sem[sem];
+  s->issued += bytes;
+  if (ck.kernel->cluster == 1 && s->issued > s->expected && rule_on(CK_BYTES)) {   // in a cluster other blocks' copies may come before the expectation
+    report_place(offset_in_block(at));
+    report(CK_BYTES, pc, NULL, -1, "copies %d bytes in phase %d of {s:%d}: %d in all, and %d are expected", bytes, s->completed, offset_in_block(at), s->issued,
+           s->expected);
+    return;
+  }
   if (!shadow_access(pc, to, ACCESS_WRITE | ACCESS_ASYNC, sem_component(sem), ck.sem[sem].completed + 1)) return;
   operation *o = issue(pc, EFFECT_LOAD, run, closure, size);
   if (!o) return;
@@ -443,6 +482,8 @@ void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *
   fiber *f = self();
   event_add(pc, CK_OP_STORE, NULL, 0);
   const int ticket = ++f->stores_committed;
+  f->store_pc = pc;
+  f->store_place = offset_in_block(from->p);
   if (!shadow_access(pc, from, ACCESS_ASYNC | ACCESS_LEADER, component(ck.current, STORES), ticket)) return;
   operation *o = issue(pc, EFFECT_STORE, run, closure, size);
   if (!o) return;
@@ -468,7 +509,7 @@ void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a
     return;
   }
   if (d->reader > f->seen[who] && rule_on(CK_IN_FLIGHT)) {
-    report(CK_IN_FLIGHT, pc, NULL, -1, "multiplies into a register tile that a product in flight reads");
+    report(CK_IN_FLIGHT, pc, d->product, ck.current, "multiplies into a register tile that a product in flight reads");
     return;
   }
   if (a_register) {
@@ -478,10 +519,13 @@ void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a
       return;
     }
     a_register->reader = ticket;
+    a_register->product = pc;
     a_register->fiber = (int16_t)ck.current;
   } else if (!shadow_access(pc, a, ACCESS_ASYNC, component(ck.current, PRODUCTS_A), ticket)) return;
   if (!shadow_access(pc, b, ACCESS_ASYNC, who, ticket)) return;
+  f->product_pc = pc;
   d->writer = ticket;
+  d->product = pc;
   d->fiber = (int16_t)ck.current;
   d->valid = true;
   operation *o = issue(pc, EFFECT_PRODUCT, run, closure, size);
@@ -513,13 +557,14 @@ void ck_mma_wait(const void *pc, int groups, ck_register **named, int count) {
   }
 }
 
-void ck_store_wait(const void *pc, int groups) {
+void ck_store_wait(const void *pc, int groups, bool written) {
   if (!begin(pc, CK_OP_STORE_WAIT, NULL, groups)) return;
   fiber *f = self();
   const int until = f->stores_committed - groups - mutated(pc, CK_GROUP_LESS);
   if (until <= 0) return;
   wait_for(pc, WAIT_STORES, NULL, until);
   learn_component(component(ck.current, STORES), until, f->group);
+  if (written) learn_component(component(ck.current, WRITTEN), until, f->group);
 }
 
 // ---- global memory
@@ -558,7 +603,15 @@ int ck_atomic_next(const void *pc, int *counter) {
   return (*counter)++;
 }
 void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
-  if (!ck.failed && bytes) shadow_global(pc, p, bytes, kind);
+  const int who = component(ck.current, GENERIC);
+  if (!ck.failed && bytes) shadow_global(pc, p, bytes, kind, who, self()->seen[who]);
+}
+void ck_global_load(const void *pc, const void *p, size_t bytes, const void *at) {
+  const int sem = ck.failed ? -1 : sem_of(pc, at);
+  if (sem >= 0) shadow_global(pc, p, bytes, CK_GLOBAL_READ, sem_component(sem), ck.sem[sem].completed + 1);
+}
+void ck_global_store(const void *pc, const void *p, size_t bytes) {
+  if (!ck.failed) shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
 }
 
 // ---- shared memory through registers
@@ -570,8 +623,10 @@ void ck_writes_shared(const void *pc, const ck_region *r) {
   if (ck.failed) return;
   shadow_access(pc, r, ACCESS_WRITE, component(ck.current, GENERIC), self()->seen[component(ck.current, GENERIC)]);
 }
-void ck_bounds(const void *pc, bool inside, const char *what) {
-  if (!ck.failed && !inside && rule_on(CK_BOUNDS)) report(CK_BOUNDS, pc, NULL, -1, "%s goes beyond its edge", what);
+void ck_bounds(const void *pc, bool inside, const char *what, const void *tile) {
+  if (ck.failed || inside || !rule_on(CK_BOUNDS)) return;
+  report_place(offset_in_block(tile));
+  report(CK_BOUNDS, pc, NULL, -1, "%s goes beyond its edge", what);
 }
 
 int ck_block_index(void) { return self()->block; }
@@ -610,9 +665,11 @@ static void check_exit(fiber *f) {
   const int number = (int)(f - ck.fiber);
   if (!rule_on(CK_EXIT)) return;
   if (f->seen[component(number, PRODUCTS)] < f->products_committed + (f->products_open > 0))
-    report(CK_EXIT, f->wait_pc, NULL, -1, "returns while its matrix products are in flight: no mma_wait");
-  else if (f->leader_seen[component(number, STORES)] < f->stores_committed)
-    report(CK_EXIT, f->wait_pc, NULL, -1, "returns while its stores still read shared memory: no tma_store_wait_read");
+    report(CK_EXIT, f->product_pc, NULL, -1, "returns while its matrix products are in flight: no mma_wait");
+  else if (f->leader_seen[component(number, STORES)] < f->stores_committed) {
+    report_place(f->store_place);
+    report(CK_EXIT, f->store_pc, NULL, -1, "returns while its stores still read shared memory: no tma_store_wait_read");
+  }
 }
 
 static void fiber_main(void) {
@@ -638,8 +695,8 @@ static void report_deadlock(void) {
     n += (size_t)snprintf(text + n, sizeof text - n, "\n{f:%d} waits ", i);
     if (f->wait == WAIT_SEM) {
       const semaphore *s = f->on;
-      n += (size_t)snprintf(text + n, sizeof text - n, "for phase %d of {s:%d}, which is in phase %d and lacks %d of %d arrivals and %d bytes",
-                            s->completed + ((s->completed & 1) != (int)f->value), offset_in_block(s->at), s->completed, s->pending, s->count, s->bytes);
+      n += (size_t)snprintf(text + n, sizeof text - n, "for a phase of parity %d of {s:%d}, of which it has seen %d; it is in phase %d and lacks %d of %d arrivals"
+                            " and %d bytes", (int)f->value, offset_in_block(s->at), ck.watcher[s - ck.sem][i].phases, s->completed, s->pending, s->count, s->bytes);
     } else if (f->wait == WAIT_BARRIER) {
       const named_barrier *b = f->on;
       n += (size_t)snprintf(text + n, sizeof text - n, "at named barrier %d, where %d of %d threads are", (int)(b - ck.barrier[f->block]), b->threads, b->wanted);
@@ -649,7 +706,14 @@ static void report_deadlock(void) {
   const fiber *first = ck.fiber;
   while (!first->alive) first++;
   ck.current = (int)(first - ck.fiber);
-  if (first->wait == WAIT_SEM) report_place(offset_in_block(((const semaphore *)first->on)->at));
+  const fiber *cause = first;   // whose semaphore has all its arrivals and lacks bytes, if there is one: the others mostly follow
+  for (int i = 0; i < ck.fibers; i++) {
+    const fiber *f = &ck.fiber[i];
+    if (f->alive && f->wait == WAIT_SEM && !((const semaphore *)f->on)->pending) cause = f;
+  }
+  first = cause;
+  ck.current = (int)(first - ck.fiber);
+  if (first->wait == WAIT_SEM) report_sem(first->on);
   report(CK_DEADLOCK, first->wait_pc, NULL, -1, "deadlock: nobody can go on%s", text);
 }
 
@@ -692,7 +756,7 @@ static void check_end(void) {
     const semaphore *s = &ck.sem[i];
     if (!s->bytes || !rule_on(CK_BYTES)) continue;
     ck.current = 0;
-    report_place(offset_in_block(s->at));
+    report_sem(s);
     report(CK_BYTES, NULL, NULL, -1, "the kernel ends while {s:%d} of block %d %s %d bytes", offset_in_block(s->at), s->block,
            s->bytes > 0 ? "still expects" : "has got unexpected", s->bytes > 0 ? s->bytes : -s->bytes);
   }

@@ -5,22 +5,30 @@
 enum { MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192, MAX_GROUPS = 1 << 14, LOAD_SEMS = 1 };
 
 // Components of a clock. A fiber has its own accesses, made by all of its threads; its product groups, once for operands of which a warp's part of
-// the product reads only the warp's rows (a in shared memory) and once for those that all warps' parts read (b); its store groups. Every semaphore
-// has the phases it has completed. PROGRESS counts what a fiber has passed on, arrivals at other blocks included.
-enum { GENERIC, PRODUCTS_A, PRODUCTS, STORES, PROGRESS, PER_FIBER };
+// the product reads only the warp's rows (a in shared memory) and once for those that all warps' parts read (b); its store groups, when they have read shared
+// memory and when they have WRITTEN global memory. Every semaphore has the phases it has completed. PROGRESS counts what a fiber has passed on, arrivals at other blocks included.
+enum { GENERIC, PRODUCTS_A, PRODUCTS, STORES, WRITTEN, PROGRESS, PER_FIBER };
 typedef int32_t *clock;
+
+// Who made a phase what it is.
+enum { ARRIVALS = 12 };
+typedef struct arrival { const void *pc; int fiber, warps; } arrival;
 
 typedef struct semaphore {
   const char *at;
   int block, count, pending, bytes, completed;   // completed: phases
+  int expected, issued;                          // bytes of this phase so far
+  struct arrival arrival[2][ARRIVALS];                  // of the phase before and of this one, by the phase's lowest bit
+  int arrivals[2];
   clock arrived, arrived_fenced, released, released_fenced;
 } semaphore;
 
 // What a fiber that waits on a semaphore has seen of it: phases, and its progress when it saw the last.
-typedef struct watcher { int phases, when; bool waits; } watcher;
+typedef struct watcher { int phases, when; bool waits; const void *pc; } watcher;
 
 typedef struct named_barrier {
-  int threads, wanted, generation;
+  int threads, wanted, generation;               // wanted: of the last who came
+  uint64_t members;                              // fibers that have ever met here
   clock arrived, arrived_fenced, released, released_fenced;
 } named_barrier;
 
@@ -37,7 +45,9 @@ typedef struct fiber {
   clock seen, fenced;                            // of each thread about itself
   clock leader_seen, leader_fenced;              // of the elected thread, about the others too; the first two where !group
   int products_committed, stores_committed;
-  int products_open, stores_open;                // issued since the last commit
+  int products_open;                             // issued since the last commit
+  const void *product_pc, *store_pc;             // of the last
+  int store_place;
   int fence;                                     // counts mma_fence; `work` what has happened since the last one
   bool fence_due;
   const void *late_fence;                        // a mutated fence that is still to be made
@@ -47,7 +57,7 @@ typedef struct fiber {
 
 typedef struct operation {
   enum { EFFECT_LOAD, EFFECT_STORE, EFFECT_PRODUCT } kind;
-  int fiber, ticket, sem, bytes;
+  int fiber, ticket, sem, bytes, phase;          // phase: that a copy was issued in
   const void *pc;
   ck_effect run;
   _Alignas(16) char closure[CLOSURE];
@@ -96,12 +106,13 @@ bool shadow_open(size_t bytes);
 void shadow_reset(void);
 // An access by the current fiber that is over at `value` of component `who`. False, with a report, if it breaks a rule.
 bool shadow_access(const void *pc, const ck_region *r, int flags, int who, int value);
-bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global kind);
+bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global kind, int who, int value);
 
 // ---- report.c
 bool rule_on(enum ck_rule rule);
 // The first report ends the run. In `format`, {s:N} stands for the semaphore or the place at offset N of a block's struct, {f:N} for fiber N.
 __attribute__((format(printf, 5, 6))) void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_fiber, const char *format, ...);
+void report_sem(const semaphore *s);             // the same, and what its last phases are made of
 void report_place(int offset);                   // what the accesses are about, by its offset in the block's struct; before report()
 int offset_in_block(const void *p);
 int block_of(const void *p);

@@ -12,7 +12,15 @@ static const char *const rules[CK_RULES] = {"uninitialised", "race", "overwrite"
                                             "exit", "barrier", "deadlock", "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase"};
 
 bool rule_on(enum ck_rule rule) { return !(ck.request->rules_off >> rule & 1); }
-void report_place(int offset) { place = offset; }
+static const semaphore *place_sem;
+void report_place(int offset) {
+  place = offset;
+  place_sem = NULL;
+}
+void report_sem(const semaphore *s) {
+  report_place(offset_in_block(s->at));
+  place_sem = s;
+}
 
 void events_reset(void) {
   if (!events) events = malloc(MAX_EVENTS * sizeof *events);
@@ -91,6 +99,18 @@ void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_f
   if (other_fiber >= 0 && other_fiber != ck.current) {
     put(", \"other_fiber\": ");
     put_fiber(other_fiber);
+  }
+  if (place_sem) {
+    put(", \"semaphore\": {\"count\": %d, \"phases\": [", place_sem->count);
+    for (int phase = place_sem->completed > 0 ? place_sem->completed - 1 : 0; phase <= place_sem->completed; phase++) {
+      put("%s[%d", phase < place_sem->completed || place_sem->completed == 0 ? "" : ", ", phase);
+      for (int i = 0; i < place_sem->arrivals[phase & 1]; i++) {
+        const arrival *a = &place_sem->arrival[phase & 1][i];
+        put(", [%d, %d, %llu]", a->fiber, a->warps, (unsigned long long)(uintptr_t)a->pc);
+      }
+      put("]");
+    }
+    put("]}");
   }
   put(", \"roles\": [");
   for (int i = 0; i < ck.fibers; i++)

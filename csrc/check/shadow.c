@@ -41,8 +41,8 @@ bool shadow_open(size_t bytes) {
 }
 
 // ---- global memory: a table of 4-byte words
-enum { GLOBAL_SLOTS = 1 << 20 };
-typedef struct global_word { uintptr_t at; touch write, read; uint8_t kind; } global_word;   // read: the last, by any fiber
+enum { GLOBAL_SLOTS = 1 << 20, GLOBAL_READERS = 3 };
+typedef struct global_word { uintptr_t at; touch write, read[GLOBAL_READERS]; uint8_t kind; } global_word;
 static global_word *globals;
 static int global_count;
 
@@ -76,16 +76,17 @@ static bool fence_covers(const fiber *f, touch t, int flags) {
   return f->fenced[t.who] >= (int)t.value && (!f->group || f->leader_fenced[t.who] >= (int)t.value);
 }
 
-static const char *missing(const fiber *f, touch t) {
-  static char text[200];
+static const char *missing(const fiber *f, touch t, bool copies) {
+  static char text[240];
   const int other = fiber_of(t.who);
   if (other < 0) {
     const semaphore *s = &ck.sem[t.who - PER_FIBER * ck.fibers];
-    snprintf(text, sizeof text, "no wait for phase %d of {s:%d} (it has seen %d phases)", (int)t.value - 1, offset_in_block(s->at), f->seen[t.who]);
+    snprintf(text, sizeof text, copies ? "nothing that follows phase %d of {s:%d} of block %d, such as a release by its readers, is known here"
+                                       : "no wait for phase %d of {s:%d} of block %d", (int)t.value - 1, offset_in_block(s->at), s->block);
   } else if (t.who % PER_FIBER == PRODUCTS) snprintf(text, sizeof text, "no mma_wait for that product%s", &ck.fiber[other] == f ? "" : " that reaches this role");
   else if (t.who % PER_FIBER == STORES) snprintf(text, sizeof text, "no tma_store_wait_read for that store that the accessing threads know of");
   else if (&ck.fiber[other] == f) snprintf(text, sizeof text, "no wg_sync between two accesses of the warpgroup's threads");
-  else snprintf(text, sizeof text, "nothing that {f:%d} did after it has been waited for here", other);
+  else snprintf(text, sizeof text, "no arrival of {f:%d} after that access has been waited for here", other);
   return text;
 }
 
@@ -100,7 +101,7 @@ static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) 
   }
   if (!knows(f, c->write, flags) && rule_on(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE)) {
     report(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE, pc, pcs[c->write.pc], fiber_of(c->write.who),
-           "%s what %s may still write: %s", write ? "overwrites" : "reads", kind_of(c->write), missing(f, c->write));
+           "%s what %s may still write: %s", write ? "overwrites" : "reads", kind_of(c->write), missing(f, c->write, async && write));
     return false;
   }
   if (async && c->write.generic && !fence_covers(f, c->write, flags) && rule_on(CK_FENCE)) {
@@ -112,7 +113,7 @@ static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) 
     const touch t = c->read[i];
     const enum ck_rule rule = fiber_of(t.who) == ck.current && t.generic ? CK_ELECTED : CK_OVERWRITE;
     if (!knows(f, t, flags) && rule_on(rule)) {
-      report(rule, pc, pcs[t.pc], fiber_of(t.who), "overwrites what %s may still read: %s", kind_of(t), missing(f, t));
+      report(rule, pc, pcs[t.pc], fiber_of(t.who), "overwrites what %s may still read: %s", kind_of(t), missing(f, t, async));
       return false;
     }
     if (async && t.generic && !fence_covers(f, t, flags) && rule_on(CK_FENCE_READ)) {
@@ -171,32 +172,40 @@ static global_word *global_at(uintptr_t at) {
   return &globals[i];
 }
 
-bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
+// Accesses through registers are known by `seen`, what the elected thread's stores have written by that thread until it tells.
+static bool unordered(const fiber *f, touch t) {
+  return t.used && fiber_of(t.who) != ck.current && f->seen[t.who] < (int)t.value && f->leader_seen[t.who] < (int)t.value;
+}
+static bool global_race(const void *pc, touch t, const char *does, const char *did, const char *more) {
+  if (!rule_on(CK_GLOBAL_RACE)) return false;
+  const int other = fiber_of(t.who);
+  if (other < 0) report(CK_GLOBAL_RACE, pc, pcs[t.pc], -1, "%s global memory that a copy may still %s: nothing orders the two%s", does, did, more);
+  else report(CK_GLOBAL_RACE, pc, pcs[t.pc], other, "%s global memory that {f:%d} may still %s: nothing orders the two%s", does, other, did, more);
+  return true;
+}
+
+bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global kind, int who, int value) {
   const fiber *f = self();
   if (!globals && !(globals = calloc(GLOBAL_SLOTS, sizeof *globals))) return true;
-  const touch t = {.who = (uint16_t)component(ck.current, GENERIC), .pc = pc_number(pc),
-                   .value = (uint32_t)f->seen[component(ck.current, GENERIC)], .generic = 1, .used = 1};
+  const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff, .used = 1};
+  const char *does = kind == CK_GLOBAL_READ ? "reads" : kind == CK_GLOBAL_ADD ? "adds to" : "writes";
   for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes && global_count < GLOBAL_SLOTS / 2; at += bytes >= 4096 ? 64 : 4) {
     global_word *w = global_at(at);
     const bool both_add = kind == CK_GLOBAL_ADD && w->kind == CK_GLOBAL_ADD && !ck.request->ordered;
-    if (w->write.used && !both_add && fiber_of(w->write.who) != ck.current && f->seen[w->write.who] < (int)w->write.value && rule_on(CK_GLOBAL_RACE)) {
-      report(CK_GLOBAL_RACE, pc, pcs[w->write.pc], fiber_of(w->write.who), "%s global memory that {f:%d} may still %s: nothing orders the two%s",
-             kind == CK_GLOBAL_READ ? "reads" : kind == CK_GLOBAL_ADD ? "adds to" : "writes", fiber_of(w->write.who),
-             w->kind == CK_GLOBAL_ADD ? "add to" : "write", kind == CK_GLOBAL_ADD ? " (a deterministic kernel adds in order)" : "");
+    if (!both_add && unordered(f, w->write) &&
+        global_race(pc, w->write, does, w->kind == CK_GLOBAL_ADD ? "add to" : "write", kind == CK_GLOBAL_ADD ? " (a deterministic kernel adds in order)" : ""))
       return false;
+    if (kind == CK_GLOBAL_READ) {
+      int i = 0;
+      while (i < GLOBAL_READERS - 1 && w->read[i].used && w->read[i].who != t.who) i++;
+      w->read[i] = t;
+      continue;
     }
-    if (kind != CK_GLOBAL_READ && w->read.used && fiber_of(w->read.who) != ck.current && f->seen[w->read.who] < (int)w->read.value &&
-        rule_on(CK_GLOBAL_RACE)) {
-      report(CK_GLOBAL_RACE, pc, pcs[w->read.pc], fiber_of(w->read.who), "writes global memory that {f:%d} may still read, or reads too early: nothing "
-             "orders the two", fiber_of(w->read.who));
-      return false;
-    }
-    if (kind == CK_GLOBAL_READ) w->read = t;
-    else {
-      w->write = t;
-      w->read.used = 0;
-      w->kind = (uint8_t)kind;
-    }
+    for (int i = 0; i < GLOBAL_READERS; i++)
+      if (unordered(f, w->read[i]) && global_race(pc, w->read[i], does, "read", "")) return false;
+    memset(w->read, 0, sizeof w->read);
+    w->write = t;
+    w->kind = (uint8_t)kind;
   }
   return true;
 }

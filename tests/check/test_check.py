@@ -121,7 +121,7 @@ def test_json():
 
 def test_one_problem_of_a_row():
     code, out, _ = run("scaled_add_bf16", "--shapes", "64x64", "--seed", 3)
-    assert code == 0 and "1 kernels, 1 runs, 0 reported" in out
+    assert code == 0 and "1 kernel, 1 runs, 0 reported" in out
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -17,7 +17,7 @@ inline machine *mg_machine;
 
 typedef ck_region region;
 template<typename T, int R, int C> TILE region part(const st<T, R, C> &t, int r0, int rows, int c0, int cols) {
-  ck_bounds(HERE, r0 >= 0 && r0 + rows <= R && c0 >= 0 && c0 + cols <= C, "a window of a shared tile");
+  ck_bounds(HERE, r0 >= 0 && r0 + rows <= R && c0 >= 0 && c0 + cols <= C, "a window of a shared tile", &t);
   return {t.d + r0 * C + c0, rows, C * (int)sizeof(T), cols * (int)sizeof(T)};
 }
 template<typename T, int R, int C> TILE region whole(const st<T, R, C> &t) { return {t.d, 1, 0, R * C * (int)sizeof(T)}; }
@@ -29,6 +29,8 @@ template<class... X> TILE void changes(X &...x) { ((ck_reads(HERE, &x.state), ck
 TILE void reads_shared(const region &r) { ck_reads_shared(HERE, &r); }
 template<class Tile> TILE void writes_shared(const Tile &, const region &r) { ck_writes_shared(HERE, &r); }
 enum global_access { GLOBAL_READ, GLOBAL_WRITE, GLOBAL_ADD };
+TILE void copy_reads_global(const void *p, size_t bytes, const sem &s) { ck_global_load(HERE, p, bytes, &s); }
+TILE void store_writes_global(const void *p, size_t bytes) { ck_global_store(HERE, p, bytes); }
 TILE void touches_global(const void *p, size_t bytes, enum global_access kind) { ck_global(HERE, p, bytes, (enum ck_global)kind); }
 
 // An effect that comes later, as a copy of the lambda that makes it.

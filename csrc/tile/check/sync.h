@@ -19,8 +19,8 @@ TILE void fence_async() { ck_fence_async(HERE); }
 TILE void order_wait(const int *g, int value) { ck_order_wait(HERE, g, value); }
 TILE void order_pass(int *g, int value) { ck_order_pass(HERE, g, value); }
 
-template<int G> TILE void tma_store_wait_read() { ck_store_wait(HERE, G); }
-template<int G> TILE void tma_store_wait() { ck_store_wait(HERE, G); }
+template<int G> TILE void tma_store_wait_read() { ck_store_wait(HERE, G, false); }
+template<int G> TILE void tma_store_wait() { ck_store_wait(HERE, G, true); }
 TILE void tma_prefetch(const gmap &) {}
 TILE void mma_fence() { ck_mma_fence(HERE); }
 TILE void mma_commit() { ck_mma_commit(HERE); }

@@ -34,7 +34,13 @@ template<typename T, int R, int C> TILE void copy_out(const gmap &map, const T *
   for (int r = w.r0; r < w.r1 && w.c0 < w.c1; r++)
     memcpy((T *)(w.p + r * w.row_stride) + w.c0, d + r * C + w.c0, (w.c1 - w.c0) * sizeof(T));
 }
+// What a tile's copy or store touches in global memory.
+template<typename T, int R, int C, class F> TILE void each_row(const gmap &map, int row, int col, int head, int batch, F f) {
+  window w = tile_window<T, R, C>(map, row, col, head, batch);
+  for (int r = w.r0; r < w.r1 && w.c0 < w.c1; r++) f((T *)(w.p + r * w.row_stride) + w.c0, (w.c1 - w.c0) * sizeof(T));
+}
 template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  each_row<T, R, C>(m, row, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
   issue_load(t, whole(t), s, R * C * sizeof(T), [=, &t, &m] { copy_in<T, R, C>(t.d, C, m, row, col, head, batch); });
 }
 // The same part of tile t in every block of the mask
@@ -62,6 +68,7 @@ template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, in
   issue_load(t, whole(t), s, R * C * sizeof(float), [=, &t, &m] { copy_in<float, R, C>(t.d, C, m, row, col, head, batch); });
 }
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
+  each_row<T, R, C>(m, row, col, head, batch, [](const T *p, size_t bytes) { store_writes_global(p, bytes); });
   issue_store(whole(t), [=, &t, &m] { copy_out<T, R, C>(m, t.d, row, col, head, batch); });
 }
 

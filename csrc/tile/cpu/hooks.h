@@ -23,6 +23,8 @@ template<int N> TILE void writes_shared(const sv<N> &, const region &) {}
 TILE void writes_shared(const int &, const region &) {}
 // Global memory, through registers: n floats from g; kind of access.
 enum global_access { GLOBAL_READ, GLOBAL_WRITE, GLOBAL_ADD };
+TILE void copy_reads_global(const void *, size_t, const sem &) {}
+TILE void store_writes_global(const void *, size_t) {}
 TILE void touches_global(const void *, size_t, enum global_access) {}
 
 // Asynchronous work. The product reads d too if A is ACC; operands are regions of shared memory or register tiles.

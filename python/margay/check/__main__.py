@@ -142,6 +142,10 @@ def start_cheaply():
     runtime_object()
 
 
+def count_of(names):
+    return f"{len(names)} kernel{'s' * (len(names) != 1)}"
+
+
 def check(names, options):
     start, total, bad = time.monotonic(), 0, []
 
@@ -154,7 +158,7 @@ def check(names, options):
             print(json.dumps(finding[1]) if options.json else finding[0] + "\n", flush=True)
     each(check_kernel, names, options, show)
     if not options.json:
-        print(f"{len(names)} kernels, {total} runs, {len(bad)} reported, {time.monotonic() - start:.1f} s")
+        print(f"{count_of(names)}, {total} runs, {len(bad)} reported, {time.monotonic() - start:.1f} s")
     return not bad
 
 

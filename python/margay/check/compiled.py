@@ -64,7 +64,7 @@ def split_top(text):
 
 def members(text):
     """Names of the members of `struct shared`."""
-    body = re.search(r"struct shared\s*\{(.*?)\n\};", without_comments(text), re.S)
+    body = re.search(r"struct shared\s*\{(.*?)\n?\};", without_comments(text), re.S)
     names = []
     for line in body[1].split(";") if body else ():
         declaration = re.match(r"\s*[\w:]+\s*(?:<.*>)?\s+(.+)", line.strip(), re.S)
@@ -298,8 +298,8 @@ class Kernel:
 def frame_of(name, file, line):
     """The innermost function of an address has no name of its own in the debug information: it is in its line of tile/check."""
     if "/tile/check/" in file and Path(file).is_file():
-        found = re.search(r"TILE \S+ (\w+)\(", Path(file).read_text().splitlines()[line - 1])
-        name = found[1] if found else name
+        found = re.findall(r"TILE \S+ (\w+)\(", "\n".join(Path(file).read_text().splitlines()[max(0, line - 5):line]))
+        name = found[-1] if found else name
     return Frame((re.sub(r"[(<].*", "", name).split(" ")[-1], file, line))
 
 

@@ -32,10 +32,35 @@ def dim(text):
 def event(kernel, op, pc, offset, value):
     where = kernel.where(pc)
     on = kernel.place(offset) if offset >= 0 else ""
-    detail = {"wait": f"phase {value}", "arrive": f"{abs(value)} of its arrivals", "expect": f"{value} bytes", "load": f"{value} bytes",
-              "bar_sync": f"barrier {value}", "bar_arrive": f"barrier {value}", "mma_wait": f"until {value} groups are left",
-              "store_wait": f"until {value} groups are left", "order_wait": f"until {value}", "order_pass": f"to {value}"}.get(OPS[op], "")
-    return f"{where[0] if where else '':<26} {OPS[op]:<12} {on:<18} {detail}".rstrip()
+    detail = {"wait": f"parity {value}", "arrive": f"{abs(value)} arrivals", "expect": f"{value} bytes", "load": f"{value} bytes",
+              "bar_sync": f"barrier {value}", "bar_arrive": f"barrier {value}", "mma_wait": f"{value} groups may be left",
+              "store_wait": f"{value} groups may be left", "order_wait": f"until {value}", "order_pass": f"to {value}"}.get(OPS[op], "")
+    place, call = (where[0], where[1] or OPS[op]) if where else ("", OPS[op])
+    return f"{place:<26} {call:<22} {on:<18} {detail}".rstrip()
+
+
+def semaphore(kernel, found):
+    """What the last phases of the semaphore in question are made of."""
+    name, state = kernel.place(found["place"]), found["semaphore"]
+    lines = [f"  {name} counts {state['count']} arrivals a phase:"]
+    for phase, *arrivals in state["phases"]:
+        by = [f"{warps} by {fiber_name(kernel, found, fiber)} {(kernel.where(pc) or ['?'])[0]}" for fiber, warps, pc in arrivals]
+        lines.append(f"    phase {phase:<4} " + (", ".join(by) or "none yet"))
+    return lines
+
+
+def fiber_name(kernel, found, number):
+    block, role, member = found["roles"][number]
+    return kernel.fiber({"block": block, "role": role, "member": member})
+
+
+def folded(lines):
+    """Lines `WHO waits for WHAT`, those that wait for the same in one."""
+    groups = {}
+    for line in lines:
+        who, sep, what = line.partition(" waits ")
+        groups.setdefault(what if sep else line, []).append(who if sep else "")
+    return [f"{', '.join(filter(None, who))}{' waits ' if any(who) else ''}{what}" for what, who in groups.items()]
 
 
 def access(kernel, title, description, pc):
@@ -56,14 +81,16 @@ def access(kernel, title, description, pc):
 
 def report(kernel, label, found, command):
     """A finding as text: fits a screen."""
-    kernel.resolve([found["pc"], found["other_pc"], *(e[1] for key in ("fiber", "other_fiber") for e in found.get(key, {}).get("events", ()))])
+    kernel.resolve([found["pc"], found["other_pc"], *(a[2] for phase in found.get("semaphore", {}).get("phases", ()) for a in phase[1:]), *(e[1] for key in ("fiber", "other_fiber") for e in found.get(key, {}).get("events", ()))])
     first, *rest = kernel.filled(found).split("\n")
-    lines = [red(f"{kernel.name}: {found['rule']}") + f"   {label}, seed {found['seed']}", f"  {first}", *(f"    {line}" for line in rest)]
+    lines = [red(f"{kernel.name}: {found['rule']}") + f"   {label}, seed {found['seed']}", f"  {first}", *(f"    {line}" for line in folded(rest))]
     if place := kernel.place(found["place"]):
         lines.append(f"  {'on':<9}{bold(place)} of struct shared")
     lines += access(kernel, "here", found.get("fiber"), found["pc"])
     if found["other_pc"]:
         lines += access(kernel, "against", found.get("other_fiber", found.get("fiber")), found["other_pc"])
+    if "semaphore" in found:
+        lines += semaphore(kernel, found)
     for key in ("fiber", "other_fiber"):
         if key in found and found["rule"] != "deadlock" or key == "fiber" and key in found:
             lines.append(dim(f"  {kernel.fiber(found[key])} did last:"))

@@ -1,6 +1,6 @@
 // A window of 64 columns begins at column 96 of 128: half of it is the next row's beginning.
 // Known from: column offsets counted in the wrong unit.
-// Expected: bounds on -
+// Expected: bounds on a
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 
