@@ -1,4 +1,4 @@
-// Fibers, the scheduler, semaphores, asynchronous operations, mutations.
+// Fibers, the scheduler, and a run from its beginning to its end. What kernels call is in sync.c and async.c.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 #endif
 #include "check/engine.h"
 
-enum { STACK_BYTES = 4 << 20, MAX_STEPS = 4000000, KERNEL_BARRIERS = 7 };
+enum { STACK_BYTES = 4 << 20, MAX_STEPS = 4000000 };
 run ck;
 
 // ---- memory of a run: clocks and the like, freed together
@@ -75,211 +75,12 @@ static uint32_t draw(void) {
 }
 
 // Something else may go on here.
-static void point(void) {
+void point(void) {
   if (ck.current >= 0) fiber_yield();
 }
 
-// ---- mutations
-static bool mutated(const void *pc, enum ck_mutation kind) {
-  const ck_request *q = ck.request;
-  if (q->mutation != (uint32_t)kind) return false;
-  for (int low = 0, high = q->site_count; low < high;) {
-    const int middle = (low + high) / 2;
-    if (q->sites[middle] == pc) return true;
-    if ((uintptr_t)q->sites[middle] < (uintptr_t)pc) low = middle + 1;
-    else high = middle;
-  }
-  return false;
-}
-static void arrive(const void *pc, int sem, int warps, bool remote);
-static void fence_async(void);
-static int sem_of(const void *pc, const void *at);
-
-// Begins every synchronising call: notes it, and lets the next call's arrival go first where it is mutated to come early. False: leave it out.
-static bool begin(const void *pc, enum ck_op op, const void *at, int value) {
-  if (ck.failed) return false;
-  if (ck.current < 0) return true;
-  fiber *f = self();
-  if (ck.request->mutation == CK_EARLY && op != CK_OP_FENCE_ASYNC) {   // a fence in front of the arrival comes early with it
-    int ahead = 1;
-    const ck_event *next = event_of(ck.current, f->events + ahead);
-    while (next && next->op == CK_OP_FENCE_ASYNC) next = event_of(ck.current, f->events + ++ahead);
-    if (next && (next->op == CK_OP_ARRIVE) && mutated(next->pc, CK_EARLY)) {
-      if (ahead > 1) fence_async();
-      const int sem = sem_of(next->pc, ck.shared + (size_t)next->block * ck.kernel->stride + next->offset);
-      if (sem >= 0) arrive(next->pc, sem, abs(next->value), next->value < 0);
-      f->events++;
-      event_add(pc, op, at, value);
-      f->skip_next = true;
-      return !ck.failed;
-    }
-  }
-  f->events++;
-  event_add(pc, op, at, value);
-  if (f->skip_next && op == CK_OP_ARRIVE) {
-    f->skip_next = false;
-    f->events--;
-    return false;
-  }
-  return !mutated(pc, CK_DROP);
-}
-static void make_late_fence(void);
-
-// ---- clocks of fibers
-static void tick(int fiber_number) {
-  fiber *f = &ck.fiber[fiber_number];
-  f->seen[component(fiber_number, GENERIC)]++;
-  f->seen[component(fiber_number, PROGRESS)]++;
-}
-static void publish(clock seen, clock fenced) {
-  const fiber *f = self();
-  clock_join(seen, f->seen);
-  clock_join(fenced, f->fenced);
-  if (f->group) {
-    clock_join(seen, f->leader_seen);
-    clock_join(fenced, f->leader_fenced);
-  }
-  tick(ck.current);
-}
-static void learn(const int32_t *seen, const int32_t *fenced) {
-  fiber *f = self();
-  clock_join(f->seen, seen);
-  clock_join(f->fenced, fenced);
-  if (f->group) {
-    clock_join(f->leader_seen, seen);
-    clock_join(f->leader_fenced, fenced);
-  }
-  f->fence_due = true;
-}
-static void learn_component(int c, int value, bool leader_only) {
-  fiber *f = self();
-  if (!leader_only && f->seen[c] < value) f->seen[c] = value;
-  if (f->leader_seen[c] < value) f->leader_seen[c] = value;
-}
-
-// ---- semaphores
-int block_of(const void *p) { return (int)((size_t)((const char *)p - ck.shared) / ck.kernel->stride); }
-int offset_in_block(const void *p) { return p ? (int)((size_t)((const char *)p - ck.shared) % ck.kernel->stride) : -1; }
-
-static int sem_of(const void *pc, const void *at) {
-  const size_t offset = (size_t)((const char *)at - ck.shared);
-  const int sem = offset < ck.shared_bytes ? ck.sem_at[offset / 8] : -1;
-  if (sem < 0 && !ck.failed && rule_on(CK_INIT)) {
-    report_place(offset < ck.shared_bytes ? offset_in_block(at) : -1);
-    report(CK_INIT, pc, NULL, -1, "uses a semaphore that the block's init has not initialised");
-  }
-  return sem;
-}
-static const void *staged(const void *pc, const void *at) { return mutated(pc, CK_STAGE) ? (const char *)at + 8 : at; }
-
-void ck_sem_init(const void *pc, const void *at, int count) {
-  if (ck.failed) return;
-  const size_t offset = (size_t)((const char *)at - ck.shared);
-  if (ck.current >= 0 || offset >= ck.shared_bytes || ck.sems == MAX_SEMS) {
-    report(CK_INIT, pc, NULL, -1, ck.current >= 0 ? "initialises a semaphore outside of the block's init" : "initialises what is no semaphore of this block");
-    return;
-  }
-  event_add(pc, CK_OP_INIT, at, count);
-  if (mutated(pc, CK_DROP)) return;
-  count += mutated(pc, CK_COUNT_MORE) - mutated(pc, CK_COUNT_LESS);
-  if (count < 1) count = 1;
-  ck.sem_at[offset / 8] = (int16_t)ck.sems;
-  ck.sem[ck.sems++] = (semaphore){.at = at, .block = block_of(at), .count = count, .pending = count};
-}
-
-// A wait names a phase's parity only. Whoever completes phase k has to know, through what arrived, that all who wait on the semaphore have seen phase
-// k - 1: else one of them may still look for it, and take k for k - 2.
-static void check_watchers(const void *pc, const semaphore *s) {
-  for (int i = 0; i < ck.fibers && rule_on(CK_PHASE_SEEN); i++) {
-    const watcher *w = &ck.watcher[s - ck.sem][i];
-    if (!w->waits || (w->phases >= s->completed && s->arrived[component(i, PROGRESS)] >= w->when)) continue;
-    report_sem(s);
-    report(CK_PHASE_SEEN, pc, w->pc, i, "completes phase %d of {s:%d} although {f:%d} is not known to have seen phase %d: the semaphore counts too few arrivals, "
-           "somebody arrives once too often, or this role should have waited for that one", s->completed, offset_in_block(s->at), i, s->completed - 1);
-    return;
-  }
-}
-// Nobody who waits for the phase before, which is complete, but has not yet been let go on.
-static void check_blocked(const void *pc, const semaphore *s) {
-  for (int i = 0; i < ck.fibers && !ck.failed && rule_on(CK_PHASE_SEEN); i++) {
-    const fiber *f = &ck.fiber[i];
-    if (!f->alive || f->wait != WAIT_SEM || f->on != s || (uint32_t)(s->completed & 1) == (uint32_t)f->value) continue;
-    report_sem(s);
-    report(CK_PHASE_SEEN, pc, f->wait_pc, i, "completes phase %d of {s:%d} while {f:%d} still waits for phase %d, which so looks as if it had not been",
-           s->completed, offset_in_block(s->at), i, s->completed - 1);
-  }
-}
-static void sem_step(const void *pc, semaphore *s) {
-  if (s->pending || s->bytes) return;
-  if (s->completed) check_watchers(pc, s);
-  check_blocked(pc, s);
-  s->expected = s->issued = 0;
-  memcpy(s->released, s->arrived, (size_t)ck.components * sizeof(int32_t));
-  memcpy(s->released_fenced, s->arrived_fenced, (size_t)ck.components * sizeof(int32_t));
-  memset(s->arrived, 0, (size_t)ck.components * sizeof(int32_t));
-  memset(s->arrived_fenced, 0, (size_t)ck.components * sizeof(int32_t));
-  s->completed++;
-  s->pending = s->count;
-  s->arrivals[s->completed & 1] = 0;
-}
-
-static void arrive(const void *pc, int sem, int warps, bool remote) {
-  semaphore *s = &ck.sem[sem];
-  if (s->pending < warps) {
-    if (!rule_on(CK_COUNT)) return;
-    report_sem(s);
-    report(CK_COUNT, pc, NULL, -1, "arrives %d times at {s:%d} in phase %d, which expects only %d more of its %d arrivals", warps, offset_in_block(s->at),
-           s->completed, s->pending, s->count);
-    return;
-  }
-  if (remote) {   // what the caller wrote itself is not passed on
-    fiber *f = self();
-    const int own = component(ck.current, GENERIC), had = s->arrived[own];
-    clock_join(s->arrived, f->seen);
-    clock_join(s->arrived, f->leader_seen);
-    s->arrived[own] = had;
-    tick(ck.current);
-  } else publish(s->arrived, s->arrived_fenced);
-  int *n = &s->arrivals[s->completed & 1];
-  if (*n < ARRIVALS) s->arrival[s->completed & 1][(*n)++] = (arrival){pc, ck.current, warps};
-  s->pending -= warps;
-  sem_step(pc, s);
-}
-
-// Who calls: an operation for one thread called by a warpgroup would be made 128 times.
-static bool called_by(const void *pc, int width) {
-  if (ck.failed || ck.current < 0 || self()->role->width == width || !rule_on(CK_ELECTED)) return !ck.failed;
-  report(CK_ELECTED, pc, NULL, -1, "is an operation of %s, called by a role of %d threads", width == 1 ? "one thread" : width == 32 ? "a warp" : "a warpgroup",
-         self()->role->width);
-  return false;
-}
-
-void ck_sem_arrive(const void *pc, const void *at, int width, bool remote) {
-  const int warps = width == 128 ? 4 : 1;
-  if (!called_by(pc, width) || !begin(pc, CK_OP_ARRIVE, at, remote ? -warps : warps)) return;
-  for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
-    const int sem = sem_of(pc, staged(pc, at));
-    if (sem >= 0) arrive(pc, sem, warps, remote);
-  }
-  make_late_fence();
-  point();
-}
-
-void ck_sem_expect(const void *pc, const void *at, uint32_t bytes) {
-  if (!called_by(pc, 1) || !begin(pc, CK_OP_EXPECT, at, (int)bytes)) return;
-  for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
-    const int sem = sem_of(pc, staged(pc, at));
-    if (sem < 0) return;
-    const int counted = (int)bytes + 128 * (mutated(pc, CK_BYTES_MORE) - mutated(pc, CK_BYTES_LESS));
-    ck.sem[sem].bytes += counted;
-    ck.sem[sem].expected += counted;
-    arrive(pc, sem, 1, false);
-  }
-  make_late_fence();
-  point();
-}
-
-static bool ready(const fiber *f) {
+// ---- waiting
+bool ready(const fiber *f) {
   const int number = (int)(f - ck.fiber);
   switch (f->wait) {
   case WAIT_SEM: return (uint32_t)(((const semaphore *)f->on)->completed & 1) != (uint32_t)f->value;
@@ -297,7 +98,7 @@ static bool ready(const fiber *f) {
   }
   return true;
 }
-static void wait_for(const void *pc, enum wait_kind kind, const void *on, int64_t value) {
+void wait_for(const void *pc, enum wait_kind kind, const void *on, int64_t value) {
   fiber *f = self();
   f->wait = kind;
   f->on = on;
@@ -308,332 +109,6 @@ static void wait_for(const void *pc, enum wait_kind kind, const void *on, int64_
   f->wait = WAIT_NOTHING;
 }
 
-void ck_sem_wait(const void *pc, const void *at, uint32_t phase) {
-  if (!begin(pc, CK_OP_WAIT, at, (int)phase)) return;
-  const int sem = sem_of(pc, staged(pc, at));
-  if (sem < 0) return;
-  semaphore *s = &ck.sem[sem];
-  const int parity = (int)(phase ^ mutated(pc, CK_PHASE)), next = ck.watcher[sem][ck.current].phases;
-  const int meant = !ck.watcher[sem][ck.current].waits ? -parity : (next & 1) == parity ? next : next - 1;   // -1: the one before the first
-  if (s->completed > meant + 1 && rule_on(CK_PHASE_SEEN)) {
-    report_sem(s);
-    report(CK_PHASE_SEEN, pc, NULL, -1, "waits for phase %d of {s:%d}, which has completed %d phases: it was overtaken", meant, offset_in_block(s->at), s->completed);
-    return;
-  }
-  wait_for(pc, WAIT_SEM, s, parity);
-  learn(s->released, s->released_fenced);
-  learn_component(sem_component(sem), s->completed, false);
-  ck.watcher[sem][ck.current] = (watcher){s->completed, self()->seen[component(ck.current, PROGRESS)], true, pc};
-  make_late_fence();
-}
-
-// ---- named barriers
-void ck_bar(const void *pc, int id, int threads, bool waits) {
-  if (!begin(pc, waits ? CK_OP_BAR_SYNC : CK_OP_BAR_ARRIVE, NULL, id)) return;
-  fiber *f = self();
-  if (id < 1 || id > KERNEL_BARRIERS) {
-    report(CK_BARRIER, pc, NULL, -1, "uses named barrier %d, a kernel has 1 to %d", id, KERNEL_BARRIERS);
-    return;
-  }
-  named_barrier *b = &ck.barrier[f->block][id];
-  if (!b->arrived) {
-    b->arrived = clock_new(), b->arrived_fenced = clock_new();
-    b->released = clock_new(), b->released_fenced = clock_new();
-  }
-  for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
-    const int generation = b->generation;
-    if (b->members && b->wanted != threads && rule_on(CK_BARRIER)) {
-      report(CK_BARRIER, pc, NULL, -1, "meets named barrier %d for %d threads; the last who came there expected %d", id, threads, b->wanted);
-      return;
-    }
-    b->members |= (uint64_t)1 << ck.current;
-    int members = 0;
-    for (int m = 0; m < ck.fibers; m++) members += b->members >> m & 1 ? ck.fiber[m].role->width : 0;
-    if (members > threads && rule_on(CK_BARRIER)) {
-      report(CK_BARRIER, pc, NULL, -1, "is one too many at named barrier %d of %d threads: others meet there", id, threads);
-      return;
-    }
-    b->wanted = threads;
-    b->threads += f->role->width;
-    publish(b->arrived, b->arrived_fenced);
-    if (b->threads > threads && rule_on(CK_BARRIER)) {
-      report(CK_BARRIER, pc, NULL, -1, "is one more at named barrier %d than its %d threads", id, threads);
-      return;
-    }
-    if (b->threads >= threads) {
-      b->threads = 0;
-      b->generation++;
-      memcpy(b->released, b->arrived, (size_t)ck.components * sizeof(int32_t));
-      memcpy(b->released_fenced, b->arrived_fenced, (size_t)ck.components * sizeof(int32_t));
-      memset(b->arrived, 0, (size_t)ck.components * sizeof(int32_t));
-      memset(b->arrived_fenced, 0, (size_t)ck.components * sizeof(int32_t));
-    }
-    if (!waits) continue;
-    wait_for(pc, WAIT_BARRIER, b, generation);
-    learn(b->released, b->released_fenced);
-  }
-  make_late_fence();
-  point();
-}
-
-void ck_wg_sync(const void *pc) {
-  if (!begin(pc, CK_OP_WG_SYNC, NULL, 0)) return;
-  fiber *f = self();
-  if (!f->group) return;
-  clock_join(f->seen, f->leader_seen);
-  clock_join(f->leader_seen, f->seen);
-  clock_join(f->fenced, f->leader_fenced);
-  clock_join(f->leader_fenced, f->fenced);
-  tick(ck.current);
-  make_late_fence();
-}
-
-// ---- fences. Each thread fences its own accesses: what others did has to be fenced by them.
-static void fence_async(void) {
-  fiber *f = self();
-  const int own = component(ck.current, GENERIC);
-  f->fenced[own] = f->seen[own];
-  tick(ck.current);
-}
-static void make_late_fence(void) {
-  if (ck.failed || ck.current < 0 || !self()->late_fence) return;
-  self()->late_fence = NULL;
-  fence_async();
-}
-void ck_fence_async(const void *pc) {
-  if (!begin(pc, CK_OP_FENCE_ASYNC, NULL, 0)) return;
-  if (mutated(pc, CK_FENCE_LATE)) self()->late_fence = pc;
-  else fence_async();
-}
-void ck_mma_fence(const void *pc) {
-  if (!begin(pc, CK_OP_MMA_FENCE, NULL, 0)) return;
-  self()->fence++;
-  self()->fence_due = false;
-}
-
-// ---- register tiles
-static const char *register_in_flight(const ck_register *r, bool written) {
-  const int done = r->fiber == ck.current ? self()->seen[component(ck.current, PRODUCTS)] : 0;
-  if (r->writer) return r->writer > done ? "a product that has not been waited for still writes" : "has to be named in the mma_wait that frees it:";
-  if (written && r->reader) return r->reader > done ? "a product that has not been waited for still reads" : "has to be named in the mma_wait that frees it:";
-  return NULL;
-}
-static bool check_register(const void *pc, const ck_register *r, bool written) {
-  if (ck.failed) return false;
-  const char *why = register_in_flight(r, written);
-  const bool waited = why && why[0] == 'h';
-  if (!why || !rule_on(waited ? CK_UNNAMED : CK_IN_FLIGHT)) return true;
-  report(waited ? CK_UNNAMED : CK_IN_FLIGHT, pc, r->product, ck.current, waited ? "touches a register tile that %s it was used by a product" : "touches a register tile that %s", why);
-  return false;
-}
-void ck_reads(const void *pc, ck_register *r) {
-  if (!check_register(pc, r, false)) return;
-  r->touched = self()->fence + 1;
-  if (r->valid || !rule_on(CK_UNINITIALISED)) return;
-  report(CK_UNINITIALISED, pc, NULL, -1, "reads registers that nothing has written");
-}
-void ck_writes(const void *pc, ck_register *r) {
-  if (!check_register(pc, r, true)) return;
-  r->valid = true;
-  r->touched = self()->fence + 1;
-}
-void ck_register_ends(ck_register *r) {
-  if (ck.failed || ck.current < 0 || !register_in_flight(r, true)) return;
-  const int done = self()->seen[component(ck.current, PRODUCTS)];
-  if ((r->writer <= done && r->reader <= done) || !rule_on(CK_LIFETIME)) return;
-  report(CK_LIFETIME, self()->product_pc, NULL, -1, "leaves the scope of a register tile that a product still uses");
-}
-
-// ---- asynchronous operations
-static operation *issue(const void *pc, int kind, ck_effect run, const void *closure, size_t size) {
-  if (ck.ops == MAX_OPS || size > CLOSURE) {
-    report(CK_EXIT, pc, NULL, -1, "issues more asynchronous operations than the checker keeps (%d)", MAX_OPS);
-    return NULL;
-  }
-  operation *o = &ck.op[ck.ops++];
-  *o = (operation){.kind = kind, .fiber = ck.current, .pc = pc, .run = run, .sem = -1};
-  memcpy(o->closure, closure, size);
-  return o;
-}
-
-void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_effect run, const void *closure, size_t size) {
-  if (!called_by(pc, 1)) return;
-  event_add(pc, CK_OP_LOAD, at, bytes);
-  const int sem = sem_of(pc, at);
-  if (sem < 0) return;
-  semaphore *s = &ck.sem[sem];
-  s->issued += bytes;
-  if (ck.kernel->cluster == 1 && s->issued > s->expected && rule_on(CK_BYTES)) {   // in a cluster other blocks' copies may come before the expectation
-    report_place(offset_in_block(at));
-    report(CK_BYTES, pc, NULL, -1, "copies %d bytes in phase %d of {s:%d}: %d in all, and %d are expected", bytes, s->completed, offset_in_block(at), s->issued,
-           s->expected);
-    return;
-  }
-  if (!shadow_access(pc, to, ACCESS_WRITE | ACCESS_ASYNC, sem_component(sem), ck.sem[sem].completed + 1)) return;
-  operation *o = issue(pc, EFFECT_LOAD, run, closure, size);
-  if (!o) return;
-  o->sem = sem;
-  o->bytes = bytes;
-  point();
-}
-
-void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *closure, size_t size) {
-  if (ck.failed) return;
-  fiber *f = self();
-  event_add(pc, CK_OP_STORE, NULL, 0);
-  const int ticket = ++f->stores_committed;
-  f->store_pc = pc;
-  f->store_place = offset_in_block(from->p);
-  if (!shadow_access(pc, from, ACCESS_ASYNC | ACCESS_LEADER, component(ck.current, STORES), ticket)) return;
-  operation *o = issue(pc, EFFECT_STORE, run, closure, size);
-  if (!o) return;
-  o->ticket = ticket;
-  ck.stores_left[ck.current][ticket % MAX_GROUPS]++;
-  point();
-}
-
-void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a, const ck_region *b, ck_effect run,
-                const void *closure, size_t size) {
-  if (ck.failed) return;
-  fiber *f = self();
-  event_add(pc, CK_OP_PRODUCT, NULL, 0);
-  const int ticket = f->products_committed + 1, who = component(ck.current, PRODUCTS);
-  if (accumulates && !d->valid && rule_on(CK_UNINITIALISED)) {
-    report(CK_UNINITIALISED, pc, NULL, -1, "accumulates into registers that nothing has written");
-    return;
-  }
-  const bool unfenced = f->fence_due || d->touched > f->fence || (a_register && a_register->touched > f->fence);
-  if (unfenced && rule_on(CK_MMA_FENCE)) {
-    report(CK_MMA_FENCE, pc, NULL, -1, f->fence_due ? "multiplies without an mma_fence since the last barrier wait"
-                                                    : "multiplies with a register tile that was used after the last mma_fence");
-    return;
-  }
-  if (d->reader > f->seen[who] && rule_on(CK_IN_FLIGHT)) {
-    report(CK_IN_FLIGHT, pc, d->product, ck.current, "multiplies into a register tile that a product in flight reads");
-    return;
-  }
-  if (a_register) {
-    if (!check_register(pc, a_register, false)) return;
-    if (!a_register->valid && rule_on(CK_UNINITIALISED)) {
-      report(CK_UNINITIALISED, pc, NULL, -1, "multiplies registers that nothing has written");
-      return;
-    }
-    a_register->reader = ticket;
-    a_register->product = pc;
-    a_register->fiber = (int16_t)ck.current;
-  } else if (!shadow_access(pc, a, ACCESS_ASYNC, component(ck.current, PRODUCTS_A), ticket)) return;
-  if (!shadow_access(pc, b, ACCESS_ASYNC, who, ticket)) return;
-  f->product_pc = pc;
-  d->writer = ticket;
-  d->product = pc;
-  d->fiber = (int16_t)ck.current;
-  d->valid = true;
-  operation *o = issue(pc, EFFECT_PRODUCT, run, closure, size);
-  if (!o) return;
-  o->ticket = ticket;
-  ck.products_left[ck.current][ticket % MAX_GROUPS]++;
-  f->products_open++;
-  point();
-}
-
-void ck_mma_commit(const void *pc) {
-  if (!begin(pc, CK_OP_COMMIT, NULL, 0)) return;
-  self()->products_committed++;
-  self()->products_open = 0;
-}
-
-void ck_mma_wait(const void *pc, int groups, ck_register **named, int count) {
-  if (!begin(pc, CK_OP_MMA_WAIT, NULL, groups)) return;
-  fiber *f = self();
-  const int until = f->products_committed - groups - mutated(pc, CK_GROUP_LESS);
-  if (until > 0) {
-    wait_for(pc, WAIT_PRODUCTS, NULL, until);
-    f->seen[component(ck.current, PRODUCTS)] = until;   // each warp about its part: of the others' a sync tells
-    learn_component(component(ck.current, PRODUCTS_A), until, false);
-  }
-  for (int i = 0; i < count; i++) {
-    if (named[i]->writer && named[i]->writer <= until) named[i]->writer = 0;
-    if (named[i]->reader && named[i]->reader <= until) named[i]->reader = 0;
-  }
-}
-
-void ck_store_wait(const void *pc, int groups, bool written) {
-  if (!begin(pc, CK_OP_STORE_WAIT, NULL, groups)) return;
-  fiber *f = self();
-  const int until = f->stores_committed - groups - mutated(pc, CK_GROUP_LESS);
-  if (until <= 0) return;
-  wait_for(pc, WAIT_STORES, NULL, until);
-  learn_component(component(ck.current, STORES), until, f->group);
-  if (written) learn_component(component(ck.current, WRITTEN), until, f->group);
-}
-
-// ---- global memory
-typedef struct word { int *at, before; clock seen, fenced; } word;   // a counter that blocks meet at; `before`: its value before the run
-enum { MAX_WORDS = 1024 };
-static word words[MAX_WORDS];
-static int word_count;
-static word *word_at(const int *g) {
-  int i = 0;
-  while (i < word_count && words[i].at != g) i++;
-  if (i == MAX_WORDS) return &words[0];
-  if (i == word_count) words[word_count++] = (word){(int *)g, *g, clock_new(), clock_new()};
-  return &words[i];
-}
-static void restore_words(void) {
-  for (int i = 0; i < word_count; i++) *words[i].at = words[i].before;
-}
-void ck_order_wait(const void *pc, const int *g, int value) {
-  if (!begin(pc, CK_OP_ORDER_WAIT, NULL, value)) return;
-  const word *w = word_at(g);
-  wait_for(pc, WAIT_ORDER, g, value);
-  learn(w->seen, w->fenced);
-}
-void ck_order_pass(const void *pc, int *g, int value) {
-  if (!begin(pc, CK_OP_ORDER_PASS, NULL, value)) return;
-  word *w = word_at(g);
-  publish(w->seen, w->fenced);
-  *g = value;
-  point();
-}
-int ck_atomic_next(const void *pc, int *counter) {
-  if (ck.failed) return 0;
-  point();
-  word_at(counter);
-  event_add(pc, CK_OP_ATOMIC, NULL, *counter);
-  return (*counter)++;
-}
-void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
-  const int who = component(ck.current, GENERIC);
-  if (!ck.failed && bytes) shadow_global(pc, p, bytes, kind, who, self()->seen[who]);
-}
-void ck_global_load(const void *pc, const void *p, size_t bytes, const void *at) {
-  const int sem = ck.failed ? -1 : sem_of(pc, at);
-  if (sem >= 0) shadow_global(pc, p, bytes, CK_GLOBAL_READ, sem_component(sem), ck.sem[sem].completed + 1);
-}
-void ck_global_store(const void *pc, const void *p, size_t bytes) {
-  if (!ck.failed) shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
-}
-
-// ---- shared memory through registers
-void ck_reads_shared(const void *pc, const ck_region *r) {
-  if (ck.failed) return;
-  shadow_access(pc, r, 0, component(ck.current, GENERIC), self()->seen[component(ck.current, GENERIC)]);
-}
-void ck_writes_shared(const void *pc, const ck_region *r) {
-  if (ck.failed) return;
-  shadow_access(pc, r, ACCESS_WRITE, component(ck.current, GENERIC), self()->seen[component(ck.current, GENERIC)]);
-}
-void ck_bounds(const void *pc, bool inside, const char *what, const void *tile) {
-  if (ck.failed || inside || !rule_on(CK_BOUNDS)) return;
-  report_place(offset_in_block(tile));
-  report(CK_BOUNDS, pc, NULL, -1, "%s goes beyond its edge", what);
-}
-
-int ck_block_index(void) { return self()->block; }
-int ck_block_count(void) { return ck.blocks; }
-int ck_cluster_rank(void) { return self()->rank; }
-const void *ck_at_rank(const void *p, int rank) { return (const char *)p + (ptrdiff_t)(rank - self()->rank) * (ptrdiff_t)ck.kernel->stride; }
-
 // ---- the run
 static void take_effect(int i) {
   operation o = ck.op[i];
@@ -641,6 +116,7 @@ static void take_effect(int i) {
   o.run(o.closure);
   if (o.kind == EFFECT_LOAD) {
     semaphore *s = &ck.sem[o.sem];
+    ck.current = o.fiber;   // in whose name a report would be
     s->bytes -= o.bytes;
     sem_step(o.pc, s);
   } else if (o.kind == EFFECT_STORE) ck.stores_left[o.fiber][o.ticket % MAX_GROUPS]--;
@@ -805,7 +281,8 @@ static void run_once(void) {
   memset(ck.watcher, 0, sizeof ck.watcher);
   memset(ck.products_left, 0, sizeof ck.products_left);
   memset(ck.stores_left, 0, sizeof ck.stores_left);
-  ck.ops = ck.sems = word_count = 0;
+  ck.ops = ck.sems = 0;
+  words_reset();
   ck.steps = 0;
   ck.failed = false;
   ck.current = -1;
@@ -857,7 +334,7 @@ int ck_run(const ck_kernel *kernel, const ck_request *request, const void *param
     ck.request = &recorded;
     run_once();
     events_keep();
-    restore_words();
+    words_restore();
     if (ck.failed) return 1;
     ck.request = request;
   }

@@ -57,7 +57,7 @@ typedef struct fiber {
 
 typedef struct operation {
   enum { EFFECT_LOAD, EFFECT_STORE, EFFECT_PRODUCT } kind;
-  int fiber, ticket, sem, bytes, phase;          // phase: that a copy was issued in
+  int fiber, ticket, sem, bytes;
   const void *pc;
   ck_effect run;
   _Alignas(16) char closure[CLOSURE];
@@ -99,6 +99,30 @@ static inline int sem_component(int sem) { return PER_FIBER * ck.fibers + sem; }
 clock clock_new(void);                           // zeros, freed with the run
 void fiber_yield(void);                          // to the scheduler
 static inline fiber *self(void) { return &ck.fiber[ck.current]; }
+
+// ---- engine.c
+void point(void);                                // something else may go on here
+bool ready(const fiber *f);                      // may the fiber go on?
+void wait_for(const void *pc, enum wait_kind kind, const void *on, int64_t value);
+// A counter in global memory that blocks meet at; `before`: its value before the run.
+typedef struct word { int *at, before; clock seen, fenced; } word;
+enum { MAX_WORDS = 1024 };
+
+// ---- sync.c
+bool mutated(const void *pc, enum ck_mutation kind);
+// Begins every synchronising call: notes it. False: leave it out.
+bool begin(const void *pc, enum ck_op op, const void *at, int value);
+void make_late_fence(void);                      // at the end of a synchronising call, where a mutant has put a fence off
+void publish(clock seen, clock fenced);          // what the current fiber knows, and a new step of its own
+void learn(const int32_t *seen, const int32_t *fenced);
+void learn_component(int c, int value, bool leader_only);
+bool called_by(const void *pc, int width);
+int sem_of(const void *pc, const void *at);      // -1, with a report, where there is none
+void sem_step(const void *pc, semaphore *s);     // completes the phase if nothing is missing
+
+// ---- async.c
+void words_reset(void);
+void words_restore(void);                        // as they were before the run
 
 // ---- shadow.c
 enum access_flags { ACCESS_WRITE = 1, ACCESS_ASYNC = 2, ACCESS_LEADER = 4 };

@@ -89,7 +89,7 @@ def options_in(text):
 @functools.cache
 def runtime_object():
     """The checker's runtime as one object file."""
-    sources = [csrc() / "check" / name for name in ("engine.c", "shadow.c", "report.c")]
+    sources = [csrc() / "check" / name for name in ("engine.c", "sync.c", "async.c", "shadow.c", "report.c")]
     text = b"".join(path.read_bytes() for path in [*sources, csrc() / "check" / "check.h", csrc() / "check" / "engine.h"])
     out = cache() / f"runtime-{hashlib.sha256(text).hexdigest()[:16]}.o"
     if not out.exists():

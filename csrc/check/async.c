@@ -1,0 +1,225 @@
+// Register tiles, products, copies, stores; what kernels touch in shared and in global memory.
+#include <string.h>
+#include "check/engine.h"
+
+// ---- register tiles
+static const char *register_in_flight(const ck_register *r, bool written) {
+  const int done = r->fiber == ck.current ? self()->seen[component(ck.current, PRODUCTS)] : 0;
+  if (r->writer) return r->writer > done ? "a product that has not been waited for still writes" : "has to be named in the mma_wait that frees it:";
+  if (written && r->reader) return r->reader > done ? "a product that has not been waited for still reads" : "has to be named in the mma_wait that frees it:";
+  return NULL;
+}
+static bool check_register(const void *pc, const ck_register *r, bool written) {
+  if (ck.failed) return false;
+  const char *why = register_in_flight(r, written);
+  const bool waited = why && why[0] == 'h';
+  if (!why || !rule_on(waited ? CK_UNNAMED : CK_IN_FLIGHT)) return true;
+  report(waited ? CK_UNNAMED : CK_IN_FLIGHT, pc, r->product, ck.current, waited ? "touches a register tile that %s it was used by a product" : "touches a register tile that %s", why);
+  return false;
+}
+void ck_reads(const void *pc, ck_register *r) {
+  if (!check_register(pc, r, false)) return;
+  r->touched = self()->fence + 1;
+  if (r->valid || !rule_on(CK_UNINITIALISED)) return;
+  report(CK_UNINITIALISED, pc, NULL, -1, "reads registers that nothing has written");
+}
+void ck_writes(const void *pc, ck_register *r) {
+  if (!check_register(pc, r, true)) return;
+  r->valid = true;
+  r->touched = self()->fence + 1;
+}
+void ck_register_ends(ck_register *r) {
+  if (ck.failed || ck.current < 0 || !register_in_flight(r, true)) return;
+  const int done = self()->seen[component(ck.current, PRODUCTS)];
+  if ((r->writer <= done && r->reader <= done) || !rule_on(CK_LIFETIME)) return;
+  report(CK_LIFETIME, self()->product_pc, NULL, -1, "leaves the scope of a register tile that a product still uses");
+}
+
+// ---- asynchronous operations
+static operation *issue(const void *pc, int kind, ck_effect run, const void *closure, size_t size) {
+  if (ck.ops == MAX_OPS || size > CLOSURE) {
+    report(CK_EXIT, pc, NULL, -1, "issues more asynchronous operations than the checker keeps (%d)", MAX_OPS);
+    return NULL;
+  }
+  operation *o = &ck.op[ck.ops++];
+  *o = (operation){.kind = kind, .fiber = ck.current, .pc = pc, .run = run, .sem = -1};
+  memcpy(o->closure, closure, size);
+  return o;
+}
+
+void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_effect run, const void *closure, size_t size) {
+  if (!called_by(pc, 1)) return;
+  event_add(pc, CK_OP_LOAD, at, bytes);
+  const int sem = sem_of(pc, at);
+  if (sem < 0) return;
+  semaphore *s = &ck.sem[sem];
+  s->issued += bytes;
+  if (ck.kernel->cluster == 1 && s->issued > s->expected && rule_on(CK_BYTES)) {   // in a cluster other blocks' copies may come before the expectation
+    report_place(offset_in_block(at));
+    report(CK_BYTES, pc, NULL, -1, "copies %d bytes in phase %d of {s:%d}: %d in all, and %d are expected", bytes, s->completed, offset_in_block(at), s->issued,
+           s->expected);
+    return;
+  }
+  if (!shadow_access(pc, to, ACCESS_WRITE | ACCESS_ASYNC, sem_component(sem), ck.sem[sem].completed + 1)) return;
+  operation *o = issue(pc, EFFECT_LOAD, run, closure, size);
+  if (!o) return;
+  o->sem = sem;
+  o->bytes = bytes;
+  point();
+}
+
+void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *closure, size_t size) {
+  if (ck.failed) return;
+  fiber *f = self();
+  event_add(pc, CK_OP_STORE, NULL, 0);
+  const int ticket = ++f->stores_committed;
+  f->store_pc = pc;
+  f->store_place = offset_in_block(from->p);
+  if (!shadow_access(pc, from, ACCESS_ASYNC | ACCESS_LEADER, component(ck.current, STORES), ticket)) return;
+  operation *o = issue(pc, EFFECT_STORE, run, closure, size);
+  if (!o) return;
+  o->ticket = ticket;
+  ck.stores_left[ck.current][ticket % MAX_GROUPS]++;
+  point();
+}
+
+void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a, const ck_region *b, ck_effect run,
+                const void *closure, size_t size) {
+  if (ck.failed) return;
+  fiber *f = self();
+  event_add(pc, CK_OP_PRODUCT, NULL, 0);
+  const int ticket = f->products_committed + 1, who = component(ck.current, PRODUCTS);
+  if (accumulates && !d->valid && rule_on(CK_UNINITIALISED)) {
+    report(CK_UNINITIALISED, pc, NULL, -1, "accumulates into registers that nothing has written");
+    return;
+  }
+  const bool unfenced = f->fence_due || d->touched > f->fence || (a_register && a_register->touched > f->fence);
+  if (unfenced && rule_on(CK_MMA_FENCE)) {
+    report(CK_MMA_FENCE, pc, NULL, -1, f->fence_due ? "multiplies without an mma_fence since the last barrier wait"
+                                                    : "multiplies with a register tile that was used after the last mma_fence");
+    return;
+  }
+  if (d->reader > f->seen[who] && rule_on(CK_IN_FLIGHT)) {
+    report(CK_IN_FLIGHT, pc, d->product, ck.current, "multiplies into a register tile that a product in flight reads");
+    return;
+  }
+  if (a_register) {
+    if (!check_register(pc, a_register, false)) return;
+    if (!a_register->valid && rule_on(CK_UNINITIALISED)) {
+      report(CK_UNINITIALISED, pc, NULL, -1, "multiplies registers that nothing has written");
+      return;
+    }
+    a_register->reader = ticket;
+    a_register->product = pc;
+    a_register->fiber = (int16_t)ck.current;
+  } else if (!shadow_access(pc, a, ACCESS_ASYNC, component(ck.current, PRODUCTS_A), ticket)) return;
+  if (!shadow_access(pc, b, ACCESS_ASYNC, who, ticket)) return;
+  f->product_pc = pc;
+  d->writer = ticket;
+  d->product = pc;
+  d->fiber = (int16_t)ck.current;
+  d->valid = true;
+  operation *o = issue(pc, EFFECT_PRODUCT, run, closure, size);
+  if (!o) return;
+  o->ticket = ticket;
+  ck.products_left[ck.current][ticket % MAX_GROUPS]++;
+  f->products_open++;
+  point();
+}
+
+void ck_mma_commit(const void *pc) {
+  if (!begin(pc, CK_OP_COMMIT, NULL, 0)) return;
+  self()->products_committed++;
+  self()->products_open = 0;
+}
+
+void ck_mma_wait(const void *pc, int groups, ck_register **named, int count) {
+  if (!begin(pc, CK_OP_MMA_WAIT, NULL, groups)) return;
+  fiber *f = self();
+  const int until = f->products_committed - groups - mutated(pc, CK_GROUP_LESS);
+  if (until > 0) {
+    wait_for(pc, WAIT_PRODUCTS, NULL, until);
+    f->seen[component(ck.current, PRODUCTS)] = until;   // each warp about its part: of the others' a sync tells
+    learn_component(component(ck.current, PRODUCTS_A), until, false);
+  }
+  for (int i = 0; i < count; i++) {
+    if (named[i]->writer && named[i]->writer <= until) named[i]->writer = 0;
+    if (named[i]->reader && named[i]->reader <= until) named[i]->reader = 0;
+  }
+}
+
+void ck_store_wait(const void *pc, int groups, bool written) {
+  if (!begin(pc, CK_OP_STORE_WAIT, NULL, groups)) return;
+  fiber *f = self();
+  const int until = f->stores_committed - groups - mutated(pc, CK_GROUP_LESS);
+  if (until <= 0) return;
+  wait_for(pc, WAIT_STORES, NULL, until);
+  learn_component(component(ck.current, STORES), until, f->group);
+  if (written) learn_component(component(ck.current, WRITTEN), until, f->group);
+}
+
+// ---- global memory
+static word words[MAX_WORDS];
+static int word_count;
+static word *word_at(const int *g) {
+  int i = 0;
+  while (i < word_count && words[i].at != g) i++;
+  if (i == MAX_WORDS) return &words[0];
+  if (i == word_count) words[word_count++] = (word){(int *)g, *g, clock_new(), clock_new()};
+  return &words[i];
+}
+void words_reset(void) { word_count = 0; }
+void words_restore(void) {
+  for (int i = 0; i < word_count; i++) *words[i].at = words[i].before;
+}
+void ck_order_wait(const void *pc, const int *g, int value) {
+  if (!begin(pc, CK_OP_ORDER_WAIT, NULL, value)) return;
+  const word *w = word_at(g);
+  wait_for(pc, WAIT_ORDER, g, value);
+  learn(w->seen, w->fenced);
+}
+void ck_order_pass(const void *pc, int *g, int value) {
+  if (!begin(pc, CK_OP_ORDER_PASS, NULL, value)) return;
+  word *w = word_at(g);
+  publish(w->seen, w->fenced);
+  *g = value;
+  point();
+}
+int ck_atomic_next(const void *pc, int *counter) {
+  if (ck.failed) return 0;
+  point();
+  word_at(counter);
+  event_add(pc, CK_OP_ATOMIC, NULL, *counter);
+  return (*counter)++;
+}
+void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
+  const int who = component(ck.current, GENERIC);
+  if (!ck.failed && bytes) shadow_global(pc, p, bytes, kind, who, self()->seen[who]);
+}
+void ck_global_load(const void *pc, const void *p, size_t bytes, const void *at) {
+  const int sem = ck.failed ? -1 : sem_of(pc, at);
+  if (sem >= 0) shadow_global(pc, p, bytes, CK_GLOBAL_READ, sem_component(sem), ck.sem[sem].completed + 1);
+}
+void ck_global_store(const void *pc, const void *p, size_t bytes) {
+  if (!ck.failed) shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
+}
+
+// ---- shared memory through registers
+void ck_reads_shared(const void *pc, const ck_region *r) {
+  if (ck.failed) return;
+  shadow_access(pc, r, 0, component(ck.current, GENERIC), self()->seen[component(ck.current, GENERIC)]);
+}
+void ck_writes_shared(const void *pc, const ck_region *r) {
+  if (ck.failed) return;
+  shadow_access(pc, r, ACCESS_WRITE, component(ck.current, GENERIC), self()->seen[component(ck.current, GENERIC)]);
+}
+void ck_bounds(const void *pc, bool inside, const char *what, const void *tile) {
+  if (ck.failed || inside || !rule_on(CK_BOUNDS)) return;
+  report_place(offset_in_block(tile));
+  report(CK_BOUNDS, pc, NULL, -1, "%s goes beyond its edge", what);
+}
+
+int ck_block_index(void) { return self()->block; }
+int ck_block_count(void) { return ck.blocks; }
+int ck_cluster_rank(void) { return self()->rank; }
+const void *ck_at_rank(const void *p, int rank) { return (const char *)p + (ptrdiff_t)(rank - self()->rank) * (ptrdiff_t)ck.kernel->stride; }
