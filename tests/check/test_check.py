@@ -54,12 +54,9 @@ def test_mutants():
     assert code == 0 and not survivors, "\n".join(survivors) + err
     total, reported = (sum(result[key] for result in results) for key in ("mutants", "reported"))
     assert total > 1000 and reported >= 0.95 * total
-
-
-def test_harmless_list_is_used():
-    """No line of the list without a mutant that it excuses: checked on the kernels it names."""
-    entries = read_harmless(csrc() / "check" / "harmless.txt")
-    assert 0 < len(entries) <= 30 and all((csrc() / "kernels" / source).is_file() and len(why) > 20 for source, _, _, why in entries)
+    excused = [line for result in results for line in result["harmless"]]
+    unused = [entry for entry in read_harmless(csrc() / "check" / "harmless.txt") if not any(line.endswith(f": {entry[3]}") for line in excused)]
+    assert not unused, "harmless.txt excuses what is reported or not there"
 
 
 def test_a_run_is_quick():
