@@ -24,14 +24,9 @@ static mg_status check_shape(const char *op, const char *name, const mg_tensor *
 static mg_status check_out(const char *op, const char *name, const mg_tensor *t, const mg_tensor *like) {
   return check_shape(op, name, t, like->dims, like->shape);
 }
-static bool empty(const mg_tensor *t) {
-  for (int i = 0; i < t->dims; i++)
-    if (t->shape[i] == 0) return true;
-  return false;
-}
 static mg_status check_contiguous(const char *op, const char *name, const mg_tensor *t) {
   int64_t stride = 1;
-  if (empty(t)) return MG_OK;
+  if (mg_is_empty(t)) return MG_OK;
   for (int i = t->dims - 1; i >= 0; i--) {
     if (t->shape[i] > 1 && t->stride[i] != stride)
       return mg_fail(MG_VALUE, "%s: %s must be contiguous, its stride in dimension %d is %lld, expected %lld", op, name, i,
@@ -119,7 +114,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   if ((status = mg_select(&row, MG_OP_attention_fwd, &problem, &c))) return status;
   if (x.batch * x.q_heads * x.q_rows == 0) return MG_OK;
   if (x.k_rows == 0) {
-    status = empty(out) ? MG_OK : fill(&c, out, 0);
+    status = mg_is_empty(out) ? MG_OK : fill(&c, out, 0);
     return status || !lse ? status : fill(&c, lse, 0xff800000u);   // -inf
   }
   if (x.dv == 0) return mg_fail(MG_UNSUPPORTED, "%s: v has head dimension 0, accepted are 1 to 256", op);
@@ -217,7 +212,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   if (x.batch * x.q_heads * x.q_rows * x.k_rows == 0) {
     const mg_tensor *all[] = {dq, dk, dv};
     for (int i = 0; i < 3; i++)
-      if (!empty(all[i]) && (status = fill(&c, all[i], 0))) return status;
+      if (!mg_is_empty(all[i]) && (status = fill(&c, all[i], 0))) return status;
     return MG_OK;
   }
   if (workspace->shape[0] < (int64_t)w.bytes || ((uintptr_t)workspace->data & 15))

@@ -20,12 +20,10 @@ static mg_status map_dt(gmap *m, const mg_context *c, const mg_tensor *t) {
   return mg_map(m, c, "ssd_fwd: dt", t->data, t->dtype, shape, stride, 64, 4);
 }
 
-static bool empty(const mg_tensor *t) { return !t->shape[0] || !t->shape[1] || !t->shape[2] || !t->shape[3]; }
-
 // No steps: the state is zero.
 static mg_status clear(const mg_tensor *state, mg_stream stream) {
   mg_context context;
-  if (empty(state)) return MG_OK;
+  if (mg_is_empty(state)) return MG_OK;
   mg_status status = mg_context_open(&context, state, stream);
   return status ? status : mg_fill(&context, state->data, 0, 4, state->shape[0] * state->shape[1] * state->shape[2] * state->shape[3]);
 }
@@ -48,7 +46,7 @@ mg_status mg_ssd_fwd(const mg_tensor *y, const mg_tensor *state, const mg_tensor
   if (heads && (!groups || heads % groups))
     return mg_fail(MG_VALUE, "ssd_fwd: x has %lld heads, expected a multiple of the %lld groups of b", (long long)heads, (long long)groups);
   if (n < 1) return mg_fail(MG_VALUE, "ssd_fwd: b has a last dimension (the state's) of 0, expected at least 1");
-  if (empty(x)) return clear(state, stream);
+  if (mg_is_empty(x)) return clear(state, stream);
   if ((status = mg_context_open(&context, y, stream))) return status;
   mg_problem problem = {.dtype = x->dtype, .gpu = context.device == MG_CUDA, .d = dim, .batch = batch, .heads_q = heads, .heads_k = groups,
                         .nq = steps, .n = n, .sms = context.sms};

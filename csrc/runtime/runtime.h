@@ -51,6 +51,12 @@ extern const mg_kernel mg_kernels[];
 extern const int mg_kernel_count;
 extern const bool mg_has_images;                    // was the library built with GPU kernels?
 
+static inline bool mg_is_empty(const mg_tensor *t) {
+  for (int i = 0; i < t->dims; i++)
+    if (t->shape[i] == 0) return true;
+  return false;
+}
+
 // ---- a call's device side
 typedef struct mg_context {
   mg_device device;

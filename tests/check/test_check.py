@@ -15,7 +15,8 @@ if not (shutil.which("g++") or shutil.which("c++")) or not shutil.which("addr2li
     pytest.skip("needs a C++ compiler and addr2line", allow_module_level=True)
 
 from margay.check import __main__ as command
-from margay.check.compiled import RULES, Kernel, csrc, options_in
+from margay.check.compiled import MUTATIONS, OPS, RULES, Kernel, csrc, options_in
+from margay.check.device import TRACED
 from margay.check.mutants import read_harmless
 from margay.check.problems import problems, rows
 
@@ -96,6 +97,25 @@ def test_each_rule_is_needed(rule, kernels):
     mine = [kernel for name, kernel in kernels.items() if rule in expected(HERE / "known_bad" / f"{name}.cu")[0]]
     assert mine, f"no item of the corpus expects {rule}"
     assert any(kernel.run_example(seed, rules_off=1 << RULES.index(rule)) is None for kernel in mine for seed in range(4))
+
+
+# ---- names that the runtime, the debug build and the tool have in common
+
+def enumerators(path, name):
+    body = re.search(rf"enum {name} \{{(.*?)\}}", (csrc() / path).read_text(), re.S)[1]
+    return [re.sub(r"\s*=.*", "", entry.strip()) for entry in body.split(",") if entry.strip()]
+
+
+def test_names_agree():
+    plain = lambda entry, prefix: entry.removeprefix(prefix).lower().replace("commit", "mma_commit")
+    ops = [plain(entry, "CK_OP_") for entry in enumerators("check/check.h", "ck_op")]
+    traced = [plain(entry, "TRACE_") for entry in enumerators("tile/sm90/sync.h", "traced")]
+    assert ops == list(OPS) and traced == ops[1:1 + len(traced)] == list(TRACED)
+    assert [entry.removeprefix("CK_").lower().replace("_", " ") for entry in enumerators("check/check.h", "ck_mutation")] == list(MUTATIONS)
+    rules = re.findall(r'"([\w-]+)"', re.search(r"rules\[CK_RULES\] = \{(.*?)\}", (csrc() / "check" / "report.c").read_text(), re.S)[1])
+    assert rules == list(RULES) and len(enumerators("check/check.h", "ck_rule")) == len(rules) + 1
+    manual = (csrc().parent / "docs" / "protocol.md").read_text()
+    assert not [rule for rule in RULES if f"`{rule}`" not in manual]
 
 
 # ---- the command
