@@ -173,3 +173,13 @@ def test_file_in_the_place_of_a_row(tmp_path):
 def test_device(row):
     code, out, err = run("--device", row)
     assert code == 0 and " 0 findings" in out, out + err
+
+
+@pytest.mark.gpu
+def test_device_shows_a_missing_fence(tmp_path):
+    """The race of the first scan kernel that was tried on a GPU: a copy overtakes what was read through registers, now and then."""
+    bad = tmp_path / "race.cu"
+    bad.write_text((csrc() / "kernels" / "ssd_fwd.cu").read_text().replace("ring<2> dt_ring, x_ring[ALL];", "ring<2, ASYNC_READS> dt_ring, x_ring[ALL];"))
+    start = time.monotonic()
+    code, out, err = run("--device", bad, "--as", "ssd_fwd_bf16_n128_x2")
+    assert code == 1 and "results change" in out and time.monotonic() - start < 60, out + err

@@ -17,21 +17,16 @@ TILE void sem_wait(sem &s, uint32_t phase) {
 }
 // One arrival per warp, after all its lanes: it orders every lane's accesses.
 template<int W> TILE void sem_arrive(sem &s) {
-  trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);
-  if (WEAK_ARRIVALS && W == WARPGROUP) {
-    group_barrier();
-    if (thread_in_group() == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], 4;" ::"r"(shared_address(&s)) : "memory");
-    return;
-  }
   if (W != THREAD) __syncwarp();
   if (W == THREAD || lane() == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&s)) : "memory");
+  trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);   // last: a delay in front of it would hide a read that it overtakes
 }
 template<int W> TILE void sem_arrive_at(sem &s, int rank) {
-  trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);
   if (W != THREAD) __syncwarp();
   if (W == THREAD || lane() == 0)
     asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [a];\n}\n"
                  ::"r"(shared_address(&s)), "r"(rank) : "memory");
+  trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);
 }
 TILE void sem_expect(sem &s, uint32_t bytes) {
   trace(TRACE_EXPECT, &s, (int)bytes);

@@ -1,8 +1,6 @@
 // Debug builds of margay.check --device: every warp's first lane writes down the synchronising calls of its role, and chosen warps are delayed at
 // each of them. The operations are numbered as in check/check.h (enum ck_op).
 #pragma once
-// A warpgroup arrives by one thread behind a barrier: as good as an arrival per warp where all is fenced, but what is not fenced gets overtaken sooner.
-enum { WEAK_ARRIVALS = 1 };
 struct trace_event { uint32_t op_and_offset; int32_t value; };   // offset in the block's shared struct plus 1, times 32; 0: none
 struct trace_state {
   trace_event *events;       // [block][16 warps][capacity], the first of each being the number of events; capacity 0: nothing is written

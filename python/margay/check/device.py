@@ -1,7 +1,7 @@
-"""The hardware's answer to the checker's question. A debug build of each kernel (TRACED: csrc/tile/sm90/trace.h) is launched on the GPU in place of
-the release build:
+"""The hardware's answer to the checker's question. Each kernel is launched on the GPU many times, as it is and as a debug build (TRACED:
+csrc/tile/sm90/trace.h):
 
-- with random delays in one role at a time, results compared bitwise with an undisturbed run: a race that a delay can show, shows;
+- results of all launches are compared bitwise; debug builds run with random delays in one role at a time. A race that timing can show, shows;
 - with every role's synchronising calls written down, and compared with the same role's calls in the checker's run of the same problem on one
   multiprocessor: what was checked is what runs.
 """
@@ -19,7 +19,7 @@ from margay.check import problems as cpu
 from margay.check.compiled import OPS, cache, csrc, included
 from margay.check.text import dim, red
 
-NVCC_FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-DTRACED"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
 WARPS, CAPACITY, RUNS, LONGEST = 16, 4096, 24, (100, 1000, 10000)     # runs with delays per role; ns
 TRACED = OPS[1:14]                                                    # synchronising calls; init is not traced
 
@@ -41,9 +41,10 @@ class Config(ctypes.Structure):
                 ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)]
 
 
-def cubin_of(kernel, dtype, constants):
-    """Path of the debug build's cubin; made with nvcc unless it was made before, perhaps on another machine."""
-    text = repr((NVCC_FLAGS, dtype, constants)).encode() + b"".join(path.read_bytes() for path in included(kernel.source) if not {"cpu", "check"} & set(path.parts[-2:]))
+def cubin_of(kernel, dtype, constants, traced):
+    """Path of the cubin of the kernel's file, of a debug build if `traced`; made with nvcc unless it was made before, perhaps on another machine."""
+    flags = NVCC_FLAGS + ["-DTRACED"] * traced
+    text = repr((flags, dtype, constants)).encode() + b"".join(path.read_bytes() for path in included(kernel.source) if not {"cpu", "check"} & set(path.parts[-2:]))
     out = cache() / f"{kernel.source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.cubin"
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
     if not out.exists():
@@ -51,7 +52,7 @@ def cubin_of(kernel, dtype, constants):
             raise SystemExit(f"margay.check --device: needs nvcc, or {out} built elsewhere by `margay.check --device`")
         out.parent.mkdir(parents=True, exist_ok=True)
         plain = constants.replace(",", "\\,")
-        command = [nvcc, *NVCC_FLAGS, f"-I{csrc()}", "-DKERNEL=traced", f"-DTYPE={dtype}", f"-DCONSTANTS={plain}", "-o", f"{out}.new", str(kernel.source)]
+        command = [nvcc, *flags, f"-I{csrc()}", "-DKERNEL=traced", f"-DTYPE={dtype}", f"-DCONSTANTS={plain}", "-o", f"{out}.new", str(kernel.source)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise SystemExit(f"margay.check: {' '.join(command)}\n{result.stderr}")
@@ -72,18 +73,19 @@ def call(name, *arguments):
         raise RuntimeError(f"{name}: {text.value.decode() if text.value else error}")
 
 
-class Traced:
-    """A debug build on the GPU."""
+class Build:
+    """A debug build on the GPU, or one as in the library."""
 
-    def __init__(self, kernel, dtype, constants):
+    def __init__(self, kernel, dtype, constants, traced):
         import torch
         self.kernel, self.torch = kernel, torch
-        image = cubin_of(kernel, dtype, constants).read_bytes()
+        image = cubin_of(kernel, dtype, constants, traced).read_bytes()
         self.module, self.function, symbol, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t()
         torch.cuda.synchronize()
         call("cuModuleLoadData", ctypes.byref(self.module), image)
         call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"traced")
-        call("cuModuleGetGlobal_v2", ctypes.byref(symbol), ctypes.byref(size), self.module, b"mg_trace")
+        if traced:
+            call("cuModuleGetGlobal_v2", ctypes.byref(symbol), ctypes.byref(size), self.module, b"mg_trace")
         self.state_at = symbol.value
         self.descriptor = Descriptor.in_dll(kernel.library, "mg_check_desc")
         call("cuFuncSetAttribute", self.function, 8, self.descriptor.shared_bytes)
@@ -94,8 +96,9 @@ class Traced:
         if traced:
             self.events = torch.zeros(blocks, WARPS, CAPACITY, 2, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
-        state = State(self.events.data_ptr() if traced else None, CAPACITY if traced else 0, delayed, longest, seed)
-        call("cuMemcpyHtoD_v2", ctypes.c_uint64(self.state_at), ctypes.byref(state), ctypes.c_size_t(ctypes.sizeof(state)))
+        if self.state_at:
+            state = State(self.events.data_ptr() if traced else None, CAPACITY if traced else 0, delayed, longest, seed)
+            call("cuMemcpyHtoD_v2", ctypes.c_uint64(self.state_at), ctypes.byref(state), ctypes.c_size_t(ctypes.sizeof(state)))
         memory = ctypes.create_string_buffer(d.params_bytes + 64)
         at = (ctypes.addressof(memory) + 63) // 64 * 64
         ctypes.memmove(at, params, d.params_bytes)
@@ -120,7 +123,7 @@ def tensor(*shape, dtype="float32", values=None):
     generator = torch.Generator("cuda").manual_seed(sum(shape))
     kind = getattr(torch, dtype)
     if values is not None:
-        return torch.full(shape, values, dtype=kind, device="cuda")
+        return torch.as_tensor(values, dtype=kind, device="cuda").expand(shape).contiguous()
     return torch.randn(shape, generator=generator, device="cuda").to(kind)
 
 
@@ -135,12 +138,15 @@ class on_gpu:
 
 
 def run_traced(traced, problem, sms, write=False, delayed=0, longest=0, seed=0):
-    """(outputs, blocks) of the problem with the row's launch replaced by the debug build."""
+    """(outputs, blocks) of the problem with the row's launch replaced by a Build; None: by nothing."""
     launched = []
 
     @cpu.TAKE
     def take(name, params, blocks):
         if name.decode() != problem.row["name"]:
+            return False
+        if traced is None:
+            launched.append(blocks)
             return False
         try:
             traced.launch(params, blocks, write, delayed, longest, seed)
@@ -150,7 +156,6 @@ def run_traced(traced, problem, sms, write=False, delayed=0, longest=0, seed=0):
         return True
     with on_gpu(), cpu.intercepting(take, problem.row["name"], sms):
         outputs = problem.call()
-        traced.torch.cuda.synchronize()
     if not launched or isinstance(launched[0], BaseException):
         raise launched[0] if launched else RuntimeError(f"{problem.label} did not launch {problem.row['name']}")
     return [t.clone() for t in outputs], launched[0]
@@ -197,15 +202,15 @@ def compare_traces(problem, ours, theirs):
 
 # ---- work
 
-def check_delays(traced, problem):
-    """(lines of findings, launches): results with each role delayed in turn."""
+def check_delays(build, traced, problem):
+    """(lines of findings, launches): results of repeated launches, and with each role delayed in turn."""
     kernel, runs = problem.kernel, 1
-    want, _ = run_traced(traced, problem, all_sms())
+    want, _ = run_traced(build, problem, all_sms())
     exact = "attention_bwd" not in kernel.name or kernel.ordered or "_pre_" in kernel.name or "_post_" in kernel.name   # others add in any order
     for warp, name, width in [(0, "nobody", 0), *warps_of(kernel)]:
         mask = (0xf if width == 128 else width > 0) << warp
-        for i in range(RUNS if mask else 4 * RUNS):
-            got, _ = run_traced(traced, problem, all_sms(), False, mask, LONGEST[i % len(LONGEST)], random.Random(f"{name}{i}").randrange(1 << 30))
+        for i in range(RUNS if mask else 8 * RUNS):
+            got, _ = run_traced(traced if mask or i % 2 else build, problem, all_sms(), False, mask, LONGEST[i % len(LONGEST)], random.Random(f"{name}{i}").randrange(1 << 30))
             runs += 1
             same = [bool((a == b).all()) if exact else bool((a.float() - b.float()).norm() <= 1e-2 * b.float().norm()) for a, b in zip(got, want)]
             if not all(same):
@@ -214,10 +219,10 @@ def check_delays(traced, problem):
     return [], runs
 
 
-def check_problem(traced, problem):
+def check_problem(build, traced, problem):
     """(lines of findings, launches)"""
-    if problem.label == "large":
-        return check_delays(traced, problem)
+    if problem.label in ("large", "few blocks"):
+        return check_delays(build, traced, problem)
     _, blocks = run_traced(traced, problem, 1, write=True)
     return compare_traces(problem, checker_traces(problem), traced.trace(blocks)), 1
 
@@ -240,11 +245,13 @@ def run(names, options):
         row = found[0].row
         dtype = cpu.TYPES[row["dtype"]]
         if not gpu:
-            cubin_of(found[0].kernel, dtype, row["constants"])
+            for debug in (False, True) if options.in_place_of else (True,):
+                cubin_of(found[0].kernel, dtype, row["constants"], debug)
             continue
-        traced = Traced(found[0].kernel, dtype, row["constants"])
+        build = Build(found[0].kernel, dtype, row["constants"], False) if options.in_place_of else None     # a row's own launch is the library's
+        traced = Build(found[0].kernel, dtype, row["constants"], True)
         for problem in found:
-            findings, runs = check_problem(traced, problem)
+            findings, runs = check_problem(build, traced, problem)
             launches += runs
             for line in findings:
                 bad.append(name)

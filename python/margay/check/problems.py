@@ -73,7 +73,7 @@ def constants(row):
     return {name.strip(): int(value) for name, value in (part.split("=") for part in row["constants"].split(","))}
 
 
-# Where `large` is asked, one problem that fills a GPU comes first.
+# Where `large` is asked, two more come first: one that fills a GPU, and one of few blocks and long loops, where copies come fast.
 
 
 def attention(row, backward, large):
@@ -85,6 +85,7 @@ def attention(row, backward, large):
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False)]
     if large:
         yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, batch=4, heads=16)
+        yield "few blocks", lambda: call_attention(row, dtype, d, 2 * rows, 2000, False, True, backward)
     for nq, nk, causal, extra in shapes:
         label = f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "")
         yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra: call_attention(row, dtype, d, nq, nk, causal, extra, backward)
@@ -116,7 +117,8 @@ def aligned_bytes(size):
 def matmul(row, large):
     c, dtype = constants(row), row["dtype"]
     m, n, k = 64 * c["NC"] * c["CLUSTER_SIZE"], c["BN"], 64 * c["STAGES"]
-    shapes = [(3000, 3000, 1000, True)] if large else []
+    labels = {3000: "large", 2 * m: "few blocks"} if large else {}
+    shapes = [(3000, 3000, 1000, True), (2 * m, 2 * n, 4000, False)] if large else []
     nothing = [] if c["TA"] or c["TB"] else [(m, n, 0, False)]      # dispatch gives K = 0 to no other row
     for m, n, k, bias in (*shapes, *nothing, (2 * m + 32, 2 * n + 40, 2 * k + 24, False), (m, n + 8, k + 64, True), (5 * m - 24, n, 64, True)):
         def call(m=m, n=n, k=k, bias=bias):
@@ -125,18 +127,22 @@ def matmul(row, large):
             out = new(m, n, dtype=dtype)
             _C.matmul(out, a, b, new(n, dtype=dtype) if bias else None, 1)
             return out,
-        yield "large" if m == 3000 else f"{m}x{n}x{k}" + (" bias" if bias else ""), call
+        yield labels.get(m, f"{m}x{n}x{k}" + (" bias" if bias else "")), call
 
 
 def ssd_fwd(row, large):
     c, dtype = constants(row), row["dtype"]
-    for steps, n in (*([(1000, c["N"])] if large else []), (64 * 5 + 10, c["N"]), (64, c["N"] - 8), (130, c["N"])):
-        def call(steps=steps, n=n, heads=-(-c["HEADS"] * c["GROUPS"] * (66 if steps == 1000 else 2) // 4) * 4):
-            x, b, state = new(1, steps, heads, 64, dtype=dtype), new(1, steps, 1, n, dtype=dtype), new(1, heads, 64, n)
-            y = new(1, steps, heads, 64, dtype=dtype)
-            _C.ssd_fwd(y, state, x, new(1, steps, heads, values=0.1), b, new(1, steps, 1, n, dtype=dtype), new(heads, values=-1.0), new(heads))
+    block = c["HEADS"] * c["GROUPS"]
+    shapes = [("large", 1, 1000, 66 * block, c["N"]), ("few blocks", 2, 1000, 4 * block, c["N"])] if large else []
+    shapes += [(f"{steps} steps, state {n}", 1, steps, 2 * block, n) for steps, n in ((64 * 5 + 10, c["N"]), (64, c["N"] - 8), (130, c["N"]))]
+    for label, batch, steps, heads, n in shapes:
+        def call(batch=batch, steps=steps, n=n, heads=-(-heads // 4) * 4):
+            x, b, c = new(batch, steps, heads, 64, dtype=dtype), new(batch, steps, 1, n, dtype=dtype), new(batch, steps, 1, n, dtype=dtype)
+            y, state = new(batch, steps, heads, 64, dtype=dtype), new(batch, heads, 64, n)
+            dt = np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads))
+            _C.ssd_fwd(y, state, x, new(batch, steps, heads, values=dt), b, c, new(heads, values=-1.0), new(heads))
             return y, state
-        yield "large" if steps == 1000 else f"{steps} steps, state {n}", call
+        yield label, call
 
 
 def scaled_add(row, large):
