@@ -39,10 +39,25 @@ typedef struct mg_tensor {
 
 typedef void *mg_stream;    // a CUstream; NULL is the legacy default stream; ignored on the CPU
 
+// What attention computes besides; zeros and NULL: nothing of it.
+typedef struct mg_attention_features {
+  bool window;              // query i sees keys i + Nk - Nq - left .. i + Nk - Nq + right; negative: no bound. Besides causal, not instead of it
+  int64_t left, right;
+  float softcap;            // scaled scores x become softcap tanh(x / softcap)
+  float dropout;            // probability of a softmax probability to become 0; the others grow by 1 / (1 - dropout)
+  uint64_t seed;            // of dropout: what is dropped depends on seed, batch, head, row and key alone
+  const mg_tensor *sink;    // fp32 [Hq]: a logit of each head that is part of the softmax's sum (and of lse) and has no value
+  const mg_tensor *slopes;  // fp32 [1 or B, Hq], ALiBi: score -= slope |i + Nk - Nq - j|
+  const mg_tensor *q_start, *k_start;   // int32 [B + 1], both or none: sequence b is rows q_start[b] .. q_start[b + 1] - 1 of q, out and lse, which
+                                        // then have batch 1, and keys k_start[b] .. of k and v. Not checked: they are on the device
+  int64_t max_q, max_k;     // with these: at least the longest sequence's rows and keys
+} mg_attention_features;
+
 typedef struct mg_attention_options {
   float scale;              // softmax scale; 0 means 1 / sqrt(D)
   bool causal;              // bottom-right aligned: query i sees keys up to i + Nk - Nq
   bool deterministic;       // backward: bitwise equal results, at some cost
+  const mg_attention_features *features;   // NULL: none
 } mg_attention_options;
 
 // out [B, Hq, Nq, Dv] = softmax(scale q k^T) v, q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv], Hq a multiple of Hk.
@@ -53,7 +68,7 @@ MG_API mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, co
 // Bytes of workspace that mg_attention_bwd wants for these shapes (any contents, 256-byte aligned, uint8 on the same device).
 MG_API mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                                             const mg_attention_options *options);
-// Gradients of mg_attention_fwd. dlse [B, Hq, Nq] fp32 is the gradient of lse, or NULL.
+// Gradients of mg_attention_fwd for q, k and v. dlse [B, Hq, Nq] fp32 is the gradient of lse, or NULL.
 MG_API mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout, const mg_tensor *q,
                                   const mg_tensor *k, const mg_tensor *v, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *dlse,
                                   const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream);

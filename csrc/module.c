@@ -11,7 +11,7 @@
 #include "kernels/ssd.h"
 #include "runtime/driver.h"
 
-enum { MAX_TYPES = 8, MAX_TENSORS = 11 };
+enum { MAX_TYPES = 8, MAX_TENSORS = 15 };
 
 typedef struct state {
   atomic_int types;                 // entries published; an entry never changes, and holds its type for ever
@@ -313,43 +313,82 @@ static bool read_int(PyObject *object, int *value) {
 
 // ---- ops
 
+// (left, right, softcap, dropout, seed, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), None or nothing. Its four
+// tensors go to `tensors`, which ends with them.
+static bool read_features(PyObject *object, mg_attention_features *f, PyObject **tensors) {
+  for (int i = 0; i < 4; i++) tensors[i] = Py_None;
+  if (!object || object == Py_None) return true;
+  unsigned long long seed;
+  long long left, right, max_q, max_k;
+  if (!PyArg_ParseTuple(object, "LLffKOOOOLL", &left, &right, &f->softcap, &f->dropout, &seed, &tensors[0], &tensors[1], &tensors[2], &tensors[3],
+                        &max_q, &max_k))
+    return false;
+  f->window = left >= 0 || right >= 0;
+  f->left = left;
+  f->right = right;
+  f->seed = seed;
+  f->max_q = max_q;
+  f->max_k = max_k;
+  return true;
+}
+static void set_features(mg_attention_options *options, mg_attention_features *f, PyObject *object, const mg_tensor *const *views) {
+  if (!object || object == Py_None) return;
+  options->features = f;
+  f->sink = views[0];
+  f->slopes = views[1];
+  f->q_start = views[2];
+  f->k_start = views[3];
+}
+
 static PyObject *attention_fwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"out", "lse", "q", "k", "v", "workspace"};
+  static const char *const names[] = {"out", "lse", "q", "k", "v", "workspace", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"};
   args a;
   mg_stream stream;
   mg_attention_options options = {0};
-  if (!check_count("attention_fwd", count, 7, 9)) return NULL;
-  PyObject *const tensors[] = {objects[0], objects[1], objects[2], objects[3], objects[4], count > 8 ? objects[8] : Py_None};
-  if (!read_stream(objects, count, 7, &stream) || !read_float(objects[5], &options.scale) ||
-      !read_bool(objects[6], &options.causal) || !read_tensors(&a, module, "attention", names, tensors, 6, stream))
+  mg_attention_features features = {0};
+  if (!check_count("attention_fwd", count, 7, 10)) return NULL;
+  PyObject *more = count > 9 ? objects[9] : NULL;
+  PyObject *tensors[10] = {objects[0], objects[1], objects[2], objects[3], objects[4], count > 8 ? objects[8] : Py_None};
+  if (!read_stream(objects, count, 7, &stream) || !read_float(objects[5], &options.scale) || !read_bool(objects[6], &options.causal) ||
+      !read_features(more, &features, tensors + 6) || !read_tensors(&a, module, "attention", names, tensors, more ? 10 : 6, stream))
     return NULL;
+  set_features(&options, &features, more, a.view + 6);
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
   RUN(mg_attention_fwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], &options, stream));
 }
 
 static PyObject *attention_bwd_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"q", "k", "v"};
+  static const char *const names[] = {"q", "k", "v", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"};
   args a;
   size_t bytes;
   mg_attention_options options = {0};
-  if (!check_count("attention_bwd_workspace", count, 5, 5) || !read_bool(objects[3], &options.causal) ||
-      !read_bool(objects[4], &options.deterministic) || !read_tensors(&a, module, "attention_backward", names, objects, 3, NULL))
+  mg_attention_features features = {0};
+  if (!check_count("attention_bwd_workspace", count, 5, 6)) return NULL;
+  PyObject *more = count > 5 ? objects[5] : NULL, *tensors[7] = {objects[0], objects[1], objects[2]};
+  if (!read_bool(objects[3], &options.causal) || !read_bool(objects[4], &options.deterministic) || !read_features(more, &features, tensors + 3) ||
+      !read_tensors(&a, module, "attention_backward", names, tensors, more ? 7 : 3, NULL))
     return NULL;
+  set_features(&options, &features, more, a.view + 3);
   mg_status status = mg_attention_bwd_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options);
   release(&a);
   return status ? raise_status(status) : PyLong_FromSize_t(bytes);
 }
 
 static PyObject *attention_bwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"dq", "dk", "dv", "dout", "q", "k", "v", "out", "lse", "dlse", "workspace"};
+  static const char *const names[] = {"dq", "dk", "dv", "dout", "q", "k", "v", "out", "lse", "dlse", "workspace", "sink", "alibi_slopes",
+                                      "cu_seqlens_q", "cu_seqlens_k"};
   args a;
   mg_stream stream;
   mg_attention_options options = {0};
-  if (!check_count("attention_bwd", count, 14, 15) || !read_stream(objects, count, 14, &stream) ||
-      !read_float(objects[11], &options.scale) || !read_bool(objects[12], &options.causal) ||
-      !read_bool(objects[13], &options.deterministic) ||
-      !read_tensors(&a, module, "attention_backward", names, objects, 11, stream))
+  mg_attention_features features = {0};
+  if (!check_count("attention_bwd", count, 14, 16)) return NULL;
+  PyObject *more = count > 15 ? objects[15] : NULL, *tensors[15];
+  memcpy(tensors, objects, 11 * sizeof *tensors);
+  if (!read_stream(objects, count, 14, &stream) || !read_float(objects[11], &options.scale) || !read_bool(objects[12], &options.causal) ||
+      !read_bool(objects[13], &options.deterministic) || !read_features(more, &features, tensors + 11) ||
+      !read_tensors(&a, module, "attention_backward", names, tensors, more ? 15 : 11, stream))
     return NULL;
+  set_features(&options, &features, more, a.view + 11);
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
   RUN(mg_attention_bwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], a.view[9],
                        a.view[10], &options, stream));
@@ -424,22 +463,22 @@ static PyObject *explain_problem(mg_op op, mg_problem *p) {
 
 static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywords) {
   static char *names[] = {"op", "dtype", "gpu", "causal", "deterministic", "trans_a", "trans_b", "d", "batch", "heads_q", "heads_k", "nq",
-                          "nk", "m", "n", "k", "sms", NULL};
+                          "nk", "m", "n", "k", "sms", "features", NULL};
   (void)module;
   const char *name, *dtype = "bfloat16";
   int gpu = 0, causal = 0, deterministic = 0, trans_a = 0, trans_b = 0;
   long long v[9] = {0};
   mg_op op;
   mg_problem p = {0};
-  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLi:explain", names, &name, &dtype, &gpu, &causal, &deterministic,
-                                   &trans_a, &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms) ||
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLii:explain", names, &name, &dtype, &gpu, &causal, &deterministic,
+                                   &trans_a, &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms, &p.features) ||
       !parse_dtype(dtype, &p.dtype))
     return NULL;
   mg_status status = mg_op_find(&op, name);
   if (status) return raise_status(status);
   p = (mg_problem){.dtype = p.dtype, .gpu = gpu, .causal = causal, .deterministic = deterministic, .trans_a = trans_a, .trans_b = trans_b,
                    .d = v[0], .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5], .m = v[6], .n = v[7], .k = v[8],
-                   .sms = p.sms};
+                   .features = p.features, .sms = p.sms};
   return explain_problem(op, &p);
 }
 
@@ -554,11 +593,11 @@ static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssiz
 
 #define FUNCTION(f) (PyCFunction)(void (*)(void))f   // through the one function pointer type that compilers let pass for any
 static PyMethodDef methods[] = {
-  {"attention_fwd", FUNCTION(attention_fwd), METH_FASTCALL, "attention_fwd(out, lse, q, k, v, scale, causal, stream=0, workspace=None)"},
+  {"attention_fwd", FUNCTION(attention_fwd), METH_FASTCALL, "attention_fwd(out, lse, q, k, v, scale, causal, stream=0, workspace=None, features=None)"},
   {"attention_bwd_workspace", FUNCTION(attention_bwd_workspace), METH_FASTCALL,
-   "attention_bwd_workspace(q, k, v, causal, deterministic) -> bytes"},
+   "attention_bwd_workspace(q, k, v, causal, deterministic, features=None) -> bytes"},
   {"attention_bwd", FUNCTION(attention_bwd), METH_FASTCALL,
-   "attention_bwd(dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, stream=0)"},
+   "attention_bwd(dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, stream=0, features=None)"},
   {"matmul", FUNCTION(matmul), METH_FASTCALL, "matmul(out, a, b, bias, activation, stream=0)"},
   {"scaled_add", FUNCTION(scaled_add), METH_FASTCALL, "scaled_add(out, a, b, scale, stream=0)"},
   {"ssd_fwd", FUNCTION(ssd_fwd), METH_FASTCALL, "ssd_fwd(y, state, x, dt, b, c, a, d, stream=0)"},

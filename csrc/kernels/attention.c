@@ -8,7 +8,8 @@
 #define NO_DIAGONAL (1 << 30)   // sequences are shorter than 2^30
 
 typedef struct shape {
-  int64_t batch, q_heads, k_heads, q_rows, k_rows, d, dv;
+  int64_t batch, q_heads, k_heads, q_rows, k_rows, d, dv;   // rows of a sequence, at most
+  int64_t q_total, k_total;                                 // rows in memory of a (batch, head)
 } shape;
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -37,7 +38,7 @@ static mg_status check_contiguous(const char *op, const char *name, const mg_ten
 }
 
 static mg_status read_shape(shape *x, const char *op, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v) {
-  *x = (shape){q->shape[0], q->shape[1], k->shape[1], q->shape[2], k->shape[2], q->shape[3], v->shape[3]};
+  *x = (shape){q->shape[0], q->shape[1], k->shape[1], q->shape[2], k->shape[2], q->shape[3], v->shape[3], q->shape[2], k->shape[2]};
   mg_status status = check_shape(op, "k", k, 4, (int64_t[]){x->batch, x->k_heads, x->k_rows, x->d});
   if (!status) status = check_shape(op, "v", v, 4, (int64_t[]){x->batch, x->k_heads, x->k_rows, x->dv});
   if (status) return status;
@@ -50,6 +51,69 @@ static mg_status read_shape(shape *x, const char *op, const mg_tensor *q, const 
                    (long long)x->k_rows, (long long)(x->batch * x->q_heads));
   return MG_OK;
 }
+// What the features' arguments have to agree on; packed sequences become the shape's batch and rows.
+static mg_status read_features(shape *x, const char *op, const mg_attention_features *f) {
+  static const mg_attention_features none;
+  if (!f) f = &none;
+  if (f->sink && f->sink->shape[0] != x->q_heads)
+    return mg_fail(MG_VALUE, "%s: sink has size %lld, expected %lld (heads of q)", op, (long long)f->sink->shape[0], (long long)x->q_heads);
+  if (!(f->softcap >= 0) || isinf(f->softcap)) return mg_fail(MG_VALUE, "%s: softcap is %g, expected 0 (none) or a positive number", op, (double)f->softcap);
+  if (!(f->dropout >= 0 && f->dropout < 1)) return mg_fail(MG_VALUE, "%s: dropout_p is %g, expected 0 to less than 1", op, (double)f->dropout);
+  if (!f->q_start != !f->k_start)
+    return mg_fail(MG_TYPE, "%s: cu_seqlens_%s is missing, expected both or none", op, f->q_start ? "k" : "q");
+  if (f->q_start) {
+    int64_t starts = f->q_start->shape[0];
+    if (starts < 1 || f->k_start->shape[0] != starts)
+      return mg_fail(MG_VALUE, "%s: cu_seqlens_q has size %lld and cu_seqlens_k %lld, expected the number of sequences plus 1 in both", op,
+                     (long long)starts, (long long)f->k_start->shape[0]);
+    if (x->batch != 1) return mg_fail(MG_VALUE, "%s: q has batch %lld, expected 1 where sequences are packed", op, (long long)x->batch);
+    if (f->max_q < 0 || f->max_q > INT32_MAX / 2 || f->max_k < 0 || f->max_k > INT32_MAX / 2)
+      return mg_fail(MG_VALUE, "%s: max_seqlen_q is %lld and max_seqlen_k %lld, expected 0 to 2^30", op, (long long)f->max_q, (long long)f->max_k);
+    x->batch = starts - 1;
+    x->q_rows = at_most(x->q_total, f->max_q);
+    x->k_rows = at_most(x->k_total, f->max_k);
+  }
+  if (f->slopes && (f->slopes->shape[1] != x->q_heads || (f->slopes->shape[0] != 1 && f->slopes->shape[0] != x->batch)))
+    return mg_fail(MG_VALUE, "%s: alibi_slopes has shape [%lld, %lld], expected [%lld] or [%lld, %lld] (heads of q, or batch and heads)", op,
+                   (long long)f->slopes->shape[0], (long long)f->slopes->shape[1], (long long)x->q_heads, (long long)x->batch, (long long)x->q_heads);
+  if (x->batch * x->q_heads > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld sequences times heads, at most 2^30 are accepted", op, (long long)(x->batch * x->q_heads));
+  return MG_OK;
+}
+static int feature_class(const mg_attention_features *f) {
+  if (!f) return 0;
+  if (f->softcap != 0 || f->dropout != 0 || f->sink || f->slopes) return 2;
+  return f->q_start || (f->window && (f->left >= 0 || f->right >= 0));
+}
+// The diagonals between which a row sees keys; of packed sequences, before their lengths.
+static int upper_diagonal(const shape *x, const mg_attention_options *options) {
+  const mg_attention_features *f = options->features;
+  int64_t right = f && f->window && f->right >= 0 ? f->right : -1;
+  if (options->causal && (right < 0 || right > 0)) right = 0;
+  return right < 0 || right >= NO_DIAGONAL / 2 ? NO_DIAGONAL : (int)((f && f->q_start ? 0 : x->k_rows - x->q_rows) + right);
+}
+static int lower_diagonal(const shape *x, const mg_attention_features *f) {
+  if (!f || !f->window || f->left < 0 || f->left >= NO_DIAGONAL / 2) return -NO_DIAGONAL;
+  return (int)((f->q_start ? 0 : x->k_rows - x->q_rows) - f->left);
+}
+static attention_features features_of(const shape *x, const mg_attention_features *f) {
+  attention_features k = {.lower = lower_diagonal(x, f)};
+  if (!f) return k;
+  if (f->q_start) {
+    k.q_start = f->q_start->data;
+    k.k_start = f->k_start->data;
+  }
+  if (f->sink) k.sink = f->sink->data;
+  if (f->slopes) {
+    k.slopes = f->slopes->data;
+    k.slope_batch = f->slopes->shape[0] > 1 ? (int)x->q_heads : 0;
+  }
+  k.softcap = f->softcap;
+  k.drop_below = (uint32_t)lrint((double)f->dropout * 4294967295.0);
+  k.keep_scale = (float)(1 / (1 - (double)f->dropout));
+  k.seed[0] = (uint32_t)f->seed;
+  k.seed[1] = (uint32_t)(f->seed >> 32);
+  return k;
+}
 static mg_status read_scale(float *scale, const char *op, const mg_attention_options *options, const shape *x) {
   *scale = options->scale != 0 ? options->scale : (float)(1 / sqrt((double)x->d));
   if (!(*scale > 0) || isinf(*scale)) return mg_fail(MG_VALUE, "%s: scale must be positive and finite, found %g", op, (double)options->scale);
@@ -58,7 +122,7 @@ static mg_status read_scale(float *scale, const char *op, const mg_attention_opt
 static mg_problem problem_of(const shape *x, const mg_attention_options *options, const mg_tensor *q, int sms) {
   return (mg_problem){.dtype = q->dtype, .gpu = q->device == MG_CUDA, .causal = options->causal, .deterministic = options->deterministic,
                       .d = x->d > x->dv ? x->d : x->dv, .batch = x->batch, .heads_q = x->q_heads, .heads_k = x->k_heads, .nq = x->q_rows,
-                      .nk = x->k_rows, .sms = sms};
+                      .nk = x->k_rows, .features = feature_class(options->features), .sms = sms};
 }
 // Grid of a persistent kernel. On the CPU the thread pool draws single tasks, in order.
 static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
@@ -97,11 +161,14 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   static const char op[] = "attention";
   shape x;
   float scale;
-  mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace});
+  const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
+  mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace, f->sink, f->slopes, f->q_start, f->k_start});
   if (!status) status = read_shape(&x, op, q, k, v);
+  const int64_t in_memory[] = {x.batch, x.q_heads, x.q_total, x.dv};
+  if (!status) status = read_features(&x, op, options->features);
   if (!status) status = read_scale(&scale, op, options, &x);
-  if (!status) status = check_shape(op, "out", out, 4, (int64_t[]){x.batch, x.q_heads, x.q_rows, x.dv});
-  if (!status && lse) status = check_shape(op, "lse", lse, 3, (int64_t[]){x.batch, x.q_heads, x.q_rows});
+  if (!status) status = check_shape(op, "out", out, 4, in_memory);
+  if (!status && lse) status = check_shape(op, "lse", lse, 3, in_memory);
   if (!status && lse) status = check_contiguous(op, "lse", lse);
   if (!status && workspace && (workspace->shape[0] < 16 || ((uintptr_t)workspace->data & 15)))
     status = mg_fail(MG_VALUE, "%s: workspace has %lld bytes at %p, expected 16 bytes, 16-byte aligned", op, (long long)workspace->shape[0],
@@ -112,8 +179,8 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   if ((status = mg_context_open(&c, q, stream))) return status;
   mg_problem problem = problem_of(&x, options, q, c.sms);
   if ((status = mg_select(&row, MG_OP_attention_fwd, &problem, &c))) return status;
-  if (x.batch * x.q_heads * x.q_rows == 0) return MG_OK;
-  if (x.k_rows == 0) {
+  if (x.q_heads * in_memory[0] * x.q_total == 0) return MG_OK;
+  if (x.k_total == 0) {
     status = mg_is_empty(out) ? MG_OK : fill(&c, out, 0);
     return status || !lse ? status : fill(&c, lse, 0xff800000u);   // -inf
   }
@@ -121,12 +188,13 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   const mg_kernel_desc *desc = mg_desc(row);
   attention_fwd_params p = {
     .lse = lse ? lse->data : NULL, .q_blocks = (int)ceil_div(x.q_rows, desc->tile_m), .batch = (int)x.batch, .q_heads = (int)x.q_heads,
-    .group = (int)(x.q_heads / x.k_heads), .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows,
-    .diagonal = options->causal ? (int)(x.k_rows - x.q_rows) : NO_DIAGONAL, .scale_log2 = (float)(scale * LOG2E)};
+    .group = (int)(x.q_heads / x.k_heads), .q_rows = (int)x.q_total, .k_rows = (int)x.k_rows,
+    .diagonal = upper_diagonal(&x, options), .scale_log2 = (float)(scale * LOG2E), .features = features_of(&x, options->features),
+    .out = out->data, .out_row = out->stride[2], .out_head = out->stride[1], .out_columns = (int)x.dv};
   int64_t tasks = (int64_t)p.q_blocks * x.batch * x.q_heads;
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld row blocks, at most 2^30 are accepted", op, (long long)tasks);
   p.tasks = (int)tasks;
-  p.l2_heads = options->causal ? l2_heads(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads) : 1;
+  p.l2_heads = p.diagonal != NO_DIAGONAL ? l2_heads(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads) : 1;
   if ((status = map(&p.q, &c, "attention: q", q, 64)) || (status = map(&p.k, &c, "attention: k", k, desc->tile_n)) ||
       (status = map(&p.v, &c, "attention: v", v, desc->tile_n)) || (status = map(&p.o, &c, "attention: out", out, 64)))
     return status;
@@ -141,14 +209,15 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
 // ---- backward: workspace is  dq accumulator | lse2 | delta | counter | order
 typedef struct plan {
   const mg_kernel *pre, *main, *post;
-  int64_t tile, q_blocks, q_real, blocks64;   // blocks of the main kernel's tile rows; allocated blocks of 64 rows
+  int64_t tile, q_blocks, q_real, blocks64;   // blocks of the main kernel's tile rows; allocated blocks of 64 rows, of a sequence
+  int64_t head_blocks;                        // allocated blocks of 64 rows of a head: of all its packed sequences
   int64_t width;                              // columns of an accumulator row: the main kernel's head dimension
   size_t lse2, delta, counters, counter_words, bytes;   // offsets in bytes
 } plan;
 
 static size_t round_up(size_t n) { return (n + 255) & ~(size_t)255; }
 
-static mg_status make_plan(plan *w, const shape *x, const mg_problem *problem, const mg_context *c) {
+static mg_status make_plan(plan *w, const shape *x, const mg_problem *problem, bool packed, const mg_context *c) {
   mg_status status = mg_select(&w->main, MG_OP_attention_bwd, problem, c);
   if (!status) status = mg_select(&w->pre, MG_OP_attention_bwd_pre, problem, c);
   if (!status) status = mg_select(&w->post, MG_OP_attention_bwd_post, problem, c);
@@ -159,13 +228,20 @@ static mg_status make_plan(plan *w, const shape *x, const mg_problem *problem, c
   w->q_real = ceil_div(x->q_rows, w->tile);
   w->q_blocks = w->q_real + 1;
   w->blocks64 = w->q_blocks * (w->tile / 64);
-  size_t rows = (size_t)(heads * w->blocks64 * 64);
+  w->head_blocks = w->blocks64;
+  if (packed) {   // see padded_block() in attention_features.h
+    heads = x->q_heads;
+    w->blocks64 += w->tile / 64;
+    w->head_blocks = (x->q_total / w->tile + 2 * x->batch) * (w->tile / 64);
+    w->q_blocks = w->head_blocks / (w->tile / 64);
+  }
+  size_t rows = (size_t)(heads * w->head_blocks * 64);
   w->lse2 = round_up(rows * (size_t)w->width * sizeof(float));
   w->delta = w->lse2 + round_up(rows * sizeof(float));
   w->counters = w->delta + round_up(rows * sizeof(float));
   w->counter_words = 4 + (problem->deterministic ? (size_t)(heads * w->q_blocks * 4) : 0);
   w->bytes = w->counters + round_up(w->counter_words * sizeof(int));
-  if (heads * w->blocks64 > INT32_MAX / 8) return mg_fail(MG_VALUE, "attention_backward: %lld row blocks, too many", (long long)(heads * w->blocks64));
+  if (x->batch * x->q_heads * w->blocks64 > INT32_MAX / 8 || heads * w->head_blocks > INT32_MAX / 8) return mg_fail(MG_VALUE, "attention_backward: %lld row blocks, too many", (long long)(heads * w->blocks64));
   return MG_OK;
 }
 
@@ -176,11 +252,12 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
   mg_status status = q && k && v ? MG_OK : mg_fail(MG_TYPE, "attention_backward: q, k or v is missing, expected tensors");
   if (!status && (q->dims != 4 || k->dims != 4 || v->dims != 4)) status = mg_fail(MG_VALUE, "attention_backward: q, k, v must have 4 dimensions");
   if (!status) status = read_shape(&x, "attention_backward", q, k, v);
+  if (!status) status = read_features(&x, "attention_backward", options->features);
   if (!status) status = mg_context_open(&c, q, NULL);
   if (status) return status;
   mg_problem problem = problem_of(&x, options, q, c.sms);
-  if ((status = make_plan(&w, &x, &problem, &c))) return status;
-  *bytes = x.batch * x.q_heads * x.q_rows * x.k_rows == 0 ? 0 : w.bytes;
+  if ((status = make_plan(&w, &x, &problem, options->features && options->features->q_start, &c))) return status;
+  *bytes = x.q_heads * q->shape[0] * x.q_total * x.k_total == 0 ? 0 : w.bytes;
   return MG_OK;
 }
 
@@ -190,10 +267,13 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   static const char op[] = "attention_backward";
   shape x;
   float scale;
-  mg_status status = mg_check(MG_OP_attention_bwd, (const mg_tensor *[]){dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace});
+  const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
+  mg_status status = mg_check(MG_OP_attention_bwd, (const mg_tensor *[]){dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, f->sink, f->slopes,
+                                                                         f->q_start, f->k_start});
   if (!status) status = read_shape(&x, op, q, k, v);
+  const int64_t o_shape[4] = {x.batch, x.q_heads, x.q_total, x.dv};
+  if (!status) status = read_features(&x, op, options->features);
   if (!status) status = read_scale(&scale, op, options, &x);
-  const int64_t o_shape[4] = {x.batch, x.q_heads, x.q_rows, x.dv};
   if (!status) status = check_shape(op, "out", out, 4, o_shape);
   if (!status) status = check_shape(op, "dout", dout, 4, o_shape);
   if (!status) status = check_shape(op, "lse", lse, 3, o_shape);
@@ -208,8 +288,8 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   if ((status = mg_context_open(&c, q, stream))) return status;
   mg_problem problem = problem_of(&x, options, q, c.sms);
   plan w;
-  if ((status = make_plan(&w, &x, &problem, &c))) return status;
-  if (x.batch * x.q_heads * x.q_rows * x.k_rows == 0) {
+  if ((status = make_plan(&w, &x, &problem, options->features && options->features->q_start, &c))) return status;
+  if (x.q_heads * o_shape[0] * x.q_total * x.k_total == 0) {
     const mg_tensor *all[] = {dq, dk, dv};
     for (int i = 0; i < 3; i++)
       if (!mg_is_empty(all[i]) && (status = fill(&c, all[i], 0))) return status;
@@ -222,10 +302,12 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   float *acc = (float *)base, *lse2 = (float *)(base + w.lse2), *delta = (float *)(base + w.delta);
   int *counters = (int *)(base + w.counters);
   int64_t heads = x.batch * x.q_heads;
+  const packed_rows packed = {f->q_start ? f->q_start->data : NULL, (int)(w.tile / 64), (int)w.head_blocks};
 
   attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,
                                   .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
-                                  .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_rows = (int)x.q_rows};
+                                  .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_rows = (int)x.q_total,
+                                  .packed = packed};
   if ((status = map(&pre.o, &c, "attention_backward: out", out, 64)) || (status = map(&pre.dout, &c, "attention_backward: dout", dout, 64)) ||
       (status = mg_launch(&c, w.pre, &pre, grid(&c, w.pre, pre.tasks))))
     return status;
@@ -235,7 +317,9 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     .lse2 = lse2, .delta = delta, .dq_acc = acc, .counter = counters, .order = options->deterministic ? counters + 4 : NULL,
     .k_blocks = (int)ceil_div(x.k_rows, desc->tile_n), .q_blocks = (int)w.q_blocks, .q_real = (int)w.q_real, .batch = (int)x.batch,
     .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads, .group = (int)(x.q_heads / x.k_heads), .q_rows = (int)x.q_rows,
-    .k_rows = (int)x.k_rows, .diagonal = options->causal ? (int)(x.k_rows - x.q_rows) : NO_DIAGONAL, .scale = (float)(scale * LOG2E)};
+    .k_rows = (int)x.k_rows, .diagonal = upper_diagonal(&x, options), .scale = (float)(scale * LOG2E),
+    .features = features_of(&x, options->features), .dk_out = dk->data, .dk_row = dk->stride[2], .dk_head = dk->stride[1],
+    .dv_out = dv->data, .dv_row = dv->stride[2], .dv_head = dv->stride[1], .k_columns = (int)x.d, .v_columns = (int)x.dv};
   p.tasks = (int)(x.batch * x.k_heads * p.k_blocks);
   p.l2_heads = l2_heads(&c, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), x.batch * x.k_heads);
   int rows = (int)at_most(64, desc->tile_n);
@@ -246,7 +330,8 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     return status;
 
   attention_bwd_post_params post = {.dq_acc = acc, .q_blocks = (int)ceil_div(x.q_rows, 64), .acc_blocks = (int)w.blocks64,
-                                    .q_heads = (int)x.q_heads, .scale = scale};
+                                    .q_heads = (int)x.q_heads, .scale = scale, .packed = packed, .out = dq->data, .out_row = dq->stride[2],
+                                    .out_head = dq->stride[1], .columns = (int)x.d};
   post.tasks = (int)(heads * post.q_blocks);
   if ((status = map(&post.dq, &c, "attention_backward: dq", dq, 64))) return status;
   return mg_launch(&c, w.post, &post, grid(&c, w.post, post.tasks));

@@ -2,15 +2,40 @@
 #pragma once
 #include "tile/gmap.h"
 
+// What the kernels of rows with FEATURES compute besides; 0 and NULL where not wanted. Rows and keys count within a sequence.
+typedef struct attention_features {
+  const int *q_start, *k_start;   // [batch + 1]: where the sequences begin in packed q (o, dq, lse) and k, v, whose maps have batch 1; NULL: dense
+  const float *sink;              // [q_heads]: a logit of each head that only the denominator sees
+  const float *slopes;            // ALiBi: scores fall by slopes[batch * slope_batch + head] for each step between row and key
+  int slope_batch;
+  int lower;                      // query row i sees keys from i + lower on (as `diagonal`, before the sequences' lengths); -2^30: all
+  float softcap;                  // scores x become softcap tanh(x / softcap)
+  uint32_t drop_below;            // probabilities are dropped where their random 32 bits are below
+  float keep_scale;               // 1 / (1 - dropout probability)
+  uint32_t seed[2];
+} attention_features;
+
+// Where the blocks of packed sequences lie in the backward's workspace; start NULL: dense, each (batch, head) has q_blocks of them.
+// A sequence has room for its rows rounded up to blocks and for at least one block of padding.
+typedef struct packed_rows {
+  const int *start;         // [batch + 1]
+  int tile;                 // blocks of 64 rows in the main kernel's block of query rows
+  int head_blocks;          // blocks of 64 rows of a head, all sequences
+} packed_rows;
+
 // o = softmax(scale q k^T) v. Tasks are blocks of query rows of one (batch, head).
 typedef struct attention_fwd_params {
   gmap q, k, v, o;
+  attention_features features;
+  void *out;                // o again, for blocks of rows that end inside the packed tensor: strides in elements
+  int64_t out_row, out_head;
+  int out_columns;
   float *lse;               // [batch, q_heads, q_rows], natural log; NULL where not wanted
   int *counter;             // dynamic task counter that starts at 0, or NULL: static order
   int tasks, q_blocks;      // q_blocks: blocks of query rows of one head
   int batch, q_heads, group;   // group: query heads per key head
   int q_rows, k_rows;
-  int diagonal;             // query row i sees keys up to i + diagonal; 2^30 where not causal
+  int diagonal;             // query row i sees keys up to i + diagonal; 2^30 where not masked. Packed: before k_rows - q_rows of the sequence
   int l2_heads;             // heads whose k and v fit the L2 together; tasks run longest first inside such a section. 1 without a mask
   float scale_log2;         // softmax scale * log2(e)
 } attention_fwd_params;
@@ -24,16 +49,22 @@ typedef struct attention_bwd_pre_params {
   int *counters;
   int counter_words;
   int tasks, q_blocks, q_heads, q_rows;   // blocks of 64 rows, padding included
+  packed_rows packed;
 } attention_bwd_pre_params;
 
 typedef struct attention_bwd_params {
   gmap q, k, v, dout, dk, dv;
+  attention_features features;
+  void *dk_out, *dv_out;    // dk and dv again, for blocks of keys that end inside the packed tensor: strides in elements
+  int64_t dk_row, dk_head, dv_row, dv_head;
+  int k_columns, v_columns;
   const float *lse2, *delta;
   float *dq_acc;
   int *counter;             // dynamic task counter
   int *order;               // [batch, q_heads, q_blocks, 2]: key blocks that have added to this half of dq; NULL where not deterministic
   int tasks, k_blocks;
   int q_blocks, q_real;     // blocks of the kernel's tile of query rows of one head: allocated (at least q_real + 1), with rows in them
+                            // packed sequences: allocated for all of them together
   int batch, q_heads, k_heads, group;
   int q_rows, k_rows;
   int diagonal;             // as above
@@ -44,6 +75,10 @@ typedef struct attention_bwd_params {
 // dq = scale * accumulator, to 16 bit
 typedef struct attention_bwd_post_params {
   gmap dq;
+  packed_rows packed;
+  void *out;                // dq again, as in the forward
+  int64_t out_row, out_head;
+  int columns;
   const float *dq_acc;
   int tasks, q_blocks, acc_blocks, q_heads;   // blocks of 64 rows of one head: with rows in them, allocated
   float scale;

@@ -7,8 +7,9 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), STAGES, DS_STAGES, DETERMINISTIC, *_REGS
+enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (at most PACKED), *_REGS
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
+#include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
 
@@ -22,6 +23,7 @@ struct shared {
   place at[SLOTS];                     // of step n, from the loader
   ring<DS_STAGES, ASYNC_READS> ring_ds;
   sem k_full, v_full, kv_free;
+  held task_of[2];
   task_queue queue;
 };
 
@@ -38,26 +40,28 @@ TILE void init(shared &s) {
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;
-  for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
-    task t = task_at(p, next);
-    for (int step = 0; step < t.steps; step++, n++) {
+  for (uint32_t count = 0; (next = draw(p, s.queue, count, next)) < p.tasks; count++) {
+    held &t = s.task_of[count & 1];
+    put_held(t, p, task_at(p, next));
+    int steps = get(t.steps);
+    for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n);
-      int head = head_of(t, p, step), block = block_of(t, step);
-      int64_t stats = ((int64_t)(t.batch * p.q_heads + head) * p.q_blocks + block) * M;
+      int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M, batch = get(t.batch);
+      int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
-      put_place(s.at[n % SLOTS], p, t, block, stats / M);
+      put_place(s.at[n % SLOTS], p, t, head, block);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
-      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], block * M, 0, head, t.batch);
+      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], row, 0, head, batch);
       tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
       if (step == 0) {
         sem_wait(s.kv_free, ~count & 1);
         sem_expect(s.k_full, NC * tile_bytes(s.k[0]));
-        for (int w = 0; w < NC; w++) tma_load(s.k[w], p.k, s.k_full, t.key0 + w * 64, 0, t.k_head, t.batch);
+        for (int w = 0; w < NC; w++) tma_load(s.k[w], p.k, s.k_full, get(t.row) + w * 64, 0, get(t.head), batch);
         sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
-        for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, t.key0 + w * 64, 0, t.k_head, t.batch);
+        for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, get(t.row) + w * 64, 0, get(t.head), batch);
       }
       sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
-      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], block * M, 0, head, t.batch);
+      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], row, 0, head, batch);
       tma_load(s.delta[at.stage], p.delta + stats, s.dout_full[at.stage]);
     }
   }
@@ -70,9 +74,10 @@ TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
   int keys = get(s.at[n % SLOTS].keys) - wg * 64, diagonal = get(s.at[n % SLOTS].diagonal) - wg * 64;
   float c = p.scale;
+  int lower = FEATURES ? get(s.at[n % SLOTS].lower) - wg * 64 : -UNMASKED;
   mma_wait<1>(a.s);
-  if (diagonal < 63 || keys < 64)
-    map_rc(a.s, [=](float x, int key, int query) { return key < keys && key <= query + diagonal ? x : -infinity(); });
+  if (diagonal < 63 || keys < 64 || (FEATURES && lower > -M))
+    map_rc(a.s, [=](float x, int key, int query) { return key < keys && key <= query + diagonal && (!FEATURES || key >= query + lower) ? x : -infinity(); });
   map_col(a.s, s.lse2[at.stage], [=](float x, float l) { return fast_exp2(fused(x, c, -l)); });
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(a.dp);
@@ -123,17 +128,23 @@ template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, sh
   ring_release(s.ring_q, ring_at<STAGES>(n - 1));
 }
 
-TILE void finish(state &a, const attention_bwd_params &p, shared &s, const task &t, int wg) {
+TILE void finish(state &a, const attention_bwd_params &p, shared &s, const held &t, int wg) {
   float scale = p.scale * 0.6931471805599453f;
+  int row = get(t.row) + wg * 64, head = get(t.head), batch = get(t.batch), keys = get(t.keys) - wg * 64;
+  bool whole = !FEATURES || !p.features.q_start || keys >= 64;   // else the next sequence's keys follow
   map(a.dk, [=](float x) { return x * scale; });
+  if (!whole) {
+    store((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
+    store((elem *)p.dk_out + row * p.dk_row + head * p.dk_head, p.dk_row, a.dk, keys, p.k_columns);
+  }
   store(s.v[wg], a.dv);   // only this warpgroup reads this v
   fence_async();
   bar_sync(NC + 1, 128 * NC);   // both have done with k
-  tma_store(p.dv, s.v[wg], t.key0 + wg * 64, 0, t.k_head, t.batch);
+  if (whole) tma_store(p.dv, s.v[wg], row, 0, head, batch);
   store(s.k[wg], a.dk);
   fence_async();
   wg_sync();
-  tma_store(p.dk, s.k[wg], t.key0 + wg * 64, 0, t.k_head, t.batch);
+  if (whole) tma_store(p.dk, s.k[wg], row, 0, head, batch);
   tma_store_wait_read();
   sem_arrive(s.kv_free);
 }
@@ -144,9 +155,9 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     state a;
-    uint32_t end = n + task_at(p, next).steps, kv_phase = count & 1;
-    sem_wait(s.k_full, kv_phase);
-    sem_wait(s.v_full, kv_phase);
+    sem_wait(s.k_full, count & 1);
+    sem_wait(s.v_full, count & 1);
+    uint32_t end = n + get(s.task_of[count & 1].steps);
     for (uint32_t begin = n; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);
       turn_wait<NC>(wg);
@@ -172,7 +183,7 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
       mma_wait<0>(dq);
       dq_add(dq, p, s, n - back, wg);
     }
-    finish(a, p, s, task_at(p, queue_again(s.queue, count)), wg);   // not kept: registers
+    finish(a, p, s, s.task_of[count & 1], wg);
     queue_release(s.queue, count);
   }
   turn_end<NC>(wg);

@@ -1,6 +1,7 @@
 // After attention backward: dq = scale * accumulator, rounded, for each block of 64 query rows.
 #include "tile/tile.h"
 #include "kernels/attention.h"
+#include "kernels/attention_features.h"
 
 enum { DQ_TILES = D / 64 };
 
@@ -13,19 +14,27 @@ TILE void init(shared &) {}
 TILE void compute(const attention_bwd_post_params &p, shared &s, int) {
   float scale = p.scale;
   for (int i = block_index(); i < p.tasks; i += block_count()) {
-    int bh = i / p.q_blocks, block = i - bh * p.q_blocks, batch = bh / p.q_heads;
-    const float *acc = p.dq_acc + ((int64_t)bh * p.acc_blocks + block) * DQ_TILES * 64 * 64;
+    int bh = i / p.q_blocks, block = i - bh * p.q_blocks, batch = bh / p.q_heads, head = bh - batch * p.q_heads, row0 = block * 64, rows = 64;
+    const float *acc = p.dq_acc + (int64_t)(blocks_of(p.packed, batch, head, p.q_heads, p.acc_blocks).first + block) * DQ_TILES * 64 * 64;
     rt<float, 64> x;
+    if (p.packed.start) {
+      rows = p.packed.start[batch + 1] - p.packed.start[batch] - row0;
+      row0 += p.packed.start[batch];
+      batch = 0;
+      if (rows <= 0) continue;
+    }
+    elem *out = (elem *)p.out + row0 * p.out_row + head * p.out_head;   // used where the next sequence's rows follow
     tma_store_wait_read();
     wg_sync();
     for (int c = 0; c < DQ_TILES; c++) {
       load_acc(x, acc + c * 64 * 64);
       map(x, [=](float a) { return a * scale; });
-      store(s.dq, x, c * 64);
+      if (rows < 64) store(out + c * 64, p.out_row, x, rows, p.columns - c * 64);
+      else store(s.dq, x, c * 64);
     }
     fence_async();
     wg_sync();
-    tma_store(p.dq, s.dq, block * 64, 0, bh - batch * p.q_heads, batch);
+    if (rows >= 64) tma_store(p.dq, s.dq, row0, 0, head, batch);
   }
   tma_store_wait_read();
 }

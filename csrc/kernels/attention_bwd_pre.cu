@@ -4,6 +4,7 @@
 // and zeros in dq's accumulator and the main kernel's counters.
 #include "tile/tile.h"
 #include "kernels/attention.h"
+#include "kernels/attention_features.h"
 
 enum { DQ_TILES = D / 64 };
 
@@ -17,14 +18,33 @@ TILE void init(shared &s) {
   sem_init(s.free, arrivals(0, 0, 1));
 }
 
+struct task { int batch, head, row0, rows; int64_t block, row; };   // block of the workspace; row of lse and its map; rows from there on
+TILE bool task_at(task &t, const attention_bwd_pre_params &p, int i) {
+  int bh = i / p.q_blocks, block = i - bh * p.q_blocks;
+  t.batch = bh / p.q_heads;
+  t.head = bh - t.batch * p.q_heads;
+  row_blocks all = blocks_of(p.packed, t.batch, t.head, p.q_heads, p.q_blocks);
+  t.block = all.first + block;
+  t.row0 = block * 64;
+  t.rows = p.q_rows - t.row0;
+  if (p.packed.start) {
+    t.rows = p.packed.start[t.batch + 1] - p.packed.start[t.batch] - t.row0;
+    t.row0 += p.packed.start[t.batch];
+    t.batch = 0;
+  }
+  t.row = (int64_t)(t.batch * p.q_heads + t.head) * p.q_rows + t.row0;
+  return block < all.count;
+}
+
 TILE void loader(const attention_bwd_pre_params &p, shared &s, int) {
   uint32_t phase = 0;
+  task t;
   for (int i = block_index(); i < p.tasks; i += block_count()) {
-    int bh = i / p.q_blocks, row0 = (i - bh * p.q_blocks) * 64, batch = bh / p.q_heads;
+    if (!task_at(t, p, i)) continue;
     sem_wait(s.free, phase ^ 1);
     sem_expect(s.full, tile_bytes(s.o) + tile_bytes(s.dout));
-    tma_load(s.o, p.o, s.full, row0, 0, bh - batch * p.q_heads, batch);
-    tma_load(s.dout, p.dout, s.full, row0, 0, bh - batch * p.q_heads, batch);
+    tma_load(s.o, p.o, s.full, t.row0, 0, t.head, t.batch);
+    tma_load(s.dout, p.dout, s.full, t.row0, 0, t.head, t.batch);
     phase ^= 1;
   }
 }
@@ -32,16 +52,16 @@ TILE void loader(const attention_bwd_pre_params &p, shared &s, int) {
 TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
   uint32_t phase = 0;
   if (block_index() == 0) zero_words(p.counters, p.counter_words);
+  task t;
   for (int i = block_index(); i < p.tasks; i += block_count()) {
-    int bh = i / p.q_blocks, row0 = (i - bh * p.q_blocks) * 64, rows = p.q_rows - row0;
-    int64_t at = (int64_t)bh * p.q_rows + row0;
+    if (!task_at(t, p, i)) continue;
     rv lse, dlse, delta;
     rsum dot;
     rt<float, 32> x, y;
-    load(lse, p.lse + at, rows, infinity());
+    load(lse, p.lse + t.row, t.rows, infinity());
     fill(dlse, 0.f);
-    if (p.dlse) load(dlse, p.dlse + at, rows, 0.f);
-    for (int c = 0; c < DQ_TILES; c++) zero_acc<64>(p.dq_acc + ((int64_t)i * DQ_TILES + c) * 64 * 64);
+    if (p.dlse) load(dlse, p.dlse + t.row, t.rows, 0.f);
+    for (int c = 0; c < DQ_TILES; c++) zero_acc<64>(p.dq_acc + (t.block * DQ_TILES + c) * 64 * 64);
     fill(dot, 0.f);
     sem_wait(s.full, phase);
     phase ^= 1;
@@ -55,8 +75,8 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
     reduce(delta, dot);
     map(delta, delta, dlse, [](float a, float b) { return a - b; });
     map(lse, lse, [](float x) { return x == -infinity() ? infinity() : x * 1.4426950408889634f; });
-    store(p.lse2 + (int64_t)i * 64, lse, 64);
-    store(p.delta + (int64_t)i * 64, delta, 64);
+    store(p.lse2 + t.block * 64, lse, 64);
+    store(p.delta + t.block * 64, delta, 64);
   }
 }
 

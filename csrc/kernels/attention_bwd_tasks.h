@@ -1,5 +1,5 @@
 // How the backward kernels walk: a task is a block of BN keys of one key head, its steps are the blocks of M query rows of the group's
-// heads that see it. Included by the kernels once BN, M and DETERMINISTIC are known.
+// heads that see it. Included by the kernels once BN, M, DETERMINISTIC and FEATURES are known.
 #pragma once
 
 enum { SLOTS = 8 };   // a step's place is read up to two steps after its stage was released: more than STAGES + 2
@@ -9,9 +9,16 @@ struct place {
   int diagonal;    // query i of the step sees keys of the block up to i + diagonal
   int dq_block;    // index of the step's query block among all heads' blocks
   int turn;        // of this key block among those that add to dq_block; -1 for padding, which not every key block visits
+  int lower, distance, row, key, head;   // rows with FEATURES: keys from i + lower on are seen; row - key of the first; these; batch * q_heads + head
 };
 
-struct task { int batch, k_head, key0, first, blocks, turn, steps; };   // query blocks first .. first + blocks - 1 of each head of the group
+struct task {
+  int batch, k_head, key0, first, blocks, turn, steps;   // query blocks first .. first + blocks - 1 of each head of the group
+  int real, base;                                        // query blocks of a head that have rows in them; first in lse2, delta, dq_acc of head 0
+  sequence seq;
+};
+TILE bool is_empty(const task &t) { return FEATURES && t.key0 >= t.seq.keys; }
+TILE int in_memory(const attention_bwd_params &p, const task &t) { return FEATURES && p.features.q_start ? 0 : t.batch; }
 
 // Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys, first.
 TILE task task_at(const attention_bwd_params &p, int i) {
@@ -21,25 +28,81 @@ TILE task task_at(const attention_bwd_params &p, int i) {
   t.batch = bh / p.k_heads;
   t.k_head = bh - t.batch * p.k_heads;
   t.key0 = r / heads * BN;
-  int first_row = t.key0 - p.diagonal;              // the first query row that sees the block's first key
+  t.seq = {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED};
+  t.real = p.q_real;
+  t.base = t.batch * p.q_heads * p.q_blocks;
+  if (FEATURES) {
+    t.seq = sequence_of(p.features, t.batch, p.q_rows, p.k_rows, p.diagonal);
+    t.real = t.seq.rows > M ? (t.seq.rows + M - 1) / M : 1;
+    if (p.features.q_start) t.base = padded_block(p.features.q_start, t.batch, M);
+  }
+  int first_row = t.key0 - t.seq.diagonal;          // the first query row that sees the block's first key
   t.first = first_row > 0 ? first_row / M : 0;
-  if (t.first > p.q_real - 1) t.first = p.q_real - 1;
-  t.blocks = p.q_real - t.first;
-  if (p.group == 1 && t.blocks < 2) t.blocks = 2;   // the pipeline needs two steps; the added block is padding (lse2 = inf)
+  if (t.first > t.real - 1) t.first = t.real - 1;
+  int end = t.real;
+  if (FEATURES) {
+    int last_row = t.key0 + BN - 1 - t.seq.lower;   // the last one that sees a key of the block
+    if (last_row < 0) end = 0;
+    else if (last_row / M + 1 < end) end = last_row / M + 1;
+  }
+  t.blocks = end - t.first;
+  int least = p.group == 1 ? 2 : 1;                 // the pipeline needs two steps; the added block is padding (lse2 = inf) or masked
+  if (t.blocks < least) t.blocks = least;
   // Without a mask, key blocks of one head start at different query blocks, so that their additions to dq rarely meet.
   t.turn = DETERMINISTIC || p.diagonal < p.k_rows ? 0 : t.key0 / M % t.blocks;
   t.steps = t.blocks * p.group;
   return t;
 }
-TILE int head_of(const task &t, const attention_bwd_params &p, int step) { return t.k_head * p.group + step / t.blocks; }
-TILE int block_of(const task &t, int step) {
-  int i = step % t.blocks + t.turn;
-  return t.first + (i < t.blocks ? i : i - t.blocks);
+TILE int draw(const attention_bwd_params &p, task_queue &q, uint32_t count, int task) {
+  return queue_draw(q, count, task, p.counter, [&](int i) { return FEATURES && i < p.tasks && is_empty(task_at(p, i)); });
+}
+// The first key block that visits a query block: task_at's `end`, solved for the key block.
+TILE int first_visitor(const attention_bwd_params &p, int diagonal, int lower, int block) {
+  int seen = block * M + lower - BN + 1, least = block - (p.group == 1 ? 1 : 0), added = least * M + diagonal;
+  int a = seen > 0 ? (seen + BN - 1) / BN : 0, b = least > 0 && added > 0 ? (added + BN - 1) / BN : 0;
+  return a < b ? a : b;
+}
+// A task in shared memory: less for the roles to work out and to keep in registers. Two, as in the queue; the loader fills one once it was given
+// the task, and makes it known with the task's k.
+struct held { int steps, keys, row, head, batch, first, blocks, turn, real, base, q0, key0, diagonal, lower, distance, heads; };
+TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
+  put(h.steps, t.steps);
+  put(h.keys, t.seq.keys - t.key0);          // from the block's first on
+  put(h.row, t.seq.k0 + t.key0);             // the block in the maps: row, head, batch
+  put(h.head, t.k_head);
+  put(h.batch, in_memory(p, t));
+  put(h.first, t.first);
+  put(h.blocks, t.blocks);
+  put(h.turn, t.turn);
+  put(h.real, t.real);
+  put(h.base, t.base);
+  put(h.q0, t.seq.q0);
+  put(h.key0, t.key0);
+  put(h.diagonal, t.seq.diagonal);
+  if (FEATURES) put(h.lower, t.seq.lower);
+  if (FEATURES == ALL_FEATURES) {
+    put(h.distance, t.seq.keys - t.seq.rows);
+    put(h.heads, t.batch * p.q_heads);         // before this sequence's
+  }
+}
+// Query head and block of a step.
+TILE int head_of(const held &h, const attention_bwd_params &p, int step) { return get(h.head) * p.group + step / get(h.blocks); }
+TILE int block_of(const held &h, int step) {
+  int blocks = get(h.blocks), i = step % blocks + get(h.turn);
+  return get(h.first) + (i < blocks ? i : i - blocks);
 }
 // Thread (the loader), before it makes the step's stage full.
-TILE void put_place(place &at, const attention_bwd_params &p, const task &t, int block, int64_t dq_block) {
-  put(at.keys, p.k_rows - t.key0);
-  put(at.diagonal, block * M + p.diagonal - t.key0);
-  put(at.dq_block, (int)dq_block);
-  put(at.turn, block < p.q_real ? t.key0 / BN : -1);
+TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int head, int block) {
+  int key0 = get(h.key0), diagonal = get(h.diagonal), lower = FEATURES ? get(h.lower) : 0;
+  put(at.keys, get(h.keys));
+  put(at.diagonal, block * M + diagonal - key0);
+  put(at.dq_block, get(h.base) + head * p.q_blocks + block);
+  put(at.turn, block >= get(h.real) || (FEATURES && !p.order) ? -1 : key0 / BN - (FEATURES ? first_visitor(p, diagonal, lower, block) : 0));
+  if (FEATURES) put(at.lower, block * M + lower - key0);
+  if (FEATURES == ALL_FEATURES) {
+    put(at.distance, block * M + get(h.distance) - key0);
+    put(at.row, block * M);
+    put(at.key, key0);
+    put(at.head, get(h.heads) + head);
+  }
 }

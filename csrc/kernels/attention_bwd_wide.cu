@@ -6,7 +6,8 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64, M = 64, STAGES = 2, HALF = D / NC, KEYS = BN / NC };   // D, DETERMINISTIC, *_REGS
+enum { NC = 2, BN = 64, M = 64, STAGES = 2, HALF = D / NC, KEYS = BN / NC };   // D, DETERMINISTIC, FEATURES (0), *_REGS
+#include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 
 struct shared {
@@ -17,6 +18,7 @@ struct shared {
   ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before the fence in softmax); also hands out the stages of dout
   sem dout_full[STAGES];               // dout and delta
   place at[SLOTS];                     // of step n, from the loader
+  held task_of[2];
   sem kv_full, kv_free;
   task_queue queue;
 };
@@ -32,23 +34,25 @@ TILE void init(shared &s) {
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;
-  for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
-    task t = task_at(p, next);
+  for (uint32_t count = 0; (next = draw(p, s.queue, count, next)) < p.tasks; count++) {
+    held &t = s.task_of[count & 1];
+    put_held(t, p, task_at(p, next));
+    int steps = get(t.steps), batch = get(t.batch);
     sem_wait(s.kv_free, ~count & 1);
     sem_expect(s.kv_full, tile_bytes(s.k) + tile_bytes(s.v));
-    tma_load(s.k, p.k, s.kv_full, t.key0, 0, t.k_head, t.batch);
-    tma_load(s.v, p.v, s.kv_full, t.key0, 0, t.k_head, t.batch);
-    for (int step = 0; step < t.steps; step++, n++) {
+    tma_load(s.k, p.k, s.kv_full, get(t.row), 0, get(t.head), batch);
+    tma_load(s.v, p.v, s.kv_full, get(t.row), 0, get(t.head), batch);
+    for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n);
-      int head = head_of(t, p, step), block = block_of(t, step);
-      int64_t stats = ((int64_t)(t.batch * p.q_heads + head) * p.q_blocks + block) * M;
+      int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M;
+      int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
-      put_place(s.at[n % SLOTS], p, t, block, stats / M);
+      put_place(s.at[n % SLOTS], p, t, head, block);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
-      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], block * M, 0, head, t.batch);
+      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], row, 0, head, batch);
       tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
       sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
-      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], block * M, 0, head, t.batch);
+      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], row, 0, head, batch);
       tma_load(s.delta[at.stage], p.delta + stats, s.dout_full[at.stage]);
     }
   }
@@ -99,7 +103,7 @@ TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) 
   if (turn >= 0) order_pass(p.order + tile, turn + 1);
 }
 
-TILE void finish(const attention_bwd_params &p, shared &s, const task &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
+TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
   float scale = p.scale * 0.6931471805599453f;
   map(dk, [=](float x) { return x * scale; });
   wg_sync();   // all warps' products have read this half of k and v; since softmax's barrier the other warpgroup reads its own only
@@ -108,8 +112,8 @@ TILE void finish(const attention_bwd_params &p, shared &s, const task &t, rt<flo
   fence_async();
   bar_sync(1, 128 * NC);
   if (wg != 0) return;
-  tma_store(p.dk, s.k, t.key0, 0, t.k_head, t.batch);
-  tma_store(p.dv, s.v, t.key0, 0, t.k_head, t.batch);
+  tma_store(p.dk, s.k, get(t.row), 0, get(t.head), get(t.batch));
+  tma_store(p.dv, s.v, get(t.row), 0, get(t.head), get(t.batch));
   tma_store_wait_read();
   sem_arrive(s.kv_free);
 }
@@ -119,10 +123,10 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     rt<float, HALF> dk, dv;
-    uint32_t end = n + task_at(p, next).steps;
     fill(dk, 0.f);
     fill(dv, 0.f);
     sem_wait(s.kv_full, count & 1);
+    uint32_t end = n + get(s.task_of[count & 1].steps);
     for (; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);
       softmax(p, s, n, wg);
@@ -135,7 +139,7 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
       dq_add(p, s, n, wg * HALF + 64);
       ring_release(s.ring_q, at);
     }
-    finish(p, s, task_at(p, queue_again(s.queue, count)), dk, dv, wg);
+    finish(p, s, s.task_of[count & 1], dk, dv, wg);
     queue_release(s.queue, count);
   }
 }

@@ -4,9 +4,9 @@
 #include <string.h>
 #include "runtime/runtime.h"
 
-enum { MAX_ARGS = 11 };
+enum { MAX_ARGS = 15 };
 typedef enum role { ROLE_OUT, ROLE_OPTOUT, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT } role;
-typedef enum kind { KIND_HALF, KIND_F32, KIND_U8 } kind;
+typedef enum kind { KIND_HALF, KIND_F32, KIND_U8, KIND_I32 } kind;
 typedef struct arg_rule { const char *name; role role; int dims; kind kind; } arg_rule;
 typedef struct op_rule { const char *name; arg_rule args[MAX_ARGS + 1]; } op_rule;   // the last argument is followed by one without a name
 
@@ -63,6 +63,7 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
   const char *found = mg_dtype_name(t->dtype), *expected = NULL;
   if (c->rule->kind == KIND_F32 && t->dtype != MG_FP32) expected = "float32";
   if (c->rule->kind == KIND_U8 && t->dtype != MG_UINT8) expected = "uint8";
+  if (c->rule->kind == KIND_I32 && t->dtype != MG_INT32) expected = "int32";
   if (c->rule->kind == KIND_HALF && t->dtype != MG_BF16 && t->dtype != MG_FP16 && (t->dtype != MG_FP32 || t->device != MG_CPU))
     expected = t->device == MG_CPU ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
   if (expected) return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s", c->op, c->rule->name, found, expected);

@@ -41,6 +41,7 @@ TILE void store(float *g, const rv &v, int n);             // rows >= n are not 
 template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n);   // columns >= n become 0
 // fp32 row-major, `ld` floats per row; rows >= m and columns >= n are not written
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n);
+template<typename T, int N> TILE void store(T *g, int64_t ld, const rt<float, N> &t, int m, int n);   // rounded to 16 bits
 // Accumulator tiles in global memory: 64 * N floats whose order is private to the backend.
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t);    // atomic fp32 additions
 template<int N> TILE void load_acc(rt<float, N> &t, const float *g);

@@ -7,14 +7,21 @@ struct task_queue { int id[2]; sem full[2], empty[2]; };
 TILE void queue_init(task_queue &q, int consumers) {    // arrivals()
   for (int i = 0; i < 2; i++) { sem_init(q.full[i], 1); sem_init(q.empty[i], consumers); }
 }
-// Thread (the loader): the next task after `task` (any value at count 0).
-TILE int queue_draw(task_queue &q, uint32_t count, int task, int *counter) {
+// Thread (the loader): the next task after `task` (any value at count 0) that is not to be skipped.
+template<class F> TILE int queue_draw(task_queue &q, uint32_t count, int task, int *counter, F skip) {
   ring_pos at = ring_at<2>(count);
-  task = count == 0 ? block_index() : block_count() + (counter ? atomic_next(counter) : task);
+  bool first = count == 0;
+  do {
+    task = first ? block_index() : block_count() + (counter ? atomic_next(counter) : task);
+    first = false;
+  } while (skip(task));
   sem_wait(q.empty[at.stage], at.phase ^ 1);
   put(q.id[at.stage], task);
   sem_arrive<THREAD>(q.full[at.stage]);
   return task;
+}
+TILE int queue_draw(task_queue &q, uint32_t count, int task, int *counter) {
+  return queue_draw(q, count, task, counter, [](int) { return false; });
 }
 // Warpgroup (a compute role).
 TILE int queue_take(task_queue &q, uint32_t count) {

@@ -1,9 +1,9 @@
 """Fast kernels for attention-like layers. Importing loads no tensor library and makes no CUDA call."""
 
-from margay.ops import attention, explain, info, matmul
+from margay.ops import attention, attention_varlen, dropout_mask, explain, info, matmul
 
 __version__ = "0.1.0"
-__all__ = ["attention", "explain", "info", "matmul", "nn"]
+__all__ = ["attention", "attention_varlen", "dropout_mask", "explain", "info", "matmul", "nn"]
 
 
 def __getattr__(name):

@@ -16,6 +16,37 @@ def attention(q, k, v, causal, scale, return_lse, deterministic):
     return (out, lse) if return_lse else out
 
 
+def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal, scale, return_lse, deterministic):
+    _check_arrays("attention", q=q, k=k, v=v, sink=sink, alibi_slopes=slopes, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+    ops.check_attention(q, k, v)
+    left, right, softcap, dropout, max_q, max_k = numbers
+    if dropout and seed is None:
+        seed = int(np.random.randint(0, 1 << 63))
+    out = _empty_ordered(q, v.shape[3])
+    lse = np.empty(q.shape[:3], np.float32) if return_lse else None
+    features = left, right, softcap, dropout, (seed or 0) & 0xFFFFFFFFFFFFFFFF, sink, slopes, *starts, max_q, max_k
+    _C.attention_fwd(out, lse, q, k, v, ops.attention_scale(scale), bool(causal), 0, None, features)
+    if lse is not None and sink is not None and k.shape[2] == 0:
+        lse[:] = sink[:, None]
+    return (out, lse) if return_lse else out
+
+
+def as_starts(a):
+    return np.ascontiguousarray(a, np.int32)
+
+
+def as_float32(a):
+    return np.ascontiguousarray(a, np.float32)
+
+
+def packed(a):
+    return a.transpose(1, 0, 2)[None]
+
+
+def unpacked(a):
+    return a[0].transpose(1, 0, 2)
+
+
 def matmul(a, b, bias, activation, out):
     _check_arrays("matmul", a=a, b=b, bias=bias, out=out)
     ops.check_matmul(a, b, bias)

@@ -78,19 +78,19 @@ def _attention_gradient(ctx, dout, dlse):
 # neither costs a call that needs none of it anything.
 
 
-def _attention(q, k, v, scale, causal, want_lse=True):
+def _attention(q, k, v, scale, causal, want_lse=True, features=None):
     scale = ops.attention_scale(scale)
     if q.ndim != 4 or v.ndim != 4:
         _check_attention(q, k, v)
     out, lse = _attention_outputs(q, v, want_lse)
     try:
-        _attention_into(out, lse, q, k, v, scale, causal)
+        _attention_into(out, lse, q, k, v, scale, causal, features)
     except Exception:
         _check_attention(q, k, v)
         if _all_mappable(q, k, v, out):
             raise
         target = _mappable_empty(out)
-        _attention_into(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal)
+        _attention_into(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal, features)
         _copy_back(out, target)
     return out, lse
 
@@ -98,40 +98,40 @@ def _attention(q, k, v, scale, causal, want_lse=True):
 _ONE_WAVE = 1 << 20   # elements of out; smaller problems have at most about one task for each multiprocessor
 
 
-def _attention_into(out, lse, q, k, v, scale, causal):
-    if q.is_cuda:
-        balance = torch.empty(16, dtype=torch.uint8, device=q.device) if out.numel() > _ONE_WAVE else None
-        _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, balance)
-    else:
+def _attention_into(out, lse, q, k, v, scale, causal, features=None):
+    balance = None
+    if not q.is_cuda:
         _use_torch_threads()
-        _C.attention_fwd(out, lse, q, k, v, scale, causal)
+    elif out.numel() > _ONE_WAVE:
+        balance = torch.empty(16, dtype=torch.uint8, device=q.device)
+    _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, balance, features)
 
 
-def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic):
+def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features=None):
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     scale = ops.attention_scale(scale)
     dout = _rows_contiguous(dout)
     dlse = None if dlse is None else dlse.contiguous()
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     try:
-        _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic)
+        _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
     except ValueError:                     # the forward's arguments were right: only addresses and strides can be wrong
         if _all_mappable(*grads, dout, q, k, v, out):
             raise
         targets = [_mappable_empty(t) for t in grads]
         dout, q, k, v, out = map(_mappable, (dout, q, k, v, out))
-        _attention_backward_into(targets, dout, dlse, q, k, v, out, lse, scale, causal, deterministic)
+        _attention_backward_into(targets, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
         for grad, target in zip(grads, targets):
             _copy_back(grad, target)
     return grads
 
 
-def _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic):
+def _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features):
     if not q.is_cuda:
         _use_torch_threads()
-    size = _C.attention_bwd_workspace(q, k, v, causal, deterministic)
+    size = _C.attention_bwd_workspace(q, k, v, causal, deterministic, features)
     workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-    _C.attention_bwd(*grads, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic)
+    _C.attention_bwd(*grads, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, 0, features)
 
 
 def _check_attention(q, k, v):
@@ -169,6 +169,142 @@ def _attention_vmap(vmap, in_dims, q, k, v, *options):
 
 def _attention_no_second_order(ctx, *grads):
     raise NotImplementedError("attention: gradients of gradients (create_graph=True) are not implemented")
+
+
+# ---- attention with windows, softcap, sinks, ALiBi, dropout; packed sequences
+#
+# q, k, v are [1, heads, total, dim] where sequences are packed. `numbers`: left, right, softcap, dropout_p, max_seqlen_q, max_seqlen_k.
+
+
+def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal, scale, return_lse, deterministic):
+    tensors = q, k, v, sink, slopes, *starts
+    if torch.compiler.is_compiling() or not _plain(*tensors):
+        _check_tensors("attention", q=q, k=k, v=v, sink=sink, alibi_slopes=slopes, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+        out, lse, _ = torch.ops.margay.attention_features(*tensors, *numbers, seed, scale, causal, deterministic)
+        return (out, lse) if return_lse else out
+    if _autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q.device.type, q, k, v)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad):
+        return _record_features(q, k, v, sink, slopes, *starts, numbers, seed, scale, causal, deterministic, return_lse)
+    out, lse, _ = _features_forward(q, k, v, sink, slopes, *starts, *numbers, seed, scale, causal, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _feature_tuple(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, seed):
+    return left, right, softcap, dropout, seed & 0xFFFFFFFFFFFFFFFF, sink, slopes, q_start, k_start, max_q, max_k
+
+
+def _features_forward(q, k, v, sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, seed, scale, causal, want_lse=True):
+    """out, lse, and the seed of dropout as a CPU tensor; drawn from torch's generator where none is given."""
+    used = torch.zeros(1, dtype=torch.int64) if not dropout else torch.randint(-2**63, 2**63 - 1, (1,)) if seed is None else torch.tensor([_signed(seed)])
+    features = _feature_tuple(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, used.item())
+    out, lse = _attention(q, k, v, scale, causal, want_lse, features)
+    if sink is not None and k.shape[2] == 0 and want_lse:
+        lse.copy_(sink.view(-1, 1))
+    return out, lse, used
+
+
+def _signed(seed):
+    seed &= 0xFFFFFFFFFFFFFFFF
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+class _AttentionWithFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sink, slopes, q_start, k_start, numbers, seed, scale, causal, deterministic, return_lse):
+        out, lse, used = _features_forward(q, k, v, sink, slopes, q_start, k_start, *numbers, seed, scale, causal)
+        ctx.save_for_backward(q, k, v, sink, slopes, q_start, k_start, out, lse, used)
+        ctx.options = *numbers, scale, causal, deterministic
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        return *_features_gradient(ctx, dout, dlse)[:7], *(None,) * 6
+
+
+_record_features = super(torch.autograd.Function, _AttentionWithFeatures).apply
+
+
+def _save_features(ctx, inputs, output):
+    q, k, v, sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, seed, scale, causal, deterministic = inputs
+    out, lse, used = output
+    ctx.save_for_backward(q, k, v, sink, slopes, q_start, k_start, out, lse, used)
+    ctx.options = left, right, softcap, dropout, max_q, max_k, scale, causal, deterministic
+    ctx.set_materialize_grads(False)
+
+
+def _features_gradient(ctx, dout, dlse, *_):
+    if dout is None and dlse is None:
+        return (None,) * 17
+    *inputs, out, lse, used = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    q, sink = inputs[0], inputs[3]
+    direct = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _plain(dout, q)
+    backward = _features_backward if direct else torch.ops.margay.attention_features_backward
+    dq, dk, dv = backward(dout, dlse, *inputs, out, lse, used, *ctx.options)
+    dsink = None
+    if sink is not None and ctx.needs_input_grad[3]:   # the sink's probability times -delta, as of any score
+        delta = (dout.float() * out.float()).sum(-1)
+        share = torch.exp(sink[:, None] - lse) * (delta if dlse is None else delta - dlse)
+        if inputs[5] is not None:                        # rows behind the last sequence are not computed
+            share = share.where(torch.arange(share.shape[2], device=share.device) < inputs[5][-1], 0)
+        dsink = -share.sum((0, 2))
+    return dq, dk, dv, dsink, *(None,) * 13
+
+
+def _features_backward(dout, dlse, q, k, v, sink, slopes, q_start, k_start, out, lse, used, left, right, softcap, dropout, max_q, max_k, scale, causal,
+                       deterministic):
+    features = _feature_tuple(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, used.item())
+    return _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
+
+
+def _features_fake(q, k, v, *_):
+    _check_attention(q, k, v)
+    return *_attention_outputs(q, v), torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _features_backward_fake(dout, dlse, q, k, v, *_):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _features_autocast(q, k, v, *options):
+    with _without_autocast_keys():
+        return torch.ops.margay.attention_features(*_autocast(q.device.type, q, k, v), *options)
+
+
+def as_starts(t):
+    return t.to(torch.int32).contiguous()
+
+
+def as_float32(t):
+    return t.to(torch.float32).contiguous()
+
+
+def packed(t):
+    return t.transpose(0, 1).unsqueeze(0)
+
+
+def unpacked(t):
+    return t.squeeze(0).transpose(0, 1)
+
+
+def dropout_mask(p, seed, batch, heads, rows, keys):
+    word = (1 << 32) - 1
+
+    def mix(x):
+        x = (x ^ x >> 16) * 0x7FEB352D & word
+        x = (x ^ x >> 15) * 0x846CA68B & word
+        return x ^ x >> 16
+
+    seed &= (1 << 64) - 1
+    head = torch.arange(batch * heads).view(batch, heads, 1, 1)
+    head = mix((seed & word) ^ mix((seed >> 32) + head * 0x9E3779B9 & word))
+    row = mix(head + torch.arange(rows).view(-1, 1) * 0x85EBCA6B & word)
+    return mix(row ^ (torch.arange(keys) * 0xC2B2AE35 & word)) >= round(p * word)
 
 
 # ---- matmul
@@ -414,9 +550,9 @@ def _use_torch_threads():
 # ---- operators
 
 
-def _register(schema, kernel, fake, gradient=None, save=None, autocast=None):
+def _register(schema, kernel, fake, gradient=None, save=None, autocast=None, tags=()):
     name = schema[:schema.index("(")]
-    _library.define(schema, tags=_TAGS)
+    _library.define(schema, tags=(*_TAGS, *tags))
     for device in ("CPU", "CUDA"):
         _library.impl(name, kernel, device)
         if autocast is not None:
@@ -431,6 +567,14 @@ _register("attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causa
 _register("attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float? scale, bool causal, "
           "bool deterministic) -> (Tensor, Tensor, Tensor)",
           _attention_backward, _attention_backward_fake, _attention_no_second_order)
+_FEATURES = "Tensor? sink, Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_NUMBERS = "SymInt left, SymInt right, float softcap, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_register(f"attention_features(Tensor q, Tensor k, Tensor v, {_FEATURES}, {_NUMBERS}, int? seed, float? scale, bool causal, bool deterministic) "
+          "-> (Tensor, Tensor, Tensor)", lambda *arguments: _features_forward(*arguments[:-1]),
+          _features_fake, _features_gradient, _save_features, _features_autocast, (torch.Tag.nondeterministic_seeded,))
+_register(f"attention_features_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_FEATURES}, Tensor out, Tensor lse, Tensor seed, "
+          f"{_NUMBERS}, float? scale, bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)",
+          _features_backward, _features_backward_fake, _attention_no_second_order)
 _register("matmul(Tensor a, Tensor b, Tensor? bias=None, int activation=0) -> Tensor",
           _matmul, _matmul_fake, _matmul_gradient, _save_matmul, _matmul_autocast)
 torch.library.register_vmap("margay::attention", _attention_vmap, lib=_library)

@@ -13,7 +13,8 @@ MAX_HEAD_DIM = 256
 SMALLEST_SCALE = 2.0**-126     # of float32, without loss of precision
 
 
-def attention(q, k, v, *, causal=False, scale=None, return_lse=False, deterministic=False):
+def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
+              return_lse=False, deterministic=False):
     """softmax(scale q k^T) v.
 
     q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv]; Hq is a multiple of Hk (grouped queries); 1 <= D, Dv <= 256. bfloat16 or float16, on the
@@ -21,13 +22,72 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, determinis
 
     causal: query i sees keys up to i + Nk - Nq (bottom-right aligned). A row without keys is 0, its lse -inf.
     scale: of the scores, positive; 1 / sqrt(D) if None.
+    window: (left, right): query i sees keys i + Nk - Nq - left to i + Nk - Nq + right only; negative or None: no bound.
+    softcap: scaled scores x become softcap tanh(x / softcap), if positive.
+    sink: float32 [Hq], a logit of each head that is part of the softmax's sum, and of lse, and has no value; differentiable.
+    alibi_slopes: float32 [Hq] or [B, Hq]: scores fall by slope |i + Nk - Nq - j|.
+    dropout_p: probability of each softmax probability to become 0; the others grow by 1 / (1 - dropout_p).
+    dropout_seed: 64-bit integer that, with batch, head, row and key, decides what is dropped; drawn from torch's default generator if None.
     return_lse: also return the natural-log log-sum-exp of the scaled scores, float32 [B, Hq, Nq]; differentiable too.
     deterministic: bitwise equal gradients in every run, at some cost; also on under `torch.use_deterministic_algorithms(True)`.
 
     The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's. On CUDA, a tensor whose address or strides are not multiples of
     16 bytes is copied first; `explain` says so. Gradients of gradients are not implemented.
     """
-    return _face("attention", "q", q).attention(q, k, v, causal, scale, return_lse, deterministic)
+    face = _face("attention", "q", q)
+    if window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and dropout_p == 0.0:
+        return face.attention(q, k, v, causal, scale, return_lse, deterministic)
+    numbers = *_window(window), float(softcap), _dropout(dropout_p), 0, 0
+    return face.attention_with_features(q, k, v, *_feature_tensors(face, sink, alibi_slopes), (None, None), numbers, dropout_seed, causal, scale, return_lse,
+                                        deterministic)
+
+
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, scale=None, window=(-1, -1), softcap=0.0,
+                     sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None, return_lse=False, deterministic=False):
+    """Attention of many sequences that are packed one behind the other.
+
+    q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv]: the sequences' rows. cu_seqlens_q, cu_seqlens_k: integers [B + 1] on the same device, which begin
+    with 0, do not fall, and end with at most Tq and Tk; sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Empty sequences are welcome.
+    max_seqlen_q, max_seqlen_k: at least the rows of the longest sequence; rows beyond are not computed. None of this is checked: it would stop the GPU.
+    Everything else as in `attention`, for each sequence by itself. Returns [Tq, Hq, Dv], and lse [Hq, Tq].
+    """
+    face = _face("attention", "q", q)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        _check_rank("attention", name, t, 3, "[rows of all sequences, heads, head dim]")
+    starts = tuple(None if t is None else face.as_starts(t) for t in (cu_seqlens_q, cu_seqlens_k))
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if t is None:
+            raise TypeError(f"attention: {name} is None, expected the starts of the sequences, [B + 1]")
+    numbers = *_window(window), float(softcap), _dropout(dropout_p), int(max_seqlen_q), int(max_seqlen_k)
+    q, k, v = map(face.packed, (q, k, v))
+    result = face.attention_with_features(q, k, v, *_feature_tensors(face, sink, alibi_slopes), starts, numbers, dropout_seed, causal, scale, return_lse,
+                                          deterministic)
+    return (face.unpacked(result[0]), result[1][0]) if return_lse else face.unpacked(result)
+
+
+def dropout_mask(p, seed, batch, heads, rows, keys):
+    """What `attention` with dropout_p = p and dropout_seed = seed keeps: bool [batch, heads, rows, keys], a CPU tensor. Heads are q's."""
+    return importlib.import_module("margay._torch").dropout_mask(_dropout(p), seed, batch, heads, rows, keys)
+
+
+def _window(window):
+    left, right = window
+    return -1 if left is None else int(left), -1 if right is None else int(right)
+
+
+def _dropout(p):
+    p = float(p)
+    if not 0 <= p < 1:
+        raise ValueError(f"attention: dropout_p is {p:g}, expected 0 to less than 1")
+    return p
+
+
+def _feature_tensors(face, sink, slopes):
+    if slopes is not None:
+        slopes = face.as_float32(slopes)
+        if slopes.ndim == 1:
+            slopes = slopes[None]
+    return None if sink is None else face.as_float32(sink), slopes
 
 
 def matmul(a, b, *, bias=None, activation=None, out=None):
@@ -177,6 +237,12 @@ def _mismatch(op, name, t, what, dim, other_name, other):
                      f"(same as {other_name}, which has shape {_shape(other)})")
 
 
+def _feature_class(options):
+    if options.get("softcap") or options.get("dropout_p") or any(options.get(name) is not None for name in ("sink", "alibi_slopes")):
+        return 2
+    return int(max(_window(options.get("window", (-1, -1)))) >= 0)
+
+
 def _explain_call(op, tensors, options):
     from margay import _C
 
@@ -187,7 +253,7 @@ def _explain_call(op, tensors, options):
         check_attention(q, k, v)
         names, parts = "qkv", ("attention_fwd", "attention_bwd")
         problem.update(d=max(q.shape[3], v.shape[3]), batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
-                       causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)))
+                       causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)), features=_feature_class(options))
     else:
         a, b = tensors[:2]
         check_matmul(a, b, options.get("bias"))

@@ -139,6 +139,12 @@ SHAPE TILE void store_float(const op_params &p, TILES &s, int) {
   store(s.b, t, I);
   put_b(p, s);
 }
+SHAPE TILE void store_global(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  store((elem *)p.out, N, t, p.m, p.n);
+}
 SHAPE TILE void store_converted(const op_params &p, TILES &s, int) {
   rt<float, N> t;
   rt<elem, N> r;

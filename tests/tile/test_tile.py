@@ -237,6 +237,11 @@ def check_copy(c):
         want = np.full((64, N), np.nan, np.float32)
         want[:c.limits["m"], :c.limits["n"]] = c.a[:, I:I + N][:c.limits["m"], :c.limits["n"]]
         return same(c.matrix(), want)
+    if name == "store_global":
+        rows, columns, stored = c.limits["m"], c.limits["n"], encode(c.t(), c.ops.elem)
+        want = c.out.view(stored.dtype)[:64 * N].reshape(64, N).copy()
+        want[:rows, :columns] = stored[:rows, :columns]
+        return same(c.run().view(stored.dtype)[:64 * N].reshape(64, N), want)
     tile = c.b.copy()
     if name == "load_elem":
         tile[:, I:I + N] = c.a[:, I:I + N]

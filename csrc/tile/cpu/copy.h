@@ -163,6 +163,15 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
     for (int c = 0; c < N && c < n; c++) g[r * ld + c] = t.d[r][c];
   }
 }
+template<typename T, int N> TILE void store(T *g, int64_t ld, const rt<float, N> &t, int m, int n) {
+  reads(t);
+  for (int r = 0; r < 64 && r < m; r++) {
+    T row[N];
+    narrow_row(row, t.d[r], N);
+    touches_global(g + r * ld, n > 0 ? (n < N ? n : N) * sizeof(T) : 0, GLOBAL_WRITE);
+    for (int c = 0; c < N && c < n; c++) g[r * ld + c] = row[c];
+  }
+}
 // Accumulator tiles are row-major. Additions of several threads to one tile: one lock per tile, hashed by its address.
 static int acc_locks[256];
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {

@@ -187,6 +187,16 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
     if (row < m && col < n) g[row * ld + col] = t.d[i];
   }
 }
+template<typename T, int N> TILE void store(T *g, int64_t ld, const rt<float, N> &t, int m, int n) {
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    int row = r + (i & 1) * 8, col = c + (i >> 1) * 8;
+    uint32_t w = pack<T>(t.d[2 * i], t.d[2 * i + 1]);
+    if (row < m && col < n) g[row * ld + col].u = (uint16_t)w;
+    if (row < m && col + 1 < n) g[row * ld + col + 1].u = (uint16_t)(w >> 16);
+  }
+}
 // Accumulator order: thread t's four values of column group i are floats 4 (128 i + t) .. + 3, so that a warp touches 512 contiguous bytes.
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
   float *p = g + 4 * thread_in_group();

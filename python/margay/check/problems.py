@@ -16,7 +16,7 @@ TAKE = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.
 
 class Array:
     """A tensor of any of our types: NumPy has no bfloat16, so the type is told through DLPack by hand."""
-    CODES = {"bfloat16": (4, 16, np.uint16), "float16": (2, 16, np.float16), "float32": (2, 32, np.float32), "uint8": (1, 8, np.uint8)}
+    CODES = {"bfloat16": (4, 16, np.uint16), "float16": (2, 16, np.float16), "float32": (2, 32, np.float32), "uint8": (1, 8, np.uint8), "int32": (0, 32, np.int32)}
 
     def __init__(self, *shape, dtype="float32", values=None):
         code, bits, storage = self.CODES[dtype]
@@ -83,25 +83,44 @@ def attention(row, backward, large):
     shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False), (30, 2 * keys + 1, False, True)]
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False)]
+    kinds = FEATURES[c.get("FEATURES")]
     if large:
-        yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, batch=4, heads=16)
-        yield "few blocks", lambda: call_attention(row, dtype, d, 2 * rows, 2000, False, True, backward)
-    for nq, nk, causal, extra in shapes:
-        label = f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "")
-        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra: call_attention(row, dtype, d, nq, nk, causal, extra, backward)
+        yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, 4, 16, kinds[0])
+        yield "few blocks", lambda: call_attention(row, dtype, d, 2 * rows, 2000, False, True, backward, kind=kinds[0])
+    for i, (nq, nk, causal, extra) in enumerate(shapes):
+        kind = kinds[i % len(kinds)]
+        label = f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "") + (f" {kind}" if kind else "")
+        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra, kind=kind: call_attention(row, dtype, d, nq, nk, causal, extra, backward, kind=kind)
 
 
-def call_attention(row, dtype, d, nq, nk, causal, extra, backward, batch=1, heads=2):
+# What the problems of a row with these FEATURES take in turn.
+FEATURES = {0: (None,), 1: ("window", "packed"), 2: ("packed", "scores", "window"), None: (None, "packed")}
+
+
+def features_of(kind, heads, nq, nk):
+    """The last argument of the C functions."""
+    if kind is None:
+        return None
+    left, right = (-1, -1) if kind == "packed" else (nk // 2, 60)
+    if kind != "scores":
+        starts = [new(4, dtype="int32", values=(0, n // 3, n // 3, n)) for n in (nq, nk)] if kind == "packed" else (None, None)
+        return left, right, 0.0, 0.0, 0, None, None, *starts, nq - nq // 3, nk - nk // 3
+    return left, right, 30.0, 0.1, 1, new(heads), new(1, heads, values=0.01), None, None, 0, 0
+
+
+def call_attention(row, dtype, d, nq, nk, causal, extra, backward, batch=1, heads=2, kind=None):
+    batch = 1 if kind == "packed" else batch
     q_shape, k_shape = (batch, heads, nq, d), (batch, heads // 2, nk, d)
     q, k, v = (new(*shape, dtype=dtype) for shape in (q_shape, k_shape, k_shape))
     out, lse = new(*q_shape, dtype=dtype), new(*q_shape[:3])
+    features = features_of(kind, heads, nq, nk)
     if not backward:
-        _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, new(16, dtype="uint8", values=0) if extra else None)
+        _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, new(16, dtype="uint8", values=0) if extra else None, features)
         return out, lse
     deterministic = constants(row).get("DETERMINISTIC") == 1 or (extra and "DETERMINISTIC" not in constants(row))
-    workspace = aligned_bytes(_C.attention_bwd_workspace(q, k, v, causal, deterministic))
+    workspace = aligned_bytes(_C.attention_bwd_workspace(q, k, v, causal, deterministic, features))
     grads = [new(*shape, dtype=dtype) for shape in (q_shape, k_shape, k_shape)]
-    _C.attention_bwd(*grads, new(*q_shape, dtype=dtype), q, k, v, out, lse, None, workspace, 0.0, causal, deterministic)
+    _C.attention_bwd(*grads, new(*q_shape, dtype=dtype), q, k, v, out, lse, None, workspace, 0.0, causal, deterministic, 0, features)
     return grads
 
 

@@ -1,0 +1,183 @@
+// Attention backward with all features (Dao 2023, algorithm 2), for a block of 64 keys that walks over the blocks of 64 query rows i:
+//   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T;  ds = p (dp - delta) cap'(q_i k^T)
+//   dv += (keep * p)^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0 or 1 / (1 - dropout)
+// dk and dv of 64 keys fill the registers of two warpgroups: each owns half of the columns of dk, dv and dq, and computes p and ds for half
+// of the keys, which both then read from shared memory.
+#include "tile/tile.h"
+#include "kernels/attention.h"
+
+enum { NC = 2, BN = 64, M = 64, STAGES = 2, HALF = D / NC, KEYS = BN / NC };   // D (128, 256), DETERMINISTIC, FEATURES, *_REGS
+#include "kernels/attention_features.h"
+#include "kernels/attention_bwd_tasks.h"
+
+struct shared {
+  st<elem, BN, D> k, v;
+  st<elem, M, D> q[STAGES], dout[STAGES];
+  st<elem, M, BN> p[2], ds[2];         // of even and odd steps
+  sv<M> lse2[STAGES], delta[STAGES];
+  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before the fence in softmax); also hands out the stages of dout
+  sem dout_full[STAGES];               // dout and delta
+  place at[SLOTS];                     // of step n, from the loader
+  held task_of[2];
+  sem kv_full, kv_free;
+  task_queue queue;
+};
+
+TILE void init(shared &s) {
+  ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
+  for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
+  queue_init(s.queue, arrivals(0, 0, NC));
+  sem_init(s.kv_full, arrivals(1, 0, 0));
+  sem_init(s.kv_free, arrivals(0, 0, 1));
+}
+
+TILE void loader(const attention_bwd_params &p, shared &s, int) {
+  uint32_t n = 0;
+  int next = 0;
+  for (uint32_t count = 0; (next = draw(p, s.queue, count, next)) < p.tasks; count++) {
+    held &t = s.task_of[count & 1];
+    put_held(t, p, task_at(p, next));
+    int steps = get(t.steps), batch = get(t.batch);
+    sem_wait(s.kv_free, ~count & 1);
+    sem_expect(s.kv_full, tile_bytes(s.k) + tile_bytes(s.v));
+    tma_load(s.k, p.k, s.kv_full, get(t.row), 0, get(t.head), batch);
+    tma_load(s.v, p.v, s.kv_full, get(t.row), 0, get(t.head), batch);
+    for (int step = 0; step < steps; step++, n++) {
+      ring_pos at = ring_at<STAGES>(n);
+      int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M;
+      int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
+      ring_acquire(s.ring_q, at);
+      put_place(s.at[n % SLOTS], p, t, head, block);
+      ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
+      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], row, 0, head, batch);
+      tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
+      sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
+      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], row, 0, head, batch);
+      tma_load(s.delta[at.stage], p.delta + stats, s.dout_full[at.stage]);
+    }
+  }
+}
+
+// Scores to probabilities; g becomes what the gradient of the scores is to be multiplied by, where they are capped.
+TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_bwd_params &p, const place &at, const rv &lse2, int key0) {
+  const attention_features &f = p.features;
+  int keys = get(at.keys) - key0, diagonal = get(at.diagonal) - key0, lower = get(at.lower) - key0;
+  float c = p.scale;
+  if (changes_scores(f)) {
+    float inverse = 1.f / (f.softcap * 1.4426950408889634f);
+    int bh = get(at.head), batch = bh / p.q_heads;
+    cap_scores(x, f, c);
+    if (f.softcap != 0.f) map(g, x, [=](float, float y) { return 1.f - y * inverse * (y * inverse); });   // 1 - tanh^2
+    bias_scores(x, slope_of(f, batch, bh - batch * p.q_heads), get(at.distance) - key0);
+    c = 1.f;
+  }
+  if (diagonal < KEYS - 1 || keys < KEYS || lower > -M)
+    map_rc(x, [=](float a, int query, int key) { return key < keys && key <= query + diagonal && key >= query + lower ? a : -infinity(); });
+  map_row(x, lse2, [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
+}
+
+// p and ds of step n for this warpgroup's keys, to shared memory.
+TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
+  rt<float, KEYS> x, dp, g;
+  rv lse2, delta;
+  ring_pos at = ring_at<STAGES>(n);
+  const place &here = s.at[n % SLOTS];
+  const attention_features &f = p.features;
+  int key0 = wg * KEYS;
+  ring_wait(s.ring_q, at);
+  mma_fence();
+  mma_ABt_rows<ZERO>(x, s.q[at.stage], s.k, key0);
+  mma_commit();
+  sem_wait(s.dout_full[at.stage], at.phase);
+  mma_fence();
+  mma_ABt_rows<ZERO>(dp, s.dout[at.stage], s.v, key0);
+  mma_commit();
+  load(lse2, s.lse2[at.stage]);
+  load(delta, s.delta[at.stage]);
+  fill(g, 1.f);
+  mma_wait<1>(x);
+  probabilities(x, g, p, here, lse2, key0);
+  mma_wait<0>(dp);
+  if (f.drop_below) {   // what is dropped gets a sign
+    uint32_t word = head_key(f, get(here.head)), below = f.drop_below;
+    int row0 = get(here.row), col0 = get(here.key) + key0;
+    float keep = f.keep_scale;
+    map_rc(x, [=](float a, int row, int col) { return random_bits(word, row0 + row, col0 + col) < below ? -a : a; });
+    map(dp, x, [=](float a, float prob) { return prob < 0.f ? 0.f : a * keep; });
+  }
+  map_row(dp, delta, [](float a, float d) { return a - d; });
+  map(dp, x, [](float a, float prob) { return a * (prob < 0.f ? -prob : prob); });
+  map(dp, g, [](float a, float slope) { return a * slope; });
+  if (f.drop_below) map(x, [](float a) { return a > 0.f ? a : 0.f; });
+  store(s.p[n % 2], x, key0);
+  store(s.ds[n % 2], dp, key0);
+  fence_async();
+  bar_sync(1, 128 * NC);   // both halves are there; and both warpgroups have read those of the step before
+}
+
+// A quarter of dq of step n: 64 columns from col.
+TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) {
+  rt<float, 64> dq;
+  const place &at = s.at[n % SLOTS];
+  int turn = DETERMINISTIC ? get(at.turn) : -1;
+  int64_t tile = (int64_t)get(at.dq_block) * (D / 64) + col / 64;
+  mma_fence();
+  mma_AB_cols<ZERO>(dq, s.ds[n % 2], s.k, col);
+  mma_commit();
+  mma_wait<0>(dq);
+  if (turn >= 0) order_wait(p.order + tile, turn);
+  add_acc(p.dq_acc + tile * 64 * 64, dq);
+  if (turn >= 0) order_pass(p.order + tile, turn + 1);
+}
+
+TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
+  float scale = p.scale * 0.6931471805599453f, keep = p.features.drop_below ? p.features.keep_scale : 1.f;
+  int row = get(t.row), head = get(t.head), keys = get(t.keys), col = wg * HALF;
+  bool whole = !p.features.q_start || keys >= BN;   // else the next sequence's keys follow
+  map(dk, [=](float x) { return x * scale; });
+  map(dv, [=](float x) { return x * keep; });
+  if (!whole) {
+    store((elem *)p.dk_out + row * p.dk_row + head * p.dk_head + col, p.dk_row, dk, keys, p.k_columns - col);
+    store((elem *)p.dv_out + row * p.dv_row + head * p.dv_head + col, p.dv_row, dv, keys, p.v_columns - col);
+  }
+  wg_sync();   // all warps' products have read this half of k and v; since softmax's barrier the other warpgroup reads its own only
+  store(s.k, dk, col);
+  store(s.v, dv, col);
+  fence_async();
+  bar_sync(1, 128 * NC);
+  if (wg != 0) return;
+  if (whole) {
+    tma_store(p.dk, s.k, row, 0, head, get(t.batch));
+    tma_store(p.dv, s.v, row, 0, head, get(t.batch));
+  }
+  tma_store_wait_read();
+  sem_arrive(s.kv_free);
+}
+
+TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
+  uint32_t n = 0;
+  int next;
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+    rt<float, HALF> dk, dv;
+    fill(dk, 0.f);
+    fill(dv, 0.f);
+    sem_wait(s.kv_full, count & 1);
+    uint32_t end = n + get(s.task_of[count & 1].steps);
+    for (; n < end; n++) {
+      ring_pos at = ring_at<STAGES>(n);
+      softmax(p, s, n, wg);
+      mma_fence();
+      mma_AtB<ACC>(dv, s.p[n % 2], 0, s.dout[at.stage], wg * HALF);
+      mma_AtB<ACC>(dk, s.ds[n % 2], 0, s.q[at.stage], wg * HALF);
+      mma_commit();
+      mma_wait<0>(dv, dk);
+      for (int col = 0; col < HALF; col += 64) dq_add(p, s, n, wg * HALF + col);
+      ring_release(s.ring_q, at);
+    }
+    finish(p, s, s.task_of[count & 1], dk, dv, wg);
+    queue_release(s.queue, count);
+  }
+}
+
+typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
+ENTRY(kernel, M, BN)

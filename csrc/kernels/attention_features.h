@@ -1,0 +1,80 @@
+// What attention's rows with FEATURES share between forward and backward: lengths of packed sequences, scores, dropout.
+// Scores are turned into units of log 2 here (factor 1 instead of scale log2 e from there on).
+#pragma once
+
+enum { PACKED = 1, ALL_FEATURES = 2 };   // FEATURES: packed sequences and windows; the others too: softcap, ALiBi, sink, dropout. 0: none
+enum { UNMASKED = 1 << 30 };
+struct sequence { int q0, k0, rows, keys, diagonal, lower; };   // where it begins in q and in k; query row i sees keys i + lower .. i + diagonal
+
+TILE sequence sequence_of(const attention_features &f, int batch, int q_rows, int k_rows, int diagonal) {
+  sequence q = {0, 0, q_rows, k_rows, diagonal, f.lower};
+  if (f.q_start) {
+    q.q0 = f.q_start[batch];
+    q.k0 = f.k_start[batch];
+    q.rows = f.q_start[batch + 1] - q.q0;
+    q.keys = f.k_start[batch + 1] - q.k0;
+    if (diagonal != UNMASKED) q.diagonal += q.keys - q.rows;
+    if (f.lower != -UNMASKED) q.lower += q.keys - q.rows;
+  }
+  return q;
+}
+
+TILE bool changes_scores(const attention_features &f) { return f.softcap != 0.f || f.slopes; }
+TILE float slope_of(const attention_features &f, int batch, int head) { return f.slopes ? f.slopes[batch * f.slope_batch + head] * 1.4426950408889634f : 0.f; }
+// a tanh(x / a) by an exponential: tanh.approx is good for 11 bits only
+TILE float soft_cap(float x, float a, float twice_over_a) { return a - 2.f * a * fast_rcp(1.f + fast_exp2(x * twice_over_a)); }
+
+// x: scores of 64 rows and N keys. distance: row - key + keys - rows of the tile's first element.
+template<int N> TILE void cap_scores(rt<float, N> &x, const attention_features &f, float scale_log2) {
+  float a = f.softcap * 1.4426950408889634f, b = 2.f * 1.4426950408889634f * scale_log2 / a;
+  if (f.softcap != 0.f) map(x, [=](float y) { return soft_cap(y, a, b); });
+  else map(x, [=](float y) { return y * scale_log2; });
+}
+template<int N> TILE void bias_scores(rt<float, N> &x, float slope, int distance) {
+  if (slope != 0.f) map_rc(x, [=](float y, int row, int key) {
+    float steps = (float)(distance + row - key);
+    return y - slope * (steps < 0.f ? -steps : steps);
+  });
+}
+
+// Dropout: 32 random bits of (seed, batch, head, row, key), by two rounds of a mixing function (Wellons, lowbias32).
+TILE uint32_t mix(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return x ^ x >> 16;
+}
+TILE uint32_t head_key(const attention_features &f, int batch_head) { return mix(f.seed[0] ^ mix(f.seed[1] + (uint32_t)batch_head * 0x9e3779b9u)); }
+TILE uint32_t random_bits(uint32_t key, int row, int col) { return mix(mix(key + (uint32_t)row * 0x85ebca6bu) ^ (uint32_t)col * 0xc2b2ae35u); }
+template<int N> TILE void drop(rt<float, N> &x, const attention_features &f, int batch_head, int row0, int col0) {
+  uint32_t key = head_key(f, batch_head), below = f.drop_below;
+  map_rc(x, [=](float p, int row, int col) { return random_bits(key, row0 + row, col0 + col) < below ? 0.f : p; });
+}
+
+// Forward, at the end: m, the rows' maxima in units of log 2, and the sums of 2^(x - m) with the sink; o is to be multiplied by `factor`.
+TILE void add_sink(const attention_features &f, int head, rv &m, rv &sum, rv &factor) {
+  if (f.sink) {
+    float sink = f.sink[head] * 1.4426950408889634f;
+    rv old = m;
+    map(m, m, [=](float a) { return a > sink ? a : sink; });
+    map(factor, old, m, [](float a, float b) { return b == -infinity() ? 1.f : fast_exp2(a - b); });
+    map(sum, sum, factor, [](float l, float g) { return l * g; });
+    map(old, m, [=](float b) { return b == -infinity() ? 0.f : fast_exp2(sink - b); });
+    map(sum, sum, old, [](float l, float g) { return l + g; });
+  }
+  if (f.drop_below) {
+    float keep = f.keep_scale;
+    map(factor, factor, [=](float g) { return g * keep; });
+  }
+}
+
+// Backward, packed sequences: a head's blocks of `tile` rows in the workspace are the sequences', each with room for its rows rounded up to
+// blocks and for a block of padding. The first one of a sequence:
+TILE int padded_block(const int *q_start, int batch, int tile) { return q_start[batch] / tile + 2 * batch; }
+
+// The same for blocks of 64 rows, of (batch, head), and how many there are.
+struct row_blocks { int first, count; };
+TILE row_blocks blocks_of(const packed_rows &p, int batch, int head, int q_heads, int q_blocks) {
+  if (!p.start) return {(batch * q_heads + head) * q_blocks, q_blocks};
+  int first = padded_block(p.start, batch, 64 * p.tile) * p.tile;
+  return {head * p.head_blocks + first, padded_block(p.start, batch + 1, 64 * p.tile) * p.tile - first};
+}

@@ -1,0 +1,94 @@
+"""Grouped queries, windows and packed sequences against the dense rate for the same work, and against PyTorch's own paths for them.
+
+FLOP count the pairs of row and key that are visible: 4 D Hq each forward, 2.5 times that backward. The dense case of each group comes first; its
+rate is what the others are to reach.
+"""
+import functools
+import random
+
+import torch
+
+import margay
+from margay.bench.attention import gradient, sdpa
+from margay.bench.harness import Case, GpuTimer, Problem, run_family
+from torch.nn.attention import SDPBackend
+
+TOKENS, WIDTH, WINDOW = 32768, 2048, 1024
+
+
+def lengths():
+    """16 lengths drawn from 100 to 8192."""
+    r = random.Random(0)
+    return [r.randint(100, 8192) for _ in range(16)]
+
+
+def pairs(n, window=None):
+    """Visible pairs of a causal sequence."""
+    seen = n if window is None else min(n, window + 1)
+    return seen * (seen + 1) // 2 + (n - seen) * seen
+
+
+def dense(d, n, kv_heads):
+    torch.manual_seed(0)
+    heads = WIDTH // d
+    make = lambda h: torch.randn(TOKENS // n, n, h, d, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    return make(heads), make(kv_heads or heads), make(kv_heads or heads), make(heads)
+
+
+def flash(q, k, v, causal, window):
+    """PyTorch's own flash attention, of which windows are not reached through scaled_dot_product_attention."""
+    rows_first = (t.transpose(1, 2) for t in (q, k, v))
+    out = torch.ops.aten._flash_attention_forward(*rows_first, None, None, q.shape[2], k.shape[2], 0.0, causal, False, window_size_left=window, window_size_right=0)[0]
+    return out.transpose(1, 2)
+
+
+def build(d, n, kv_heads, window, backward):
+    q, k, v, dout = dense(d, n, kv_heads)
+    ours = functools.partial(margay.attention, **({} if window is None else {"window": (window, 0)}))
+    runners = {"margay": ours}
+    if window is None:
+        runners["cuDNN"] = lambda q, k, v, causal: _grouped(q, k, v, causal)
+    elif not backward:
+        runners["torch flash"] = lambda q, k, v, causal: flash(q, k, v, causal, window)
+    work = 4 * (TOKENS // n) * q.shape[1] * pairs(n, window) * d
+    if backward:
+        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work)
+    return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work)
+
+
+def _grouped(q, k, v, causal):
+    with torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def build_packed(d, backward):
+    torch.manual_seed(0)
+    sizes, heads = lengths(), WIDTH // d
+    starts = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    q, k, v, dout = (torch.randn(sum(sizes), heads, d, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    ours = lambda q, k, v, causal: margay.attention_varlen(q, k, v, starts, starts, max(sizes), max(sizes), causal=causal)
+    runners = {"margay": ours}
+    if not backward:
+        runners["torch flash"] = lambda q, k, v, causal: torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, max(sizes), max(sizes), 0.0, causal, False)[0]
+    work = 4 * heads * sum(map(pairs, sizes)) * d
+    if backward:
+        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work)
+    return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work)
+
+
+def cases():
+    for backward in (False, True):
+        for d in (64, 128):
+            direction = "backward" if backward else "forward"
+            group = {"group": f"{direction} D={d} bfloat16, causal", "direction": direction, "d": d}
+            kinds = {"dense N=4096": (4096, None, None), "dense N=1024": (1024, None, None), "GQA 8:1 N=4096": (4096, WIDTH // d // 8, None),
+                     "window 1024 N=16384": (16384, None, WINDOW)}
+            for name, (n, kv_heads, window) in kinds.items():
+                yield Case(f"{direction} D={d} {name}", group | {"kind": name}, functools.partial(build, d, n, kv_heads, window, backward))
+            yield Case(f"{direction} D={d} packed, 16 of 100..8192", group | {"kind": "packed, 16 of 100..8192"}, functools.partial(build_packed, d, backward))
+
+
+def run(options, arguments):
+    if not torch.cuda.is_available():
+        raise SystemExit("features: needs a GPU")
+    return run_family("features", cases(), GpuTimer(), options)

@@ -1,0 +1,275 @@
+"""Windows, softcap, sinks, ALiBi, dropout and packed sequences, forward and backward, against float64."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+
+import margay as mg
+from cases import DEVICES, DIMS, HALF, check_error, largest_score
+
+CASES = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    seed: int
+    heads: int
+    kv_heads: int
+    lengths: tuple          # (rows, keys) of each sequence; packed, or one batch of equal ones
+    packed: bool
+    dim: int
+    dim_v: int
+    dtype: torch.dtype
+    causal: bool
+    window: tuple
+    softcap: float
+    sink: bool
+    slopes: str             # "", "heads" or "batch"
+    dropout: float
+    dlse: bool
+    deterministic: bool
+
+    def __str__(self):
+        parts = [f"seed{self.seed}", f"h{self.heads}x{self.kv_heads}", "n" + "+".join(f"{a}x{b}" for a, b in self.lengths), f"d{self.dim}x{self.dim_v}",
+                 str(self.dtype)[6:]]
+        parts += [name for name in ("packed", "causal", "sink", "dlse", "deterministic") if getattr(self, name)]
+        parts += [f"window{self.window[0]},{self.window[1]}"] * (self.window != (-1, -1)) + [f"cap{self.softcap:g}"] * (self.softcap > 0)
+        parts += [f"alibi_{self.slopes}"] * bool(self.slopes) + [f"drop{self.dropout:g}"] * (self.dropout > 0)
+        return "-".join(parts)
+
+
+def draw(seed, dtypes=HALF):
+    r = random.Random(seed)
+    kv_heads = r.choice((1, 1, 2, 3))
+    heads = kv_heads * r.choice((1, 2, 4))
+    size = lambda: r.choice((0, 1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 200, 257, 300, 411))
+    packed = r.random() < 0.5
+    if packed:
+        lengths = tuple((n, n if r.random() < 0.5 else size()) for n in (size() for _ in range(r.choice((1, 2, 3, 5)))))
+    else:
+        n = size()
+        lengths = ((n, n if r.random() < 0.5 else size()),) * r.choice((1, 2))
+    bound = lambda: r.choice((-1, -1, 0, 1, 5, 64, 100, 200, 1000))
+    some = lambda chance: r.random() < chance
+    dim = r.choice(DIMS)
+    return Case(seed, heads, kv_heads, lengths, packed, dim, dim if some(0.7) else r.choice(DIMS), r.choice(dtypes), some(0.5),
+                (bound(), bound()) if some(0.5) else (-1, -1), r.choice((1.0, 5.0, 30.0)) if some(0.3) else 0.0, some(0.3),
+                r.choice(("heads", "batch")) if some(0.3) else "", r.choice((0.1, 0.5)) if some(0.25) else 0.0, some(0.3), some(0.3))
+
+
+# ---- the formula, for one sequence: q [Hq, n, D], k [Hk, m, D], v [Hk, m, Dv]
+
+def formula(q, k, v, sink, slopes, kept, case):
+    group = q.shape[0] // k.shape[0]
+    n, m = q.shape[1], k.shape[1]
+    x = (q @ k.repeat_interleave(group, 0).mT) * q.shape[2]**-0.5
+    if case.softcap:
+        x = case.softcap * torch.tanh(x / case.softcap)
+    i, j = torch.arange(n, device=q.device)[:, None] + m - n, torch.arange(m, device=q.device)
+    if slopes is not None:
+        x = x - slopes[:, None, None].to(x.dtype) * (i - j).abs()
+    visible = torch.ones(n, m, dtype=torch.bool, device=q.device)
+    left, right = case.window
+    if case.causal:
+        visible &= j <= i
+    if left >= 0:
+        visible &= j >= i - left
+    if right >= 0:
+        visible &= j <= i + right
+    x = x.masked_fill(~visible, -math.inf)
+    logits = x if sink is None else torch.cat([x, sink.to(x.dtype)[:, None, None].expand(-1, n, 1)], 2)
+    empty = (logits == -math.inf).all(2, keepdim=True) if logits.shape[2] else torch.ones(*logits.shape[:2], 1, dtype=torch.bool, device=q.device)
+    weights = torch.softmax(logits.masked_fill(empty, 0), 2).masked_fill(empty, 0)[..., :m]
+    lse = torch.logsumexp(logits.masked_fill(empty, 0), 2).masked_fill(empty[..., 0], -math.inf) if logits.shape[2] else logits.new_full(logits.shape[:2], -math.inf)
+    if case.dropout:
+        weights = weights * kept.to(weights.dtype) / (1 - case.dropout)
+    return weights @ v.repeat_interleave(group, 0), lse
+
+
+def inputs_of(case, device):
+    g = torch.Generator().manual_seed(case.seed)
+    rows, keys = (sum(n for n, _ in case.lengths), sum(m for _, m in case.lengths))
+    make = lambda *shape: torch.randn(shape, generator=g).to(case.dtype)
+    q, k, v, dout = make(rows, case.heads, case.dim), make(keys, case.kv_heads, case.dim), make(keys, case.kv_heads, case.dim_v), make(rows, case.heads, case.dim_v)
+    sink = torch.randn(case.heads, generator=g) if case.sink else None
+    slopes = None
+    if case.slopes:
+        slopes = torch.rand(len(case.lengths), case.heads, generator=g) * 0.1
+        slopes = slopes[0] if case.slopes == "heads" else slopes
+    dlse = torch.randn(case.heads, rows, generator=g) if case.dlse else None
+    return [None if t is None else t.to(device) for t in (q, k, v, dout, sink, slopes, dlse)]
+
+
+def by_formula(case, dtype, q, k, v, dout, sink, slopes, dlse):
+    """out [rows, Hq, Dv], lse [Hq, rows], dq, dk, dv, dsink in `dtype`."""
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in (q, k, v))
+    sink = None if sink is None else sink.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    outs, lses, a, b = [], [], 0, 0
+    kept = None
+    for i, (n, m) in enumerate(case.lengths):
+        if case.dropout:
+            kept = mg.dropout_mask(case.dropout, case.seed, len(case.lengths), case.heads, n, m)[i].to(q.device)
+        of = lambda t, at, size: t[at:at + size].transpose(0, 1)
+        out, lse = formula(of(q, a, n), of(k, b, m), of(v, b, m), sink, None if slopes is None else slopes if slopes.ndim == 1 else slopes[i], kept, case)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
+        a, b = a + n, b + m
+    out, lse = torch.cat(outs), torch.cat(lses, 1)
+    leaves = [q, k, v] + ([sink] if sink is not None else [])
+    results, sent = [out], [dout.to(dtype)]
+    if dlse is not None and lse.requires_grad:
+        results.append(lse.masked_fill(~lse.isfinite(), 0))
+        sent.append(dlse.to(lse.dtype).masked_fill(~lse.isfinite(), 0))
+    grads = torch.autograd.grad(results, leaves, sent, allow_unused=True)
+    grads = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(leaves, grads)]
+    return out.detach(), lse.detach(), *grads[:3], grads[3] if sink is not None else None
+
+
+def by_margay(case, q, k, v, dout, sink, slopes, dlse):
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)] + ([sink.detach().requires_grad_()] if sink is not None else [])
+    options = dict(causal=case.causal, window=case.window, softcap=case.softcap, sink=leaves[3] if sink is not None else None, alibi_slopes=slopes,
+                   dropout_p=case.dropout, dropout_seed=case.seed, deterministic=case.deterministic, return_lse=True)
+    if case.packed:
+        starts = [torch.tensor([0, *torch.tensor([pair[i] for pair in case.lengths]).cumsum(0).tolist()], dtype=torch.int32, device=q.device) for i in (0, 1)]
+        out, lse = mg.attention_varlen(*leaves[:3], *starts, max(n for n, _ in case.lengths), max(m for _, m in case.lengths), **options)
+        sent = dlse
+    else:
+        batch = len(case.lengths)
+        dense = lambda t: t.unflatten(0, (batch, -1) if t.shape[0] else (batch, 0)).transpose(1, 2)
+        out, lse = mg.attention(*map(dense, leaves[:3]), **options)
+        out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        sent = dlse
+    if sent is None:
+        grads = torch.autograd.grad(out, leaves, dout)
+    else:
+        grads = torch.autograd.grad((out, lse), leaves, (dout, sent.masked_fill(~lse.isfinite(), 0)))
+    return out.detach(), lse.detach(), *grads[:3], grads[3] if sink is not None else None
+
+
+def check(case, device):
+    inputs = inputs_of(case, device)
+    found, plain, exact = by_margay(case, *inputs), by_formula(case, case.dtype, *inputs), by_formula(case, torch.float64, *inputs)
+    q, k, v, dout = inputs[:4]
+    relative = 2**-23 * (8 + largest_score(q[None].transpose(1, 2), k[None].transpose(1, 2), None) / 2 + (41.1 if case.slopes else 0))
+    norm = lambda t: float(t.double().norm(dim=2).max()) if t.numel() else 0.0
+    largest = float(max(q.abs().max(), k.abs().max())) * q.shape[2]**-0.5 if q.numel() and k.numel() else 0.0
+    absolute = 2**-22 * norm(dout) * norm(v) * largest
+    if case.dropout:   # delta comes from the rounded out; without dropout this cancels where one key has all the weight
+        absolute = absolute / (1 - case.dropout) + torch.finfo(case.dtype).eps / 2 * norm(dout) * norm(found[0]) * largest
+    check_error("out", found[0], plain[0], exact[0], 2, (relative, 0.0))
+    for name, i in (("dq", 2), ("dk", 3), ("dv", 4)):
+        check_error(name, found[i], plain[i], exact[i], 3, (relative, absolute))
+    finite = exact[1].isfinite()
+    assert torch.equal(found[1].isfinite(), finite), "lse is not -inf exactly where a row has no keys"
+    assert not finite.any() or float((found[1].double() - exact[1])[finite].abs().max()) <= 4 * relative * 2 + 1e-6
+    if case.sink and q.numel():
+        scale = float(exact[5].abs().max()) + float(dout.double().norm()) * 2**-8
+        assert float((found[5].double() - exact[5]).abs().max()) <= 3 * float((plain[5].double() - exact[5]).abs().max()) + 2**-7 * scale
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [draw(i) for i in range(CASES)], ids=str)
+def test_random(case, device):
+    check(case, device)
+
+
+@pytest.mark.parametrize("case", [draw(10_000 + i, (torch.float32,)) for i in range(20)], ids=str)
+def test_float32(case):
+    check(case, "cpu")
+
+
+@pytest.mark.gpu
+def test_many_on_gpu():
+    """1000 random problems; the seed of one that fails is in the message."""
+    for seed in range(20_000, 21_000):
+        case = draw(seed)
+        try:
+            check(case, "cuda")
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_keeps_the_share_that_it_says(device):
+    q = torch.zeros(2, 3, 200, 64, dtype=torch.bfloat16, device=device)
+    v = torch.ones_like(q)
+    out = mg.attention(q, q, v, dropout_p=0.3, dropout_seed=5)
+    kept = mg.dropout_mask(0.3, 5, 2, 3, 200, 200)
+    assert abs(float(kept.double().mean()) - 0.7) < 4 * math.sqrt(0.21 / kept.numel())
+    assert torch.allclose(out.float()[..., 0].cpu(), kept.float().mean(3) / 0.7, atol=2e-2)
+    for other in (4, 6, 5 + (1 << 32), 5 + (1 << 63)):
+        agree = float((mg.dropout_mask(0.3, other, 2, 3, 200, 200) == kept).double().mean())
+        assert abs(agree - 0.58) < 0.01, f"seed {other}: {agree}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_seed_is_drawn_from_torch(device):
+    q = torch.randn(1, 2, 70, 64, device=device, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    a, b = (mg.attention(q, q, q, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(a, mg.attention(q, q, q, dropout_p=0.5)) and not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_deterministic(device):
+    case = dataclasses.replace(draw(3), lengths=((300, 300), (129, 411)), packed=True, window=(100, 0), dim=64, dim_v=64, deterministic=True, slopes="", softcap=0.0,
+                               dropout=0.0, sink=False, heads=4, kv_heads=2)
+    inputs = inputs_of(case, device)
+    first = by_margay(case, *inputs)
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(first[:5], by_margay(case, *inputs)[:5]))
+
+
+def test_compiled():
+    def f(q, k, v, starts):
+        return mg.attention_varlen(q, k, v, starts, starts, 100, 100, causal=True, window=(30, 0), softcap=10.0).square().sum()
+
+    q, k, v = (torch.randn(150, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    starts = torch.tensor([0, 50, 150], dtype=torch.int32)
+    want = torch.autograd.grad(f(q, k, v, starts), (q, k, v))
+    got = torch.autograd.grad(torch.compile(f, fullgraph=True)(q, k, v, starts), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(want, got))
+
+
+def test_numpy():
+    import numpy as np
+
+    q, k, v = (np.random.default_rng(i).standard_normal((90, 2, 32), np.float32) for i in range(3))
+    starts = np.array([0, 30, 90], np.int64)
+    out, lse = mg.attention_varlen(q, k, v, starts, starts, 60, 60, causal=True, return_lse=True)
+    want, want_lse = mg.attention_varlen(*map(torch.from_numpy, (q, k, v, starts, starts)), 60, 60, causal=True, return_lse=True)
+    assert np.array_equal(out, want.numpy()) and np.array_equal(lse, want_lse.numpy())
+
+
+BAD = [
+    (dict(sink=torch.zeros(3)), ValueError, "sink has size 3, expected 2"),
+    (dict(alibi_slopes=torch.zeros(3)), ValueError, r"alibi_slopes has shape \[1, 3\], expected \[2\] or \[1, 2\]"),
+    (dict(alibi_slopes=torch.zeros(4, 2)), ValueError, "alibi_slopes has shape"),
+    (dict(softcap=-1.0), ValueError, "softcap is -1, expected 0"),
+    (dict(softcap=math.nan), ValueError, "softcap is nan"),
+    (dict(dropout_p=1.0), ValueError, "dropout_p is 1, expected 0 to less than 1"),
+    (dict(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
+]
+
+
+@pytest.mark.parametrize("options, error, message", BAD, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_bad_options(options, error, message):
+    q = torch.randn(1, 2, 10, 16, dtype=torch.bfloat16)
+    with pytest.raises(error, match="attention: " + message):
+        mg.attention(q, q, q, **options)
+
+
+def test_bad_starts():
+    q = torch.randn(10, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="attention: cu_seqlens_k is None"):
+        mg.attention_varlen(q, q, q, torch.tensor([0, 10]), None, 10, 10)
+    with pytest.raises(ValueError, match="cu_seqlens_q has size 2 and cu_seqlens_k 3"):
+        mg.attention_varlen(q, q, q, torch.tensor([0, 10]), torch.tensor([0, 5, 10]), 10, 10)
+    with pytest.raises(ValueError, match="max_seqlen_q is -1"):
+        mg.attention_varlen(q, q, q, torch.tensor([0, 10]), torch.tensor([0, 10]), -1, 10)
+    with pytest.raises(ValueError, match="q has shape .* expected 3 dimensions"):
+        mg.attention_varlen(q[None], q, q, torch.tensor([0, 10]), torch.tensor([0, 10]), 10, 10)
