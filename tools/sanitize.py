@@ -10,6 +10,7 @@ import math
 
 import torch
 
+import margay
 from margay import _C
 
 
@@ -29,6 +30,17 @@ def attention(dtype, d, nq, nk, causal, deterministic):
     return out, *grads
 
 
+def packed(dtype, d, **options):
+    """Sequences of 100, 0, 77 and 230 rows."""
+    starts = torch.tensor([0, 100, 100, 177, 407], dtype=torch.int32, device="cuda")
+    leaves = [tensor(dtype, 407, heads, d).requires_grad_() for heads in (2, 1, 1)]
+    out = margay.attention_varlen(*leaves, starts, starts, 230, 230, causal=True, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, torch.randn_like(out))
+
+
+ALL_FEATURES = dict(window=(90, 0), softcap=5.0, dropout_p=0.2, dropout_seed=1)
+
+
 def matmul(dtype, row, m, n, k):
     layout = row["name"].split("_")[2]
     a = tensor(dtype, k, m).t() if layout[0] == "t" else tensor(dtype, m, k)
@@ -40,11 +52,13 @@ def matmul(dtype, row, m, n, k):
     return out,
 
 
-def ssd(dtype, n):
+def ssd(dtype, n, row=None):
+    _C.prefer(row)
     x, b, c = tensor(dtype, 1, 130, 4, 64), tensor(dtype, 1, 130, 1, n), tensor(dtype, 1, 130, 1, n)
     dt, a, d = torch.rand(1, 130, 4, device="cuda"), -torch.rand(4, device="cuda"), torch.randn(4, device="cuda")
     y, state = torch.empty_like(x), torch.empty(1, 4, 64, n, device="cuda")
     _C.ssd_fwd(y, state, x, dt, b, c, a, d)
+    _C.prefer(None)
     return y, state
 
 
@@ -59,6 +73,9 @@ def problems(dtype, name):
     for d, (nq, nk), causal, deterministic in itertools.product((40, 128, 256), ((200, 333), (40, 2100), (40, 4200)), (False, True), (False, True)):
         if (nk == 4200) <= causal and (nk == 333 or d == 128):
             yield lambda d=d, nq=nq, nk=nk, c=causal, e=deterministic: attention(dtype, d, nq, nk, c, e)
+    for d in (40, 128, 200):
+        yield lambda d=d: packed(dtype, d)
+        yield lambda d=d: packed(dtype, d, sink=torch.randn(2, device="cuda"), alibi_slopes=torch.rand(4, 2, device="cuda"), **ALL_FEATURES)
     for row in _C.kernels():
         if row["op"] == "matmul" and row["dtype"] == name and row["has_gpu_image"]:
             m, n, k = {"64x128": (56, 200, 104), "64x128_pair": (240, 200, 104), "128x128": (240, 200, 104), "128x256": (1592, 2104, 104),
@@ -67,6 +84,7 @@ def problems(dtype, name):
     if dtype is torch.bfloat16:
         yield lambda: ssd(dtype, 64)
         yield lambda: ssd(dtype, 128)
+        yield lambda: ssd(dtype, 128, "ssd_fwd_bf16_n128_x2")
     yield lambda: scaled_add(dtype)
 
 

@@ -322,6 +322,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     .dv_out = dv->data, .dv_row = dv->stride[2], .dv_head = dv->stride[1], .k_columns = (int)x.d, .v_columns = (int)x.dv};
   p.tasks = (int)(x.batch * x.k_heads * p.k_blocks);
   p.l2_heads = l2_heads(&c, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), x.batch * x.k_heads);
+  p.l2_heads = (int)at_most(x.batch * x.k_heads, at_least(ceil_div(2 * c.sms, p.k_blocks), p.l2_heads));   // sections long enough to balance
   int rows = (int)at_most(64, desc->tile_n);
   if ((status = map(&p.q, &c, "attention_backward: q", q, desc->tile_m)) || (status = map(&p.dout, &c, "attention_backward: dout", dout, desc->tile_m)) ||
       (status = map(&p.k, &c, "attention_backward: k", k, rows)) || (status = map(&p.v, &c, "attention_backward: v", v, rows)) ||
