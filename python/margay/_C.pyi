@@ -2,13 +2,18 @@
 
 Tensors are anything with DLPack: a C exchange table (`__dlpack_c_exchange_api__`) or `__dlpack__`. None is an absent optional tensor. A tensor
 that requires a gradient is used as if detached: gradients are the business of `margay.attention` and `margay.matmul`. `stream` is a CUstream as
-an integer; 0 is the current stream of the library that the tensors come from.
+an integer; 0 is the current stream of the library that the tensors come from. `features` of attention: window's left and right (-1: no bound),
+softcap, dropout_p, seed (0 to 2^64 - 1), sink [Hq], alibi_slopes [1 or B, Hq], cu_seqlens_q, cu_seqlens_k [B + 1] (then q, k, v have batch 1),
+max_seqlen_q, max_seqlen_k.
 """
 
 from typing import Any, Protocol
 
 class _Tensor(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+_Maybe = _Tensor | None
+_Features = tuple[int, int, float, float, int, _Maybe, _Maybe, _Maybe, _Maybe, int, int]
 
 def attention_fwd(
     out: _Tensor,
@@ -20,9 +25,12 @@ def attention_fwd(
     causal: bool,
     stream: int = 0,
     workspace: _Tensor | None = None,
+    features: _Features | None = None,
     /,
 ) -> None: ...
-def attention_bwd_workspace(q: _Tensor, k: _Tensor, v: _Tensor, causal: bool, deterministic: bool, /) -> int: ...
+def attention_bwd_workspace(
+    q: _Tensor, k: _Tensor, v: _Tensor, causal: bool, deterministic: bool, features: _Features | None = None, /
+) -> int: ...
 def attention_bwd(
     dq: _Tensor,
     dk: _Tensor,
@@ -39,6 +47,7 @@ def attention_bwd(
     causal: bool,
     deterministic: bool,
     stream: int = 0,
+    features: _Features | None = None,
     /,
 ) -> None: ...
 def matmul(out: _Tensor, a: _Tensor, b: _Tensor, bias: _Tensor | None, activation: int, stream: int = 0, /) -> None: ...
