@@ -29,7 +29,7 @@ def body(content, name):
 
 
 def plotted(content):
-    return content["family"] != "overhead"
+    return content["family"] not in ("overhead", "features")
 
 
 def main():

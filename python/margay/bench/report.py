@@ -88,7 +88,20 @@ def overhead(content):
     return "Overheads\n\n" + markdown(["", "us"], rows)
 
 
-TABLES = {"attention": attention, "gemm": gemm, "cpu": cpu, "overhead": overhead}
+def features(content):
+    """A row per kind of problem, a column per direction and head dim."""
+    columns = unique((case["direction"], case["d"]) for case in content["cases"])
+    found = {(case["kind"], case["direction"], case["d"]): case for case in content["cases"]}
+
+    def cell(*key):
+        case = found.get(key)
+        return "" if not case else f"{case['tflops']['margay']:.0f}" + "".join(f" ({ratio:.2f} x {peer})" for peer, ratio in case["speed_ratio"].items())
+    rows = [[kind, *(cell(kind, *column) for column in columns)] for kind in unique(case["kind"] for case in content["cases"])]
+    header = ["causal, bfloat16", *(f"{direction} D={d}" for direction, d in columns)]
+    return f"Grouped queries, windows, packed sequences: TFLOP/s of the visible pairs\n\n{markdown(header, rows)}"
+
+
+TABLES = {"attention": attention, "features": features, "gemm": gemm, "cpu": cpu, "overhead": overhead}
 
 
 def table(content):
