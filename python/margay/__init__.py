@@ -1,18 +1,23 @@
 """Fast kernels for attention-like layers. Importing loads no tensor library and makes no CUDA call."""
 
+from margay._fallback import FallbackWarning
 from margay.ops import attention, attention_varlen, dropout_mask, explain, info, matmul
 
 __version__ = "0.1.0"
-__all__ = ["attention", "attention_varlen", "dropout_mask", "explain", "info", "matmul", "nn"]
+_MODULES = ("flash_attn", "flash_attn_interface", "integrations", "nn")
+_FUNCTIONS = {"enable_sdpa": "margay.sdpa", "install_as_flash_attn": "margay.flash_attn"}     # of modules that need torch
+__all__ = ["FallbackWarning", "attention", "attention_varlen", "dropout_mask", "explain", "info", "matmul", *_MODULES, *_FUNCTIONS]
 
 
 def __getattr__(name):
-    if name == "nn":
-        import importlib
+    import importlib
 
-        return importlib.import_module("margay.nn")
+    if name in _MODULES:
+        return importlib.import_module(f"margay.{name}")
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     raise AttributeError(f"module 'margay' has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), "nn"])
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,51 @@
+"""A drop-in's call: the kernels, or PyTorch with a warning where no kernel computes it."""
+
+import torch
+
+from margay import _fallback, _features, _plain, ops
+
+append_kv = _features.append_kv
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def attention(op, q, k, v, **options):
+    return _call(op, "attention", q, k, v, **options)
+
+
+def attention_varlen(op, q, k, v, *lengths, **options):
+    return _call(op, "attention_varlen", q, k, v, *lengths, **options)
+
+
+def attention_decode(op, q, k_cache, v_cache, **options):
+    return _call(op, "attention_decode", q, k_cache, v_cache, **options)
+
+
+def warn(op, reason):
+    _fallback.fall_back(op, reason)
+
+
+def unsupported(q, k, v, scale=None):
+    """Why no kernel computes attention of these tensors, or None. Looks at nothing but dtypes, devices and shapes."""
+    if not (q.is_cpu or q.is_cuda):
+        return f"device {q.device.type}"
+    dtype = q.dtype
+    if torch.is_autocast_enabled(q.device.type) and dtype in _DTYPES:
+        dtype = torch.get_autocast_dtype(q.device.type)
+    if dtype not in _DTYPES or dtype == torch.float32 and q.is_cuda:
+        return f"dtype {ops.dtype_name(q)} on {q.device.type}"
+    if max(q.shape[-1], v.shape[-1]) > ops.MAX_HEAD_DIM:
+        return f"a head dim over {ops.MAX_HEAD_DIM}"
+    if scale is not None and not scale >= ops.SMALLEST_SCALE:
+        return "a scale that is not positive"
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
+        return "a GPU other than compute capability 9.0"
+    return None
+
+
+def _call(op, name, q, k, v, *lengths, **options):
+    reason = unsupported(q, k, v, options.get("scale"))
+    if reason is None:
+        return getattr(_features, name)(q, k, v, *lengths, **options)
+    _fallback.fall_back(op, reason)
+    return getattr(_plain, name)(q, k, v, *lengths, **options)

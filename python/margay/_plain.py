@@ -1,0 +1,153 @@
+"""Attention in plain PyTorch: every option of the kernels, any dtype, differentiable to any order. Memory is quadratic in the rows.
+
+The drop-ins fall back to it. 16-bit inputs are computed in float32. Nothing here reads a tensor's values on the host.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
+              return_lse=False, deterministic=False, mask=None):
+    """As `margay.attention`. mask: bool (True: visible) or float (added to the scores), broadcastable to [B, Hq, Nq, Nk]."""
+    simple = not (softcap or return_lse or dropout_seed is not None) and sink is None and alibi_slopes is None and tuple(window) == (-1, -1)
+    if simple and (not causal or mask is None and q.shape[2] == k.shape[2]):
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    distance = _distance(q.shape[2], k.shape[2], q.device)
+    slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
+    out, lse = _attend(q, k, v, distance, None, slopes, causal, scale, window, softcap, sink, dropout_p, dropout_seed, mask)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, scale=None, window=(-1, -1), softcap=0.0,
+                     sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None, return_lse=False, deterministic=False):
+    """As `margay.attention_varlen`; rows behind the last sequence are 0."""
+    sequence_q, row, length_q = _sequences(cu_seqlens_q, q.shape[0])
+    sequence_k, column, length_k = _sequences(cu_seqlens_k, k.shape[0])
+    shift = (length_k - length_q)[sequence_q.clamp(max=len(length_q) - 1)]
+    distance = column - (row + shift)[:, None]
+    allowed = (sequence_q[:, None] == sequence_k) & (sequence_q < len(length_q))[:, None]
+    slopes = alibi_slopes
+    if slopes is not None:
+        slopes = slopes.mT[:, sequence_q.clamp(max=len(length_q) - 1)] if slopes.ndim == 2 else slopes[:, None]
+        slopes = slopes[..., None]
+    heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    out, lse = _attend(*heads_first, distance, allowed, slopes, causal, scale, window, softcap, sink, dropout_p, dropout_seed)
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+
+
+def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cache_batch_idx=None, causal=False, scale=None, window=(-1, -1),
+                     softcap=0.0, sink=None, alibi_slopes=None, num_splits=0, return_lse=False):
+    """As `margay.attention_decode`."""
+    k, v = (_cache_rows(t, page_table, cache_batch_idx).transpose(1, 2) for t in (k_cache, v_cache))
+    lengths = _lengths(cache_seqlens, k, q.shape[0])
+    column = torch.arange(k.shape[2], device=q.device)
+    row = torch.arange(q.shape[1], device=q.device) + (lengths - q.shape[1])[:, None]
+    distance = (column - row[..., None])[:, None]
+    allowed = (column < lengths[:, None])[:, None, None]
+    slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
+    out, lse = _attend(q.transpose(1, 2), k, v, distance, allowed, slopes, causal, scale, window, softcap, sink)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_batch_idx=None):
+    """As `margay.append_kv`."""
+    batch, new = k.shape[:2]
+    position = _lengths(cache_seqlens, k_cache, batch)[:, None] + torch.arange(new, device=k.device)
+    if page_table is None:
+        row = torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx.long()
+        row = row[:, None].expand_as(position)
+    else:
+        size = k_cache.shape[1]
+        row, position = page_table.long().gather(1, position // size), position % size
+    k_cache.index_put_((row, position), k)
+    v_cache.index_put_((row, position), v)
+
+
+def visible(rows, columns, causal, window, device):
+    """Bool [rows, columns] of a causal mask and a window aligned to the bottom right, or None where all is visible."""
+    left, right = window
+    if not causal and left < 0 and right < 0:
+        return None
+    return _visible(_distance(rows, columns, device), causal, window)
+
+
+def _visible(distance, causal, window):
+    left, right = window
+    seen = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        seen = seen & (distance >= -left)
+    return seen & (distance <= right) if right >= 0 else seen
+
+
+def _distance(rows, columns, device):
+    return torch.arange(columns, device=device) - torch.arange(columns - rows, columns, device=device)[:, None]
+
+
+def _attend(q, k, v, distance, allowed, slopes, causal, scale, window, softcap, sink, dropout_p=0.0, dropout_seed=None, mask=None):
+    """Heads first. distance: column minus the query's diagonal column; allowed: what may be seen besides causal mask and window."""
+    dtype, device = q.dtype, q.device
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
+        q, k, v = (t.to(dtype) for t in (q, k, v))
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    group = q.shape[1] // max(k.shape[1], 1)
+    with torch.autocast(device.type, enabled=False):
+        q, k, v = (t.to(exact) for t in (q, k, v))
+        if group > 1:
+            k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            scores = scores - slopes.to(exact) * distance.abs()
+        seen = _visible(distance, causal, window)
+        seen = seen if allowed is None else seen & allowed
+        if mask is not None and mask.dtype == torch.bool:
+            seen = seen & mask
+        elif mask is not None:
+            scores = scores + mask
+        scores = scores.masked_fill(~seen, -math.inf)
+        top = scores.detach().amax(3, keepdim=True) if scores.shape[3] else scores.new_full((*scores.shape[:3], 1), -math.inf)
+        if sink is not None:
+            sink = sink.to(exact)[:, None, None]
+            top = torch.maximum(top, sink.detach())
+        top = top.masked_fill(top == -math.inf, 0.0)
+        weights = torch.exp(scores - top)
+        total = weights.sum(3, keepdim=True)
+        total = total if sink is None else total + torch.exp(sink - top)
+        empty = total == 0
+        total = total.masked_fill(empty, 1.0)
+        lse = (torch.log(total) + top).masked_fill(empty, -math.inf)[..., 0]
+        weights = weights / total
+        if dropout_p:
+            generator = None if dropout_seed is None else torch.Generator(device).manual_seed(dropout_seed % 2**63)
+            kept = torch.rand(weights.shape, device=device, generator=generator) >= dropout_p
+            weights = weights * kept / max(1 - dropout_p, 1e-38)
+        return (weights @ v).to(dtype), lse
+
+
+def _sequences(cu_seqlens, total):
+    """Of each row its sequence (their number behind the last one) and its place in it; the lengths of all sequences."""
+    cu_seqlens = cu_seqlens.long()
+    row = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    return sequence, row - cu_seqlens[sequence], cu_seqlens.diff()
+
+
+def _cache_rows(cache, page_table, cache_batch_idx):
+    if page_table is not None:
+        return cache[page_table.long()].flatten(1, 2)
+    return cache if cache_batch_idx is None else cache[cache_batch_idx.long()]
+
+
+def _lengths(cache_seqlens, cache, batch):
+    if cache_seqlens is None or isinstance(cache_seqlens, int):
+        length = cache.shape[2] if cache_seqlens is None else cache_seqlens
+        return torch.full((batch,), length, device=cache.device)
+    return cache_seqlens.long()

@@ -1,0 +1,205 @@
+"""The functions of flash-attn 2 with their names, arguments, layouts and return values, on CUDA and CPU tensors.
+
+    from margay.flash_attn import flash_attn_func          # instead of: from flash_attn import flash_attn_func
+
+q [B, Nq, Hq, D], k [B, Nk, Hk, D], v [B, Nk, Hk, Dv], or packed rows [T, H, D] with cu_seqlens int32 [B + 1]; bfloat16 or float16, on the CPU also
+float32. Causal masks and windows are aligned to the bottom right. `return_attn_probs` gives (out, lse, None): lse float32 [B, Hq, Nq] or [Hq, T];
+probabilities are never stored. What no kernel computes goes to PyTorch, with a FallbackWarning.
+"""
+
+import importlib.machinery
+import sys
+import types
+
+import torch
+
+from margay import _dispatch, bert_padding
+from margay._switch import Switch
+from margay.bert_padding import pad_input, unpad_input
+
+__version__ = "2.8.3"     # whose functions these are; programs ask for it
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                    deterministic=False, return_attn_probs=False):
+    """q [B, Nq, Hq, D], k [B, Nk, Hk, D], v [B, Nk, Hk, Dv] to [B, Nq, Hq, Dv]; Hq is a multiple of Hk."""
+    return _dense("flash_attn_func", q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                              deterministic=False, return_attn_probs=False):
+    """qkv [B, N, 3, H, D] to [B, N, H, D]."""
+    return _dense("flash_attn_qkvpacked_func", *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                  return_attn_probs)
+
+
+def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                             deterministic=False, return_attn_probs=False):
+    """q [B, Nq, Hq, D], kv [B, Nk, 2, Hk, D] to [B, Nq, Hq, D]."""
+    return _dense("flash_attn_kvpacked_func", q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                  return_attn_probs)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+                           window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None):
+    """Packed rows q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] to [Tq, Hq, Dv].
+
+    block_table int32 [B, pages]: k and v are [pages, page size, Hk, D]; their rows are copied in order first."""
+    if block_table is not None:
+        k, v = (_rows_of_pages(t, block_table, cu_seqlens_k) for t in (k, v))
+    return _packed("flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                   window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                                     alibi_slopes=None, deterministic=False, return_attn_probs=False):
+    """qkv [T, 3, H, D] to [T, H, D]."""
+    return _packed("flash_attn_varlen_qkvpacked_func", *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+                   causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+                                    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):
+    """q [Tq, Hq, D], kv [Tk, 2, Hk, D] to [Tq, Hq, D]."""
+    return _packed("flash_attn_varlen_kvpacked_func", q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+                            cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                            rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False):
+    """q [B, Nq, Hq, D] against a cache, to [B, Nq, Hq, D]; forward only.
+
+    k_cache, v_cache [Bc, N, Hk, D], or [pages, page size, Hk, D] with block_table int32 [B, pages]. k, v [B, Nnew, Hk, D] are written behind
+    cache_seqlens, int or int32 [B], first. rotary_cos, rotary_sin [rows, rotary dim / 2] rotate k from row cache_seqlens on, and q too, or all of q at
+    row cache_seqlens where neither causal nor a window orders its rows. cache_leftpad int32 [B]: first row of each cache that counts; a copy of the
+    cache is attended to.
+    """
+    out, lse = with_kvcache("flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_seqlens,
+                            cache_batch_idx, cache_leftpad, block_table, rotary_interleaved, causal=causal, scale=softmax_scale, window=window_size,
+                            softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
+    return (out, lse) if return_softmax_lse else out
+
+
+def install_as_flash_attn():
+    """Let `import flash_attn` and `import flash_attn_interface` find these functions, until `.disable()` or the end of a `with` block.
+
+    What a program has imported before keeps what it has. The package's metadata is not imitated: a program that asks importlib.metadata for
+    flash-attn's version does not find it.
+    """
+    names = ("flash_attn", "flash_attn_interface")
+    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] in names}
+    for name in hidden:
+        del sys.modules[name]
+    from margay import flash_attn_interface
+
+    this = sys.modules[__name__]
+    package = _stand_in("flash_attn", this, is_package=True)
+    package.flash_attn_interface = _stand_in("flash_attn.flash_attn_interface", this)
+    package.bert_padding = _stand_in("flash_attn.bert_padding", bert_padding)
+    _stand_in("flash_attn_interface", flash_attn_interface)
+
+    def undo():
+        for name in [name for name in sys.modules if name.split(".")[0] in names]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+    return Switch(undo)
+
+
+# ---- common to flash-attn 2 and 3
+
+
+def dense(op, q, k, v, **options):
+    """out and lse; rows first."""
+    out, lse = _dispatch.attention(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=True, **options)
+    return out.transpose(1, 2), lse
+
+
+def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    """out and lse. A largest length that is a tensor would have to be read on the host: the number of rows takes its place."""
+    max_seqlen_q, max_seqlen_k = (t.shape[0] if isinstance(n, torch.Tensor) else n for n, t in ((max_seqlen_q, q), (max_seqlen_k, k)))
+    return _dispatch.attention_varlen(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=True, **options)
+
+
+def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, rotary_seqlens, cache_batch_idx, cache_leftpad, page_table,
+                 rotary_interleaved, *, causal, window, **options):
+    """out and lse. rotary_seqlens: where the rotation of new keys begins."""
+    if (k is None) != (v is None):
+        raise ValueError(f"{op}: {'k' if k is None else 'v'} is None, expected a tensor (k and v are given together)")
+    if k is not None and cache_seqlens is None:
+        raise ValueError(f"{op}: cache_seqlens is None, expected an int or a tensor where k is given")
+    if rotary_cos is not None and (k is None or rotary_sin is None):
+        raise ValueError(f"{op}: {'k' if k is None else 'rotary_sin'} is None, expected a tensor where rotary_cos is given")
+    if cache_leftpad is not None and page_table is not None:
+        raise NotImplementedError(f"{op}: cache_leftpad is not implemented for a paged cache")
+    if rotary_cos is not None:
+        ordered = causal or tuple(window) != (-1, -1)
+        q = _rotate(q, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, ordered)
+        k = _rotate(k, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, True)
+    if k is not None:
+        _dispatch.append_kv(k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx)
+        cache_seqlens = cache_seqlens + k.shape[1]
+    if cache_leftpad is not None:
+        k_cache, v_cache = (_from_left(t, cache_leftpad, cache_batch_idx) for t in (k_cache, v_cache))
+        cache_batch_idx = None
+        cache_seqlens = (k_cache.shape[1] if cache_seqlens is None else cache_seqlens) - cache_leftpad
+    return _dispatch.attention_decode(op, q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx,
+                                      causal=causal, window=window, return_lse=True, **options)
+
+
+def _dense(op, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
+    out, lse = dense(op, q, k, v, causal=causal, scale=softmax_scale, window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+                     dropout_p=dropout_p, deterministic=deterministic)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
+            alibi_slopes, deterministic, return_attn_probs):
+    out, lse = packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, scale=softmax_scale,
+                      window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _rotate(x, cos, sin, first, interleaved, ordered):
+    """x [B, N, H, D] rotated at rows first, first + 1, ... of cos and sin, or all at row `first` if not ordered."""
+    row = torch.arange(x.shape[1], device=x.device) if ordered else x.new_zeros(x.shape[1], dtype=torch.int64)
+    row = row + (first[:, None] if isinstance(first, torch.Tensor) else first)
+    cos, sin = (t[row].float().unsqueeze(-2) for t in (cos, sin))
+    half = cos.shape[-1]
+    turned, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
+    pairs = turned.float().unflatten(-1, (half, 2) if interleaved else (2, half))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1 if interleaved else -2).flatten(-2).to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+def _from_left(cache, leftpad, batch_idx):
+    """Each cache from its row leftpad on."""
+    cache = cache if batch_idx is None else cache[batch_idx.long()]
+    row = (torch.arange(cache.shape[1], device=cache.device) + leftpad[:, None]).clamp(max=cache.shape[1] - 1)
+    return cache.gather(1, row[..., None, None].expand_as(cache))
+
+
+def _rows_of_pages(pages, table, cu_seqlens):
+    """The rows of all sequences behind one another: as many as the table could hold, for their number is not known on the host."""
+    batch, columns = table.shape
+    size = pages.shape[1]
+    row = torch.arange(batch * columns * size, device=pages.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row.to(cu_seqlens.dtype), right=True).clamp(max=batch - 1)
+    place = row - cu_seqlens[sequence]
+    return pages.flatten(0, 1)[table[sequence, (place // size).clamp(max=columns - 1)].long() * size + place % size]
+
+
+def _stand_in(name, source, is_package=False):
+    module = types.ModuleType(name, source.__doc__)
+    module.__dict__.update({key: value for key, value in vars(source).items() if not key.startswith("_")}, __version__=__version__)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
+    if is_package:
+        module.__path__ = []
+    sys.modules[name] = module
+    return module
+
+
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
+           "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install_as_flash_attn", "pad_input", "unpad_input"]

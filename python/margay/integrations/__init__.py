@@ -1,0 +1,11 @@
+"""Registration with other libraries; each module asks for its library when it is imported."""
+
+import importlib
+
+__all__ = ["hf"]
+
+
+def __getattr__(name):
+    if name in __all__:
+        return importlib.import_module(f"margay.integrations.{name}")
+    raise AttributeError(f"module 'margay.integrations' has no attribute {name!r}")
