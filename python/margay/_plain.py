@@ -12,10 +12,10 @@ import torch.nn.functional as F
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
               return_lse=False, deterministic=False, mask=None):
     """As `margay.attention`. mask: bool (True: visible) or float (added to the scores), broadcastable to [B, Hq, Nq, Nk]."""
-    simple = not (softcap or return_lse or dropout_seed is not None) and sink is None and alibi_slopes is None and tuple(window) == (-1, -1)
+    simple = not (softcap or return_lse or dropout_p) and sink is None and alibi_slopes is None and tuple(window) == (-1, -1)
     if simple and (not causal or mask is None and q.shape[2] == k.shape[2]):
         mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     distance = _distance(q.shape[2], k.shape[2], q.device)
     slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
     out, lse = _attend(q, k, v, distance, None, slopes, causal, scale, window, softcap, sink, dropout_p, dropout_seed, mask)

@@ -1,0 +1,383 @@
+"""flash-attn's functions: signatures, results, caches, padding, installation, refusals."""
+
+import importlib.util
+import inspect
+import random
+import sys
+import warnings
+
+import pytest
+import torch
+
+import margay as mg
+import reference
+from cases import DEVICES, check_error
+from margay import _fallback, bert_padding, flash_attn, flash_attn_interface
+
+COMMON = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+DESCALE = "q_descale=None, k_descale=None, v_descale=None"
+SIGNATURES = {      # of flash-attn 2.8 and FlashAttention-3, without annotations
+    flash_attn.flash_attn_func: f"(q, k, v, {COMMON})",
+    flash_attn.flash_attn_qkvpacked_func: f"(qkv, {COMMON})",
+    flash_attn.flash_attn_kvpacked_func: f"(q, kv, {COMMON})",
+    flash_attn.flash_attn_varlen_func: f"(q, k, v, {LENGTHS}, {COMMON}, block_table=None)",
+    flash_attn.flash_attn_varlen_qkvpacked_func: f"(qkv, cu_seqlens, max_seqlen, {COMMON})",
+    flash_attn.flash_attn_varlen_kvpacked_func: f"(q, kv, {LENGTHS}, {COMMON})",
+    flash_attn.flash_attn_with_kvcache:
+        "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, "
+        "block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, "
+        "num_splits=0, return_softmax_lse=False)",
+    bert_padding.unpad_input: "(hidden_states, attention_mask, unused_mask=None)",
+    bert_padding.pad_input: "(hidden_states, indices, batch, seqlen)",
+    bert_padding.unpad_input_for_concatenated_sequences: "(hidden_states, attention_mask_in_length)",
+    flash_attn_interface.flash_attn_func:
+        f"(q, k, v, softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, "
+        "pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False)",
+    flash_attn_interface.flash_attn_qkvpacked_func:
+        f"(qkv, softmax_scale=None, causal=False, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, "
+        "num_heads_q=None, sm_margin=0, return_attn_probs=False)",
+    flash_attn_interface.flash_attn_varlen_func:
+        f"(q, k, v, {LENGTHS}, seqused_q=None, seqused_k=None, softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), "
+        "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False)",
+    flash_attn_interface.flash_attn_with_kvcache:
+        "(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+        "cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+        f"{DESCALE}, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+        "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False)",
+    flash_attn_interface.flash_attn_combine: "(out_partial, lse_partial, out=None, out_dtype=None)",
+    flash_attn_interface.get_scheduler_metadata:
+        "(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, "
+        "cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), "
+        "attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0)",
+}
+SIZES = (1, 2, 17, 33, 63, 64, 65, 97)
+OPTIONS = ("plain", "causal", "window", "causal window", "softcap", "scale", "everything", "alibi", "batch alibi")
+FORMS = [(form, kind) for form in ("func", "qkvpacked", "kvpacked", "3") for kind in OPTIONS if form != "3" or "alibi" not in kind]
+CACHES = [(paged, extra) for paged in (False, True) for extra in ("nothing", "append", "rotary", "rotary halves", "int lengths", "leftpad", "batch idx")
+          if not paged or extra not in ("leftpad", "batch idx")]
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f"{f.__module__.split('.')[-1]}.{f.__name__}")
+def test_signature(function):
+    assert str(inspect.signature(function)) == SIGNATURES[function]
+
+
+def options_of(kind, r, heads, batch, device):
+    """Options of flash-attn 2, and the reference's."""
+    window = (r.choice((0, 3, 20, -1)), r.choice((0, 3, 20, -1))) if kind in ("window", "causal window", "everything") else (-1, -1)
+    slopes = None
+    if "alibi" in kind or kind == "everything":
+        slopes = torch.rand((batch, heads) if kind == "batch alibi" else (heads,), generator=torch.Generator().manual_seed(r.randrange(2**31))).to(device)
+    causal = "causal" in kind or kind == "everything"
+    softcap = 3.0 if kind in ("softcap", "everything") else 0.0
+    scale = 0.3 if kind in ("scale", "everything") else None
+    theirs = dict(softmax_scale=scale, causal=causal, window_size=window, softcap=softcap, alibi_slopes=slopes)
+    return theirs, dict(scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=slopes)
+
+
+def tensors(r, device, dtype, *shapes):
+    g = torch.Generator().manual_seed(r.randrange(2**31))
+    return [torch.randn(shape, generator=g).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def compare(function, exact_function, inputs, dtype):
+    """function(*inputs) to (out, lse) against the exact answer, with gradients of both."""
+    out, lse = function(*inputs)
+    g = torch.Generator().manual_seed(7)
+    dout, dlse = (torch.randn(t.shape, generator=g).to(t.device) for t in (out, lse))
+    results = []
+    for precision in (dtype, torch.float64):
+        leaves = [t.detach().to(precision).requires_grad_() for t in inputs]
+        o, s = exact_function(*leaves)
+        finite = s.isfinite()
+        results.append((o, s, *torch.autograd.grad((o, s[finite]), leaves, (dout.to(precision), dlse.to(s.dtype)[finite]), materialize_grads=True)))
+    plain, exact = results
+    finite = exact[1].isfinite()
+    assert torch.equal(lse.isfinite(), finite) and (lse[~finite] == -torch.inf).all() and lse.dtype == torch.float32 and out.dtype == dtype
+    gradients = torch.autograd.grad((out, lse[finite]), inputs, (dout.to(dtype), dlse[finite]), materialize_grads=True)
+    check_error("out", out.detach(), plain[0].detach(), exact[0].detach(), 2, (2**-19, 2**-19))
+    assert not finite.any() or (lse.double() - exact[1])[finite].abs().max() < 2**-17 * (1 + exact[1][finite].abs().max())
+    for name, found, p, e in zip("qkv", gradients, plain[2:], exact[2:]):
+        check_error("d" + name, found, p, e, 3, (2**-18, 2**-18))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form, kind", FORMS)
+def test_dense(device, form, kind, seed):
+    r = random.Random(seed)
+    dtype = r.choice((torch.bfloat16, torch.float16) if device == "cuda" else (torch.bfloat16, torch.float16, torch.float32))
+    batch, kv_heads, dim = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice((8, 17, 40, 64))
+    heads = kv_heads if form == "qkvpacked" else kv_heads * r.choice((1, 2, 3))
+    rows = r.choice(SIZES)
+    columns = rows if form == "qkvpacked" or r.random() < 0.5 else r.choice(SIZES)
+    theirs, ours = options_of(kind, r, heads, batch, device)
+    inputs = tensors(r, device, dtype, (batch, rows, heads, dim), (batch, columns, kv_heads, dim), (batch, columns, kv_heads, dim))
+    if form == "3":                               # which has no ALiBi
+        del ours["alibi_slopes"], theirs["alibi_slopes"]
+
+    def function(q, k, v):
+        if form == "3":
+            return flash_attn_interface.flash_attn_func(q, k, v, return_attn_probs=True, **theirs)
+        if form == "func":
+            out, lse, nothing = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **theirs)
+            assert torch.equal(out, flash_attn.flash_attn_func(q, k, v, **theirs))
+        elif form == "kvpacked":
+            out, lse, nothing = flash_attn.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), return_attn_probs=True, **theirs)
+        else:
+            out, lse, nothing = flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), return_attn_probs=True, **theirs)
+        assert nothing is None
+        return out, lse
+
+    compare(function, lambda q, k, v: reference.rows_first(q, k, v, **ours), inputs, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form, kind", FORMS)
+def test_varlen(device, form, kind, seed):
+    """Sequences of any length, 0 and 1 among them."""
+    r = random.Random(seed)
+    dtype = r.choice((torch.bfloat16, torch.float16) if device == "cuda" else (torch.bfloat16, torch.float32))
+    kv_heads, dim, batch = r.choice((1, 2)), r.choice((16, 33, 64)), 4
+    heads = kv_heads if form == "qkvpacked" else kv_heads * r.choice((1, 2))
+    lengths_q = [r.choice((0, 1, 5, 31, 64, 70)) for _ in range(batch)]
+    lengths_k = lengths_q if form == "qkvpacked" else [r.choice((0, 1, 5, 31, 64, 70)) for _ in range(batch)]
+    lengths_q[1], lengths_k[1] = 13, 13
+    theirs, ours = options_of(kind, r, heads, batch, device)
+    inputs = tensors(r, device, dtype, (sum(lengths_q), heads, dim), (sum(lengths_k), kv_heads, dim), (sum(lengths_k), kv_heads, dim))
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32) for lengths in (lengths_q, lengths_k))
+    counts = cu_q, cu_k, max(lengths_q), max(lengths_k)
+    if form == "3":                               # which has no ALiBi
+        del ours["alibi_slopes"], theirs["alibi_slopes"]
+
+    def function(q, k, v):
+        if form == "3":
+            return flash_attn_interface.flash_attn_varlen_func(q, k, v, *counts, return_attn_probs=True, **theirs)
+        if form == "func":
+            found = flash_attn.flash_attn_varlen_func(q, k, v, *counts, return_attn_probs=True, **theirs)
+            longest = torch.tensor(counts[2], device=device), torch.tensor(counts[3], device=device)
+            assert torch.equal(found[0], flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, **theirs))
+        elif form == "kvpacked":
+            found = flash_attn.flash_attn_varlen_kvpacked_func(q, torch.stack((k, v), 1), *counts, return_attn_probs=True, **theirs)
+        else:
+            found = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack((q, k, v), 1), cu_q, counts[2], return_attn_probs=True, **theirs)
+        assert found[2] is None
+        return found[:2]
+
+    compare(function, lambda q, k, v: reference.packed(q, k, v, lengths_q, lengths_k, **ours), inputs, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_varlen_pages(device, seed):
+    r = random.Random(seed)
+    size, batch, lengths_q, lengths_k = 8, 3, [3, 1, 7], [21, 8, 0]
+    q, pages_k, pages_v = (t.detach() for t in tensors(r, device, torch.bfloat16, (11, 4, 32), (12, size, 2, 32), (12, size, 2, 32)))
+    table = torch.tensor(r.sample(range(12), 9)).reshape(batch, 3).to(device, torch.int32)
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (lengths_q, lengths_k))
+    out = flash_attn.flash_attn_varlen_func(q, pages_k, pages_v, cu_q, cu_k, 7, 21, causal=True, block_table=table)
+    k, v = (torch.cat([pages[table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(lengths_k)]) for pages in (pages_k, pages_v))
+    plain, exact = (reference.packed(*(t.to(d) for t in (q, k, v)), lengths_q, lengths_k, causal=True)[0] for d in (torch.bfloat16, torch.float64))
+    check_error("out", out, plain, exact, 2, (2**-19, 2**-19))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("version", (2, 3))
+@pytest.mark.parametrize("paged, extra", CACHES)
+@pytest.mark.parametrize("kinds", (("plain", "softcap", "window"), ("causal", "causal window")), ids=lambda kinds: kinds[0])
+def test_cache(device, version, paged, extra, kinds, seed):
+    r = random.Random(seed)
+    kind = r.choice(kinds)
+    dtype = torch.bfloat16
+    batch, size, pages, heads, kv_heads, dim, new = 3, 16, 4, 4, 2, 32, r.choice((1, 5))
+    capacity, rows = size * pages, new if extra != "nothing" else r.choice((1, 3))
+    theirs, ours = options_of(kind, r, heads, batch, device)
+    if version == 3:
+        del theirs["alibi_slopes"]
+    appended = extra in ("append", "rotary", "rotary halves", "leftpad", "int lengths")
+    q, k, v = (t.detach() for t in tensors(r, device, dtype, (batch, rows, heads, dim), (batch, new, kv_heads, dim), (batch, new, kv_heads, dim)))
+    caches = batch + 2 if extra == "batch idx" else batch
+    cache_k, cache_v = (t.detach() for t in tensors(r, device, dtype, (caches, capacity, kv_heads, dim), (caches, capacity, kv_heads, dim)))
+    lengths = [20] * batch if extra == "int lengths" else [r.randrange(rows, capacity - new) for _ in range(batch)]
+    leftpad = [r.randrange(n) for n in lengths] if extra == "leftpad" else [0] * batch
+    index = r.sample(range(caches), batch) if extra == "batch idx" else list(range(batch))
+    arguments = dict(cache_seqlens=20 if extra == "int lengths" else torch.tensor(lengths, dtype=torch.int32, device=device))
+    cos = sin = None
+    if extra.startswith("rotary"):
+        angle = torch.rand(capacity, 8, generator=torch.Generator().manual_seed(seed)) * 6
+        cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+        arguments.update(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=extra == "rotary")
+    if extra == "leftpad":
+        arguments["cache_leftpad"] = torch.tensor(leftpad, dtype=torch.int32, device=device)
+    if extra == "batch idx":
+        arguments["cache_batch_idx"] = torch.tensor(index, dtype=torch.int32, device=device)
+
+    def answer(precision):
+        outs, lses, keys = [], [], []
+        for i in range(batch):
+            a, b, c = q[i].to(precision), k[i].to(precision), v[i].to(precision)
+            if cos is not None:
+                ordered = ours["causal"] or ours["window"] != (-1, -1)
+                positions = torch.arange(rows) + lengths[i] if ordered else torch.full((rows,), lengths[i])
+                a = reference.rotate(a, cos, sin, positions, extra == "rotary")
+                b = reference.rotate(b, cos, sin, torch.arange(new) + lengths[i], extra == "rotary")
+            kept = [t[index[i], leftpad[i]:lengths[i]].to(precision) for t in (cache_k, cache_v)]
+            b, c = (torch.cat(pair) for pair in zip(kept, (b, c))) if appended else kept
+            out, lse = reference.rows_first(a[None], b[None], c[None], **ours)
+            outs.append(out[0])
+            lses.append(lse[0])
+            keys.append(b)
+        return torch.stack(outs), torch.stack(lses), keys
+
+    (plain, _, _), (exact, exact_lse, keys) = answer(dtype), answer(torch.float64)
+    table = torch.tensor(r.sample(range(batch * pages), batch * pages)).reshape(batch, pages)
+    k_cache, v_cache = cache_k.clone(), cache_v.clone()
+    if paged:
+        arguments["block_table" if version == 2 else "page_table"] = table.to(device, torch.int32)
+        for name, cache in (("k", cache_k), ("v", cache_v)):
+            held = torch.empty_like(cache).unflatten(1, (pages, size)).flatten(0, 1)
+            held[table.flatten().to(device)] = cache.unflatten(1, (pages, size)).flatten(0, 1)
+            k_cache, v_cache = (held, v_cache) if name == "k" else (k_cache, held)
+    module = flash_attn if version == 2 else flash_attn_interface
+    new_rows = (k, v) if appended else (None, None)
+    out, lse, *rest = module.flash_attn_with_kvcache(q, k_cache, v_cache, *new_rows, return_softmax_lse=True, **arguments, **theirs)
+    assert rest == ([None, None] if version == 3 else [])
+    rounding = (2**-19, 2**-19) if cos is None else (2**-8, 2**-8)               # q and k are rounded once more behind the rotation
+    check_error("out", out, plain, exact, 2, rounding)
+    finite = exact_lse.isfinite()
+    assert torch.equal(lse.isfinite(), finite) and (lse - exact_lse)[finite].abs().max() < (1e-4 if cos is None else 0.05)
+    for i in range(batch):                                                       # what was appended is in the cache, and nothing else has changed
+        held = k_cache[table[i].to(device)].flatten(0, 1) if paged else k_cache[index[i]]
+        end = lengths[i] + (new if appended else 0)
+        assert (held[leftpad[i]:end] - keys[i]).abs().max() <= (0 if cos is None else 2**-6)
+        assert torch.equal(held[end:], cache_k[index[i], end:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding(device):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 7, 2, 5, generator=g).to(device).requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0, 1]], device=device)
+    rows, indices, cu_seqlens, longest, lengths = bert_padding.unpad_input(x, mask)
+    assert torch.equal(rows, x[mask.bool()]) and cu_seqlens.tolist() == [0, 3, 8, 12] and cu_seqlens.dtype == torch.int32
+    assert (longest, lengths.tolist(), lengths.dtype) == (5, [3, 5, 4], torch.int32)
+    back = bert_padding.pad_input(rows, indices, 3, 7)
+    assert torch.equal(back, x * mask[:, :, None, None])
+    (dx,) = torch.autograd.grad(back.square().sum(), x)
+    assert torch.equal(dx, 2 * x * mask[:, :, None, None])
+    unused = torch.tensor([[0, 0, 0, 1, 0, 0, 0], [0] * 7, [0] * 7], device=device)
+    rows, _, cu_seqlens, longest, lengths = bert_padding.unpad_input(x, mask, unused)
+    assert torch.equal(rows, x[(mask + unused).bool()]) and cu_seqlens.tolist() == [0, 4, 9, 13] and (longest, lengths.tolist()) == (5, [3, 5, 4])
+    held = torch.tensor([[2, 3, 0, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]], device=device)
+    rows, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(x, held)
+    assert torch.equal(rows, torch.cat((x[0, :5], x[1], x[2, :3]))) and cu_seqlens.tolist() == [0, 2, 5, 12, 13, 14, 15] and longest == 7
+
+
+def test_dropout():
+    """About the right share is dropped, expectation is kept, torch's seed repeats it, gradients match the mask that was drawn."""
+    q, k = torch.zeros(1, 64, 2, 16), torch.zeros(1, 500, 2, 16)
+    v = torch.eye(500)[None, :, None, :200].expand(1, 500, 2, 200).contiguous().requires_grad_()       # out shows the weights of 200 keys
+    torch.manual_seed(1)
+    out = flash_attn.flash_attn_func(q, k, v, dropout_p=0.3)
+    dropped = float((out == 0).float().mean())
+    assert abs(dropped - 0.3) < 0.02 and abs(float(out.detach().mean()) * 500 - 1) < 0.03
+    torch.manual_seed(1)
+    assert torch.equal(out, flash_attn.flash_attn_func(q, k, v, dropout_p=0.3))
+    assert not torch.equal(out, flash_attn.flash_attn_func(q, k, v, dropout_p=0.3))
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(dv[0, :200, 0, 0], out[0, :, 0].sum(0).detach())
+
+
+def test_combine():
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, n, 3, 16, generator=g) for n in (5, 40, 40))
+    parts = [flash_attn_interface.flash_attn_func(q, k[:, i:i + 10], v[:, i:i + 10], return_attn_probs=True) for i in range(0, 40, 10)]
+    out, lse = flash_attn_interface.flash_attn_combine(torch.stack([p[0] for p in parts]), torch.stack([p[1].transpose(1, 2) for p in parts]))
+    whole, whole_lse = flash_attn_interface.flash_attn_func(q, k, v, return_attn_probs=True)
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(lse, whole_lse.transpose(1, 2))
+    assert flash_attn_interface.get_scheduler_metadata(2, 5, 40, 3, 3, 16, None) is None
+
+
+def test_packed_heads():
+    qkv = torch.randn(2, 9, 8, 16)
+    out = flash_attn_interface.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4)
+    assert torch.equal(out, flash_attn_interface.flash_attn_func(*qkv.split((4, 2, 2), 2), causal=True))
+    with pytest.raises(ValueError, match="num_heads_q is None"):
+        flash_attn_interface.flash_attn_qkvpacked_func(qkv)
+
+
+# ---- installation
+
+
+def test_install():
+    before = {name: module for name, module in sys.modules.items() if name.startswith("flash_attn")}
+    with mg.install_as_flash_attn():
+        import flash_attn as theirs
+        from flash_attn import flash_attn_func, flash_attn_with_kvcache
+        from flash_attn.bert_padding import pad_input
+        from flash_attn.flash_attn_interface import flash_attn_varlen_func
+        from flash_attn_interface import flash_attn_func as three
+
+        assert theirs.__version__ == "2.8.3" and importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn_interface")
+        assert flash_attn_func is flash_attn.flash_attn_func and flash_attn_with_kvcache is flash_attn.flash_attn_with_kvcache
+        assert flash_attn_varlen_func is flash_attn.flash_attn_varlen_func and three is flash_attn_interface.flash_attn_func
+        assert pad_input is bert_padding.pad_input
+    assert {name: module for name, module in sys.modules.items() if name.startswith("flash_attn")} == before
+    switch = mg.install_as_flash_attn()
+    switch.disable()
+    switch.disable()
+    assert {name: module for name, module in sys.modules.items() if name.startswith("flash_attn")} == before
+
+
+def test_install_hides_what_was_imported(monkeypatch):
+    import types
+
+    other, part = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.ops")
+    monkeypatch.setitem(sys.modules, "flash_attn", other)
+    monkeypatch.setitem(sys.modules, "flash_attn.ops", part)
+    with mg.install_as_flash_attn():
+        assert sys.modules["flash_attn"] is not other and "flash_attn.ops" not in sys.modules
+    assert sys.modules["flash_attn"] is other and sys.modules["flash_attn.ops"] is part
+
+
+# ---- refusals and fallbacks
+
+
+@pytest.mark.parametrize("argument", ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q", "seqused_k"))
+def test_refuses(argument):
+    q, cu = torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=f"flash_attn_varlen_func: {argument} is given"):
+        flash_attn_interface.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, **{argument: 4 if argument == "attention_chunk" else torch.ones(1)})
+    if not argument.startswith("seqused"):
+        with pytest.raises(NotImplementedError, match=f"flash_attn_func: {argument} is given"):
+            flash_attn_interface.flash_attn_func(q[None], q[None], q[None], **{argument: 4 if argument == "attention_chunk" else torch.ones(1)})
+
+
+def test_cache_refuses():
+    q = torch.randn(1, 1, 2, 16)
+    cache = torch.randn(1, 8, 2, 16)
+    for message, arguments in (("v is None", dict(k=q)), ("cache_seqlens is None", dict(k=q, v=q)), ("k is None", dict(rotary_cos=q, rotary_sin=q)),
+                               ("rotary_sin is None", dict(k=q, v=q, cache_seqlens=3, rotary_cos=q))):
+        with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: {message}"):
+            flash_attn.flash_attn_with_kvcache(q, cache, cache, **arguments)
+    lengths = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="cache_leftpad"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_leftpad=lengths, block_table=lengths[None])
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q"):
+        flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, cu_seqlens_q=lengths)
+
+
+@pytest.mark.parametrize("reason, shape, dtype, options", [
+    ("dtype float64 on cpu", (1, 7, 2, 16), torch.float64, {}), ("a head dim over 256", (1, 7, 2, 264), torch.float32, dict(causal=True)),
+    ("a scale that is not positive", (1, 7, 2, 16), torch.float32, dict(softmax_scale=-0.5))])
+def test_falls_back_with_one_warning(reason, shape, dtype, options, monkeypatch):
+    monkeypatch.setattr(_fallback, "_warned", set())
+    q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    with pytest.warns(mg.FallbackWarning, match=f"flash_attn_func: {reason}; computed by PyTorch") as caught:
+        out = flash_attn.flash_attn_func(q, k, v, **options)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn.flash_attn_func(q, k, v, **options)
+    exact, _ = reference.rows_first(*(t.double() for t in (q, k, v)), scale=options.get("softmax_scale"), causal=options.get("causal", False))
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
