@@ -2,12 +2,13 @@
 
 A model asks a mask function once per forward pass, and gives the result to the attention function of every layer. The mask is one of
 
-    None              every query sees every key, or the causal part (module.is_causal)
-    bool [B, L]       True where a key is no padding; only the first L keys count
-    int32 [B]         the number of keys that count, of a cache that is longer
-    int32 [1, S + 1]  cu_seqlens of sequences that are packed behind one another
-    4 dimensions      any other mask, which PyTorch computes
+    None                    every query sees every key, or the causal part (module.is_causal)
+    bool [B, L]             True where a key is no padding; only the first L keys count
+    int32 [B, 1, 1, 1]      the number of keys that count, of a cache that is longer
+    int32 [1, 1, 1, S + 1]  cu_seqlens of sequences that are packed behind one another
+    bool, float, 4 dims     any other mask, which PyTorch computes
 
+Models hand masks of 4 dimensions on as they are; others they may convert and give to the mask function again, which leaves bool [B, L] as it is.
 The window comes from the layer's sliding_window, as in transformers' own flash attention.
 """
 
@@ -47,7 +48,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = dict(scale=scaling, softcap=softcap or 0.0, sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
     causal = _is_causal(module, is_causal)
-    whole = attention_mask is not None and attention_mask.dim() == 4
+    whole = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32
     if whole or position_bias is not None:
         _dispatch.warn(_OP, "a mask that is not made of causal, window, padding and packed sequences" if whole else "position_bias")
         mask = _whole_mask(query, key, attention_mask, causal, position_bias)
@@ -56,10 +57,11 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     options["causal"] = causal
     if sliding_window is not None:
         options["window"] = (sliding_window - 1, -1 if causal else sliding_window - 1)
-    if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.dtype != torch.bool:
-        out = _packed(query, key, value, attention_mask[0], attention_mask[0], None, None, options)
-    elif attention_mask is not None and attention_mask.dim() == 1:
-        out = _partly_filled(query, key, value, attention_mask, options)
+    if _is_cu_seqlens(attention_mask):
+        cu_seqlens = attention_mask.flatten()
+        out = _packed(query, key, value, cu_seqlens, cu_seqlens, query.shape[2], query.shape[2], options)
+    elif attention_mask is not None and attention_mask.dim() == 4:
+        out = _partly_filled(query, key, value, attention_mask.flatten(), options)
     elif attention_mask is not None:
         out = _padded(query, key, value, attention_mask, options)
     elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -88,14 +90,14 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
     if isinstance(q_offset, torch.Tensor):                                      # of a static cache, whose fill is not known on the host
         filled = (q_offset + (q_length - kv_offset)).to(torch.int32).clamp(max=kv_length)
         if attention_mask is None:
-            return filled.expand(batch_size)
+            return filled.expand(batch_size)[:, None, None, None]
         if q_length > 1:
             return sdpa_mask(**every)
         return _columns(attention_mask, kv_offset, kv_length) & (torch.arange(kv_length, device=device) < filled)
     filled = min(q_offset + q_length - kv_offset, kv_length)
     if attention_mask is not None and (attention_mask.shape[1] < filled or not _is_all_true(attention_mask)):
         return _columns(attention_mask, kv_offset, filled)
-    return None if filled == kv_length else torch.full((batch_size,), filled, dtype=torch.int32, device=device)
+    return None if filled == kv_length else torch.full((batch_size, 1, 1, 1), filled, dtype=torch.int32, device=device)
 
 
 def _is_causal(module, is_causal):
@@ -128,10 +130,10 @@ def _cu_seqlens(mask_function, batch, rows, device):
     begins = torch.nn.functional.pad(~sees.expand(batch, -1), (1, 0), value=True).flatten()
     total = batch * rows
     if not _compiling_or_capturing():
-        return torch.nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=total).to(torch.int32)[None]
+        return torch.nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=total).to(torch.int32)[None, None, None]
     place = torch.where(begins, begins.cumsum(0) - 1, total + 1)                # of fixed size: the rest of the sequences is empty
     ends = torch.full((total + 2,), total, device=device).scatter(0, place, torch.arange(total, device=device))
-    return ends[:-1].to(torch.int32)[None]
+    return ends[:-1].to(torch.int32)[None, None, None]
 
 
 def _is_all_true(mask):
@@ -143,6 +145,10 @@ def _compiling_or_capturing():
     return torch.compiler.is_compiling() or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def _is_cu_seqlens(mask):
+    return mask is not None and mask.dtype == torch.int32 and mask.shape[3] > 1
+
+
 def _rows_first(out):
     return out.transpose(1, 2).contiguous()
 
@@ -151,8 +157,6 @@ def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_length_q, max_len
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     # a length on the device would have to be read: that of a row bounds it
     longest_q, longest_k = (n if isinstance(n, int) else t.shape[0] for n, t in ((max_length_q, q), (max_length_k, k)))
-    if cu_seqlens_q is cu_seqlens_k and max_length_q is None:
-        longest_q = longest_k = query.shape[2]
     out = _dispatch.attention_varlen(_OP, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
@@ -160,7 +164,7 @@ def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_length_q, max_len
 def _partly_filled(query, key, value, lengths, options):
     wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if wants_gradient or options["dropout_p"]:
-        return _padded(query, key, value, torch.arange(key.shape[2], device=key.device) < lengths[:, None], options)
+        return _padding.attention(_OP, query, key, value, torch.arange(key.shape[2], device=key.device) < lengths[:, None], **options)
     options = {name: value for name, value in options.items() if name != "dropout_p"}
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     return _dispatch.attention_decode(_OP, q, k, v, cache_seqlens=lengths, **options).transpose(1, 2)
@@ -177,11 +181,11 @@ def _padded(query, key, value, mask, options):
 def _whole_mask(query, key, mask, causal, bias):
     """One mask of 4 dimensions, from any and a bias of the scores."""
     rows, columns = query.shape[2], key.shape[2]
-    if mask is not None and mask.dim() == 2 and mask.dtype != torch.bool:
+    if _is_cu_seqlens(mask):
         raise NotImplementedError(f"{_OP}: position_bias is given for packed sequences, which is not implemented")
-    if mask is None or mask.dim() < 4:
+    if mask is None or mask.dim() == 2 or mask.dtype == torch.int32:
         column = torch.arange(columns, device=query.device)
-        filled = columns if mask is None else mask.shape[1] if mask.dim() == 2 else mask[:, None, None, None]
+        filled = columns if mask is None else mask.shape[1] if mask.dim() == 2 else mask
         last = torch.arange(rows, device=query.device)[:, None] + (filled - rows) if causal else filled - 1
         seen = column <= last
         if mask is not None and mask.dim() == 2:

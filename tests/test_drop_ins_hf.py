@@ -1,0 +1,385 @@
+"""transformers models with attn_implementation="margay" against eager attention, in float32 on the CPU and bfloat16 on a GPU."""
+
+import random
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import margay as mg
+import reference
+from cases import DEVICES, check_error
+from margay import _fallback
+from margay.integrations import hf
+
+TEXT = dict(vocab_size=99, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
+GROUPED = TEXT | dict(num_key_value_heads=2, head_dim=16)
+WINDOW = GROUPED | dict(sliding_window=6, attention_dropout=0.0)
+DECODERS = {
+    "Llama": (GROUPED, {}), "Qwen3": (GROUPED, {}), "Mistral": (WINDOW, {}),
+    "Gemma2": (WINDOW | dict(query_pre_attn_scalar=16, attn_logit_softcapping=5.0), {}),
+    "Gemma3": (WINDOW | dict(query_pre_attn_scalar=16, sliding_window_pattern=2), {}),
+    "GptOss": (WINDOW | dict(num_local_experts=2, num_experts_per_tok=1), {}),
+    "GPT2": (dict(vocab_size=99, n_embd=48, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), {}),
+}
+NAMES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Config", "GPT2LMHeadModel")}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """And a fallback is an error. One thread: the models are tiny."""
+    monkeypatch.setattr(_fallback, "_warned", set())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with hf.register(), warnings.catch_warnings():
+        warnings.simplefilter("error", mg.FallbackWarning)
+        yield
+    torch.set_num_threads(threads)
+
+
+def decoder(name, device="cpu"):
+    config, model = NAMES.get(name, (f"{name}Config", f"{name}ForCausalLM"))
+    torch.manual_seed(0)
+    options, _ = DECODERS[name]
+    model = getattr(transformers, model)(getattr(transformers, config)(**options, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    for parameter in model.parameters():          # larger than the initialisation, so that attention is not nearly uniform
+        parameter.data *= 1.5 if parameter.dim() > 1 else 1
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return model.eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def tokens(*shape, device="cpu"):
+    return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(4)).to(device)
+
+
+def both(model, run, rtol=2e-4):
+    """run(model) gives logits of what counts: the same, and the same gradients, with either attention."""
+    results = {}
+    for name in ("eager", "margay"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        logits = run(model)
+        logits.float().square().mean().backward()
+        results[name] = logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    if next(model.parameters()).dtype == torch.bfloat16:
+        rtol = 0.05
+    (exact, gradients), (found, ours) = results["eager"], results["margay"]
+    assert found.isfinite().all() and (found - exact).abs().max() <= rtol * exact.abs().max()
+    assert set(gradients) == set(ours)
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    for name, gradient in gradients.items():
+        assert ours[name].isfinite().all(), name
+        assert (ours[name] - gradient).abs().max() <= rtol * (gradient.abs().max() + 0.01 * largest), name
+
+
+def padding(batch, rows, side, device="cpu"):
+    mask = torch.ones(batch, rows, dtype=torch.long)
+    for i in range(batch):
+        n = (3 * i) % (rows - 1)
+        mask[i, :n] *= side == "right"
+        mask[i, rows - n:] *= side == "left"
+    return mask.to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoder(device, name):
+    model, ids = decoder(name, device), tokens(3, 19, device=device)
+    both(model, lambda m: m(ids).logits)
+    both(model, lambda m: m(ids, attention_mask=torch.ones_like(ids)).logits)
+    for side in ("left", "right"):
+        mask = padding(3, 19, side, device)
+        both(model, lambda m: m(ids, attention_mask=mask).logits[mask.bool()])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed(name):
+    """Position numbers that start again separate sequences: each gets the logits that it has alone."""
+    model, ids = decoder(name), tokens(2, 24)
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 1, 11, 7), (20, 4, 0, 0))])
+    both(model, lambda m: m(ids, position_ids=position_ids, use_cache=False).logits)
+    both(model, lambda m: m(ids[:1], position_ids=position_ids[:1], use_cache=False).logits)
+    model.set_attn_implementation("margay")
+    packed = model(ids, position_ids=position_ids, use_cache=False).logits
+    if name == "GptOss":                          # whose positions are not relative: eager attention differs from the sequence alone as well
+        return
+    torch.testing.assert_close(packed[0, 6:17], model(ids[:1, 6:17]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_flash_attention_kwargs():
+    model, ids = decoder("Llama"), tokens(1, 24)
+    position_ids = torch.cat([torch.arange(n) for n in (5, 12, 7)])[None]
+    cu_seqlens = torch.tensor([0, 5, 17, 24], dtype=torch.int32)
+    kwargs = dict(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=12, max_length_k=torch.tensor(12))
+    model.set_attn_implementation("margay")
+    expected = model(ids, position_ids=position_ids, use_cache=False).logits
+    torch.testing.assert_close(model(ids, position_ids=position_ids, use_cache=False, **kwargs).logits, expected)
+    attention = model.model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 24, 16), torch.randn(1, 2, 24, 16)
+    given, _ = hf.attention(attention, q, k, k, None, scaling=0.25, **kwargs)
+    made, _ = hf.attention(attention, q, k, k, cu_seqlens[None, None, None], scaling=0.25)
+    torch.testing.assert_close(given, made)
+
+
+@pytest.mark.parametrize("cache", ("dynamic", "static"))
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate(name, cache):
+    """The same tokens as eager attention, over more steps than the window is long, padded and not."""
+    model, ids = decoder(name), tokens(3, 9)
+    for mask in (torch.ones_like(ids), padding(3, 9, "left")):
+        found = {}
+        for implementation in ("eager", "margay"):
+            model.set_attn_implementation(implementation)
+            output = model.generate(ids, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, cache_implementation=cache,
+                                    disable_compile=True, output_logits=True, return_dict_in_generate=True)
+            found[implementation] = output.sequences, torch.stack(output.logits)
+        assert torch.equal(found["eager"][0], found["margay"][0])
+        torch.testing.assert_close(found["margay"][1], found["eager"][1], rtol=1e-3, atol=1e-3)
+
+
+def test_chunked_prefill():
+    """A prompt in parts: more keys than queries."""
+    model, ids = decoder("Gemma2"), tokens(2, 21)
+    results = []
+    for name in ("eager", "margay"):
+        model.set_attn_implementation(name)
+        cache, parts = transformers.DynamicCache(config=model.config), []
+        for part in ids.split((7, 5, 1, 8), 1):
+            parts.append(model(part, past_key_values=cache).logits)
+        results.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ("Bert", "ModernBert"))
+def test_encoder(device, name):
+    """Both directions, padding, and for ModernBert a window to both sides."""
+    torch.manual_seed(0)
+    if name == "Bert":
+        config = transformers.BertConfig(**TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    else:
+        config = transformers.ModernBertConfig(**TEXT, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+                                               cls_token_id=1, sep_token_id=2)
+    model = getattr(transformers, name + "ForMaskedLM")(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    ids = tokens(3, 19, device=device)
+    both(model, lambda m: m(ids).logits)
+    mask = padding(3, 19, "right", device)
+    both(model, lambda m: m(ids, attention_mask=mask).logits[mask.bool()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whisper(device):
+    """Cross attention: more keys than queries, nothing causal about them."""
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(vocab_size=99, num_mel_bins=8, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+                                        encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=20, max_target_positions=30, dropout=0.0,
+                                        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = transformers.WhisperForConditionalGeneration(config).eval().to(device, dtype)
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    ids = tokens(2, 11, device=device)
+    both(model, lambda m: m(features, decoder_input_ids=ids).logits)
+    mask = padding(2, 11, "right", device)
+    both(model, lambda m: m(features, decoder_input_ids=ids, decoder_attention_mask=mask).logits[mask.bool()])
+
+
+def test_dropout():
+    model, ids = decoder("Llama"), tokens(2, 19)
+    model.set_attn_implementation("margay")
+    expected = model(ids).logits
+    model.train()
+    torch.testing.assert_close(model(ids).logits, expected)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    torch.manual_seed(0)
+    one = model(ids).logits
+    torch.manual_seed(0)
+    assert torch.equal(one, model(ids).logits) and not torch.allclose(one, expected)
+    model.eval()
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_checkpointing(reentrant):
+    model, ids = decoder("Gemma2").train(), tokens(2, 19)
+    mask = padding(2, 19, "right")
+    model.set_attn_implementation("margay")
+    gradients = []
+    for on in (False, True):
+        if on:
+            model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=ids).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b)
+
+
+def test_autocast():
+    model, ids = decoder("Llama"), tokens(2, 19)
+    model.set_attn_implementation("margay")
+    expected = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(ids).logits
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_compiled(padded):
+    """One graph, forward and backward, with packed positions and with padding."""
+    model, ids = decoder("Llama").train(), tokens(2, 16)
+    model.set_attn_implementation("margay")
+    arguments = dict(position_ids=torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1), use_cache=False)
+    kept = torch.ones(2, 16, dtype=torch.bool)
+    if padded:
+        arguments = dict(attention_mask=padding(2, 16, "left"), use_cache=False)
+        kept = arguments["attention_mask"].bool()
+    compiled = torch.compile(lambda ids, **arguments: model(ids, **arguments).logits, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (lambda ids, **a: model(ids, **a).logits, compiled):
+        model.zero_grad()
+        logits = f(ids, **arguments)[kept]
+        logits.square().mean().backward()
+        results.append((logits.detach(), *(p.grad.clone() for p in model.parameters())))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+# ---- the two functions
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+def masks_of(r, kind, batch, rows, past, window):
+    """Arguments of the mask function as transformers makes them, and of the attention function."""
+    from transformers import masking_utils as m
+
+    columns = past + rows
+    arguments = dict(batch_size=batch, q_length=rows, kv_length=columns, q_offset=past, kv_offset=0, mask_function=m.causal_mask_function)
+    if window:
+        arguments.update(mask_function=m.sliding_window_causal_mask_function(window), local_size=window, config=transformers.MistralConfig(sliding_window=window))
+    if kind == "padded":
+        mask = torch.zeros(batch, columns, dtype=torch.bool)
+        for i in range(batch):
+            first = r.randrange(columns)
+            mask[i, first:] = True
+        arguments["attention_mask"] = mask
+    if kind in ("static", "static tensor"):
+        arguments["kv_length"] = columns + 9
+        if kind == "static tensor":
+            arguments["q_offset"] = torch.tensor(past)
+    if kind == "packed":
+        sequence = torch.tensor([sorted(r.choice((0, 1, 2)) for _ in range(rows)) for _ in range(batch)])
+        position = torch.stack([torch.cat([torch.arange(int((s == i).sum())) for i in range(3)]) for s in sequence])
+        arguments.update(mask_function=m.packed_sequence_compatibility_function(arguments["mask_function"], position, sequence),
+                         allow_is_causal_skip=False)
+    return arguments
+
+
+@pytest.mark.parametrize("kind", ("plain", "padded", "static", "static tensor", "packed"))
+@pytest.mark.parametrize("window", (None, 4))
+@pytest.mark.parametrize("rows, past", ((13, 0), (1, 7), (5, 8)))
+@pytest.mark.parametrize("fixed", (False, True))
+def test_mask_means_what_transformers_means(kind, window, rows, past, fixed, seed, monkeypatch):
+    """Against the full mask that transformers makes of the same arguments; `fixed`: as where nothing may be read on the host."""
+    past = 0 if kind == "packed" else past
+    r = random.Random(seed)
+    monkeypatch.setattr(hf, "_compiling_or_capturing", lambda: fixed)
+    arguments = masks_of(r, kind, 2, rows, past, window)
+    mask = hf.attention_mask(**arguments)
+    whole = transformers.masking_utils.sdpa_mask(**{k: v for k, v in arguments.items() if k not in ("allow_is_causal_skip", "local_size", "config")},
+                                                 allow_is_causal_skip=False)
+    g = torch.Generator().manual_seed(seed)
+    columns = arguments["kv_length"]
+    q, k, v = (torch.randn(2, h, n, 16, generator=g).requires_grad_() for h, n in ((4, rows), (2, columns), (2, columns)))
+    assert mask is None or mask.dim() == 2 or mask.dtype == torch.int32, "a mask that PyTorch would compute"
+    results = []
+    for precision in (torch.float32, torch.float64):
+        leaves = [t.detach().to(precision).requires_grad_() for t in (q, k, v)]
+        seen = whole[..., :columns]
+        out = reference.attention(*leaves, visible=seen)[0].transpose(1, 2)
+        kept = torch.ones(2, rows, dtype=torch.bool)
+        if kind == "padded":
+            kept = arguments["attention_mask"][:, past:past + rows]
+        results.append((out[kept].detach(), *torch.autograd.grad(out[kept].sum(), leaves)))
+    for needs_gradient in (True, False):
+        with torch.set_grad_enabled(needs_gradient):
+            out, weights = hf.attention(Layer(), q, k, v, mask, sliding_window=window)
+        assert weights is None and out.shape == (2, rows, 4, 16) and out.is_contiguous()
+        check_error("out", out[kept].detach(), results[0][0], results[1][0], 2, (2**-19, 2**-19))
+        if needs_gradient:
+            for name, found, plain, exact in zip("qkv", torch.autograd.grad(out[kept].sum(), (q, k, v)), results[0][1:], results[1][1:]):
+                check_error("d" + name, found, plain, exact, 3, (2**-18, 2**-18))
+
+
+@pytest.mark.filterwarnings("default::margay.FallbackWarning")
+def test_other_masks_fall_back():
+    """A prefix that is seen by all, chunks: computed by PyTorch, and said so; never lost."""
+    m = transformers.masking_utils
+    q = torch.randn(2, 4, 9, 16)
+    prefix = m.or_masks(m.causal_mask_function, lambda b, h, i, j: j < 3)
+    chunked = m.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
+    for function, options in ((prefix, dict(use_vmap=True)), (prefix, {}), (chunked, dict(local_size=4, config=transformers.Llama4TextConfig(attention_chunk_size=4)))):
+        _fallback._warned.clear()
+        arguments = dict(batch_size=2, q_length=9, kv_length=9, mask_function=function)
+        mask = hf.attention_mask(**arguments, **options)
+        whole = m.sdpa_mask(**arguments, allow_is_causal_skip=False)
+        assert torch.equal(mask, whole)
+        for more in ({}, dict(softcap=3.0, s_aux=torch.randn(4))):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                out, _ = hf.attention(Layer(), q, q, q, mask, **more)
+            exact = reference.attention(q.double(), q.double(), q.double(), visible=whole, softcap=more.get("softcap", 0.0), sink=more.get("s_aux"))[0]
+            torch.testing.assert_close(out, exact.transpose(1, 2).float())
+            assert bool(more) or any(issubclass(w.category, mg.FallbackWarning) and "not made of causal, window" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("mask", (None, "padding", "lengths", "whole"))
+@pytest.mark.parametrize("causal", (False, True))
+def test_position_bias(mask, causal):
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 4, 9, 16)
+    bias = torch.randn(1, 4, 5, 9)
+    layer = Layer()
+    layer.is_causal = causal
+    seen = torch.ones(2, 1, 5, 9, dtype=torch.bool)
+    filled = torch.tensor([9, 9])
+    given = None
+    if mask == "padding":
+        given = torch.arange(9) >= torch.tensor([[0], [3]])
+        seen = seen & given[:, None, None]
+    if mask == "lengths":
+        filled = torch.tensor([7, 9])
+        given = filled.int()[:, None, None, None]
+        seen = seen & (torch.arange(9) < filled[:, None])[:, None, None]
+    if causal and mask != "whole":
+        seen = seen & (torch.arange(9) <= torch.arange(5)[:, None] + (filled - 5)[:, None, None, None])
+    if mask == "whole":
+        given = seen = torch.rand(2, 1, 5, 9) < 0.7
+        seen[..., 0] = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mg.FallbackWarning)
+        found, _ = hf.attention(layer, q, k, k, given, position_bias=bias, scaling=1.0)
+    weights = torch.softmax((q @ k.mT + bias).masked_fill(~seen, -torch.inf), 3)
+    torch.testing.assert_close(found, (weights @ k).transpose(1, 2), rtol=1e-4, atol=1e-4)
+
+
+def test_refuses_continuous_batching():
+    q = torch.randn(1, 2, 3, 16)
+    with pytest.raises(NotImplementedError, match="cache is given"):
+        hf.attention(Layer(), q, q, q, None, cache=object())
+
+
+def test_register_is_undone():
+    attention, mask = transformers.AttentionInterface._global_mapping, transformers.AttentionMaskInterface._global_mapping
+    with hf.register("margay test"):
+        assert attention["margay test"] is hf.attention and mask["margay test"] is hf.attention_mask
+        switch = hf.register("sdpa")
+        assert attention["sdpa"] is hf.attention
+        switch.disable()
+    assert "margay test" not in attention and "margay test" not in mask and attention["sdpa"] is not hf.attention
