@@ -46,6 +46,17 @@ def seed(request):
     return (SEED + zlib.crc32(request.node.nodeid.encode())) % 2**31
 
 
+@pytest.fixture
+def one_thread():
+    """For tiny problems, which several threads only slow down, most of all on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_terminal_summary(terminalreporter):
     not_run = collections.defaultdict(collections.Counter)
     for report in terminalreporter.stats.get("skipped", []):

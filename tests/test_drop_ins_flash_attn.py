@@ -14,6 +14,8 @@ import reference
 from cases import DEVICES, check_error
 from margay import _fallback, bert_padding, flash_attn, flash_attn_interface
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COMMON = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 DESCALE = "q_descale=None, k_descale=None, v_descale=None"

@@ -28,15 +28,12 @@ NAMES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Conf
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    """And a fallback is an error. One thread: the models are tiny."""
+def registered(monkeypatch, one_thread):
+    """And a fallback is an error."""
     monkeypatch.setattr(_fallback, "_warned", set())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with hf.register(), warnings.catch_warnings():
         warnings.simplefilter("error", mg.FallbackWarning)
         yield
-    torch.set_num_threads(threads)
 
 
 def decoder(name, device="cpu"):

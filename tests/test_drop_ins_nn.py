@@ -11,6 +11,8 @@ import margay as mg
 from cases import DEVICES
 from margay import _fallback
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(autouse=True)
 def warnings_anew(monkeypatch):

@@ -13,6 +13,8 @@ import reference
 from cases import DEVICES, check_error
 from margay import _dispatch, _fallback
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def computed(monkeypatch):
