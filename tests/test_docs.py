@@ -58,6 +58,13 @@ def test_readme_example_runs():
     assert "attention_fwd" in result.stdout
 
 
+def test_drop_ins_examples_run():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    program = "\n".join(blocks((ROOT / "docs" / "drop_ins.md").read_text(), "python"))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("page", [path.relative_to(ROOT) for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]], ids=str)
 def test_pages_name_files_that_exist(page):
     text = (ROOT / page).read_text()

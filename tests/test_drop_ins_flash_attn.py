@@ -355,6 +355,20 @@ def test_refuses(argument):
             flash_attn_interface.flash_attn_func(q[None], q[None], q[None], **{argument: 4 if argument == "attention_chunk" else torch.ones(1)})
 
 
+def test_refuses_other_arguments():
+    q, cu = torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"flash_attn_func: q has shape \[5, 2, 16\], expected 4 dimensions \[batch, rows, heads, head dim\]"):
+        flash_attn.flash_attn_func(q, q, q)
+    with pytest.raises(TypeError, match="flash_attn_func: k is list, expected torch.Tensor"):
+        flash_attn.flash_attn_func(q[None], [q], q)
+    with pytest.raises(ValueError, match=r"flash_attn_varlen_func: v has shape \[1, 5, 2, 16\], expected 3 dimensions"):
+        flash_attn.flash_attn_varlen_func(q, q, q[None], cu, cu, 5, 5)
+    with pytest.raises(TypeError, match="flash_attn_varlen_func: cu_seqlens_k is torch.int64, expected an int32 tensor"):
+        flash_attn.flash_attn_varlen_func(q, q, q, cu, cu.long(), 5, 5)
+    with pytest.raises(ValueError, match="expected a divisor of the 2 heads of q"):
+        flash_attn.flash_attn_func(q[None], torch.randn(1, 5, 3, 16), torch.randn(1, 5, 3, 16))
+
+
 def test_cache_refuses():
     q = torch.randn(1, 1, 2, 16)
     cache = torch.randn(1, 8, 2, 16)

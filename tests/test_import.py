@@ -50,6 +50,7 @@ print(time.perf_counter() - t)
 
 def test_public_names():
     assert {"attention", "matmul", "explain", "info", "nn"} <= set(mg.__all__) and mg.nn.Attention
+    assert all(getattr(mg, name) for name in mg.__all__) and set(mg.__all__) <= set(dir(mg))
     assert f'\nversion = "{mg.__version__}"\n' in (Path(__file__).parent.parent / "pyproject.toml").read_text()
     with pytest.raises(AttributeError, match="module 'margay' has no attribute 'softmax'"):
         mg.softmax

@@ -112,12 +112,17 @@ def install_as_flash_attn():
 
 def dense(op, q, k, v, **options):
     """out and lse; rows first."""
+    _check(op, "[batch, rows, heads, head dim]", q=q, k=k, v=v)
     out, lse = _dispatch.attention(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=True, **options)
     return out.transpose(1, 2), lse
 
 
 def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
     """out and lse. A largest length that is a tensor would have to be read on the host: the number of rows takes its place."""
+    _check(op, "[rows, heads, head dim]", q=q, k=k, v=v)
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
+            raise TypeError(f"{op}: {name} is {getattr(t, 'dtype', type(t).__name__)}, expected an int32 tensor")
     max_seqlen_q, max_seqlen_k = (t.shape[0] if isinstance(n, torch.Tensor) else n for n, t in ((max_seqlen_q, q), (max_seqlen_k, k)))
     return _dispatch.attention_varlen(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=True, **options)
 
@@ -125,6 +130,7 @@ def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
 def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, rotary_seqlens, cache_batch_idx, cache_leftpad, page_table,
                  rotary_interleaved, *, causal, window, **options):
     """out and lse. rotary_seqlens: where the rotation of new keys begins."""
+    _check(op, "[batch, rows, heads, head dim]", q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"{op}: {'k' if k is None else 'v'} is None, expected a tensor (k and v are given together)")
     if k is not None and cache_seqlens is None:
@@ -146,6 +152,15 @@ def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_se
         cache_seqlens = (k_cache.shape[1] if cache_seqlens is None else cache_seqlens) - cache_leftpad
     return _dispatch.attention_decode(op, q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx,
                                       causal=causal, window=window, return_lse=True, **options)
+
+
+def _check(op, layout, **tensors):
+    rank = layout.count(",") + 1
+    for name, t in tensors.items():
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} is {type(t).__name__}, expected torch.Tensor")
+        if t.dim() != rank:
+            raise ValueError(f"{op}: {name} has shape {list(t.shape)}, expected {rank} dimensions {layout}")
 
 
 def _dense(op, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
