@@ -7,6 +7,7 @@ from margay import _fallback, _features, _plain, ops
 append_kv = _features.append_kv
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_gpus: dict = {}        # device index -> why no kernel runs on it, or None
 
 
 def attention(op, q, k, v, **options):
@@ -38,9 +39,17 @@ def unsupported(q, k, v, scale=None):
         return f"a head dim over {ops.MAX_HEAD_DIM}"
     if scale is not None and not scale >= ops.SMALLEST_SCALE:
         return "a scale that is not positive"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
-        return "a GPU other than compute capability 9.0"
-    return None
+    return _why_not_gpu(q.device.index) if q.is_cuda else None
+
+
+def _why_not_gpu(index):
+    if index not in _gpus:
+        reason, capability = ops.info()["gpu_reason"], torch.cuda.get_device_capability(index)
+        _gpus[index] = f"a GPU that is not used ({reason})" if reason else None if capability == (9, 0) else "a GPU other than compute capability 9.0"
+    return _gpus[index]
+
+
+_why_not_gpu._dynamo_marked_constant = True     # torch.compiler.assume_constant_result, without importing the compiler
 
 
 def _call(op, name, q, k, v, *lengths, **options):

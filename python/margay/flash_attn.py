@@ -76,8 +76,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     cache is attended to.
     """
     out, lse = with_kvcache("flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_seqlens,
-                            cache_batch_idx, cache_leftpad, block_table, rotary_interleaved, causal=causal, scale=softmax_scale, window=window_size,
-                            softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
+                            cache_batch_idx, cache_leftpad, block_table, rotary_interleaved, return_softmax_lse, causal=causal, scale=softmax_scale,
+                            window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -110,26 +110,28 @@ def install_as_flash_attn():
 # ---- common to flash-attn 2 and 3
 
 
-def dense(op, q, k, v, **options):
-    """out and lse; rows first."""
+def dense(op, q, k, v, return_lse, **options):
+    """out, and lse or None; rows first."""
     _check(op, "[batch, rows, heads, head dim]", q=q, k=k, v=v)
-    out, lse = _dispatch.attention(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=True, **options)
+    result = _dispatch.attention(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=return_lse, **options)
+    out, lse = result if return_lse else (result, None)
     return out.transpose(1, 2), lse
 
 
-def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    """out and lse. A largest length that is a tensor would have to be read on the host: the number of rows takes its place."""
+def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, **options):
+    """out, and lse or None. A largest length that is a tensor would have to be read on the host: the number of rows takes its place."""
     _check(op, "[rows, heads, head dim]", q=q, k=k, v=v)
     for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
             raise TypeError(f"{op}: {name} is {getattr(t, 'dtype', type(t).__name__)}, expected an int32 tensor")
     max_seqlen_q, max_seqlen_k = (t.shape[0] if isinstance(n, torch.Tensor) else n for n, t in ((max_seqlen_q, q), (max_seqlen_k, k)))
-    return _dispatch.attention_varlen(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=True, **options)
+    result = _dispatch.attention_varlen(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=return_lse, **options)
+    return result if return_lse else (result, None)
 
 
 def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, rotary_seqlens, cache_batch_idx, cache_leftpad, page_table,
-                 rotary_interleaved, *, causal, window, **options):
-    """out and lse. rotary_seqlens: where the rotation of new keys begins."""
+                 rotary_interleaved, return_lse, *, causal, window, **options):
+    """out, and lse or None. rotary_seqlens: where the rotation of new keys begins."""
     _check(op, "[batch, rows, heads, head dim]", q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"{op}: {'k' if k is None else 'v'} is None, expected a tensor (k and v are given together)")
@@ -140,7 +142,7 @@ def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_se
     if cache_leftpad is not None and page_table is not None:
         raise NotImplementedError(f"{op}: cache_leftpad is not implemented for a paged cache")
     if rotary_cos is not None:
-        ordered = causal or tuple(window) != (-1, -1)
+        ordered = causal or window != (-1, -1)
         q = _rotate(q, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, ordered)
         k = _rotate(k, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, True)
     if k is not None:
@@ -150,8 +152,9 @@ def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_se
         k_cache, v_cache = (_from_left(t, cache_leftpad, cache_batch_idx) for t in (k_cache, v_cache))
         cache_batch_idx = None
         cache_seqlens = (k_cache.shape[1] if cache_seqlens is None else cache_seqlens) - cache_leftpad
-    return _dispatch.attention_decode(op, q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx,
-                                      causal=causal, window=window, return_lse=True, **options)
+    result = _dispatch.attention_decode(op, q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx,
+                                        causal=causal, window=window, return_lse=return_lse, **options)
+    return result if return_lse else (result, None)
 
 
 def _check(op, layout, **tensors):
@@ -164,14 +167,14 @@ def _check(op, layout, **tensors):
 
 
 def _dense(op, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
-    out, lse = dense(op, q, k, v, causal=causal, scale=softmax_scale, window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+    out, lse = dense(op, q, k, v, return_attn_probs, causal=causal, scale=softmax_scale, window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
                      dropout_p=dropout_p, deterministic=deterministic)
     return (out, lse, None) if return_attn_probs else out
 
 
 def _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
             alibi_slopes, deterministic, return_attn_probs):
-    out, lse = packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, scale=softmax_scale,
+    out, lse = packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, causal=causal, scale=softmax_scale,
                       window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic)
     return (out, lse, None) if return_attn_probs else out
 
