@@ -385,7 +385,8 @@ def test_cache_refuses():
 
 @pytest.mark.parametrize("reason, shape, dtype, options", [
     ("dtype float64 on cpu", (1, 7, 2, 16), torch.float64, {}), ("a head dim over 256", (1, 7, 2, 264), torch.float32, dict(causal=True)),
-    ("a scale that is not positive", (1, 7, 2, 16), torch.float32, dict(softmax_scale=-0.5))])
+    ("a scale that is not positive", (1, 7, 2, 16), torch.float32, dict(softmax_scale=-0.5)),
+    ("a dropout probability of 1", (1, 7, 2, 16), torch.float32, dict(dropout_p=1.0))])
 def test_falls_back_with_one_warning(reason, shape, dtype, options, monkeypatch):
     monkeypatch.setattr(_fallback, "_warned", set())
     q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
@@ -395,5 +396,22 @@ def test_falls_back_with_one_warning(reason, shape, dtype, options, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flash_attn.flash_attn_func(q, k, v, **options)
+    if options.get("dropout_p"):
+        assert (out == 0).all()
+        return
     exact, _ = reference.rows_first(*(t.double() for t in (q, k, v)), scale=options.get("softmax_scale"), causal=options.get("causal", False))
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reason, size, dim_v", [("a page size that is not a multiple of 16", 6, 16), ("a cache whose keys and values differ in head dim", 16, 24)])
+def test_cache_falls_back(reason, size, dim_v, monkeypatch):
+    monkeypatch.setattr(_fallback, "_warned", set())
+    q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, dim_v)
+    pages_k, pages_v, table = torch.randn(4, size, 2, 16), torch.randn(4, size, 2, dim_v), torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    with pytest.warns(mg.FallbackWarning, match=f"flash_attn_with_kvcache: {reason}") as caught:
+        out = flash_attn_interface.flash_attn_with_kvcache(q, pages_k, pages_v, k, v, cache_seqlens=torch.tensor([5, 7], dtype=torch.int32), page_table=table)
+    assert len(caught) == 1
+    for i, n in enumerate((6, 8)):
+        keys, values = (pages[table[i].long()].flatten(0, 1)[None, :n] for pages in (pages_k, pages_v))
+        assert torch.equal(keys[0, -1], k[i, 0]) and torch.equal(values[0, -1], v[i, 0])
+        torch.testing.assert_close(out[i], reference.rows_first(q[i:i + 1], keys, values)[0][0])

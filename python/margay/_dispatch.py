@@ -4,9 +4,8 @@ import torch
 
 from margay import _fallback, _features, _plain, ops
 
-append_kv = _features.append_kv
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PAGE_UNIT = 16          # rows of a page are a multiple of it
 _gpus: dict = {}        # device index -> why no kernel runs on it, or None
 
 
@@ -19,14 +18,23 @@ def attention_varlen(op, q, k, v, *lengths, **options):
 
 
 def attention_decode(op, q, k_cache, v_cache, **options):
+    if reason := _unsupported_cache(q, v_cache, options["page_table"] if "page_table" in options else None):
+        _fallback.fall_back(op, reason)
+        return _plain.attention_decode(q, k_cache, v_cache, **options)
     return _call(op, "attention_decode", q, k_cache, v_cache, **options)
+
+
+def append_kv(k_cache, v_cache, k, v, **options):
+    """PyTorch where the attention that follows falls back as well, and says so."""
+    reason = unsupported(k, k_cache, v_cache) or _unsupported_cache(k, v_cache, options["page_table"])
+    (_plain if reason else _features).append_kv(k_cache, v_cache, k, v, **options)
 
 
 def warn(op, reason):
     _fallback.fall_back(op, reason)
 
 
-def unsupported(q, k, v, scale=None):
+def unsupported(q, k, v, scale=None, dropout_p=0.0):
     """Why no kernel computes attention of these tensors, or None. Looks at nothing but dtypes, devices and shapes."""
     if not (q.is_cpu or q.is_cuda):
         return f"device {q.device.type}"
@@ -39,7 +47,17 @@ def unsupported(q, k, v, scale=None):
         return f"a head dim over {ops.MAX_HEAD_DIM}"
     if scale is not None and not scale >= ops.SMALLEST_SCALE:
         return "a scale that is not positive"
+    if dropout_p == 1.0:
+        return "a dropout probability of 1"
     return _why_not_gpu(q.device.index) if q.is_cuda else None
+
+
+def _unsupported_cache(q, v_cache, page_table):
+    if v_cache.shape[-1] != q.shape[-1]:
+        return "a cache whose keys and values differ in head dim"
+    if page_table is not None and v_cache.shape[1] % PAGE_UNIT:
+        return f"a page size that is not a multiple of {PAGE_UNIT}"
+    return None
 
 
 def _why_not_gpu(index):
@@ -53,7 +71,7 @@ _why_not_gpu._dynamo_marked_constant = True     # torch.compiler.assume_constant
 
 
 def _call(op, name, q, k, v, *lengths, **options):
-    reason = unsupported(q, k, v, options.get("scale"))
+    reason = unsupported(q, k, v, options.get("scale"), options.get("dropout_p", 0.0))
     if reason is None:
         return getattr(_features, name)(q, k, v, *lengths, **options)
     _fallback.fall_back(op, reason)

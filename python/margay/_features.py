@@ -1,26 +1,25 @@
-"""What the drop-ins call. A function of `margay` where it has the options, PyTorch where it does not yet.
+"""What the drop-ins call: a function of `margay` where it exists and has the options, PyTorch where it does not yet.
 
-To delete this file once `margay.attention` takes window, softcap, sink, alibi_slopes and dropout, and attention_varlen, attention_decode and
-append_kv exist: import the four from `margay.ops` in `_dispatch.py`.
+To delete this file once `margay` has attention with features, attention_varlen, attention_decode and append_kv: in `_dispatch.py`, write
+`import margay` for the import of this module, and `margay` for `_features`.
 """
 
 import inspect
 
-from margay import _plain, ops
+import margay
+from margay import _plain
 
-_BASIC = ("causal", "scale", "return_lse", "deterministic")
-_COMPLETE = "window" in inspect.signature(ops.attention).parameters
 _NEUTRAL = {"window": (-1, -1), "softcap": 0.0, "sink": None, "alibi_slopes": None, "dropout_p": 0.0, "dropout_seed": None}
 
 
-def attention(q, k, v, **options):
-    if _COMPLETE:
-        return ops.attention(q, k, v, **options)
-    if all(options.get(name, value) == value if value is not None else options.get(name) is None for name, value in _NEUTRAL.items()):
-        return ops.attention(q, k, v, **{name: options[name] for name in _BASIC if name in options})
-    return _plain.attention(q, k, v, **options)
+def _attention(q, k, v, **options):
+    """The options that margay.attention has always had, or PyTorch."""
+    if any(name in options and (options[name] is not value if value is None else options[name] != value) for name, value in _NEUTRAL.items()):
+        return _plain.attention(q, k, v, **options)
+    return margay.attention(q, k, v, **{name: value for name, value in options.items() if name not in _NEUTRAL})
 
 
-attention_varlen = getattr(ops, "attention_varlen", _plain.attention_varlen)
-attention_decode = getattr(ops, "attention_decode", _plain.attention_decode)
-append_kv = getattr(ops, "append_kv", _plain.append_kv)
+attention = margay.attention if "window" in inspect.signature(margay.attention).parameters else _attention
+attention_varlen = getattr(margay, "attention_varlen", _plain.attention_varlen)
+attention_decode = getattr(margay, "attention_decode", _plain.attention_decode)
+append_kv = getattr(margay, "append_kv", _plain.append_kv)

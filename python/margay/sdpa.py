@@ -72,7 +72,7 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 
     if not torch.backends.cuda.flash_sdp_enabled() or not _well_formed(query, key, value, attn_mask, is_causal, enable_gqa):
         return original()                         # which has its own opinion, or its own error
-    reason = _unsupported(query, key, value, attn_mask, is_causal, scale)
+    reason = _unsupported(query, key, value, attn_mask, is_causal, scale, dropout_p)
     if reason is not None:
         _dispatch.warn("scaled_dot_product_attention", reason)
         return original()
@@ -100,7 +100,7 @@ def _well_formed(q, k, v, mask, is_causal, enable_gqa):
     return q.dim() < 4 or bool(k.shape[-3]) and k.shape[-3] == v.shape[-3] and q.shape[-3] % k.shape[-3] == 0
 
 
-def _unsupported(q, k, v, mask, is_causal, scale):
+def _unsupported(q, k, v, mask, is_causal, scale, dropout_p):
     for t in (q, k, v):
         if type(t).__name__ not in _TYPES:
             return f"a {type(t).__name__}"
@@ -115,4 +115,4 @@ def _unsupported(q, k, v, mask, is_causal, scale):
         return "attn_mask"
     if forward_ad._current_level >= 0:
         return "forward-mode derivatives"
-    return _dispatch.unsupported(q, k, v, scale)
+    return _dispatch.unsupported(q, k, v, scale, dropout_p)
