@@ -3,12 +3,14 @@
 import dataclasses
 import math
 import random
+import re
 
 import pytest
 import torch
 
 import margay as mg
 from cases import DEVICES, DIMS, HALF, check_error, largest_score
+from margay import _C
 
 CASES = 100
 
@@ -273,3 +275,16 @@ def test_bad_starts():
         mg.attention_varlen(q, q, q, torch.tensor([0, 10]), torch.tensor([0, 10]), -1, 10)
     with pytest.raises(ValueError, match="q has shape .* expected 3 dimensions"):
         mg.attention_varlen(q[None], q, q, torch.tensor([0, 10]), torch.tensor([0, 10]), 10, 10)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+def test_the_backward_kernels_agree_on_the_head_dim(dtype):
+    """The accumulator of dq is laid out by the first, filled by the second and read by the third kernel."""
+    constants = {row["name"]: row["constants"] for row in _C.kernels()}
+    gpu = dtype != "float32" and bool(_C.info()["cuda_built"])
+    for d in (1, 64, 65, 128, 129, 256):
+        for features in (0, 1, 2):
+            for deterministic in (False, True):
+                rows = [re.search(r"(\w+) takes it", _C.explain(op, dtype=dtype, gpu=gpu, d=d, features=features, deterministic=deterministic)).group(1)
+                        for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
+                assert len({re.search(r"\bD=(\d+)", constants[name]).group(1) for name in rows}) == 1, rows
