@@ -163,6 +163,22 @@ def test_autocast(name):
     assert torch.autograd.grad(out.sum(), x)[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("masks", ("keys", "both"))
+def test_padding_may_hold_nan(masks):
+    """It reaches neither an output nor a gradient; and the same in fresh memory that holds NaN."""
+    mask = torch.arange(20) < torch.tensor([[16], [9]])
+    x = inputs(dtype=torch.bfloat16).detach()
+    x = torch.where(mask[:, :, None, None], x, math.nan).transpose(1, 2).requires_grad_()
+    q = x if masks == "both" else torch.randn(2, 4, 20, 16, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(20):
+        rubbish = [torch.full((n,), math.nan) for n in (160, 640, 1280, 2560, 5120) for _ in range(6)]
+        del rubbish
+        out = _padding.attention("test", q, x, x, mask, mask if masks == "both" else None, causal=masks == "both")
+        gradients = torch.autograd.grad(out.float().square().sum(), {q, x})
+        assert out.isfinite().all() and all(g.isfinite().all() for g in gradients)
+        assert masks == "keys" or (out.transpose(1, 2)[~mask] == 0).all()
+
+
 # ---- CUDA graphs
 
 
@@ -181,7 +197,7 @@ def test_nothing_is_read_on_the_host(name):
 @pytest.mark.parametrize("kind", ("pages", "batch index", "leftpad"))
 def test_cache_reads_nothing_on_the_host(kind):
     with FakeTensorMode():
-        q, k, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((2, 3, 4, 16), (2, 3, 2, 16), (6, 8, 2, 16)))
+        q, k, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((2, 3, 4, 16), (2, 3, 2, 16), (6, 16, 2, 16)))
         cos, filled = torch.empty(64, 8, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int32)
         table = torch.empty(2, 3, dtype=torch.int32)
         options = dict(block_table=table) if kind == "pages" else dict(cache_batch_idx=filled)
@@ -189,7 +205,7 @@ def test_cache_reads_nothing_on_the_host(kind):
             options["cache_leftpad"] = filled
         out = flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cos, cos, filled, causal=True, **options)
         cu = torch.empty(3, dtype=torch.int32)
-        rows = flash_attn.flash_attn_varlen_func(q.flatten(0, 1), cache, cache, cu, cu, 3, 24, block_table=table)
+        rows = flash_attn.flash_attn_varlen_func(q.flatten(0, 1), cache, cache, cu, cu, 3, 48, block_table=table)
     assert out.shape == q.shape and rows.shape == (6, 4, 16)
 
 
