@@ -75,6 +75,7 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
     reduce(delta, dot);
     map(delta, delta, dlse, [](float a, float b) { return a - b; });
     map(lse, lse, [](float x) { return x == -infinity() ? infinity() : x * 1.4426950408889634f; });
+    map(delta, delta, lse, [](float d, float l) { return l == infinity() ? 0.f : d; });   // o of padding may be anything
     store(p.lse2 + t.block * 64, lse, 64);
     store(p.delta + t.block * 64, delta, 64);
   }
