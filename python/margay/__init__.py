@@ -1,9 +1,10 @@
 """Fast kernels for attention-like layers. Importing loads no tensor library and makes no CUDA call."""
 
+from margay._decode import append_kv, attention_decode
 from margay.ops import attention, explain, info, matmul
 
 __version__ = "0.1.0"
-__all__ = ["attention", "explain", "info", "matmul", "nn"]
+__all__ = ["append_kv", "attention", "attention_decode", "explain", "info", "matmul", "nn"]
 
 
 def __getattr__(name):
