@@ -5,7 +5,7 @@
 #include "runtime/runtime.h"
 
 #define LOG2E 1.4426950408889634
-enum { NO_LIMIT = 1 << 30, MOST_SPLITS = 128, PAGE_UNIT = 16, COUNTER_BYTES = 256, COMBINE_WARPS = 4 };   // sequences are shorter than NO_LIMIT
+enum { NO_LIMIT = 1 << 30, MOST_SPLITS = 128, PAGE_UNIT = 16, COUNTER_BYTES = 256 };   // sequences are shorter than NO_LIMIT
 
 typedef struct shape {
   int64_t batch, queries, q_heads, k_heads, d, caches, cache_rows, keys, group, rows;   // keys: the longest that a sequence can be
@@ -154,10 +154,10 @@ static mg_status combine(const mg_context *c, const plan *w, const attention_dec
                                 .rows = p->rows, .q_heads = p->q_heads, .k_heads = p->k_heads, .queries = p->queries, .dim = p->dim,
                                 .column_blocks = (int)ceil_div(x->d, mg_desc(w->combine)->tile_n)};
   for (int i = 0; i < 3; i++) q.out_stride[i] = p->out_stride[i];
-  const int64_t tasks = x->batch * x->k_heads * x->rows * q.column_blocks, blocks = ceil_div(tasks, COMBINE_WARPS);
+  const int64_t tasks = x->batch * x->k_heads * x->rows * q.column_blocks;
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "attention_decode: %lld rows to combine, at most 2^30 are accepted", (long long)tasks);
   q.tasks = (int)tasks;
-  return mg_launch(c, w->combine, &q, c->persistent ? at_most((int64_t)c->sms * mg_desc(w->combine)->blocks_per_sm, blocks) : blocks);
+  return mg_launch(c, w->combine, &q, c->persistent ? at_most((int64_t)c->sms * mg_desc(w->combine)->blocks_per_sm, tasks) : tasks);
 }
 
 mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *v_cache,

@@ -56,28 +56,32 @@ TILE task task_at(const attention_decode_params &p, int i) {
   return t;
 }
 
-// Parts that begin behind the last key are read from outside of the tensor: zeros, without a page and without memory traffic. So is a page that does not exist.
-TILE void load_block(const attention_decode_params &p, st<elem, BN, D> &tile, const gmap &map, sem &full, const task &t, int key0) {
+// Keys and values from key0 on. Parts that begin behind the last key are read from outside of the tensor: zeros, without a page and without memory
+// traffic. So is a page that does not exist.
+TILE void load_block(const attention_decode_params &p, shared &s, const task &t, int stage, int key0) {
+  int page = key0 / p.page_size, row = key0 - page * p.page_size;
+  const int *pages = p.page_table ? p.page_table + t.batch * p.page_stride : nullptr;
   for (int r = 0; r < BN; r += p.box) {
-    int key = key0 + r, place = t.cache;
-    if (key >= t.high) place = p.caches;
-    else if (p.page_table) place = p.page_table[t.batch * p.page_stride + key / p.page_size];
-    tma_load_rows(tile, r, p.box, map, full, key % p.page_size, 0, t.head, place);
+    int place = key0 + r >= t.high ? p.caches : pages ? pages[page] : t.cache;
+    tma_load_rows(s.k[stage], r, p.box, p.k, s.k_ring.full[stage], row, 0, t.head, place);
+    tma_load_rows(s.v[stage], r, p.box, p.v, s.v_ring.full[stage], row, 0, t.head, place);
+    if ((row += p.box) == p.page_size) row = 0, page++;
   }
 }
 
 TILE void loader(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
   int next = 0;
+  tma_prefetch(p.k);
+  tma_prefetch(p.v);
   for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
     task t = task_at(p, next);
     for (int j = t.begin; j < t.end; j++) {
       ring_acquire(s.k_ring, at);
       ring_expect(s.k_ring, at, tile_bytes(s.k[0]));
-      load_block(p, s.k[at.stage], p.k, s.k_ring.full[at.stage], t, j * BN);
       ring_acquire(s.v_ring, at);
       ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
-      load_block(p, s.v[at.stage], p.v, s.v_ring.full[at.stage], t, j * BN);
+      load_block(p, s, t, at.stage, j * BN);
       ring_next(s.k_ring, at);
     }
   }

@@ -50,6 +50,11 @@ template<typename T> TILE void copy_row(T *d, const T *s, int n) {
   touches_global(d, n * sizeof(T), GLOBAL_WRITE);
   memcpy((void *)d, s, n * sizeof(T));
 }
+template<int N> TILE void load(wv<N> &v, const sv<N> &s) {
+  reads_shared(whole(s));
+  writes(v);
+  memcpy(v.d, s.d, sizeof v.d);
+}
 template<int R, int C> TILE void load_col(wv<R> &v, const sm<R, C> &s, int col) {
   reads_shared(whole(s));
   writes(v);

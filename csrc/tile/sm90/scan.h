@@ -62,6 +62,10 @@ template<typename T> TILE void copy_row(T *d, const T *s, int n) {
   for (int i = lane(); i < vectors; i += 32) ((uint4 *)d)[i] = ((const uint4 *)s)[i];
   for (int i = vectors * 8 + lane(); i < n; i += 32) d[i] = s[i];
 }
+template<int N> TILE void load(wv<N> &v, const sv<N> &s) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++) v.d[k] = s.d[lane() + 32 * k];
+}
 template<int R, int C> TILE void load_col(wv<R> &v, const sm<R, C> &s, int col) {
 #pragma unroll
   for (int k = 0; k < R / 32; k++) v.d[k] = s.d[(lane() + 32 * k) * C + col];
