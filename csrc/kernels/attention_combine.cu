@@ -3,7 +3,7 @@
 #include "tile/tile.h"
 #include "kernels/attention_decode.h"
 
-// MOST: splits that there may be. WARPS
+// MOST: splits that there may be, a multiple of 8 WARPS
 
 struct shared {
   sv<128> part[2][WARPS];
@@ -11,14 +11,18 @@ struct shared {
 };
 TILE void init(shared &s) { ring_init(s.parts, arrivals(0, WARPS, 0), arrivals(0, 1, 0)); }
 
-// Sum over the splits `first`, first + WARPS, ..., each weighted with 2^(lse - total). An empty split has written nothing.
-TILE void add_splits(wv<128> &o, const attention_combine_params &p, const float *lse, const float *part, int first, float top, float factor, int columns) {
-  wv<128> x;
+// Weighted sum over the splits `first`, first + WARPS, ... An empty split has written nothing.
+TILE void add_splits(wv<128> &o, const attention_combine_params &p, const wv<MOST> &weights, const float *part, int first, int columns) {
   fill(o, 0.f);
-  BY_EIGHT for (int split = first; split < p.splits; split += WARPS) {
-    float weight = fast_exp2(lse[(int64_t)split * p.rows] - top) * factor;
-    load(x, part + (int64_t)split * p.rows * p.dim, 1, weight > 0.f ? columns : 0, 0.f);
-    map(o, o, x, [=](float a, float b) { return fused(weight, b, a); });
+  for (; first < p.splits; first += 8 * WARPS) {
+    wv<128> x[8];                                    // in registers: the loops' indices are constants
+    float weight[8];
+    UNROLLED for (int i = 0; i < 8; i++) weight[i] = get(weights, first + i * WARPS);   // 0 behind the last split
+    UNROLLED for (int i = 0; i < 8; i++) load(x[i], part + (int64_t)(first + i * WARPS) * p.rows * p.dim, 1, weight[i] > 0.f ? columns : 0, 0.f);
+    UNROLLED for (int i = 0; i < 8; i++) {
+      float f = weight[i];
+      map(o, o, x[i], [=](float a, float b) { return fused(f, b, a); });
+    }
   }
 }
 
@@ -28,16 +32,16 @@ TILE void combine(const attention_combine_params &p, shared &s, int warp) {
     int column0 = i % p.column_blocks * 128, row = i / p.column_blocks, r = row % p.rows;   // row: over [batch, key head, r]
     int batch = row / p.rows / p.k_heads, query = r % p.queries, head = row / p.rows % p.k_heads * (p.q_heads / p.k_heads) + r / p.queries;
     int64_t first = (int64_t)(row / p.rows) * p.splits * p.rows + r;
-    const float *lse = p.part_lse + first;
     wv<MOST> each, weights;
     wv<128> o, x;
-    load(each, lse, p.rows, p.splits, -infinity());
+    load(each, p.part_lse + first, p.rows, p.splits, -infinity());
     float top = max_of(each), sink = p.sink ? p.sink[head] * 1.4426950408889634f : -infinity();
     top = sink > top ? sink : top;
     top = top > -infinity() ? top : 0.f;
     map(weights, each, each, [=](float a, float) { return fast_exp2(a - top); });
     float total = sum_of(weights) + fast_exp2(sink - top), factor = total == 0.f ? 0.f : fast_rcp(total);
-    add_splits(o, p, lse, p.part + first * p.dim + column0, warp, top, factor, p.dim - column0);
+    map(weights, weights, each, [=](float a, float) { return a * factor; });
+    add_splits(o, p, weights, p.part + first * p.dim + column0, warp, p.dim - column0);
     ring_acquire(s.parts, at);
     store(s.part[at.stage][warp], o);
     sem_arrive<WARP>(s.parts.full[at.stage]);
@@ -59,5 +63,5 @@ TILE void combine(const attention_combine_params &p, shared &s, int warp) {
   }
 }
 
-typedef block<attention_combine_params, shared, init, role<combine, WARP, WARPS, 0>, OCCUPANCY<8>> kernel;
+typedef block<attention_combine_params, shared, init, role<combine, WARP, WARPS, 0>, OCCUPANCY<4>> kernel;
 ENTRY(kernel, 1, 128)

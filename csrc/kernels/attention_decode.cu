@@ -56,16 +56,27 @@ TILE task task_at(const attention_decode_params &p, int i) {
   return t;
 }
 
-// Keys and values from key0 on. Parts that begin behind the last key are read from outside of the tensor: zeros, without a page and without memory
+// Where the parts of a key block lie. Parts that begin behind the last key are read from outside of the tensor: zeros, without a page and without memory
 // traffic. So is a page that does not exist.
-TILE void load_block(const attention_decode_params &p, shared &s, const task &t, int stage, int key0) {
-  int page = key0 / p.page_size, row = key0 - page * p.page_size;
+struct parts { int place[BN / 16], row; };   // page or cache of each part; row of the first
+
+TILE parts parts_of(const attention_decode_params &p, const task &t, int key0) {
+  parts x;
   const int *pages = p.page_table ? p.page_table + t.batch * p.page_stride : nullptr;
-  for (int r = 0; r < BN; r += p.box) {
-    int place = key0 + r >= t.high ? p.caches : pages ? pages[page] : t.cache;
-    tma_load_rows(s.k[stage], r, p.box, p.k, s.k_ring.full[stage], row, 0, t.head, place);
-    tma_load_rows(s.v[stage], r, p.box, p.v, s.v_ring.full[stage], row, 0, t.head, place);
+  int page = key0 / p.page_size, row = x.row = key0 - page * p.page_size;
+  UNROLLED for (int i = 0; i < BN / 16; i++) {
+    if (i * p.box < BN) x.place[i] = key0 + i * p.box >= t.high ? p.caches : pages ? pages[page] : t.cache;
     if ((row += p.box) == p.page_size) row = 0, page++;
+  }
+  return x;
+}
+TILE void load_block(const attention_decode_params &p, shared &s, const task &t, const parts &x, int stage) {
+  int row = x.row;
+  UNROLLED for (int i = 0; i < BN / 16; i++) {
+    if (i * p.box >= BN) break;
+    tma_load_rows(s.k[stage], i * p.box, p.box, p.k, s.k_ring.full[stage], row, 0, t.head, x.place[i]);
+    tma_load_rows(s.v[stage], i * p.box, p.box, p.v, s.v_ring.full[stage], row, 0, t.head, x.place[i]);
+    if ((row += p.box) == p.page_size) row = 0;
   }
 }
 
@@ -77,11 +88,12 @@ TILE void loader(const attention_decode_params &p, shared &s, int) {
   for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
     task t = task_at(p, next);
     for (int j = t.begin; j < t.end; j++) {
+      parts x = parts_of(p, t, j * BN);              // read while the stage is waited for
       ring_acquire(s.k_ring, at);
       ring_expect(s.k_ring, at, tile_bytes(s.k[0]));
       ring_acquire(s.v_ring, at);
       ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
-      load_block(p, s, t, at.stage, j * BN);
+      load_block(p, s, t, x, at.stage);
       ring_next(s.k_ring, at);
     }
   }
@@ -158,8 +170,7 @@ TILE void load_queries(const attention_decode_params &p, shared &s, const task &
   const float *slope = p.slopes ? p.slopes + t.batch * p.slope_stride : nullptr;
   int row0 = t.row0, rows = p.rows - row0, queries = p.queries, head0 = t.head * (p.q_heads / p.k_heads);
   int64_t query_stride = p.q_stride[1], head_stride = p.q_stride[2];
-  wg_sync();                                         // every warp's products with the last task's queries are over
-  load_rows(s.q, [=](int row) {
+  load_rows(s.q, [=](int row) {                      // a warp writes the rows that its own products read, and these are over
     int r = row0 + row;
     return row < rows ? q + r % queries * query_stride + (head0 + r / queries) * head_stride : (const elem *)nullptr;
   }, p.dim);

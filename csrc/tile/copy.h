@@ -41,7 +41,7 @@ TILE int get(const int &s);
 // Warpgroup. Rows >= end and < first become 0.
 template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end);
 // Warpgroup. Rows from anywhere in global memory, through registers, at any alignment: row r begins at f(r), or is 0 where f(r) is NULL;
-// columns >= n become 0.
+// columns >= n become 0. A warp writes its own 16 rows.
 template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n);
 
 // ---- global <-> registers (warpgroup)

@@ -13,16 +13,14 @@
 #include "tile/gmap.h"
 #include "tile/kernel_desc.h"
 #include "tile/types.h"
-// In front of a loop over parts of register tiles (an index must become a constant), of one that must stay a loop, and of one whose loads shall be in flight together.
+// In front of a loop over parts of register tiles (an index must become a constant), and of one that must stay a loop.
 #ifdef __CUDACC__
 #define UNROLLED _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
-#define BY_EIGHT _Pragma("unroll 8")
 #include "tile/sm90/backend.h"
 #else
 #define UNROLLED _Pragma("GCC unroll 16")
 #define ROLLED _Pragma("GCC unroll 1")
-#define BY_EIGHT _Pragma("GCC unroll 8")
 #ifdef CHECK   // the protocol checker's build
 #include "tile/check/backend.h"
 #else

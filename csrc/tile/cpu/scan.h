@@ -23,6 +23,10 @@ template<int N> TILE void store(sv<N> &d, const wv<N> &v) {
   writes_shared(d, whole(d));
   memcpy(d.d, v.d, sizeof v.d);
 }
+template<int N> TILE float get(const wv<N> &v, int i) {
+  reads(v);
+  return v.d[i];
+}
 template<int N> TILE float max_of(const wv<N> &v) {
   reads(v);
   float x = v.d[0];

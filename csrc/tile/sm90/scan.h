@@ -27,6 +27,12 @@ template<int N> TILE void store(sv<N> &d, const wv<N> &v) {
 #pragma unroll
   for (int k = 0; k < N / 32; k++) d.d[lane() + 32 * k] = v.d[k];
 }
+template<int N> TILE float get(const wv<N> &v, int i) {
+  float x = v.d[0];
+#pragma unroll
+  for (int k = 1; k < N / 32; k++) x = i / 32 == k ? v.d[k] : x;
+  return __shfl_sync(~0u, x, i & 31);
+}
 template<int N> TILE float max_of(const wv<N> &v) {
   float x = v.d[0];
 #pragma unroll
