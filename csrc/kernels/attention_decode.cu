@@ -5,97 +5,61 @@
 // attention_fwd.cu. Lengths and pages are read on the device; what lies outside of a sequence's keys may hold anything, NaN included: scores
 // there are replaced, values cleared.
 #include "tile/tile.h"
-#include "kernels/attention_decode.h"
+#include "kernels/attention_decode_tasks.h"
 
 // D, BN (keys a block), STAGES, PER_SM, *_REGS come from the row
 
+typedef ring<STAGES, ASYNC_READS> key_ring;
 struct shared {
   st<elem, 64, D> q;
   st<elem, BN, D> k[STAGES], v[STAGES];
-  ring<STAGES, ASYNC_READS> k_ring, v_ring;   // at the same position always
+  key_ring k_ring, v_ring;  // at the same position always
   task_queue queue;
 };
 
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
-  queue_init(s.queue, arrivals(0, 0, 1));
+  queue_init(s.queue, arrivals(1, 0, 1));
 }
 
-struct task {
-  int batch, head, split, row0, cache;
-  int shift;                // query i is at position i + shift of its sequence
-  int low, high;            // keys that some row sees, and that all rows see: [low, high) and [low_all, high_all)
-  int low_all, high_all;
-  int begin, end;           // key blocks of this split
-};
-
-TILE int min_of(int a, int b) { return a < b ? a : b; }
-TILE int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
-
-TILE task task_at(const attention_decode_params &p, int i) {
-  task t;
-  t.row0 = i % p.row_blocks * 64;
-  i /= p.row_blocks;
-  t.head = i % p.k_heads;
-  i /= p.k_heads;
-  t.split = i % p.splits;
-  t.batch = i / p.splits;
-  t.cache = p.cache_index ? p.cache_index[t.batch] : t.batch;
-  int length = p.lengths ? clamp(p.lengths[t.batch], 0, p.keys) : p.keys;
-  int first = t.row0 % p.queries, last = first + min_of(64, p.rows - t.row0) - 1;   // queries of these rows
-  if (last >= p.queries) first = 0, last = p.queries - 1;
-  t.shift = length - p.queries;
-  t.low = clamp(first + t.shift - p.left, 0, length);
-  t.low_all = clamp(last + t.shift - p.left, 0, length);
-  t.high = clamp(last + t.shift + p.right + 1, t.low, length);
-  t.high_all = clamp(first + t.shift + p.right + 1, 0, length);
-  int block = t.low / BN, end = t.high > t.low ? (t.high + BN - 1) / BN : block, each = (end - block + p.splits - 1) / p.splits;
-  t.begin = min_of(block + t.split * each, end);
-  t.end = min_of(t.begin + each, end);
-  return t;
-}
-
-// Where the parts of a key block lie. Parts that begin behind the last key are read from outside of the tensor: zeros, without a page and without memory
-// traffic. So is a page that does not exist.
-struct parts { int place[BN / 16], row; };   // page or cache of each part; row of the first
-
-TILE parts parts_of(const attention_decode_params &p, const task &t, int key0) {
-  parts x;
-  const int *pages = p.page_table ? p.page_table + t.batch * p.page_stride : nullptr;
-  int page = key0 / p.page_size, row = x.row = key0 - page * p.page_size;
-  UNROLLED for (int i = 0; i < BN / 16; i++) {
-    if (i * p.box < BN) x.place[i] = key0 + i * p.box >= t.high ? p.caches : pages ? pages[page] : t.cache;
-    if ((row += p.box) == p.page_size) row = 0, page++;
-  }
-  return x;
-}
-TILE void load_block(const attention_decode_params &p, shared &s, const task &t, const parts &x, int stage) {
+TILE void load_block(st<elem, BN, D> &tile, const gmap &map, sem &full, const attention_decode_params &p, const task &t, const parts &x) {
   int row = x.row;
   UNROLLED for (int i = 0; i < BN / 16; i++) {
     if (i * p.box >= BN) break;
-    tma_load_rows(s.k[stage], i * p.box, p.box, p.k, s.k_ring.full[stage], row, 0, t.head, x.place[i]);
-    tma_load_rows(s.v[stage], i * p.box, p.box, p.v, s.v_ring.full[stage], row, 0, t.head, x.place[i]);
+    tma_load_rows(tile, i * p.box, p.box, map, full, row, 0, t.head, x.place[i]);
     if ((row += p.box) == p.page_size) row = 0;
   }
 }
 
-TILE void loader(const attention_decode_params &p, shared &s, int) {
+TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, const attention_decode_params &p, int i, ring_pos &at) {
+  task t = task_at(p, i);
+  set_keys(p, t);
+  for (int j = t.begin; j < t.end; j++) {
+    parts x = parts_of(p, t, j * BN);                // read while the stage is waited for
+    ring_acquire(ring, at);
+    ring_expect(ring, at, tile_bytes(stages[0]));
+    load_block(stages[at.stage], map, ring.full[at.stage], p, t, x);
+    ring_next(ring, at);
+  }
+}
+
+// A thread each for keys and values: a page of few keys costs many copies.
+TILE void k_loader(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
   int next = 0;
   tma_prefetch(p.k);
+  for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++)
+    load_keys(s.k, s.k_ring, p.k, p, next, at);
+}
+
+TILE void v_loader(const attention_decode_params &p, shared &s, int) {
+  ring_pos at = {};
+  int next;
   tma_prefetch(p.v);
-  for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
-    task t = task_at(p, next);
-    for (int j = t.begin; j < t.end; j++) {
-      parts x = parts_of(p, t, j * BN);              // read while the stage is waited for
-      ring_acquire(s.k_ring, at);
-      ring_expect(s.k_ring, at, tile_bytes(s.k[0]));
-      ring_acquire(s.v_ring, at);
-      ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
-      load_block(p, s, t, x, at.stage);
-      ring_next(s.k_ring, at);
-    }
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+    queue_release<THREAD>(s.queue, count);
+    load_keys(s.v, s.v_ring, p.v, p, next, at);
   }
 }
 
@@ -190,7 +154,8 @@ TILE void compute(const attention_decode_params &p, shared &s, int) {
     rt<float, D> o;
     rv m, alpha, slopes;
     rsum l;
-    if (t.begin < t.end) load_queries(p, s, t, slopes);
+    load_queries(p, s, t, slopes);                     // before the length is needed, which is on its way too
+    set_keys(p, t);
     fill(m, -infinity());
     fill(l, 0.f);
     fill(o, 0.f);
@@ -224,5 +189,6 @@ TILE void compute(const attention_decode_params &p, shared &s, int) {
   }
 }
 
-typedef block<attention_decode_params, shared, init, role<compute, WARPGROUP, 1, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+typedef block<attention_decode_params, shared, init, role<compute, WARPGROUP, 1, COMPUTE_REGS>, role<k_loader, THREAD, 1, LOAD_REGS>,
+              role<v_loader, THREAD, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, 64, BN)

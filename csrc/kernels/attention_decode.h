@@ -10,7 +10,7 @@ typedef struct attention_decode_params {
   void *out;                  // used where splits == 1
   int64_t q_stride[3], out_stride[3];   // batch, query, head; elements
   float *lse;                 // [batch][head][query], natural log; NULL where not wanted; used where splits == 1
-  float *part, *part_lse;     // [batch][key head][split][row]([dim]): each split's result; lse in base 2, -inf where the split is empty, whose part is not written
+  float *part, *part_lse;     // [batch][key head][split][row]([dim]): each split's result; lse in base 2, -inf where the split is empty: its part is not written
   const int *lengths;         // [batch], or NULL: all `keys`
   const int *page_table;      // [batch][...], page_stride ints apart, or NULL: the cache is not paged
   const int *cache_index;     // [batch], or NULL: cache i belongs to sequence i
