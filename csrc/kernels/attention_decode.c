@@ -142,7 +142,7 @@ mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const
 // [cache or page, row, head, column] as [cache or page, head, row, column]
 static mg_status map_cache(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box) {
   const int64_t shape[] = {t->shape[0], t->shape[2], t->shape[1], t->shape[3]}, stride[] = {t->stride[0], t->stride[2], t->stride[1], 1};
-  return mg_map(m, c, name, t->data, t->dtype, shape, stride, box, 64);
+  return mg_map_once(m, c, name, t->data, t->dtype, shape, stride, box, 64);
 }
 static void copy_strides(int64_t stride[3], const mg_tensor *t) {
   for (int i = 0; i < 3; i++) stride[i] = t->stride[i];

@@ -133,7 +133,7 @@ def call_decode(dtype, d, batch, queries, heads, k_heads, keys, page, lengths, s
     cache = (batch * pages + 1, page, k_heads, d) if page else (batch, keys, k_heads, d)
     q, k, v, out = new(batch, queries, heads, d, dtype=dtype), new(*cache, dtype=dtype), new(*cache, dtype=dtype), new(batch, queries, heads, d, dtype=dtype)
     lse = new(batch, heads, queries)
-    table = new(batch, pages, dtype="int32", values=np.arange(batch * pages)[::-1].reshape(batch, pages)) if page else None
+    table = new(batch, pages, dtype="int32", values=np.arange(batch * pages)[::-1].reshape(batch, pages).copy()) if page else None
     lengths = new(batch, dtype="int32", values=np.array(lengths)) if lengths else None
     settings = 0.0, o["causal"], o["left"], -1, o["softcap"], -1, splits
     size = _C.attention_decode_workspace(q, k, table, *settings)
