@@ -76,6 +76,33 @@ MG_API mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, cons
 MG_API mg_status mg_matmul(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b, const mg_tensor *bias, mg_activation activation,
                            mg_stream stream);
 
+// Attention of new queries to a cache of keys and values, for generation.
+typedef struct mg_decode_options {
+  float scale;              // softmax scale; 0 means 1 / sqrt(D)
+  bool causal;              // bottom-right aligned to each sequence's length: the last query sees all keys
+  int window_left, window_right;   // query i of a sequence of n keys is at e = n - Nq + i and sees keys e - left to e + right; -1: no limit
+  float softcap;            // scores become softcap tanh(score / softcap); 0: they stay
+  int length;               // of all sequences where cache_seqlens is NULL; -1: the whole cache
+  int splits;               // parts that the keys are cut into, computed in parallel; 0: chosen
+} mg_decode_options;
+
+// q, out [B, Nq, Hq, D]; k_cache, v_cache [B or more, N, Hk, D] or, with a page table, [pages, page size, Hk, D]; Hq a multiple of Hk.
+// cache_seqlens [B], page_table [B, n], cache_batch_idx [B]: int32 on the same device, or NULL. Page j of a sequence holds its keys from
+// j * page size on; the page size is a multiple of 16. cache_batch_idx: the cache that a sequence has, else cache i. Lengths above the cache's size
+// count as that size; a page or cache that does not exist reads as zeros.
+// sink [Hq] fp32: a logit that enters the denominator only. alibi_slopes [B or 1, Hq] fp32: score -= slope |e - key|. Both may be NULL.
+// lse [B, Hq, Nq] fp32 contiguous, natural-log log-sum-exp (sink included), or NULL. Rows without keys: 0, lse -inf (or the sink).
+// workspace: as many bytes as mg_attention_decode_workspace says, NULL where that is 0.
+MG_API mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *v_cache,
+                                     const mg_tensor *cache_seqlens, const mg_tensor *page_table, const mg_tensor *cache_batch_idx,
+                                     const mg_tensor *sink, const mg_tensor *alibi_slopes, const mg_tensor *workspace,
+                                     const mg_decode_options *options, mg_stream stream);
+MG_API mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *page_table,
+                                               const mg_decode_options *options);
+// k, v [B, new, Hk, D] into the caches, in place, behind cache_seqlens (NULL: behind `length`) keys. What would land outside of a cache is dropped.
+MG_API mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const mg_tensor *k, const mg_tensor *v, const mg_tensor *cache_seqlens,
+                              const mg_tensor *page_table, const mg_tensor *cache_batch_idx, int length, mg_stream stream);
+
 // Text of this thread's last failure: op, argument, what was found, what is accepted. Valid until the thread's next call.
 MG_API const char *mg_last_error(void);
 // Threads the CPU backend uses; 0 returns to the default (OMP_NUM_THREADS, else the cores of the process).

@@ -394,6 +394,51 @@ static PyObject *attention_bwd(PyObject *module, PyObject *const *objects, Py_ss
                        a.view[10], &options, stream));
 }
 
+static bool read_decode_options(mg_decode_options *o, PyObject *const *objects) {   // scale, causal, left, right, softcap, length, splits
+  return read_float(objects[0], &o->scale) && read_bool(objects[1], &o->causal) && read_int(objects[2], &o->window_left) &&
+         read_int(objects[3], &o->window_right) && read_float(objects[4], &o->softcap) && read_int(objects[5], &o->length) &&
+         read_int(objects[6], &o->splits);
+}
+
+static PyObject *attention_decode(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"out", "lse", "q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cache_batch_idx", "sink", "alibi_slopes",
+                                      "workspace"};
+  args a;
+  mg_stream stream;
+  mg_decode_options options;
+  if (!check_count("attention_decode", count, 18, 19) || !read_stream(objects, count, 18, &stream) || !read_decode_options(&options, objects + 11) ||
+      !read_tensors(&a, module, "attention_decode", names, objects, 11, stream))
+    return NULL;
+  if (!ask_stream(&a, &stream)) return release(&a), NULL;
+  RUN(mg_attention_decode(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], a.view[9], a.view[10],
+                          &options, stream));
+}
+
+static PyObject *attention_decode_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"q", "k_cache", "page_table"};
+  args a;
+  size_t bytes;
+  mg_decode_options options;
+  if (!check_count("attention_decode_workspace", count, 10, 10) || !read_decode_options(&options, objects + 3) ||
+      !read_tensors(&a, module, "attention_decode", names, objects, 3, NULL))
+    return NULL;
+  mg_status status = mg_attention_decode_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options);
+  release(&a);
+  return status ? raise_status(status) : PyLong_FromSize_t(bytes);
+}
+
+static PyObject *append_kv(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx"};
+  args a;
+  mg_stream stream;
+  int length;
+  if (!check_count("append_kv", count, 8, 9) || !read_stream(objects, count, 8, &stream) || !read_int(objects[7], &length) ||
+      !read_tensors(&a, module, "append_kv", names, objects, 7, stream))
+    return NULL;
+  if (!ask_stream(&a, &stream)) return release(&a), NULL;
+  RUN(mg_append_kv(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], length, stream));
+}
+
 static PyObject *matmul(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
   static const char *const names[] = {"out", "a", "b", "bias"};
   args a;
@@ -598,6 +643,13 @@ static PyMethodDef methods[] = {
    "attention_bwd_workspace(q, k, v, causal, deterministic, features=None) -> bytes"},
   {"attention_bwd", FUNCTION(attention_bwd), METH_FASTCALL,
    "attention_bwd(dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, stream=0, features=None)"},
+  {"attention_decode", FUNCTION(attention_decode), METH_FASTCALL,
+   "attention_decode(out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink, alibi_slopes, workspace, scale, causal, left, right, "
+   "softcap, length, splits, stream=0)"},
+  {"attention_decode_workspace", FUNCTION(attention_decode_workspace), METH_FASTCALL,
+   "attention_decode_workspace(q, k_cache, page_table, scale, causal, left, right, softcap, length, splits) -> bytes"},
+  {"append_kv", FUNCTION(append_kv), METH_FASTCALL,
+   "append_kv(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, length, stream=0)"},
   {"matmul", FUNCTION(matmul), METH_FASTCALL, "matmul(out, a, b, bias, activation, stream=0)"},
   {"scaled_add", FUNCTION(scaled_add), METH_FASTCALL, "scaled_add(out, a, b, scale, stream=0)"},
   {"ssd_fwd", FUNCTION(ssd_fwd), METH_FASTCALL, "ssd_fwd(y, state, x, dt, b, c, a, d, stream=0)"},

@@ -52,7 +52,7 @@ def test_first_kernel_builds_and_runs(newcomer):
 
 
 def test_readme_example_runs():
-    (program,) = blocks((ROOT / "README.md").read_text(), "python")
+    program = "\n".join(blocks((ROOT / "README.md").read_text(), "python"))      # one after the other
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "attention_fwd" in result.stdout

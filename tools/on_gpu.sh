@@ -8,6 +8,7 @@ export PYTHONPATH=python PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 
 $python -m margay.bench attention --out "$out" --rounds 5 --ms 15 > "$out/attention.log" 2>&1
+$python -m margay.bench decode --out "$out" --rounds 3 --ms 8 > "$out/decode.log" 2>&1
 $python -m margay.bench gemm --out "$out" --rounds 5 --ms 10 > "$out/gemm.log" 2>&1
 $python -m margay.bench overhead --out "$out" --rounds 5 > "$out/overhead.log" 2>&1
 $python -m margay.demo --out "$out/demo" > "$out/demo.log" 2>&1
@@ -19,6 +20,7 @@ tests() {
   timeout 300 $python -m pytest -q --maxfail=8 -p no:cacheprovider "$@" > "$out/tests-$name.log" 2>&1
 }
 tests attention tests/test_attention.py &
+tests decode tests/test_decode.py &
 tests matmul tests/test_matmul.py tests/test_scan.py &
 tests torch tests/test_torch.py tests/test_numpy.py tests/test_import.py tests/test_demo.py &
 tests rest tests/test_bad_input.py tests/test_runtime.py tests/test_docs.py &
@@ -26,9 +28,10 @@ tests tile tests/tile &
 timeout 300 compute-sanitizer --tool memcheck $python tools/sanitize.py > "$out/memcheck.log" 2>&1 &
 timeout 300 compute-sanitizer --tool synccheck $python tools/sanitize.py > "$out/synccheck.log" 2>&1 &
 wait
-timeout 200 $python -m margay.check --device '(attention|matmul|scaled|ssd).*bf16.*' > "$out/device.log" 2>&1
+timeout 200 $python -m margay.check --device '(attention|append|matmul|scaled|ssd).*bf16.*' > "$out/device.log" 2>&1
 
 tail -q -n 9 "$out/attention.log" | cut -c1-160
+tail -q -n 5 "$out/decode.log"
 tail -q -n 3 "$out/gemm.log"
 cat "$out/overhead.log"
 grep -h "speed:\|agree" "$out/demo.log"

@@ -62,6 +62,23 @@ def ssd(dtype, n, row=None):
     return y, state
 
 
+def decode(dtype, d, queries, page, splits):
+    """Ragged lengths, every option, pages and lengths that do not exist."""
+    cache = (9, page, 2, d) if page else (4, 300, 2, d)
+    k, v = tensor(dtype, *cache), tensor(dtype, *cache)
+    integers = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
+    lengths, table = integers(290, 0, 1000, -7), integers(*range(-1, 11)).view(4, 3) if page else None
+    index = None if page else integers(3, 1, 0, 99)
+    q, new = tensor(dtype, 4, queries, 6, d), [tensor(dtype, 4, 5, 2, d) for _ in range(2)]
+    _C.append_kv(k, v, *new, lengths, table, index, 0)
+    settings = 0.0, True, 150, -1, 20.0, -1, splits
+    size = _C.attention_decode_workspace(q, k, table, *settings)
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+    out, lse = torch.empty_like(q), torch.empty(4, 6, queries, device="cuda")
+    _C.attention_decode(out, lse, q, k, v, lengths, table, index, torch.zeros(6, device="cuda"), torch.rand(4, 6, device="cuda"), workspace, *settings)
+    return out,
+
+
 def scaled_add(dtype):
     a, b = tensor(dtype, 70, 200), tensor(dtype, 70, 200)
     out = torch.empty_like(a)
@@ -85,6 +102,8 @@ def problems(dtype, name):
         yield lambda: ssd(dtype, 64)
         yield lambda: ssd(dtype, 128)
         yield lambda: ssd(dtype, 128, "ssd_fwd_bf16_n128_x2")
+    for d, queries, page, splits in itertools.product((40, 128, 256), (1, 30), (0, 16, 64), (1, 3)):
+        yield lambda d=d, n=queries, page=page, splits=splits: decode(dtype, d, n, page, splits)
     yield lambda: scaled_add(dtype)
 
 

@@ -134,8 +134,8 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, const held 
   bool whole = !FEATURES || !p.features.q_start || keys >= 64;   // else the next sequence's keys follow
   map(a.dk, [=](float x) { return x * scale; });
   if (!whole) {
-    store((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
-    store((elem *)p.dk_out + row * p.dk_row + head * p.dk_head, p.dk_row, a.dk, keys, p.k_columns);
+    store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
+    store_first((elem *)p.dk_out + row * p.dk_row + head * p.dk_head, p.dk_row, a.dk, keys, p.k_columns);
   }
   store(s.v[wg], a.dv);   // only this warpgroup reads this v
   fence_async();
@@ -152,8 +152,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, const held 
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
   turn_begin<NC>(wg);
-  int next;
-  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     state a;
     sem_wait(s.k_full, count & 1);
     sem_wait(s.v_full, count & 1);

@@ -137,8 +137,8 @@ TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<flo
   map(dk, [=](float x) { return x * scale; });
   map(dv, [=](float x) { return x * keep; });
   if (!whole) {
-    store((elem *)p.dk_out + row * p.dk_row + head * p.dk_head + col, p.dk_row, dk, keys, p.k_columns - col);
-    store((elem *)p.dv_out + row * p.dv_row + head * p.dv_head + col, p.dv_row, dv, keys, p.v_columns - col);
+    store_first((elem *)p.dk_out + row * p.dk_row + head * p.dk_head + col, p.dk_row, dk, keys, p.k_columns - col);
+    store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head + col, p.dv_row, dv, keys, p.v_columns - col);
   }
   wg_sync();   // all warps' products have read this half of k and v; since softmax's barrier the other warpgroup reads its own only
   store(s.k, dk, col);
@@ -156,8 +156,7 @@ TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<flo
 
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
-  int next;
-  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     rt<float, HALF> dk, dv;
     fill(dk, 0.f);
     fill(dv, 0.f);

@@ -120,8 +120,7 @@ TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<flo
 
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
-  int next;
-  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     rt<float, HALF> dk, dv;
     fill(dk, 0.f);
     fill(dv, 0.f);

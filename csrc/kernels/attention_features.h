@@ -19,6 +19,11 @@ TILE sequence sequence_of(const attention_features &f, int batch, int q_rows, in
   return q;
 }
 
+// The first m rows of a tile, n columns each, where the next sequence's rows follow: rows of ld elements.
+template<int N> TILE void store_first(elem *g, int64_t ld, const rt<float, N> &t, int m, int n) {
+  store_rows<elem>(t, [=](int row) { return row < m ? g + row * ld : (elem *)nullptr; }, n);
+}
+
 TILE bool changes_scores(const attention_features &f) { return f.softcap != 0.f || f.slopes; }
 TILE float slope_of(const attention_features &f, int batch, int head) { return f.slopes ? f.slopes[batch * f.slope_batch + head] * 1.4426950408889634f : 0.f; }
 // a tanh(x / a) by an exponential: tanh.approx is good for 11 bits only

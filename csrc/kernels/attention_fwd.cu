@@ -87,7 +87,7 @@ TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<flo
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
   if (FEATURES && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow
-    store((elem *)p.out + (t.seq.q0 + row0) * p.out_row + t.head * p.out_head, p.out_row, o, t.seq.rows - row0, p.out_columns);
+    store_first((elem *)p.out + (t.seq.q0 + row0) * p.out_row + t.head * p.out_head, p.out_row, o, t.seq.rows - row0, p.out_columns);
   else {
     store(out, o);
     fence_async();

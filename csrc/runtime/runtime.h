@@ -82,6 +82,9 @@ const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the 
 // bytes; fp32 tiles lie row after row. A failed rule is named.
 mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
                  const int64_t stride[4], int box_rows, int box_cols);
+// The same for a tensor that is read once, from end to end: the L2 fetches no more than was asked for, which is faster then by a tenth.
+mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
+                      const int64_t stride[4], int box_rows, int box_cols);
 
 // ---- launch.c, cpu.c
 mg_isa mg_host_isa(void);                           // the running CPU's best, at most the environment's MARGAY_ISA

@@ -38,8 +38,8 @@ static mg_status check_map(const char *name, const void *data, int64_t size, con
   return MG_OK;
 }
 
-mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
-                 const int64_t stride[4], int box_rows, int box_cols) {
+static mg_status map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4], const int64_t stride[4],
+                     int box_rows, int box_cols, int l2) {
   static const int types[MG_DTYPE_COUNT] = {[MG_BF16] = CU_MAP_BF16, [MG_FP16] = CU_MAP_FP16, [MG_FP32] = CU_MAP_FP32};
   int64_t size = (int64_t)mg_dtype_size(dtype);
   if (c->device == MG_CPU) {
@@ -61,6 +61,15 @@ mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_
   bool pushed;   // the driver wants a context, and a thread of autograd has none
   if ((status = mg_gpu_open(&gpu, c->device_index)) || (status = mg_gpu_enter(gpu, &pushed))) return status;
   int error = mg_cu.cuTensorMapEncodeTiled(m, types[dtype], DIMS, data, sizes, strides, box, steps, CU_MAP_INTERLEAVE_NONE,
-                                           swizzled ? CU_MAP_SWIZZLE_128B : CU_MAP_SWIZZLE_NONE, CU_MAP_L2_256B, CU_MAP_FILL_ZERO);
+                                           swizzled ? CU_MAP_SWIZZLE_128B : CU_MAP_SWIZZLE_NONE, l2, CU_MAP_FILL_ZERO);
   return mg_gpu_leave(pushed, error ? mg_driver_fail(error, "%s cannot be mapped for the GPU", name) : MG_OK);
+}
+
+mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4], const int64_t stride[4],
+                 int box_rows, int box_cols) {
+  return map(m, c, name, data, dtype, shape, stride, box_rows, box_cols, CU_MAP_L2_256B);
+}
+mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4], const int64_t stride[4],
+                      int box_rows, int box_cols) {
+  return map(m, c, name, data, dtype, shape, stride, box_rows, box_cols, CU_MAP_L2_128B);
 }

@@ -6,6 +6,9 @@
 // The map's box is R rows by 64 columns.
 template<typename T, int R, int C> TILE constexpr uint32_t tile_bytes(const st<T, R, C> &) { return R * C * sizeof(T); }
 template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
+// Thread. Part of a tile: `rows` rows from row r0, which is the height of the map's box. (row, col) is where the loaded part begins.
+template<typename T, int R, int C>
+TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s, int row, int col, int head, int batch);
 // Thread. Only RN rows from row r0 of the tile (box: RN rows), into the same place of every block in `mask` (bit = cluster rank);
 // each of these blocks counts the bytes on its own `s`. (row, col) in the matrix is where the loaded part begins, not the tile.
 template<int RN, typename T, int R, int C>
@@ -35,13 +38,20 @@ template<int N> TILE float get(const sv<N> &s, int i);  // any width
 TILE void put(int &s, int v);                           // thread: a scalar in shared memory, ordered by semaphores like a tile
 TILE int get(const int &s);
 
+// Warpgroup. Rows >= end and < first become 0.
+template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end);
+// Warpgroup. Rows from anywhere in global memory, through registers, at any alignment: row r begins at f(r), or is 0 where f(r) is NULL;
+// columns >= n become 0. A warp writes its own 16 rows.
+template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n);
+
 // ---- global <-> registers (warpgroup)
 TILE void load(rv &v, const float *g, int n, float pad);   // rows >= n become pad and are not read
 TILE void store(float *g, const rv &v, int n);             // rows >= n are not written
 template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n);   // columns >= n become 0
 // fp32 row-major, `ld` floats per row; rows >= m and columns >= n are not written
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n);
-template<typename T, int N> TILE void store(T *g, int64_t ld, const rt<float, N> &t, int m, int n);   // rounded to 16 bits
+// Rounds to T; row r goes to f(r), a T *, or nowhere where that is NULL; columns >= n are not written.
+template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n);
 // Accumulator tiles in global memory: 64 * N floats whose order is private to the backend.
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t);    // atomic fp32 additions
 template<int N> TILE void load_acc(rt<float, N> &t, const float *g);

@@ -19,6 +19,8 @@ template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &
 template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f);
 template<typename T, int N, class F> TILE void map_col(rt<T, N> &t, const sv<N> &v, F f);                  // 16-bit tile
 template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);                                           // t = f(t, row, col)
+template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f);                              // t = f(t, v[row], row, col)
+template<class F> TILE void map_rows(rv &d, F f);                                                          // d = f(row)
 template<class F> TILE void map(rv &d, const rv &a, F f);                                                  // d = f(a)
 template<class F> TILE void map(rv &d, const rv &a, const rv &b, F f);                                     // d = f(a, b)
 template<int N> TILE void row_max(rv &m, const rt<float, N> &t);           // m = max(m, row maxima); NaN may be lost here, not in exp2

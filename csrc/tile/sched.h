@@ -23,14 +23,14 @@ template<class F> TILE int queue_draw(task_queue &q, uint32_t count, int task, i
 TILE int queue_draw(task_queue &q, uint32_t count, int task, int *counter) {
   return queue_draw(q, count, task, counter, [](int) { return false; });
 }
-// Warpgroup (a compute role).
+// Any width (a compute role, or a loader that does not draw).
 TILE int queue_take(task_queue &q, uint32_t count) {
   ring_pos at = ring_at<2>(count);
   sem_wait(q.full[at.stage], at.phase);
   return get(q.id[at.stage]);
 }
 TILE int queue_again(const task_queue &q, uint32_t count) { return get(q.id[count & 1]); }   // the task it holds
-TILE void queue_release(task_queue &q, uint32_t count) { sem_arrive(q.empty[count & 1]); }
+template<int W = WARPGROUP> TILE void queue_release(task_queue &q, uint32_t count) { sem_arrive<W>(q.empty[count & 1]); }
 // Static order over clusters of B blocks that work on a task together.
 template<int B> TILE int cluster_index() { return block_index() / B; }
 template<int B> TILE int cluster_count() { return block_count() / B; }

@@ -50,6 +50,53 @@ def attention_bwd(
     features: _Features | None = None,
     /,
 ) -> None: ...
+def attention_decode(
+    out: _Tensor,
+    lse: _Tensor | None,
+    q: _Tensor,
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    cache_seqlens: _Tensor | None,
+    page_table: _Tensor | None,
+    cache_batch_idx: _Tensor | None,
+    sink: _Tensor | None,
+    alibi_slopes: _Tensor | None,
+    workspace: _Tensor | None,
+    scale: float,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    length: int,
+    splits: int,
+    stream: int = 0,
+    /,
+) -> None: ...
+def attention_decode_workspace(
+    q: _Tensor,
+    k_cache: _Tensor,
+    page_table: _Tensor | None,
+    scale: float,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    length: int,
+    splits: int,
+    /,
+) -> int: ...
+def append_kv(
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    cache_seqlens: _Tensor | None,
+    page_table: _Tensor | None,
+    cache_batch_idx: _Tensor | None,
+    length: int,
+    stream: int = 0,
+    /,
+) -> None: ...
 def matmul(out: _Tensor, a: _Tensor, b: _Tensor, bias: _Tensor | None, activation: int, stream: int = 0, /) -> None: ...
 def scaled_add(out: _Tensor, a: _Tensor, b: _Tensor, scale: float, stream: int = 0, /) -> None: ...
 def ssd_fwd(

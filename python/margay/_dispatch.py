@@ -2,7 +2,8 @@
 
 import torch
 
-from margay import _fallback, _features, _plain, ops
+import margay
+from margay import _fallback, _plain, ops
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE_UNIT = 16          # rows of a page are a multiple of it
@@ -27,7 +28,7 @@ def attention_decode(op, q, k_cache, v_cache, **options):
 def append_kv(k_cache, v_cache, k, v, **options):
     """PyTorch where the attention that follows falls back as well, and says so."""
     reason = unsupported(k, k_cache, v_cache) or _unsupported_cache(k, v_cache, options["page_table"])
-    (_plain if reason else _features).append_kv(k_cache, v_cache, k, v, **options)
+    (_plain if reason else margay).append_kv(k_cache, v_cache, k, v, **options)
 
 
 def warn(op, reason):
@@ -73,6 +74,6 @@ _why_not_gpu._dynamo_marked_constant = True     # torch.compiler.assume_constant
 def _call(op, name, q, k, v, *lengths, **options):
     reason = unsupported(q, k, v, options.get("scale"), options.get("dropout_p", 0.0))
     if reason is None:
-        return getattr(_features, name)(q, k, v, *lengths, **options)
+        return getattr(margay, name)(q, k, v, *lengths, **options)
     _fallback.fall_back(op, reason)
     return getattr(_plain, name)(q, k, v, *lengths, **options)

@@ -69,6 +69,28 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   return mg_check(MG_OP_attention_bwd, args);
 }
 
+mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *v_cache,
+                              const mg_tensor *cache_seqlens, const mg_tensor *page_table, const mg_tensor *cache_batch_idx, const mg_tensor *sink,
+                              const mg_tensor *alibi_slopes, const mg_tensor *workspace, const mg_decode_options *options, mg_stream stream) {
+  const mg_tensor *const args[] = {out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink, alibi_slopes, workspace};
+  (void)options, (void)stream;
+  return mg_check(MG_OP_attention_decode, args);
+}
+
+mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *page_table,
+                                        const mg_decode_options *options) {
+  (void)q, (void)k_cache, (void)page_table, (void)options;
+  *bytes = 0;
+  return MG_OK;
+}
+
+mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const mg_tensor *k, const mg_tensor *v, const mg_tensor *cache_seqlens,
+                       const mg_tensor *page_table, const mg_tensor *cache_batch_idx, int length, mg_stream stream) {
+  const mg_tensor *const args[] = {k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx};
+  (void)length, (void)stream;
+  return mg_check(MG_OP_append_kv, args);
+}
+
 mg_status mg_matmul(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b, const mg_tensor *bias, mg_activation activation,
                     mg_stream stream) {
   const mg_tensor *const args[] = {out, a, b, bias};

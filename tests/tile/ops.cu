@@ -139,12 +139,6 @@ SHAPE TILE void store_float(const op_params &p, TILES &s, int) {
   store(s.b, t, I);
   put_b(p, s);
 }
-SHAPE TILE void store_global(const op_params &p, TILES &s, int) {
-  rt<float, N> t;
-  sem_wait(s.full, 0);
-  outer(t, p, s.v);
-  store((elem *)p.out, N, t, p.m, p.n);
-}
 SHAPE TILE void store_converted(const op_params &p, TILES &s, int) {
   rt<float, N> t;
   rt<elem, N> r;
@@ -188,6 +182,26 @@ SHAPE TILE void store_triangle(const op_params &p, TILES &s, int) {
   store_tril(s.b, t, y, s.v, 3.f, [](float a, float u, float v) { return a + u - v; });
   put_b(p, s);
 }
+SHAPE TILE void gathered_rows(const op_params &p, TILES &s, int) {   // row r from element r % 3 of e on
+  const elem *e = p.e;
+  int m = p.m;
+  sem_wait(s.full, 0);
+  load_rows(s.b, [=](int row) { return row < m ? e + row % 3 : (const elem *)nullptr; }, p.n);
+  put_b(p, s);
+}
+SHAPE TILE void scattered_rows(const op_params &p, TILES &s, int) {  // row r to element r (N + I) of out; every fifth is left out
+  rt<float, N> t;
+  elem *out = (elem *)p.out;
+  int m = p.m;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  store_rows<elem>(t, [=](int row) { return row < m && row % 5 ? out + row * (N + I) : (elem *)nullptr; }, p.n);
+}
+SHAPE TILE void cleared_rows(const op_params &p, TILES &s, int) {
+  sem_wait(s.full, 0);
+  clear_rows(s.b, I, p.m);
+  put_b(p, s);
+}
 SHAPE TILE void tall_copy(const op_params &p, TILES &s, int) {   // b as loaded, to another place
   sem_wait(s.full, 0);
   put_b(p, s);
@@ -220,6 +234,10 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
   if (I == 4) map_col(t, u, x, [](float a, float b, float c) { return a * b - c; });
   if (I == 5) map_col(t, u, s.v, [](float a, float b, float c) { return a * b - c; });
   if (I == 6) map_rc(t, [](float a, int row, int col) { return col <= row + 3 ? a : -infinity(); });
+  if (I == 7) {
+    map_rows(y, [](int row) { return (float)(row * row); });
+    map_rc(t, y, [](float a, float b, int row, int col) { return fused(b, (float)row, a) - (float)col; });
+  }
   store(p.out, N, t, 64, N);
 }
 SHAPE TILE void map_elem(const op_params &p, TILES &s, int) {
@@ -333,6 +351,43 @@ TILE void scan_out(const op_params &p, scan_shared &s, int) {
   store(p.out + 64, y, 64);
   load(y, s.total);
   store(p.out + 128, y, 64);
+}
+
+// ---- a tile made of parts with 16 rows, from places in reverse order
+struct parts_shared {
+  st<elem, 64, 128> a;
+  sem full;
+};
+TILE void parts_init(parts_shared &s) { sem_init(s.full, arrivals(1, 0, 0)); }
+TILE void parts_loader(const op_params &p, parts_shared &s, int) {
+  sem_expect(s.full, tile_bytes(s.a));
+  for (int i = 0; i < 4; i++) tma_load_rows(s.a, 16 * i, 16, p.a, s.full, p.row + 16 * (3 - i), p.col, p.head + i, p.batch);
+}
+TILE void parts_out(const op_params &p, parts_shared &s, int) {
+  rt<float, 128> t;
+  sem_wait(s.full, 0);
+  load(t, s.a);
+  store(p.out, 128, t, 64, 128);
+}
+
+// ---- one warp and global memory
+struct warp_shared { sv<64> v; };
+TILE void warp_init(warp_shared &) {}
+TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
+  wv<64> v, w;
+  load(v, p.x, 3, p.n, -2.f);
+  store(p.out, v, 64);
+  fill(w, max_of(v));
+  store(p.out + 64, w, 1);
+  fill(w, sum_of(v));
+  store(p.out + 65, w, 1);
+  fill(w, get(v, 5) + get(v, 37));
+  store(p.out + 66, w, 1);
+  store(s.v, v);
+  load(w, s.v);
+  store((elem *)(p.out + 128), w, p.m);
+  copy_row((elem *)(p.out + 256), p.e + 1, p.m);
+  copy_row((elem *)(p.out + 384), p.e, p.m);
 }
 
 // ---- protocol: tasks from the queue, stages through a ring, turns. out[row of a task] = sum over p.n tiles of its row sums
@@ -507,6 +562,10 @@ typedef block<op_params, scan_shared, scan_init, role<scan_out, WARPGROUP, 1, 0>
               role<scan_warp, WARP, 1, 0>>
     scan_kernel;
 RUN_OP(scan, scan_kernel)
+typedef block<op_params, parts_shared, parts_init, role<parts_out, WARPGROUP, 1, 0>, role<parts_loader, THREAD, 1, 0>> parts_kernel;
+RUN_OP(parts, parts_kernel)
+typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
+RUN_OP(warp, warp_kernel)
 typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>, role<ring_test_loader, THREAD, 1, 0>>
     ring_kernel;
 RUN_OP(rings, ring_kernel)

@@ -237,16 +237,17 @@ def check_copy(c):
         want = np.full((64, N), np.nan, np.float32)
         want[:c.limits["m"], :c.limits["n"]] = c.a[:, I:I + N][:c.limits["m"], :c.limits["n"]]
         return same(c.matrix(), want)
-    if name == "store_global":
-        rows, columns, stored = c.limits["m"], c.limits["n"], encode(c.t(), c.ops.elem)
-        want = c.out.view(stored.dtype)[:64 * N].reshape(64, N).copy()
-        want[:rows, :columns] = stored[:rows, :columns]
-        return same(c.run().view(stored.dtype)[:64 * N].reshape(64, N), want)
     tile = c.b.copy()
     if name == "load_elem":
         tile[:, I:I + N] = c.a[:, I:I + N]
     elif name == "load_transposed":
         tile = c.a.T
+    elif name == "gathered_rows":
+        tile[:] = 0
+        for r in range(c.limits["m"]):
+            tile[r, :c.limits["n"]] = decode(c.e, c.ops.elem)[r % 3:r % 3 + c.limits["n"]]
+    elif name == "cleared_rows":
+        tile[:I] = tile[c.limits["m"]:] = 0
     elif name == "store_float":
         tile[:, I:I + N] = c.t()
     elif name == "store_converted":
@@ -299,7 +300,10 @@ def check_form(c):
     u = 2 * t + 1
     x, y = c.x[None, :], c.y[:, None]
     t64 = t.astype(np.float64)
-    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None][c.I]
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None][c.I]
+    if c.I == 7:
+        rows = np.arange(64.0)[:, None]
+        return close(c.matrix(), t64 + rows**3 - np.arange(c.N), 200 + rows**3, 1e-6)
     if c.I == 6:
         return same(c.matrix(), np.where(np.arange(c.N)[None, :] <= np.arange(64)[:, None] + 3, t, -np.inf))
     close(c.matrix(), want, 1 + t64 * t64, 1e-6)
@@ -316,6 +320,16 @@ def check_reduction(c):
         return same(got, np.maximum(c.y, c.t().max(1)))
     want = t.sum(1) * (c.y + 1) if c.I == 1 else (t * (t - 1)).sum(1)
     close(got, want, 1 + np.abs(t).sum(1) + (t * t).sum(1), 1e-6)
+
+
+def check_scattered(c):
+    elem = c.ops.elem
+    got = c.run().view(c.e.dtype)
+    want = c.out.view(c.e.dtype).copy()
+    for r in range(c.limits["m"]):
+        if r % 5:
+            want[r * (c.N + c.I):][:c.limits["n"]] = encode(c.t()[r], elem)[:c.limits["n"]]
+    same(decode(got, elem), decode(want, elem))
 
 
 def check_vectors(c):
@@ -345,7 +359,7 @@ def check_scalars(c):
 
 
 CHECKS = {"map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
-          "vectors": check_vectors, "columns": check_columns, "accumulators": check_accumulators, "scalars": check_scalars}
+          "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "accumulators": check_accumulators, "scalars": check_scalars}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: "_".join(map(str, r)))
@@ -379,6 +393,32 @@ def test_scan(ops):
     close(r["out"][:64], sums, 8, 1e-6)
     close(r["out"][64:128], v * sums, 8 * (1 + np.abs(v)), 1e-6)
     close(r["out"][128:], np.full(64, sums[-1]), 8, 1e-6)
+
+
+def test_parts(ops):
+    rng = np.random.default_rng(4)
+    a = random(rng, ops.elem, 1, 4, 100, 200)
+    r = ops.run("parts", {"a": (a, 16)}, {"out": np.full(64 * 128, np.nan, np.float32)}, row=50, col=100, head=1, batch=0)
+    want = np.zeros((64, 128), np.float32)
+    for i in range(3):                                       # the fourth part lies in a head that does not exist
+        want[16 * i:16 * i + 16] = window(decode(a, ops.elem)[0, 1 + i], 50 + 16 * (3 - i), 100, 16, 128)
+    same(r["out"].reshape(64, 128), want)
+
+
+def test_warp(ops):
+    rng = np.random.default_rng(5)
+    x, e = rng.standard_normal(200).astype(np.float32), random(rng, ops.elem, 64)
+    out = np.full(512, np.nan, np.float32)
+    r = ops.run("warp", {}, {"x": x, "e": e, "out": out.copy()}, m=43, n=50)["out"]
+    v = np.where(np.arange(64) < 50, x[np.minimum(3 * np.arange(64), 199)], -2).astype(np.float32)
+    same(r[:64], v)
+    same(r[64], v.max())
+    close(r[65:66], v.sum(dtype=np.float64), 64, 1e-6)
+    close(r[66:67], v[5].astype(np.float64) + v[37], 4, 1e-6)
+    for at, values in ((128, encode(v, ops.elem)[:43]), (256, e[1:44]), (384, e[:43])):
+        want = out[at:at + 128].copy().view(e.dtype)
+        want[:43] = values
+        same(decode(r[at:at + 128].view(e.dtype), ops.elem), decode(want, ops.elem))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

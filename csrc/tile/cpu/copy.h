@@ -43,6 +43,13 @@ template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap
   each_row<T, R, C>(m, row, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
   issue_load(t, whole(t), s, R * C * sizeof(T), [=, &t, &m] { copy_in<T, R, C>(t.d, C, m, row, col, head, batch); });
 }
+template<typename T, int R, int C>
+TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  for (int r = 0; r < rows; r++) each_row<T, 1, C>(m, row + r, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
+  issue_load(t, part(t, r0, rows, 0, C), s, rows * C * (int)sizeof(T), [=, &t, &m] {
+    for (int r = 0; r < rows; r++) copy_in<T, 1, C>(t.d + (r0 + r) * C, C, m, row + r, col, head, batch);
+  });
+}
 // The same part of tile t in every block of the mask
 template<int RN, int CN, typename T, int R, int C>
 TILE void multicast(st<T, R, C> &t, int r0, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
@@ -118,6 +125,24 @@ template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K
     narrow_row(d.d + k * 64, row, 64);
   }
 }
+template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end) {
+  first = first < 0 ? 0 : first < R ? first : R;
+  end = end < first ? first : end < R ? end : R;
+  if (first > 0) writes_shared(t, part(t, 0, first, 0, C));
+  if (end < R) writes_shared(t, part(t, end, R - end, 0, C));
+  memset((void *)t.d, 0, first * C * sizeof(T));
+  memset((void *)(t.d + end * C), 0, (R - end) * C * sizeof(T));
+}
+template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n) {
+  writes_shared(t, whole(t));
+  memset((void *)t.d, 0, sizeof t.d);
+  for (int r = 0; r < 64; r++) {
+    const T *g = f(r);
+    if (!g) continue;
+    touches_global(g, (n < C ? n : C) * sizeof(T), GLOBAL_READ);
+    memcpy(t.d + r * C, g, (n < C ? n : C) * sizeof(T));
+  }
+}
 TILE void load(rv &v, const sv<64> &s) {
   reads_shared(whole(s));
   writes(v);
@@ -163,13 +188,13 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
     for (int c = 0; c < N && c < n; c++) g[r * ld + c] = t.d[r][c];
   }
 }
-template<typename T, int N> TILE void store(T *g, int64_t ld, const rt<float, N> &t, int m, int n) {
+template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n) {
   reads(t);
-  for (int r = 0; r < 64 && r < m; r++) {
-    T row[N];
-    narrow_row(row, t.d[r], N);
-    touches_global(g + r * ld, n > 0 ? (n < N ? n : N) * sizeof(T) : 0, GLOBAL_WRITE);
-    for (int c = 0; c < N && c < n; c++) g[r * ld + c] = row[c];
+  for (int r = 0; r < 64; r++) {
+    T *g = f(r);
+    if (!g) continue;
+    touches_global(g, (n < N ? n : N) * sizeof(T), GLOBAL_WRITE);
+    narrow_row(g, t.d[r], n < N ? n : N);
   }
 }
 // Accumulator tiles are row-major. Additions of several threads to one tile: one lock per tile, hashed by its address.

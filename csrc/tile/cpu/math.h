@@ -130,6 +130,19 @@ MAP void map_rc(rt<float, N> &t, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], r, c);
   }
 }
+MAP void map_rc(rt<float, N> &t, const rv &v, F f) {
+  reads(v);
+  changes(t);
+  for (int r = 0; r < 64; r++) {
+    float x = v.d[r];
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], x, r, c);
+  }
+}
+MAP_VECTOR void map_rows(rv &d, F f) {
+  writes(d);
+  for (int r = 0; r < 64; r++) d.d[r] = f(r);
+}
 MAP_VECTOR void map(rv &d, const rv &a, F f) {
   reads(a);
   writes(d);

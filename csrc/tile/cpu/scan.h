@@ -23,6 +23,42 @@ template<int N> TILE void store(sv<N> &d, const wv<N> &v) {
   writes_shared(d, whole(d));
   memcpy(d.d, v.d, sizeof v.d);
 }
+template<int N> TILE float get(const wv<N> &v, int i) {
+  reads(v);
+  return v.d[i];
+}
+template<int N> TILE float max_of(const wv<N> &v) {
+  reads(v);
+  float x = v.d[0];
+  for (int i = 1; i < N; i++) x = v.d[i] > x ? v.d[i] : x;
+  return x;
+}
+template<int N> TILE float sum_of(const wv<N> &v) {
+  reads(v);
+  float x = 0.f;
+  for (int i = 0; i < N; i++) x += v.d[i];
+  return x;
+}
+template<int N> TILE void load(wv<N> &v, const float *g, int64_t stride, int n, float pad) {
+  writes(v);
+  for (int i = 0; i < N && i < n; i++) touches_global(g + i * stride, sizeof(float), GLOBAL_READ);
+  for (int i = 0; i < N; i++) v.d[i] = i < n ? g[i * stride] : pad;
+}
+template<typename T, int N> TILE void store(T *g, const wv<N> &v, int n) {
+  touches_global(g, n > 0 ? (n < N ? n : N) * sizeof(T) : 0, GLOBAL_WRITE);
+  reads(v);
+  narrow_row(g, v.d, n < N ? n : N);
+}
+template<typename T> TILE void copy_row(T *d, const T *s, int n) {
+  touches_global(s, n * sizeof(T), GLOBAL_READ);
+  touches_global(d, n * sizeof(T), GLOBAL_WRITE);
+  memcpy((void *)d, s, n * sizeof(T));
+}
+template<int N> TILE void load(wv<N> &v, const sv<N> &s) {
+  reads_shared(whole(s));
+  writes(v);
+  memcpy(v.d, s.d, sizeof v.d);
+}
 template<int R, int C> TILE void load_col(wv<R> &v, const sm<R, C> &s, int col) {
   reads_shared(whole(s));
   writes(v);

@@ -14,6 +14,11 @@ template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap
 #pragma unroll
   for (int p = 0; p < C / 64; p++) tma_panel(shared_address(&t) + p * R * 128, m, s, row, col + p * 64, head, batch);
 }
+template<typename T, int R, int C>
+TILE void tma_load_rows(st<T, R, C> &t, int r0, int, const gmap &m, sem &s, int row, int col, int head, int batch) {
+#pragma unroll
+  for (int p = 0; p < C / 64; p++) tma_panel(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch);
+}
 template<int RN, typename T, int R, int C>
 TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
 #pragma unroll
@@ -148,6 +153,34 @@ template<typename T, int N, class F> TILE void store_tril(st<T, 64, N> &s, const
     store_block(block_address(s, 16 * k), w[0], w[1], w[2], w[3]);
   }
 }
+// Rows are whole in every panel, so that the swizzle does not matter.
+template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end) {
+#pragma unroll 4
+  for (int i = thread_in_group(); i < R * C / 8; i += 128) {
+    int r = i / 8 % R;
+    if (r < first || r >= end) ((uint4 *)t.d)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+// Two threads a row, so that a warp writes the 16 rows that its own products read.
+template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n) {
+  int r = thread_in_group() / 2, first = thread_in_group() % 2 * (C / 16);
+  const T *g = f(r);
+  bool aligned = ((uintptr_t)g & 15) == 0;
+#pragma unroll
+  for (int i = 0; i < C / 16; i++) {
+    int chunk = first + i, c = chunk * 8;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (g && aligned && c + 8 <= n) x = *(const uint4 *)(g + c);
+    else if (g && c < n) {
+      uint32_t w[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int k = 0; k < 8; k++)
+        if (c + k < n) w[k / 2] |= (uint32_t)g[c + k].u << k % 2 * 16;
+      x = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+    *(uint4 *)((char *)t.d + chunk / 8 * 64 * 128 + r * 128 + ((chunk ^ r) & 7) * 16) = x;
+  }
+}
 TILE void load(rv &v, const sv<64> &s) { v.d[0] = s.d[thread_row()]; v.d[1] = s.d[thread_row() + 8]; }
 template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
 #pragma unroll
@@ -187,14 +220,22 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
     if (row < m && col < n) g[row * ld + col] = t.d[i];
   }
 }
-template<typename T, int N> TILE void store(T *g, int64_t ld, const rt<float, N> &t, int m, int n) {
-  int r = thread_row(), c = thread_col();
+template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n) {
 #pragma unroll
-  for (int i = 0; i < N / 4; i++) {
-    int row = r + (i & 1) * 8, col = c + (i >> 1) * 8;
-    uint32_t w = pack<T>(t.d[2 * i], t.d[2 * i + 1]);
-    if (row < m && col < n) g[row * ld + col].u = (uint16_t)w;
-    if (row < m && col + 1 < n) g[row * ld + col + 1].u = (uint16_t)(w >> 16);
+  for (int h = 0; h < 2; h++) {
+    T *g = f(thread_row() + 8 * h);
+    bool pairs = ((uintptr_t)g & 3) == 0;
+    if (!g) continue;
+#pragma unroll
+    for (int i = 0; i < N / 8; i++) {
+      int c = thread_col() + 8 * i;
+      uint32_t w = pack<T>(t.d[4 * i + 2 * h], t.d[4 * i + 2 * h + 1]);
+      if (pairs && c + 1 < n) *(uint32_t *)(g + c) = w;
+      else {
+        if (c < n) g[c].u = (uint16_t)w;
+        if (c + 1 < n) g[c + 1].u = (uint16_t)(w >> 16);
+      }
+    }
   }
 }
 // Accumulator order: thread t's four values of column group i are floats 4 (128 i + t) .. + 3, so that a warp touches 512 contiguous bytes.

@@ -67,6 +67,15 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, F f) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i], r + ((i >> 1) & 1) * 8, c + (i >> 2) * 8 + (i & 1));
 }
+template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f) {
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i], v.d[(i >> 1) & 1], r + ((i >> 1) & 1) * 8, c + (i >> 2) * 8 + (i & 1));
+}
+template<class F> TILE void map_rows(rv &d, F f) {
+  d.d[0] = f(thread_row());
+  d.d[1] = f(thread_row() + 8);
+}
 template<class F> TILE void map(rv &d, const rv &a, F f) { d.d[0] = f(a.d[0]); d.d[1] = f(a.d[1]); }
 template<class F> TILE void map(rv &d, const rv &a, const rv &b, F f) { d.d[0] = f(a.d[0], b.d[0]); d.d[1] = f(a.d[1], b.d[1]); }
 

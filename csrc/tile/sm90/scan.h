@@ -27,6 +27,51 @@ template<int N> TILE void store(sv<N> &d, const wv<N> &v) {
 #pragma unroll
   for (int k = 0; k < N / 32; k++) d.d[lane() + 32 * k] = v.d[k];
 }
+template<int N> TILE float get(const wv<N> &v, int i) {
+  float x = v.d[0];
+#pragma unroll
+  for (int k = 1; k < N / 32; k++) x = i / 32 == k ? v.d[k] : x;
+  return __shfl_sync(~0u, x, i & 31);
+}
+template<int N> TILE float max_of(const wv<N> &v) {
+  float x = v.d[0];
+#pragma unroll
+  for (int k = 1; k < N / 32; k++) x = fmaxf(x, v.d[k]);
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+  return x;
+}
+template<int N> TILE float sum_of(const wv<N> &v) {
+  float x = v.d[0];
+#pragma unroll
+  for (int k = 1; k < N / 32; k++) x += v.d[k];
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) x += __shfl_xor_sync(~0u, x, o);
+  return x;
+}
+template<int N> TILE void load(wv<N> &v, const float *g, int64_t stride, int n, float pad) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++) v.d[k] = lane() + 32 * k < n ? g[(lane() + 32 * k) * stride] : pad;
+}
+template<typename T, int N> TILE void store(T *g, const wv<N> &v, int n) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++)
+    if (lane() + 32 * k < n) g[lane() + 32 * k].u = (uint16_t)pack<T>(v.d[k], 0.f);
+}
+template<int N> TILE void store(float *g, const wv<N> &v, int n) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++)
+    if (lane() + 32 * k < n) g[lane() + 32 * k] = v.d[k];
+}
+template<typename T> TILE void copy_row(T *d, const T *s, int n) {
+  int vectors = (((uintptr_t)d | (uintptr_t)s) & 15) == 0 ? n / 8 : 0;
+  for (int i = lane(); i < vectors; i += 32) ((uint4 *)d)[i] = ((const uint4 *)s)[i];
+  for (int i = vectors * 8 + lane(); i < n; i += 32) d[i] = s[i];
+}
+template<int N> TILE void load(wv<N> &v, const sv<N> &s) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++) v.d[k] = s.d[lane() + 32 * k];
+}
 template<int R, int C> TILE void load_col(wv<R> &v, const sm<R, C> &s, int col) {
 #pragma unroll
   for (int k = 0; k < R / 32; k++) v.d[k] = s.d[(lane() + 32 * k) * C + col];

@@ -5,7 +5,7 @@ import importlib.util
 import math
 from pathlib import Path
 
-FAMILIES = ("attention", "features", "gemm", "cpu", "overhead", "rows")
+FAMILIES = ("attention", "decode", "features", "gemm", "cpu", "overhead", "rows")
 RESULTS = Path("benchmarks/results")                  # of the repository, when it is the current folder
 
 

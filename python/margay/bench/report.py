@@ -75,6 +75,22 @@ def gemm(content):
     return f"Matrix product: TFLOP/s (times as fast as {peer})\n\n{markdown(header, rows)}"
 
 
+def decode(content):
+    """A row per group and batch: microseconds, the share of 4.35 TB/s, and how many times as fast as PyTorch."""
+    contexts = sorted({case["n"] for case in content["cases"]})
+    rows = []
+    for group, batch in unique((case["group"], case["batch"]) for case in content["cases"]):
+        row = {case["n"]: case for case in content["cases"] if (case["group"], case["batch"]) == (group, batch)}
+        rows.append([group, batch, *(decode_cell(row[n]) if n in row else "" for n in contexts)])
+    header = ["", "B", *(f"N={n}" for n in contexts)]
+    return f"Attention for generation, one query a sequence: us, share of 4.35 TB/s (times as fast as torch)\n\n{markdown(header, rows)}"
+
+
+def decode_cell(case):
+    ms = case["ms"]["margay"]
+    return f"{ms * 1e3:.0f}, {case['bytes'] / (ms * 1e-3) / 4.35e12:.0%}" + "".join(f" ({ratio:.1f})" for ratio in case["speed_ratio"].values())
+
+
 def cpu(content):
     """A row per case."""
     rows = [[case["direction"], case["dtype"], case["d"], case["mask"], f"{case['ms']['margay']:.2f}", f"{case['ms']['torch']:.2f}",
@@ -101,7 +117,7 @@ def features(content):
     return f"Grouped queries, windows, packed sequences: TFLOP/s of the visible pairs\n\n{markdown(header, rows)}"
 
 
-TABLES = {"attention": attention, "features": features, "gemm": gemm, "cpu": cpu, "overhead": overhead}
+TABLES = {"attention": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead}
 
 
 def table(content):

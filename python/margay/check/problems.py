@@ -133,6 +133,44 @@ def aligned_bytes(size):
     return workspace
 
 
+# label, batch, queries, heads, key heads, keys, page size (0: not paged), lengths, splits, options
+DECODE = (("ragged, 3 splits", 3, 1, 6, 2, 700, 0, (700, 0, 333), 3, {}), ("pages of 16, window", 2, 3, 8, 1, 400, 16, (371, 90), 2, dict(causal=True, left=150)),
+          ("2 row blocks, pages of 48", 1, 70, 2, 2, 480, 48, (450,), 1, dict(softcap=5.0, sink=True)), ("whole cache", 2, 1, 4, 4, 900, 0, None, 1, dict(slopes=True)))
+
+
+def attention_decode(row, large):
+    problems = [("large", 8, 1, 32, 4, 4000, 64, tuple(range(500, 4001, 500)), 0, {}), ("few blocks", 1, 1, 8, 2, 8000, 0, None, 2, {})] if large else []
+    d = {64: 40, 128: 128, 256: 200}[constants(row).get("D", 128)]
+    for label, *problem in (*problems, *DECODE):
+        if row["op"] != "attention_combine" or problem[7] != 1:
+            yield label, lambda problem=problem: call_decode(row["dtype"], d, *problem)
+
+
+def call_decode(dtype, d, batch, queries, heads, k_heads, keys, page, lengths, splits, options):
+    o = dict(causal=False, left=-1, softcap=0.0, sink=False, slopes=False) | options
+    pages = -(-keys // page) if page else 0
+    cache = (batch * pages + 1, page, k_heads, d) if page else (batch, keys, k_heads, d)
+    q, k, v, out = new(batch, queries, heads, d, dtype=dtype), new(*cache, dtype=dtype), new(*cache, dtype=dtype), new(batch, queries, heads, d, dtype=dtype)
+    lse = new(batch, heads, queries)
+    table = new(batch, pages, dtype="int32", values=np.arange(batch * pages)[::-1].reshape(batch, pages).copy()) if page else None
+    lengths = new(batch, dtype="int32", values=np.array(lengths)) if lengths else None
+    settings = 0.0, o["causal"], o["left"], -1, o["softcap"], -1, splits
+    size = _C.attention_decode_workspace(q, k, table, *settings)
+    _C.attention_decode(out, lse, q, k, v, lengths, table, None, new(heads) if o["sink"] else None,
+                        new(1, heads, values=0.1) if o["slopes"] else None, aligned_bytes(size) if size else None, *settings)
+    return out, lse
+
+
+def append_kv(row, large):
+    for label, batch, rows, page in (*([("large", 16, 700, 64)] if large else []), ("dense", 2, 5, 0), ("pages", 3, 70, 16)):
+        def call(batch=batch, rows=rows, page=page):
+            caches = [new(*((batch * 50, page, 2, 72) if page else (batch, 100, 2, 72)), dtype=row["dtype"]) for _ in range(2)]
+            table = new(batch, 50, dtype="int32", values=np.arange(batch * 50).reshape(batch, 50)) if page else None
+            _C.append_kv(*caches, *(new(batch, rows, 2, 72, dtype=row["dtype"]) for _ in range(2)), new(batch, dtype="int32", values=20), table, None, 0)
+            return caches
+        yield label, call
+
+
 def matmul(row, large):
     c, dtype = constants(row), row["dtype"]
     m, n, k = 64 * c["NC"] * c["CLUSTER_SIZE"], c["BN"], 64 * c["STAGES"]
@@ -175,7 +213,7 @@ def scaled_add(row, large):
 
 OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_bwd": lambda row, large: attention(row, True, large),
        "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
-       "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add}
+       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add}
 
 
 def rows():

@@ -1,0 +1,194 @@
+// Attention of few queries to a long cache of keys and values:  o = softmax(x) v,  x = scale q k^T, optionally
+//   x = cap tanh(scale q k^T / cap) - slope |distance|,  and a sink: a logit that only enters the denominator
+// The query heads that share a key head, times the queries, are the rows of one tile, so that k and v are read once. Keys are cut into splits, of equal
+// numbers of key blocks within each sequence, so that the GPU is full; attention_combine.cu adds up what they leave. Online over key blocks like
+// attention_fwd.cu. Lengths and pages are read on the device; what lies outside of a sequence's keys may hold anything, NaN included: scores
+// there are replaced, values cleared.
+#include "tile/tile.h"
+#include "kernels/attention_decode_tasks.h"
+
+// D, BN (keys a block), STAGES, PER_SM, *_REGS come from the row
+
+typedef ring<STAGES, ASYNC_READS> key_ring;
+struct shared {
+  st<elem, 64, D> q;
+  st<elem, BN, D> k[STAGES], v[STAGES];
+  key_ring k_ring, v_ring;  // at the same position always
+  task_queue queue;
+};
+
+TILE void init(shared &s) {
+  ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
+  ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
+  queue_init(s.queue, arrivals(1, 0, 1));
+}
+
+TILE void load_block(st<elem, BN, D> &tile, const gmap &map, sem &full, const attention_decode_params &p, const task &t, const parts &x) {
+  int row = x.row;
+  UNROLLED for (int i = 0; i < BN / 16; i++) {
+    if (i * p.box >= BN) break;
+    tma_load_rows(tile, i * p.box, p.box, map, full, row, 0, t.head, x.place[i]);
+    if ((row += p.box) == p.page_size) row = 0;
+  }
+}
+
+TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, const attention_decode_params &p, int i, ring_pos &at) {
+  task t = task_at(p, i);
+  set_keys(p, t);
+  for (int j = t.begin; j < t.end; j++) {
+    parts x = parts_of(p, t, j * BN);                // read while the stage is waited for
+    ring_acquire(ring, at);
+    ring_expect(ring, at, tile_bytes(stages[0]));
+    load_block(stages[at.stage], map, ring.full[at.stage], p, t, x);
+    ring_next(ring, at);
+  }
+}
+
+// A thread each for keys and values: a page of few keys costs many copies.
+TILE void k_loader(const attention_decode_params &p, shared &s, int) {
+  ring_pos at = {};
+  int next = 0;
+  tma_prefetch(p.k);
+  for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++)
+    load_keys(s.k, s.k_ring, p.k, p, next, at);
+}
+
+TILE void v_loader(const attention_decode_params &p, shared &s, int) {
+  ring_pos at = {};
+  int next;
+  tma_prefetch(p.v);
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+    queue_release<THREAD>(s.queue, count);
+    load_keys(s.v, s.v_ring, p.v, p, next, at);
+  }
+}
+
+// Raw scores to what the softmax is of, times c = scale log2 e (raw) or 1 (base 2 already).
+TILE void adjust(rt<float, BN> &x, const attention_decode_params &p, const task &t, const rv &slopes, int key0) {
+  if (p.cap_log2 != 0.f) {
+    float cap = p.cap_log2, to_cap = p.to_cap;
+    map(x, [=](float a) { return cap - 2.f * cap * fast_rcp(fast_exp2(a * to_cap) + 1.f); });   // cap tanh
+  } else if (p.slopes) {
+    float scale = p.scale_log2;
+    map(x, [=](float a) { return a * scale; });
+  }
+  int row0 = t.row0, queries = p.queries, shift = t.shift - key0;
+  if (p.slopes) map_rc(x, slopes, [=](float a, float slope, int row, int col) {
+    int distance = (row0 + row) % queries + shift - col;
+    return fused(-slope, (float)(distance < 0 ? -distance : distance), a);
+  });
+  if (key0 < t.low_all || key0 + BN > t.high_all) {
+    int length = t.shift + queries - key0, left = p.left, right = p.right;
+    map_rc(x, [=](float a, int row, int col) {
+      int distance = (row0 + row) % queries + shift - col;
+      return col < length && distance <= left && -distance <= right ? a : -infinity();
+    });
+  }
+}
+
+// Scores to probabilities; alpha = 2^(c (m - m')).
+TILE void softmax(rt<float, BN> &x, rv &m, rsum &l, rv &alpha, float c) {
+  rv old = m, top;
+  row_max(m, x);
+  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a * c; });
+  map(alpha, old, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+  map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+  scale(l, alpha);
+  row_sum_add(l, x);
+}
+
+TILE void finish(const attention_decode_params &p, const task &t, rt<float, D> &o, rv &m, const rsum &l, float c) {
+  int rows = p.rows - t.row0, row0 = t.row0, queries = p.queries, head0 = t.head * (p.q_heads / p.k_heads);
+  int64_t part = ((int64_t)(t.batch * p.k_heads + t.head) * p.splits + t.split) * p.rows + row0;
+  const float *sink = p.splits == 1 ? p.sink : nullptr;
+  rv sum, sinks, top, factor;
+  reduce(sum, l);
+  map_rows(sinks, [=](int row) { return sink && row < rows ? sink[head0 + (row0 + row) / queries] * 1.4426950408889634f : -infinity(); });
+  map(m, m, [=](float a) { return a * c; });
+  map(top, m, sinks, [](float a, float b) { return a > b ? a : b > -infinity() ? b : 0.f; });
+  map(factor, m, top, [](float a, float b) { return fast_exp2(a - b); });
+  map(sinks, sinks, top, [](float a, float b) { return fast_exp2(a - b); });
+  map(sum, sum, factor, [](float a, float b) { return a * b; });
+  map(sum, sum, sinks, [](float a, float b) { return a + b; });
+  map(factor, factor, sum, [](float a, float b) { return b == 0.f ? 0.f : a * fast_rcp(b); });
+  map(top, top, sum, [](float a, float b) { return a + fast_log2(b); });
+  map_row(o, factor, [](float x, float f) { return x * f; });
+  if (p.splits > 1) {
+    if (t.begin < t.end) store(p.part + part * p.dim, p.dim, o, rows, p.dim);
+    store(p.part_lse + part, top, rows);
+    return;
+  }
+  elem *out = (elem *)p.out + t.batch * p.out_stride[0];
+  int64_t query_stride = p.out_stride[1], head_stride = p.out_stride[2];
+  store_rows<elem>(o, [=](int row) {
+    int r = row0 + row;
+    return row < rows ? out + r % queries * query_stride + (head0 + r / queries) * head_stride : (elem *)nullptr;
+  }, p.dim);
+  if (!p.lse) return;
+  map(top, top, [](float a) { return a * 0.6931471805599453f; });
+  store(p.lse + (int64_t)(t.batch * p.k_heads + t.head) * p.rows + row0, top, rows);
+}
+
+TILE void load_queries(const attention_decode_params &p, shared &s, const task &t, rv &slopes) {
+  const elem *q = (const elem *)p.q + t.batch * p.q_stride[0];
+  const float *slope = p.slopes ? p.slopes + t.batch * p.slope_stride : nullptr;
+  int row0 = t.row0, rows = p.rows - row0, queries = p.queries, head0 = t.head * (p.q_heads / p.k_heads);
+  int64_t query_stride = p.q_stride[1], head_stride = p.q_stride[2];
+  load_rows(s.q, [=](int row) {                      // a warp writes the rows that its own products read, and these are over
+    int r = row0 + row;
+    return row < rows ? q + r % queries * query_stride + (head0 + r / queries) * head_stride : (const elem *)nullptr;
+  }, p.dim);
+  map_rows(slopes, [=](int row) { return slope && row < rows ? slope[head0 + (row0 + row) / queries] * 1.4426950408889634f : 0.f; });
+  fence_async();
+  wg_sync();
+}
+
+TILE void compute(const attention_decode_params &p, shared &s, int) {
+  ring_pos at = {};
+  float c = p.cap_log2 != 0.f || p.slopes ? 1.f : p.scale_log2;
+  int next;
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
+    task t = task_at(p, next);
+    rt<float, BN> x;
+    rt<elem, BN> probabilities;
+    rt<float, D> o;
+    rv m, alpha, slopes;
+    rsum l;
+    load_queries(p, s, t, slopes);                     // before the length is needed, which is on its way too
+    set_keys(p, t);
+    fill(m, -infinity());
+    fill(l, 0.f);
+    fill(o, 0.f);
+    for (int j = t.begin; j < t.end; j++) {
+      int key0 = j * BN;
+      ring_wait(s.k_ring, at);
+      mma_fence();
+      mma_ABt<ZERO>(x, s.q, s.k[at.stage]);
+      mma_commit();
+      mma_wait<0>(x);
+      ring_release(s.k_ring, at);
+      adjust(x, p, t, slopes, key0);
+      softmax(x, m, l, alpha, c);
+      convert(probabilities, x);
+      map_row(o, alpha, [](float a, float f) { return a * f; });
+      ring_wait(s.v_ring, at);
+      if (key0 < t.low || key0 + BN > t.high) {      // 0 times what lies there may be NaN
+        clear_rows(s.v[at.stage], t.low - key0, t.high - key0);
+        fence_async();
+        wg_sync();
+      }
+      mma_fence();
+      mma_AB<ACC>(o, probabilities, s.v[at.stage]);
+      mma_commit();
+      mma_wait<0>(o, probabilities);
+      ring_release(s.v_ring, at);
+      ring_next(s.v_ring, at);
+    }
+    finish(p, t, o, m, l, c);
+    queue_release(s.queue, count);
+  }
+}
+
+typedef block<attention_decode_params, shared, init, role<compute, WARPGROUP, 1, COMPUTE_REGS>, role<k_loader, THREAD, 1, LOAD_REGS>,
+              role<v_loader, THREAD, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+ENTRY(kernel, 64, BN)

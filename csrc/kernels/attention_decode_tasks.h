@@ -1,0 +1,56 @@
+// Tasks of attention_decode.cu: which rows, which keys, and where these lie. Included behind tile.h; BN, the keys of a block, is a constant of the row.
+#pragma once
+#include "kernels/attention_decode.h"
+
+struct task {
+  int batch, head, split, row0;
+  int length, cache;
+  int shift;                // query i is at position i + shift of its sequence
+  int low, high;            // keys that some row sees, and that all rows see: [low, high) and [low_all, high_all)
+  int low_all, high_all;
+  int begin, end;           // key blocks of this split
+};
+
+TILE int min_of(int a, int b) { return a < b ? a : b; }
+TILE int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
+TILE task task_at(const attention_decode_params &p, int i) {
+  task t;
+  t.row0 = i % p.row_blocks * 64;
+  i /= p.row_blocks;
+  t.head = i % p.k_heads;
+  i /= p.k_heads;
+  t.split = i % p.splits;
+  t.batch = i / p.splits;
+  t.length = p.lengths ? p.lengths[t.batch] : p.keys;
+  t.cache = p.cache_index ? p.cache_index[t.batch] : t.batch;
+  return t;
+}
+// The rest of a task: what depends on its sequence's length.
+TILE void set_keys(const attention_decode_params &p, task &t) {
+  int length = clamp(t.length, 0, p.keys), first = t.row0 % p.queries, last = first + min_of(64, p.rows - t.row0) - 1;   // queries of these rows
+  if (last >= p.queries) first = 0, last = p.queries - 1;
+  t.shift = length - p.queries;
+  t.low = clamp(first + t.shift - p.left, 0, length);
+  t.low_all = clamp(last + t.shift - p.left, 0, length);
+  t.high = clamp(last + t.shift + p.right + 1, t.low, length);
+  t.high_all = clamp(first + t.shift + p.right + 1, 0, length);
+  int block = t.low / BN, end = t.high > t.low ? (t.high + BN - 1) / BN : block, each = (end - block + p.splits - 1) / p.splits;
+  t.begin = min_of(block + t.split * each, end);
+  t.end = min_of(t.begin + each, end);
+}
+
+// Where the parts of a key block lie. Parts that begin behind the last key are read from outside of the tensor: zeros, without a page and without memory
+// traffic. So is a page that does not exist.
+struct parts { int place[BN / 16], row; };   // page or cache of each part; row of the first
+
+TILE parts parts_of(const attention_decode_params &p, const task &t, int key0) {
+  parts x;
+  const int *pages = p.page_table ? p.page_table + t.batch * p.page_stride : nullptr;
+  int page = key0 / p.page_size, row = x.row = key0 - page * p.page_size;
+  UNROLLED for (int i = 0; i < BN / 16; i++) {
+    if (i * p.box < BN) x.place[i] = key0 + i * p.box >= t.high ? p.caches : pages ? pages[page] : t.cache;
+    if ((row += p.box) == p.page_size) row = 0, page++;
+  }
+  return x;
+}

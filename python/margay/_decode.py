@@ -1,0 +1,109 @@
+"""Attention for generation: new queries against a cache of keys and values, and the cache's growth. Forward only."""
+
+import math
+
+from margay import ops
+
+
+def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cache_batch_idx=None, causal=False, scale=None, window=(-1, -1),
+                     softcap=0.0, sink=None, alibi_slopes=None, num_splits=0, return_lse=False):
+    """softmax(scale q k^T) v over the keys that a cache holds.
+
+    q [B, Nq, Hq, D]; k_cache, v_cache [B or more, N, Hk, D], or with a page_table [pages, page size, Hk, D]; Hq is a multiple of Hk; 1 <= D <= 256.
+    bfloat16 or float16, on the CPU also float32. Any strides whose last is 1. Forward only; PyTorch tensors or NumPy arrays.
+
+    cache_seqlens: keys of each sequence, int32 [B] on the device of q, or one int; the whole cache if None. Whatever the cache holds behind them, NaN
+        included, has no influence.
+    page_table: int32 [B, n]; page j of a sequence holds its keys from j * page size on. The page size is a multiple of 16. A page that does not exist
+        reads as zeros.
+    cache_batch_idx: int32 [B], the cache of each sequence; its own number if None.
+    causal: query i of a sequence of n keys is at e = n - Nq + i and sees keys up to e. window: it sees keys e - left to e + right; -1 is no limit.
+    scale: of the scores, positive; 1 / sqrt(D) if None. softcap: scores become softcap tanh(score / softcap); 0 leaves them.
+    sink: float32 [Hq], a logit for each head that only enters the denominator (and the lse). alibi_slopes: float32 [Hq] or [B, Hq], score -= slope |e - key|.
+    num_splits: parts that the keys are cut into, which are computed in parallel and then added up; chosen if 0.
+    return_lse: also return the natural-log log-sum-exp of the scores, float32 [B, Hq, Nq].
+
+    The output is [B, Nq, Hq, D]. A row without keys is 0, its lse -inf (or the sink). Never synchronises, and can be captured in a CUDA graph: lengths and
+    pages are read when the kernels run. The same call gives the same bits. On CUDA, caches whose address or strides are not multiples of 16 bytes are
+    copied first.
+    """
+    face = _face("attention_decode", "q", q)
+    length, seqlens = _length("attention_decode", cache_seqlens)
+    left, right = _window(window)
+    scale = _scale(scale)
+    if alibi_slopes is not None and alibi_slopes.ndim == 1:
+        alibi_slopes = alibi_slopes[None]
+    out, lse = face.attention_decode((q, k_cache, v_cache, seqlens, page_table, cache_batch_idx, sink, alibi_slopes),
+                                     (scale, bool(causal), left, right, float(softcap), length, num_splits), return_lse)
+    return (out, lse) if return_lse else out
+
+
+def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_batch_idx=None):
+    """Write k and v [B, new, Hk, D] into the caches, in place, behind cache_seqlens keys (int32 [B], or one int), which stays as it is.
+
+    The caches, page_table and cache_batch_idx are those of `attention_decode`. What would land behind a cache's end or on a page that does not exist is
+    dropped. Sequences must not share the places they write to.
+    """
+    face = _face("append_kv", "k_cache", k_cache)
+    if cache_seqlens is None:
+        raise TypeError("append_kv: cache_seqlens is None, expected an int32 tensor or an int")
+    length, seqlens = _length("append_kv", cache_seqlens)
+    face.append_kv((k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx), length)
+
+
+def _face(op, name, x):
+    if ops._face(op, name, x).__name__ == "margay._torch":
+        from margay import _decode_torch
+        return _decode_torch
+    return _Arrays
+
+
+def _length(op, cache_seqlens):
+    """(length of all sequences, -1 for the whole cache; tensor of lengths or None)"""
+    if cache_seqlens is None:
+        return -1, None
+    if hasattr(cache_seqlens, "shape"):
+        return -1, cache_seqlens
+    length = cache_seqlens.__index__() if type(cache_seqlens) is not int and hasattr(cache_seqlens, "__index__") else cache_seqlens
+    if not isinstance(length, int):
+        raise TypeError(f"{op}: cache_seqlens is {type(cache_seqlens).__name__}, expected an int32 tensor or an int")
+    if length < 0:
+        raise ValueError(f"{op}: cache_seqlens is {length}, expected at least 0")
+    return length, None
+
+
+def _window(window):
+    try:
+        left, right = window
+    except TypeError:
+        raise TypeError(f"attention_decode: window is {window!r}, expected a pair of integers") from None
+    return left, right
+
+
+def _scale(scale):
+    if scale is None:
+        return 0.0
+    if not ops.SMALLEST_SCALE <= float(scale) < math.inf:
+        raise ValueError(f"attention_decode: scale is {scale:g}, expected a positive finite number")
+    return float(scale)
+
+
+class _Arrays:
+    """NumPy."""
+
+    @staticmethod
+    def attention_decode(tensors, options, want_lse):
+        import numpy as np
+        from margay import _C
+        q, k_cache, _, _, page_table, *_ = tensors
+        ops._check_rank("attention_decode", "q", q, 4, "[batch, queries, heads, head dim]")
+        out = np.empty(q.shape, q.dtype)
+        lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None
+        size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
+        _C.attention_decode(out, lse, *tensors, np.empty(size // 8 + 2, np.int64).view(np.uint8)[:size] if size else None, *options)
+        return out, lse
+
+    @staticmethod
+    def append_kv(tensors, length):
+        from margay import _C
+        _C.append_kv(*tensors, length)

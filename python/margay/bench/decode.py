@@ -1,0 +1,71 @@
+"""Attention for generation: one query for each of B sequences, 32 query heads, 4 key heads (or 32: MHA), D = 128, bfloat16, against PyTorch's
+scaled_dot_product_attention (flash backend), which reads the same caches. Bound by memory: keys and values are read once, and `of memory` is their bytes over the time,
+relative to 4.35 TB/s. `pages of n`: in random order; PyTorch reads the unpaged cache. The L2 is emptied by reading, not by writing: lines that were written would
+have to leave it while the caches come in.
+"""
+import functools
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import margay
+from margay.bench.harness import FLUSH_BYTES, HIDE_CYCLES, Case, GpuTimer, Problem, run_family
+
+BATCHES = (1, 8, 32, 128)
+CONTEXTS = (1024, 8192, 32768, 131072)
+Q_HEADS, D = 32, 128
+MOST_BYTES = 36 << 30        # of keys and values, and their copy in pages
+
+
+def sdpa(q, k, v):
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
+
+
+def build(batch, context, k_heads, page):
+    torch.manual_seed(0)
+    q = torch.randn(batch, 1, Q_HEADS, D, device="cuda").bfloat16()
+    k, v = (torch.empty(batch, context, k_heads, D, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2))
+    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    caches, table = (k, v), None
+    if page:
+        table = torch.randperm(batch * context // page, device="cuda").view(batch, -1)
+        caches = [torch.empty_like(t).view(-1, page, k_heads, D).index_copy_(0, table.flatten(), t.view(-1, page, k_heads, D)) for t in (k, v)]
+        table = table.int()
+    ours = functools.partial(margay.attention_decode, q, *caches, cache_seqlens=lengths, page_table=table)
+    return Problem({"margay": ours, "torch": functools.partial(sdpa, q, k, v)}, 1e-2, 4 * batch * Q_HEADS * context * D, 2 * k.numel() * 2)
+
+
+def cases():
+    for k_heads, page in ((4, 0), (4, 64), (4, 16), (32, 0)):
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                size = 4 * batch * context * k_heads * D
+                if size * (1 + bool(page)) > MOST_BYTES:
+                    continue
+                group = f"{Q_HEADS}/{k_heads} heads" + (f", pages of {page}" if page else "")
+                fields = {"group": group, "batch": batch, "n": context, "k_heads": k_heads, "page": page, "mask": f"B={batch}", "bytes": size}
+                yield Case(f"decode {group} B={batch} N={context}", fields, functools.partial(build, batch, context, k_heads, page))
+
+
+class ReadingTimer(GpuTimer):
+    def __init__(self):
+        super().__init__()
+        self.lines, self.sum = torch.zeros(FLUSH_BYTES // 4, device="cuda"), torch.empty((), device="cuda")
+
+    def once(self, call):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.sum(self.lines, 0, out=self.sum)
+        torch.cuda._sleep(HIDE_CYCLES)
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+
+def run(options, arguments):
+    if not torch.cuda.is_available():
+        raise SystemExit("decode: needs a GPU")
+    with torch.no_grad():
+        return run_family("decode", cases(), ReadingTimer(), options)
