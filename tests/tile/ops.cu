@@ -214,6 +214,11 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
   if (I == 4) map_col(t, u, x, [](float a, float b, float c) { return a * b - c; });
   if (I == 5) map_col(t, u, s.v, [](float a, float b, float c) { return a * b - c; });
   if (I == 6) map_rc(t, [](float a, int row, int col) { return col <= row + 3 ? a : -infinity(); });
+  if (I == 7) scale_rows(t, y);
+  if (I == 8) {
+    fill(y, 1.f);
+    scale_rows(t, y);
+  }
   store(p.out, N, t, 64, N);
 }
 SHAPE TILE void map_elem(const op_params &p, TILES &s, int) {

@@ -294,7 +294,7 @@ def check_form(c):
     u = 2 * t + 1
     x, y = c.x[None, :], c.y[:, None]
     t64 = t.astype(np.float64)
-    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None][c.I]
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, t64 * y, t64][c.I]
     if c.I == 6:
         return same(c.matrix(), np.where(np.arange(c.N)[None, :] <= np.arange(64)[:, None] + 3, t, -np.inf))
     close(c.matrix(), want, 1 + t64 * t64, 1e-6)
