@@ -1,35 +1,36 @@
 // Attention forward:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
 // online over blocks of keys (Milakov & Gimelshein 2018; Dao 2023, algorithm 1), for each row with running maximum m and sum l:
-//   x = q k_j^T;  m' = max(m, max x);  p = 2^(c (x - m'));  l = l 2^(c (m - m')) + sum p;  o = o 2^(c (m - m')) + p v_j,  c = scale log2 e
+//   x = q k_j^T;  m' = max(m, c max x);  p = 2^(c x - m');  l = l 2^(m - m') + sum p;  o = o 2^(m - m') + p v_j,  c = scale log2 e
 // A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j - 1 are issued before the product with v_j,
-// so that softmax of j - 1 runs under that product; warpgroups take turns with matrix work, so that one's softmax runs under the others'.
+// so that their maximum is found under that product; warpgroups take turns with matrix work, so that one's exponentials run under the others'.
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), STAGES, O_IN_Q (o leaves through q's tile), *_REGS
-
+enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), STAGES, O_COLS (columns of o that leave at a time), *_REGS
+typedef ring<STAGES, ASYNC_READS> kv_ring;
 struct shared {
   st<elem, 64, D> q[NC];
   st<elem, BN, D> k[STAGES], v[STAGES];
-  st<elem, 64, D> o[O_IN_Q ? 0 : NC];
-  ring<STAGES, ASYNC_READS> k_ring, v_ring;
+  st<elem, 64, O_COLS> o[NC];
+  kv_ring k_ring, v_ring;
   sem q_full[NC], q_free[NC];
   task_queue queue;
 };
-
+struct places { ring_pos k, v; };   // a role's in the two rings
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   queue_init(s.queue, arrivals(0, 0, NC));
-  for (int w = 0; w < NC; w++) {
-    sem_init(s.q_full[w], arrivals(1, 0, 0));
-    sem_init(s.q_free[w], arrivals(0, 0, 1));
-  }
+  for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
 }
 
+// Key blocks that rows before `end` see: at least one, all masked where they see no key.
+TILE int blocks_seen(const attention_fwd_params &p, int end) {
+  int keys = end + p.diagonal < p.k_rows ? end + p.diagonal : p.k_rows;
+  return keys > BN ? (keys + BN - 1) / BN : 1;
+}
 struct task { int batch, head, row0, steps; };   // steps: key blocks
-
-// Heads go in sections whose k and v fit the L2; the row blocks with most keys of a section first.
+// Heads go in sections; the row blocks with most keys of a section first.
 TILE task task_at(const attention_fwd_params &p, int i) {
   task t;
   int section = i / (p.l2_heads * p.q_blocks), r = i - section * p.l2_heads * p.q_blocks, left = p.batch * p.q_heads - section * p.l2_heads;
@@ -37,26 +38,17 @@ TILE task task_at(const attention_fwd_params &p, int i) {
   t.batch = bh / p.q_heads;
   t.head = bh - t.batch * p.q_heads;
   t.row0 = block * BM;
-  int keys = t.row0 + BM + p.diagonal < p.k_rows ? t.row0 + BM + p.diagonal : p.k_rows;
-  t.steps = keys > BN ? (keys + BN - 1) / BN : 1;   // at least one block, all masked where a row block sees no key
+  t.steps = blocks_seen(p, t.row0 + BM);
   return t;
 }
-
-TILE void load_k(const attention_fwd_params &p, shared &s, const task &t, ring_pos &at, int j) {
-  ring_acquire(s.k_ring, at);
-  ring_expect(s.k_ring, at, tile_bytes(s.k[0]));
-  tma_load(s.k[at.stage], p.k, s.k_ring.full[at.stage], j * BN, 0, t.head / p.group, t.batch);
-  ring_next(s.k_ring, at);
+TILE void load(const gmap &m, st<elem, BN, D> (&tiles)[STAGES], kv_ring &r, ring_pos &at, int row, int head, int batch) {
+  ring_acquire(r, at);
+  ring_expect(r, at, tile_bytes(tiles[0]));
+  tma_load(tiles[at.stage], m, r.full[at.stage], row, 0, head, batch);
+  ring_next(r, at);
 }
-TILE void load_v(const attention_fwd_params &p, shared &s, const task &t, ring_pos &at, int j) {
-  ring_acquire(s.v_ring, at);
-  ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
-  tma_load(s.v[at.stage], p.v, s.v_ring.full[at.stage], j * BN, 0, t.head / p.group, t.batch);
-  ring_next(s.v_ring, at);
-}
-
 TILE void loader(const attention_fwd_params &p, shared &s, int) {
-  ring_pos k_at = {}, v_at = {};
+  places at = {};
   int next = 0;
   for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
     task t = task_at(p, next);
@@ -65,120 +57,138 @@ TILE void loader(const attention_fwd_params &p, shared &s, int) {
       sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
       sem_expect(s.q_full[w], tile_bytes(s.q[w]));
       tma_load(s.q[w], p.q, s.q_full[w], t.row0 + w * 64, 0, t.head, t.batch);
-      if (w == 0) load_k(p, s, t, k_at, j);   // right behind its q: the first warpgroup can begin
+      if (w == 0) load(p.k, s.k, s.k_ring, at.k, j * BN, t.head / p.group, t.batch);   // right behind its q: the first warpgroup can begin
     }
     for (; j > 0; j--) {
-      load_k(p, s, t, k_at, j - 1);
-      load_v(p, s, t, v_at, j);
+      load(p.k, s.k, s.k_ring, at.k, (j - 1) * BN, t.head / p.group, t.batch);
+      load(p.v, s.v, s.v_ring, at.v, j * BN, t.head / p.group, t.batch);
     }
-    load_v(p, s, t, v_at, 0);
+    load(p.v, s.v, s.v_ring, at.v, 0, t.head / p.group, t.batch);
   }
 }
 
 TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, int row0, int col0) {
   int keys = p.k_rows - col0, diagonal = row0 + p.diagonal - col0;
-  if (diagonal < BN - 1 || keys < BN) map_rc(x, [=](float a, int row, int col) { return col < keys && col <= row + diagonal ? a : -infinity(); });
+  if (diagonal < BN - 1 || keys < BN)
+    map_rc(x, [=](float a, int row, int col) { return col <= (row + diagonal < keys - 1 ? row + diagonal : keys - 1) ? a : -infinity(); });
 }
 
-// Scores to probabilities; alpha = 2^(c (m - m')).
-TILE void softmax(rt<float, BN> &x, rv &m, rsum &l, rv &alpha, float c) {
-  rv old = m, top;
-  row_max(m, x);
-  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a * c; });
-  map(alpha, old, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+// m = c max x so far, or up to 8 less: that spares o most of its scaling. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
+TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c, int masked) {
+  rv old = m;
+  fill(top, -infinity());
+  row_max(top, x);
+  map(m, old, top, [=](float a, float b) { return b * c > a + 8.f ? b * c : a; });
+  map(top, m, [=](float a) { return masked && a == -infinity() ? 0.f : a; });
+  map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
+}
+// Scores to probabilities.
+TILE void exponentials(rt<float, BN> &x, const rv &top, rsum &l, const rv &alpha, float c) {
   map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
   scale(l, alpha);
   row_sum_add(l, x);
 }
 
-TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<float, D> &o, const rv &m, const rv &sum, int wg) {
-  st<elem, 64, D> &out = O_IN_Q ? s.q[wg] : s.o[wg];
+TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<float, D> &o, const rv &m, const rsum &l, int wg) {
   int row0 = t.row0 + wg * 64;
-  float c = p.scale_log2;
-  rv inverse, lse;
-  if (!O_IN_Q) {   // else the last task's store has been waited for at its end
-    tma_store_wait_read();
-    wg_sync();
-  }
+  rv sum, inverse, lse;
+  reduce(sum, l);
   map(inverse, sum, [](float l) { return l == 0.f ? 0.f : fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
-  store(out, o);
-  fence_async();
-  wg_sync();
-  tma_store(p.o, out, row0, 0, t.head, t.batch);
+  UNROLLED for (int col = 0; col < D; col += O_COLS) {
+    rt<elem, O_COLS> part;
+    convert_part(part, o, col);
+    tma_store_wait_read();
+    wg_sync();
+    store(s.o[wg], part);
+    fence_async();
+    wg_sync();
+    tma_store(p.o, s.o[wg], row0, col, t.head, t.batch);
+  }
   if (p.lse) {
-    map(lse, m, sum, [=](float a, float l) { return fused(a, c, fast_log2(l)) * 0.6931471805599453f; });
+    map(lse, m, sum, [](float a, float l) { return (a + fast_log2(l)) * 0.6931471805599453f; });   // ln 2
     store(p.lse + (int64_t)(t.batch * p.q_heads + t.head) * p.q_rows + row0, lse, p.q_rows - row0);
   }
-  if (O_IN_Q) {
-    tma_store_wait_read();
-    sem_arrive(s.q_free[wg]);
-  }
+}
+
+TILE void scores(shared &s, places &at, rt<float, BN> &x, int wg) {   // the key block is there
+  mma_fence();
+  mma_ABt<ZERO>(x, s.q[wg], s.k[at.k.stage]);
+  mma_commit();
+}
+TILE void product(shared &s, places &at, rt<float, D> &o, rt<elem, BN> &probabilities) {
+  ring_wait(s.v_ring, at.v);
+  mma_fence();
+  mma_AB<ACC>(o, probabilities, s.v[at.v.stage]);
+  mma_commit();
 }
 
 // The scores with key block j are there: its stage, and after the last one q, may be filled again.
-TILE void scores_done(shared &s, ring_pos &k_at, int j, int wg) {
-  ring_release(s.k_ring, k_at);
-  ring_next(s.k_ring, k_at);
-  if (!O_IN_Q && j == 0) sem_arrive(s.q_free[wg]);
+TILE void scores_done(shared &s, places &at, int j, int wg) {
+  ring_done(s.k_ring, at.k);
+  if (j == 0) sem_arrive(s.q_free[wg]);
+}
+
+// x: scores with key block j; probabilities and v: block j + 1
+TILE void step(const attention_fwd_params &p, shared &s, places &at, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, D> &o, rv &m, rsum &l,
+               int row0, int j, int masked, int wg) {
+  rv top, alpha;
+  turn_wait<NC>(wg);
+  scores(s, at, x, wg);
+  product(s, at, o, probabilities);
+  turn_pass<NC>(wg);
+  mma_wait<1>(x);
+  scores_done(s, at, j, wg);
+  if (masked) mask(x, p, row0, j * BN);
+  maximum(x, m, top, alpha, p.scale_log2, masked);
+  if (j > 0) ring_wait(s.k_ring, at.k);   // here, so that the wait for p v stays below the maximum (see mma_wait)
+  mma_wait<0>(o, probabilities);          // above the exponentials: what follows hides in their latency
+  ring_done(s.v_ring, at.v);
+  scale_rows(o, alpha);
+  exponentials(x, top, l, alpha, p.scale_log2);
+  convert(probabilities, x);
 }
 
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
-  ring_pos k_at = {}, v_at = {};
+  places at = {};
   turn_begin<NC>(wg);
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     task t = task_at(p, next);
+    int row0 = t.row0 + wg * 64, j = t.steps - 1, seen = blocks_seen(p, row0 + 64);
+    int open = row0 + p.diagonal + 1 < p.k_rows ? row0 + p.diagonal + 1 : p.k_rows;   // keys that all rows see
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, D> o;
-    rv m, alpha, sum;
+    rv m, top, alpha;
     rsum l;
-    int row0 = t.row0 + wg * 64, j = t.steps - 1;
+    for (; j >= seen; j--) {   // key blocks for later rows of the task only
+      turn_wait<NC>(wg);
+      turn_pass<NC>(wg);
+      ring_wait(s.k_ring, at.k);
+      ring_done(s.k_ring, at.k);
+      ring_wait(s.v_ring, at.v);
+      ring_done(s.v_ring, at.v);
+    }
+    sem_wait(s.q_full[wg], count & 1);
+    ring_wait(s.k_ring, at.k);
+    scores(s, at, x, wg);
+    mma_wait<0>(x);
+    scores_done(s, at, j, wg);
     fill(m, -infinity());
     fill(l, 0.f);
-    sem_wait(s.q_full[wg], count & 1);
-    ring_wait(s.k_ring, k_at);
-    mma_fence();
-    mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
-    mma_commit();
-    mma_wait<0>(x);
-    scores_done(s, k_at, j, wg);
-    mask(x, p, row0, j * BN);
-    softmax(x, m, l, alpha, p.scale_log2);
-    convert(probabilities, x);
     fill(o, 0.f);
-    if (j > 0) ring_wait(s.k_ring, k_at);
-    for (j--; j >= 0; j--) {   // x: scores with key block j; probabilities and v: block j + 1
-      turn_wait<NC>(wg);
-      mma_fence();
-      mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
-      mma_commit();
-      ring_wait(s.v_ring, v_at);
-      mma_fence();
-      mma_AB<ACC>(o, probabilities, s.v[v_at.stage]);
-      mma_commit();
-      turn_pass<NC>(wg);
-      mma_wait<1>(x);
-      scores_done(s, k_at, j, wg);
-      mask(x, p, row0, j * BN);
-      softmax(x, m, l, alpha, p.scale_log2);
-      if (j > 0) ring_wait(s.k_ring, k_at);   // here, so that the wait for p v stays below softmax (see mma_wait)
-      mma_wait<0>(o, probabilities);
-      ring_release(s.v_ring, v_at);
-      ring_next(s.v_ring, v_at);
-      convert(probabilities, x);
-      map_row(o, alpha, [](float a, float f) { return a * f; });
-    }
-    ring_wait(s.v_ring, v_at);
-    mma_fence();
-    mma_AB<ACC>(o, probabilities, s.v[v_at.stage]);
-    mma_commit();
-    reduce(sum, l);
+    mask(x, p, row0, j * BN);
+    maximum(x, m, top, alpha, p.scale_log2, 1);
+    exponentials(x, top, l, alpha, p.scale_log2);
+    convert(probabilities, x);
+    if (j > 0) ring_wait(s.k_ring, at.k);
+    for (j--; j >= 0 && (j + 1) * BN > open; j--) step(p, s, at, x, probabilities, o, m, l, row0, j, 1, wg);
+    for (; j >= 0; j--) step(p, s, at, x, probabilities, o, m, l, row0, j, 0, wg);
+    product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
-    ring_release(s.v_ring, v_at);
-    ring_next(s.v_ring, v_at);
-    finish(p, s, t, o, m, sum, wg);
+    ring_done(s.v_ring, at.v);
+    finish(p, s, t, o, m, l, wg);
     queue_release(s.queue, count);
   }
   turn_end<NC>(wg);
