@@ -68,6 +68,15 @@ static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
 static int l2_heads(const mg_context *c, int64_t bytes, int64_t heads) {
   return (int)at_most(heads, at_least(1, c->l2_bytes * 2 / 3 / at_least(1, bytes)));
 }
+// Heads in a section of the causal forward, whose tasks run longest first: k and v in a quarter of the L2, since both halves of the chip keep a
+// copy; at least 8, for the last section must balance the multiprocessors; few enough that loads of one section run beside products of the last.
+// Of the numbers down to half of that, the one that leaves the fullest last section.
+static int forward_section(const mg_context *c, int64_t bytes, int64_t heads) {
+  int64_t most = at_most(heads, at_least(8, at_most(c->sms / 4, c->l2_bytes * 2 / 7 / at_least(1, bytes)))), best = most;
+  for (int64_t n = most; n > most / 2; n--)
+    if (((heads - 1) % n + 1) * best > ((heads - 1) % best + 1) * n) best = n;
+  return (int)best;
+}
 static mg_status map(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box_rows) {
   return mg_map(m, c, name, t->data, t->dtype, t->shape, t->stride, box_rows, 64);
 }
@@ -126,7 +135,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   int64_t tasks = (int64_t)p.q_blocks * x.batch * x.q_heads;
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld row blocks, at most 2^30 are accepted", op, (long long)tasks);
   p.tasks = (int)tasks;
-  p.l2_heads = options->causal ? l2_heads(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads) : 1;
+  p.l2_heads = options->causal ? forward_section(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads) : 1;
   if ((status = map(&p.q, &c, "attention: q", q, 64)) || (status = map(&p.k, &c, "attention: k", k, desc->tile_n)) ||
       (status = map(&p.v, &c, "attention: v", v, desc->tile_n)) || (status = map(&p.o, &c, "attention: out", out, 64)))
     return status;
