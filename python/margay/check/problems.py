@@ -80,15 +80,16 @@ def attention(row, backward, large):
     c, dtype = constants(row), row["dtype"]
     rows, keys = 64 * c.get("NC", 2), c.get("BN", 128)
     d = {64: 40, 128: 128, 256: 200}[c["D"]]
-    shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False), (30, 2 * keys + 1, False, True)]
+    shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False),
+              (30, 2 * keys + 1, False, True), (3 * rows, 3 * rows + 33, True, True, 3)]
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False)]
     if large:
         yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, batch=4, heads=16)
         yield "few blocks", lambda: call_attention(row, dtype, d, 2 * rows, 2000, False, True, backward)
-    for nq, nk, causal, extra in shapes:
+    for nq, nk, causal, extra, *batch in shapes:
         label = f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "")
-        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra: call_attention(row, dtype, d, nq, nk, causal, extra, backward)
+        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra, batch=batch: call_attention(row, dtype, d, nq, nk, causal, extra, backward, *batch)
 
 
 def call_attention(row, dtype, d, nq, nk, causal, extra, backward, batch=1, heads=2):
