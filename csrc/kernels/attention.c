@@ -95,6 +95,12 @@ static int lower_diagonal(const shape *x, const mg_attention_features *f) {
   if (!f || !f->window || f->left < 0 || f->left >= NO_DIAGONAL / 2) return -NO_DIAGONAL;
   return (int)((f->q_start ? 0 : x->k_rows - x->q_rows) - f->left);
 }
+// Keys that a row sees at most.
+static int64_t span_of(const shape *x, const mg_attention_options *options) {
+  const mg_attention_features *f = options->features;
+  if (!f || !f->window || f->left < 0 || (f->right < 0 && !options->causal)) return x->k_rows;
+  return at_most(x->k_rows, f->left + 1 + (options->causal ? 0 : f->right));
+}
 static attention_features features_of(const shape *x, const mg_attention_features *f) {
   attention_features k = {.lower = lower_diagonal(x, f)};
   if (!f) return k;
@@ -122,7 +128,7 @@ static mg_status read_scale(float *scale, const char *op, const mg_attention_opt
 static mg_problem problem_of(const shape *x, const mg_attention_options *options, const mg_tensor *q, int sms) {
   return (mg_problem){.dtype = q->dtype, .gpu = q->device == MG_CUDA, .causal = options->causal, .deterministic = options->deterministic,
                       .d = x->d > x->dv ? x->d : x->dv, .batch = x->batch, .heads_q = x->q_heads, .heads_k = x->k_heads, .nq = x->q_rows,
-                      .nk = x->k_rows, .features = feature_class(options->features), .sms = sms};
+                      .nk = x->k_rows, .span = span_of(x, options), .features = feature_class(options->features), .sms = sms};
 }
 // Grid of a persistent kernel. On the CPU the thread pool draws single tasks, in order.
 static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
@@ -131,6 +137,15 @@ static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
 // Heads whose `bytes` each fit two thirds of the L2 together.
 static int l2_heads(const mg_context *c, int64_t bytes, int64_t heads) {
   return (int)at_most(heads, at_least(1, c->l2_bytes * 2 / 3 / at_least(1, bytes)));
+}
+// Heads in a section of the causal forward, whose tasks run longest first: k and v in a quarter of the L2, since both halves of the chip keep a
+// copy; at least 8, for the last section must balance the multiprocessors; few enough that loads of one section run beside products of the last.
+// Of the numbers down to half of that, the one that leaves the fullest last section.
+static int forward_section(const mg_context *c, int64_t bytes, int64_t heads) {
+  int64_t most = at_most(heads, at_least(8, at_most(c->sms / 4, c->l2_bytes * 2 / 7 / at_least(1, bytes)))), best = most;
+  for (int64_t n = most; n > most / 2; n--)
+    if (((heads - 1) % n + 1) * best > ((heads - 1) % best + 1) * n) best = n;
+  return (int)best;
 }
 static mg_status map(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box_rows) {
   return mg_map(m, c, name, t->data, t->dtype, t->shape, t->stride, box_rows, 64);
@@ -194,7 +209,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   int64_t tasks = (int64_t)p.q_blocks * x.batch * x.q_heads;
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld row blocks, at most 2^30 are accepted", op, (long long)tasks);
   p.tasks = (int)tasks;
-  p.l2_heads = p.diagonal != NO_DIAGONAL ? l2_heads(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads) : 1;
+  p.l2_heads = p.diagonal != NO_DIAGONAL ? forward_section(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads) : 1;
   if ((status = map(&p.q, &c, "attention: q", q, 64)) || (status = map(&p.k, &c, "attention: k", k, desc->tile_n)) ||
       (status = map(&p.v, &c, "attention: v", v, desc->tile_n)) || (status = map(&p.o, &c, "attention: out", out, 64)))
     return status;

@@ -36,7 +36,7 @@ typedef struct attention_fwd_params {
   int batch, q_heads, group;   // group: query heads per key head
   int q_rows, k_rows;
   int diagonal;             // query row i sees keys up to i + diagonal; 2^30 where not masked. Packed: before k_rows - q_rows of the sequence
-  int l2_heads;             // heads whose k and v fit the L2 together; tasks run longest first inside such a section. 1 without a mask
+  int l2_heads;             // heads in a section, inside which tasks run longest first; 1 without a mask
   float scale_log2;         // softmax scale * log2(e)
 } attention_fwd_params;
 

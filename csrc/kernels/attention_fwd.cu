@@ -1,181 +1,199 @@
 // Attention forward:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
 // online over blocks of keys (Milakov & Gimelshein 2018; Dao 2023, algorithm 1), for each row with running maximum m and sum l:
-//   x = q k_j^T;  m' = max(m, max x);  p = 2^(c (x - m'));  l = l 2^(c (m - m')) + sum p;  o = o 2^(c (m - m')) + p v_j,  c = scale log2 e
+//   x = q k_j^T;  m' = max(m, c max x);  p = 2^(c x - m');  l = l 2^(m - m') + sum p;  o = o 2^(m - m') + p v_j,  c = scale log2 e
 // A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j - 1 are issued before the product with v_j,
-// so that softmax of j - 1 runs under that product; warpgroups take turns with matrix work, so that one's softmax runs under the others'.
+// so that their maximum is found under that product; warpgroups take turns with matrix work, so that one's exponentials run under the others'.
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), STAGES, O_IN_Q (o leaves through q's tile), FEATURES, *_REGS
+enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
 #include "kernels/attention_features.h"
 #include "kernels/attention_fwd_tasks.h"
 
+typedef ring<STAGES, ASYNC_READS> kv_ring;
 struct shared {
   st<elem, 64, D> q[NC];
   st<elem, BN, D> k[STAGES], v[STAGES];
-  st<elem, 64, D> o[O_IN_Q ? 0 : NC];
-  ring<STAGES, ASYNC_READS> k_ring, v_ring;
+  st<elem, 64, O_COLS> o[NC];
+  kv_ring k_ring, v_ring;
   sem q_full[NC], q_free[NC];
   task_queue queue;
 };
-
+struct places { ring_pos k, v; };   // a role's in the two rings
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   queue_init(s.queue, arrivals(0, 0, NC));
-  for (int w = 0; w < NC; w++) {
-    sem_init(s.q_full[w], arrivals(1, 0, 0));
-    sem_init(s.q_free[w], arrivals(0, 0, 1));
-  }
+  for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
 }
 
-TILE void load_k(const attention_fwd_params &p, shared &s, const task &t, ring_pos &at, int j) {
-  ring_acquire(s.k_ring, at);
-  ring_expect(s.k_ring, at, tile_bytes(s.k[0]));
-  tma_load(s.k[at.stage], p.k, s.k_ring.full[at.stage], t.seq.k0 + j * BN, 0, t.head / p.group, in_memory(p, t));
-  ring_next(s.k_ring, at);
+TILE void load(const gmap &m, st<elem, BN, D> (&tiles)[STAGES], kv_ring &r, ring_pos &at, int row, int head, int batch) {
+  ring_acquire(r, at);
+  ring_expect(r, at, tile_bytes(tiles[0]));
+  tma_load(tiles[at.stage], m, r.full[at.stage], row, 0, head, batch);
+  ring_next(r, at);
 }
-TILE void load_v(const attention_fwd_params &p, shared &s, const task &t, ring_pos &at, int j) {
-  ring_acquire(s.v_ring, at);
-  ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
-  tma_load(s.v[at.stage], p.v, s.v_ring.full[at.stage], t.seq.k0 + j * BN, 0, t.head / p.group, in_memory(p, t));
-  ring_next(s.v_ring, at);
-}
-
 TILE void loader(const attention_fwd_params &p, shared &s, int) {
-  ring_pos k_at = {}, v_at = {};
+  places at = {};
   int next = 0;
   for (uint32_t count = 0; (next = draw(p, s.queue, count, next)) < p.tasks; count++) {
     task t = task_at(p, next);
-    int j = t.first + t.steps - 1;
+    int j = t.first + t.steps - 1, k_head = t.head / p.group, batch = in_memory(p, t);
     for (int w = 0; w < NC; w++) {
       sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
       sem_expect(s.q_full[w], tile_bytes(s.q[w]));
-      tma_load(s.q[w], p.q, s.q_full[w], t.seq.q0 + t.row0 + w * 64, 0, t.head, in_memory(p, t));
-      if (w == 0) load_k(p, s, t, k_at, j);   // right behind its q: the first warpgroup can begin
+      tma_load(s.q[w], p.q, s.q_full[w], t.seq.q0 + t.row0 + w * 64, 0, t.head, batch);
+      if (w == 0) load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + j * BN, k_head, batch);   // right behind its q: the first warpgroup can begin
     }
     for (; j > t.first; j--) {
-      load_k(p, s, t, k_at, j - 1);
-      load_v(p, s, t, v_at, j);
+      load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + (j - 1) * BN, k_head, batch);
+      load(p.v, s.v, s.v_ring, at.v, t.seq.k0 + j * BN, k_head, batch);
     }
-    load_v(p, s, t, v_at, j);
+    load(p.v, s.v, s.v_ring, at.v, t.seq.k0 + j * BN, k_head, batch);
   }
 }
 
-// Scores to probabilities; alpha = 2^(c (m - m')).
-TILE void softmax(rt<float, BN> &x, rv &m, rsum &l, rv &alpha, float c) {
-  rv old = m, top;
-  row_max(m, x);
-  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a * c; });
-  map(alpha, old, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+// m = c max x so far, or up to 8 less: that spares o most of its scaling. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
+TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c, int masked) {
+  rv old = m;
+  fill(top, -infinity());
+  row_max(top, x);
+  map(m, old, top, [=](float a, float b) { return b * c > a + 8.f ? b * c : a; });
+  map(top, m, [=](float a) { return masked && a == -infinity() ? 0.f : a; });
+  map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
+}
+// Scores to probabilities.
+TILE void exponentials(rt<float, BN> &x, const rv &top, rsum &l, const rv &alpha, float c) {
   map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
   scale(l, alpha);
   row_sum_add(l, x);
 }
 
-TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, rv &sum, float c, int wg) {
-  st<elem, 64, D> &out = O_IN_Q ? s.q[wg] : s.o[wg];
-  int row0 = t.row0 + wg * 64;
-  rv inverse, lse;
-  if (!O_IN_Q) {   // else the last task's store has been waited for at its end
-    tma_store_wait_read();
-    wg_sync();
-  }
-  map(m, m, [=](float a) { return a * c; });
+TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rsum &l, int wg) {
+  int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
+  rv sum, inverse, lse;
+  reduce(sum, l);
   fill(inverse, 1.f);
   if (FEATURES == ALL_FEATURES) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
   if (FEATURES && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow
     store_first((elem *)p.out + (t.seq.q0 + row0) * p.out_row + t.head * p.out_head, p.out_row, o, t.seq.rows - row0, p.out_columns);
-  else {
-    store(out, o);
+  else UNROLLED for (int col = 0; col < D; col += O_COLS) {
+    rt<elem, O_COLS> part;
+    convert_part(part, o, col);
+    tma_store_wait_read();
+    wg_sync();
+    store(s.o[wg], part);
     fence_async();
     wg_sync();
-    tma_store(p.o, out, t.seq.q0 + row0, 0, t.head, in_memory(p, t));
+    tma_store(p.o, s.o[wg], t.seq.q0 + row0, col, t.head, batch);
   }
   if (p.lse) {
-    map(lse, m, sum, [=](float a, float l) { return (a + fast_log2(l)) * 0.6931471805599453f; });
-    store(p.lse + (int64_t)(in_memory(p, t) * p.q_heads + t.head) * p.q_rows + t.seq.q0 + row0, lse, t.seq.rows - row0);
+    map(lse, m, sum, [](float a, float l) { return (a + fast_log2(l)) * 0.6931471805599453f; });   // ln 2
+    store(p.lse + (int64_t)(batch * p.q_heads + t.head) * p.q_rows + t.seq.q0 + row0, lse, t.seq.rows - row0);
   }
-  if (O_IN_Q) {
-    tma_store_wait_read();
-    sem_arrive(s.q_free[wg]);
-  }
+}
+
+TILE void scores(shared &s, places &at, rt<float, BN> &x, int wg) {   // the key block is there
+  mma_fence();
+  mma_ABt<ZERO>(x, s.q[wg], s.k[at.k.stage]);
+  mma_commit();
+}
+TILE void product(shared &s, places &at, rt<float, D> &o, rt<elem, BN> &probabilities) {
+  ring_wait(s.v_ring, at.v);
+  mma_fence();
+  mma_AB<ACC>(o, probabilities, s.v[at.v.stage]);
+  mma_commit();
 }
 
 // The scores with a key block are there: its stage, and after the last one q, may be filled again.
-TILE void scores_done(shared &s, ring_pos &k_at, bool last, int wg) {
-  ring_release(s.k_ring, k_at);
-  ring_next(s.k_ring, k_at);
-  if (!O_IN_Q && last) sem_arrive(s.q_free[wg]);
+TILE void scores_done(shared &s, places &at, bool last, int wg) {
+  ring_done(s.k_ring, at.k);
+  if (last) sem_arrive(s.q_free[wg]);
 }
-// Probabilities of a key block that begins at col0, from its scores.
-TILE void probabilities_of(rt<float, BN> &x, const attention_fwd_params &p, const task &t, rv &m, rsum &l, rv &alpha, float c, int row0, int col0) {
-  if (FEATURES == ALL_FEATURES && changes_scores(p.features)) {
-    cap_scores(x, p.features, p.scale_log2);
-    bias_scores(x, slope_of(p.features, t.batch, t.head), row0 + t.seq.keys - t.seq.rows - col0);
-  }
-  mask(x, t, row0, col0);
-  softmax(x, m, l, alpha, c);
+// A key block that this warpgroup's rows do not see.
+TILE void pass_over(shared &s, places &at, int wg) {
+  turn_wait<NC>(wg);
+  turn_pass<NC>(wg);
+  ring_wait(s.k_ring, at.k);
+  ring_done(s.k_ring, at.k);
+  ring_wait(s.v_ring, at.v);
+  ring_done(s.v_ring, at.v);
+}
+// The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of log 2.
+TILE float exponent(const attention_fwd_params &p) { return FEATURES == ALL_FEATURES && changes_scores(p.features) ? 1.f : p.scale_log2; }
+TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
+  if (FEATURES != ALL_FEATURES || !changes_scores(p.features)) return;
+  cap_scores(x, p.features, p.scale_log2);
+  bias_scores(x, slope_of(p.features, t.batch, t.head), row0 + t.seq.keys - t.seq.rows - col0);
+}
+TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
   if (FEATURES == ALL_FEATURES && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
 }
 
+// x: scores with key block j; probabilities and v: block j + 1
+TILE void step(const attention_fwd_params &p, shared &s, places &at, const task &t, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, D> &o,
+               rv &m, rsum &l, int j, int low, int masked, int wg) {
+  rv top, alpha;
+  int row0 = t.row0 + wg * 64;
+  turn_wait<NC>(wg);
+  scores(s, at, x, wg);
+  product(s, at, o, probabilities);
+  turn_pass<NC>(wg);
+  mma_wait<1>(x);
+  scores_done(s, at, j == low, wg);
+  change_scores(x, p, t, row0, j * BN);
+  if (masked) mask(x, t.seq, row0, j * BN);
+  maximum(x, m, top, alpha, exponent(p), masked);
+  if (j > low) ring_wait(s.k_ring, at.k);   // here, so that the wait for p v stays below the maximum (see mma_wait)
+  mma_wait<0>(o, probabilities);            // above the exponentials: what follows hides in their latency
+  ring_done(s.v_ring, at.v);
+  scale_rows(o, alpha);
+  exponentials(x, top, l, alpha, exponent(p));
+  drop(x, p, t, row0, j * BN);
+  convert(probabilities, x);
+}
+
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
-  ring_pos k_at = {}, v_at = {};
+  places at = {};
   turn_begin<NC>(wg);
   int next;
-  float c = FEATURES == ALL_FEATURES && changes_scores(p.features) ? 1.f : p.scale_log2;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     task t = task_at(p, next);
+    int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
+    part mine = part_of(t, row0);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, D> o;
-    rv m, alpha, sum;
+    rv m, top, alpha;
     rsum l;
-    int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
+    for (; j >= mine.seen; j--) pass_over(s, at, wg);
+    sem_wait(s.q_full[wg], count & 1);
+    ring_wait(s.k_ring, at.k);
+    scores(s, at, x, wg);
+    mma_wait<0>(x);
+    scores_done(s, at, j == mine.low, wg);
     fill(m, -infinity());
     fill(l, 0.f);
-    sem_wait(s.q_full[wg], count & 1);
-    ring_wait(s.k_ring, k_at);
-    mma_fence();
-    mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
-    mma_commit();
-    mma_wait<0>(x);
-    scores_done(s, k_at, j == t.first, wg);
-    probabilities_of(x, p, t, m, l, alpha, c, row0, j * BN);
-    convert(probabilities, x);
     fill(o, 0.f);
-    if (j > t.first) ring_wait(s.k_ring, k_at);
-    for (j--; j >= t.first; j--) {   // x: scores with key block j; probabilities and v: block j + 1
-      turn_wait<NC>(wg);
-      mma_fence();
-      mma_ABt<ZERO>(x, s.q[wg], s.k[k_at.stage]);
-      mma_commit();
-      ring_wait(s.v_ring, v_at);
-      mma_fence();
-      mma_AB<ACC>(o, probabilities, s.v[v_at.stage]);
-      mma_commit();
-      turn_pass<NC>(wg);
-      mma_wait<1>(x);
-      scores_done(s, k_at, j == t.first, wg);
-      probabilities_of(x, p, t, m, l, alpha, c, row0, j * BN);
-      if (j > t.first) ring_wait(s.k_ring, k_at);   // here, so that the wait for p v stays below softmax (see mma_wait)
-      mma_wait<0>(o, probabilities);
-      ring_release(s.v_ring, v_at);
-      ring_next(s.v_ring, v_at);
-      convert(probabilities, x);
-      map_row(o, alpha, [](float a, float f) { return a * f; });
-    }
-    ring_wait(s.v_ring, v_at);
-    mma_fence();
-    mma_AB<ACC>(o, probabilities, s.v[v_at.stage]);
-    mma_commit();
-    reduce(sum, l);
+    change_scores(x, p, t, row0, j * BN);
+    mask(x, t.seq, row0, j * BN);
+    maximum(x, m, top, alpha, exponent(p), 1);
+    exponentials(x, top, l, alpha, exponent(p));
+    drop(x, p, t, row0, j * BN);
+    convert(probabilities, x);
+    if (j > mine.low) ring_wait(s.k_ring, at.k);
+    j--;
+    do {   // windows have masked blocks at both ends
+      for (; j >= mine.low && ((j + 1) * BN > mine.open || (FEATURES && j < mine.closed)); j--) step(p, s, at, t, x, probabilities, o, m, l, j, mine.low, 1, wg);
+      for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--) step(p, s, at, t, x, probabilities, o, m, l, j, mine.low, 0, wg);
+    } while (FEATURES && j >= mine.low);
+    product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
-    ring_release(s.v_ring, v_at);
-    ring_next(s.v_ring, v_at);
-    finish(p, s, t, o, m, sum, c, wg);
+    ring_done(s.v_ring, at.v);
+    if (FEATURES) for (; j >= t.first; j--) pass_over(s, at, wg);
+    finish(p, s, t, o, m, l, wg);
     queue_release(s.queue, count);
   }
   turn_end<NC>(wg);

@@ -8,8 +8,14 @@ struct task {
   sequence seq;
 };
 TILE bool is_empty(const task &t) { return FEATURES && t.row0 >= t.seq.rows; }   // a packed sequence that is shorter than the longest
+// Key blocks up to the last that rows before `end` see, and the first that row `row` sees.
+TILE int blocks_seen(const sequence &q, int end) {
+  int keys = end + q.diagonal < q.keys ? end + q.diagonal : q.keys;
+  return keys > 0 ? (keys + BN - 1) / BN : 0;
+}
+TILE int first_block(const sequence &q, int row) { return FEATURES && row + q.lower > 0 ? (row + q.lower) / BN : 0; }
 
-// Heads go in sections whose k and v fit the L2; the row blocks with most keys of a section first.
+// Heads go in sections; the row blocks with most keys of a section first.
 TILE task task_at(const attention_fwd_params &p, int i) {
   task t;
   int section = i / (p.l2_heads * p.q_blocks), r = i - section * p.l2_heads * p.q_blocks, left = p.batch * p.q_heads - section * p.l2_heads;
@@ -18,13 +24,10 @@ TILE task task_at(const attention_fwd_params &p, int i) {
   t.head = bh - t.batch * p.q_heads;
   t.row0 = block * BM;
   t.seq = {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED};
-  t.first = 0;
-  if (FEATURES) {
-    t.seq = sequence_of(p.features, t.batch, p.q_rows, p.k_rows, p.diagonal);
-    t.first = t.row0 + t.seq.lower > 0 ? (t.row0 + t.seq.lower) / BN : 0;
-  }
-  int keys = t.row0 + BM + t.seq.diagonal < t.seq.keys ? t.row0 + BM + t.seq.diagonal : t.seq.keys, blocks = (keys + BN - 1) / BN - t.first;
-  t.steps = keys > 0 && blocks > 1 ? blocks : 1;   // at least one block, all masked where a row block sees no key
+  if (FEATURES) t.seq = sequence_of(p.features, t.batch, p.q_rows, p.k_rows, p.diagonal);
+  t.first = first_block(t.seq, t.row0);
+  int blocks = blocks_seen(t.seq, t.row0 + BM) - t.first;
+  t.steps = blocks > 1 ? blocks : 1;   // at least one block, all masked where a row block sees no key
   return t;
 }
 TILE int draw(const attention_fwd_params &p, task_queue &q, uint32_t count, int task) {
@@ -32,8 +35,22 @@ TILE int draw(const attention_fwd_params &p, task_queue &q, uint32_t count, int 
 }
 TILE int in_memory(const attention_fwd_params &p, const task &t) { return FEATURES && p.features.q_start ? 0 : t.batch; }   // batch of the maps
 
-TILE void mask(rt<float, BN> &x, const task &t, int row0, int col0) {
-  int keys = t.seq.keys - col0, diagonal = row0 + t.seq.diagonal - col0, lower = FEATURES ? row0 + t.seq.lower - col0 : -UNMASKED;
-  if (diagonal < BN - 1 || keys < BN || (FEATURES && lower > -64))
-    map_rc(x, [=](float a, int row, int col) { return col < keys && col <= row + diagonal && (!FEATURES || col >= row + lower) ? a : -infinity(); });
+// A warpgroup's own part of a task's key blocks: low .. seen - 1; all of its rows see all keys of blocks below `open` keys that are not below `closed`.
+struct part { int low, seen, open, closed; };
+TILE part part_of(const task &t, int row0) {
+  part a;
+  int last = t.first + t.steps - 1, see = row0 + t.seq.diagonal + 1;
+  a.low = first_block(t.seq, row0) < last ? first_block(t.seq, row0) : last;
+  a.seen = blocks_seen(t.seq, row0 + 64) > a.low ? blocks_seen(t.seq, row0 + 64) : a.low + 1;
+  a.open = see < t.seq.keys ? see : t.seq.keys;
+  a.closed = FEATURES && row0 + 63 + t.seq.lower > 0 ? (row0 + 63 + t.seq.lower + BN - 1) / BN : a.low;
+  return a;
+}
+
+TILE void mask(rt<float, BN> &x, const sequence &q, int row0, int col0) {
+  int keys = q.keys - col0, diagonal = row0 + q.diagonal - col0, lower = row0 + q.lower - col0;
+  if (FEATURES && lower > -64)
+    map_rc(x, [=](float a, int row, int col) { return col < keys && col <= row + diagonal && col >= row + lower ? a : -infinity(); });
+  else if (diagonal < BN - 1 || keys < BN)
+    map_rc(x, [=](float a, int row, int col) { return col <= (row + diagonal < keys - 1 ? row + diagonal : keys - 1) ? a : -infinity(); });
 }

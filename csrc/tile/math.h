@@ -13,6 +13,7 @@ TILE void fill(rsum &v, float x);
 template<int N, class F> TILE void map(rt<float, N> &t, F f);                                              // t = f(t)
 template<int N, class F> TILE void map(rt<float, N> &t, const rt<float, N> &u, F f);                       // t = f(t, u)
 template<int N, class F> TILE void map_row(rt<float, N> &t, const rv &v, F f);                             // t = f(t, v[row])
+template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f);        // t *= f[row]; costs little where f is all ones
 template<int N, class F> TILE void map_col(rt<float, N> &t, const cv<N> &v, F f);                          // t = f(t, v[col])
 template<int N, class F> TILE void map_col(rt<float, N> &t, const sv<N> &v, F f);                          // the vector read in place
 template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &u, const cv<N> &v, F f);   // t = f(t, u, v[col])

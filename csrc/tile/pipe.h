@@ -28,6 +28,8 @@ template<int W = WARPGROUP, int S, int R> TILE void ring_release(ring<S, R> &r, 
   if (R == GENERIC_READS) fence_async();
   sem_arrive<W>(r.empty[p.stage]);
 }
+// The consumer's usual end of a stage.
+template<int S, int R> TILE void ring_done(ring<S, R> &r, ring_pos &p) { ring_release(r, p); ring_next(r, p); }
 
 // A ring over the B blocks of a cluster whose producers copy into each other's stages (multicast): a stage is free when the consumers of
 // every block have released it, so that a producer that acquired it may write it in all of them; each block counts its own bytes.

@@ -254,6 +254,9 @@ def _explain_call(op, tensors, options):
         names, parts = "qkv", ("attention_fwd", "attention_bwd")
         problem.update(d=max(q.shape[3], v.shape[3]), batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
                        causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)), features=_feature_class(options))
+        left, right = _window(options.get("window", (-1, -1)))
+        if left >= 0 and (right >= 0 or problem["causal"]):
+            problem["span"] = min(k.shape[2], left + 1 + (0 if problem["causal"] else right))
     else:
         a, b = tensors[:2]
         check_matmul(a, b, options.get("bias"))

@@ -238,6 +238,11 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     map_rows(y, [](int row) { return (float)(row * row); });
     map_rc(t, y, [](float a, float b, int row, int col) { return fused(b, (float)row, a) - (float)col; });
   }
+  if (I == 8) scale_rows(t, y);
+  if (I == 9) {
+    fill(y, 1.f);
+    scale_rows(t, y);
+  }
   store(p.out, N, t, 64, N);
 }
 SHAPE TILE void map_elem(const op_params &p, TILES &s, int) {

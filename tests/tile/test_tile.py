@@ -300,7 +300,7 @@ def check_form(c):
     u = 2 * t + 1
     x, y = c.x[None, :], c.y[:, None]
     t64 = t.astype(np.float64)
-    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None][c.I]
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64][c.I]
     if c.I == 7:
         rows = np.arange(64.0)[:, None]
         return close(c.matrix(), t64 + rows**3 - np.arange(c.N), 200 + rows**3, 1e-6)

@@ -79,6 +79,7 @@ MAP void map_row(rt<float, N> &t, const rv &v, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], x);
   }
 }
+template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f) { map_row(t, f, [](float x, float y) { return x * y; }); }
 MAP void map_col(rt<float, N> &t, const cv<N> &v, F f) {
   reads(v);
   changes(t);

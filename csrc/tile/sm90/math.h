@@ -24,6 +24,9 @@ template<int N, class F> TILE void map_row(rt<float, N> &t, const rv &v, F f) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i], v.d[(i >> 1) & 1]);
 }
+template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f) {
+  if (__any_sync(~0u, f.d[0] != 1.f || f.d[1] != 1.f)) map_row(t, f, [](float x, float y) { return x * y; });
+}
 template<int N, class F> TILE void map_col(rt<float, N> &t, const cv<N> &v, F f) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i], v.d[(i >> 2) * 2 + (i & 1)]);

@@ -80,17 +80,18 @@ def attention(row, backward, large):
     c, dtype = constants(row), row["dtype"]
     rows, keys = 64 * c.get("NC", 2), c.get("BN", 128)
     d = {64: 40, 128: 128, 256: 200}[c["D"]]
-    shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False), (30, 2 * keys + 1, False, True)]
+    shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False),
+              (30, 2 * keys + 1, False, True), (3 * rows, 3 * rows + 33, True, True, 3)]
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False)]
     kinds = FEATURES[c.get("FEATURES")]
     if large:
         yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, 4, 16, kinds[0])
         yield "few blocks", lambda: call_attention(row, dtype, d, 2 * rows, 2000, False, True, backward, kind=kinds[0])
-    for i, (nq, nk, causal, extra) in enumerate(shapes):
+    for i, (nq, nk, causal, extra, *batch) in enumerate(shapes):
         kind = kinds[i % len(kinds)]
         label = f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "") + (f" {kind}" if kind else "")
-        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra, kind=kind: call_attention(row, dtype, d, nq, nk, causal, extra, backward, kind=kind)
+        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra, kind=kind, batch=batch: call_attention(row, dtype, d, nq, nk, causal, extra, backward, *batch, kind=kind)
 
 
 # What the problems of a row with these FEATURES take in turn.
