@@ -41,7 +41,7 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
     load(lse, p.lse + at, rows, infinity());
     fill(dlse, 0.f);
     if (p.dlse) load(dlse, p.dlse + at, rows, 0.f);
-    for (int c = 0; c < DQ_TILES; c++) zero_acc<64>(p.dq_acc + ((int64_t)i * DQ_TILES + c) * 64 * 64);
+    for (int c = 0; c < DQ_TILES && rows > 0; c++) zero_acc<64>(p.dq_acc + ((int64_t)i * DQ_TILES + c) * 64 * 64);
     fill(dot, 0.f);
     sem_wait(s.full, phase);
     phase ^= 1;
