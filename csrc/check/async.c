@@ -68,6 +68,16 @@ void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_
   point();
 }
 
+// From this block to another of the cluster: a remote arrival, and a load whose source is shared memory, read until that phase is complete.
+void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *at, int bytes, ck_effect run, const void *closure, size_t size) {
+  const int sem = ck.failed ? -1 : sem_of(pc, at);
+  if (sem < 0 || !shadow_access(pc, from, ACCESS_ASYNC, sem_component(sem), ck.sem[sem].completed + 1)) return;
+  ck.sem[sem].bytes += bytes;
+  ck.sem[sem].expected += bytes;
+  arrive(pc, sem, 1, true);
+  ck_load(pc, to, at, bytes, run, closure, size);
+}
+
 void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *closure, size_t size) {
   if (ck.failed) return;
   fiber *f = self();

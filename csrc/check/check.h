@@ -35,6 +35,7 @@ void ck_global_store(const void *pc, const void *p, size_t bytes);
 
 // `closure` is copied; the effect comes later.
 void ck_load(const void *pc, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure, size_t size);
+void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure, size_t size);
 void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *closure, size_t size);
 // d (+)= a b. Operand a is a register tile or a region, the other one NULL.
 void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a, const ck_region *b, ck_effect run,
@@ -42,7 +43,8 @@ void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a
 
 void ck_sem_init(const void *pc, const void *sem, int count);
 void ck_sem_wait(const void *pc, const void *sem, uint32_t phase);
-void ck_sem_arrive(const void *pc, const void *sem, int width, bool remote);   // remote: a semaphore of any block of the cluster
+enum ck_where { CK_LOCAL, CK_REMOTE, CK_ORDERED };            // not local: a semaphore of any block of the cluster; ordered: like a local one
+void ck_sem_arrive(const void *pc, const void *sem, int width, enum ck_where where);
 void ck_sem_expect(const void *pc, const void *sem, uint32_t bytes);
 void ck_bar(const void *pc, int id, int threads, bool waits);
 void ck_wg_sync(const void *pc);

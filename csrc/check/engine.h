@@ -118,6 +118,7 @@ void learn(const int32_t *seen, const int32_t *fenced);
 void learn_component(int c, int value, bool leader_only);
 bool called_by(const void *pc, int width);
 int sem_of(const void *pc, const void *at);      // -1, with a report, where there is none
+void arrive(const void *pc, int sem, int warps, bool remote);
 void sem_step(const void *pc, semaphore *s);     // completes the phase if nothing is missing
 
 // ---- async.c

@@ -4,7 +4,6 @@
 #include "check/engine.h"
 
 enum { KERNEL_BARRIERS = 7 };
-static void arrive(const void *pc, int sem, int warps, bool remote);
 static void fence_async(void);
 
 // ---- mutations
@@ -147,7 +146,7 @@ void sem_step(const void *pc, semaphore *s) {
   s->arrivals[s->completed & 1] = 0;
 }
 
-static void arrive(const void *pc, int sem, int warps, bool remote) {
+void arrive(const void *pc, int sem, int warps, bool remote) {
   semaphore *s = &ck.sem[sem];
   if (s->pending < warps) {
     if (!rule_on(CK_COUNT)) return;
@@ -178,12 +177,12 @@ bool called_by(const void *pc, int width) {
   return false;
 }
 
-void ck_sem_arrive(const void *pc, const void *at, int width, bool remote) {
+void ck_sem_arrive(const void *pc, const void *at, int width, enum ck_where where) {
   const int warps = width == 128 ? 4 : 1;
-  if (!called_by(pc, width) || !begin(pc, CK_OP_ARRIVE, at, remote ? -warps : warps)) return;
+  if (!called_by(pc, width) || !begin(pc, CK_OP_ARRIVE, at, where ? -warps : warps)) return;
   for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
     const int sem = sem_of(pc, staged(pc, at));
-    if (sem >= 0) arrive(pc, sem, warps, remote);
+    if (sem >= 0) arrive(pc, sem, warps, where == CK_REMOTE);
   }
   make_late_fence();
   point();

@@ -14,7 +14,7 @@ enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warp
 static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
 
 struct shared {
-  st<elem, 64, D> k[NC], v[NC];
+  st<elem, 64, D> k[2][NC], v[NC];     // k of even and odd tasks: it is loaded while dk of the task before leaves through the other
   st<elem, M, D> q[STAGES], dout[STAGES];
   st<elem, 64, M> ds[DS_STAGES][NC];   // ds^T: keys x queries
   sv<M> lse2[STAGES], delta[STAGES];
@@ -22,8 +22,8 @@ struct shared {
   sem dout_full[STAGES];               // dout and delta
   place at[SLOTS];                     // of step n, from the loader
   ring<DS_STAGES, ASYNC_READS> ring_ds;
-  sem k_full, v_full, kv_free;
   held task_of[2];
+  sem k_full[2], k_free[2], v_full, v_free;
   task_queue queue;
 };
 
@@ -32,9 +32,12 @@ TILE void init(shared &s) {
   ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, NC));
   for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
   queue_init(s.queue, arrivals(0, 0, NC));
-  sem_init(s.k_full, arrivals(1, 0, 0));
+  for (int i = 0; i < 2; i++) {
+    sem_init(s.k_full[i], arrivals(1, 0, 0));
+    sem_init(s.k_free[i], arrivals(0, 0, NC));
+  }
   sem_init(s.v_full, arrivals(1, 0, 0));
-  sem_init(s.kv_free, arrivals(0, 0, NC));
+  sem_init(s.v_free, arrivals(0, 0, NC));
 }
 
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
@@ -45,7 +48,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
     put_held(t, p, task_at(p, next));
     int steps = get(t.steps);
     for (int step = 0; step < steps; step++, n++) {
-      ring_pos at = ring_at<STAGES>(n);
+      ring_pos at = ring_at<STAGES>(n), k = ring_at<2>(count);
       int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M, batch = get(t.batch);
       int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
@@ -54,15 +57,18 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], row, 0, head, batch);
       tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
       if (step == 0) {
-        sem_wait(s.kv_free, ~count & 1);
-        sem_expect(s.k_full, NC * tile_bytes(s.k[0]));
-        for (int w = 0; w < NC; w++) tma_load(s.k[w], p.k, s.k_full, get(t.row) + w * 64, 0, get(t.head), batch);
-        sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
-        for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, get(t.row) + w * 64, 0, get(t.head), batch);
+        sem_wait(s.k_free[k.stage], k.phase ^ 1);
+        sem_expect(s.k_full[k.stage], NC * tile_bytes(s.v[0]));
+        for (int w = 0; w < NC; w++) tma_load(s.k[k.stage][w], p.k, s.k_full[k.stage], get(t.row) + w * 64, 0, get(t.head), batch);
       }
       sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
       tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], row, 0, head, batch);
       tma_load(s.delta[at.stage], p.delta + stats, s.dout_full[at.stage]);
+      if (step == 0) {
+        sem_wait(s.v_free, ~count & 1);
+        sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
+        for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, get(t.row) + w * 64, 0, get(t.head), batch);
+      }
     }
   }
 }
@@ -97,12 +103,12 @@ template<int A> TILE void grads_issue(state &a, shared &s, uint32_t n) {
   mma_commit();
 }
 // this warpgroup's half of dq of step n, over all keys of the block
-TILE void dq_issue(rt<float, 64> &dq, shared &s, uint32_t n, int wg) {
+TILE void dq_issue(rt<float, 64> &dq, shared &s, uint32_t n, uint32_t count, int wg) {
   ring_pos at = ring_at<DS_STAGES>(n);
   ring_wait(s.ring_ds, at);
   mma_fence();
-  mma_AtB<ZERO>(dq, s.ds[at.stage][0], wg * DQ_ROWS, s.k[0], wg * DQ_COLS);
-  mma_AtB<ACC>(dq, s.ds[at.stage][1], wg * DQ_ROWS, s.k[1], wg * DQ_COLS);
+  mma_AtB<ZERO>(dq, s.ds[at.stage][0], wg * DQ_ROWS, s.k[count & 1][0], wg * DQ_COLS);
+  mma_AtB<ACC>(dq, s.ds[at.stage][1], wg * DQ_ROWS, s.k[count & 1][1], wg * DQ_COLS);
   mma_commit();
 }
 TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
@@ -116,9 +122,9 @@ TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, ui
 }
 
 // Matrix work on the steps before the n-th: dv and dk of n - 1, and dq of n - 2 if the task has a step n - 2.
-template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
+template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   rt<float, 64> dq;
-  if constexpr (DQ) dq_issue(dq, s, n - 2, wg);
+  if constexpr (DQ) dq_issue(dq, s, n - 2, count, wg);
   grads_issue<DQ ? ACC : ZERO>(a, s, n - 1);
   if constexpr (DQ) {
     mma_wait<1>(dq);
@@ -128,25 +134,37 @@ template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, sh
   ring_release(s.ring_q, ring_at<STAGES>(n - 1));
 }
 
-TILE void finish(state &a, const attention_bwd_params &p, shared &s, const held &t, int wg) {
+// The last products of a task whose steps end before n, and its results. The store of dk is left running.
+TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
+  rt<float, 64> dq;
+  const held &t = s.task_of[count & 1];
   float scale = p.scale * 0.6931471805599453f;
   int row = get(t.row) + wg * 64, head = get(t.head), batch = get(t.batch), keys = get(t.keys) - wg * 64;
   bool whole = !FEATURES || !p.features.q_start || keys >= 64;   // else the next sequence's keys follow
-  map(a.dk, [=](float x) { return x * scale; });
-  if (!whole) {
-    store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
-    store_first((elem *)p.dk_out + row * p.dk_row + head * p.dk_head, p.dk_row, a.dk, keys, p.k_columns);
-  }
+  catch_up<true>(a, p, s, n, count, wg);
+  if (!whole) store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
   store(s.v[wg], a.dv);   // only this warpgroup reads this v
   fence_async();
-  bar_sync(NC + 1, 128 * NC);   // both have done with k
+  wg_sync();
   if (whole) tma_store(p.dv, s.v[wg], row, 0, head, batch);
-  store(s.k[wg], a.dk);
+  dq_issue(dq, s, n - 1, count, wg);
+  mma_wait<0>(dq);
+  dq_add(dq, p, s, n - 1, wg);
+  map(a.dk, [=](float x) { return x * scale; });
+  if (!whole) store_first((elem *)p.dk_out + row * p.dk_row + head * p.dk_head, p.dk_row, a.dk, keys, p.k_columns);
+  tma_store_wait_read();
+  sem_arrive(s.v_free);
+  bar_sync(NC + 1, 128 * NC);   // both have done with k
+  store(s.k[count & 1][wg], a.dk);
   fence_async();
   wg_sync();
-  if (whole) tma_store(p.dk, s.k[wg], row, 0, head, batch);
+  if (whole) tma_store(p.dk, s.k[count & 1][wg], row, 0, head, batch);
+  queue_release(s.queue, count);
+}
+// Of the task before.
+TILE void free_k(shared &s, uint32_t count) {
   tma_store_wait_read();
-  sem_arrive(s.kv_free);
+  if (count > 0) sem_arrive(s.k_free[~count & 1]);
 }
 
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
@@ -154,17 +172,20 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     state a;
-    sem_wait(s.k_full, count & 1);
+    sem_wait(s.k_full[count & 1], (count / 2) & 1);
     sem_wait(s.v_full, count & 1);
     uint32_t end = n + get(s.task_of[count & 1].steps);
     for (uint32_t begin = n; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);
       turn_wait<NC>(wg);
-      if (n > begin + 1) catch_up<true>(a, p, s, n, wg);
-      else if (n > begin) catch_up<false>(a, p, s, n, wg);
+      if (n > begin + 1) catch_up<true>(a, p, s, n, count, wg);
+      else if (n > begin) {
+        catch_up<false>(a, p, s, n, count, wg);
+        free_k(s, count);
+      }
       ring_wait(s.ring_q, at);
       mma_fence();
-      mma_ABt<ZERO>(a.s, s.k[wg], s.q[at.stage]);
+      mma_ABt<ZERO>(a.s, s.k[count & 1][wg], s.q[at.stage]);
       mma_commit();
       sem_wait(s.dout_full[at.stage], at.phase);
       mma_fence();
@@ -173,18 +194,9 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
       turn_pass<NC>(wg);
       softmax(a, p, s, n, wg);
     }
-    grads_issue<ACC>(a, s, n - 1);
-    mma_wait<0>(a.dv, a.dk, a.p, a.ds);
-    ring_release(s.ring_q, ring_at<STAGES>(n - 1));
-    for (int back = 2; back > 0; back--) {
-      rt<float, 64> dq;
-      dq_issue(dq, s, n - back, wg);
-      mma_wait<0>(dq);
-      dq_add(dq, p, s, n - back, wg);
-    }
-    finish(a, p, s, s.task_of[count & 1], wg);
-    queue_release(s.queue, count);
+    finish(a, p, s, n, count, wg);
   }
+  tma_store_wait_read();
   turn_end<NC>(wg);
 }
 

@@ -19,6 +19,8 @@ TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s,
 template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s);   // thread; g 16-byte aligned, N floats
 // Thread. fp32 matrix; the map's box is R rows by C columns.
 template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
+// Thread. A copy of tile t to tile d of block `rank` of this cluster, which counts one arrival and the bytes on its own `s`.
+template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T, R, C> &t, sem &s, int rank);
 // Warpgroup: its first thread issues and commits one group. Elements outside the tensor are not written.
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch);
 template<int G = 0> TILE void tma_store_wait_read();    // warpgroup: the issuing thread, until at most G groups still read shared memory
@@ -36,6 +38,7 @@ TILE void load(rv &v, const sv<64> &s);
 template<int N> TILE void load(cv<N> &v, const sv<N> &s);
 template<int N> TILE float get(const sv<N> &s, int i);  // any width
 TILE void put(int &s, int v);                           // thread: a scalar in shared memory, ordered by semaphores like a tile
+TILE void put_at(int &s, int v, sem &full, int rank);   // thread: put() in block `rank` of this cluster, and an arrival at its `full`
 TILE int get(const int &s);
 
 // Warpgroup. Rows >= end and < first become 0.

@@ -37,7 +37,9 @@ template<int B, int S, int R> TILE void cluster_ring_init(ring<S, R> &r, int pro
 template<int B, int W = WARPGROUP, int S, int R> TILE void cluster_ring_release(ring<S, R> &r, ring_pos p) {
   if constexpr (B == 1) return ring_release<W>(r, p);
   static_assert(B == 1 || R == ASYNC_READS, "an arrival at another block does not order generic reads");
-  for (int rank = 0; rank < B; rank++) sem_arrive_at<W>(r.empty[p.stage], rank);
+  for (int rank = 0; rank < B; rank++)
+    if (rank == cluster_rank()) sem_arrive<W>(r.empty[p.stage]);   // also orders what this block's loader copies there for itself
+    else sem_arrive_at<W>(r.empty[p.stage], rank);
 }
 
 // Turns: the N warpgroups of a block issue matrix work one after the other, so that one's arithmetic runs under the others' products.

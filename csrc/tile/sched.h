@@ -23,7 +23,7 @@ template<class F> TILE int queue_draw(task_queue &q, uint32_t count, int task, i
 TILE int queue_draw(task_queue &q, uint32_t count, int task, int *counter) {
   return queue_draw(q, count, task, counter, [](int) { return false; });
 }
-// Any width (a compute role, or a loader that does not draw).
+// A role of any width that works on the tasks.
 TILE int queue_take(task_queue &q, uint32_t count) {
   ring_pos at = ring_at<2>(count);
   sem_wait(q.full[at.stage], at.phase);
@@ -34,3 +34,20 @@ template<int W = WARPGROUP> TILE void queue_release(task_queue &q, uint32_t coun
 // Static order over clusters of B blocks that work on a task together.
 template<int B> TILE int cluster_index() { return block_index() / B; }
 template<int B> TILE int cluster_count() { return block_count() / B; }
+
+// The same for the blocks of a cluster, which work on a task together: block 0 draws. Its `empty` counts the compute roles of all blocks and
+// the other blocks' loaders.
+TILE void cluster_queue_init(task_queue &q, int blocks, int consumers) { queue_init(q, blocks * consumers + blocks - 1); }
+template<int W = WARPGROUP> TILE void cluster_queue_release(task_queue &q, uint32_t count) { sem_arrive_at<W, ORDERED>(q.empty[count & 1], 0); }
+template<int B> TILE int cluster_queue_draw(task_queue &q, uint32_t count, int task, int *counter) {
+  ring_pos at = ring_at<2>(count);
+  if (cluster_rank() == 0) {
+    task = count == 0 ? cluster_index<B>() : cluster_count<B>() + (counter ? atomic_next(counter) : task);
+    sem_wait(q.empty[at.stage], at.phase ^ 1);
+    for (int rank = 0; rank < B; rank++) put_at(q.id[at.stage], task, q.full[at.stage], rank);
+  } else {
+    task = queue_take(q, count);
+    cluster_queue_release<THREAD>(q, count);
+  }
+  return task;
+}

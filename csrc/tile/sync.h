@@ -9,7 +9,9 @@ template<int W = WARPGROUP> TILE void sem_arrive(sem &s);   // all of the caller
 TILE void sem_expect(sem &s, uint32_t bytes);           // thread: arrive, and expect this many bytes of asynchronous copies
 // The same semaphore in block `rank` of this cluster. It passes on nothing that the caller wrote: it says that products or copies which the
 // caller has waited for are over.
-template<int W = WARPGROUP> TILE void sem_arrive_at(sem &s, int rank);
+// With ORDERED it is ordered like sem_arrive, at the price of a fence for the cluster.
+enum remote { UNORDERED, ORDERED };
+template<int W = WARPGROUP, int ORDER = UNORDERED> TILE void sem_arrive_at(sem &s, int rank);
 TILE int cluster_rank();                                // rank of this block in its cluster
 
 TILE void bar_sync(int id, int threads);                // warpgroup: named barrier; ids 1..7 belong to the kernel

@@ -473,6 +473,51 @@ TILE void cluster_compute(const op_params &p, cluster_shared &s, int) {
   }
 }
 
+// ---- the blocks of a pair take tasks together and send each other a tile that says whose it is; each writes out the other's
+struct exchange_shared {
+  st<elem, 64, 64> mine, other;
+  sem full, there, sent, read;         // mine is written; other is there; mine has arrived at the other block, which has read it
+  task_queue queue;
+};
+TILE void exchange_init(exchange_shared &s) {
+  cluster_queue_init(s.queue, 2, arrivals(1, 0, 1));
+  sem_init(s.full, arrivals(0, 0, 1));
+  sem_init(s.there, arrivals(1, 0, 0));
+  sem_init(s.sent, arrivals(1, 0, 0));
+  sem_init(s.read, arrivals(0, 0, 1));
+}
+TILE void exchange_loader(const op_params &p, exchange_shared &s, int) {
+  int task = 0;
+  for (uint32_t count = 0; (task = cluster_queue_draw<2>(s.queue, count, task, p.counter)) < p.m; count++) {}
+}
+TILE void exchange_sender(const op_params &p, exchange_shared &s, int) {
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.m; count++) {
+    sem_wait(s.full, count & 1);
+    sem_wait(s.read, ~count & 1);
+    tma_send(s.other, s.mine, s.there, cluster_rank() ^ 1);
+    sem_wait(s.there, count & 1);
+    sem_arrive_at<THREAD>(s.sent, cluster_rank() ^ 1);
+    cluster_queue_release<THREAD>(s.queue, count);
+  }
+}
+TILE void exchange_compute(const op_params &p, exchange_shared &s, int) {
+  int rank = cluster_rank(), task;
+  for (uint32_t count = 0; (task = queue_take(s.queue, count)) < p.m; count++) {
+    rt<float, 64> t;
+    fill(t, (float)(task * 2 + rank));
+    sem_wait(s.sent, ~count & 1);
+    store(s.mine, t);
+    fence_async();
+    sem_arrive(s.full);
+    sem_wait(s.there, count & 1);
+    load(t, s.other);
+    fence_async();
+    sem_arrive_at<WARPGROUP, ORDERED>(s.read, rank ^ 1);
+    store(p.out + (int64_t)(task * 2 + rank) * 64 * 64, 64, t, 64, 64);
+    cluster_queue_release(s.queue, count);
+  }
+}
+
 #ifndef __CUDACC__
 // ---- a mistake: nobody makes the stage full (CPU only, where it is reported)
 struct stuck_shared {
@@ -578,6 +623,10 @@ typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WAR
               CLUSTER<2>>
     cluster_kernel;
 RUN_OP(clusters, cluster_kernel)
+typedef block<op_params, exchange_shared, exchange_init, role<exchange_compute, WARPGROUP, 1, 0>, role<exchange_loader, THREAD, 1, 0>,
+              role<exchange_sender, THREAD, 1, 0>, CLUSTER<2>>
+    exchange_kernel;
+RUN_OP(exchange, exchange_kernel)
 #ifndef __CUDACC__
 typedef block<op_params, stuck_shared, stuck_init, role<stuck_compute, WARPGROUP, 2, 0>> stuck_kernel;
 RUN_OP(stuck, stuck_kernel)

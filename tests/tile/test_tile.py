@@ -445,6 +445,18 @@ def test_clusters(ops):
     close(r["out"].reshape(want.shape), want, 1 + np.abs(x) @ np.abs(y), 4e-6)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_exchange(ops, dynamic, blocks):
+    """7 tasks over persistent pairs of blocks."""
+    vectors = {"out": np.full(2 * 7 * 64 * 64, np.nan, np.float32)}
+    if dynamic:
+        vectors["counter"] = np.zeros(1, np.int32)
+    out = ops.run("exchange", {}, vectors, blocks=blocks, m=7)["out"].reshape(14, -1)
+    others = np.arange(14).reshape(7, 2)[:, ::-1].reshape(14, 1)
+    assert (out == others).all()
+
+
 def test_deadlock_is_reported(ops):
     if ops.target == "sm90":
         pytest.skip("a GPU hangs")

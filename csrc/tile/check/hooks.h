@@ -41,6 +41,9 @@ template<class F> TILE void issue_store(const region &r, F f) { ck_store(HERE, &
 template<class Tile, class F> TILE void issue_load(Tile &, const region &r, sem &s, int bytes, F f) {
   ck_load(HERE, &r, &s, bytes, effect_of<F>, &f, sizeof f);
 }
+template<class Tile, class F> TILE void issue_send(const region &from, Tile &, const region &to, sem &s, int bytes, F f) {
+  ck_send(HERE, &from, &to, &s, bytes, effect_of<F>, &f, sizeof f);
+}
 template<int A, class D, class F> TILE void issue_product(D &d, const region &a, const region &b, F f) {
   ck_product(HERE, &d.state, A, nullptr, &a, &b, effect_of<F>, &f, sizeof f);
 }

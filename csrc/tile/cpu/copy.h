@@ -74,6 +74,10 @@ template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s) {
 template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
   issue_load(t, whole(t), s, R * C * sizeof(float), [=, &t, &m] { copy_in<float, R, C>(t.d, C, m, row, col, head, batch); });
 }
+template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T, R, C> &t, sem &s, int rank) {
+  st<T, R, C> &u = at_rank(d, rank);
+  issue_send(whole(t), u, whole(u), at_rank(s, rank), R * C * sizeof(T), [&t, &u] { memcpy(u.d, t.d, sizeof u.d); });
+}
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
   each_row<T, R, C>(m, row, col, head, batch, [](const T *p, size_t bytes) { store_writes_global(p, bytes); });
   issue_store(whole(t), [=, &t, &m] { copy_out<T, R, C>(m, t.d, row, col, head, batch); });
@@ -160,6 +164,10 @@ template<int N> TILE float get(const sv<N> &s, int i) {
 TILE void put(int &s, int v) {
   writes_shared(s, whole(s));
   s = v;
+}
+TILE void put_at(int &s, int v, sem &full, int rank) {
+  put(at_rank(s, rank), v);
+  sem_arrive_at<THREAD, ORDERED>(full, rank);
 }
 TILE int get(const int &s) {
   reads_shared(whole(s));

@@ -30,4 +30,5 @@ TILE void touches_global(const void *, size_t, enum global_access) {}
 // Asynchronous work. The product reads d too if A is ACC; operands are regions of shared memory or register tiles.
 template<int A, class D, class First, class F> TILE void issue_product(D &, const First &, const region &, F f) { f(); }
 template<class Tile, class F> TILE void issue_load(Tile &t, const region &, sem &s, int bytes, F f);   // fills the region, then counts on s
+template<class Tile, class F> TILE void issue_send(const region &, Tile &t, const region &, sem &s, int bytes, F f);   // arrives, then the same
 template<class F> TILE void issue_store(const region &, F f) { f(); }

@@ -32,7 +32,7 @@ TILE void sem_expect(sem &s, uint32_t bytes) {
   s.pending--;
   sem_step(s);
 }
-template<int W> TILE void sem_arrive_at(sem &s, int rank) { sem_arrive<W>(at_rank(s, rank)); }
+template<int W, int ORDER> TILE void sem_arrive_at(sem &s, int rank) { sem_arrive<W>(at_rank(s, rank)); }
 TILE int cluster_rank() { return self().rank; }
 
 TILE barrier &barrier_add(int id, int threads) {
@@ -54,6 +54,10 @@ template<class Tile, class F> TILE void issue_load(Tile &t, const region &, sem 
   tile_written(&t);
   f();
   sem_complete(s, bytes);
+}
+template<class Tile, class F> TILE void issue_send(const region &, Tile &t, const region &to, sem &s, int bytes, F f) {
+  sem_expect(s, bytes);
+  issue_load(t, to, s, bytes, f);
 }
 TILE void wg_sync() {}
 TILE void fence_async() {}

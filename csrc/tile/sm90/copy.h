@@ -37,6 +37,12 @@ template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s) {
 template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
   tma_panel(shared_address(&t), m, s, row, col, head, batch);
 }
+template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T, R, C> &t, sem &s, int rank) {
+  asm volatile("{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %4;\nmapa.shared::cluster.u32 at, %2, %4;\n"
+    "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [at], %3;\n"
+    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %3, [at];\n}\n"
+    ::"r"(shared_address(&d)), "r"(shared_address(&t)), "r"(shared_address(&s)), "r"(tile_bytes(t)), "r"(rank) : "memory");
+}
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
   if (thread_in_group() == 0) {
 #pragma unroll
@@ -190,6 +196,13 @@ template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
 }
 template<int N> TILE float get(const sv<N> &s, int i) { return s.d[i]; }
 TILE void put(int &s, int v) { *(volatile int *)&s = v; }
+TILE void put_at(int &s, int v, sem &full, int rank) {
+  asm volatile("{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 at, %2, %3;\n"
+    "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [at], 4;\n"
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [at];\n}\n"
+    ::"r"(shared_address(&s)), "r"(v), "r"(shared_address(&full)), "r"(rank) : "memory");
+  trace(TRACE_ARRIVE, &full, 1);
+}
 TILE int get(const int &s) { return *(const volatile int *)&s; }
 
 // ---- global <-> registers

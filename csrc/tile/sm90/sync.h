@@ -21,9 +21,13 @@ template<int W> TILE void sem_arrive(sem &s) {
   if (W == THREAD || lane() == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&s)) : "memory");
   trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);   // last: a delay in front of it would hide a read that it overtakes
 }
-template<int W> TILE void sem_arrive_at(sem &s, int rank) {
+template<int W, int ORDER> TILE void sem_arrive_at(sem &s, int rank) {
   if (W != THREAD) __syncwarp();
-  if (W == THREAD || lane() == 0)
+  if (W != THREAD && lane() != 0) ;
+  else if (ORDER)
+    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];\n}\n"
+                 ::"r"(shared_address(&s)), "r"(rank) : "memory");
+  else
     asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [a];\n}\n"
                  ::"r"(shared_address(&s)), "r"(rank) : "memory");
   trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);
