@@ -63,7 +63,7 @@ static mg_problem problem_of(const shape *x, const mg_attention_options *options
 // Grid of a persistent kernel. On the CPU the thread pool draws single tasks, in order.
 static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
   const mg_kernel_desc *d = mg_desc(row);   // a task is a cluster's
-  return (c->persistent ? at_most((int64_t)c->sms * d->blocks_per_sm / d->cluster, tasks) : tasks) * d->cluster;
+  return (c->persistent ? at_most(at_least(1, (int64_t)c->sms * d->blocks_per_sm / d->cluster), tasks) : tasks) * d->cluster;
 }
 // Heads whose `bytes` each fit two thirds of the L2 together.
 static int l2_heads(const mg_context *c, int64_t bytes, int64_t heads) {
