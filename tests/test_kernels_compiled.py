@@ -60,4 +60,5 @@ class TestImage:
 
     def test_tiles_come_by_tensor_copies(self, name, kernels):
         source = (ROOT / "csrc" / "kernels" / f"{kernels[name]['source']}.cu").read_text()
-        assert (ROWS[name]["UTMALDG"] > 0) == ("tma_load" in source)
+        included = [(ROOT / "csrc" / path).read_text() for path in re.findall(r'#include "(kernels/.*)"', source)]
+        assert (ROWS[name]["UTMALDG"] > 0) == any("tma_load" in text for text in [source, *included])

@@ -1,5 +1,6 @@
 // Host half of attention: checks what the arguments have to agree on, picks the kernel, fills its parameters, launches it.
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 #include "kernels/attention.h"
 #include "runtime/runtime.h"
@@ -133,7 +134,7 @@ static mg_problem problem_of(const shape *x, const mg_attention_options *options
 // Grid of a persistent kernel. On the CPU the thread pool draws single tasks, in order.
 static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
   const mg_kernel_desc *d = mg_desc(row);   // a task is a cluster's
-  return (c->persistent ? at_most((int64_t)c->sms * d->blocks_per_sm / d->cluster, tasks) : tasks) * d->cluster;
+  return (c->persistent ? at_most(at_least(1, (int64_t)c->sms * d->blocks_per_sm / d->cluster), tasks) : tasks) * d->cluster;
 }
 // Heads whose `bytes` each fit two thirds of the L2 together.
 static int l2_heads(const mg_context *c, int64_t bytes, int64_t heads) {
@@ -150,6 +151,9 @@ static int forward_section(const mg_context *c, int64_t bytes, int64_t heads) {
 }
 static mg_status map(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box_rows) {
   return mg_map(m, c, name, t->data, t->dtype, t->shape, t->stride, box_rows, 64);
+}
+static mg_status map_once(gmap *m, const mg_context *c, const char *name, const mg_tensor *t) {   // read once: blocks of 64 rows
+  return mg_map_once(m, c, name, t->data, t->dtype, t->shape, t->stride, 64, 64);
 }
 // Rows of a tensor with contiguous last dimension.
 static mg_status fill(const mg_context *c, const mg_tensor *t, uint32_t word) {
@@ -324,7 +328,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
                                   .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
                                   .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_rows = (int)x.q_total,
                                   .packed = packed};
-  if ((status = map(&pre.o, &c, "attention_backward: out", out, 64)) || (status = map(&pre.dout, &c, "attention_backward: dout", dout, 64)) ||
+  if ((status = map_once(&pre.o, &c, "attention_backward: out", out)) || (status = map_once(&pre.dout, &c, "attention_backward: dout", dout)) ||
       (status = mg_launch(&c, w.pre, &pre, grid(&c, w.pre, pre.tasks))))
     return status;
 
@@ -339,6 +343,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   p.tasks = (int)(x.batch * x.k_heads * p.k_blocks);
   p.l2_heads = l2_heads(&c, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), x.batch * x.k_heads);
   p.l2_heads = (int)at_most(x.batch * x.k_heads, at_least(ceil_div(2 * c.sms, p.k_blocks), p.l2_heads));   // sections long enough to balance
+  if (getenv("SECTION")) p.l2_heads = (int)at_most(x.batch * x.k_heads, at_least(1, atoi(getenv("SECTION"))));
   int rows = (int)at_most(64, desc->tile_n);
   if ((status = map(&p.q, &c, "attention_backward: q", q, desc->tile_m)) || (status = map(&p.dout, &c, "attention_backward: dout", dout, desc->tile_m)) ||
       (status = map(&p.k, &c, "attention_backward: k", k, rows)) || (status = map(&p.v, &c, "attention_backward: v", v, rows)) ||

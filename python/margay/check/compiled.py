@@ -203,6 +203,7 @@ class Kernel:
     def read_members(self):
         self.library.mg_check_kernel.restype = ctypes.POINTER(KernelDescription)
         found = self.library.mg_check_kernel().contents
+        self.cluster = found.cluster
         return [(f"{self.roles[role.role]}[{role.index}]", role.width) for role in found.role[:found.fibers]]
 
     def run(self, params, blocks, seed, mutation=0, sites=(), rules_off=0):

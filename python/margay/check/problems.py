@@ -83,7 +83,7 @@ def attention(row, backward, large):
     shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False),
               (30, 2 * keys + 1, False, True), (3 * rows, 3 * rows + 33, True, True, 3)]
     if backward:
-        shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False)]
+        shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True)]
     kinds = FEATURES[c.get("FEATURES")]
     if large:
         yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, 4, 16, kinds[0])
@@ -233,7 +233,7 @@ class Problem:
     def __init__(self, kernel, label, call=None, row=None):
         self.kernel, self.label, self.call, self.row = kernel, label, call, row
 
-    def run(self, seed, sms=SMS, **options):
+    def run(self, seed, sms=None, **options):
         if not self.call:
             return self.kernel.run_example(seed, **options)
         reports, launches = [], []
@@ -245,7 +245,7 @@ class Problem:
             launches.append(blocks)
             reports.append(self.kernel.run(params, blocks, seed, **options))
             return True
-        with intercepting(take, self.row["name"], sms):
+        with intercepting(take, self.row["name"], sms or SMS * self.kernel.cluster):
             self.call()
         if not launches:
             raise RuntimeError(f"{self.kernel.name}: {self.label} did not launch it")
