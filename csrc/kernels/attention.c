@@ -1,6 +1,5 @@
 // Host half of attention: checks what the arguments have to agree on, picks the kernel, fills its parameters, launches it.
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 #include "kernels/attention.h"
 #include "runtime/runtime.h"
@@ -136,18 +135,21 @@ static int64_t grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
   const mg_kernel_desc *d = mg_desc(row);   // a task is a cluster's
   return (c->persistent ? at_most(at_least(1, (int64_t)c->sms * d->blocks_per_sm / d->cluster), tasks) : tasks) * d->cluster;
 }
-// Heads whose `bytes` each fit two thirds of the L2 together.
-static int l2_heads(const mg_context *c, int64_t bytes, int64_t heads) {
-  return (int)at_most(heads, at_least(1, c->l2_bytes * 2 / 3 / at_least(1, bytes)));
-}
-// Heads in a section of the causal forward, whose tasks run longest first: k and v in a quarter of the L2, since both halves of the chip keep a
-// copy; at least 8, for the last section must balance the multiprocessors; few enough that loads of one section run beside products of the last.
-// Of the numbers down to half of that, the one that leaves the fullest last section.
-static int forward_section(const mg_context *c, int64_t bytes, int64_t heads) {
-  int64_t most = at_most(heads, at_least(8, at_most(c->sms / 4, c->l2_bytes * 2 / 7 / at_least(1, bytes)))), best = most;
+// Of the numbers of heads from `most` down to half of that, the one that leaves the fullest last section.
+static int even_section(int64_t most, int64_t heads) {
+  int64_t best = most = at_most(heads, at_least(1, most));
   for (int64_t n = most; n > most / 2; n--)
     if (((heads - 1) % n + 1) * best > ((heads - 1) % best + 1) * n) best = n;
   return (int)best;
+}
+// Heads in a section of the causal forward, whose tasks run longest first: k and v in a quarter of the L2, since both halves of the chip keep a
+// copy; at least 8, for the last section must balance the multiprocessors; few enough that loads of one section run beside products of the last.
+static int forward_section(const mg_context *c, int64_t bytes, int64_t heads) {
+  return even_section(at_least(8, at_most(c->sms / 4, c->l2_bytes * 2 / 7 / at_least(1, bytes))), heads);
+}
+// Key heads in a section of the backward. Masked: as many as balance the multiprocessors. Else q, dout and dq stay in the L2.
+static int backward_section(const mg_context *c, bool masked, int64_t bytes, int64_t heads) {
+  return even_section(masked ? 8 : at_most(16, c->l2_bytes * 2 / 3 / at_least(1, bytes)), heads);
 }
 static mg_status map(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box_rows) {
   return mg_map(m, c, name, t->data, t->dtype, t->shape, t->stride, box_rows, 64);
@@ -341,9 +343,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     .features = features_of(&x, options->features), .dk_out = dk->data, .dk_row = dk->stride[2], .dk_head = dk->stride[1],
     .dv_out = dv->data, .dv_row = dv->stride[2], .dv_head = dv->stride[1], .k_columns = (int)x.d, .v_columns = (int)x.dv};
   p.tasks = (int)(x.batch * x.k_heads * p.k_blocks);
-  p.l2_heads = l2_heads(&c, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), x.batch * x.k_heads);
-  p.l2_heads = (int)at_most(x.batch * x.k_heads, at_least(ceil_div(2 * c.sms, p.k_blocks), p.l2_heads));   // sections long enough to balance
-  if (getenv("SECTION")) p.l2_heads = (int)at_most(x.batch * x.k_heads, at_least(1, atoi(getenv("SECTION"))));
+  p.l2_heads = backward_section(&c, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), x.batch * x.k_heads);
   int rows = (int)at_most(64, desc->tile_n);
   if ((status = map(&p.q, &c, "attention_backward: q", q, desc->tile_m)) || (status = map(&p.dout, &c, "attention_backward: dout", dout, desc->tile_m)) ||
       (status = map(&p.k, &c, "attention_backward: k", k, rows)) || (status = map(&p.v, &c, "attention_backward: v", v, rows)) ||

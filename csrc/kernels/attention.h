@@ -68,7 +68,7 @@ typedef struct attention_bwd_params {
   int batch, q_heads, k_heads, group;
   int q_rows, k_rows;
   int diagonal;             // as above
-  int l2_heads;             // key heads in a section whose q, dout and dq fit the L2
+  int l2_heads;             // key heads in a section, inside which the blocks seen by most queries come first
   float scale;              // softmax scale * log2(e)
 } attention_bwd_params;
 

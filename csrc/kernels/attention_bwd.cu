@@ -7,7 +7,7 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (at most PACKED), *_REGS
+enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 or 1), *_REGS
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
@@ -80,10 +80,10 @@ TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
   int keys = get(s.at[n % SLOTS].keys) - wg * 64, diagonal = get(s.at[n % SLOTS].diagonal) - wg * 64;
   float c = p.scale;
-  int lower = FEATURES ? get(s.at[n % SLOTS].lower) - wg * 64 : -UNMASKED;
+  int lower = SEQUENCES ? get(s.at[n % SLOTS].lower) - wg * 64 : -UNMASKED;
   mma_wait<1>(a.s);
-  if (diagonal < 63 || keys < 64 || (FEATURES && lower > -M))
-    map_rc(a.s, [=](float x, int key, int query) { return key < keys && key <= query + diagonal && (!FEATURES || key >= query + lower) ? x : -infinity(); });
+  if (diagonal < 63 || keys < 64 || (SEQUENCES && lower > -M))
+    map_rc(a.s, [=](float x, int key, int query) { return key < keys && key <= query + diagonal && (!SEQUENCES || key >= query + lower) ? x : -infinity(); });
   map_col(a.s, s.lse2[at.stage], [=](float x, float l) { return fast_exp2(fused(x, c, -l)); });
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(a.dp);
@@ -140,7 +140,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   const held &t = s.task_of[count & 1];
   float scale = p.scale * 0.6931471805599453f;
   int row = get(t.row) + wg * 64, head = get(t.head), batch = get(t.batch), keys = get(t.keys) - wg * 64;
-  bool whole = !FEATURES || !p.features.q_start || keys >= 64;   // else the next sequence's keys follow
+  bool whole = !SEQUENCES || !p.features.q_start || keys >= 64;   // else the next sequence's keys follow
   catch_up<true>(a, p, s, n, count, wg);
   if (!whole) store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
   store(s.v[wg], a.dv);   // only this warpgroup reads this v

@@ -2,6 +2,7 @@
 // heads that see it. Included by the kernels once BN, M, DETERMINISTIC and FEATURES are known.
 #pragma once
 
+enum { SEQUENCES = FEATURES > 0, EVERYTHING = FEATURES > 1 };
 enum { SLOTS = 8 };   // a step's place is read up to two steps after its stage was released: more than STAGES + 2
 // Where a step stands. The compute roles read it here instead of keeping it in registers.
 struct place {
@@ -17,8 +18,8 @@ struct task {
   int real, base;                                        // query blocks of a head that have rows in them; first in lse2, delta, dq_acc of head 0
   sequence seq;
 };
-TILE bool is_empty(const task &t) { return FEATURES && t.key0 >= t.seq.keys; }
-TILE int in_memory(const attention_bwd_params &p, const task &t) { return FEATURES && p.features.q_start ? 0 : t.batch; }
+TILE bool is_empty(const task &t) { return SEQUENCES && t.key0 >= t.seq.keys; }
+TILE int in_memory(const attention_bwd_params &p, const task &t) { return SEQUENCES && p.features.q_start ? 0 : t.batch; }
 
 // Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys, first.
 TILE task task_at(const attention_bwd_params &p, int i) {
@@ -31,7 +32,7 @@ TILE task task_at(const attention_bwd_params &p, int i) {
   t.seq = {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED};
   t.real = p.q_real;
   t.base = t.batch * p.q_heads * p.q_blocks;
-  if (FEATURES) {
+  if (SEQUENCES) {
     t.seq = sequence_of(p.features, t.batch, p.q_rows, p.k_rows, p.diagonal);
     t.real = t.seq.rows > M ? (t.seq.rows + M - 1) / M : 1;
     if (p.features.q_start) t.base = padded_block(p.features.q_start, t.batch, M);
@@ -40,7 +41,7 @@ TILE task task_at(const attention_bwd_params &p, int i) {
   t.first = first_row > 0 ? first_row / M : 0;
   if (t.first > t.real - 1) t.first = t.real - 1;
   int end = t.real;
-  if (FEATURES) {
+  if (SEQUENCES) {
     int last_row = t.key0 + BN - 1 - t.seq.lower;   // the last one that sees a key of the block
     if (last_row < 0) end = 0;
     else if (last_row / M + 1 < end) end = last_row / M + 1;
@@ -54,7 +55,7 @@ TILE task task_at(const attention_bwd_params &p, int i) {
   return t;
 }
 TILE int draw(const attention_bwd_params &p, task_queue &q, uint32_t count, int task) {
-  return queue_draw(q, count, task, p.counter, [&](int i) { return FEATURES && i < p.tasks && is_empty(task_at(p, i)); });
+  return queue_draw(q, count, task, p.counter, [&](int i) { return SEQUENCES && i < p.tasks && is_empty(task_at(p, i)); });
 }
 // The first key block that visits a query block: task_at's `end`, solved for the key block.
 TILE int first_visitor(const attention_bwd_params &p, int diagonal, int lower, int block) {
@@ -79,8 +80,8 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.q0, t.seq.q0);
   put(h.key0, t.key0);
   put(h.diagonal, t.seq.diagonal);
-  if (FEATURES) put(h.lower, t.seq.lower);
-  if (FEATURES == ALL_FEATURES) {
+  if (SEQUENCES) put(h.lower, t.seq.lower);
+  if (EVERYTHING) {
     put(h.distance, t.seq.keys - t.seq.rows);
     put(h.heads, t.batch * p.q_heads);         // before this sequence's
   }
@@ -93,13 +94,13 @@ TILE int block_of(const held &h, int step) {
 }
 // Thread (the loader), before it makes the step's stage full.
 TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int head, int block) {
-  int key0 = get(h.key0), diagonal = get(h.diagonal), lower = FEATURES ? get(h.lower) : 0;
+  int key0 = get(h.key0), diagonal = get(h.diagonal), lower = SEQUENCES ? get(h.lower) : 0;
   put(at.keys, get(h.keys));
   put(at.diagonal, block * M + diagonal - key0);
   put(at.dq_block, get(h.base) + head * p.q_blocks + block);
-  put(at.turn, block >= get(h.real) || (FEATURES && !p.order) ? -1 : key0 / BN - (FEATURES ? first_visitor(p, diagonal, lower, block) : 0));
-  if (FEATURES) put(at.lower, block * M + lower - key0);
-  if (FEATURES == ALL_FEATURES) {
+  put(at.turn, block >= get(h.real) || (SEQUENCES && !p.order) ? -1 : key0 / BN - (SEQUENCES ? first_visitor(p, diagonal, lower, block) : 0));
+  if (SEQUENCES) put(at.lower, block * M + lower - key0);
+  if (EVERYTHING) {
     put(at.distance, block * M + get(h.distance) - key0);
     put(at.row, block * M);
     put(at.key, key0);

@@ -2,7 +2,7 @@
 // Scores are turned into units of log 2 here (factor 1 instead of scale log2 e from there on).
 #pragma once
 
-enum { PACKED = 1, ALL_FEATURES = 2 };   // FEATURES: packed sequences and windows; the others too: softcap, ALiBi, sink, dropout. 0: none
+// A row's FEATURES: 0 none; 1 packed sequences and windows; 2 softcap, ALiBi, sink and dropout too.
 enum { UNMASKED = 1 << 30 };
 struct sequence { int q0, k0, rows, keys, diagonal, lower; };   // where it begins in q and in k; query row i sees keys i + lower .. i + diagonal
 

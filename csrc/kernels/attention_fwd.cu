@@ -74,10 +74,10 @@ TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<flo
   rv sum, inverse, lse;
   reduce(sum, l);
   fill(inverse, 1.f);
-  if (FEATURES == ALL_FEATURES) add_sink(p.features, t.head, m, sum, inverse);
+  if (EVERYTHING) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
-  if (FEATURES && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow
+  if (SEQUENCES && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow
     store_first((elem *)p.out + (t.seq.q0 + row0) * p.out_row + t.head * p.out_head, p.out_row, o, t.seq.rows - row0, p.out_columns);
   else UNROLLED for (int col = 0; col < D; col += O_COLS) {
     rt<elem, O_COLS> part;
@@ -122,14 +122,14 @@ TILE void pass_over(shared &s, places &at, int wg) {
   ring_done(s.v_ring, at.v);
 }
 // The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of log 2.
-TILE float exponent(const attention_fwd_params &p) { return FEATURES == ALL_FEATURES && changes_scores(p.features) ? 1.f : p.scale_log2; }
+TILE float exponent(const attention_fwd_params &p) { return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2; }
 TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
-  if (FEATURES != ALL_FEATURES || !changes_scores(p.features)) return;
+  if (!EVERYTHING || !changes_scores(p.features)) return;
   cap_scores(x, p.features, p.scale_log2);
   bias_scores(x, slope_of(p.features, t.batch, t.head), row0 + t.seq.keys - t.seq.rows - col0);
 }
 TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
-  if (FEATURES == ALL_FEATURES && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
+  if (EVERYTHING && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
 }
 
 // x: scores with key block j; probabilities and v: block j + 1
@@ -162,7 +162,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     task t = task_at(p, next);
     int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
-    part mine = part_of(t, row0);
+    reach mine = reach_of(t, row0);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, D> o;
@@ -186,13 +186,13 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     if (j > mine.low) ring_wait(s.k_ring, at.k);
     j--;
     do {   // windows have masked blocks at both ends
-      for (; j >= mine.low && ((j + 1) * BN > mine.open || (FEATURES && j < mine.closed)); j--) step(p, s, at, t, x, probabilities, o, m, l, j, mine.low, 1, wg);
+      for (; j >= mine.low && ((j + 1) * BN > mine.open || (SEQUENCES && j < mine.closed)); j--) step(p, s, at, t, x, probabilities, o, m, l, j, mine.low, 1, wg);
       for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--) step(p, s, at, t, x, probabilities, o, m, l, j, mine.low, 0, wg);
-    } while (FEATURES && j >= mine.low);
+    } while (SEQUENCES && j >= mine.low);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.v_ring, at.v);
-    if (FEATURES) for (; j >= t.first; j--) pass_over(s, at, wg);
+    if (SEQUENCES) for (; j >= t.first; j--) pass_over(s, at, wg);
     finish(p, s, t, o, m, l, wg);
     queue_release(s.queue, count);
   }

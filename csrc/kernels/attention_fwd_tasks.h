@@ -1,19 +1,20 @@
 // What attention forward works on: a task is a block of BM query rows of one (batch, head), its steps are the blocks of BN keys that these see.
 // Included by the kernel once BM, BN and FEATURES are known.
 #pragma once
+enum { SEQUENCES = FEATURES > 0, EVERYTHING = FEATURES > 1 };
 
 struct task {
   int batch, head, row0;       // row0 and keys count in the sequence
   int first, steps;            // key blocks first .. first + steps - 1
   sequence seq;
 };
-TILE bool is_empty(const task &t) { return FEATURES && t.row0 >= t.seq.rows; }   // a packed sequence that is shorter than the longest
+TILE bool is_empty(const task &t) { return SEQUENCES && t.row0 >= t.seq.rows; }   // a packed sequence that is shorter than the longest
 // Key blocks up to the last that rows before `end` see, and the first that row `row` sees.
 TILE int blocks_seen(const sequence &q, int end) {
   int keys = end + q.diagonal < q.keys ? end + q.diagonal : q.keys;
   return keys > 0 ? (keys + BN - 1) / BN : 0;
 }
-TILE int first_block(const sequence &q, int row) { return FEATURES && row + q.lower > 0 ? (row + q.lower) / BN : 0; }
+TILE int first_block(const sequence &q, int row) { return SEQUENCES && row + q.lower > 0 ? (row + q.lower) / BN : 0; }
 
 // Heads go in sections; the row blocks with most keys of a section first.
 TILE task task_at(const attention_fwd_params &p, int i) {
@@ -24,32 +25,32 @@ TILE task task_at(const attention_fwd_params &p, int i) {
   t.head = bh - t.batch * p.q_heads;
   t.row0 = block * BM;
   t.seq = {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED};
-  if (FEATURES) t.seq = sequence_of(p.features, t.batch, p.q_rows, p.k_rows, p.diagonal);
+  if (SEQUENCES) t.seq = sequence_of(p.features, t.batch, p.q_rows, p.k_rows, p.diagonal);
   t.first = first_block(t.seq, t.row0);
   int blocks = blocks_seen(t.seq, t.row0 + BM) - t.first;
   t.steps = blocks > 1 ? blocks : 1;   // at least one block, all masked where a row block sees no key
   return t;
 }
 TILE int draw(const attention_fwd_params &p, task_queue &q, uint32_t count, int task) {
-  return queue_draw(q, count, task, p.counter, [&](int i) { return FEATURES && i < p.tasks && is_empty(task_at(p, i)); });
+  return queue_draw(q, count, task, p.counter, [&](int i) { return SEQUENCES && i < p.tasks && is_empty(task_at(p, i)); });
 }
-TILE int in_memory(const attention_fwd_params &p, const task &t) { return FEATURES && p.features.q_start ? 0 : t.batch; }   // batch of the maps
+TILE int in_memory(const attention_fwd_params &p, const task &t) { return SEQUENCES && p.features.q_start ? 0 : t.batch; }   // batch of the maps
 
 // A warpgroup's own part of a task's key blocks: low .. seen - 1; all of its rows see all keys of blocks below `open` keys that are not below `closed`.
-struct part { int low, seen, open, closed; };
-TILE part part_of(const task &t, int row0) {
-  part a;
+struct reach { int low, seen, open, closed; };
+TILE reach reach_of(const task &t, int row0) {
+  reach a;
   int last = t.first + t.steps - 1, see = row0 + t.seq.diagonal + 1;
   a.low = first_block(t.seq, row0) < last ? first_block(t.seq, row0) : last;
   a.seen = blocks_seen(t.seq, row0 + 64) > a.low ? blocks_seen(t.seq, row0 + 64) : a.low + 1;
   a.open = see < t.seq.keys ? see : t.seq.keys;
-  a.closed = FEATURES && row0 + 63 + t.seq.lower > 0 ? (row0 + 63 + t.seq.lower + BN - 1) / BN : a.low;
+  a.closed = SEQUENCES && row0 + 63 + t.seq.lower > 0 ? (row0 + 63 + t.seq.lower + BN - 1) / BN : a.low;
   return a;
 }
 
 TILE void mask(rt<float, BN> &x, const sequence &q, int row0, int col0) {
   int keys = q.keys - col0, diagonal = row0 + q.diagonal - col0, lower = row0 + q.lower - col0;
-  if (FEATURES && lower > -64)
+  if (SEQUENCES && lower > -64)
     map_rc(x, [=](float a, int row, int col) { return col < keys && col <= row + diagonal && col >= row + lower ? a : -infinity(); });
   else if (diagonal < BN - 1 || keys < BN)
     map_rc(x, [=](float a, int row, int col) { return col <= (row + diagonal < keys - 1 ? row + diagonal : keys - 1) ? a : -infinity(); });
