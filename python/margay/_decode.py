@@ -63,7 +63,7 @@ def _length(op, cache_seqlens):
     if cache_seqlens is None:
         return -1, None
     if hasattr(cache_seqlens, "shape"):
-        return -1, cache_seqlens
+        return -1, cache_seqlens.contiguous() if hasattr(cache_seqlens, "contiguous") else cache_seqlens     # an expanded number has stride 0
     length = cache_seqlens.__index__() if type(cache_seqlens) is not int and hasattr(cache_seqlens, "__index__") else cache_seqlens
     if not isinstance(length, int):
         raise TypeError(f"{op}: cache_seqlens is {type(cache_seqlens).__name__}, expected an int32 tensor or an int")
