@@ -163,7 +163,8 @@ def check(case, device):
         absolute = absolute / (1 - case.dropout) + torch.finfo(case.dtype).eps / 2 * norm(dout) * norm(found[0]) * largest
     check_error("out", found[0], plain[0], exact[0], 2, (relative, 0.0))
     for name, i in (("dq", 2), ("dk", 3), ("dv", 4)):
-        check_error(name, found[i], plain[i], exact[i], 3, (relative, absolute))
+        summed = max(1.0, max(n for n, _ in case.lengths) * case.heads / case.kv_heads)**0.5 if name == "dk" else 1.0   # rows that add to a key
+        check_error(name, found[i], plain[i], exact[i], 3, (relative, summed * absolute))
     finite = exact[1].isfinite()
     assert torch.equal(found[1].isfinite(), finite), "lse is not -inf exactly where a row has no keys"
     assert not finite.any() or float((found[1].double() - exact[1])[finite].abs().max()) <= 4 * relative * 2 + 1e-6
