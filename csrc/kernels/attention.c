@@ -147,9 +147,12 @@ static int even_section(int64_t most, int64_t heads) {
 static int forward_section(const mg_context *c, int64_t bytes, int64_t heads) {
   return even_section(at_least(8, at_most(c->sms / 4, c->l2_bytes * 2 / 7 / at_least(1, bytes))), heads);
 }
-// Key heads in a section of the backward. Masked: as many as balance the multiprocessors. Else q, dout and dq stay in the L2.
-static int backward_section(const mg_context *c, bool masked, int64_t bytes, int64_t heads) {
-  return even_section(masked ? 8 : at_most(16, c->l2_bytes * 2 / 3 / at_least(1, bytes)), heads);
+// Key heads of k_blocks tasks in a section of the backward. Masked: as many as balance the multiprocessors; of grouped queries, whose tasks are long, a
+// task for each. Else q, dout and dq stay in the L2.
+static int backward_section(const mg_context *c, bool masked, int64_t bytes, const attention_bwd_params *p) {
+  int64_t most = at_most(16, c->l2_bytes * 2 / 3 / at_least(1, bytes));
+  if (masked) most = p->group == 1 ? 8 : at_least(4, at_most(8, c->sms / p->k_blocks));
+  return even_section(most, (int64_t)p->batch * p->k_heads);
 }
 static mg_status map(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box_rows) {
   return mg_map(m, c, name, t->data, t->dtype, t->shape, t->stride, box_rows, 64);
@@ -343,7 +346,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     .features = features_of(&x, options->features), .dk_out = dk->data, .dk_row = dk->stride[2], .dk_head = dk->stride[1],
     .dv_out = dv->data, .dv_row = dv->stride[2], .dv_head = dv->stride[1], .k_columns = (int)x.d, .v_columns = (int)x.dv};
   p.tasks = (int)(x.batch * x.k_heads * p.k_blocks);
-  p.l2_heads = backward_section(&c, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), x.batch * x.k_heads);
+  p.l2_heads = backward_section(&c, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), &p);
   int rows = (int)at_most(64, desc->tile_n);
   if ((status = map(&p.q, &c, "attention_backward: q", q, desc->tile_m)) || (status = map(&p.dout, &c, "attention_backward: dout", dout, desc->tile_m)) ||
       (status = map(&p.k, &c, "attention_backward: k", k, rows)) || (status = map(&p.v, &c, "attention_backward: v", v, rows)) ||
