@@ -70,7 +70,7 @@ class Params(ctypes.Structure):
 
 
 class Options(ctypes.Structure):
-    _fields_ = [("scale", ctypes.c_float), ("causal", ctypes.c_bool), ("deterministic", ctypes.c_bool)]
+    _fields_ = [("scale", ctypes.c_float), ("causal", ctypes.c_bool), ("deterministic", ctypes.c_bool), ("features", ctypes.c_void_p)]
 
 
 class Runtime:
@@ -104,6 +104,7 @@ class Runtime:
 
     def check(self, op, tensors):
         number = ["attention_fwd", "attention_bwd", "attention_bwd_pre", "attention_bwd_post", "matmul", "scaled_add"].index(op)
+        tensors = [*tensors, *[None] * 4]      # attention's last four are optional
         array = (ctypes.POINTER(Tensor) * len(tensors))(*(None if t is None else ctypes.pointer(t) for t in tensors))
         return self.c.mg_check(number, array)
 
@@ -757,8 +758,8 @@ def test_module_producer_errors(module):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ((), "attention_fwd takes 7 to 9 positional arguments, got 0"),
-    ((None,) * 10, "got 10"),
+    ((), "attention_fwd takes 7 to 10 positional arguments, got 0"),
+    ((None,) * 11, "got 11"),
     ((None,) * 5 + ("x", False), "must be real number"),
     ((None,) * 5 + (1.0, False, "x"), "int"),
 ])

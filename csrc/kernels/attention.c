@@ -184,7 +184,7 @@ static mg_status fill(const mg_context *c, const mg_tensor *t, uint32_t word) {
 mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
   static const char op[] = "attention";
-  shape x;
+  shape x = {0};
   float scale;
   const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
   mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace, f->sink, f->slopes, f->q_start, f->k_start});
@@ -290,7 +290,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
                            const mg_tensor *k, const mg_tensor *v, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *dlse,
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
   static const char op[] = "attention_backward";
-  shape x;
+  shape x = {0};
   float scale;
   const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
   mg_status status = mg_check(MG_OP_attention_bwd, (const mg_tensor *[]){dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, f->sink, f->slopes,

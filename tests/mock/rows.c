@@ -47,7 +47,7 @@ static mg_status launch(mg_op op, const mg_tensor *t, mg_problem p, mg_stream st
 
 mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
-  const mg_tensor *const args[] = {out, lse, q, k, v, workspace};
+  const mg_tensor *const args[15] = {out, lse, q, k, v, workspace};   // the optional ones behind these: absent
   mg_status status = mg_check(MG_OP_attention_fwd, args);
   if (status) return status;
   return launch(MG_OP_attention_fwd, q, (mg_problem){.d = q->shape[3], .causal = options->causal}, stream, q->shape[0] * q->shape[1]);
@@ -64,7 +64,7 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
 mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout, const mg_tensor *q,
                            const mg_tensor *k, const mg_tensor *v, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *dlse,
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
-  const mg_tensor *const args[] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};
+  const mg_tensor *const args[15] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};   // the optional ones behind these: absent
   (void)options, (void)stream;
   return mg_check(MG_OP_attention_bwd, args);
 }
