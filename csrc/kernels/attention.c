@@ -185,7 +185,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
   static const char op[] = "attention";
   shape x = {0};
-  float scale;
+  float scale = 0;
   const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
   mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace, f->sink, f->slopes, f->q_start, f->k_start});
   if (!status) status = read_shape(&x, op, q, k, v);
@@ -291,7 +291,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
   static const char op[] = "attention_backward";
   shape x = {0};
-  float scale;
+  float scale = 0;
   const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
   mg_status status = mg_check(MG_OP_attention_bwd, (const mg_tensor *[]){dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, f->sink, f->slopes,
                                                                          f->q_start, f->k_start});
