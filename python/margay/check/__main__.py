@@ -17,6 +17,8 @@ from margay.check.compiled import RULES, Kernel, csrc, options_in, tool
 
 HARMLESS = "harmless.txt"
 
+PER_POOL = 24     # kernels until processes are replaced: a kernel's library and its shadow memory stay in one as long as it lives
+
 
 def parse(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m margay.check", description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1])
@@ -126,12 +128,14 @@ def each(work, names, options, show):
     """Work on every name, results in order."""
     progress = text.Progress(len(names), not options.json)
     start_cheaply()
-    with concurrent.futures.ProcessPoolExecutor(max(1, min(options.jobs, len(names)))) as pool:
-        for name, future in [(name, pool.submit(work, name, options)) for name in names]:
-            result = future.result()
-            progress.clear()
-            show(name, result)
-            progress.step(name)
+    for first in range(0, len(names), PER_POOL):
+        part = names[first:first + PER_POOL]
+        with concurrent.futures.ProcessPoolExecutor(max(1, min(options.jobs, len(part)))) as pool:
+            for name, future in [(name, pool.submit(work, name, options)) for name in part]:
+                result = future.result()
+                progress.clear()
+                show(name, result)
+                progress.step(name)
     progress.clear()
 
 
