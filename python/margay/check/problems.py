@@ -84,6 +84,8 @@ def attention(row, backward, large):
               (30, 2 * keys + 1, False, True), (3 * rows, 3 * rows + 33, True, True, 3)]
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True)]
+    if c.get("FEATURES") == 1:      # tasks behind one whose last key block is seen whole
+        shapes.append((4 * rows, 4 * rows, False, True))
     kinds = FEATURES[c.get("FEATURES")]
     if large:
         yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, 4, 16, kinds[0])
