@@ -463,7 +463,9 @@ def test_bad_39_values():
     q, k, v = qkv()
     refused(ValueError, "matmul: activation is 'tanh', expected one of None, 'relu', 'gelu', 'gelu_tanh', 'silu'", mg.matmul, q[0, 0], k[0, 0].T,
             activation="tanh")
-    refused(TypeError, "unexpected keyword argument 'window'", mg.attention, q, k, v, window=(4, 0))
+    for window in (4, (4,), (4, 0, 0), (4, "x"), (1.5, 0)):
+        refused(TypeError, f"attention: window is {window!r}, expected a pair of integers (left, right)", mg.attention, q, k, v, window=window)
+    refused(TypeError, "unexpected keyword argument 'windows'", mg.attention, q, k, v, windows=(4, 0))
     refused(ValueError, "explain: op is softmax, expected attention or matmul where tensors are given", mg.explain, "softmax", q)
 
 

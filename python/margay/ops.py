@@ -71,8 +71,11 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
 
 
 def _window(window):
-    left, right = window
-    return -1 if left is None else int(left), -1 if right is None else int(right)
+    try:
+        left, right = (-1 if bound is None else bound.__index__() for bound in window)
+    except (AttributeError, TypeError, ValueError):
+        raise TypeError(f"attention: window is {window!r}, expected a pair of integers (left, right)") from None
+    return left, right
 
 
 def _dropout(p):
