@@ -1,4 +1,4 @@
-"""The drop-ins under torch.compile, checkpointing, autocast, CUDA graphs and DDP, and in a training run."""
+"""The drop-ins under torch.compile, checkpointing, autocast, CUDA graphs, DDP and FSDP, and in a training run."""
 
 import math
 import os
@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import margay as mg
@@ -229,7 +231,7 @@ def test_captured(name):
     torch.testing.assert_close(out, function(x))
 
 
-# ---- DDP
+# ---- several processes
 
 
 class Block(torch.nn.Module):
@@ -245,29 +247,47 @@ class Block(torch.nn.Module):
         return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def ddp_process(rank, folder):
+def wrap_ddp(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def wrap_fsdp(model):
+    """Parameters in shards: attention's are gathered before its forward and its backward, the others' with the whole model's."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    fully_shard(model.attention, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train_process(rank, folder, wrap):
+    """Leaves the gradients of one step over half of the batch, summed over the processes, in folder/rank.pt."""
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(Block())
+    model = wrap(Block())
     x = torch.load(f"{folder}/x.pt")
     with mg.enable_sdpa():
         model(x[rank::2]).square().mean().backward()
-    torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    torch.save(gradients, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(0)  # torch's threads that still wait for the interpreter's lock would abort an orderly exit
 
 
-def test_ddp(tmp_path):
+@pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp])
+def test_two_processes(tmp_path, wrap):
     """Two processes get the gradients of one with the whole batch."""
     x = torch.randn(4, 13, 32)
     torch.save(x, tmp_path / "x.pt")
-    torch.multiprocessing.spawn(ddp_process, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.spawn(train_process, (str(tmp_path), wrap), nprocs=2)
     torch.manual_seed(0)
     model = Block()
     model(x).square().mean().backward()
     for rank in range(2):
-        for parameter, gradient in zip(model.parameters(), torch.load(tmp_path / f"{rank}.pt")):
+        gradients = torch.load(tmp_path / f"{rank}.pt")
+        assert len(gradients) == len(list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
