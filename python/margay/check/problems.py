@@ -86,7 +86,7 @@ def attention(row, backward, large):
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True)]
     if c.get("FEATURES") == 1:      # tasks behind one whose last key block is seen whole
         shapes.append((4 * rows, 4 * rows, False, True))
-    kinds = FEATURES[c.get("FEATURES")]
+    kinds = FEATURES[0 if "features == 0" in row["when"] else c.get("FEATURES")]   # of others the rows beside this one would expect another width
     if large:
         yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, 4, 16, kinds[0])
         yield "few blocks", lambda: call_attention(row, dtype, d, 2 * rows, 2000, False, True, backward, kind=kinds[0])
