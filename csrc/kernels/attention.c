@@ -147,8 +147,8 @@ static int even_section(int64_t most, int64_t heads) {
 static int forward_section(const mg_context *c, int64_t bytes, int64_t heads) {
   return even_section(at_least(8, at_most(c->sms / 4, c->l2_bytes * 2 / 7 / at_least(1, bytes))), heads);
 }
-// Key heads of k_blocks tasks in a section of the backward. Masked: as many as balance the multiprocessors; of grouped queries, whose tasks are long, a
-// task for each. Else q, dout and dq stay in the L2.
+// Key heads (or parts) of k_blocks tasks in a section of the backward. Masked: as many as balance the multiprocessors; of grouped queries, whose tasks
+// are long, a task for each. Else q, dout and dq stay in the L2.
 static int backward_section(const mg_context *c, bool masked, int64_t bytes, const attention_bwd_params *p) {
   int64_t most = at_most(16, c->l2_bytes * 2 / 3 / at_least(1, bytes));
   if (masked) most = p->group == 1 ? 8 : at_least(4, at_most(8, c->sms / p->k_blocks));
@@ -231,16 +231,30 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   return mg_launch(&c, row, &p, blocks);
 }
 
-// ---- backward: workspace is  dq accumulator | lse2 | delta | counter | order
+// ---- backward: workspace is  dq accumulator | lse2 | delta | counter | order | dk accumulator | dv accumulator
 typedef struct plan {
   const mg_kernel *pre, *main, *post;
   int64_t tile, q_blocks, q_real, blocks64;   // blocks of the main kernel's tile rows; allocated blocks of 64 rows, of a sequence
   int64_t head_blocks;                        // allocated blocks of 64 rows of a head: of all its packed sequences
   int64_t width;                              // columns of an accumulator row: the main kernel's head dimension
-  size_t lse2, delta, counters, counter_words, bytes;   // offsets in bytes
+  int64_t acc_blocks;                         // blocks of 64 keys of a head in dk's and dv's accumulators, packed sequences: of all of them
+  int parts;                                  // of each group of query heads; 1: dk and dv need no accumulators
+  size_t lse2, delta, counters, counter_words, dk, dv, bytes;   // offsets in bytes
 } plan;
 
 static size_t round_up(size_t n) { return (n + 255) & ~(size_t)255; }
+
+// A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or those that run together
+// walk over more than the L2 keeps (additions to dq then go to memory), the heads are dealt out to tasks whose dk and dv are added up in fp32.
+static int parts_of(const shape *x, const mg_problem *problem, const plan *w, int64_t k_blocks, const mg_context *c) {
+  int64_t group = x->q_heads / at_least(1, x->k_heads), tasks = x->batch * x->k_heads * k_blocks, parts = 1;
+  int64_t rows = at_most(x->q_rows, problem->span + 2 * w->tile), together = at_most(x->batch * x->k_heads, ceil_div(c->sms, k_blocks));
+  int64_t bytes = together * group * rows * (4 * w->width + 2 * (x->d + x->dv));
+  if (problem->deterministic || problem->features > 1) return 1;
+  while (parts < group && (tasks * parts < 2 * c->sms || bytes > parts * c->l2_bytes * 3 / 2))
+    do parts++; while (group % parts);
+  return (int)parts;
+}
 
 static mg_status make_plan(plan *w, const shape *x, const mg_problem *problem, bool packed, const mg_context *c) {
   mg_status status = mg_select(&w->main, MG_OP_attention_bwd, problem, c);
@@ -265,7 +279,13 @@ static mg_status make_plan(plan *w, const shape *x, const mg_problem *problem, b
   w->delta = w->lse2 + round_up(rows * sizeof(float));
   w->counters = w->delta + round_up(rows * sizeof(float));
   w->counter_words = 4 + (problem->deterministic ? (size_t)(heads * w->q_blocks * 4) : 0);
-  w->bytes = w->counters + round_up(w->counter_words * sizeof(int));
+  w->dk = w->counters + round_up(w->counter_words * sizeof(int));
+  int64_t tile_n = mg_desc(w->main)->tile_n, k_blocks = ceil_div(x->k_rows, tile_n);
+  w->parts = parts_of(x, problem, w, at_least(1, k_blocks), c);
+  w->acc_blocks = (packed ? x->k_total / tile_n + 2 * x->batch : k_blocks) * (tile_n / 64);
+  size_t acc = w->parts > 1 ? (size_t)((packed ? 1 : x->batch) * x->k_heads * w->acc_blocks * 64 * w->width) * sizeof(float) : 0;
+  w->dv = w->dk + round_up(acc);
+  w->bytes = w->dv + round_up(acc);
   if (x->batch * x->q_heads * w->blocks64 > INT32_MAX / 8 || heads * w->head_blocks > INT32_MAX / 8) return mg_fail(MG_VALUE, "attention_backward: %lld row blocks, too many", (long long)(heads * w->blocks64));
   return MG_OK;
 }
@@ -284,6 +304,17 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
   if ((status = make_plan(&w, &x, &problem, options->features && options->features->q_start, &c))) return status;
   *bytes = x.q_heads * q->shape[0] * x.q_total * x.k_total == 0 ? 0 : w.bytes;
   return MG_OK;
+}
+
+// out = scale * acc. acc_blocks: allocated blocks of 64 rows of a head.
+static mg_status round_acc(const mg_context *c, const mg_kernel *post, const char *name, const mg_tensor *out, const float *acc, float scale,
+                           int64_t batch, int64_t rows, int64_t acc_blocks, packed_rows packed) {
+  attention_bwd_post_params p = {.dq_acc = acc, .q_blocks = (int)ceil_div(rows, 64), .acc_blocks = (int)acc_blocks, .q_heads = (int)out->shape[1],
+                                 .scale = scale, .packed = packed, .out = out->data, .out_row = out->stride[2], .out_head = out->stride[1],
+                                 .columns = (int)out->shape[3]};
+  p.tasks = (int)(batch * out->shape[1] * p.q_blocks);
+  mg_status status = map(&p.dq, c, name, out, 64);
+  return status ? status : mg_launch(c, post, &p, grid(c, post, p.tasks));
 }
 
 mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout, const mg_tensor *q,
@@ -328,6 +359,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   int *counters = (int *)(base + w.counters);
   int64_t heads = x.batch * x.q_heads;
   const packed_rows packed = {f->q_start ? f->q_start->data : NULL, (int)(w.tile / 64), (int)w.head_blocks};
+  const packed_rows packed_keys = {f->k_start ? f->k_start->data : NULL, mg_desc(w.main)->tile_n / 64, (int)w.acc_blocks};
 
   attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,
                                   .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
@@ -337,15 +369,17 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
       (status = mg_launch(&c, w.pre, &pre, grid(&c, w.pre, pre.tasks))))
     return status;
 
+  if (w.parts > 1 && (status = mg_fill(&c, base + w.dk, 0, sizeof(int), (int64_t)((w.bytes - w.dk) / sizeof(int))))) return status;
   const mg_kernel_desc *desc = mg_desc(w.main);
   attention_bwd_params p = {
     .lse2 = lse2, .delta = delta, .dq_acc = acc, .counter = counters, .order = options->deterministic ? counters + 4 : NULL,
     .k_blocks = (int)ceil_div(x.k_rows, desc->tile_n), .q_blocks = (int)w.q_blocks, .q_real = (int)w.q_real, .batch = (int)x.batch,
-    .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads, .group = (int)(x.q_heads / x.k_heads), .q_rows = (int)x.q_rows,
-    .k_rows = (int)x.k_rows, .diagonal = upper_diagonal(&x, options), .scale = (float)(scale * LOG2E),
+    .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads * w.parts, .group = (int)(x.q_heads / x.k_heads) / w.parts, .parts = w.parts,
+    .dk_acc = w.parts > 1 ? (float *)(base + w.dk) : NULL, .dv_acc = w.parts > 1 ? (float *)(base + w.dv) : NULL, .acc_blocks = (int)w.acc_blocks,
+    .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows, .diagonal = upper_diagonal(&x, options), .scale = (float)(scale * LOG2E),
     .features = features_of(&x, options->features), .dk_out = dk->data, .dk_row = dk->stride[2], .dk_head = dk->stride[1],
     .dv_out = dv->data, .dv_row = dv->stride[2], .dv_head = dv->stride[1], .k_columns = (int)x.d, .v_columns = (int)x.dv};
-  p.tasks = (int)(x.batch * x.k_heads * p.k_blocks);
+  p.tasks = (int)x.batch * p.k_heads * p.k_blocks;
   p.l2_heads = backward_section(&c, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), &p);
   int rows = (int)at_most(64, desc->tile_n);
   if ((status = map(&p.q, &c, "attention_backward: q", q, desc->tile_m)) || (status = map(&p.dout, &c, "attention_backward: dout", dout, desc->tile_m)) ||
@@ -354,10 +388,8 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
       (status = mg_launch(&c, w.main, &p, grid(&c, w.main, p.tasks))))
     return status;
 
-  attention_bwd_post_params post = {.dq_acc = acc, .q_blocks = (int)ceil_div(x.q_rows, 64), .acc_blocks = (int)w.blocks64,
-                                    .q_heads = (int)x.q_heads, .scale = scale, .packed = packed, .out = dq->data, .out_row = dq->stride[2],
-                                    .out_head = dq->stride[1], .columns = (int)x.d};
-  post.tasks = (int)(heads * post.q_blocks);
-  if ((status = map(&post.dq, &c, "attention_backward: dq", dq, 64))) return status;
-  return mg_launch(&c, w.post, &post, grid(&c, w.post, post.tasks));
+  status = round_acc(&c, w.post, "attention_backward: dq", dq, acc, scale, x.batch, x.q_rows, w.blocks64, packed);
+  if (status || w.parts == 1) return status;
+  if ((status = round_acc(&c, w.post, "attention_backward: dk", dk, p.dk_acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys))) return status;
+  return round_acc(&c, w.post, "attention_backward: dv", dv, p.dv_acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys);
 }

@@ -60,19 +60,22 @@ typedef struct attention_bwd_params {
   int k_columns, v_columns;
   const float *lse2, *delta;
   float *dq_acc;
+  float *dk_acc, *dv_acc;   // [batch, key heads, acc_blocks, D / 64] tiles as in dq_acc, where the query heads of a group are split in parts; else NULL
+  int acc_blocks;           // blocks of 64 keys of a head; packed sequences: of all of them
   int *counter;             // dynamic task counter
   int *order;               // [batch, q_heads, q_blocks, 2]: key blocks that have added to this half of dq; NULL where not deterministic
   int tasks, k_blocks;
   int q_blocks, q_real;     // blocks of the kernel's tile of query rows of one head: allocated (at least q_real + 1), with rows in them
                             // packed sequences: allocated for all of them together
-  int batch, q_heads, k_heads, group;
+  int batch, q_heads, k_heads, group;   // k_heads and group: of parts; `parts` of them share a key head
+  int parts;
   int q_rows, k_rows;
   int diagonal;             // as above
-  int l2_heads;             // key heads in a section, inside which the blocks seen by most queries come first
+  int l2_heads;             // parts of key heads in a section, inside which the blocks seen by most queries come first
   float scale;              // softmax scale * log2(e)
 } attention_bwd_params;
 
-// dq = scale * accumulator, to 16 bit
+// dq = scale * accumulator, to 16 bit; dk and dv of groups in parts likewise, with keys for q's rows
 typedef struct attention_bwd_post_params {
   gmap dq;
   packed_rows packed;

@@ -141,24 +141,31 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   float scale = p.scale * 0.6931471805599453f;
   int row = get(t.row) + wg * 64, head = get(t.head), batch = get(t.batch), keys = get(t.keys) - wg * 64;
   bool whole = !SEQUENCES || !p.features.q_start || keys >= 64;   // else the next sequence's keys follow
+  int64_t acc = (int64_t)(get(t.acc) + wg) * 64 * D;
   catch_up<true>(a, p, s, n, count, wg);
-  if (!whole) store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
-  store(s.v[wg], a.dv);   // only this warpgroup reads this v
-  fence_async();
-  wg_sync();
-  if (whole) tma_store(p.dv, s.v[wg], row, 0, head, batch);
+  if (p.dv_acc) add_acc(p.dv_acc + acc, a.dv);
+  else {
+    if (!whole) store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
+    store(s.v[wg], a.dv);   // only this warpgroup reads this v
+    fence_async();
+    wg_sync();
+    if (whole) tma_store(p.dv, s.v[wg], row, 0, head, batch);
+  }
   dq_issue(dq, s, n - 1, count, wg);
   mma_wait<0>(dq);
   dq_add(dq, p, s, n - 1, wg);
   map(a.dk, [=](float x) { return x * scale; });
-  if (!whole) store_first((elem *)p.dk_out + row * p.dk_row + head * p.dk_head, p.dk_row, a.dk, keys, p.k_columns);
   tma_store_wait_read();
   sem_arrive(s.v_free);
-  bar_sync(NC + 1, 128 * NC);   // both have done with k
-  store(s.k[count & 1][wg], a.dk);
-  fence_async();
-  wg_sync();
-  if (whole) tma_store(p.dk, s.k[count & 1][wg], row, 0, head, batch);
+  if (p.dk_acc) add_acc(p.dk_acc + acc, a.dk);
+  else {
+    if (!whole) store_first((elem *)p.dk_out + row * p.dk_row + head * p.dk_head, p.dk_row, a.dk, keys, p.k_columns);
+    bar_sync(NC + 1, 128 * NC);   // both have done with k
+    store(s.k[count & 1][wg], a.dk);
+    fence_async();
+    wg_sync();
+    if (whole) tma_store(p.dk, s.k[count & 1][wg], row, 0, head, batch);
+  }
   queue_release(s.queue, count);
 }
 // Of the task before.

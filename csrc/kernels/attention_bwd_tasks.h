@@ -1,5 +1,5 @@
 // How the backward kernels walk: a task is a block of BN keys of one key head, its steps are the blocks of M query rows of the group's
-// heads that see it. Included by the kernels once BN, M, DETERMINISTIC and FEATURES are known.
+// heads, or of a part of them, that see it. Included by the kernels once BN, M, DETERMINISTIC and FEATURES are known.
 #pragma once
 
 enum { SEQUENCES = FEATURES > 0, EVERYTHING = FEATURES > 1 };
@@ -63,14 +63,21 @@ TILE int first_visitor(const attention_bwd_params &p, int diagonal, int lower, i
   int a = seen > 0 ? (seen + BN - 1) / BN : 0, b = least > 0 && added > 0 ? (added + BN - 1) / BN : 0;
   return a < b ? a : b;
 }
+// A task's first tile of dk_acc and dv_acc, in blocks of 64 keys.
+TILE int acc_block(const attention_bwd_params &p, const task &t) {
+  int head = t.k_head / p.parts, block = t.key0 / 64;
+  if (SEQUENCES && p.features.q_start) return head * p.acc_blocks + padded_block(p.features.k_start, t.batch, BN) * (BN / 64) + block;
+  return (t.batch * (p.k_heads / p.parts) + head) * p.acc_blocks + block;
+}
 // A task in shared memory: less for the roles to work out and to keep in registers. Two, as in the queue; the loader fills one once it was given
 // the task, and makes it known with the task's k.
-struct held { int steps, keys, row, head, batch, first, blocks, turn, real, base, q0, key0, diagonal, lower, distance, heads; };
+struct held { int steps, keys, row, head, part, batch, first, blocks, turn, real, base, q0, key0, diagonal, acc, lower, distance, heads; };
 TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.steps, t.steps);
   put(h.keys, t.seq.keys - t.key0);          // from the block's first on
   put(h.row, t.seq.k0 + t.key0);             // the block in the maps: row, head, batch
-  put(h.head, t.k_head);
+  put(h.head, t.k_head / p.parts);
+  put(h.part, t.k_head);
   put(h.batch, in_memory(p, t));
   put(h.first, t.first);
   put(h.blocks, t.blocks);
@@ -80,6 +87,7 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.q0, t.seq.q0);
   put(h.key0, t.key0);
   put(h.diagonal, t.seq.diagonal);
+  put(h.acc, acc_block(p, t));
   if (SEQUENCES) put(h.lower, t.seq.lower);
   if (EVERYTHING) {
     put(h.distance, t.seq.keys - t.seq.rows);
@@ -87,7 +95,7 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   }
 }
 // Query head and block of a step.
-TILE int head_of(const held &h, const attention_bwd_params &p, int step) { return get(h.head) * p.group + step / get(h.blocks); }
+TILE int head_of(const held &h, const attention_bwd_params &p, int step) { return get(h.part) * p.group + step / get(h.blocks); }
 TILE int block_of(const held &h, int step) {
   int blocks = get(h.blocks), i = step % blocks + get(h.turn);
   return get(h.first) + (i < blocks ? i : i - blocks);

@@ -55,7 +55,7 @@ template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n);   // co
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n);
 // Rounds to T; row r goes to f(r), a T *, or nowhere where that is NULL; columns >= n are not written.
 template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n);
-// Accumulator tiles in global memory: 64 * N floats whose order is private to the backend.
+// Accumulator tiles in global memory: 64 * N floats whose order is private to the backend; more than 64 columns are tiles of 64, one after another.
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t);    // atomic fp32 additions
 template<int N> TILE void load_acc(rt<float, N> &t, const float *g);
 template<int N> TILE void zero_acc(float *g);                          // 64 * N zeros

@@ -205,22 +205,26 @@ template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t,
     narrow_row(g, t.d[r], n < N ? n : N);
   }
 }
-// Accumulator tiles are row-major. Additions of several threads to one tile: one lock per tile, hashed by its address.
+// An accumulator is row-major tiles of at most 64 columns. Additions of several threads to one: a lock each, hashed by its address.
 static int acc_locks[256];
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
+  enum { W = N < 64 ? N : 64 };
   touches_global(g, 64 * N * sizeof(float), GLOBAL_ADD);
   reads(t);
   int *lock = &acc_locks[(uint32_t)((uintptr_t)g >> 8) * 2654435761u >> 24];
   while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
-  const float *s = t.d[0];
+  for (int col = 0; col < N; col += W)
+    for (int r = 0; r < 64; r++)
 #pragma GCC ivdep
-  for (int i = 0; i < 64 * N; i++) g[i] += s[i];
+      for (int c = 0; c < W; c++) g[col * 64 + r * W + c] += t.d[r][col + c];
   __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
 }
 template<int N> TILE void load_acc(rt<float, N> &t, const float *g) {
+  enum { W = N < 64 ? N : 64 };
   touches_global(g, 64 * N * sizeof(float), GLOBAL_READ);
   writes(t);
-  memcpy(t.d, g, sizeof t.d);
+  for (int col = 0; col < N; col += W)
+    for (int r = 0; r < 64; r++) memcpy(&t.d[r][col], g + col * 64 + r * W, W * sizeof(float));
 }
 template<int N> TILE void zero_acc(float *g) {
   touches_global(g, 64 * N * sizeof(float), GLOBAL_WRITE);

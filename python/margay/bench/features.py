@@ -1,7 +1,7 @@
 """Grouped queries, windows and packed sequences against the dense rate for the same work, and against PyTorch's own paths for them.
 
-FLOP count the pairs of row and key that are visible: 4 D Hq each forward, 2.5 times that backward. The dense case of each group comes first; its
-rate is what the others are to reach.
+FLOP count the pairs of row and key that are visible: 4 D Hq each forward, 2.5 times that backward. In front of each case comes the dense one of the
+same work, whose rate it is to reach: as many rows, and as many visible keys a row.
 """
 import functools
 import random
@@ -28,10 +28,16 @@ def pairs(n, window=None):
     return seen * (seen + 1) // 2 + (n - seen) * seen
 
 
-def dense(d, n, kv_heads):
+def same_length():
+    """Of as many sequences, equally long, that have as many visible pairs as lengths()."""
+    sizes = lengths()
+    return round((sum(n * n for n in sizes) / len(sizes)) ** 0.5)
+
+
+def dense(d, n, kv_heads, sequences):
     torch.manual_seed(0)
     heads = WIDTH // d
-    make = lambda h: torch.randn(TOKENS // n, n, h, d, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    make = lambda h: torch.randn(sequences, n, h, d, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
     return make(heads), make(kv_heads or heads), make(kv_heads or heads), make(heads)
 
 
@@ -42,15 +48,15 @@ def flash(q, k, v, causal, window):
     return out.transpose(1, 2)
 
 
-def build(d, n, kv_heads, window, backward):
-    q, k, v, dout = dense(d, n, kv_heads)
+def build(d, n, kv_heads, window, sequences, backward):
+    q, k, v, dout = dense(d, n, kv_heads, sequences)
     ours = functools.partial(margay.attention, **({} if window is None else {"window": (window, 0)}))
     runners = {"margay": ours}
     if window is None:
         runners["cuDNN"] = lambda q, k, v, causal: _grouped(q, k, v, causal)
     elif not backward:
         runners["torch flash"] = lambda q, k, v, causal: flash(q, k, v, causal, window)
-    work = 4 * (TOKENS // n) * q.shape[1] * pairs(n, window) * d
+    work = 4 * sequences * q.shape[1] * pairs(n, window) * d
     if backward:
         return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work)
     return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work)
@@ -81,10 +87,11 @@ def cases():
         for d in (64, 128):
             direction = "backward" if backward else "forward"
             group = {"group": f"{direction} D={d} bfloat16, causal", "direction": direction, "d": d}
-            kinds = {"dense N=4096": (4096, None, None), "dense N=1024": (1024, None, None), "GQA 8:1 N=4096": (4096, WIDTH // d // 8, None),
-                     "window 1024 N=16384": (16384, None, WINDOW)}
-            for name, (n, kv_heads, window) in kinds.items():
-                yield Case(f"{direction} D={d} {name}", group | {"kind": name}, functools.partial(build, d, n, kv_heads, window, backward))
+            kinds = {"dense N=4096": (4096, None, None, TOKENS // 4096), "GQA 8:1 N=4096": (4096, WIDTH // d // 8, None, TOKENS // 4096),
+                     "dense N=2048": (2048, None, None, TOKENS // 2048), "window 1024 N=16384": (16384, None, WINDOW, TOKENS // 16384),
+                     f"dense, 16 of {same_length()}": (same_length(), None, None, 16)}
+            for name, arguments in kinds.items():
+                yield Case(f"{direction} D={d} {name}", group | {"kind": name}, functools.partial(build, d, *arguments, backward))
             yield Case(f"{direction} D={d} packed, 16 of 100..8192", group | {"kind": "packed, 16 of 100..8192"}, functools.partial(build_packed, d, backward))
 
 
