@@ -205,7 +205,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   mg_problem problem = problem_of(&x, options, q, c.sms);
   if ((status = mg_select(&row, MG_OP_attention_fwd, &problem, &c))) return status;
   if (x.q_heads * in_memory[0] * x.q_total == 0) return MG_OK;
-  if (x.k_total == 0) {
+  if (x.k_total == 0 || x.batch * x.q_rows == 0) {   // no keys; or packed, and no sequence with rows
     status = mg_is_empty(out) ? MG_OK : fill(&c, out, 0);
     return status || !lse ? status : fill(&c, lse, 0xff800000u);   // -inf
   }
@@ -314,7 +314,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   mg_problem problem = problem_of(&x, options, q, c.sms);
   plan w;
   if ((status = make_plan(&w, &x, &problem, options->features && options->features->q_start, &c))) return status;
-  if (x.q_heads * o_shape[0] * x.q_total * x.k_total == 0) {
+  if (x.q_heads * o_shape[0] * x.q_total * x.k_total == 0 || x.batch * x.q_rows * x.k_rows == 0) {   // the latter: no sequence, or only empty ones
     const mg_tensor *all[] = {dq, dk, dv};
     for (int i = 0; i < 3; i++)
       if (!mg_is_empty(all[i]) && (status = fill(&c, all[i], 0))) return status;
@@ -358,6 +358,13 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
                                     .q_heads = (int)x.q_heads, .scale = scale, .packed = packed, .out = dq->data, .out_row = dq->stride[2],
                                     .out_head = dq->stride[1], .columns = (int)x.d};
   post.tasks = (int)(heads * post.q_blocks);
+  if (f->q_start) {
+    const int *q_start = f->q_start->data, *k_start = f->k_start->data;
+    const mg_tensor *grads[] = {dq, dk, dv};
+    for (int i = 0; i < 3; i++)
+      post.behind[i] = (rows_behind){grads[i]->data, grads[i]->stride[2], grads[i]->stride[1], (int)grads[i]->shape[3], (int)grads[i]->shape[1],
+                                     (int)grads[i]->shape[2], (i ? k_start : q_start) + x.batch};
+  }
   if ((status = map(&post.dq, &c, "attention_backward: dq", dq, 64))) return status;
   return mg_launch(&c, w.post, &post, grid(&c, w.post, post.tasks));
 }

@@ -167,6 +167,28 @@ TILE void free_k(shared &s, uint32_t count) {
   if (count > 0) sem_arrive(s.k_free[~count & 1]);
 }
 
+// Rows of other sequences, or of none, become 0: 0 times what they hold may be NaN. A warpgroup clears its own keys; the other reads them for dq,
+// behind the arrivals of ring_ds.
+TILE void clear_keys(shared &s, uint32_t count, int wg) {
+  int own = get(s.task_of[count & 1].own) - wg * 64;
+  if (own >= 64) return;
+  clear_rows(s.k[count & 1][wg], 0, own);
+  clear_rows(s.v[wg], 0, own);
+  fence_async();
+  wg_sync();
+}
+// The first warpgroup, in its turn, which comes before the other's turn with this step.
+TILE void clear_queries(shared &s, uint32_t n) {
+  ring_pos at = ring_at<STAGES>(n);
+  int rows = get(s.at[n % SLOTS].rows);
+  if (rows >= M) return;
+  sem_wait(s.dout_full[at.stage], at.phase);
+  clear_rows(s.q[at.stage], 0, rows);
+  clear_rows(s.dout[at.stage], 0, rows);
+  fence_async();
+  wg_sync();
+}
+
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
   turn_begin<NC>(wg);
@@ -174,6 +196,7 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     state a;
     sem_wait(s.k_full[count & 1], (count / 2) & 1);
     sem_wait(s.v_full, count & 1);
+    if (SEQUENCES) clear_keys(s, count, wg);
     uint32_t end = n + get(s.task_of[count & 1].steps);
     for (uint32_t begin = n; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);
@@ -184,6 +207,7 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
         free_k(s, count);
       }
       ring_wait(s.ring_q, at);
+      if (SEQUENCES && wg == 0) clear_queries(s, n);
       mma_fence();
       mma_ABt<ZERO>(a.s, s.k[count & 1][wg], s.q[at.stage]);
       mma_commit();

@@ -10,6 +10,7 @@ struct place {
   int diagonal;    // query i of the step sees keys of the block up to i + diagonal
   int dq_block;    // index of the step's query block among all heads' blocks
   int turn;        // of this key block among those that add to dq_block; -1 for padding, which not every key block visits
+  int rows;        // rows with FEATURES: the step's query rows before those of another sequence
   int lower, distance, row, key, head;   // rows with FEATURES: keys from i + lower on are seen; row - key of the first; these; batch * q_heads + head
 };
 
@@ -65,7 +66,8 @@ TILE int first_visitor(const attention_bwd_params &p, int diagonal, int lower, i
 }
 // A task in shared memory: less for the roles to work out and to keep in registers. Two, as in the queue; the loader fills one once it was given
 // the task, and makes it known with the task's k.
-struct held { int steps, keys, row, head, batch, first, blocks, turn, real, base, q0, key0, diagonal, lower, distance, heads; };
+// own, rows: keys from the block's first, and query rows, to the end of a packed sequence; no end where dense, no keys where there are no rows.
+struct held { int own, rows, steps, keys, row, head, batch, first, blocks, turn, real, base, q0, key0, diagonal, lower, distance, heads; };
 TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.steps, t.steps);
   put(h.keys, t.seq.keys - t.key0);          // from the block's first on
@@ -80,7 +82,12 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.q0, t.seq.q0);
   put(h.key0, t.key0);
   put(h.diagonal, t.seq.diagonal);
-  if (SEQUENCES) put(h.lower, t.seq.lower);
+  if (SEQUENCES) {
+    bool packed = p.features.q_start;
+    put(h.lower, t.seq.lower);
+    put(h.own, !packed ? UNMASKED : t.seq.rows > 0 ? t.seq.keys - t.key0 : 0);
+    put(h.rows, packed ? t.seq.rows : UNMASKED);
+  }
   if (EVERYTHING) {
     put(h.distance, t.seq.keys - t.seq.rows);
     put(h.heads, t.batch * p.q_heads);         // before this sequence's
@@ -99,7 +106,10 @@ TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int
   put(at.diagonal, block * M + diagonal - key0);
   put(at.dq_block, get(h.base) + head * p.q_blocks + block);
   put(at.turn, block >= get(h.real) || (SEQUENCES && !p.order) ? -1 : key0 / BN - (SEQUENCES ? first_visitor(p, diagonal, lower, block) : 0));
-  if (SEQUENCES) put(at.lower, block * M + lower - key0);
+  if (SEQUENCES) {
+    put(at.lower, block * M + lower - key0);
+    put(at.rows, get(h.rows) - block * M);
+  }
   if (EVERYTHING) {
     put(at.distance, block * M + get(h.distance) - key0);
     put(at.row, block * M);
