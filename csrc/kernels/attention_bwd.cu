@@ -167,15 +167,14 @@ TILE void free_k(shared &s, uint32_t count) {
   if (count > 0) sem_arrive(s.k_free[~count & 1]);
 }
 
-// Rows of other sequences, or of none, become 0: 0 times what they hold may be NaN. A warpgroup clears its own keys; the other reads them for dq,
-// behind the arrivals of ring_ds.
+// Rows of other sequences, or of none, become 0: 0 times what they hold may be NaN. A warpgroup clears its own keys, in front of its first turn; the
+// other reads them for dq, behind the arrivals of ring_ds.
 TILE void clear_keys(shared &s, uint32_t count, int wg) {
   int own = get(s.task_of[count & 1].own) - wg * 64;
   if (own >= 64) return;
   clear_rows(s.k[count & 1][wg], 0, own);
   clear_rows(s.v[wg], 0, own);
   fence_async();
-  wg_sync();
 }
 // The first warpgroup, in its turn, which comes before the other's turn with this step.
 TILE void clear_queries(shared &s, uint32_t n) {
