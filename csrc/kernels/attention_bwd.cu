@@ -167,24 +167,13 @@ TILE void free_k(shared &s, uint32_t count) {
   if (count > 0) sem_arrive(s.k_free[~count & 1]);
 }
 
-// Rows of other sequences, or of none, become 0: 0 times what they hold may be NaN. A warpgroup clears its own keys, in front of its first turn; the
-// other reads them for dq, behind the arrivals of ring_ds.
-TILE void clear_keys(shared &s, uint32_t count, int wg) {
-  int own = get(s.task_of[count & 1].own) - wg * 64;
-  if (own >= 64) return;
-  clear_rows(s.k[count & 1][wg], 0, own);
-  clear_rows(s.v[wg], 0, own);
-  fence_async();
-}
-// The first warpgroup, in its turn, which comes before the other's turn with this step.
+// Rows of q and dout that are not this sequence's. The first warpgroup, in its turn: the other's with this step comes later.
 TILE void clear_queries(shared &s, uint32_t n) {
   ring_pos at = ring_at<STAGES>(n);
   int rows = get(s.at[n % SLOTS].rows);
   if (rows >= M) return;
   sem_wait(s.dout_full[at.stage], at.phase);
-  clear_rows(s.q[at.stage], 0, rows);
-  clear_rows(s.dout[at.stage], 0, rows);
-  fence_async();
+  clear_rest(s.q[at.stage], s.dout[at.stage], rows);
   wg_sync();
 }
 
@@ -195,7 +184,8 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     state a;
     sem_wait(s.k_full[count & 1], (count / 2) & 1);
     sem_wait(s.v_full, count & 1);
-    if (SEQUENCES) clear_keys(s, count, wg);
+    // Its own keys; its first turn orders that for all of its warps, and ring_ds for the other, which reads k for dq.
+    if (SEQUENCES) clear_rest(s.k[count & 1][wg], s.v[wg], get(s.task_of[count & 1].own) - wg * 64);
     uint32_t end = n + get(s.task_of[count & 1].steps);
     for (uint32_t begin = n; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);

@@ -93,6 +93,13 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
     put(h.heads, t.batch * p.q_heads);         // before this sequence's
   }
 }
+// Warpgroup. Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be NaN.
+template<int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int rows) {
+  if (rows >= R) return;
+  clear_rows(a, 0, rows);
+  clear_rows(b, 0, rows);
+  fence_async();
+}
 // Query head and block of a step.
 TILE int head_of(const held &h, const attention_bwd_params &p, int step) { return get(h.head) * p.group + step / get(h.blocks); }
 TILE int block_of(const held &h, int step) {

@@ -25,7 +25,7 @@ TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   queue_init(s.queue, arrivals(0, 0, NC));
-  for (int i = 0; i < 2; i++) sem_init(s.v_clean[i], arrivals(0, 0, 1));
+  for (int i = 0; SEQUENCES && i < 2; i++) sem_init(s.v_clean[i], arrivals(0, 0, 1));
   for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
 }
 
