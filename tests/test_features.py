@@ -10,7 +10,7 @@ import torch
 
 import margay as mg
 from cases import DEVICES, DIMS, HALF, check_error, largest_score
-from margay import _C
+from margay import _C, _torch, flash_attn_interface
 
 CASES = 100
 
@@ -289,3 +289,120 @@ def test_the_backward_kernels_agree_on_the_head_dim(dtype):
                 rows = [re.search(r"(\w+) takes it", _C.explain(op, dtype=dtype, gpu=gpu, d=d, features=features, deterministic=deterministic)).group(1)
                         for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
                 assert len({re.search(r"\bD=(\d+)", constants[name]).group(1) for name in rows}) == 1, rows
+
+
+# ---- what packed sequences must not see of each other. The library is called with outputs that hold NaN, so that what it does not write shows.
+
+LENGTHS = ((100, 100), (33, 150), (0, 40), (129, 65), (64, 128), (7, 0), (70, 200), (257, 3))   # rows, keys
+POISONED = (1, 4, 7)            # the others' results may not depend on these; the third has no rows: nobody sees its keys
+BEHIND = (21, 135)              # rows of q and of k and v behind the last sequence
+KINDS = {
+    "plain": dict(),
+    "causal": dict(causal=True),
+    "window": dict(causal=True, left=50),
+    "scores": dict(softcap=20.0, slopes=True, sink=True),
+    "dropout": dict(causal=True, dropout=0.3),
+}
+
+
+def packed_places(lengths=LENGTHS, behind=BEHIND):
+    """Of rows and of keys: the starts, and how many there are in memory."""
+    starts = [[0, *torch.tensor([pair[i] for pair in lengths], dtype=torch.int64).cumsum(0).tolist()] for i in (0, 1)]
+    return starts, [start[-1] + more for start, more in zip(starts, behind)]
+
+
+def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slopes=False, sink=False, dropout=0.0):
+    """out, lse, dq, dk, dv of [1, heads, rows, dim] tensors q, k, v, dout and dlse [1, heads, rows]."""
+    q, k, v, dout, dlse = tensors
+    starts, _ = packed_places(lengths)
+    heads = q.shape[1]
+    sinks, slope = (torch.linspace(-1, 1, heads, device=device), torch.full((1, heads), 0.01, device=device))
+    features = _torch._feature_tuple(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
+                                     -1, softcap, dropout, *(max((pair[i] for pair in lengths), default=0) for i in (0, 1)), 11)
+    nans = lambda t, *shape: torch.full(shape or t.shape, math.nan, dtype=t.dtype, device=device)
+    out, lse, grads = nans(v, *q.shape[:3], v.shape[3]), nans(dlse), [nans(t) for t in (q, k, v)]
+    _torch._attention_into(out, lse, q, k, v, 0.0, causal, features)
+    _torch._attention_backward_into(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
+    return out, lse, *grads
+
+
+def draw_packed(seed, dim, dtype, device, lengths=LENGTHS, heads=4, kv_heads=2):
+    g = torch.Generator().manual_seed(seed)
+    _, (rows, keys) = packed_places(lengths)
+    shapes = (heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, dim), (heads, rows, dim)
+    return [torch.randn(1, *shape, generator=g).to(device, dtype) for shape in shapes] + [torch.randn(1, heads, rows, generator=g).to(device)]
+
+
+def dtypes_of(device):
+    return HALF if device == "cuda" else (*HALF, torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", (64, 128, 192, 256))
+def test_neighbours_may_hold_nan(dim, kind, device):
+    starts, totals = packed_places()
+    row, key = [[(a, b) for a, b in zip(start, [*start[1:], total])] for start, total in zip(starts, totals)]   # the last pair: behind all
+    clean = [i for i in range(len(LENGTHS)) if i not in POISONED]
+    for seed, dtype in enumerate(dtypes_of(device)):
+        tensors = draw_packed(seed, dim, dtype, device)
+        want = run_packed(tensors, LENGTHS, device, **KINDS[kind])
+        single = ((math.nan, (0,)), (-math.inf, (1,)), (math.nan, (2,)), (math.nan, (3,))) if seed == 0 else ()
+        for value, which in ((math.nan, range(5)), (math.inf, range(5)), *single):
+            poisoned = [t.clone() for t in tensors]
+            for i in which:
+                for a, b in ([key, row][i in (0, 3, 4)][n] for n in (*POISONED, 2, len(LENGTHS))):
+                    poisoned[i][:, :, a:b] = value
+            found = run_packed(poisoned, LENGTHS, device, **KINDS[kind])
+            for i, name in enumerate(("out", "lse", "dq", "dk", "dv")):
+                for n in clean:
+                    a, b = (key if name in ("dk", "dv") else row)[n]
+                    x, y = found[i][:, :, a:b], want[i][:, :, a:b]
+                    assert not y.isnan().any(), f"seed {seed}, {dtype}: {name} of sequence {n} is NaN"
+                    assert torch.equal(x, y), f"seed {seed}, {dtype}: {name} of sequence {n} differs where {value} is in {list(which)} of others"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", (LENGTHS, ((64, 128), (192, 256)), ((0, 0),), ((0, 5), (9, 0)), ((3, 0),), ()), ids=str)
+@pytest.mark.parametrize("kind", ("causal", "scores"))
+def test_rows_behind_the_last_sequence(kind, lengths, device):
+    (row, key), (rows, keys) = packed_places(lengths)
+    for dim in (40, 128, 200):
+        tensors = draw_packed(dim, dim, torch.bfloat16, device, lengths)
+        for t, end in zip(tensors, (row[-1], key[-1], key[-1], row[-1], row[-1])):
+            t[:, :, end:] = math.nan
+        out, lse, dq, dk, dv = run_packed(tensors, lengths, device, **KINDS[kind])
+        assert all((t[:, :, row[-1]:] == 0).all() for t in (out, dq)) and all((t[:, :, key[-1]:] == 0).all() for t in (dk, dv))
+        assert (lse[:, :, row[-1]:] == -math.inf).all()
+        assert not any(t.isnan().any() for t in (out, lse, dq, dk, dv)), "a sequence's own rows"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gaps_between_keys_may_hold_nan(device):
+    """A gap is a sequence without rows."""
+    used, allocated = (50, 1, 128, 77), (64, 64, 130, 100)
+    lengths = tuple(pair for n, m in zip(used, allocated) for pair in ((n, n), (0, m - n)))
+    (_, key), _ = packed_places(lengths)
+    q, k, v, dout, _ = (t[0].transpose(0, 1) if t.dim() == 4 else t for t in draw_packed(3, 64, torch.bfloat16, device, lengths))
+    gap = torch.ones(k.shape[0], dtype=torch.bool, device=device)
+    for a, b in zip(key[0::2], key[1::2]):
+        gap[a:b] = False
+    starts = [torch.tensor(start, dtype=torch.int32, device=device) for start in packed_places(lengths)[0]]
+
+    def run(k, v):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = flash_attn_interface.flash_attn_varlen_func(*leaves, *starts, 128, 128, causal=True, deterministic=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    want, found = run(k, v), run(*(t.masked_fill(gap[:, None, None], math.nan) for t in (k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(want, found)) and not any(t.isnan().any() for t in found)
+    assert (found[2][gap] == 0).all() and (found[3][gap] == 0).all()
+
+
+def test_sink_without_keys_and_rows_behind():
+    q, k = torch.randn(10, 2, 16), torch.randn(0, 2, 16)
+    sink, starts = torch.tensor([0.5, -1.0]), [torch.tensor(t) for t in ([0, 3, 7], [0, 0, 0])]
+    for convert in (lambda t: t, lambda t: t.numpy()):
+        out, lse = mg.attention_varlen(*map(convert, (q, k, k, *starts)), 4, 0, sink=convert(sink), return_lse=True)
+        out, lse = torch.as_tensor(out), torch.as_tensor(lse)
+        assert (out == 0).all() and torch.equal(lse[:, :7], sink[:, None].expand(2, 7)) and (lse[:, 7:] == -math.inf).all()

@@ -205,7 +205,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   mg_problem problem = problem_of(&x, options, q, c.sms);
   if ((status = mg_select(&row, MG_OP_attention_fwd, &problem, &c))) return status;
   if (x.q_heads * in_memory[0] * x.q_total == 0) return MG_OK;
-  if (x.k_total == 0) {
+  if (x.k_total == 0 || x.batch * x.q_rows == 0) {   // no keys; or packed, and no sequence with rows
     status = mg_is_empty(out) ? MG_OK : fill(&c, out, 0);
     return status || !lse ? status : fill(&c, lse, 0xff800000u);   // -inf
   }
@@ -306,13 +306,14 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
   return MG_OK;
 }
 
-// out = scale * acc. acc_blocks: allocated blocks of 64 rows of a head.
+// out = scale * acc. acc_blocks: allocated blocks of 64 rows of a head. behind: three, or NULL.
 static mg_status round_acc(const mg_context *c, const mg_kernel *post, const char *name, const mg_tensor *out, const float *acc, float scale,
-                           int64_t batch, int64_t rows, int64_t acc_blocks, packed_rows packed) {
+                           int64_t batch, int64_t rows, int64_t acc_blocks, packed_rows packed, const rows_behind *behind) {
   attention_bwd_post_params p = {.dq_acc = acc, .q_blocks = (int)ceil_div(rows, 64), .acc_blocks = (int)acc_blocks, .q_heads = (int)out->shape[1],
                                  .scale = scale, .packed = packed, .out = out->data, .out_row = out->stride[2], .out_head = out->stride[1],
                                  .columns = (int)out->shape[3]};
   p.tasks = (int)(batch * out->shape[1] * p.q_blocks);
+  if (behind) memcpy(p.behind, behind, sizeof p.behind);
   mg_status status = map(&p.dq, c, name, out, 64);
   return status ? status : mg_launch(c, post, &p, grid(c, post, p.tasks));
 }
@@ -345,7 +346,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   mg_problem problem = problem_of(&x, options, q, c.sms);
   plan w;
   if ((status = make_plan(&w, &x, &problem, options->features && options->features->q_start, &c))) return status;
-  if (x.q_heads * o_shape[0] * x.q_total * x.k_total == 0) {
+  if (x.q_heads * o_shape[0] * x.q_total * x.k_total == 0 || x.batch * x.q_rows * x.k_rows == 0) {   // the latter: no sequence, or only empty ones
     const mg_tensor *all[] = {dq, dk, dv};
     for (int i = 0; i < 3; i++)
       if (!mg_is_empty(all[i]) && (status = fill(&c, all[i], 0))) return status;
@@ -388,8 +389,14 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
       (status = mg_launch(&c, w.main, &p, grid(&c, w.main, p.tasks))))
     return status;
 
-  status = round_acc(&c, w.post, "attention_backward: dq", dq, acc, scale, x.batch, x.q_rows, w.blocks64, packed);
+  rows_behind behind[3] = {0};
+  for (int i = 0; i < 3 && f->q_start; i++) {
+    const mg_tensor *t = (const mg_tensor *[]){dq, dk, dv}[i];
+    const int *start = (i ? f->k_start : f->q_start)->data;
+    behind[i] = (rows_behind){t->data, t->stride[2], t->stride[1], (int)t->shape[3], (int)t->shape[1], (int)t->shape[2], start + x.batch};
+  }
+  status = round_acc(&c, w.post, "attention_backward: dq", dq, acc, scale, x.batch, x.q_rows, w.blocks64, packed, behind);
   if (status || w.parts == 1) return status;
-  if ((status = round_acc(&c, w.post, "attention_backward: dk", dk, p.dk_acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys))) return status;
-  return round_acc(&c, w.post, "attention_backward: dv", dv, p.dv_acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys);
+  if ((status = round_acc(&c, w.post, "attention_backward: dk", dk, p.dk_acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys, NULL))) return status;
+  return round_acc(&c, w.post, "attention_backward: dv", dv, p.dv_acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys, NULL);
 }

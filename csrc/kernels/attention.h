@@ -23,6 +23,14 @@ typedef struct packed_rows {
   int head_blocks;          // blocks of 64 rows of a head, all sequences
 } packed_rows;
 
+// Rows *end .. rows - 1 of a packed tensor, which lie behind the last sequence and become 0: strides in elements. `end` NULL: none.
+typedef struct rows_behind {
+  void *data;
+  int64_t row, head;
+  int columns, heads, rows;
+  const int *end;
+} rows_behind;
+
 // o = softmax(scale q k^T) v. Tasks are blocks of query rows of one (batch, head).
 typedef struct attention_fwd_params {
   gmap q, k, v, o;
@@ -85,4 +93,5 @@ typedef struct attention_bwd_post_params {
   const float *dq_acc;
   int tasks, q_blocks, acc_blocks, q_heads;   // blocks of 64 rows of one head: with rows in them, allocated
   float scale;
+  rows_behind behind[3];    // of dq, dk, dv
 } attention_bwd_post_params;

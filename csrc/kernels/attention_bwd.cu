@@ -187,6 +187,16 @@ TILE void free_k(shared &s, uint32_t count) {
   if (count > 0) sem_arrive(s.k_free[~count & 1]);
 }
 
+// Rows of q and dout that are not this sequence's. The first warpgroup, in its turn: the other's with this step comes later.
+TILE void clear_queries(shared &s, uint32_t n) {
+  ring_pos at = ring_at<STAGES>(n);
+  int rows = get(s.at[n % SLOTS].rows);
+  if (rows >= M) return;
+  sem_wait(s.dout_full[at.stage], at.phase);
+  clear_rest(s.q[at.stage], s.dout[at.stage], rows);
+  wg_sync();
+}
+
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
   turn_begin<NC>(wg);
@@ -194,6 +204,8 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     state a;
     sem_wait(s.k_full[count & 1], (count / 2) & 1);
     sem_wait(s.v_full, count & 1);
+    // Its own keys; its first turn orders that for all of its warps, and ring_ds for the other, which reads k for dq.
+    if (SEQUENCES) clear_rest(s.k[count & 1][wg], s.v[wg], get(s.task_of[count & 1].own) - wg * 64);
     uint32_t end = n + get(s.task_of[count & 1].steps);
     for (uint32_t begin = n; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
@@ -205,6 +217,7 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
         catch_up<false>(a, p, s, n, count, wg);
         free_k(s, count);
       }
+      if (SEQUENCES && wg == 0) clear_queries(s, n);
       a.seen = seen;
       if (seen) {
         mma_fence();

@@ -76,6 +76,13 @@ TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_
   map_row(x, lse2, [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
 }
 
+// Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be NaN. A tile for each warpgroup.
+TILE void clear_both(st<elem, 64, D> &a, st<elem, 64, D> &b, int rows, int wg) {
+  clear_rows(wg == 0 ? a : b, 0, rows);
+  fence_async();
+  bar_sync(1, 128 * NC);
+}
+
 // p and ds of step n for this warpgroup's keys, to shared memory.
 TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   rt<float, KEYS> x, dp, g;
@@ -85,6 +92,10 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
   const attention_features &f = p.features;
   int key0 = wg * KEYS;
   ring_wait(s.ring_q, at);
+  if (get(here.rows) < M) {
+    sem_wait(s.dout_full[at.stage], at.phase);
+    clear_both(s.q[at.stage], s.dout[at.stage], get(here.rows), wg);
+  }
   mma_fence();
   mma_ABt_rows<ZERO>(x, s.q[at.stage], s.k, key0);
   mma_commit();
@@ -158,9 +169,10 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     rt<float, HALF> dk, dv;
+    sem_wait(s.kv_full, count & 1);
+    if (get(s.task_of[count & 1].own) < BN) clear_both(s.k, s.v, get(s.task_of[count & 1].own), wg);
     fill(dk, 0.f);
     fill(dv, 0.f);
-    sem_wait(s.kv_full, count & 1);
     uint32_t end = n + get(s.task_of[count & 1].steps);
     for (; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);

@@ -10,6 +10,7 @@ struct place {
   int diagonal;    // query i of the step sees keys of the block up to i + diagonal
   int dq_block;    // index of the step's query block among all heads' blocks
   int turn;        // of this key block among those that add to dq_block; -1 for padding, which not every key block visits
+  int rows;        // rows with FEATURES: the step's query rows before those of another sequence
   int lower, distance, row, key, head;   // rows with FEATURES: keys from i + lower on are seen; row - key of the first; these; batch * q_heads + head
 };
 
@@ -71,7 +72,8 @@ TILE int acc_block(const attention_bwd_params &p, const task &t) {
 }
 // A task in shared memory: less for the roles to work out and to keep in registers. Two, as in the queue; the loader fills one once it was given
 // the task, and makes it known with the task's k.
-struct held { int steps, keys, row, head, part, batch, first, blocks, turn, real, base, q0, key0, diagonal, acc, lower, distance, heads; };
+// own, rows: keys from the block's first, and query rows, to the end of a packed sequence; no end where dense, no keys where there are no rows.
+struct held { int own, rows, steps, keys, row, head, part, batch, first, blocks, turn, real, base, q0, key0, diagonal, acc, lower, distance, heads; };
 TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.steps, t.steps);
   put(h.keys, t.seq.keys - t.key0);          // from the block's first on
@@ -88,11 +90,23 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.key0, t.key0);
   put(h.diagonal, t.seq.diagonal);
   put(h.acc, acc_block(p, t));
-  if (SEQUENCES) put(h.lower, t.seq.lower);
+  if (SEQUENCES) {
+    bool packed = p.features.q_start;
+    put(h.lower, t.seq.lower);
+    put(h.own, !packed ? UNMASKED : t.seq.rows > 0 ? t.seq.keys - t.key0 : 0);
+    put(h.rows, packed ? t.seq.rows : UNMASKED);
+  }
   if (EVERYTHING) {
     put(h.distance, t.seq.keys - t.seq.rows);
     put(h.heads, t.batch * p.q_heads);         // before this sequence's
   }
+}
+// Warpgroup. Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be NaN.
+template<int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int rows) {
+  if (rows >= R) return;
+  clear_rows(a, 0, rows);
+  clear_rows(b, 0, rows);
+  fence_async();
 }
 // Query head and block of a step.
 TILE int head_of(const held &h, const attention_bwd_params &p, int step) { return get(h.part) * p.group + step / get(h.blocks); }
@@ -107,7 +121,10 @@ TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int
   put(at.diagonal, block * M + diagonal - key0);
   put(at.dq_block, get(h.base) + head * p.q_blocks + block);
   put(at.turn, block >= get(h.real) || (SEQUENCES && !p.order) ? -1 : key0 / BN - (SEQUENCES ? first_visitor(p, diagonal, lower, block) : 0));
-  if (SEQUENCES) put(at.lower, block * M + lower - key0);
+  if (SEQUENCES) {
+    put(at.lower, block * M + lower - key0);
+    put(at.rows, get(h.rows) - block * M);
+  }
   if (EVERYTHING) {
     put(at.distance, block * M + get(h.distance) - key0);
     put(at.row, block * M);

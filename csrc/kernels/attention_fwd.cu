@@ -17,6 +17,7 @@ struct shared {
   st<elem, 64, O_COLS> o[NC];
   kv_ring k_ring, v_ring;
   sem q_full[NC], q_free[NC];
+  sem v_clean[2];              // of even and odd tasks: no other sequence's rows in v
   task_queue queue;
 };
 struct places { ring_pos k, v; };   // a role's in the two rings
@@ -24,6 +25,7 @@ TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   queue_init(s.queue, arrivals(0, 0, NC));
+  for (int i = 0; SEQUENCES && i < 2; i++) sem_init(s.v_clean[i], arrivals(0, 0, 1));
   for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
 }
 
@@ -121,6 +123,17 @@ TILE void pass_over(shared &s, places &at, int wg) {
   ring_wait(s.v_ring, at.v);
   ring_done(s.v_ring, at.v);
 }
+// A task's first key block may have rows of the next sequence, or of none: 0 times what they hold may be NaN. The first warpgroup clears them in v, while
+// no tile is in its registers; all wait for it before their first product with v.
+TILE void clear_tail(const attention_fwd_params &p, shared &s, const places &at, const task &t, uint32_t count) {
+  int keys = t.seq.keys - (t.first + t.steps - 1) * BN;
+  if (p.features.q_start && keys < BN) {
+    ring_wait(s.v_ring, at.v);
+    clear_rows(s.v[at.v.stage], 0, keys);
+    fence_async();
+  }
+  sem_arrive(s.v_clean[count & 1]);
+}
 // The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of log 2.
 TILE float exponent(const attention_fwd_params &p) { return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2; }
 TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
@@ -168,6 +181,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rt<float, D> o;
     rv m, top, alpha;
     rsum l;
+    if (SEQUENCES && wg == 0) clear_tail(p, s, at, t, count);
     for (; j >= mine.seen; j--) pass_over(s, at, wg);
     sem_wait(s.q_full[wg], count & 1);
     ring_wait(s.k_ring, at.k);
@@ -184,6 +198,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     drop(x, p, t, row0, j * BN);
     convert(probabilities, x);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
+    if (SEQUENCES) sem_wait(s.v_clean[count & 1], (count / 2) & 1);
     j--;
     do {   // windows have masked blocks at both ends
       for (; j >= mine.low && ((j + 1) * BN > mine.open || (SEQUENCES && j < mine.closed)); j--) step(p, s, at, t, x, probabilities, o, m, l, j, mine.low, 1, wg);
@@ -198,6 +213,8 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   }
   turn_end<NC>(wg);
   tma_store_wait_read();
+  if (SEQUENCES && p.features.q_start)
+    clear_behind({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
 }
 
 typedef block<attention_fwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;

@@ -28,6 +28,8 @@ def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal
     _C.attention_fwd(out, lse, q, k, v, ops.attention_scale(scale), bool(causal), 0, None, features)
     if lse is not None and sink is not None and k.shape[2] == 0:
         lse[:] = sink[:, None]
+        if starts[0] is not None:
+            lse[..., starts[0][-1]:] = -np.inf
     return (out, lse) if return_lse else out
 
 

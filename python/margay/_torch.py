@@ -201,6 +201,8 @@ def _features_forward(q, k, v, sink, slopes, q_start, k_start, left, right, soft
     out, lse = _attention(q, k, v, scale, causal, want_lse, features)
     if sink is not None and k.shape[2] == 0 and want_lse:
         lse.copy_(sink.view(-1, 1))
+        if q_start is not None:
+            lse.masked_fill_(torch.arange(lse.shape[2], device=lse.device) >= q_start[-1], -torch.inf)
     return out, lse, used
 
 
@@ -250,7 +252,7 @@ def _features_gradient(ctx, dout, dlse, *_):
     if sink is not None and ctx.needs_input_grad[3]:   # the sink's probability times -delta, as of any score
         delta = (dout.float() * out.float()).sum(-1)
         share = torch.exp(sink[:, None] - lse) * (delta if dlse is None else delta - dlse)
-        if inputs[5] is not None:                        # rows behind the last sequence are not computed
+        if inputs[5] is not None:                        # rows behind the last sequence see no sink
             share = share.where(torch.arange(share.shape[2], device=share.device) < inputs[5][-1], 0)
         dsink = -share.sum((0, 2))
     return dq, dk, dv, dsink, *(None,) * 13

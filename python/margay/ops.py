@@ -49,7 +49,8 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv]: the sequences' rows. cu_seqlens_q, cu_seqlens_k: integers [B + 1] on the same device, which begin
     with 0, do not fall, and end with at most Tq and Tk; sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Empty sequences are welcome.
     max_seqlen_q, max_seqlen_k: at least the rows of the longest sequence; rows beyond are not computed. None of this is checked: it would stop the GPU.
-    Everything else as in `attention`, for each sequence by itself. Returns [Tq, Hq, Dv], and lse [Hq, Tq].
+    Everything else as in `attention`, for each sequence by itself: NaN in one does not reach another. Rows behind the last sequence may hold anything; their
+    results and gradients are 0, their lse is -inf. Returns [Tq, Hq, Dv], and lse [Hq, Tq].
     """
     face = _face("attention", "q", q)
     for name, t in (("q", q), ("k", k), ("v", v)):

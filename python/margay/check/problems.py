@@ -106,8 +106,9 @@ def features_of(kind, heads, nq, nk):
         return None
     left, right = (-1, -1) if kind == "packed" else (nk // 2, 60)
     if kind != "scores":
-        starts = [new(4, dtype="int32", values=(0, n // 3, n // 3, n)) for n in (nq, nk)] if kind == "packed" else (None, None)
-        return left, right, 0.0, 0.0, 0, None, None, *starts, nq - nq // 3, nk - nk // 3
+        last = nq - nq // 10, nk - nk // 10       # behind it, rows of no sequence
+        starts = [new(4, dtype="int32", values=(0, n // 3, n // 3, n)) for n in last] if kind == "packed" else (None, None)
+        return left, right, 0.0, 0.0, 0, None, None, *starts, *(n - n // 3 for n in last)
     return left, right, 30.0, 0.1, 1, new(heads), new(1, heads, values=0.01), None, None, 0, 0
 
 
