@@ -25,7 +25,8 @@ struct shared {
   ring<NC, ASYNC_READS> ring_ds;
   ring<NC, ASYNC_READS> ring_other;                // full: ds_other here; empty: ds_other in the other block
   place at[SLOTS];                                 // of step n, from the loader
-  held task_of[2];
+  held now;                                        // the loader's task,
+  int row, head;                                   // and where it stands
   sem k_full, v_full, k_free, v_free;
   task_queue queue;
 };
@@ -43,48 +44,48 @@ TILE void init(shared &s) {
 }
 
 TILE int other_rank() { return cluster_rank() ^ 1; }
+TILE int first_column() { return cluster_rank() * HALF; }   // of this block's half
 
+// Has few registers: what it knows of its task and step is in shared memory.
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
-  int next = 0, col = cluster_rank() * HALF;
+  int next = 0;
   for (uint32_t count = 0; (next = cluster_queue_draw<PAIR>(s.queue, count, next, p.counter)) < p.tasks; count++) {
-    held &t = s.task_of[count & 1];
-    put_held(t, p, task_at(p, next));
-    int steps = get(t.steps);
-    for (int step = 0; step < steps; step++, n++) {
+    put_held(s.now, p, task_at(p, next));
+    for (int step = 0; step < get(s.now.steps); step++, n++) {
       ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
-      int head = head_of(t, p, step), block = block_of(t, step), batch = get(t.batch), key0 = get(t.row) + cluster_rank() * KEYS;
-      int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
+      int head = head_of(s.now, p, step), block = block_of(s.now, step);
       ring_acquire(s.ring_q, at);
-      put_place(s.at[n % SLOTS], p, t, head, block);
+      put_place(s.at[n % SLOTS], p, s.now, head, block);
+      put(s.row, block * M);
+      put(s.head, head);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
-      tma_load_cols_multicast<HALF>(s.q[at.stage], col, p.q, s.ring_q.full[at.stage], block * M, col, head, batch, 3);
-      tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
-      if (step == 0) {
-        sem_wait(s.k_free, ~count & 1);
-        sem_expect(s.k_full, NC * (tile_bytes(s.k[0]) + tile_bytes(s.k_other[0])));
-        for (int w = 0; w < NC; w++) {
-          tma_load(s.k[w], p.k, s.k_full, key0 + w * 64, 0, get(t.head), batch);
-          tma_load(s.k_other[w], p.k, s.k_full, get(t.row) + other_rank() * KEYS + w * 64, col, get(t.head), batch);
-        }
-        sem_wait(s.v_free, ~count & 1);
-        sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
-        for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, key0 + w * 64, 0, get(t.head), batch);
-      }
+      tma_load_cols_multicast<HALF>(s.q[at.stage], first_column(), p.q, s.ring_q.full[at.stage], get(s.row), first_column(), get(s.head), get(s.now.batch), 3);
+      tma_load(s.lse2[at.stage], p.lse2 + (int64_t)get(s.at[n % SLOTS].dq_block) * M, s.ring_q.full[at.stage]);
       ring_acquire(s.ring_dout, to);
       ring_expect(s.ring_dout, to, tile_bytes(s.dout[0]) + M * 4);
-      tma_load_cols_multicast<HALF>(s.dout[to.stage], col, p.dout, s.ring_dout.full[to.stage], block * M, col, head, batch, 3);
-      tma_load(s.delta[to.stage], p.delta + stats, s.ring_dout.full[to.stage]);
+      tma_load_cols_multicast<HALF>(s.dout[to.stage], first_column(), p.dout, s.ring_dout.full[to.stage], get(s.row), first_column(), get(s.head), get(s.now.batch), 3);
+      tma_load(s.delta[to.stage], p.delta + (int64_t)get(s.at[n % SLOTS].dq_block) * M, s.ring_dout.full[to.stage]);
     }
   }
 }
 
-// Hands ds of every step to the other block.
+// Loads a task's k and v, then hands ds of every step to the other block.
 TILE void sender(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
-    uint32_t end = n + task_at(p, next).steps;
+    task t = task_at(p, next);
+    uint32_t end = n + t.steps;
+    sem_wait(s.k_free, ~count & 1);
+    sem_expect(s.k_full, NC * (tile_bytes(s.k[0]) + tile_bytes(s.k_other[0])));
+    for (int w = 0; w < NC; w++) {
+      tma_load(s.k[w], p.k, s.k_full, t.key0 + cluster_rank() * KEYS + w * 64, 0, t.k_head, t.batch);
+      tma_load(s.k_other[w], p.k, s.k_full, t.key0 + other_rank() * KEYS + w * 64, first_column(), t.k_head, t.batch);
+    }
+    sem_wait(s.v_free, ~count & 1);
+    sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
+    for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, t.key0 + cluster_rank() * KEYS + w * 64, 0, t.k_head, t.batch);
     for (; n < end; n++) {
       ring_pos at = ring_at<NC>(n);
       ring_wait(s.ring_ds, at);
@@ -95,7 +96,7 @@ TILE void sender(const attention_bwd_params &p, shared &s, int) {
   }
 }
 
-struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
+struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p; };
 
 // s to p, dp to ds; ds also to shared memory. The fence of ring_fill orders the reads of lse2 and delta before their stages are released.
 TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
@@ -110,37 +111,17 @@ TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n
   mma_wait<0>(a.dp);
   map_col(a.dp, a.s, s.delta[ring_at<DOUT_STAGES>(n).stage], [](float dp, float prob, float d) { return prob * (dp - d); });
   convert(a.p, a.s);
-  convert(a.ds, a.dp);
-  store(s.ds[to.stage][wg], a.ds);
+  store(s.ds[to.stage][wg], a.dp);
   ring_fill(s.ring_ds, to);
 }
 
-// s and dp of step n
-TILE void scores_issue(state &a, shared &s, uint32_t n, int wg) {
-  ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
-  ring_wait(s.ring_q, at);
-  mma_fence();
-  mma_ABt<ZERO>(a.s, s.k[wg], s.q[at.stage]);
-  mma_commit();
-  ring_wait(s.ring_dout, to);
-  mma_fence();
-  mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[to.stage]);
-  mma_commit();
-}
-// dv += p^T dout, dk += ds^T q of step n
-template<int A> TILE void grads_issue(state &a, shared &s, uint32_t n) {
-  mma_fence();
-  mma_AB<A>(a.dv, a.p, s.dout[ring_at<DOUT_STAGES>(n).stage]);
-  mma_AB<A>(a.dk, a.ds, s.q[ring_at<Q_STAGES>(n).stage]);
-  mma_commit();
-}
 // 64 columns of dq of step n, for the keys of both blocks
 TILE void dq_issue(rt<float, HALF> &dq, shared &s, uint32_t n) {
   ring_pos at = ring_at<NC>(n);
   ring_wait(s.ring_ds, at);
   mma_fence();
-  mma_AtB<ZERO>(dq, s.ds[at.stage][0], 0, s.k[0], cluster_rank() * HALF);
-  mma_AtB<ACC>(dq, s.ds[at.stage][1], 0, s.k[1], cluster_rank() * HALF);
+  mma_AtB<ZERO>(dq, s.ds[at.stage][0], 0, s.k[0], first_column());
+  mma_AtB<ACC>(dq, s.ds[at.stage][1], 0, s.k[1], first_column());
   ring_wait(s.ring_other, at);
   sem_arrive_at(s.ring_ds.empty[at.stage], other_rank());   // its copy is here
   mma_fence();
@@ -159,32 +140,61 @@ TILE void dq_add(rt<float, HALF> &dq, const attention_bwd_params &p, shared &s, 
   if (turn >= 0) order_pass(p.order + tile, turn + 1);
 }
 
-// Matrix work on the steps before the n-th: dv and dk of n - 1, and dq of n - 2 if it is this warpgroup's.
-template<bool DQ, int A> TILE void catch_up(state &a, const attention_bwd_params &p, shared &s, uint32_t n) {
+// dv += p^T dout, dk += ds^T q of step n
+template<int A> TILE void grads_issue(state &a, shared &s, uint32_t n, int wg) {
+  mma_fence();
+  mma_AB<A>(a.dv, a.p, s.dout[ring_at<DOUT_STAGES>(n).stage]);
+  mma_AB<A>(a.dk, s.ds[ring_at<NC>(n).stage][wg], s.q[ring_at<Q_STAGES>(n).stage]);
+  mma_commit();
+}
+TILE void pair_release(sem &empty) {
+  sem_arrive(empty);
+  sem_arrive_at(empty, other_rank());
+}
+TILE void grads_release(shared &s, uint32_t n) {
+  pair_release(s.ring_dout.empty[ring_at<DOUT_STAGES>(n).stage]);
+  pair_release(s.ring_q.empty[ring_at<Q_STAGES>(n).stage]);
+}
+
+// The turn of step n. BEFORE: the task has a step n - 1; DQ: it has a step n - 2, whose dq is this warpgroup's. dq's registers are then dp's.
+template<bool BEFORE, int A, bool DQ> TILE void turn(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
+  ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
   rt<float, HALF> dq;
   if constexpr (DQ) dq_issue(dq, s, n - 2);
-  grads_issue<A>(a, s, n - 1);
+  if constexpr (BEFORE) grads_issue<A>(a, s, n - 1, wg);
+  ring_wait(s.ring_q, at);
+  mma_fence();
+  mma_ABt<ZERO>(a.s, s.k[wg], s.q[at.stage]);
+  mma_commit();
   if constexpr (DQ) {
-    mma_wait<1>(dq);
+    mma_wait<2>(dq);
     dq_add(dq, p, s, n - 2);
   }
-  mma_wait<0>(a.dv, a.dk, a.p, a.ds);
-  cluster_ring_release<PAIR>(s.ring_dout, ring_at<DOUT_STAGES>(n - 1));
-  cluster_ring_release<PAIR>(s.ring_q, ring_at<Q_STAGES>(n - 1));
+  ring_wait(s.ring_dout, to);
+  mma_fence();
+  mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[to.stage]);
+  mma_commit();
+  if constexpr (BEFORE) {
+    mma_wait<2>(a.dv, a.dk, a.p);
+    grads_release(s, n - 1);
+  }
 }
 
 // The last products of a task whose steps end before n, and its results.
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   rt<float, HALF> dq;
-  const held &t = s.task_of[count & 1];
   uint32_t last = n - 2 + ((n ^ wg) & 1);   // this warpgroup's last step of dq
   float scale = p.scale * 0.6931471805599453f;
-  int row = get(t.row) + cluster_rank() * KEYS + wg * 64, head = get(t.head), batch = get(t.batch);
-  catch_up<false, ACC>(a, p, s, n);
+  task t = task_at(p, queue_again(s.queue, count));
+  int row = t.key0 + cluster_rank() * KEYS + wg * 64;
+  wg_sync();   // all of ds is written: elsewhere, the turn's barrier
+  grads_issue<ACC>(a, s, n - 1, wg);
+  mma_wait<0>(a.dv, a.dk, a.p);
+  grads_release(s, n - 1);
   store(s.v[wg], a.dv);   // only this warpgroup reads this v
   fence_async();
   wg_sync();
-  tma_store(p.dv, s.v[wg], row, 0, head, batch);
+  tma_store(p.dv, s.v[wg], row, 0, t.k_head, t.batch);
   dq_issue(dq, s, last);
   mma_wait<0>(dq);
   dq_add(dq, p, s, last);
@@ -193,7 +203,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   store(s.k[wg], a.dk);
   fence_async();
   wg_sync();
-  tma_store(p.dk, s.k[wg], row, 0, head, batch);
+  tma_store(p.dk, s.k[wg], row, 0, t.k_head, t.batch);
   tma_store_wait_read<1>();
   sem_arrive(s.v_free);
   tma_store_wait_read();
@@ -204,18 +214,18 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
   turn_begin<NC>(wg);
-  for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
+  int next;
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     state a;
+    uint32_t begin = n, end = n + task_at(p, next).steps;
     sem_wait(s.k_full, count & 1);
     sem_wait(s.v_full, count & 1);
-    uint32_t end = n + get(s.task_of[count & 1].steps);
-    for (uint32_t begin = n; n < end; n++) {
+    for (; n < end; n++) {
       turn_wait<NC>(wg);
-      if (n > begin + 1) {
-        if (((n ^ wg) & 1) == 0) catch_up<true, ACC>(a, p, s, n);
-        else catch_up<false, ACC>(a, p, s, n);
-      } else if (n > begin) catch_up<false, ZERO>(a, p, s, n);
-      scores_issue(a, s, n, wg);
+      if (n == begin) turn<false, ZERO, false>(a, p, s, n, wg);
+      else if (n == begin + 1) turn<true, ZERO, false>(a, p, s, n, wg);
+      else if ((n ^ wg) & 1) turn<true, ACC, false>(a, p, s, n, wg);
+      else turn<true, ACC, true>(a, p, s, n, wg);
       turn_pass<NC>(wg);
       softmax(a, p, s, n, wg);
     }
