@@ -13,6 +13,7 @@ enum { PAIR = 2, NC = 2, KEYS = 64 * NC, BN = PAIR * KEYS, HALF = D / PAIR };   
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 static_assert(M == 64 && HALF == 64, "a step's dq is one 64 x 64 tile for each block of the pair");
+static_assert(Q_STAGES > DOUT_STAGES, "q of a step is loaded when dout of the step before is");
 
 struct shared {
   st<elem, 64, D> k[NC], v[NC];
@@ -20,8 +21,8 @@ struct shared {
   st<elem, M, D> q[Q_STAGES], dout[DOUT_STAGES];
   st<elem, 64, M> ds[NC][NC], ds_other[NC][NC];    // of step n % NC: ds^T, keys x queries, here and in the other block
   sv<M> lse2[Q_STAGES], delta[DOUT_STAGES];
-  ring<Q_STAGES, ASYNC_READS> ring_q;              // with lse2 and delta, which are read before the fence of an arrival
-  ring<DOUT_STAGES, ASYNC_READS> ring_dout;
+  ring<DOUT_STAGES, ASYNC_READS> ring_dout;        // with delta, which is read before the fence of an arrival; also hands out the stages of q
+  sem q_full[Q_STAGES];                            // with lse2
   ring<NC, ASYNC_READS> ring_ds;
   ring<NC, ASYNC_READS> ring_other;                // full: ds_other here; empty: ds_other in the other block
   place at[SLOTS];                                 // of step n, from the loader
@@ -32,7 +33,7 @@ struct shared {
 };
 
 TILE void init(shared &s) {
-  cluster_ring_init<PAIR>(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
+  for (int i = 0; i < Q_STAGES; i++) sem_init(s.q_full[i], arrivals(1, 0, 0));
   cluster_ring_init<PAIR>(s.ring_dout, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, PAIR));
   ring_init(s.ring_other, arrivals(NC, 0, 0), arrivals(0, 0, 1));
@@ -43,58 +44,7 @@ TILE void init(shared &s) {
   sem_init(s.v_free, arrivals(0, 0, NC));
 }
 
-TILE int other_rank() { return cluster_rank() ^ 1; }
-TILE int first_column() { return cluster_rank() * HALF; }   // of this block's half
-
-// Has few registers: what it knows of its task and step is in shared memory.
-TILE void loader(const attention_bwd_params &p, shared &s, int) {
-  uint32_t n = 0;
-  int next = 0;
-  for (uint32_t count = 0; (next = cluster_queue_draw<PAIR>(s.queue, count, next, p.counter)) < p.tasks; count++) {
-    put_held(s.now, p, task_at(p, next));
-    for (int step = 0; step < get(s.now.steps); step++, n++) {
-      ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
-      int head = head_of(s.now, p, step), block = block_of(s.now, step);
-      ring_acquire(s.ring_q, at);
-      put_place(s.at[n % SLOTS], p, s.now, head, block);
-      put(s.row, block * M);
-      put(s.head, head);
-      ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
-      tma_load_cols_multicast<HALF>(s.q[at.stage], first_column(), p.q, s.ring_q.full[at.stage], get(s.row), first_column(), get(s.head), get(s.now.batch), 3);
-      tma_load(s.lse2[at.stage], p.lse2 + (int64_t)get(s.at[n % SLOTS].dq_block) * M, s.ring_q.full[at.stage]);
-      ring_acquire(s.ring_dout, to);
-      ring_expect(s.ring_dout, to, tile_bytes(s.dout[0]) + M * 4);
-      tma_load_cols_multicast<HALF>(s.dout[to.stage], first_column(), p.dout, s.ring_dout.full[to.stage], get(s.row), first_column(), get(s.head), get(s.now.batch), 3);
-      tma_load(s.delta[to.stage], p.delta + (int64_t)get(s.at[n % SLOTS].dq_block) * M, s.ring_dout.full[to.stage]);
-    }
-  }
-}
-
-// Loads a task's k and v, then hands ds of every step to the other block.
-TILE void sender(const attention_bwd_params &p, shared &s, int) {
-  uint32_t n = 0;
-  int next;
-  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
-    task t = task_at(p, next);
-    uint32_t end = n + t.steps;
-    sem_wait(s.k_free, ~count & 1);
-    sem_expect(s.k_full, NC * (tile_bytes(s.k[0]) + tile_bytes(s.k_other[0])));
-    for (int w = 0; w < NC; w++) {
-      tma_load(s.k[w], p.k, s.k_full, t.key0 + cluster_rank() * KEYS + w * 64, 0, t.k_head, t.batch);
-      tma_load(s.k_other[w], p.k, s.k_full, t.key0 + other_rank() * KEYS + w * 64, first_column(), t.k_head, t.batch);
-    }
-    sem_wait(s.v_free, ~count & 1);
-    sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
-    for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, t.key0 + cluster_rank() * KEYS + w * 64, 0, t.k_head, t.batch);
-    for (; n < end; n++) {
-      ring_pos at = ring_at<NC>(n);
-      ring_wait(s.ring_ds, at);
-      ring_acquire(s.ring_other, at);
-      for (int w = 0; w < NC; w++) tma_send(s.ds_other[at.stage][w], s.ds[at.stage][w], s.ring_other.full[at.stage], other_rank());
-    }
-    cluster_queue_release<THREAD>(s.queue, count);
-  }
-}
+#include "kernels/attention_bwd_exchange.h"
 
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p; };
 
@@ -147,22 +97,20 @@ template<int A> TILE void grads_issue(state &a, shared &s, uint32_t n, int wg) {
   mma_AB<A>(a.dk, s.ds[ring_at<NC>(n).stage][wg], s.q[ring_at<Q_STAGES>(n).stage]);
   mma_commit();
 }
-TILE void pair_release(sem &empty) {
-  sem_arrive(empty);
-  sem_arrive_at(empty, other_rank());
-}
 TILE void grads_release(shared &s, uint32_t n) {
-  pair_release(s.ring_dout.empty[ring_at<DOUT_STAGES>(n).stage]);
-  pair_release(s.ring_q.empty[ring_at<Q_STAGES>(n).stage]);
+  ring_pos at = ring_at<DOUT_STAGES>(n);
+  ring_release(s.ring_dout, at);
+  sem_arrive_at(s.ring_dout.empty[at.stage], other_rank());
 }
 
 // The turn of step n. BEFORE: the task has a step n - 1; DQ: it has a step n - 2, whose dq is this warpgroup's. dq's registers are then dp's.
 template<bool BEFORE, int A, bool DQ> TILE void turn(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
   rt<float, HALF> dq;
+  turn_wait<NC>(wg);
   if constexpr (DQ) dq_issue(dq, s, n - 2);
   if constexpr (BEFORE) grads_issue<A>(a, s, n - 1, wg);
-  ring_wait(s.ring_q, at);
+  sem_wait(s.q_full[at.stage], at.phase);
   mma_fence();
   mma_ABt<ZERO>(a.s, s.k[wg], s.q[at.stage]);
   mma_commit();
@@ -174,6 +122,7 @@ template<bool BEFORE, int A, bool DQ> TILE void turn(state &a, const attention_b
   mma_fence();
   mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[to.stage]);
   mma_commit();
+  turn_pass<NC>(wg);
   if constexpr (BEFORE) {
     mma_wait<2>(a.dv, a.dk, a.p);
     grads_release(s, n - 1);
@@ -198,14 +147,14 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   dq_issue(dq, s, last);
   mma_wait<0>(dq);
   dq_add(dq, p, s, last);
+  tma_store_wait_read();
+  sem_arrive(s.v_free);
   map(a.dk, [=](float x) { return x * scale; });
   bar_sync(NC + 1, 128 * NC);   // both have done with k
   store(s.k[wg], a.dk);
   fence_async();
   wg_sync();
   tma_store(p.dk, s.k[wg], row, 0, t.k_head, t.batch);
-  tma_store_wait_read<1>();
-  sem_arrive(s.v_free);
   tma_store_wait_read();
   sem_arrive(s.k_free);
   cluster_queue_release(s.queue, count);
@@ -221,12 +170,10 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     sem_wait(s.k_full, count & 1);
     sem_wait(s.v_full, count & 1);
     for (; n < end; n++) {
-      turn_wait<NC>(wg);
       if (n == begin) turn<false, ZERO, false>(a, p, s, n, wg);
       else if (n == begin + 1) turn<true, ZERO, false>(a, p, s, n, wg);
       else if ((n ^ wg) & 1) turn<true, ACC, false>(a, p, s, n, wg);
       else turn<true, ACC, true>(a, p, s, n, wg);
-      turn_pass<NC>(wg);
       softmax(a, p, s, n, wg);
     }
     finish(a, p, s, n, count, wg);
