@@ -168,6 +168,20 @@ def test_deterministic(device, dim):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients()))
 
 
+# Enough queries and keys for the backward's pairs of blocks of 128 keys; odd numbers of blocks, of the pair's second one too.
+PAIRS = [AttentionCase(9, 1, 2, 1, 512, 513, 128, 128), AttentionCase(10, 1, 1, 1, 577, 895, 65, 65), AttentionCase(11, 1, 2, 2, 700, 700, 96, 128, True),
+         AttentionCase(12, 1, 2, 1, 520, 900, 128, 128, True, torch.float16), AttentionCase(13, 1, 1, 1, 800, 530, 128, 72, True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_pairs_of_blocks(case, deterministic, device, request):
+    if deterministic:
+        request.getfixturevalue("poison")
+    check_attention(case, device)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_threads_agree(device):
     """A result does not depend on the number of CPU threads."""
