@@ -40,6 +40,13 @@ typedef struct attention_fwd_params {
   float scale_log2;         // softmax scale * log2(e)
 } attention_fwd_params;
 
+// The same for q, k and v of 8 bits, each to be multiplied by its factor of [batch, k_heads]; NULL: 1.
+typedef struct attention_fp8_params {
+  attention_fwd_params fwd;
+  const float *q_descale, *k_descale, *v_descale;
+  int k_heads;
+} attention_fp8_params;
+
 // delta = rowsum(o * dout) - dlse and lse * log2(e), both padded to whole blocks (lse = inf, delta = 0); zeros in dq_acc and counters.
 typedef struct attention_bwd_pre_params {
   gmap o, dout;
