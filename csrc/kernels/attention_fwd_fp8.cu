@@ -82,12 +82,12 @@ TILE void turner(const attention_fp8_params &p, shared &s, int index) {
   }
 }
 
-// m = c max x so far, or a little less, as far as p stays below 448: that spares o some of its scaling. top is 8 - m or, where m is -infinity, 8.
+// m = c max x so far, and not less as in the other kernel: the largest p is 2^8, which is not rounded. top is 8 - m or, where m is -infinity, 8.
 TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c, int masked) {
   rv old = m;
   fill(top, -infinity());
   row_max(top, x);
-  map(m, old, top, [=](float a, float b) { return b * c > a + .8f ? b * c : a; });
+  map(m, old, top, [=](float a, float b) { return b * c > a ? b * c : a; });
   map(top, m, [=](float a) { return masked && a == -infinity() ? 0.f : a; });
   map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
   map(top, top, [](float b) { return 8.f - b; });
