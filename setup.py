@@ -77,7 +77,7 @@ def kernel_rows(text):
     if found != len(rows):
         raise SystemExit(f"kernels.def: {found} rows, but only {len(rows)} are one line like KERNEL(name, op, source, dtype, where, when, constants), with at least one constant")
     for row in rows:
-        for field, value, accepted in (("element type", row.dtype, ("bf16", "fp16", "float")), ("place", row.where, ("ANY", "CPU_ONLY", "GPU_ONLY"))):
+        for field, value, accepted in (("element type", row.dtype, ("bf16", "fp16", "e4m3", "float")), ("place", row.where, ("ANY", "CPU_ONLY", "GPU_ONLY"))):
             if value not in accepted:
                 raise SystemExit(f"kernels.def: {row.name}: {field} is {value}, expected one of {', '.join(accepted)}")
         if not (ROOT / row.file()).is_file():

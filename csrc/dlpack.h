@@ -4,7 +4,7 @@
 
 enum { DL_MAJOR = 1, DL_MINOR = 3 };
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
-enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_FLOAT8_E4M3FN = 10 };
 enum { DL_READ_ONLY = 1, DL_COPIED = 2 };
 
 typedef struct dl_tensor {

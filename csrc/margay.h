@@ -20,7 +20,7 @@ typedef enum mg_status {
   MG_RUNTIME        // driver, device, threads
 } mg_status;
 
-typedef enum mg_dtype { MG_BF16, MG_FP16, MG_FP32, MG_FP64, MG_INT32, MG_INT64, MG_UINT8, MG_DTYPE_COUNT } mg_dtype;
+typedef enum mg_dtype { MG_BF16, MG_FP16, MG_FP32, MG_FP64, MG_INT32, MG_INT64, MG_UINT8, MG_E4M3, MG_DTYPE_COUNT } mg_dtype;
 typedef enum mg_device { MG_CPU, MG_CUDA } mg_device;
 typedef enum mg_activation { MG_NONE, MG_RELU, MG_GELU, MG_GELU_TANH, MG_SILU } mg_activation;
 
@@ -66,6 +66,11 @@ typedef struct mg_attention_options {
 // workspace: 16 bytes (any contents, uint8 on the same device), with which a GPU balances uneven work better, or NULL.
 MG_API mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                                   const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream);
+// The same of q, k and v of MG_E4M3, out MG_BF16; without features, and there is no backward. q_descale, k_descale, v_descale [B, Hk] fp32, positive
+// or 0: what q, k and v are to be multiplied by; NULL: 1. The queries' factor too is that of their key head. Probabilities are rounded to e4m3.
+MG_API mg_status mg_attention_fwd_fp8(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                                      const mg_tensor *workspace, const mg_tensor *q_descale, const mg_tensor *k_descale, const mg_tensor *v_descale,
+                                      const mg_attention_options *options, mg_stream stream);
 // Bytes of workspace that mg_attention_bwd wants for these shapes (any contents, 256-byte aligned, uint8 on the same device).
 MG_API mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                                             const mg_attention_options *options);

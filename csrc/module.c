@@ -112,7 +112,7 @@ typedef struct args {               // the tensors of one call
 static bool set_dtype(mg_tensor *t, const dl_tensor *d) {
   static const struct { uint8_t code, bits; mg_dtype dtype; } known[] = {
     {DL_BFLOAT, 16, MG_BF16}, {DL_FLOAT, 16, MG_FP16}, {DL_FLOAT, 32, MG_FP32}, {DL_FLOAT, 64, MG_FP64},
-    {DL_INT, 32, MG_INT32}, {DL_INT, 64, MG_INT64}, {DL_UINT, 8, MG_UINT8}};
+    {DL_INT, 32, MG_INT32}, {DL_INT, 64, MG_INT64}, {DL_UINT, 8, MG_UINT8}, {DL_FLOAT8_E4M3FN, 8, MG_E4M3}};
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)
     if (known[i].code == d->dtype.code && known[i].bits == d->dtype.bits && d->dtype.lanes == 1) {
       t->dtype = known[i].dtype;
@@ -124,7 +124,7 @@ static bool set_dtype(mg_tensor *t, const dl_tensor *d) {
 static bool set_view(mg_tensor *t, const dl_tensor *d, const char *op, const char *name) {
   if (!set_dtype(t, d)) {
     PyErr_Format(PyExc_TypeError, "%s: %s has DLPack type code %d of %d bits and %d lanes, expected bfloat16, float16, float32, float64, "
-                 "int32, int64 or uint8", op, name, d->dtype.code, d->dtype.bits, d->dtype.lanes);
+                 "int32, int64, uint8 or float8_e4m3fn", op, name, d->dtype.code, d->dtype.bits, d->dtype.lanes);
     return false;
   }
   const bool cpu = d->device.kind == DL_CPU || d->device.kind == DL_CUDA_HOST;
@@ -357,6 +357,18 @@ static PyObject *attention_fwd(PyObject *module, PyObject *const *objects, Py_ss
   RUN(mg_attention_fwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], &options, stream));
 }
 
+static PyObject *attention_fwd_fp8(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  static const char *const names[] = {"out", "lse", "q", "k", "v", "workspace", "q_descale", "k_descale", "v_descale"};
+  args a;
+  mg_stream stream;
+  mg_attention_options options = {0};
+  if (!check_count("attention_fwd_fp8", count, 11, 12) || !read_stream(objects, count, 11, &stream) || !read_float(objects[9], &options.scale) ||
+      !read_bool(objects[10], &options.causal) || !read_tensors(&a, module, "attention", names, objects, 9, stream))
+    return NULL;
+  if (!ask_stream(&a, &stream)) return release(&a), NULL;
+  RUN(mg_attention_fwd_fp8(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], &options, stream));
+}
+
 static PyObject *attention_bwd_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
   static const char *const names[] = {"q", "k", "v", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"};
   args a;
@@ -491,7 +503,7 @@ static bool parse_dtype(const char *name, mg_dtype *dtype) {
       *dtype = (mg_dtype)t;
       return true;
     }
-  PyErr_Format(PyExc_ValueError, "explain: dtype is %s, expected bfloat16, float16 or float32", name);
+  PyErr_Format(PyExc_ValueError, "explain: dtype is %s, expected bfloat16, float16, float32 or float8_e4m3fn", name);
   return false;
 }
 
@@ -638,6 +650,7 @@ static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssiz
 
 #define FUNCTION(f) (PyCFunction)(void (*)(void))f   // through the one function pointer type that compilers let pass for any
 static PyMethodDef methods[] = {
+  {"attention_fwd_fp8", FUNCTION(attention_fwd_fp8), METH_FASTCALL, "attention_fwd_fp8(out, lse, q, k, v, workspace, q_descale, k_descale, v_descale, scale, causal, stream=0)"},
   {"attention_fwd", FUNCTION(attention_fwd), METH_FASTCALL, "attention_fwd(out, lse, q, k, v, scale, causal, stream=0, workspace=None, features=None)"},
   {"attention_bwd_workspace", FUNCTION(attention_bwd_workspace), METH_FASTCALL,
    "attention_bwd_workspace(q, k, v, causal, deterministic, features=None) -> bytes"},

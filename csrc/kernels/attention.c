@@ -154,8 +154,8 @@ static int backward_section(const mg_context *c, bool masked, int64_t bytes, con
   if (masked) most = p->group == 1 ? 8 : at_least(4, at_most(8, c->sms / p->k_blocks));
   return even_section(most, (int64_t)p->batch * p->k_heads);
 }
-static mg_status map(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box_rows) {
-  return mg_map(m, c, name, t->data, t->dtype, t->shape, t->stride, box_rows, 64);
+static mg_status map(gmap *m, const mg_context *c, const char *name, const mg_tensor *t, int box_rows, int box_cols) {
+  return mg_map(m, c, name, t->data, t->dtype, t->shape, t->stride, box_rows, box_cols);
 }
 static mg_status map_once(gmap *m, const mg_context *c, const char *name, const mg_tensor *t) {   // read once: blocks of 64 rows
   return mg_map_once(m, c, name, t->data, t->dtype, t->shape, t->stride, 64, 64);
@@ -181,29 +181,34 @@ static mg_status fill(const mg_context *c, const mg_tensor *t, uint32_t word) {
   return MG_OK;
 }
 
-mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
-                           const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
-  static const char op[] = "attention";
+static mg_status check_workspace16(const char *op, const mg_tensor *workspace) {
+  if (!workspace || (workspace->shape[0] >= 16 && !((uintptr_t)workspace->data & 15))) return MG_OK;
+  return mg_fail(MG_VALUE, "%s: workspace has %lld bytes at %p, expected 16 bytes, 16-byte aligned", op, (long long)workspace->shape[0], workspace->data);
+}
+static const float *floats(const mg_tensor *t) { return t ? t->data : NULL; }
+
+// Forward of arguments that mg_check has seen. descale: of q, k and v of 8 bits, or NULL.
+static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                         const mg_tensor *workspace, const mg_tensor *const *descale, const mg_attention_options *options, mg_stream stream) {
+  const char *const op = mg_op_name(which), *const names[] = {"q_descale", "k_descale", "v_descale"};
   shape x = {0};
   float scale = 0;
-  const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
-  mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace, f->sink, f->slopes, f->q_start, f->k_start});
-  if (!status) status = read_shape(&x, op, q, k, v);
-  const int64_t in_memory[] = {x.batch, x.q_heads, x.q_total, x.dv};
+  mg_status status = read_shape(&x, op, q, k, v);
+  const int64_t in_memory[] = {x.batch, x.q_heads, x.q_total, x.dv}, factors[] = {x.batch, x.k_heads};
   if (!status) status = read_features(&x, op, options->features);
   if (!status) status = read_scale(&scale, op, options, &x);
   if (!status) status = check_shape(op, "out", out, 4, in_memory);
   if (!status && lse) status = check_shape(op, "lse", lse, 3, in_memory);
   if (!status && lse) status = check_contiguous(op, "lse", lse);
-  if (!status && workspace && (workspace->shape[0] < 16 || ((uintptr_t)workspace->data & 15)))
-    status = mg_fail(MG_VALUE, "%s: workspace has %lld bytes at %p, expected 16 bytes, 16-byte aligned", op, (long long)workspace->shape[0],
-                     workspace->data);
+  if (!status) status = check_workspace16(op, workspace);
+  for (int i = 0; descale && !status && i < 3; i++)
+    if (descale[i]) status = check_shape(op, names[i], descale[i], 2, factors);
   if (status) return status;
   mg_context c;
   const mg_kernel *row;
   if ((status = mg_context_open(&c, q, stream))) return status;
   mg_problem problem = problem_of(&x, options, q, c.sms);
-  if ((status = mg_select(&row, MG_OP_attention_fwd, &problem, &c))) return status;
+  if ((status = mg_select(&row, which, &problem, &c))) return status;
   if (x.q_heads * in_memory[0] * x.q_total == 0) return MG_OK;
   if (x.k_total == 0 || x.batch * x.q_rows == 0) {   // no keys; or packed, and no sequence with rows
     status = mg_is_empty(out) ? MG_OK : fill(&c, out, 0);
@@ -211,24 +216,48 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   }
   if (x.dv == 0) return mg_fail(MG_UNSUPPORTED, "%s: v has head dimension 0, accepted are 1 to 256", op);
   const mg_kernel_desc *desc = mg_desc(row);
-  attention_fwd_params p = {
+  attention_fp8_params all = {.fwd = {
     .lse = lse ? lse->data : NULL, .q_blocks = (int)ceil_div(x.q_rows, desc->tile_m), .batch = (int)x.batch, .q_heads = (int)x.q_heads,
     .group = (int)(x.q_heads / x.k_heads), .q_rows = (int)x.q_total, .k_rows = (int)x.k_rows,
     .diagonal = upper_diagonal(&x, options), .scale_log2 = (float)(scale * LOG2E), .features = features_of(&x, options->features),
-    .out = out->data, .out_row = out->stride[2], .out_head = out->stride[1], .out_columns = (int)x.dv};
-  int64_t tasks = (int64_t)p.q_blocks * x.batch * x.q_heads;
+    .out = out->data, .out_row = out->stride[2], .out_head = out->stride[1], .out_columns = (int)x.dv}};
+  if (descale) {
+    all.q_descale = floats(descale[0]);
+    all.k_descale = floats(descale[1]);
+    all.v_descale = floats(descale[2]);
+    all.k_heads = (int)x.k_heads;
+  }
+  attention_fwd_params *p = &all.fwd;   // what a row without descales takes, at the same address
+  int64_t tasks = (int64_t)p->q_blocks * x.batch * x.q_heads, size = (int64_t)mg_dtype_size(q->dtype);
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld row blocks, at most 2^30 are accepted", op, (long long)tasks);
-  p.tasks = (int)tasks;
-  p.l2_heads = p.diagonal != NO_DIAGONAL ? forward_section(&c, x.k_rows * (x.d + x.dv) * 2 / p.group, x.batch * x.q_heads) : 1;
-  if ((status = map(&p.q, &c, "attention: q", q, 64)) || (status = map(&p.k, &c, "attention: k", k, desc->tile_n)) ||
-      (status = map(&p.v, &c, "attention: v", v, desc->tile_n)) || (status = map(&p.o, &c, "attention: out", out, 64)))
+  p->tasks = (int)tasks;
+  p->l2_heads = p->diagonal != NO_DIAGONAL ? forward_section(&c, x.k_rows * (x.d + x.dv) * size / p->group, x.batch * x.q_heads) : 1;
+  int cols = descale && problem.d > 64 ? 128 : 64;   // of a panel of the row's tiles, see tile/copy.h
+  if ((status = map(&p->q, &c, "attention: q", q, 64, cols)) || (status = map(&p->k, &c, "attention: k", k, desc->tile_n, cols)) ||
+      (status = map(&p->v, &c, "attention: v", v, desc->tile_n, cols)) || (status = map(&p->o, &c, "attention: out", out, 64, 64)))
     return status;
   int64_t blocks = grid(&c, row, tasks);
   if (workspace && c.persistent && tasks > blocks) {
-    p.counter = workspace->data;
-    if ((status = mg_fill(&c, p.counter, 0, sizeof(int), 1))) return status;
+    p->counter = workspace->data;
+    if ((status = mg_fill(&c, p->counter, 0, sizeof(int), 1))) return status;
   }
-  return mg_launch(&c, row, &p, blocks);
+  return mg_launch(&c, row, p, blocks);
+}
+
+mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                           const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
+  const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
+  mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace, f->sink, f->slopes, f->q_start, f->k_start});
+  return status ? status : forward(MG_OP_attention_fwd, out, lse, q, k, v, workspace, NULL, options, stream);
+}
+
+mg_status mg_attention_fwd_fp8(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                               const mg_tensor *workspace, const mg_tensor *q_descale, const mg_tensor *k_descale, const mg_tensor *v_descale,
+                               const mg_attention_options *options, mg_stream stream) {
+  const mg_tensor *const descale[] = {q_descale, k_descale, v_descale};
+  mg_status status = mg_check(MG_OP_attention_fwd_fp8, (const mg_tensor *[]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
+  if (!status && options->features) status = mg_fail(MG_UNSUPPORTED, "attention: features are given, which exist for bfloat16 and float16, not for float8_e4m3fn");
+  return status ? status : forward(MG_OP_attention_fwd_fp8, out, lse, q, k, v, workspace, descale, options, stream);
 }
 
 // ---- backward: workspace is  dq accumulator | lse2 | delta | counter | order | dk accumulator | dv accumulator
@@ -314,7 +343,7 @@ static mg_status round_acc(const mg_context *c, const mg_kernel *post, const cha
                                  .columns = (int)out->shape[3]};
   p.tasks = (int)(batch * out->shape[1] * p.q_blocks);
   if (behind) memcpy(p.behind, behind, sizeof p.behind);
-  mg_status status = map(&p.dq, c, name, out, 64);
+  mg_status status = map(&p.dq, c, name, out, 64, 64);
   return status ? status : mg_launch(c, post, &p, grid(c, post, p.tasks));
 }
 
@@ -376,16 +405,17 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     .lse2 = lse2, .delta = delta, .dq_acc = acc, .counter = counters, .order = options->deterministic ? counters + 4 : NULL,
     .k_blocks = (int)ceil_div(x.k_rows, desc->tile_n), .q_blocks = (int)w.q_blocks, .q_real = (int)w.q_real, .batch = (int)x.batch,
     .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads * w.parts, .group = (int)(x.q_heads / x.k_heads) / w.parts, .parts = w.parts,
-    .dk_acc = w.parts > 1 ? (float *)(base + w.dk) : NULL, .dv_acc = w.parts > 1 ? (float *)(base + w.dv) : NULL, .acc_blocks = (int)w.acc_blocks,
+    .acc_blocks = (int)w.acc_blocks,
     .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows, .diagonal = upper_diagonal(&x, options), .scale = (float)(scale * LOG2E),
-    .features = features_of(&x, options->features), .dk_out = dk->data, .dk_row = dk->stride[2], .dk_head = dk->stride[1],
-    .dv_out = dv->data, .dv_row = dv->stride[2], .dv_head = dv->stride[1], .k_columns = (int)x.d, .v_columns = (int)x.dv};
+    .features = features_of(&x, options->features),
+    .dk = {.data = dk->data, .row = dk->stride[2], .head = dk->stride[1], .columns = (int)x.d, .acc = w.parts > 1 ? (float *)(base + w.dk) : NULL},
+    .dv = {.data = dv->data, .row = dv->stride[2], .head = dv->stride[1], .columns = (int)x.dv, .acc = w.parts > 1 ? (float *)(base + w.dv) : NULL}};
   p.tasks = (int)x.batch * p.k_heads * p.k_blocks;
   p.l2_heads = backward_section(&c, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), &p);
   int rows = (int)at_most(64, desc->tile_n);
-  if ((status = map(&p.q, &c, "attention_backward: q", q, desc->tile_m)) || (status = map(&p.dout, &c, "attention_backward: dout", dout, desc->tile_m)) ||
-      (status = map(&p.k, &c, "attention_backward: k", k, rows)) || (status = map(&p.v, &c, "attention_backward: v", v, rows)) ||
-      (status = map(&p.dk, &c, "attention_backward: dk", dk, rows)) || (status = map(&p.dv, &c, "attention_backward: dv", dv, rows)) ||
+  if ((status = map(&p.q, &c, "attention_backward: q", q, desc->tile_m, 64)) || (status = map(&p.dout, &c, "attention_backward: dout", dout, desc->tile_m, 64)) ||
+      (status = map(&p.k, &c, "attention_backward: k", k, rows, 64)) || (status = map(&p.v, &c, "attention_backward: v", v, rows, 64)) ||
+      (status = map(&p.dk.map, &c, "attention_backward: dk", dk, rows, 64)) || (status = map(&p.dv.map, &c, "attention_backward: dv", dv, rows, 64)) ||
       (status = mg_launch(&c, w.main, &p, grid(&c, w.main, p.tasks))))
     return status;
 
@@ -397,6 +427,6 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   }
   status = round_acc(&c, w.post, "attention_backward: dq", dq, acc, scale, x.batch, x.q_rows, w.blocks64, packed, behind);
   if (status || w.parts == 1) return status;
-  if ((status = round_acc(&c, w.post, "attention_backward: dk", dk, p.dk_acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys, NULL))) return status;
-  return round_acc(&c, w.post, "attention_backward: dv", dv, p.dv_acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys, NULL);
+  if ((status = round_acc(&c, w.post, "attention_backward: dk", dk, p.dk.acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys, NULL))) return status;
+  return round_acc(&c, w.post, "attention_backward: dv", dv, p.dv.acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys, NULL);
 }

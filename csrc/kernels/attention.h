@@ -48,6 +48,13 @@ typedef struct attention_fwd_params {
   float scale_log2;         // softmax scale * log2(e)
 } attention_fwd_params;
 
+// The same for q, k and v of 8 bits, each to be multiplied by its factor of [batch, k_heads]; NULL: 1.
+typedef struct attention_fp8_params {
+  attention_fwd_params fwd;
+  const float *q_descale, *k_descale, *v_descale;
+  int k_heads;
+} attention_fp8_params;
+
 // delta = rowsum(o * dout) - dlse and lse * log2(e), both padded to whole blocks (lse = inf, delta = 0); zeros in dq_acc and counters.
 typedef struct attention_bwd_pre_params {
   gmap o, dout;
@@ -60,16 +67,22 @@ typedef struct attention_bwd_pre_params {
   packed_rows packed;
 } attention_bwd_pre_params;
 
+// dk or dv
+typedef struct attention_grad {
+  gmap map;
+  void *data;               // again, for blocks of keys that end inside the packed tensor: strides in elements
+  int64_t row, head;
+  int columns;
+  float *acc;               // [batch, key heads, acc_blocks, D / 64] tiles as in dq_acc, where the query heads of a group are split in parts; else NULL
+} attention_grad;
+
 typedef struct attention_bwd_params {
-  gmap q, k, v, dout, dk, dv;
+  gmap q, k, v, dout;
+  attention_grad dk, dv;
   attention_features features;
-  void *dk_out, *dv_out;    // dk and dv again, for blocks of keys that end inside the packed tensor: strides in elements
-  int64_t dk_row, dk_head, dv_row, dv_head;
-  int k_columns, v_columns;
   const float *lse2, *delta;
   float *dq_acc;
-  float *dk_acc, *dv_acc;   // [batch, key heads, acc_blocks, D / 64] tiles as in dq_acc, where the query heads of a group are split in parts; else NULL
-  int acc_blocks;           // blocks of 64 keys of a head; packed sequences: of all of them
+  int acc_blocks;           // of dk and dv: blocks of 64 keys of a head; packed sequences: of all of them
   int *counter;             // dynamic task counter
   int *order;               // [batch, q_heads, q_blocks, 2]: key blocks that have added to this half of dq; NULL where not deterministic
   int tasks, k_blocks;

@@ -59,7 +59,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       if (step == 0) {
         sem_wait(s.k_free[k.stage], k.phase ^ 1);
         sem_expect(s.k_full[k.stage], NC * tile_bytes(s.v[0]));
-        for (int w = 0; w < NC; w++) tma_load(s.k[k.stage][w], p.k, s.k_full[k.stage], get(t.row) + w * 64, 0, get(t.head), batch);
+        for (int w = 0; w < NC; w++) tma_load(s.k[k.stage][w], p.k, s.k_full[k.stage], get(t.row) + w * 64, 0, key_head(t, p), batch);
       }
       sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
       tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], row, 0, head, batch);
@@ -67,7 +67,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       if (step == 0) {
         sem_wait(s.v_free, ~count & 1);
         sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
-        for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, get(t.row) + w * 64, 0, get(t.head), batch);
+        for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, get(t.row) + w * 64, 0, key_head(t, p), batch);
       }
     }
   }
@@ -152,33 +152,19 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   rt<float, 64> dq;
   const held &t = s.task_of[count & 1];
   float scale = p.scale * 0.6931471805599453f;
-  int row = get(t.row) + wg * 64, head = get(t.head), batch = get(t.batch), keys = get(t.keys) - wg * 64;
-  bool whole = !SEQUENCES || !p.features.q_start || keys >= 64;   // else the next sequence's keys follow
-  int64_t acc = (int64_t)(get(t.acc) + wg) * 64 * D;
+  int row = get(t.row) + wg * 64, head = key_head(t, p), batch = get(t.batch);
+  int acc = acc_block(p, batch, get(t.part), get(t.key0)) + (SEQUENCES ? get(t.acc0) : 0) + wg;
+  int keys = SEQUENCES && p.features.q_start ? get(t.keys) - wg * 64 : 64;
   catch_up<true>(a, p, s, n, count, wg);
-  if (p.dv_acc) add_acc(p.dv_acc + acc, a.dv);
-  else {
-    if (!whole) store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head, p.dv_row, a.dv, keys, p.v_columns);
-    store(s.v[wg], a.dv);   // only this warpgroup reads this v
-    fence_async();
-    wg_sync();
-    if (whole) tma_store(p.dv, s.v[wg], row, 0, head, batch);
-  }
+  leave(p.dv, s.v[wg], a.dv, row, head, batch, acc, keys);   // only this warpgroup reads this v
   dq_issue(dq, s, n - 1, count, wg);
   mma_wait<0>(dq);
   dq_add(dq, p, s, n - 1, wg);
   map(a.dk, [=](float x) { return x * scale; });
   tma_store_wait_read();
   sem_arrive(s.v_free);
-  if (p.dk_acc) add_acc(p.dk_acc + acc, a.dk);
-  else {
-    if (!whole) store_first((elem *)p.dk_out + row * p.dk_row + head * p.dk_head, p.dk_row, a.dk, keys, p.k_columns);
-    bar_sync(NC + 1, 128 * NC);   // both have done with k
-    store(s.k[count & 1][wg], a.dk);
-    fence_async();
-    wg_sync();
-    if (whole) tma_store(p.dk, s.k[count & 1][wg], row, 0, head, batch);
-  }
+  bar_sync(NC + 1, 128 * NC);   // both have done with k
+  leave(p.dk, s.k[count & 1][wg], a.dk, row, head, batch, acc, keys);
   queue_release(s.queue, count);
 }
 // Of the task before.

@@ -129,21 +129,22 @@ template<bool BEFORE, int A, bool DQ> TILE void turn(state &a, const attention_b
   }
 }
 
+TILE void leave(const attention_grad &to, st<elem, 64, D> &tile, const rt<float, D> &x, const attention_bwd_params &p, shared &s, uint32_t count, int wg) {
+  task t = task_at(p, queue_again(s.queue, count));
+  int block = cluster_rank() * NC + wg;
+  leave(to, tile, x, t.key0 + block * 64, t.k_head / p.parts, t.batch, acc_block(p, t.batch, t.k_head, t.key0) + block, 64);
+}
+
 // The last products of a task whose steps end before n, and its results.
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   rt<float, HALF> dq;
   uint32_t last = n - 2 + ((n ^ wg) & 1);   // this warpgroup's last step of dq
   float scale = p.scale * 0.6931471805599453f;
-  task t = task_at(p, queue_again(s.queue, count));
-  int row = t.key0 + cluster_rank() * KEYS + wg * 64;
   wg_sync();   // all of ds is written: elsewhere, the turn's barrier
   grads_issue<ACC>(a, s, n - 1, wg);
   mma_wait<0>(a.dv, a.dk, a.p);
   grads_release(s, n - 1);
-  store(s.v[wg], a.dv);   // only this warpgroup reads this v
-  fence_async();
-  wg_sync();
-  tma_store(p.dv, s.v[wg], row, 0, t.k_head, t.batch);
+  leave(p.dv, s.v[wg], a.dv, p, s, count, wg);   // only this warpgroup reads this v
   dq_issue(dq, s, last);
   mma_wait<0>(dq);
   dq_add(dq, p, s, last);
@@ -151,10 +152,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   sem_arrive(s.v_free);
   map(a.dk, [=](float x) { return x * scale; });
   bar_sync(NC + 1, 128 * NC);   // both have done with k
-  store(s.k[wg], a.dk);
-  fence_async();
-  wg_sync();
-  tma_store(p.dk, s.k[wg], row, 0, t.k_head, t.batch);
+  leave(p.dk, s.k[wg], a.dk, p, s, count, wg);
   tma_store_wait_read();
   sem_arrive(s.k_free);
   cluster_queue_release(s.queue, count);

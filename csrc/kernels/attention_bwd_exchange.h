@@ -34,15 +34,16 @@ TILE void sender(const attention_bwd_params &p, shared &s, int) {
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     task t = task_at(p, next);
+    int head = t.k_head / p.parts;
     uint32_t end = n + t.steps;
     sem_wait(s.v_free, ~count & 1);
     sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
-    for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, t.key0 + cluster_rank() * KEYS + w * 64, 0, t.k_head, t.batch);
+    for (int w = 0; w < NC; w++) tma_load(s.v[w], p.v, s.v_full, t.key0 + cluster_rank() * KEYS + w * 64, 0, head, t.batch);
     sem_wait(s.k_free, ~count & 1);
     sem_expect(s.k_full, NC * (tile_bytes(s.k[0]) + tile_bytes(s.k_other[0])));
     for (int w = 0; w < NC; w++) {
-      tma_load(s.k[w], p.k, s.k_full, t.key0 + cluster_rank() * KEYS + w * 64, 0, t.k_head, t.batch);
-      tma_load(s.k_other[w], p.k, s.k_full, t.key0 + other_rank() * KEYS + w * 64, first_column(), t.k_head, t.batch);
+      tma_load(s.k[w], p.k, s.k_full, t.key0 + cluster_rank() * KEYS + w * 64, 0, head, t.batch);
+      tma_load(s.k_other[w], p.k, s.k_full, t.key0 + other_rank() * KEYS + w * 64, first_column(), head, t.batch);
     }
     for (; n < end; n++) {
       ring_pos at = ring_at<NC>(n);

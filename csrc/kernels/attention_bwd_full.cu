@@ -40,8 +40,8 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
     int steps = get(t.steps), batch = get(t.batch);
     sem_wait(s.kv_free, ~count & 1);
     sem_expect(s.kv_full, tile_bytes(s.k) + tile_bytes(s.v));
-    tma_load(s.k, p.k, s.kv_full, get(t.row), 0, get(t.head), batch);
-    tma_load(s.v, p.v, s.kv_full, get(t.row), 0, get(t.head), batch);
+    tma_load(s.k, p.k, s.kv_full, get(t.row), 0, key_head(t, p), batch);
+    tma_load(s.v, p.v, s.kv_full, get(t.row), 0, key_head(t, p), batch);
     for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n);
       int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M;
@@ -143,13 +143,13 @@ TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) 
 
 TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
   float scale = p.scale * 0.6931471805599453f, keep = p.features.drop_below ? p.features.keep_scale : 1.f;
-  int row = get(t.row), head = get(t.head), keys = get(t.keys), col = wg * HALF;
+  int row = get(t.row), head = key_head(t, p), keys = get(t.keys), col = wg * HALF;
   bool whole = !p.features.q_start || keys >= BN;   // else the next sequence's keys follow
   map(dk, [=](float x) { return x * scale; });
   map(dv, [=](float x) { return x * keep; });
   if (!whole) {
-    store_first((elem *)p.dk_out + row * p.dk_row + head * p.dk_head + col, p.dk_row, dk, keys, p.k_columns - col);
-    store_first((elem *)p.dv_out + row * p.dv_row + head * p.dv_head + col, p.dv_row, dv, keys, p.v_columns - col);
+    store_first((elem *)p.dk.data + row * p.dk.row + head * p.dk.head + col, p.dk.row, dk, keys, p.dk.columns - col);
+    store_first((elem *)p.dv.data + row * p.dv.row + head * p.dv.head + col, p.dv.row, dv, keys, p.dv.columns - col);
   }
   wg_sync();   // all warps' products have read this half of k and v; since softmax's barrier the other warpgroup reads its own only
   store(s.k, dk, col);
@@ -158,8 +158,8 @@ TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<flo
   bar_sync(1, 128 * NC);
   if (wg != 0) return;
   if (whole) {
-    tma_store(p.dk, s.k, row, 0, head, get(t.batch));
-    tma_store(p.dv, s.v, row, 0, head, get(t.batch));
+    tma_store(p.dk.map, s.k, row, 0, head, get(t.batch));
+    tma_store(p.dv.map, s.v, row, 0, head, get(t.batch));
   }
   tma_store_wait_read();
   sem_arrive(s.kv_free);

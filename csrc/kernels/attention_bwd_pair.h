@@ -13,7 +13,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
     int steps = get(t.steps), key0 = get(t.key0), batch = get(t.batch);
     for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n);
-      int head = head_of(t, p, step), block = block_of(t, step), k_head = get(t.head);
+      int head = head_of(t, p, step), block = block_of(t, step), k_head = key_head(t, p);
       int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
       put_place(s.at[n % SLOTS], p, t, head, block);

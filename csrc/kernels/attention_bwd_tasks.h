@@ -64,21 +64,18 @@ TILE int first_visitor(const attention_bwd_params &p, int diagonal, int lower, i
   int a = seen > 0 ? (seen + BN - 1) / BN : 0, b = least > 0 && added > 0 ? (added + BN - 1) / BN : 0;
   return a < b ? a : b;
 }
-// A task's first tile of dk_acc and dv_acc, in blocks of 64 keys.
-TILE int acc_block(const attention_bwd_params &p, const task &t) {
-  int head = t.k_head / p.parts, block = t.key0 / 64;
-  if (SEQUENCES && p.features.q_start) return head * p.acc_blocks + padded_block(p.features.k_start, t.batch, BN) * (BN / 64) + block;
-  return (t.batch * (p.k_heads / p.parts) + head) * p.acc_blocks + block;
+// A block of keys' place in the accumulators of dk and dv, in blocks of 64 keys.
+TILE int acc_block(const attention_bwd_params &p, int batch, int part, int key0) {
+  return (batch * p.k_heads + part) / p.parts * p.acc_blocks + key0 / 64;
 }
 // A task in shared memory: less for the roles to work out and to keep in registers. Two, as in the queue; the loader fills one once it was given
 // the task, and makes it known with the task's k.
 // own, rows: keys from the block's first, and query rows, to the end of a packed sequence; no end where dense, no keys where there are no rows.
-struct held { int own, rows, steps, keys, row, head, part, batch, first, blocks, turn, real, base, q0, key0, diagonal, acc, lower, distance, heads; };
+struct held { int own, rows, steps, keys, row, part, batch, first, blocks, turn, real, base, q0, key0, diagonal, acc0, lower, distance, heads; };
 TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.steps, t.steps);
   put(h.keys, t.seq.keys - t.key0);          // from the block's first on
   put(h.row, t.seq.k0 + t.key0);             // the block in the maps: row, head, batch
-  put(h.head, t.k_head / p.parts);
   put(h.part, t.k_head);
   put(h.batch, in_memory(p, t));
   put(h.first, t.first);
@@ -89,10 +86,10 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.q0, t.seq.q0);
   put(h.key0, t.key0);
   put(h.diagonal, t.seq.diagonal);
-  put(h.acc, acc_block(p, t));
   if (SEQUENCES) {
     bool packed = p.features.q_start;
     put(h.lower, t.seq.lower);
+    put(h.acc0, packed ? padded_block(p.features.k_start, t.batch, BN) * (BN / 64) : 0);
     put(h.own, !packed ? UNMASKED : t.seq.rows > 0 ? t.seq.keys - t.key0 : 0);
     put(h.rows, packed ? t.seq.rows : UNMASKED);
   }
@@ -108,7 +105,22 @@ template<int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int r
   clear_rows(b, 0, rows);
   fence_async();
 }
-// Query head and block of a step.
+// Warpgroup. A block of 64 keys of dk or dv, of which `keys` are the sequence's, leaves through a tile that nobody reads any more (whose store is left
+// running), or is added to the other parts'.
+TILE void leave(const attention_grad &to, st<elem, 64, D> &tile, const rt<float, D> &x, int row, int head, int batch, int acc, int keys) {
+  bool whole = !SEQUENCES || keys >= 64;   // else the next sequence's keys follow
+  if (to.acc) {
+    add_acc(to.acc + (int64_t)acc * 64 * D, x);
+    return;
+  }
+  if (!whole) store_first((elem *)to.data + row * to.row + head * to.head, to.row, x, keys, to.columns);
+  store(tile, x);
+  fence_async();
+  wg_sync();
+  if (whole) tma_store(to.map, tile, row, 0, head, batch);
+}
+// The task's key head; query head and block of a step.
+TILE int key_head(const held &h, const attention_bwd_params &p) { return get(h.part) / p.parts; }
 TILE int head_of(const held &h, const attention_bwd_params &p, int step) { return get(h.part) * p.group + step / get(h.blocks); }
 TILE int block_of(const held &h, int step) {
   int blocks = get(h.blocks), i = step % blocks + get(h.turn);

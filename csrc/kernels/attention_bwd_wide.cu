@@ -85,18 +85,11 @@ TILE void softmax(rt<elem, M> &prob, rt<float, M> &x, const attention_bwd_params
   map_col(x, s.lse2[ring_at<STAGES>(n).stage], [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
   convert(prob, x);
 }
-// A result of task `count` leaves through the tile of k or v, which nobody reads any more, or is added to the other parts'.
-TILE void leave(const gmap &to, float *acc, st<elem, KEYS, D> &tile, const rt<float, D> &x, const attention_bwd_params &p, shared &s, uint32_t count,
-                sem &tile_free) {
+// A result of task `count` leaves through the tile of k or v.
+TILE void leave(const attention_grad &to, st<elem, KEYS, D> &tile, const rt<float, D> &x, const attention_bwd_params &p, shared &s, uint32_t count, sem &tile_free) {
   task t = task_at(p, queue_again(s.queue, count));
-  if (acc) add_acc(acc + (int64_t)(acc_block(p, t) + cluster_rank()) * KEYS * D, x);
-  else {
-    store(tile, x);
-    fence_async();
-    wg_sync();
-    tma_store(to, tile, first_key(t), 0, t.k_head, t.batch);
-    tma_store_wait_read();
-  }
+  leave(to, tile, x, first_key(t), t.k_head / p.parts, t.batch, acc_block(p, t.batch, t.k_head, t.key0) + cluster_rank(), KEYS);
+  tma_store_wait_read();
   sem_arrive(tile_free);
   cluster_queue_release(s.queue, count);
 }
@@ -142,7 +135,7 @@ TILE void values(const attention_bwd_params &p, shared &s, int) {
     value_step<ACC, false>(dv, prob, dq, p, s, n++);
     dq_add(dq, p, s, n - 1, 0);
     sem_arrive(s.k_read);
-    leave(p.dv, p.dv_acc, s.v, dv, p, s, count, s.v_free);   // the last dp is done: its ds was there
+    leave(p.dv, s.v, dv, p, s, count, s.v_free);   // the last dp is done: its ds was there
   }
 }
 
@@ -186,7 +179,7 @@ TILE void keys(const attention_bwd_params &p, shared &s, int) {
     map(dk, [=](float x) { return x * scale; });
     sem_arrive(s.k_read);
     sem_wait(s.k_read, count & 1);
-    leave(p.dk, p.dk_acc, s.k, dk, p, s, count, s.k_free);
+    leave(p.dk, s.k, dk, p, s, count, s.k_free);
   }
 }
 

@@ -6,7 +6,7 @@
 
 enum { MAX_ARGS = 15 };
 typedef enum role { ROLE_OUT, ROLE_OPTOUT, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT } role;
-typedef enum kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8 } kind;
+typedef enum kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3 } kind;
 typedef struct arg_rule { const char *name; role role; int dims; kind kind; } arg_rule;
 typedef struct op_rule { const char *name; arg_rule args[MAX_ARGS + 1]; } op_rule;   // the last argument is followed by one without a name
 
@@ -21,7 +21,7 @@ static const op_rule rules[MG_OP_COUNT] = {
 const char *mg_op_row(mg_op op) { return rules[op].name; }
 const char *mg_op_name(mg_op op) {
   switch (op) {
-    case MG_OP_attention_fwd: return "attention";
+    case MG_OP_attention_fwd: case MG_OP_attention_fwd_fp8: return "attention";
     case MG_OP_attention_bwd: case MG_OP_attention_bwd_pre: case MG_OP_attention_bwd_post: return "attention_backward";
     case MG_OP_attention_combine: return "attention_decode";
     default: return rules[op].name;
@@ -65,6 +65,8 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
   if (c->rule->kind == KIND_F32 && t->dtype != MG_FP32) expected = "float32";
   if (c->rule->kind == KIND_I32 && t->dtype != MG_INT32) expected = "int32";
   if (c->rule->kind == KIND_U8 && t->dtype != MG_UINT8) expected = "uint8";
+  if (c->rule->kind == KIND_BF16 && t->dtype != MG_BF16) expected = "bfloat16";
+  if (c->rule->kind == KIND_E4M3 && t->dtype != MG_E4M3) expected = "float8_e4m3fn";
   if (c->rule->kind == KIND_HALF && t->dtype != MG_BF16 && t->dtype != MG_FP16 && (t->dtype != MG_FP32 || t->device != MG_CPU))
     expected = t->device == MG_CPU ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
   if (expected) return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s", c->op, c->rule->name, found, expected);
@@ -99,7 +101,7 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
   const char *wanted = NULL;
   for (int i = 0; i < t->dims; i++)
     if (t->shape[i] > 1 && t->stride[i] < 0) wanted = "no negative ones";
-  const bool rows = c->rule->kind == KIND_HALF || c->rule->kind == KIND_I32;
+  const bool rows = c->rule->kind != KIND_F32 && c->rule->kind != KIND_U8;
   if (!wanted && !rows && !contiguous(t)) wanted = "a contiguous tensor";
   if (!wanted && rows && !unit(t, t->dims - 1)) {
     if (c->rule->role != ROLE_MAT) wanted = "a contiguous last dimension";

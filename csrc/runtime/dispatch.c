@@ -46,6 +46,7 @@ const bool mg_has_images = false;
 
 #define DTYPE_bf16 MG_BF16
 #define DTYPE_fp16 MG_FP16
+#define DTYPE_e4m3 MG_E4M3
 #define DTYPE_fp32 MG_FP32
 #define DTYPE_float MG_FP32
 

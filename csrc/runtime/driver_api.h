@@ -28,11 +28,13 @@ enum {
   CU_FUNC_MAX_DYNAMIC_SHARED = 8,
   CU_LAUNCH_CLUSTER = 4,
 
+  CU_MAP_UINT8 = 0,                           // of 8-bit floats
   CU_MAP_FP16 = 6,
   CU_MAP_FP32 = 7,
   CU_MAP_BF16 = 9,
   CU_MAP_INTERLEAVE_NONE = 0,
   CU_MAP_SWIZZLE_NONE = 0,
+  CU_MAP_SWIZZLE_64B = 2,
   CU_MAP_SWIZZLE_128B = 3,
   CU_MAP_L2_128B = 2,
   CU_MAP_L2_256B = 3,

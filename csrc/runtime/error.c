@@ -16,7 +16,7 @@ const char *mg_last_error(void) { return message; }
 
 static const struct { const char *name; size_t size; } dtypes[MG_DTYPE_COUNT] = {
   [MG_BF16] = {"bfloat16", 2}, [MG_FP16] = {"float16", 2}, [MG_FP32] = {"float32", 4}, [MG_FP64] = {"float64", 8},
-  [MG_INT32] = {"int32", 4}, [MG_INT64] = {"int64", 8}, [MG_UINT8] = {"uint8", 1},
+  [MG_INT32] = {"int32", 4}, [MG_INT64] = {"int64", 8}, [MG_UINT8] = {"uint8", 1}, [MG_E4M3] = {"float8_e4m3fn", 1},
 };
 
 const char *mg_dtype_name(mg_dtype t) { return t < MG_DTYPE_COUNT ? dtypes[t].name : "unknown"; }

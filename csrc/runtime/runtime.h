@@ -79,8 +79,8 @@ const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the 
 
 // ---- tensormap.c
 // Map a view of 4 dimensions [batch, head, row, column] (strides in elements, column stride 1) with a box of box_rows x box_cols elements.
-// On the GPU: base and strides must be multiples of 16 bytes, a box at most 256 x 256, rows of 16-bit elements, which are swizzled, at most 128
-// bytes; fp32 tiles lie row after row. A failed rule is named.
+// On the GPU: base and strides must be multiples of 16 bytes, a box at most 256 x 256, rows of 16-bit and 8-bit elements, which are swizzled, at
+// most 128 bytes, or 64, which have a swizzle of their own; fp32 tiles lie row after row. A failed rule is named.
 mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
                  const int64_t stride[4], int box_rows, int box_cols);
 // The same for a tensor that is read once, from end to end: the L2 fetches no more than was asked for, which is faster then by a tenth.

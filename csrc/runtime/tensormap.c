@@ -40,14 +40,15 @@ static mg_status check_map(const char *name, const void *data, int64_t size, con
 
 static mg_status map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4], const int64_t stride[4],
                      int box_rows, int box_cols, int l2) {
-  static const int types[MG_DTYPE_COUNT] = {[MG_BF16] = CU_MAP_BF16, [MG_FP16] = CU_MAP_FP16, [MG_FP32] = CU_MAP_FP32};
+  static const int types[MG_DTYPE_COUNT] = {[MG_BF16] = CU_MAP_BF16, [MG_FP16] = CU_MAP_FP16, [MG_FP32] = CU_MAP_FP32, [MG_E4M3] = CU_MAP_UINT8};
   int64_t size = (int64_t)mg_dtype_size(dtype);
   if (c->device == MG_CPU) {
     map_cpu(m, data, size, shape, stride);
     return MG_OK;
   }
-  if (!types[dtype]) return mg_fail(MG_TYPE, "%s has dtype %s, which has no tensor map", name, mg_dtype_name(dtype));
-  bool swizzled = size == 2;
+  if (!types[dtype] && dtype != MG_E4M3) return mg_fail(MG_TYPE, "%s has dtype %s, which has no tensor map", name, mg_dtype_name(dtype));
+  bool swizzled = size <= 2;
+  int swizzle = !swizzled ? CU_MAP_SWIZZLE_NONE : box_cols * size == SWIZZLE_BYTES / 2 ? CU_MAP_SWIZZLE_64B : CU_MAP_SWIZZLE_128B;
   mg_status status = check_map(name, data, size, shape, stride, box_rows, box_cols, swizzled);
   if (status) return status;
   uint64_t sizes[DIMS], strides[DIMS - 1];
@@ -61,7 +62,7 @@ static mg_status map(gmap *m, const mg_context *c, const char *name, void *data,
   bool pushed;   // the driver wants a context, and a thread of autograd has none
   if ((status = mg_gpu_open(&gpu, c->device_index)) || (status = mg_gpu_enter(gpu, &pushed))) return status;
   int error = mg_cu.cuTensorMapEncodeTiled(m, types[dtype], DIMS, data, sizes, strides, box, steps, CU_MAP_INTERLEAVE_NONE,
-                                           swizzled ? CU_MAP_SWIZZLE_128B : CU_MAP_SWIZZLE_NONE, l2, CU_MAP_FILL_ZERO);
+                                           swizzle, l2, CU_MAP_FILL_ZERO);
   return mg_gpu_leave(pushed, error ? mg_driver_fail(error, "%s cannot be mapped for the GPU", name) : MG_OK);
 }
 

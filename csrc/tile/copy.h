@@ -3,7 +3,7 @@
 
 // ---- global <-> shared, asynchronous
 // Thread. Tile at (row, col) of matrix (head, batch); elements outside the tensor read as zero; all tile_bytes count on `s`.
-// The map's box is R rows by 64 columns.
+// The map's box is R rows by 64 columns; of e4m3, 128 columns where C is a multiple of 128.
 template<typename T, int R, int C> TILE constexpr uint32_t tile_bytes(const st<T, R, C> &) { return R * C * sizeof(T); }
 template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
 // Thread. Part of a tile: `rows` rows from row r0, which is the height of the map's box. (row, col) is where the loaded part begins.
@@ -40,6 +40,8 @@ template<int N> TILE float get(const sv<N> &s, int i);  // any width
 TILE void put(int &s, int v);                           // thread: a scalar in shared memory, ordered by semaphores like a tile
 TILE void put_at(int &s, int v, sem &full, int rank);   // thread: put() in block `rank` of this cluster, and an arrival at its `full`
 TILE int get(const int &s);
+// Warp. d = s, in parts: those of index 0 .. count - 1 together are the whole. Reads and writes through registers.
+template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, const st<T, K, N> &s, int index, int count);
 
 // Warpgroup. Rows >= end and < first become 0.
 template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end);

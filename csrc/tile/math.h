@@ -29,7 +29,7 @@ template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t);     // l 
 template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<float, N> &y);
 TILE void scale(rsum &l, const rv &f);
 TILE void reduce(rv &v, const rsum &l);
-template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s);                         // rounds to nearest even
+template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s);                         // rounds to nearest even; e4m3: at most +-448
 template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0);     // K columns from c0
 // s = f(t, u[row], v[col], row, col), rounded, in one pass (no second register tile)
 template<typename T, int N, class F> TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f);

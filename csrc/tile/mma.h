@@ -1,4 +1,5 @@
 // Matrix products of a warpgroup, 16-bit operands, fp32 accumulation. Contracts; bodies in sm90/ and cpu/.
+// Of e4m3 there are mma_ABt of two shared tiles and mma_AB with a tt; sm_90a keeps some 14 bits of their sums.
 // Asynchronous: issue, mma_commit(), mma_wait. Until the wait that names them, accumulators and register operands must not be touched.
 // Rules: mma_fence() before the first product after every barrier wait and after work on register tiles; nothing writes a register tile
 // between the fence and the product. An accumulator starts with ZERO where its first product is known at compile time, else with fill() before
@@ -9,6 +10,7 @@ template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, con
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const rt<T, K> &a, const st<T, N, K> &b);
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b);    // a b
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b);
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const tt<T, K, N> &b);
 // N rows of b from r0 (both multiples of 32)
 template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0);
 // N columns of b from cb (a multiple of 64)

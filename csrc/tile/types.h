@@ -1,10 +1,13 @@
 // Tile types. All are plain structs; the element order inside is private to the backend (sm90/types.h, cpu/types.h).
 //
 //   bf16, fp16          16-bit storage types; arithmetic happens in float
-//   st<T, R, C>         shared tile, R x C. 16-bit types: C a multiple of 64, 128-byte swizzle, panels of 64 columns
+//   e4m3                8-bit storage type: 4 exponent bits, 3 mantissa bits, largest 448, no infinities (OCP 8-bit floating point, 2023)
+//   st<T, R, C>         shared tile, R x C. C a multiple of 64; 16-bit types and e4m3
+//   tt<T, K, N>         shared tile K x N that is kept transposed: transpose_part() writes it and mma_AB reads it, nothing else. Matrix
+//                       instructions take 8-bit operands along the reduction only, so that a product with v as it comes is not to be had
 //   sv<N>               shared vector of N floats
 //   sm<R, C>            shared matrix of floats, plain rows, no matrix instructions
-//   rt<T, N>            register tile of a warpgroup, 64 x N: T = float is an accumulator, a 16-bit T a matrix operand
+//   rt<T, N>            register tile of a warpgroup, 64 x N: T = float is an accumulator, any other T a matrix operand
 //   rv                  64 floats, one per row of a register tile
 //   rsum                64 row sums in the making, partial per thread until reduce(); its own type so that nobody reads it too early
 //   cv<N>               N floats, one per column of a register tile

@@ -28,6 +28,21 @@ def attention_fwd(
     features: _Features | None = None,
     /,
 ) -> None: ...
+def attention_fwd_fp8(
+    out: _Tensor,
+    lse: _Tensor | None,
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    workspace: _Tensor | None,
+    q_descale: _Tensor | None,
+    k_descale: _Tensor | None,
+    v_descale: _Tensor | None,
+    scale: float,
+    causal: bool,
+    stream: int = 0,
+    /,
+) -> None: ...
 def attention_bwd_workspace(
     q: _Tensor, k: _Tensor, v: _Tensor, causal: bool, deterministic: bool, features: _Features | None = None, /
 ) -> int: ...

@@ -19,6 +19,7 @@ def attention_varlen(op, q, k, v, *lengths, **options):
 
 
 def attention_decode(op, q, k_cache, v_cache, **options):
+    _refuse_8_bits(op, q)
     if reason := _unsupported_cache(q, v_cache, options["page_table"] if "page_table" in options else None):
         _fallback.fall_back(op, reason)
         return _plain.attention_decode(q, k_cache, v_cache, **options)
@@ -53,6 +54,13 @@ def unsupported(q, k, v, scale=None, dropout_p=0.0):
     return _why_not_gpu(q.device.index) if q.is_cuda else None
 
 
+def _refuse_8_bits(op, q):
+    """PyTorch has no attention of them to fall back to."""
+    if q.dtype.itemsize == 1:
+        raise NotImplementedError(f"{op}: q has dtype {ops.dtype_name(q)}, expected bfloat16, float16 or float32; float8_e4m3fn is taken by margay.attention, "
+                                  "and by flash_attn_func and flash_attn_qkvpacked_func of margay.flash_attn_interface")
+
+
 def _unsupported_cache(q, v_cache, page_table):
     if v_cache.shape[-1] != q.shape[-1]:
         return "a cache whose keys and values differ in head dim"
@@ -72,6 +80,7 @@ _why_not_gpu._dynamo_marked_constant = True     # torch.compiler.assume_constant
 
 
 def _call(op, name, q, k, v, *lengths, **options):
+    _refuse_8_bits(op, q)
     reason = unsupported(q, k, v, options.get("scale"), options.get("dropout_p", 0.0))
     if reason is None:
         return getattr(margay, name)(q, k, v, *lengths, **options)

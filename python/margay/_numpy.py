@@ -33,6 +33,10 @@ def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal
     return (out, lse) if return_lse else out
 
 
+def attention_fp8(q, k, v, descales, causal, scale, return_lse):
+    raise TypeError("attention: q_descale, k_descale or v_descale is given with NumPy arrays, which have no 8-bit floats; expected torch.float8_e4m3fn tensors")
+
+
 def as_starts(a):
     return np.ascontiguousarray(a, np.int32)
 

@@ -11,6 +11,7 @@ from margay import _C, ops
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_E4M3 = torch.float8_e4m3fn
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _autocast_anywhere = torch._C._is_any_autocast_enabled
 _function_modes = torch._C._is_torch_function_mode_enabled
@@ -24,6 +25,8 @@ _threads = 0
 
 
 def attention(q, k, v, causal, scale, return_lse, deterministic):
+    if q.dtype is _E4M3:
+        return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
     if torch.compiler.is_compiling() or not _plain(q, k, v):
         _check_tensors("attention", q=q, k=k, v=v)
         out, lse = torch.ops.margay.attention(q, k, v, scale, causal, deterministic)
@@ -171,6 +174,57 @@ def _attention_no_second_order(ctx, *grads):
     raise NotImplementedError("attention: gradients of gradients (create_graph=True) are not implemented")
 
 
+# ---- attention of 8-bit floats, forward only
+
+
+def attention_fp8(q, k, v, descales, causal, scale, return_lse):
+    named = dict(q=q, k=k, v=v, **dict(zip(_DESCALES, descales)))
+    _check_tensors("attention", **named)
+    for name, t in named.items():
+        if torch.is_grad_enabled() and t is not None and t.requires_grad:
+            raise NotImplementedError(f"attention: {name} requires a gradient, which float8_e4m3fn does not have; expected a call under torch.no_grad()")
+    if torch.compiler.is_compiling() or not _plain(*named.values()):
+        out, lse = torch.ops.margay.attention_fp8(q, k, v, *descales, scale, causal)
+    else:
+        out, lse = _attention_fp8(q, k, v, *descales, scale, causal, return_lse)
+    return (out, lse) if return_lse else out
+
+
+_DESCALES = "q_descale", "k_descale", "v_descale"
+
+
+def _attention_fp8(q, k, v, q_descale=None, k_descale=None, v_descale=None, scale=None, causal=False, want_lse=True):
+    scale = ops.attention_scale(scale)
+    descales = q_descale, k_descale, v_descale
+    out, lse = _attention_fp8_fake(q, k, v, *descales, want_lse=want_lse)
+    target = out
+    if q.is_cuda:
+        q, k, v, target = _mappable(q), _mappable(k), _mappable(v), _mappable_empty(out)
+    balance = torch.empty(16, dtype=torch.uint8, device=q.device) if q.is_cuda and out.numel() > _ONE_WAVE else None
+    if not q.is_cuda:
+        _use_torch_threads()
+    _C.attention_fwd_fp8(target, lse, q, k, v, balance, *(None if t is None else as_float32(t) for t in descales), scale, causal)
+    _copy_back(out, target)
+    return out, lse
+
+
+def _attention_fp8_fake(q, k, v, q_descale=None, k_descale=None, v_descale=None, scale=None, causal=False, want_lse=True):
+    if q.dtype is not _E4M3:
+        given = next((f"{n} is given, but " for n, t in zip(_DESCALES, (q_descale, k_descale, v_descale)) if t is not None), "")
+        raise TypeError(f"attention: {given}q has dtype {ops.dtype_name(q)}, expected float8_e4m3fn")
+    ops.check_attention(q, k, v)
+    for name, t in zip(_DESCALES, (q_descale, k_descale, v_descale)):
+        if t is not None and t.shape != k.shape[:2]:
+            raise ValueError(f"attention: {name} has shape {list(t.shape)}, expected {list(k.shape[:2])} (batch and heads of k)")
+    _check_same_device("attention", q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    out = torch.empty_like(q, dtype=torch.bfloat16) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1], torch.bfloat16)
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if want_lse else None
+
+
+def _attention_fp8_no_gradient(ctx, *_):
+    raise NotImplementedError("attention: float8_e4m3fn has no gradient")
+
+
 # ---- attention with windows, softcap, sinks, ALiBi, dropout; packed sequences
 #
 # q, k, v are [1, heads, total, dim] where sequences are packed. `numbers`: left, right, softcap, dropout_p, max_seqlen_q, max_seqlen_k.
@@ -178,6 +232,9 @@ def _attention_no_second_order(ctx, *grads):
 
 def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal, scale, return_lse, deterministic):
     tensors = q, k, v, sink, slopes, *starts
+    if q.dtype is _E4M3:
+        ops.check_no_features(numbers[:2], *numbers[2:3], sink, slopes, numbers[3], starts[0])
+        return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
     if torch.compiler.is_compiling() or not _plain(*tensors):
         _check_tensors("attention", q=q, k=k, v=v, sink=sink, alibi_slopes=slopes, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
         out, lse, _ = torch.ops.margay.attention_features(*tensors, *numbers, seed, scale, causal, deterministic)
@@ -461,16 +518,21 @@ def _check_tensors(op, **tensors):
 
 def _check_devices(op, **tensors):
     """One device, one that has kernels, and a dtype that it has kernels for."""
+    first, like = _check_same_device(op, **tensors)
+    if like.dtype not in _DTYPES:
+        raise TypeError(f"{op}: {first} has dtype {ops.dtype_name(like)}, expected bfloat16, float16 or, on the CPU, float32")
+    if like.dtype is torch.float32 and like.is_cuda:
+        raise NotImplementedError(f"{op}: {first} has dtype float32, which has kernels on the CPU only; on CUDA expected bfloat16 or float16")
+
+
+def _check_same_device(op, **tensors):
     (first, like), *others = tensors.items()
     for name, t in others:
         if t is not None and t.device != like.device:
             raise ValueError(f"{op}: {name} is on {t.device}, expected {like.device} (same as {first})")
     if like.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{op}: {first} is on {like.device}, expected cpu or cuda")
-    if like.dtype not in _DTYPES:
-        raise TypeError(f"{op}: {first} has dtype {ops.dtype_name(like)}, expected bfloat16, float16 or, on the CPU, float32")
-    if like.dtype is torch.float32 and like.is_cuda:
-        raise NotImplementedError(f"{op}: {first} has dtype float32, which has kernels on the CPU only; on CUDA expected bfloat16 or float16")
+    return first, like
 
 
 def _autocast(device, *tensors):
@@ -483,13 +545,13 @@ def _without_autocast_keys():
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
-def _like(t, last):
+def _like(t, last, dtype=None):
     """Dense empty tensor of t's shape but for the last dimension, the others in t's order in memory."""
     shape = *t.shape[:-1], last
     if t.is_contiguous():
-        return t.new_empty(shape)
+        return t.new_empty(shape, dtype=dtype)
     order = ops.memory_order(t.stride())
-    return t.new_empty([shape[i] for i in order] + [shape[-1]]).permute([order.index(i) for i in range(len(order))] + [len(order)])
+    return t.new_empty([shape[i] for i in order] + [shape[-1]], dtype=dtype).permute([order.index(i) for i in range(len(order))] + [len(order)])
 
 
 def _rows_contiguous(t):
@@ -569,6 +631,8 @@ _register("attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causa
 _register("attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float? scale, bool causal, "
           "bool deterministic) -> (Tensor, Tensor, Tensor)",
           _attention_backward, _attention_backward_fake, _attention_no_second_order)
+_register("attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, "
+          "bool causal=False) -> (Tensor, Tensor)", _attention_fp8, _attention_fp8_fake, _attention_fp8_no_gradient, lambda *_, **__: None)
 _FEATURES = "Tensor? sink, Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _NUMBERS = "SymInt left, SymInt right, float softcap, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_k"
 _register(f"attention_features(Tensor q, Tensor k, Tensor v, {_FEATURES}, {_NUMBERS}, int? seed, float? scale, bool causal, bool deterministic) "

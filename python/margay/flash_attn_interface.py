@@ -4,28 +4,29 @@
 
 As `margay.flash_attn`, but return_attn_probs gives (out, lse). num_splits, pack_gqa, sm_margin and scheduler_metadata tune FlashAttention-3's kernels
 and change no result: they are accepted and not used, except num_splits with a cache. NotImplementedError names an argument that is not supported.
+torch.float8_e4m3fn tensors, with q_descale, k_descale, v_descale float32 [B, Hk] or None, are taken by flash_attn_func and flash_attn_qkvpacked_func, to
+bfloat16 and without gradient.
 """
 
 import torch
 
-from margay import flash_attn
+from margay import attention, flash_attn
 
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
                     attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
     """q [B, Nq, Hq, D], k [B, Nk, Hk, D], v [B, Nk, Hk, Dv] to [B, Nq, Hq, Dv]."""
     op = "flash_attn_func"
-    _refuse(op, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None)
-    out = flash_attn.dense(op, q, k, v, return_attn_probs, scale=softmax_scale, causal=causal, window=tuple(window_size), softcap=softcap,
-                           deterministic=deterministic)
-    return out if return_attn_probs else out[0]
+    _refuse(op, qv=qv, attention_chunk=attention_chunk or None)
+    return _dense(op, q, k, v, (q_descale, k_descale, v_descale), return_attn_probs, scale=softmax_scale, causal=causal, window=tuple(window_size),
+                  softcap=softcap, deterministic=deterministic)
 
 
 def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
                               attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False):
     """qkv [B, N, 3, H, D], or [B, N, Hq + 2 Hk, D] with num_heads_q = Hq, to [B, N, Hq, D]."""
     op = "flash_attn_qkvpacked_func"
-    _refuse(op, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None)
+    _refuse(op, attention_chunk=attention_chunk or None)
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(2)
     else:
@@ -33,9 +34,8 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
             raise ValueError(f"{op}: num_heads_q is None, expected a number where qkv has shape {list(qkv.shape)}")
         heads_k = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split((num_heads_q, heads_k, heads_k), 2)
-    out = flash_attn.dense(op, q, k, v, return_attn_probs, scale=softmax_scale, causal=causal, window=tuple(window_size), softcap=softcap,
-                           deterministic=deterministic)
-    return out if return_attn_probs else out[0]
+    return _dense(op, q, k, v, (q_descale, k_descale, v_descale), return_attn_probs, scale=softmax_scale, causal=causal, window=tuple(window_size),
+                  softcap=softcap, deterministic=deterministic)
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
@@ -80,6 +80,17 @@ def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, 
                            causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
     """None: there is nothing to prepare."""
     return None
+
+
+def _dense(op, q, k, v, descales, return_lse, **options):
+    if q.dtype != torch.float8_e4m3fn:
+        _refuse(op, **dict(zip(("q_descale", "k_descale", "v_descale"), descales)))
+        out = flash_attn.dense(op, q, k, v, return_lse, **options)
+        return out if return_lse else out[0]
+    q_descale, k_descale, v_descale = descales
+    result = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+                       return_lse=return_lse, **options)
+    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
 
 
 def _refuse(op, **arguments):

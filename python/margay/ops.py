@@ -14,7 +14,7 @@ SMALLEST_SCALE = 2.0**-126     # of float32, without loss of precision
 
 
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
-              return_lse=False, deterministic=False):
+              return_lse=False, deterministic=False, q_descale=None, k_descale=None, v_descale=None):
     """softmax(scale q k^T) v.
 
     q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv]; Hq is a multiple of Hk (grouped queries); 1 <= D, Dv <= 256. bfloat16 or float16, on the
@@ -31,10 +31,17 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     return_lse: also return the natural-log log-sum-exp of the scaled scores, float32 [B, Hq, Nq]; differentiable too.
     deterministic: bitwise equal gradients in every run, at some cost; also on under `torch.use_deterministic_algorithms(True)`.
 
+    q_descale, k_descale, v_descale: of torch.float8_e4m3fn tensors only, float32 [B, Hk], positive or 0: what q, k and v are to be multiplied by; 1 if
+    None. q's too is given for each key head. The output of 8-bit tensors is bfloat16, their probabilities are rounded to e4m3 in the product with v, and
+    they have no gradient and none of window, softcap, sink, alibi_slopes and dropout.
+
     The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's. On CUDA, a tensor whose address or strides are not multiples of
     16 bytes is copied first; `explain` says so. Gradients of gradients are not implemented.
     """
     face = _face("attention", "q", q)
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        check_no_features(_window(window), softcap, sink, alibi_slopes, dropout_p)
+        return face.attention_fp8(q, k, v, (q_descale, k_descale, v_descale), causal, scale, return_lse)
     if window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and dropout_p == 0.0:
         return face.attention(q, k, v, causal, scale, return_lse, deterministic)
     numbers = *_window(window), float(softcap), _dropout(dropout_p), 0, 0
@@ -118,7 +125,7 @@ def explain(op, *tensors, **options):
         return _explain_call(name, tensors, options)
     from margay import _C
 
-    parts = {"attention": ("attention_fwd", "attention_bwd")}.get(name, (name,))
+    parts = _attention_parts(options.get("dtype")) if name == "attention" else (name,)
     return "\n".join(_C.explain(part, **options) for part in parts)
 
 
@@ -172,6 +179,14 @@ def check_attention(q, k, v):
             raise ValueError(f"attention: {name} has head dim {size}, expected 1 to {MAX_HEAD_DIM}")
         if size > MAX_HEAD_DIM:
             raise NotImplementedError(f"attention: {name} has head dim {size}, kernels exist up to {MAX_HEAD_DIM}")
+
+
+def check_no_features(window=(-1, -1), softcap=0.0, sink=None, slopes=None, dropout_p=0.0, starts=None):
+    """Raise if one is given: 8-bit attention has none of them."""
+    for name, given in (("window", max(window) >= 0), ("softcap", softcap), ("sink", sink is not None), ("alibi_slopes", slopes is not None),
+                        ("dropout_p", dropout_p), ("cu_seqlens_q", starts is not None)):
+        if given:
+            raise NotImplementedError(f"attention: {name} is given, which exists for bfloat16 and float16, not for float8_e4m3fn")
 
 
 def check_matmul(a, b, bias):
@@ -247,6 +262,10 @@ def _feature_class(options):
     return int(max(_window(options.get("window", (-1, -1)))) >= 0)
 
 
+def _attention_parts(dtype):
+    return ("attention_fwd_fp8",) if dtype == "float8_e4m3fn" else ("attention_fwd", "attention_bwd")
+
+
 def _explain_call(op, tensors, options):
     from margay import _C
 
@@ -255,7 +274,7 @@ def _explain_call(op, tensors, options):
     if op == "attention":
         q, k, v = tensors
         check_attention(q, k, v)
-        names, parts = "qkv", ("attention_fwd", "attention_bwd")
+        names, parts = "qkv", _attention_parts(problem["dtype"])
         problem.update(d=max(q.shape[3], v.shape[3]), batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
                        causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)), features=_feature_class(options))
         left, right = _window(options.get("window", (-1, -1)))

@@ -375,6 +375,57 @@ TILE void parts_out(const op_params &p, parts_shared &s, int) {
   store(p.out, 128, t, 64, 128);
 }
 
+// ---- 8-bit operands: 2 a b^T of shared tiles; 2 (x[col] + y[row]) b with the sum rounded to e4m3 and b turned by three warps
+template<int N, int K> struct e4m3_shared {
+  st<e4m3, 64, K> a;
+  st<e4m3, N, K> b;
+  sem full;
+};
+template<int N, int K> TILE void e4m3_init(e4m3_shared<N, K> &s) { sem_init(s.full, arrivals(1, 0, 0)); }
+template<int N, int K> TILE void e4m3_loader(const op_params &p, e4m3_shared<N, K> &s, int) {
+  sem_expect(s.full, tile_bytes(s.a) + tile_bytes(s.b));
+  tma_load(s.a, p.a, s.full, p.row, p.col, p.head, p.batch);
+  tma_load(s.b, p.b, s.full, p.row, p.col, p.head, p.batch);
+}
+template<int N, int K> TILE void e4m3_ABt(const op_params &p, e4m3_shared<N, K> &s, int) {
+  sem_wait(s.full, 0);
+  PRODUCT(mma_ABt<ZERO>(d, s.a, s.b), mma_ABt<ACC>(d, s.a, s.b))
+  mma_wait<0>(d);
+  store(p.out, N, d, 64, N);
+}
+template<int K, int N> struct turned_shared {
+  st<e4m3, K, N> b;
+  tt<e4m3, K, N> turned;
+  sv<K> x;
+  sem full, done;
+};
+template<int K, int N> TILE void turned_init(turned_shared<K, N> &s) {
+  sem_init(s.full, arrivals(1, 0, 0));
+  sem_init(s.done, arrivals(0, 3, 0));
+}
+template<int K, int N> TILE void turned_loader(const op_params &p, turned_shared<K, N> &s, int) {
+  sem_expect(s.full, tile_bytes(s.b) + K * 4);
+  tma_load(s.b, p.b, s.full, p.row, p.col, p.head, p.batch);
+  tma_load(s.x, p.x, s.full);
+}
+template<int K, int N> TILE void turned_warps(const op_params &, turned_shared<K, N> &s, int index) {
+  sem_wait(s.full, 0);
+  transpose_part(s.turned, s.b, index, 3);
+  fence_async();
+  sem_arrive<WARP>(s.done);
+}
+template<int K, int N> TILE void turned_AB(const op_params &p, turned_shared<K, N> &s, int) {
+  rt<float, K> t;
+  rt<e4m3, K> a;
+  sem_wait(s.full, 0);
+  outer(t, p, s.x);
+  convert(a, t);
+  sem_wait(s.done, 0);
+  PRODUCT(mma_AB<ZERO>(d, a, s.turned), mma_AB<ACC>(d, a, s.turned))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
+
 // ---- one warp and global memory
 struct warp_shared { sv<64> v; };
 TILE void warp_init(warp_shared &) {}
@@ -573,9 +624,10 @@ EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, cons
   cuuint32_t box[4] = {(cuuint32_t)cols, (cuuint32_t)rows, 1, 1}, step[4] = {1, 1, 1, 1};
   for (int i = 0; i < 4; i++) sizes[i] = size[i];
   for (int i = 0; i < 3; i++) strides[i] = stride[i + 1];
-  bool wide = element_bytes == 4;
-  return ((encode)f)((CUtensorMap *)m, wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, p, sizes, strides,
-                     box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+  bool wide = element_bytes == 4, narrow = element_bytes * cols == 64;
+  CUtensorMapDataType type = wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  CUtensorMapSwizzle swizzle = wide ? CU_TENSOR_MAP_SWIZZLE_NONE : narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  return ((encode)f)((CUtensorMap *)m, type, 4, p, sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 #else
@@ -608,6 +660,26 @@ EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, cons
   RUN_OP(name, name##_kernel)
 #define OP(body, RA, CA, RB, CB, N, I) OP_NAMED(body##_##RA##_##CA##_##RB##_##CB##_##N##_##I, body, RA, CA, RB, CB, N, I)
 #include "ops.def"
+#define E4M3(N, K)                                                                                                     \
+  typedef block<op_params, e4m3_shared<N, K>, e4m3_init<N, K>, role<e4m3_ABt<N, K>, WARPGROUP, 1, 0>,                  \
+                role<e4m3_loader<N, K>, THREAD, 1, 0>>                                                                 \
+      e4m3_##N##_##K##_kernel;                                                                                         \
+  RUN_OP(e4m3_##N##_##K, e4m3_##N##_##K##_kernel)
+#define TURNED(K, N)                                                                                                   \
+  typedef block<op_params, turned_shared<K, N>, turned_init<K, N>, role<turned_AB<K, N>, WARPGROUP, 1, 0>,             \
+                role<turned_loader<K, N>, THREAD, 1, 0>, role<turned_warps<K, N>, WARP, 3, 0>>                         \
+      turned_##K##_##N##_kernel;                                                                                       \
+  RUN_OP(turned_##K##_##N, turned_##K##_##N##_kernel)
+E4M3(64, 64)
+E4M3(128, 64)
+E4M3(128, 128)
+E4M3(192, 128)
+E4M3(128, 256)
+TURNED(64, 64)
+TURNED(128, 64)
+TURNED(128, 128)
+TURNED(192, 128)
+TURNED(128, 256)
 typedef block<op_params, scan_shared, scan_init, role<scan_out, WARPGROUP, 1, 0>, role<scan_loader, THREAD, 1, 0>,
               role<scan_warp, WARP, 1, 0>>
     scan_kernel;

@@ -383,6 +383,93 @@ def test_rounding(ops, elem_value):
         check_copy(case)
 
 
+@pytest.fixture(scope="module", params=[target for target, elem in TARGETS if elem == "bf16"])
+def any_ops(request, libraries):
+    """Operations whose types are their own."""
+    return Ops(request.param, "bf16", libraries)
+
+
+def decode_e4m3(x):
+    x = x.astype(np.int32)
+    exponent, mantissa = x >> 3 & 15, x & 7
+    value = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(8.0 + mantissa, exponent - 10))
+    return np.where(x & 127 == 127, np.nan, np.where(x & 128, -value, value))
+
+
+E4M3_VALUES = decode_e4m3(np.arange(127, dtype=np.uint8))
+
+
+def round_e4m3(x):
+    """To the nearest of E4M3_VALUES, ties to the one with an even code; beyond them to the last."""
+    size = np.minimum(np.abs(np.asarray(x, np.float64)), 448)
+    below = np.searchsorted(E4M3_VALUES, size, "right") - 1
+    above = np.minimum(below + 1, 126)
+    low, high = size - E4M3_VALUES[below], E4M3_VALUES[above] - size
+    return np.copysign(E4M3_VALUES[np.where((low < high) | ((low == high) & (below % 2 == 0)), below, above)], x)
+
+
+def random_e4m3(rng, *shape):
+    """Codes of numbers up to 15: NaN and the largest are left out, subnormals and zeros of both signs are in."""
+    return (rng.integers(0, 0x58, shape) | rng.integers(0, 2, shape) << 7).astype(np.uint8)
+
+
+def e4m3_tolerance(ops):
+    """Hopper's matrix instructions add products of 8-bit numbers with some 14 bits, once for each 32 of the reduction."""
+    return 2.0**-9 if ops.target == "sm90" else 4e-6
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("n, k", [(64, 64), (128, 64), (128, 128), (192, 128), (128, 256)])
+def test_e4m3_product(any_ops, n, k, place):
+    rng, at, width = np.random.default_rng(n + k), PLACES[place], 128 if k % 128 == 0 else 64
+    a, b = random_e4m3(rng, 2, 3, 120, 304), random_e4m3(rng, 2, 3, 240, 304)
+    r = any_ops.run(f"e4m3_{n}_{k}", {"a": (a, 64, width), "b": (b, n, width)}, {"out": np.full(64 * n, np.nan, np.float32)}, **at)
+    x, y = (window(decode_e4m3(t)[at["batch"], at["head"]], at["row"], at["col"], rows, k) for t, rows in ((a, 64), (b, n)))
+    close(r["out"].reshape(64, n), 2 * x @ y.T, 1 + np.abs(x) @ np.abs(y.T), e4m3_tolerance(any_ops))
+
+
+TURNED = [(64, 64), (128, 64), (128, 128), (192, 128), (128, 256)]
+
+
+def run_turned(ops, k, n, b, x, y, at):
+    r = ops.run(f"turned_{k}_{n}", {"b": (b, k, 128 if n % 128 == 0 else 64)}, {"x": x, "y": y, "out": np.full(64 * n, np.nan, np.float32)}, **at)
+    return r["out"].reshape(64, n), window(decode_e4m3(b)[at["batch"], at["head"]], at["row"], at["col"], k, n)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("k, n", TURNED)
+def test_turned_product(any_ops, k, n, place):
+    rng = np.random.default_rng(k + n)
+    b, x, y = random_e4m3(rng, 2, 3, 240, 304), rng.standard_normal(k).astype(np.float32), rng.standard_normal(64).astype(np.float32)
+    got, tile = run_turned(any_ops, k, n, b, x, y, PLACES[place])
+    a = round_e4m3(x[None, :] + y[:, None])
+    close(got, 2 * a @ tile, 1 + np.abs(a) @ np.abs(tile), e4m3_tolerance(any_ops))
+
+
+@pytest.mark.parametrize("k, n", TURNED)
+def test_rounding_to_e4m3(any_ops, k, n):
+    """Through a matrix that picks columns, so that the result is twice the rounded number itself."""
+    x = np.concatenate([E4M3_VALUES[:-1] + np.diff(E4M3_VALUES) / 2, E4M3_VALUES, [449, 464, 465, 1e30, 3e38, 1e-10, 2.0**-10, np.nextafter(2.0**-10, 1, dtype=np.float32)]])
+    x = np.concatenate([np.nextafter(x.astype(np.float32), np.float32(np.inf)), np.nextafter(x.astype(np.float32), np.float32(0)), x]).astype(np.float32)
+    x[::3] *= -1
+    where = dict(row=0, col=0, head=0, batch=0)
+    for start in range(0, len(x), min(k, n)):
+        part = np.resize(x[start:start + min(k, n)], k)
+        pick = (np.arange(n) * 5 + 3) % k                  # 5 and k have no common factor: every key where n >= k
+        b = np.zeros((1, 1, k, n), np.uint8)
+        b[0, 0, pick, np.arange(n)] = 0x38                   # 1
+        got, _ = run_turned(any_ops, k, n, b, part, np.zeros(64, np.float32), where)
+        same(got, np.broadcast_to(2 * round_e4m3(part)[pick], (64, n)))
+
+
+def test_nan_to_e4m3(any_ops):
+    x = np.zeros(128, np.float32)
+    y = np.zeros(64, np.float32)
+    y[5] = np.nan
+    got, _ = run_turned(any_ops, 128, 128, random_e4m3(np.random.default_rng(0), 1, 1, 128, 128), x, y, dict(row=0, col=0, head=0, batch=0))
+    assert np.isnan(got[5]).all() and not np.isnan(np.delete(got, 5, 0)).any()
+
+
 def test_scan(ops):
     rng = np.random.default_rng(1)
     m = rng.standard_normal((2, 2, 100, 12)).astype(np.float32)

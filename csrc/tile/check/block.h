@@ -46,14 +46,14 @@ template<class Params, class Shared, auto INIT, class... Parts> struct block {
     k.arena = set_arena;
     return k;
   }
-  // Room for packed operands: twice the shared memory for each kind.
+  // Room for packed operands: PACK_GROWTH times the shared memory for each kind.
   static void set_arena(char *shared, size_t bytes) {
     static machine m;
     static size_t capacity;
     if (capacity < bytes) {
       for (char *&p : m.packed) {
-        if (capacity) munmap(p, 2 * capacity);
-        p = (char *)mmap(nullptr, 2 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (capacity) munmap(p, PACK_GROWTH * capacity);
+        p = (char *)mmap(nullptr, PACK_GROWTH * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       }
       for (uint64_t *&p : m.packed_tag) p = (uint64_t *)realloc(p, bytes / GRANULE * sizeof *p);
       m.written = (uint32_t *)realloc(m.written, bytes / GRANULE * sizeof *m.written);

@@ -7,7 +7,7 @@
 #endif
 
 // Where packed forms of shared tiles lie (cpu/mma.h). They are made anew for every product.
-enum { GRANULE = 1024, PACK_KINDS = 3, KEEPS_PACKED = 0 };
+enum { GRANULE = 1024, PACK_KINDS = 3, PACK_GROWTH = 4, KEEPS_PACKED = 0 };
 struct machine {
   char *shared, *packed[PACK_KINDS];
   uint32_t *written;

@@ -4,12 +4,14 @@
 
 struct bf16 { uint16_t u; };
 struct fp16 { uint16_t u; };
+struct e4m3 { uint8_t u; };
 // A register tile knows whether it was written and which products still use it; leaving its scope before they are done is an error.
 struct state_of_registers : ck_register {
   state_of_registers() : ck_register{} {}
   ~state_of_registers() { ck_register_ends(this); }
 };
 template<typename T, int R, int C> struct alignas(1024) st { T d[R * C]; };
+template<typename T, int K, int N> struct tt { st<T, N, K> t; };   // columns in their order
 template<int N> struct alignas(128) sv { float d[N]; };
 template<int R, int C> struct alignas(128) sm { float d[R * C]; };
 template<typename T, int N> struct rt { alignas(64) T d[64][N]; state_of_registers state; };

@@ -11,7 +11,7 @@
 #include <ucontext.h>
 #endif
 
-enum { MAX_FIBERS = 64, MAX_CLUSTER = 16, BARRIERS = 16, STACK_BYTES = 1 << 20, GUARD_BYTES = 1 << 16, GRANULE = 1024, PACK_KINDS = 3 };
+enum { MAX_FIBERS = 64, MAX_CLUSTER = 16, BARRIERS = 16, STACK_BYTES = 1 << 20, GUARD_BYTES = 1 << 16, GRANULE = 1024, PACK_KINDS = 3, PACK_GROWTH = 4 };
 enum wait_kind { WAIT_NONE, WAIT_SEM, WAIT_BARRIER, WAIT_ORDER };
 
 struct barrier { uint32_t generation; int threads; };
@@ -38,7 +38,7 @@ struct machine {
   size_t stride, capacity;
   barrier barriers[MAX_CLUSTER][BARRIERS];
   // Packed forms of shared tiles for the matrix products, see mma.h. Indexed by the granule a tile starts in.
-  char *packed[PACK_KINDS];   // 2 * capacity bytes each
+  char *packed[PACK_KINDS];   // PACK_GROWTH * capacity bytes each: floats in place of bytes
   uint32_t *written;          // counts writes
   uint64_t *packed_tag[PACK_KINDS];
 };
@@ -55,7 +55,7 @@ TILE void *map_pages(size_t bytes) {
   return p;
 }
 TILE size_t arena_bytes(size_t capacity) {
-  return capacity * (1 + 2 * PACK_KINDS) + capacity / GRANULE * (sizeof(uint32_t) + PACK_KINDS * sizeof(uint64_t));
+  return capacity * (1 + PACK_GROWTH * PACK_KINDS) + capacity / GRANULE * (sizeof(uint32_t) + PACK_KINDS * sizeof(uint64_t));
 }
 static void machine_free(void *p) {
   machine *m = (machine *)p;
@@ -78,7 +78,7 @@ static machine *machine_open(size_t stride, int cluster) {
     char *p = (char *)map_pages(arena_bytes(m->capacity));
     m->shared = p;
     p += m->capacity;
-    for (int i = 0; i < PACK_KINDS; i++, p += 2 * m->capacity) m->packed[i] = p;
+    for (int i = 0; i < PACK_KINDS; i++, p += PACK_GROWTH * m->capacity) m->packed[i] = p;
     for (int i = 0; i < PACK_KINDS; i++, p += m->capacity / GRANULE * sizeof(uint64_t)) m->packed_tag[i] = (uint64_t *)p;
     m->written = (uint32_t *)p;
   }

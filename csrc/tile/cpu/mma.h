@@ -137,7 +137,7 @@ template<enum pack_kind KIND, typename T, int R, int C> TILE const typename word
   if constexpr (KIND == PACK_FLAT && (word_of<T>::ELEMENTS == 2 || sizeof(T) == 4)) return (const word *)t.d;
   machine &m = *mg_machine;
   size_t offset = (size_t)((const char *)&t - m.shared), granule = offset / GRANULE;
-  word *d = (word *)(m.packed[KIND] + 2 * offset);
+  word *d = (word *)(m.packed[KIND] + PACK_GROWTH * offset);
   uint64_t tag = (uint64_t)m.written[granule] << 32 | R << 16 | C;
   if (KEEPS_PACKED && m.packed_tag[KIND][granule] == tag) return d;
   m.packed_tag[KIND][granule] = tag;
@@ -195,6 +195,13 @@ template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, cons
   issue_product<A>(d, a, whole(b), [&d, &a, &b] {
     alignas(64) float scratch[scratch_floats<T, K>()];
     product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b), DEPTH, DEPTH);
+  });
+}
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const tt<T, K, N> &b) {
+  enum { DEPTH = K / word_of<T>::ELEMENTS };
+  issue_product<A>(d, a, whole(b), [&d, &a, &b] {
+    alignas(64) float scratch[scratch_floats<T, K>()];
+    product<A, VW>(d, operand(a, scratch), packed<PACK_COLS>(b.t), DEPTH, DEPTH);
   });
 }
 template<int A, typename T, int N, int K, int WA, int WB>

@@ -31,7 +31,19 @@ TILE float widen(fp16 x) {
   uint32_t u = rest >= 0x0f800000 ? rest | 0x7f800000 : float_bits(y);
   return bits_float(sign | u);
 }
+TILE float widen(e4m3 x) {
+  float y = bits_float((uint32_t)(x.u & 0x7f) << 20) * 0x1p120f;
+  uint32_t sign = (uint32_t)(x.u & 0x80) << 24, u = (x.u & 0x7f) == 0x7f ? 0x7fc00000 : float_bits(y);
+  return bits_float(sign | u);
+}
 TILE void narrow(float &d, float x) { d = x; }
+TILE void narrow(e4m3 &d, float x) {
+  uint32_t u = float_bits(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
+  uint32_t normal = (a - 0x3c000000 + 0x7ffff + (a >> 20 & 1)) >> 20;
+  uint32_t subnormal = float_bits(bits_float(a) + 0x1p14f) - 0x46800000;   // the sum's last bit is worth 2^-9
+  uint32_t b = a < 0x3c800000 ? subnormal : normal < 0x7e ? normal : 0x7e;
+  d.u = (uint8_t)(sign | (a > 0x7f800000 ? 0x7f : b));
+}
 TILE void narrow(bf16 &d, float x) {
   uint32_t u = float_bits(x), rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
   d.u = (uint16_t)((u & 0x7fffffff) > 0x7f800000 ? 0x7fff : rounded);

@@ -11,8 +11,9 @@ TILE void tma_panel_multicast(uint32_t dst, const gmap &m, sem &s, int row, int 
     ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch), "h"((uint16_t)mask) : "memory");
 }
 template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  constexpr int WIDTH = panel_columns<T, C>;
 #pragma unroll
-  for (int p = 0; p < C / 64; p++) tma_panel(shared_address(&t) + p * R * 128, m, s, row, col + p * 64, head, batch);
+  for (int p = 0; p < C / WIDTH; p++) tma_panel(shared_address(&t) + p * R * panel_bytes<T, C>, m, s, row, col + p * WIDTH, head, batch);
 }
 template<typename T, int R, int C>
 TILE void tma_load_rows(st<T, R, C> &t, int r0, int, const gmap &m, sem &s, int row, int col, int head, int batch) {
@@ -105,6 +106,38 @@ template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<flo
   for (int k = 0; k < N / 16; k++) {
     const float *x = s.d + 8 * k;
     store_block(block_address(d, c0 + 16 * k), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+  }
+}
+// Address of 16-byte chunk c of row r.
+template<int R, int C> TILE uint32_t chunk_address(const st<e4m3, R, C> &t, int r, int c) {
+  constexpr int BYTES = panel_bytes<e4m3, C>, CHUNKS = BYTES / 16;
+  int swizzle = BYTES == 128 ? r & 7 : r >> 1 & 3;
+  return shared_address(&t) + c / CHUNKS * R * BYTES + r * BYTES + ((c % CHUNKS ^ swizzle) << 4);
+}
+// 16 columns at a time, and of these 32 rows. ldmatrix.trans moves pairs of columns: a thread gets rows 2t, 2t + 1 of columns 2g, 2g + 1 (g: lane / 4)
+// of each of four blocks of 8 rows, which are, two blocks together, the bytes of one word in rows 2g and in 2g + 1 of the transpose. Both matrices of
+// rows that stmatrix then writes have even and odd ones, 0 2 4 6 9 11 13 15 and 1 3 5 7 8 10 12 14: these lie in different banks.
+template<int K, int N> TILE void transpose_part(tt<e4m3, K, N> &d, const st<e4m3, K, N> &s, int index, int count) {
+  constexpr int FROM = panel_bytes<e4m3, N>, CHUNKS = panel_bytes<e4m3, K> / 16, BATCH = N > 128 ? 1 : 2;   // loads in flight: beside wide tiles there are 24 registers
+  int second = lane() >> 4, block = lane() >> 3, g = lane() & 7;
+  uint32_t first = lane() < 16 ? 0x6420 : 0x7531, other = first ^ 0x1111;
+#pragma unroll 1
+  for (int c = index; c < N / 16; c += count) {
+    uint32_t from = chunk_address(s, lane(), c), to = chunk_address(d.t, 16 * c + 2 * g + (second ^ g >> 2), block & 1);
+#pragma unroll
+    for (int r = 0; r < K / 32; r += BATCH) {
+      uint32_t x[BATCH][4];
+#pragma unroll
+      for (int i = 0; i < BATCH; i++)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+          : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3]) : "r"(from + (r + i) * 32 * FROM) : "memory");
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        int chunk = 2 * (r + i);
+        store_block((to ^ (chunk % CHUNKS << 4)) + chunk / CHUNKS * N * CHUNKS * 16, __byte_perm(x[i][0], x[i][1], first),
+                    __byte_perm(x[i][2], x[i][3], first), __byte_perm(x[i][0], x[i][1], other), __byte_perm(x[i][2], x[i][3], other));
+      }
+    }
   }
 }
 template<typename T, int K> TILE void load_t(rt<T, K> &d, const st<T, K, 64> &s) {

@@ -122,3 +122,12 @@ template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<
     for (int j = 0; j < 4; j++) d.d[k][j] = pack<T>(s.d[c0 / 2 + 8 * k + 2 * j], s.d[c0 / 2 + 8 * k + 2 * j + 1]);
 }
 template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s) { convert_part(d, s, 0); }
+template<int N> TILE void convert(rt<e4m3, N> &d, const rt<float, N> &s) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float *x = s.d + 16 * k + 8 * (j >> 1) + 2 * (j & 1);
+      d.d[k][j] = pack_e4m3(x[0], x[1], x[4], x[5]);
+    }
+}

@@ -17,7 +17,7 @@ template<int N> TILE void mma_pin(rt<float, N> &t) {
 }
 template<typename T, int N> TILE void mma_pin(rt<T, N> &t) {
 #pragma unroll
-  for (int i = 0; i < N / 16; i++)
+  for (int i = 0; i < (int)sizeof t.d / 16; i++)
 #pragma unroll
     for (int j = 0; j < 4; j++) asm volatile("" : "+r"(t.d[i][j])::"memory");
 }
@@ -36,15 +36,18 @@ template<int A, int N> TILE void mma_begin(rt<float, N> &t) {
 // Low word of a descriptor: address and, for an MN-major operand, the distance of its 64-column panels; both in units of 16 bytes.
 // In a cluster an address has the block's rank above its 18 bits, which would end up in the distance.
 TILE uint32_t desc(const void *p, uint32_t panel_bytes) { return (shared_address(p) & 0x3ffff) >> 4 | (panel_bytes >> 4) << 16; }
-// Step k (16 of the reduction) of an operand stored along it (R rows, panels of 64), or across it.
-template<int R> TILE uint32_t along(int k) { return ((k / 4) * R * 128 + (k % 4) * 32) >> 4; }
+// Step k (32 bytes of the reduction) of an operand stored along it (R rows, panels of BYTES), or across it.
+template<int R, int BYTES = 128> TILE uint32_t along(int k) { return ((k / (BYTES / 32)) * R * BYTES + (k % (BYTES / 32)) * 32) >> 4; }
 TILE uint32_t across(int k) { return (k * 16 * 128) >> 4; }
 
 template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
   mma_begin<A>(d);
-  uint32_t da = desc(&a, 16), db = desc(&b, 16) + r0 * 128 / 16;
+  constexpr int BYTES = panel_bytes<T, K>;
+  uint32_t da = desc(&a, 16), db = desc(&b, 16) + r0 * BYTES / 16;
 #pragma unroll
-  for (int k = 0; k < K / 16; k++) wgmma<T, 0, 0>(d.d, da + along<64>(k), db + along<R>(k), A || k);
+  for (int k = 0; k < K * (int)sizeof(T) / 32; k++)
+    if constexpr (sizeof(T) == 1) wgmma_e4m3<BYTES>(d.d, da + along<64, BYTES>(k), db + along<R, BYTES>(k), A || k);
+    else wgmma<T, 0, 0>(d.d, da + along<64>(k), db + along<R>(k), A || k);
 }
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
   mma_ABt_rows<A>(d, a, b, 0);
@@ -76,6 +79,13 @@ template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, cons
   uint32_t db = desc(&b, K * 128);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1>(d.d, a.d[k], db + across(k), A || k);
+}
+template<int A, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<e4m3, K> &a, const tt<e4m3, K, N> &b) {
+  mma_begin<A>(d);
+  constexpr int BYTES = panel_bytes<e4m3, K>;
+  uint32_t db = desc(&b, 16);
+#pragma unroll
+  for (int k = 0; k < K / 32; k++) wgmma_e4m3<BYTES>(d.d, a.d[k], db + along<N, BYTES>(k), A || k);
 }
 template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
   mma_begin<A>(d);

@@ -2,14 +2,20 @@
 #pragma once
 struct bf16 { uint16_t u; };
 struct fp16 { uint16_t u; };
+struct e4m3 { uint8_t u; };
 template<typename T> constexpr bool is_bf16 = false;
 template<> constexpr bool is_bf16<bf16> = true;
 
-// Panels of 64 columns, each R rows of 128 bytes; 16-byte chunk c of row r sits at chunk c ^ (r & 7): the 128-byte swizzle of TMA and wgmma.
+// Panels of 128 bytes a row, each R rows; 16-byte chunk c of row r sits at chunk c ^ (r & 7): the 128-byte swizzle of TMA and wgmma. Where the
+// columns of e4m3 make no such panels, they are of 64 bytes, and chunk c of row r sits at c ^ (r / 2 & 3): the 64-byte swizzle.
+template<typename T, int C> constexpr int panel_bytes = sizeof(T) == 1 && C % 128 ? 64 : 128;
+template<typename T, int C> constexpr int panel_columns = panel_bytes<T, C> / (int)sizeof(T);
 template<typename T, int R, int C> struct alignas(1024) st {
-  static_assert(sizeof(T) == 2 && C % 64 == 0 && R % 8 == 0, "shared tile: 16-bit, panels of 64 columns, groups of 8 rows");
+  static_assert(sizeof(T) <= 2 && C % 64 == 0 && R % 8 == 0, "shared tile: 16-bit or e4m3, panels of 64 columns, groups of 8 rows");
   T d[R * C];
 };
+// Its columns, the keys of attention, are in the order of a register operand's, see rt<e4m3, N>.
+template<typename T, int K, int N> struct tt { st<T, N, K> t; };
 template<int N> struct alignas(128) sv { float d[N]; };
 template<int R, int C> struct alignas(128) sm { float d[R * C]; };
 
@@ -17,6 +23,11 @@ template<int R, int C> struct alignas(128) sm { float d[R * C]; };
 // wgmma's register operand: the same places, two 16-bit values a word, four words for each 16 columns.
 template<typename T, int N> struct rt { uint32_t d[N / 16][4]; };
 template<int N> struct rt<float, N> { float d[N / 2]; };
+// The 8-bit register operand of wgmma: for each 32 columns four words, of rows r, r + 8, r, r + 8; a thread's word has columns 4t .. 4t + 3 (t: lane
+// & 3) of the first 16 columns, or of the second. The accumulator gives thread t columns 2t, 2t + 1, 8 + 2t, 9 + 2t of each 16 instead. Rather
+// than move them, the reduction takes the columns in another order, which is the same for both operands: place 4t + 2i + e of each 16 has column
+// 8i + 2t + e (i, e: 0, 1). convert() and transpose_part() know of it, nobody else.
+template<int N> struct rt<e4m3, N> { uint32_t d[N / 32][4]; };
 struct rv { float d[2]; };                         // rows r and r + 8, the same in the four threads of a row
 struct rsum { float d[2]; };                       // rows r and r + 8, this thread's columns only
 template<int N> struct cv { float d[N / 4]; };     // columns c, c + 1 of each 8-column group
@@ -38,6 +49,12 @@ template<typename T> TILE uint32_t pack(float lo, float hi) {
   uint32_t r;
   if constexpr (is_bf16<T>) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+TILE uint32_t pack_e4m3(float a, float b, float c, float d) {   // a in the lowest byte
+  uint32_t r;
+  asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\nmov.b32 %0, {l, h};\n}\n"
+      : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
   return r;
 }
 template<typename T> TILE float2 unpack(uint32_t w) {

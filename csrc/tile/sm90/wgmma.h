@@ -1,4 +1,4 @@
-// wgmma.mma_async m64 nN k16, 16-bit operands, fp32 accumulator. Written by tools/wgmma.py; one line of operands per width.
+// wgmma.mma_async m64 nN k16 (16-bit operands) and k32 (e4m3), fp32 accumulator. Written by tools/wgmma.py; one line of operands per width.
 // a, b: low words of shared matrix descriptors (see desc() in mma.h); TA, TB: 1 if the operand is stored transposed (MN-major).
 #pragma once
 #define WGMMA_HIGH "0x40000040"   // of every descriptor: 128-byte swizzle, 8-row groups 1024 bytes apart
@@ -10,6 +10,16 @@
   asm volatile("{\n.reg .pred p;\n.reg .b64 db;\nmov.b64 db, {" B ", " WGMMA_HIGH "};\n" \
     "setp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " " WGMMA_D ", " A ", db, p, 1, 1, " TB_ ";\n}\n" \
     : WGMMA_O : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(TB))
+// 8-bit operands lie along the reduction; BYTES: rows of their panels, which have the 128-byte or the 64-byte swizzle.
+#define WGMMA8_HIGH(BYTES) (BYTES == 128 ? 0x40000040u : 0x80000020u)
+#define WGMMA8_SS(N, A, B, P, HIGH) \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 da, db;\nmov.b64 da, {" A ", " HIGH "};\nmov.b64 db, {" B ", " HIGH "};\n" \
+    "setp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 " WGMMA_D ", da, db, p, 1, 1;\n}\n" \
+    : WGMMA_O : "r"(a), "r"(b), "r"(add), "n"(WGMMA8_HIGH(BYTES)))
+#define WGMMA8_RS(N, A, B, P, HIGH) \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 db;\nmov.b64 db, {" B ", " HIGH "};\n" \
+    "setp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 " WGMMA_D ", " A ", db, p, 1, 1;\n}\n" \
+    : WGMMA_O : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(WGMMA8_HIGH(BYTES)))
 #define WGMMA(N, I0, I1, I2, I3, I4, I5, I6) \
   template<typename T, int TA, int TB> TILE void wgmma(float (&d)[N / 2], uint32_t a, uint32_t b, int add) { \
     if constexpr (is_bf16<T>) WGMMA_SS("bf16.bf16", N, I0, I1, I2, I3, I4); \
@@ -18,6 +28,10 @@
   template<typename T, int TB> TILE void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) { \
     if constexpr (is_bf16<T>) WGMMA_RS("bf16.bf16", N, "{" I0 ", " I1 ", " I2 ", " I3 "}", I4, I5, I6); \
     else WGMMA_RS("f16.f16", N, "{" I0 ", " I1 ", " I2 ", " I3 "}", I4, I5, I6); \
+  } \
+  template<int BYTES> TILE void wgmma_e4m3(float (&d)[N / 2], uint32_t a, uint32_t b, int add) { WGMMA8_SS(N, I0, I1, I2, I3); } \
+  template<int BYTES> TILE void wgmma_e4m3(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) { \
+    WGMMA8_RS(N, "{" I0 ", " I1 ", " I2 ", " I3 "}", I4, I5, I6); \
   }
 #define WGMMA_D "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define WGMMA_O "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])

@@ -117,7 +117,7 @@ def features(content):
     return f"Grouped queries, windows, packed sequences: TFLOP/s of the visible pairs\n\n{markdown(header, rows)}"
 
 
-TABLES = {"attention": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead}
+TABLES = {"attention": attention, "attention-fp8": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead}
 
 
 def table(content):

@@ -16,7 +16,7 @@ def problem_of(case):
     f = case.fields
     if "direction" in f:
         batch, heads = attention.TOKENS // f["n"], attention.WIDTH // f["d"]
-        return "attention_fwd", {
+        return "attention_fwd_fp8" if f["dtype"] == attention.FP8 else "attention_fwd", {
             "dtype": f["dtype"], "gpu": True, "d": f["d"], "batch": batch, "heads_q": heads, "heads_k": heads, "nq": f["n"], "nk": f["n"],
             "causal": f["mask"] == "causal"}
     return "matmul", {"dtype": f["dtype"], "gpu": True, "m": f["m"], "n": f["n"], "k": f["k"], "trans_a": f["layout"][0] == "t",

@@ -32,7 +32,7 @@ def parse(arguments=None):
     parser.add_argument("--list", action="store_true", help="list the problems, run nothing")
     parser.add_argument("--constants", metavar="NAME=N,...", help="of a .cu file; else its line `// margay.check: TYPE NAME=N, ...`")
     parser.add_argument("--as", dest="in_place_of", metavar="ROW", help="check a .cu file in the place of this row: its parameters, constants and problems")
-    parser.add_argument("--type", choices=("bf16", "fp16", "float"), help="element type of a .cu file")
+    parser.add_argument("--type", choices=("bf16", "fp16", "e4m3", "float"), help="element type of a .cu file")
     parser.add_argument("--rules-off", default="", metavar="RULE,...", help=f"rules to leave out, of {', '.join(RULES)}")
     parser.add_argument("--device", action="store_true", help="on the GPU: delays in each role in turn, and traces compared with the CPU's")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile and check")

@@ -9,21 +9,25 @@ import numpy as np
 from margay import _C
 from margay.check.compiled import Kernel, csrc
 
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3", "float32": "float"}
 SMS = 2
 TAKE = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
 
 
 class Array:
-    """A tensor of any of our types: NumPy has no bfloat16, so the type is told through DLPack by hand."""
-    CODES = {"bfloat16": (4, 16, np.uint16), "float16": (2, 16, np.float16), "float32": (2, 32, np.float32), "uint8": (1, 8, np.uint8), "int32": (0, 32, np.int32)}
+    """A tensor of any of our types: NumPy has no bfloat16 and no 8-bit floats, so the type is told through DLPack by hand."""
+    CODES = {"bfloat16": (4, 16, np.uint16), "float16": (2, 16, np.float16), "float32": (2, 32, np.float32), "uint8": (1, 8, np.uint8), "int32": (0, 32, np.int32),
+             "float8_e4m3fn": (10, 8, np.uint8)}
 
     def __init__(self, *shape, dtype="float32", values=None):
         code, bits, storage = self.CODES[dtype]
         values = np.random.default_rng(0).standard_normal(shape, np.float32) if values is None else np.broadcast_to(np.float32(values), shape)
         if dtype == "bfloat16":
             values = (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
-        self.data = np.ascontiguousarray(values.astype(storage) if dtype != "bfloat16" else values)
+        if dtype == "float8_e4m3fn":
+            bits32 = np.ascontiguousarray(values).view(np.uint32)
+            values = (np.clip((bits32 & 0x7FFFFFFF).astype(np.int64) - (120 << 23), 0, 126 << 20) >> 20 | bits32 >> 24 & 128).astype(np.uint8)
+        self.data = np.ascontiguousarray(values.astype(storage))
         self.sizes = (ctypes.c_int64 * len(shape))(*shape)
         self.strides = (ctypes.c_int64 * len(shape))(*(stride // self.data.itemsize for stride in self.data.strides))
         self.managed = Managed(self.data.ctypes.data, 1, 0, len(shape), code, bits, 1, self.sizes, self.strides, 0, None, None)
@@ -82,6 +86,8 @@ def attention(row, backward, large):
     d = {64: 40, 128: 128, 256: 200}[c["D"]]
     shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False),
               (30, 2 * keys + 1, False, True), (3 * rows, 3 * rows + 33, True, True, 3)]
+    if dtype == "float8_e4m3fn":
+        d = {64: 48, 128: 128, 256: 208}[c["D"]]
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True), (150, 60, True, False, 3)]   # the last: a warpgroup without keys
     if c.get("FEATURES") == 1:      # tasks behind one whose last key block is seen whole
@@ -116,7 +122,11 @@ def call_attention(row, dtype, d, nq, nk, causal, extra, backward, batch=1, head
     batch = 1 if kind == "packed" else batch
     q_shape, k_shape = (batch, heads, nq, d), (batch, heads // 2, nk, d)
     q, k, v = (new(*shape, dtype=dtype) for shape in (q_shape, k_shape, k_shape))
-    out, lse = new(*q_shape, dtype=dtype), new(*q_shape[:3])
+    out, lse = new(*q_shape, dtype="bfloat16" if dtype == "float8_e4m3fn" else dtype), new(*q_shape[:3])
+    if dtype == "float8_e4m3fn":
+        factors = [new(batch, heads // 2, values=0.5 + i) if extra else None for i in range(3)]
+        _C.attention_fwd_fp8(out, lse, q, k, v, new(16, dtype="uint8", values=0) if extra else None, *factors, 0.0, causal)
+        return out, lse
     features = features_of(kind, heads, nq, nk)
     if not backward:
         _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, new(16, dtype="uint8", values=0) if extra else None, features)
@@ -215,7 +225,8 @@ def scaled_add(row, large):
         yield "large" if m == 3000 else f"{m}x{n}", call
 
 
-OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_bwd": lambda row, large: attention(row, True, large),
+OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
+       "attention_bwd": lambda row, large: attention(row, True, large),
        "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
        "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add}
 

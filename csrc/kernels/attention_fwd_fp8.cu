@@ -1,0 +1,223 @@
+// Attention forward of 8-bit floats:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T),  q = q_descale q8, k = k_descale k8, v = v_descale v8
+// The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale. Probabilities are rounded to e4m3 on their way into the product
+// with v; p = 2^(c x - m + 8) has more of that format's range than 2^(c x - m), and the factor leaves with the row's sum.
+// Products of 8-bit operands want both along the reduction: v along the keys. Warps beside the loader turn every block of v, from the loader's ring
+// into one of their own.
+#include "tile/tile.h"
+#include "kernels/attention.h"
+
+// D, BN (keys a block), NC (compute warpgroups), stages of the rings, O_COLS (columns of o that leave at a time), *_REGS
+enum { BM = 64 * NC, TURNERS = 3 };
+#include "kernels/attention_features.h"
+#include "kernels/attention_fwd_tasks.h"
+
+typedef ring<K_STAGES, ASYNC_READS> key_ring;
+typedef ring<V_STAGES, GENERIC_READS> value_ring;
+typedef ring<T_STAGES, ASYNC_READS> turned_ring;
+struct shared {
+  st<e4m3, 64, D> q[NC];
+  st<e4m3, BN, D> k[K_STAGES], v[V_STAGES];
+  tt<e4m3, BN, D> turned[T_STAGES];
+  st<bf16, 64, O_COLS> o[NC];
+  key_ring k_ring;
+  value_ring v_ring;
+  turned_ring t_ring;
+  sem q_full[NC], q_free[NC];
+  task_queue queue;
+};
+struct places { ring_pos k, v; };   // a role's in its rings of k and of v
+TILE void init(shared &s) {
+  ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
+  ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, TURNERS, 0));
+  ring_init(s.t_ring, arrivals(0, TURNERS, 0), arrivals(0, 0, NC));
+  queue_init(s.queue, arrivals(0, TURNERS, NC));
+  for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
+}
+
+TILE void load_keys(const attention_fp8_params &p, shared &s, ring_pos &at, int row, int head, int batch) {
+  ring_acquire(s.k_ring, at);
+  ring_expect(s.k_ring, at, tile_bytes(s.k[0]));
+  tma_load(s.k[at.stage], p.fwd.k, s.k_ring.full[at.stage], row, 0, head, batch);
+  ring_next(s.k_ring, at);
+}
+TILE void load_values(const attention_fp8_params &p, shared &s, ring_pos &at, int row, int head, int batch) {
+  ring_acquire(s.v_ring, at);
+  ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
+  tma_load(s.v[at.stage], p.fwd.v, s.v_ring.full[at.stage], row, 0, head, batch);
+  ring_next(s.v_ring, at);
+}
+TILE void loader(const attention_fp8_params &p, shared &s, int) {
+  places at = {};
+  int next = 0;
+  for (uint32_t count = 0; (next = draw(p.fwd, s.queue, count, next)) < p.fwd.tasks; count++) {
+    task t = task_at(p.fwd, next);
+    int j = t.steps - 1, k_head = t.head / p.fwd.group;
+    for (int w = 0; w < NC; w++) {
+      sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
+      sem_expect(s.q_full[w], tile_bytes(s.q[w]));
+      tma_load(s.q[w], p.fwd.q, s.q_full[w], t.row0 + w * 64, 0, t.head, t.batch);
+      if (w == 0) load_keys(p, s, at.k, j * BN, k_head, t.batch);   // right behind its q: the first warpgroup can begin
+    }
+    for (; j >= 0; j--) {   // v ahead of the next keys: it has further to go
+      load_values(p, s, at.v, j * BN, k_head, t.batch);
+      if (j > 0) load_keys(p, s, at.k, (j - 1) * BN, k_head, t.batch);
+    }
+  }
+}
+TILE void turner(const attention_fp8_params &p, shared &s, int index) {
+  ring_pos from = {}, to = {};
+  int next;
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.fwd.tasks; count++) {
+    int steps = task_at(p.fwd, next).steps;
+    queue_release<WARP>(s.queue, count);
+    for (; steps; steps--) {
+      ring_wait(s.v_ring, from);
+      ring_acquire(s.t_ring, to);
+      transpose_part(s.turned[to.stage], s.v[from.stage], index, TURNERS);
+      ring_fill<WARP>(s.t_ring, to);
+      ring_next(s.t_ring, to);
+      ring_release<WARP>(s.v_ring, from);
+      ring_next(s.v_ring, from);
+    }
+  }
+}
+
+// m = c max x so far, and not less as in the other kernel: the largest p is 2^8, which is not rounded. top is 8 - m or, where m is -infinity, 8.
+TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c, int masked) {
+  rv old = m;
+  fill(top, -infinity());
+  row_max(top, x);
+  map(m, old, top, [=](float a, float b) { return b * c > a ? b * c : a; });
+  map(top, m, [=](float a) { return masked && a == -infinity() ? 0.f : a; });
+  map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
+  map(top, top, [](float b) { return 8.f - b; });
+}
+// Scores to probabilities.
+TILE void exponentials(rt<float, BN> &x, const rv &top, rsum &l, const rv &alpha, float c) {
+  map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, b)); });
+  scale(l, alpha);
+  row_sum_add(l, x);
+}
+
+TILE float descale(const float *factors, const attention_fp8_params &p, const task &t) {
+  return factors ? factors[t.batch * p.k_heads + t.head / p.fwd.group] : 1.f;
+}
+// The factor of scores in the exponent. Of tensors of zeros it may be 0: then too a score of -infinity is masked and others count.
+TILE float exponent(const attention_fp8_params &p, const task &t) {
+  float c = p.fwd.scale_log2 * descale(p.q_descale, p, t) * descale(p.k_descale, p, t);
+  return c < 1e-30f ? 1e-30f : c;
+}
+
+TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rsum &l, int wg) {
+  int row0 = t.row0 + wg * 64;
+  float factor = descale(p.v_descale, p, t);
+  rv sum, inverse, lse;
+  reduce(sum, l);
+  map(inverse, sum, [=](float l) { return l == 0.f ? 0.f : factor * fast_rcp(l); });
+  map_row(o, inverse, [](float x, float f) { return x * f; });
+  UNROLLED for (int col = 0; col < D; col += O_COLS) {
+    rt<bf16, O_COLS> part;
+    convert_part(part, o, col);
+    tma_store_wait_read();
+    wg_sync();
+    store(s.o[wg], part);
+    fence_async();
+    wg_sync();
+    tma_store(p.fwd.o, s.o[wg], row0, col, t.head, t.batch);
+  }
+  if (p.fwd.lse) {
+    map(lse, m, sum, [](float a, float l) { return (a + (fast_log2(l) - 8.f)) * 0.6931471805599453f; });   // ln 2
+    store(p.fwd.lse + (int64_t)(t.batch * p.fwd.q_heads + t.head) * p.fwd.q_rows + row0, lse, p.fwd.q_rows - row0);
+  }
+}
+
+TILE void scores(shared &s, places &at, rt<float, BN> &x, int wg) {   // the key block is there
+  mma_fence();
+  mma_ABt<ZERO>(x, s.q[wg], s.k[at.k.stage]);
+  mma_commit();
+}
+TILE void product(shared &s, places &at, rt<float, D> &o, rt<e4m3, BN> &probabilities) {
+  ring_wait(s.t_ring, at.v);
+  mma_fence();
+  mma_AB<ACC>(o, probabilities, s.turned[at.v.stage]);
+  mma_commit();
+}
+// The scores with a key block are there: its stage, and after the last one q, may be filled again.
+TILE void scores_done(shared &s, places &at, bool last, int wg) {
+  ring_done(s.k_ring, at.k);
+  if (last) sem_arrive(s.q_free[wg]);
+}
+// A key block that this warpgroup's rows do not see.
+TILE void pass_over(shared &s, places &at, int wg) {
+  turn_wait<NC>(wg);
+  turn_pass<NC>(wg);
+  ring_wait(s.k_ring, at.k);
+  ring_done(s.k_ring, at.k);
+  ring_wait(s.t_ring, at.v);
+  ring_done(s.t_ring, at.v);
+}
+
+// x: scores with key block j; probabilities and v: block j + 1
+TILE void step(shared &s, places &at, const task &t, rt<float, BN> &x, rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rsum &l, float c, int j,
+               int masked, int wg) {
+  rv top, alpha;
+  turn_wait<NC>(wg);
+  scores(s, at, x, wg);
+  product(s, at, o, probabilities);
+  turn_pass<NC>(wg);
+  mma_wait<1>(x);
+  scores_done(s, at, j == 0, wg);
+  if (masked) mask(x, t.seq, t.row0 + wg * 64, j * BN);
+  maximum(x, m, top, alpha, c, masked);
+  if (j > 0) ring_wait(s.k_ring, at.k);   // here, so that the wait for p v stays below the maximum (see mma_wait)
+  mma_wait<0>(o, probabilities);          // above the exponentials: what follows hides in their latency
+  ring_done(s.t_ring, at.v);
+  scale_rows(o, alpha);
+  exponentials(x, top, l, alpha, c);
+  convert(probabilities, x);
+}
+
+TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
+  places at = {};
+  turn_begin<NC>(wg);
+  int next;
+  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.fwd.tasks; count++) {
+    task t = task_at(p.fwd, next);
+    int row0 = t.row0 + wg * 64, j = t.steps - 1;
+    float c = exponent(p, t);
+    reach mine = reach_of(t, row0);
+    rt<float, BN> x;
+    rt<e4m3, BN> probabilities;
+    rt<float, D> o;
+    rv m, top, alpha;
+    rsum l;
+    for (; j >= mine.seen; j--) pass_over(s, at, wg);
+    sem_wait(s.q_full[wg], count & 1);
+    ring_wait(s.k_ring, at.k);
+    scores(s, at, x, wg);
+    mma_wait<0>(x);
+    scores_done(s, at, j == 0, wg);
+    fill(m, -infinity());
+    fill(l, 0.f);
+    fill(o, 0.f);
+    mask(x, t.seq, row0, j * BN);
+    maximum(x, m, top, alpha, c, 1);
+    exponentials(x, top, l, alpha, c);
+    convert(probabilities, x);
+    if (j > 0) ring_wait(s.k_ring, at.k);
+    j--;
+    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(s, at, t, x, probabilities, o, m, l, c, j, 1, wg);
+    for (; j >= 0; j--) step(s, at, t, x, probabilities, o, m, l, c, j, 0, wg);
+    product(s, at, o, probabilities);
+    mma_wait<0>(o, probabilities);
+    ring_done(s.t_ring, at.v);
+    finish(p, s, t, o, m, l, wg);
+    queue_release(s.queue, count);
+  }
+  turn_end<NC>(wg);
+  tma_store_wait_read();
+}
+
+typedef block<attention_fp8_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<turner, WARP, TURNERS, LOAD_REGS>> kernel;
+ENTRY(kernel, BM, BN)
