@@ -234,7 +234,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   p->l2_heads = p->diagonal != NO_DIAGONAL ? forward_section(&c, x.k_rows * (x.d + x.dv) * size / p->group, x.batch * x.q_heads) : 1;
   int cols = descale && problem.d > 64 ? 128 : 64;   // of a panel of the row's tiles, see tile/copy.h
   if ((status = map(&p->q, &c, "attention: q", q, 64, cols)) || (status = map(&p->k, &c, "attention: k", k, desc->tile_n, cols)) ||
-      (status = map(&p->v, &c, "attention: v", v, desc->tile_n, cols)) || (status = map(&p->o, &c, "attention: out", out, 64, 64)))
+      (status = map(&p->v, &c, "attention: v", v, descale ? 64 : desc->tile_n, cols)) || (status = map(&p->o, &c, "attention: out", out, 64, 64)))
     return status;
   int64_t blocks = grid(&c, row, tasks);
   if (workspace && c.persistent && tasks > blocks) {

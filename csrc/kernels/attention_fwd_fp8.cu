@@ -16,7 +16,8 @@ typedef ring<V_STAGES, GENERIC_READS> value_ring;
 typedef ring<T_STAGES, ASYNC_READS> turned_ring;
 struct shared {
   st<e4m3, 64, D> q[NC];
-  st<e4m3, BN, D> k[K_STAGES], v[V_STAGES];
+  st<e4m3, BN, D> k[K_STAGES];
+  st<e4m3, 64, D> v[V_STAGES];   // parts of a block
   tt<e4m3, BN, D> turned[T_STAGES];
   st<bf16, 64, O_COLS> o[NC];
   key_ring k_ring;
@@ -41,10 +42,12 @@ TILE void load_keys(const attention_fp8_params &p, shared &s, ring_pos &at, int 
   ring_next(s.k_ring, at);
 }
 TILE void load_values(const attention_fp8_params &p, shared &s, ring_pos &at, int row, int head, int batch) {
-  ring_acquire(s.v_ring, at);
-  ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
-  tma_load(s.v[at.stage], p.fwd.v, s.v_ring.full[at.stage], row, 0, head, batch);
-  ring_next(s.v_ring, at);
+  for (int part = 0; part < BN; part += 64) {
+    ring_acquire(s.v_ring, at);
+    ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
+    tma_load(s.v[at.stage], p.fwd.v, s.v_ring.full[at.stage], row + part, 0, head, batch);
+    ring_next(s.v_ring, at);
+  }
 }
 TILE void loader(const attention_fp8_params &p, shared &s, int) {
   places at = {};
@@ -65,19 +68,21 @@ TILE void loader(const attention_fp8_params &p, shared &s, int) {
   }
 }
 TILE void turner(const attention_fp8_params &p, shared &s, int index) {
-  ring_pos from = {}, to = {};
+  uint32_t block = 0;   // of all tasks: what is kept instead of places, for want of registers
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.fwd.tasks; count++) {
-    int steps = task_at(p.fwd, next).steps;
+    uint32_t end = block + (uint32_t)task_at(p.fwd, next).steps;
     queue_release<WARP>(s.queue, count);
-    for (; steps; steps--) {
-      ring_wait(s.v_ring, from);
+    for (; block < end; block++) {
+      ring_pos to = ring_at<T_STAGES>(block);
       ring_acquire(s.t_ring, to);
-      transpose_part(s.turned[to.stage], s.v[from.stage], index, TURNERS);
+      for (int part = 0; part < BN; part += 64) {
+        ring_pos from = ring_at<V_STAGES>(block * (BN / 64) + part / 64);
+        ring_wait(s.v_ring, from);
+        transpose_part(s.turned[to.stage], part, s.v[from.stage], index, TURNERS);
+        ring_release<WARP>(s.v_ring, from);
+      }
       ring_fill<WARP>(s.t_ring, to);
-      ring_next(s.t_ring, to);
-      ring_release<WARP>(s.v_ring, from);
-      ring_next(s.v_ring, from);
     }
   }
 }

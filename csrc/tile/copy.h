@@ -40,8 +40,8 @@ template<int N> TILE float get(const sv<N> &s, int i);  // any width
 TILE void put(int &s, int v);                           // thread: a scalar in shared memory, ordered by semaphores like a tile
 TILE void put_at(int &s, int v, sem &full, int rank);   // thread: put() in block `rank` of this cluster, and an arrival at its `full`
 TILE int get(const int &s);
-// Warp. d = s, in parts: those of index 0 .. count - 1 together are the whole. Reads and writes through registers.
-template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, const st<T, K, N> &s, int index, int count);
+// Warp. 64 rows of d from k0, a multiple of 64, = s, in parts: those of index 0 .. count - 1 together are the whole. Through registers.
+template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count);
 
 // Warpgroup. Rows >= end and < first become 0.
 template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end);

@@ -394,7 +394,7 @@ template<int N, int K> TILE void e4m3_ABt(const op_params &p, e4m3_shared<N, K> 
   store(p.out, N, d, 64, N);
 }
 template<int K, int N> struct turned_shared {
-  st<e4m3, K, N> b;
+  st<e4m3, 64, N> b[K / 64];
   tt<e4m3, K, N> turned;
   sv<K> x;
   sem full, done;
@@ -404,13 +404,13 @@ template<int K, int N> TILE void turned_init(turned_shared<K, N> &s) {
   sem_init(s.done, arrivals(0, 3, 0));
 }
 template<int K, int N> TILE void turned_loader(const op_params &p, turned_shared<K, N> &s, int) {
-  sem_expect(s.full, tile_bytes(s.b) + K * 4);
-  tma_load(s.b, p.b, s.full, p.row, p.col, p.head, p.batch);
+  sem_expect(s.full, K * N + K * 4);
+  for (int i = 0; i < K / 64; i++) tma_load(s.b[i], p.b, s.full, p.row + 64 * i, p.col, p.head, p.batch);
   tma_load(s.x, p.x, s.full);
 }
 template<int K, int N> TILE void turned_warps(const op_params &, turned_shared<K, N> &s, int index) {
   sem_wait(s.full, 0);
-  transpose_part(s.turned, s.b, index, 3);
+  for (int i = 0; i < K / 64; i++) transpose_part(s.turned, 64 * i, s.b[i], index, 3);
   fence_async();
   sem_arrive<WARP>(s.done);
 }

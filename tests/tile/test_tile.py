@@ -432,7 +432,7 @@ TURNED = [(64, 64), (128, 64), (128, 128), (192, 128), (128, 256)]
 
 
 def run_turned(ops, k, n, b, x, y, at):
-    r = ops.run(f"turned_{k}_{n}", {"b": (b, k, 128 if n % 128 == 0 else 64)}, {"x": x, "y": y, "out": np.full(64 * n, np.nan, np.float32)}, **at)
+    r = ops.run(f"turned_{k}_{n}", {"b": (b, 64, 128 if n % 128 == 0 else 64)}, {"x": x, "y": y, "out": np.full(64 * n, np.nan, np.float32)}, **at)
     return r["out"].reshape(64, n), window(decode_e4m3(b)[at["batch"], at["head"]], at["row"], at["col"], k, n)
 
 

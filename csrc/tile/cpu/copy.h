@@ -173,12 +173,12 @@ TILE int get(const int &s) {
   reads_shared(whole(s));
   return s;
 }
-template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, const st<T, K, N> &s, int index, int count) {
+template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count) {
   for (int n0 = 16 * index; n0 < N; n0 += 16 * count) {
-    reads_shared(part(s, 0, K, n0, 16));
-    writes_shared(d.t, part(d.t, n0, 16, 0, K));
-    for (int k = 0; k < K; k++)
-      for (int n = n0; n < n0 + 16; n++) d.t.d[n * K + k] = s.d[k * N + n];
+    reads_shared(part(s, 0, 64, n0, 16));
+    writes_shared(d.t, part(d.t, n0, 16, k0, 64));
+    for (int k = 0; k < 64; k++)
+      for (int n = n0; n < n0 + 16; n++) d.t.d[n * K + k0 + k] = s.d[k * N + n];
   }
 }
 

@@ -17,16 +17,19 @@ template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap
 }
 template<typename T, int R, int C>
 TILE void tma_load_rows(st<T, R, C> &t, int r0, int, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
   for (int p = 0; p < C / 64; p++) tma_panel(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch);
 }
 template<int RN, typename T, int R, int C>
 TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+  static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
   for (int p = 0; p < C / 64; p++) tma_panel_multicast(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch, mask);
 }
 template<int CN, typename T, int R, int C>
 TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+  static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
   for (int p = 0; p < CN / 64; p++)
     tma_panel_multicast(shared_address(&t) + (c0 / 64 + p) * R * 128, m, s, row, col + p * 64, head, batch, mask);
@@ -45,6 +48,7 @@ template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T
     ::"r"(shared_address(&d)), "r"(shared_address(&t)), "r"(shared_address(&s)), "r"(tile_bytes(t)), "r"(rank) : "memory");
 }
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
+  static_assert(sizeof(T) == 2, "panels of 64 columns");
   if (thread_in_group() == 0) {
 #pragma unroll
     for (int p = 0; p < C / 64; p++)
@@ -65,6 +69,7 @@ TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" 
 
 // ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8 columns, 16-31 of the right 8.
 template<typename T, int C> TILE uint32_t block_address(const st<T, 64, C> &t, int col) {
+  static_assert(sizeof(T) == 2, "8 columns are 16 bytes");
   int r = warp_in_group() * 16 + (lane() & 15), chunk = (col & 63) / 8 + (lane() >> 4);
   return shared_address(&t) + (col / 64) * 64 * 128 + r * 128 + ((chunk ^ (r & 7)) << 4);
 }
@@ -114,18 +119,23 @@ template<int R, int C> TILE uint32_t chunk_address(const st<e4m3, R, C> &t, int 
   int swizzle = BYTES == 128 ? r & 7 : r >> 1 & 3;
   return shared_address(&t) + c / CHUNKS * R * BYTES + r * BYTES + ((c % CHUNKS ^ swizzle) << 4);
 }
+TILE void store_half(uint32_t a, uint32_t x, uint32_t y) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(a), "r"(x), "r"(y) : "memory");
+}
 // 16 columns at a time, and of these 32 rows. ldmatrix.trans moves pairs of columns: a thread gets rows 2t, 2t + 1 of columns 2g, 2g + 1 (g: lane / 4)
 // of each of four blocks of 8 rows, which are, two blocks together, the bytes of one word in rows 2g and in 2g + 1 of the transpose. Both matrices of
 // rows that stmatrix then writes have even and odd ones, 0 2 4 6 9 11 13 15 and 1 3 5 7 8 10 12 14: these lie in different banks.
-template<int K, int N> TILE void transpose_part(tt<e4m3, K, N> &d, const st<e4m3, K, N> &s, int index, int count) {
-  constexpr int FROM = panel_bytes<e4m3, N>, CHUNKS = panel_bytes<e4m3, K> / 16, BATCH = N > 128 ? 1 : 2;   // loads in flight: beside wide tiles there are 24 registers
-  int second = lane() >> 4, block = lane() >> 3, g = lane() & 7;
+template<int K, int N> TILE void transpose_part(tt<e4m3, K, N> &d, int k0, const st<e4m3, 64, N> &s, int index, int count) {
+  constexpr uint32_t FROM = panel_bytes<e4m3, N>, TO = panel_bytes<e4m3, K>, NEIGHBOUR = TO == 128 ? 0x90 : 0x40;   // row r ^ 1, same chunk
+  constexpr int BATCH = N > 128 ? 1 : 2;   // loads in flight: beside wide tiles there are 24 registers
+  int g = lane() & 7, block = lane() >> 3 & 1;
   uint32_t first = lane() < 16 ? 0x6420 : 0x7531, other = first ^ 0x1111;
+  uint32_t from0 = chunk_address(s, lane(), 0), to0 = (chunk_address(d.t, 2 * g + (g >> 2), block) ^ k0 % TO) + k0 / TO * N * TO;
 #pragma unroll 1
-  for (int c = index; c < N / 16; c += count) {
-    uint32_t from = chunk_address(s, lane(), c), to = chunk_address(d.t, 16 * c + 2 * g + (second ^ g >> 2), block & 1);
+  for (uint32_t c = index; c < N / 16; c += count) {   // the chunk of s
+    uint32_t from = (from0 ^ c % (FROM / 16) << 4) + c / (FROM / 16) * 64 * FROM, to = to0 + c * 16 * TO;
 #pragma unroll
-    for (int r = 0; r < K / 32; r += BATCH) {
+    for (int r = 0; r < 2; r += BATCH) {   // 64 rows stay in a panel of d
       uint32_t x[BATCH][4];
 #pragma unroll
       for (int i = 0; i < BATCH; i++)
@@ -133,9 +143,9 @@ template<int K, int N> TILE void transpose_part(tt<e4m3, K, N> &d, const st<e4m3
           : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3]) : "r"(from + (r + i) * 32 * FROM) : "memory");
 #pragma unroll
       for (int i = 0; i < BATCH; i++) {
-        int chunk = 2 * (r + i);
-        store_block((to ^ (chunk % CHUNKS << 4)) + chunk / CHUNKS * N * CHUNKS * 16, __byte_perm(x[i][0], x[i][1], first),
-                    __byte_perm(x[i][2], x[i][3], first), __byte_perm(x[i][0], x[i][1], other), __byte_perm(x[i][2], x[i][3], other));
+        uint32_t at = to ^ 2 * (r + i) << 4;
+        store_half(at, __byte_perm(x[i][0], x[i][1], first), __byte_perm(x[i][2], x[i][3], first));
+        store_half(at ^ NEIGHBOUR, __byte_perm(x[i][0], x[i][1], other), __byte_perm(x[i][2], x[i][3], other));
       }
     }
   }

@@ -46,6 +46,7 @@ TILE int atomic_next(int *counter) { return atomicAdd(counter, 1); }
 
 // Two floats to one word of 16-bit values, lo in the low half; and back.
 template<typename T> TILE uint32_t pack(float lo, float hi) {
+  static_assert(sizeof(T) == 2, "a pair of 16-bit values");
   uint32_t r;
   if constexpr (is_bf16<T>) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -58,6 +59,7 @@ TILE uint32_t pack_e4m3(float a, float b, float c, float d) {   // a in the lowe
   return r;
 }
 template<typename T> TILE float2 unpack(uint32_t w) {
+  static_assert(sizeof(T) == 2, "a pair of 16-bit values");
   if constexpr (is_bf16<T>) return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u));
   float2 f;
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}\n" : "=f"(f.x), "=f"(f.y) : "r"(w));

@@ -22,10 +22,12 @@
     : WGMMA_O : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(WGMMA8_HIGH(BYTES)))
 #define WGMMA(N, I0, I1, I2, I3, I4, I5, I6) \
   template<typename T, int TA, int TB> TILE void wgmma(float (&d)[N / 2], uint32_t a, uint32_t b, int add) { \
+    static_assert(sizeof(T) == 2, "16-bit operands"); \
     if constexpr (is_bf16<T>) WGMMA_SS("bf16.bf16", N, I0, I1, I2, I3, I4); \
     else WGMMA_SS("f16.f16", N, I0, I1, I2, I3, I4); \
   } \
   template<typename T, int TB> TILE void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) { \
+    static_assert(sizeof(T) == 2, "16-bit operands"); \
     if constexpr (is_bf16<T>) WGMMA_RS("bf16.bf16", N, "{" I0 ", " I1 ", " I2 ", " I3 "}", I4, I5, I6); \
     else WGMMA_RS("f16.f16", N, "{" I0 ", " I1 ", " I2 ", " I3 "}", I4, I5, I6); \
   } \

@@ -51,7 +51,7 @@ def build_fp8(n, d, causal):
                "margay bfloat16": functools.partial(margay.attention, *wide, causal=causal),
                "cuDNN bfloat16": functools.partial(_positional, BACKENDS["cuDNN"], *wide, causal=causal)}
     work = 4 * batch * heads * n * n * d * (0.5 if causal else 1)
-    return Problem(runners, 6e-2, work, 5 * q.numel())       # probabilities have four significant bits: an error of some 3 %
+    return Problem(runners, 6e-2, work, 5 * q.numel(), 2)       # probabilities have four significant bits: an error of some 3 %
 
 
 def gradient(f, q, k, v, dout, causal):

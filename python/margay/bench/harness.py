@@ -33,6 +33,7 @@ class Problem:
     tolerance: float                 # of |ours - peer| / |peer|
     flops: float = 0
     bytes: float = 0
+    rate: float = 1                  # of the card's products, in those of 16 bits
 
 
 @dataclasses.dataclass
@@ -181,7 +182,7 @@ def result_of(case, problem, errors, rounds, device):
         result["tflops"] = {name: problem.flops / ms * 1e-9 for name, ms in times.items()}
     ceiling = CEILINGS.get(device)
     if ceiling and (problem.flops or problem.bytes):
-        result["roofline"] = max(problem.flops / ceiling[0], problem.bytes / ceiling[1]) / (times[ours] * 1e-3)
+        result["roofline"] = max(problem.flops / problem.rate / ceiling[0], problem.bytes / ceiling[1]) / (times[ours] * 1e-3)
     return result
 
 
