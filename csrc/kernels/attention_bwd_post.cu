@@ -37,7 +37,7 @@ TILE void compute(const attention_bwd_post_params &p, shared &s, int) {
     if (rows >= 64) tma_store(p.dq, s.dq, row0, 0, head, batch);
   }
   tma_store_wait_read();
-  for (int i = 0; i < 3; i++) clear_behind(p.behind[i], nullptr, block_index(), block_count());
+  for (int i = 0; i < 3; i++) clear_behind<elem>(p.behind[i], nullptr, block_index(), block_count());
 }
 
 typedef block<attention_bwd_post_params, shared, init, role<compute, WARPGROUP, 1, 0>, OCCUPANCY<BLOCKS>> kernel;

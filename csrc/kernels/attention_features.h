@@ -25,7 +25,7 @@ template<int N> TILE void store_first(elem *g, int64_t ld, const rt<float, N> &t
 }
 
 // Warpgroup, number i of n that share the work. lse (NULL: none) is -inf for these rows.
-TILE void clear_behind(const rows_behind &t, float *lse, int i, int n) {
+template<typename T> TILE void clear_behind(const rows_behind &t, float *lse, int i, int n) {
   if (!t.end) return;
   int first = *t.end, blocks = first < t.rows ? (t.rows - first + 63) / 64 : 0;
   rt<float, 64> zeros;
@@ -35,7 +35,7 @@ TILE void clear_behind(const rows_behind &t, float *lse, int i, int n) {
   for (int unit = i; unit < blocks * t.heads; unit += n) {   // less than 2^31: a unit is 128 bytes of memory or more
     int head = unit / blocks, row = first + (unit - head * blocks) * 64;
     for (int col = 0; col < t.columns; col += 64)
-      store_first((elem *)t.data + row * t.row + head * t.head + col, t.row, zeros, t.rows - row, t.columns - col);
+      store_first((T *)t.data + row * t.row + head * t.head + col, t.row, zeros, t.rows - row, t.columns - col);
     if (lse) store(lse + (int64_t)head * t.rows + row, empty, t.rows - row);
   }
 }

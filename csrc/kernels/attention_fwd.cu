@@ -214,7 +214,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   turn_end<NC>(wg);
   tma_store_wait_read();
   if (SEQUENCES && p.features.q_start)
-    clear_behind({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
+    clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
 }
 
 typedef block<attention_fwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
