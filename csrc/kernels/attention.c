@@ -79,6 +79,10 @@ static mg_status read_features(shape *x, const char *op, const mg_attention_feat
   if (x->batch * x->q_heads > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld sequences times heads, at most 2^30 are accepted", op, (long long)(x->batch * x->q_heads));
   return MG_OK;
 }
+static mg_status check_starts(const shape *x, const char *op, const mg_attention_features *f) {
+  mg_status status = f->q_start ? mg_check_starts(op, 'q', f->q_start, x->q_total, f->max_q) : MG_OK;
+  return !status && f->k_start ? mg_check_starts(op, 'k', f->k_start, x->k_total, f->max_k) : status;
+}
 static int feature_class(const mg_attention_features *f) {
   if (!f) return 0;
   if (f->softcap != 0 || f->dropout != 0 || f->sink || f->slopes) return 2;
@@ -191,6 +195,7 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   if (!status) status = read_shape(&x, op, q, k, v);
   const int64_t in_memory[] = {x.batch, x.q_heads, x.q_total, x.dv};
   if (!status) status = read_features(&x, op, options->features);
+  if (!status) status = check_starts(&x, op, f);
   if (!status) status = read_scale(&scale, op, options, &x);
   if (!status) status = check_shape(op, "out", out, 4, in_memory);
   if (!status && lse) status = check_shape(op, "lse", lse, 3, in_memory);
@@ -298,6 +303,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   if (!status) status = read_shape(&x, op, q, k, v);
   const int64_t o_shape[4] = {x.batch, x.q_heads, x.q_total, x.dv};
   if (!status) status = read_features(&x, op, options->features);
+  if (!status) status = check_starts(&x, op, f);
   if (!status) status = read_scale(&scale, op, options, &x);
   if (!status) status = check_shape(op, "out", out, 4, o_shape);
   if (!status) status = check_shape(op, "dout", dout, 4, o_shape);

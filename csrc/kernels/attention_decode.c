@@ -129,8 +129,8 @@ mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const
   plan w;
   mg_context c;
   if (!q || !k_cache) return mg_fail(MG_TYPE, "%s: q or k_cache is missing, expected tensors", op);
-  if (q->dims != 4 || k_cache->dims != 4 || (page_table && page_table->dims != 2))
-    return mg_fail(MG_VALUE, "%s: q and k_cache must have 4 dimensions, page_table 2", op);
+  if (q->dims != 4 || k_cache->dims != 4) return mg_fail(MG_VALUE, "%s: q has %d and k_cache %d dimensions, expected 4", op, q->dims, k_cache->dims);
+  if (page_table && page_table->dims != 2) return mg_fail(MG_VALUE, "%s: page_table has %d dimensions, expected 2", op, page_table->dims);
   mg_status status = read_shape(&x, op, q, k_cache, page_table);
   if (!status) status = check_options(op, options, &x);
   if (!status) status = mg_context_open(&c, q, NULL);

@@ -43,8 +43,8 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cache_batch_idx=None, causal=False, scale=None, window=(-1, -1),
                      softcap=0.0, sink=None, alibi_slopes=None, num_splits=0, return_lse=False):
     """As `margay.attention_decode`."""
-    k, v = (_cache_rows(t, page_table, cache_batch_idx).transpose(1, 2) for t in (k_cache, v_cache))
-    lengths = _lengths(cache_seqlens, k, q.shape[0])
+    k, v = (_cache_rows(t, page_table, cache_batch_idx, q.shape[0]).transpose(1, 2) for t in (k_cache, v_cache))
+    lengths = _lengths(cache_seqlens, k, q.shape[0]).clamp(0, k.shape[2])
     column = torch.arange(k.shape[2], device=q.device)
     row = torch.arange(q.shape[1], device=q.device) + (lengths - q.shape[1])[:, None]
     distance = (column - row[..., None])[:, None]
@@ -58,15 +58,23 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
 def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_batch_idx=None):
     """As `margay.append_kv`."""
     batch, new = k.shape[:2]
-    position = _lengths(cache_seqlens, k_cache, batch)[:, None] + torch.arange(new, device=k.device)
+    if k.numel() == 0 or k_cache.numel() == 0:
+        return
+    caches, size = k_cache.shape[:2]
+    lengths = _lengths(cache_seqlens, k_cache, batch)[:, None]
+    position = lengths + torch.arange(new, device=k.device)
     if page_table is None:
         row = torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx.long()
-        row = row[:, None].expand_as(position)
+        row, there = row[:, None].expand_as(position), (position >= 0) & (position < size)
     else:
-        size = k_cache.shape[1]
-        row, position = page_table.long().gather(1, position // size), position % size
-    k_cache.index_put_((row, position), k)
-    v_cache.index_put_((row, position), v)
+        there = (position >= 0) & (position < size * page_table.shape[1])
+        row, position = page_table.long().gather(1, (position // size).clamp(0, page_table.shape[1] - 1)), position % size
+    there = (there & (lengths >= 0) & (row >= 0) & (row < caches)).flatten()
+    # What has no place is written where another row goes, with that row's values, or keeps the value of a place where none has one.
+    source = torch.arange(batch * new, device=k.device).where(there, there.int().argmax())
+    place = [x.flatten()[source].where(there.any(), 0) for x in (row, position)]
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        cache.index_put_(place, rows.flatten(0, 1)[source].where(there.any(), cache[*place]))
 
 
 def visible(rows, columns, causal, window, device):
@@ -140,10 +148,16 @@ def _sequences(cu_seqlens, total):
     return sequence, row - cu_seqlens[sequence], cu_seqlens.diff()
 
 
-def _cache_rows(cache, page_table, cache_batch_idx):
-    if page_table is not None:
-        return cache[page_table.long()].flatten(1, 2)
-    return cache if cache_batch_idx is None else cache[cache_batch_idx.long()]
+def _cache_rows(cache, page_table, cache_batch_idx, batch):
+    index = page_table if page_table is not None else cache_batch_idx
+    if index is None:
+        return cache[:batch]
+    if cache.shape[0] == 0:
+        rows = cache.new_zeros(*index.shape, *cache.shape[1:])
+    else:                                              # a page or cache that does not exist reads as zeros
+        there = (index >= 0) & (index < cache.shape[0])
+        rows = cache[index.long().where(there, 0)].where(there[(...,) + (None,) * (cache.ndim - 1)], 0)
+    return rows if page_table is None else rows.flatten(1, 2)
 
 
 def _lengths(cache_seqlens, cache, batch):

@@ -13,7 +13,7 @@ import types
 
 import torch
 
-from margay import _dispatch, bert_padding
+from margay import _dispatch, bert_padding, ops
 from margay._switch import Switch
 from margay.bert_padding import pad_input, unpad_input
 
@@ -29,14 +29,14 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
 def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                               deterministic=False, return_attn_probs=False):
     """qkv [B, N, 3, H, D] to [B, N, H, D]."""
-    return _dense("flash_attn_qkvpacked_func", *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return _dense("flash_attn_qkvpacked_func", *_unbind("flash_attn_qkvpacked_func", "qkv", qkv, 2, 3), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                   return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                              deterministic=False, return_attn_probs=False):
     """q [B, Nq, Hq, D], kv [B, Nk, 2, Hk, D] to [B, Nq, Hq, D]."""
-    return _dense("flash_attn_kvpacked_func", q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return _dense("flash_attn_kvpacked_func", q, *_unbind("flash_attn_kvpacked_func", "kv", kv, 2, 2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                   return_attn_probs)
 
 
@@ -46,6 +46,9 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
     block_table int32 [B, pages]: k and v are [pages, page size, Hk, D]; their rows are copied in order first."""
     if block_table is not None:
+        _check("flash_attn_varlen_func", "[pages, page size, heads, head dim]", k=k, v=v)
+        _check("flash_attn_varlen_func", "[batch, pages]", block_table=block_table)
+        _check("flash_attn_varlen_func", "[batch + 1]", cu_seqlens_k=cu_seqlens_k)
         k, v = (_rows_of_pages(t, block_table, cu_seqlens_k) for t in (k, v))
     return _packed("flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
                    window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -54,15 +57,15 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                                      alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """qkv [T, 3, H, D] to [T, H, D]."""
-    return _packed("flash_attn_varlen_qkvpacked_func", *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-                   causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _packed("flash_attn_varlen_qkvpacked_func", *_unbind("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 1, 3), cu_seqlens, cu_seqlens, max_seqlen,
+                   max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
                                     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """q [Tq, Hq, D], kv [Tk, 2, Hk, D] to [Tq, Hq, D]."""
-    return _packed("flash_attn_varlen_kvpacked_func", q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _packed("flash_attn_varlen_kvpacked_func", q, *_unbind("flash_attn_varlen_kvpacked_func", "kv", kv, 1, 2), cu_seqlens_q, cu_seqlens_k,
+                   max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
@@ -77,7 +80,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     """
     out, lse = with_kvcache("flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_seqlens,
                             cache_batch_idx, cache_leftpad, block_table, rotary_interleaved, return_softmax_lse, causal=causal, scale=softmax_scale,
-                            window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
+                            window=pair("flash_attn_with_kvcache", window_size), softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -157,6 +160,18 @@ def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_se
     return result if return_lse else (result, None)
 
 
+def pair(op, window_size):
+    return ops._window(window_size, op)
+
+
+def _unbind(op, name, t, dim, parts):
+    layout = ("[batch, rows, " if dim == 2 else "[rows, ") + f"{parts}, heads, head dim]"
+    _check(op, layout, **{name: t})
+    if t.shape[dim] != parts:
+        raise ValueError(f"{op}: {name} has shape {list(t.shape)}, expected {layout}")
+    return t.unbind(dim)
+
+
 def _check(op, layout, **tensors):
     rank = layout.count(",") + 1
     for name, t in tensors.items():
@@ -167,22 +182,22 @@ def _check(op, layout, **tensors):
 
 
 def _dense(op, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
-    out, lse = dense(op, q, k, v, return_attn_probs, causal=causal, scale=softmax_scale, window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
-                     dropout_p=dropout_p, deterministic=deterministic)
+    out, lse = dense(op, q, k, v, return_attn_probs, causal=causal, scale=softmax_scale, window=pair(op, window_size), softcap=softcap,
+                     alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic)
     return (out, lse, None) if return_attn_probs else out
 
 
 def _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
             alibi_slopes, deterministic, return_attn_probs):
     out, lse = packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, causal=causal, scale=softmax_scale,
-                      window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic)
+                      window=pair(op, window_size), softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic)
     return (out, lse, None) if return_attn_probs else out
 
 
 def _rotate(x, cos, sin, first, interleaved, ordered):
     """x [B, N, H, D] rotated at rows first, first + 1, ... of cos and sin, or all at row `first` if not ordered."""
     row = torch.arange(x.shape[1], device=x.device) if ordered else x.new_zeros(x.shape[1], dtype=torch.int64)
-    row = row + (first[:, None] if isinstance(first, torch.Tensor) else first)
+    row = (row + (first[:, None] if isinstance(first, torch.Tensor) else first)).clamp(0, cos.shape[0] - 1)     # what lies behind a cache's end is dropped
     cos, sin = (t[row].float().unsqueeze(-2) for t in (cos, sin))
     half = cos.shape[-1]
     turned, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
@@ -194,19 +209,21 @@ def _rotate(x, cos, sin, first, interleaved, ordered):
 
 def _from_left(cache, leftpad, batch_idx):
     """Each cache from its row leftpad on."""
-    cache = cache if batch_idx is None else cache[batch_idx.long()]
-    row = (torch.arange(cache.shape[1], device=cache.device) + leftpad[:, None]).clamp(max=cache.shape[1] - 1)
+    cache = cache[:leftpad.shape[0]] if batch_idx is None else cache[batch_idx.long().clamp(0, cache.shape[0] - 1)]
+    row = (torch.arange(cache.shape[1], device=cache.device) + leftpad[:, None]).clamp(0, cache.shape[1] - 1)
     return cache.gather(1, row[..., None, None].expand_as(cache))
 
 
 def _rows_of_pages(pages, table, cu_seqlens):
-    """The rows of all sequences behind one another: as many as the table could hold, for their number is not known on the host."""
+    """The rows of all sequences behind one another: as many as the table could hold, for their number is not known on the host. What the table has
+    behind a sequence's last page may be anything."""
     batch, columns = table.shape
     size = pages.shape[1]
     row = torch.arange(batch * columns * size, device=pages.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row.to(cu_seqlens.dtype), right=True).clamp(max=batch - 1)
     place = row - cu_seqlens[sequence]
-    return pages.flatten(0, 1)[table[sequence, (place // size).clamp(max=columns - 1)].long() * size + place % size]
+    page = table[sequence, (place // max(size, 1)).clamp(0, columns - 1)].long().clamp(0, pages.shape[0] - 1)
+    return pages[page, place % max(size, 1)]
 
 
 def _stand_in(name, source, is_package=False):
