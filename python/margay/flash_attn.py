@@ -3,8 +3,9 @@
     from margay.flash_attn import flash_attn_func          # instead of: from flash_attn import flash_attn_func
 
 q [B, Nq, Hq, D], k [B, Nk, Hk, D], v [B, Nk, Hk, Dv], or packed rows [T, H, D] with cu_seqlens int32 [B + 1]; bfloat16 or float16, on the CPU also
-float32. Causal masks and windows are aligned to the bottom right. `return_attn_probs` gives (out, lse, None): lse float32 [B, Hq, Nq] or [Hq, T];
-probabilities are never stored. What no kernel computes goes to PyTorch, with a FallbackWarning.
+float32. Causal masks and windows are aligned to the bottom right. `return_attn_probs` gives (out, lse, S_dmask): lse float32 [B, Hq, Nq] or [Hq, T]; S_dmask
+is None without dropout, else the softmax [B, Hq, Nq, Nk] (of packed rows [B, Hq, max_seqlen_q, max_seqlen_k], 0 behind a sequence's end), negative where
+dropped; no kernel stores it, PyTorch computes it again, for tests. What no kernel computes goes to PyTorch, with a FallbackWarning.
 """
 
 import importlib.machinery
@@ -13,7 +14,7 @@ import types
 
 import torch
 
-from margay import _dispatch, bert_padding, ops
+from margay import _dispatch, _plain, bert_padding, ops
 from margay._switch import Switch
 from margay.bert_padding import pad_input, unpad_input
 
@@ -182,16 +183,39 @@ def _check(op, layout, **tensors):
 
 
 def _dense(op, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
-    out, lse = dense(op, q, k, v, return_attn_probs, causal=causal, scale=softmax_scale, window=pair(op, window_size), softcap=softcap,
-                     alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic)
-    return (out, lse, None) if return_attn_probs else out
+    options = dict(causal=causal, scale=softmax_scale, window=pair(op, window_size), softcap=softcap, alibi_slopes=alibi_slopes)
+    seed = _drawn_seed() if return_attn_probs and dropout_p else None
+    out, lse = dense(op, q, k, v, return_attn_probs, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic, **options)
+    if seed is None:
+        return (out, lse, None) if return_attn_probs else out
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    shape = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    kept = _kept(q, k, v, softmax_scale, dropout_p, seed, shape, shape)
+    return out, lse, _plain.dropped_probabilities(q, k, kept, **options)
 
 
 def _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
             alibi_slopes, deterministic, return_attn_probs):
-    out, lse = packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, causal=causal, scale=softmax_scale,
-                      window=pair(op, window_size), softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic)
-    return (out, lse, None) if return_attn_probs else out
+    options = dict(causal=causal, scale=softmax_scale, window=pair(op, window_size), softcap=softcap, alibi_slopes=alibi_slopes)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    seed = _drawn_seed() if return_attn_probs and dropout_p else None
+    out, lse = packed(op, q, k, v, *lengths, return_attn_probs, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic, **options)
+    if seed is None:
+        return (out, lse, None) if return_attn_probs else out
+    lengths = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
+    kept = _kept(q, k, v, softmax_scale, dropout_p, seed, (cu_seqlens_q.shape[0] - 1, q.shape[1], *lengths[2:]), (1, q.shape[1], q.shape[0], k.shape[0]))
+    return out, lse, _plain.dropped_probabilities_varlen(q, k, *lengths, kept, **options)
+
+
+def _drawn_seed():
+    return int(torch.randint(-2**63, 2**63 - 1, (1,)))      # as where the kernels' seed is drawn
+
+
+def _kept(q, k, v, scale, dropout_p, seed, shape, plain_shape):
+    """What the call has kept: the kernels' choice, or that of PyTorch where it has computed."""
+    if _dispatch.unsupported(q, k, v, scale, dropout_p):
+        return _plain.kept(plain_shape, dropout_p, seed, q.device)
+    return ops.dropout_mask(dropout_p, seed, *shape).to(q.device)
 
 
 def _rotate(x, cos, sin, first, interleaved, ordered):
