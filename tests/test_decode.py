@@ -415,3 +415,40 @@ def test_raw_needs_workspace():
     out = torch.empty_like(inputs[0])
     with pytest.raises(ValueError, match=f"attention_decode: workspace has 0 bytes at .*, expected {size} bytes"):
         _C.attention_decode(out, None, *inputs, None, None, None, None, None, None, *settings)
+
+
+# ---- explain
+
+
+@pytest.mark.parametrize("rows, num_splits, paged", ((40, 0, False), (4096, 0, False), (1024, 5, False), (512, 0, True), (1024, 128, True)))
+def test_explain(rows, num_splits, paged):
+    """The row that computes, the splits that are taken and the estimates they come from, the kernel that adds them up; nothing is read or computed."""
+    q, k = torch.randn(2, 3, 8, 64), torch.randn(2, rows, 2, 64)
+    options = {}
+    if paged:
+        k, options = k.view(-1, 16, 2, 64), dict(page_table=torch.full((2, rows // 16), -7, **INT))
+    text = mg.explain(mg.attention_decode, q, k, k, cache_seqlens=torch.tensor([5, 6], **INT), num_splits=num_splits, window=(5, 0), **options)
+    assert "attention_decode_fp32_d64 takes it" in text and f"planned for the {rows} keys" in text and ("page_table [2, " in text) == paged
+    splits = int(re.search(r"(\d+) splits?, " + ("as num_splits says" if num_splits else "chosen"), text).group(1))
+    size = _C.attention_decode_workspace(q, k, options.get("page_table"), 0.0, False, 5, 0, 0.0, -1, num_splits)
+    parts = 2 * 2 * 12 * splits if splits > 1 else 0
+    assert size == -(-parts * 64 * 4 // 256) * 256 + -(-parts * 4 // 256) * 256
+    assert splits == (num_splits or splits) and ("attention_combine_fp32 takes it" in text) == (splits > 1)
+    assert f"2 key heads, 1 block of 64 rows) for the {_C.num_threads()} threads" in text
+
+
+def test_explain_gpu():
+    """As many splits as fill a GPU that is not here: more for few sequences, one for many; the least of the estimates is taken."""
+    problem = dict(dtype="bfloat16", gpu=True, d=128, heads_q=32, heads_k=8, nq=1, nk=16384, sms=132)
+    few, many = (mg.explain("attention_decode", batch=batch, **problem) for batch in (1, 256))
+    assert "1 split, chosen" in many and "attention_combine" not in many
+    splits = int(re.search(r"(\d+) splits, chosen: 8 tasks each .* for the 264 resident blocks", few).group(1))
+    times = {int(n): float(us) for n, us in re.findall(r"(\d+): ([\d.]+) us", few)}
+    assert 8 < splits < 40 and times[splits] <= 1.02 * min(times.values()) < times[1]
+    assert "attention_combine_bf16 takes it" in few
+    assert "7 splits, as num_splits says" in mg.explain("attention_decode", batch=1, splits=7, **problem)
+    with pytest.raises(ValueError, match="explain: splits is 129, expected 0"):
+        mg.explain("attention_decode", batch=1, splits=129, **problem)
+    with pytest.raises(ValueError, match="attention_decode: k_cache has shape .*, expected 4 dimensions"):
+        mg.explain(mg.attention_decode, *(torch.zeros(2, 3, 4) if i else torch.zeros(2, 1, 4, 64) for i in range(3)))
+    assert "no kernel" in mg.explain("attention_decode", d=300, batch=1, heads_q=2, heads_k=2, nq=1, nk=5, gpu=True)

@@ -106,3 +106,5 @@ mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_by
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
 // c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU).
 size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
+// attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up. wanted: num_splits, 0 to choose.
+size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n);

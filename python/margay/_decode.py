@@ -58,6 +58,25 @@ def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_b
     face.append_kv((k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx), length)
 
 
+def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_splits=0, **others):
+    """`margay.explain` of an attention_decode."""
+    from margay import _C
+
+    face = ops._face("attention_decode", "q", q)
+    check_ranks("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
+    length, seqlens = _length("attention_decode", cache_seqlens)
+    rows = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
+    problem = dict(dtype=ops.dtype_name(q), gpu=face.is_gpu(q), d=q.shape[3], batch=q.shape[0], heads_q=q.shape[2], heads_k=k_cache.shape[2], nq=q.shape[1],
+                   nk=rows if length < 0 else length, causal=bool(others.get("causal", False)), splits=ops._integer("attention_decode", "num_splits", num_splits))
+    named = dict(q=q, k_cache=k_cache, v_cache=v_cache, **({} if page_table is None else dict(page_table=page_table)))
+    lines = ["attention_decode: " + ", ".join(f"{name} {ops._shape(t)} {ops.dtype_name(t)}" for name, t in named.items())]
+    if seqlens is not None:
+        lines.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
+    lines += [f"  {name} is copied first: its address or strides are not multiples of 16 bytes"
+              for name, t in (("k_cache", k_cache), ("v_cache", v_cache)) if not face.is_mappable(t)]
+    return "\n".join([*lines, _C.explain("attention_decode", **problem)])
+
+
 def _face(op, name, x):
     if ops._face(op, name, x).__name__ == "margay._torch":
         from margay import _decode_torch

@@ -143,11 +143,14 @@ def explain(op, *tensors, **options):
     """Say which kernel computes a call and why the kernels before it do not.
 
     `explain(mg.attention, q, k, v, causal=True)` for a call, or `explain("attention_fwd", dtype="bfloat16", gpu=True, d=128)` for any problem.
+    `explain(mg.attention_decode, q, k_cache, v_cache, cache_seqlens=1000)` also says into how many splits the keys are cut, and why.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if tensors:
+        if name == "attention_decode":
+            return importlib.import_module("margay._decode").explain(*tensors, **options)
         if name not in ("attention", "matmul"):
-            raise ValueError(f"explain: op is {name}, expected attention or matmul where tensors are given")
+            raise ValueError(f"explain: op is {name}, expected attention, attention_decode or matmul where tensors are given")
         return _explain_call(name, tensors, options)
     from margay import _C
 
