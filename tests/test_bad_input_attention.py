@@ -423,6 +423,24 @@ def test_bad_32_tracing():
     refused(Exception, "attention: sink is a tensor of dtype int32", torch.compile(mg.attention, fullgraph=True, backend="eager"), *qkv(), sink=numbers(1, 2, 3, 4))
 
 
+def test_bad_32_numbers_that_change():
+    """The first call of a process compiled; then windows, lengths, seeds and splits that change from call to call, which torch.compile makes symbols."""
+    result = run_python("""
+import torch, margay as mg
+compiled = lambda f: torch.compile(f, fullgraph=True, backend="eager")
+q, cache, packed = torch.randn(1, 2, 50, 64), torch.randn(1, 80, 2, 64), torch.randn(50, 2, 64)
+starts = torch.tensor([0, 20, 50], dtype=torch.int32)
+dense = lambda n: mg.attention(q, q, q, window=(n, 0), dropout_p=0.1, dropout_seed=n)
+decode = lambda n: mg.attention_decode(q[:, :, :1].transpose(1, 2), cache, cache, cache_seqlens=n, window=(n // 3, 0), num_splits=n // 20)
+varlen = lambda n: mg.attention_varlen(packed, packed, packed, starts, starts, n, n)
+for call in (dense, decode, varlen):
+    traced = compiled(call)
+    for n in (30, 50, 70):
+        assert torch.equal(traced(n), call(n)), n
+""")
+    assert result.returncode == 0, result.stderr
+
+
 def test_bad_38_attention_subclasses():
     for call, arguments in ((mg.attention_varlen, packed()), (mg.attention_decode, decode())):
         expected = call(*arguments)

@@ -88,10 +88,13 @@ def _length(op, cache_seqlens):
     """(length of all sequences, -1 for the whole cache; tensor of lengths or None)"""
     if cache_seqlens is None:
         return -1, None
-    if hasattr(cache_seqlens, "shape"):
+    if isinstance(cache_seqlens, int):                 # first: torch.compile asks no number for its attributes
+        length = cache_seqlens
+    elif hasattr(cache_seqlens, "shape"):
         return -1, cache_seqlens.contiguous() if hasattr(cache_seqlens, "contiguous") else cache_seqlens     # an expanded number has stride 0
-    length = cache_seqlens.__index__() if type(cache_seqlens) is not int and hasattr(cache_seqlens, "__index__") else cache_seqlens
-    if not isinstance(length, int):
+    elif hasattr(cache_seqlens, "__index__"):
+        length = cache_seqlens.__index__()
+    else:
         raise TypeError(f"{op}: cache_seqlens is {type(cache_seqlens).__name__}, expected an int32 tensor or an int")
     if not 0 <= length < ops._FAR:
         raise ValueError(f"{op}: cache_seqlens is {length}, expected 0 to what the cache holds")

@@ -250,11 +250,16 @@ def _face(op, name, x):
 
 def _find_face(op, name, x):
     """Looks only at libraries that are imported: x would not exist without its own."""
-    for library, tensor, module in (("torch", "Tensor", "_torch"), ("numpy", "ndarray", "_numpy")):
-        loaded = sys.modules.get(library)
-        if loaded is not None and isinstance(x, getattr(loaded, tensor)):
-            _faces[type(x)] = importlib.import_module(f"margay.{module}")
-            return _faces[type(x)]
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(x, torch.Tensor):      # imported by statements, which torch.compile can trace
+        from margay import _torch as face
+    elif numpy is not None and isinstance(x, numpy.ndarray):
+        from margay import _numpy as face
+    else:
+        face = None
+    if face is not None:
+        _faces[type(x)] = face
+        return face
     raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
 
 
