@@ -507,28 +507,32 @@ static bool parse_dtype(const char *name, mg_dtype *dtype) {
   return false;
 }
 
-static PyObject *explain_problem(mg_op op, mg_problem *p) {
+static PyObject *explain_problem(mg_op op, mg_problem *p, int splits) {
   mg_context c;
   const mg_tensor there = {.device = p->gpu ? MG_CUDA : MG_CPU};
   const bool known = !mg_context_open(&c, &there, NULL);
   if (!p->sms) p->sms = known ? c.sms : 132;
-  char chars[8192];
+  char chars[8192], reason[1024];
+  snprintf(reason, sizeof reason, "%s", known ? "" : mg_last_error());
   size_t length = mg_explain(op, p, known ? &c : NULL, chars, sizeof chars);
+  if (op == MG_OP_attention_decode && length < sizeof chars)
+    length += mg_explain_splits(p, known ? &c : NULL, splits, chars + length, sizeof chars - length);
   if (known) return PyUnicode_FromStringAndSize(chars, (Py_ssize_t)(length < sizeof chars ? length : sizeof chars - 1));
-  return PyUnicode_FromFormat("%s\n  (for an H100, because here: %s)", chars, mg_last_error());
+  return PyUnicode_FromFormat("%s\n  (for an H100, because here: %s)", chars, reason);
 }
 
 static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywords) {
   static char *names[] = {"op", "dtype", "gpu", "causal", "deterministic", "trans_a", "trans_b", "d", "batch", "heads_q", "heads_k", "nq",
-                          "nk", "m", "n", "k", "sms", "features", "span", NULL};
+                          "nk", "m", "n", "k", "sms", "features", "span", "splits", NULL};
   (void)module;
   const char *name, *dtype = "bfloat16";
-  int gpu = 0, causal = 0, deterministic = 0, trans_a = 0, trans_b = 0;
+  int gpu = 0, causal = 0, deterministic = 0, trans_a = 0, trans_b = 0, splits = 0;
   long long v[9] = {0}, span = -1;   // span: all of nk where it is not given
   mg_op op;
   mg_problem p = {0};
-  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLiiL:explain", names, &name, &dtype, &gpu, &causal, &deterministic,
-                                   &trans_a, &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms, &p.features, &span) ||
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLiiLi:explain", names, &name, &dtype, &gpu, &causal, &deterministic,
+                                   &trans_a, &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms, &p.features, &span,
+                                   &splits) ||
       !parse_dtype(dtype, &p.dtype))
     return NULL;
   mg_status status = mg_op_find(&op, name);
@@ -536,7 +540,8 @@ static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywo
   p = (mg_problem){.dtype = p.dtype, .gpu = gpu, .causal = causal, .deterministic = deterministic, .trans_a = trans_a, .trans_b = trans_b,
                    .d = v[0], .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5], .m = v[6], .n = v[7], .k = v[8],
                    .span = span < 0 ? v[5] : span, .features = p.features, .sms = p.sms};
-  return explain_problem(op, &p);
+  if (splits < 0 || splits > 128) return PyErr_Format(PyExc_ValueError, "explain: splits is %d, expected 0 (chosen) to 128", splits);
+  return explain_problem(op, &p, splits);
 }
 
 static PyObject *kernel_dict(const mg_kernel *row) {

@@ -319,7 +319,7 @@ INT = dict(dtype=torch.int32)
 
 @pytest.mark.parametrize("change, error, message", [
     (dict(q=torch.randn(2, 1, 4, 64)), TypeError, "attention_decode: k_cache has dtype bfloat16, expected float32 (same as q)"),
-    (dict(q=torch.randn(2, 4, 64).bfloat16()), ValueError, "q and k_cache must have 4 dimensions"),
+    (dict(q=torch.randn(2, 4, 64).bfloat16()), ValueError, "attention_decode: q has shape [2, 4, 64], expected 4 dimensions"),
     (dict(q=torch.randn(2, 1, 3, 64).bfloat16()), ValueError, "attention_decode: q has 3 heads and k_cache has 2, expected a multiple of k_cache's"),
     (dict(q=torch.randn(2, 1, 4, 32).bfloat16()), ValueError, "attention_decode: q has size 32 in dimension 3, expected 64 (same as k_cache)"),
     (dict(v_cache=torch.randn(2, 99, 2, 64).bfloat16()), ValueError, "attention_decode: v_cache has size 99 in dimension 1, expected 100 (same as k_cache)"),
@@ -328,17 +328,17 @@ INT = dict(dtype=torch.int32)
     (dict(cache_seqlens=torch.tensor([5, 6])), TypeError, "attention_decode: cache_seqlens has dtype int64, expected int32"),
     (dict(cache_seqlens=torch.tensor([5], **INT)), ValueError, "attention_decode: cache_seqlens has size 1 in dimension 0, expected 2 (the batch)"),
     (dict(cache_seqlens=101), ValueError, "attention_decode: cache_seqlens is 101, expected 0 to 100 (what the cache holds)"),
-    (dict(cache_seqlens=-1), ValueError, "attention_decode: cache_seqlens is -1, expected at least 0"),
+    (dict(cache_seqlens=-1), ValueError, "attention_decode: cache_seqlens is -1, expected 0 to what the cache holds"),
     (dict(cache_seqlens=2.5), TypeError, "attention_decode: cache_seqlens is float, expected an int32 tensor or an int"),
     (dict(page_table=torch.zeros(2, 3, **INT)), NotImplementedError, "attention_decode: k_cache has pages of 100 keys, expected a multiple of 16"),
-    (dict(page_table=torch.zeros(2, **INT), k_cache=torch.randn(9, 16, 2, 64).bfloat16(), v_cache=torch.randn(9, 16, 2, 64).bfloat16()), ValueError, "page_table 2"),
+    (dict(page_table=torch.zeros(2, **INT), k_cache=torch.randn(9, 16, 2, 64).bfloat16(), v_cache=torch.randn(9, 16, 2, 64).bfloat16()), ValueError,
+     "attention_decode: page_table has 1 dimensions, expected 2"),
     (dict(sink=torch.zeros(3)), ValueError, "attention_decode: sink has size 3 in dimension 0, expected 4 (the heads of q)"),
-    (dict(sink=torch.zeros(4).bfloat16()), TypeError, "attention_decode: sink has dtype bfloat16, expected float32"),
+    (dict(sink=torch.zeros(4, dtype=torch.int32)), TypeError, "attention_decode: sink is a tensor of dtype int32, expected a float32 tensor"),
     (dict(alibi_slopes=torch.zeros(3, 4)), ValueError, "attention_decode: alibi_slopes has size 3 in dimension 0, expected 2 (the batch, or 1)"),
     (dict(scale=-1.0), ValueError, "attention_decode: scale is -1, expected a positive finite number"),
     (dict(softcap=-1.0), ValueError, "attention_decode: softcap must be 0 or positive and finite, found -1"),
     (dict(softcap=math.nan), ValueError, "attention_decode: softcap must be 0 or positive and finite"),
-    (dict(window=(-2, 0)), ValueError, "attention_decode: window is (-2, 0), expected -1 (no limit) or more"),
     (dict(window=3), TypeError, "attention_decode: window is 3, expected a pair of integers"),
     (dict(num_splits=129), ValueError, "attention_decode: num_splits is 129, expected 0 (chosen) to 128"),
     (dict(q=torch.randn(2, 1, 4, 64).bfloat16().requires_grad_()), NotImplementedError, "attention_decode: an argument requires a gradient"),
@@ -352,7 +352,7 @@ def test_bad_decode(change, error, message):
 @pytest.mark.parametrize("change, error, message", [
     (dict(k=torch.zeros(2, 1, 3, 64).bfloat16()), ValueError, "append_kv: k has size 3 in dimension 2, expected 2 (same as k_cache)"),
     (dict(v=torch.zeros(2, 2, 2, 64).bfloat16()), ValueError, "append_kv: v has size 2 in dimension 1, expected 1 (same as k)"),
-    (dict(k=torch.zeros(2, 1, 2, 64)), TypeError, "append_kv: k_cache has dtype bfloat16, expected float32 (same as k)"),
+    (dict(k=torch.zeros(2, 1, 2, 64)), TypeError, "append_kv: k has dtype float32, expected bfloat16 (same as k_cache)"),
     (dict(cache_seqlens=None), TypeError, "append_kv: cache_seqlens is None, expected an int32 tensor or an int"),
     (dict(cache_seqlens=torch.zeros(2)), TypeError, "append_kv: cache_seqlens has dtype float32, expected int32"),
     (dict(k_cache=torch.zeros(1, 10, 2, 64).bfloat16().expand(2, -1, -1, -1)), BufferError, "append_kv: k_cache is written, but"),
@@ -415,3 +415,40 @@ def test_raw_needs_workspace():
     out = torch.empty_like(inputs[0])
     with pytest.raises(ValueError, match=f"attention_decode: workspace has 0 bytes at .*, expected {size} bytes"):
         _C.attention_decode(out, None, *inputs, None, None, None, None, None, None, *settings)
+
+
+# ---- explain
+
+
+@pytest.mark.parametrize("rows, num_splits, paged", ((40, 0, False), (4096, 0, False), (1024, 5, False), (512, 0, True), (1024, 128, True)))
+def test_explain(rows, num_splits, paged):
+    """The row that computes, the splits that are taken and the estimates they come from, the kernel that adds them up; nothing is read or computed."""
+    q, k = torch.randn(2, 3, 8, 64), torch.randn(2, rows, 2, 64)
+    options = {}
+    if paged:
+        k, options = k.view(-1, 16, 2, 64), dict(page_table=torch.full((2, rows // 16), -7, **INT))
+    text = mg.explain(mg.attention_decode, q, k, k, cache_seqlens=torch.tensor([5, 6], **INT), num_splits=num_splits, window=(5, 0), **options)
+    assert "attention_decode_fp32_d64 takes it" in text and f"planned for the {rows} keys" in text and ("page_table [2, " in text) == paged
+    splits = int(re.search(r"(\d+) splits?, " + ("as num_splits says" if num_splits else "chosen"), text).group(1))
+    size = _C.attention_decode_workspace(q, k, options.get("page_table"), 0.0, False, 5, 0, 0.0, -1, num_splits)
+    parts = 2 * 2 * 12 * splits if splits > 1 else 0
+    assert size == -(-parts * 64 * 4 // 256) * 256 + -(-parts * 4 // 256) * 256
+    assert splits == (num_splits or splits) and ("attention_combine_fp32 takes it" in text) == (splits > 1)
+    assert f"2 key heads, 1 block of 64 rows) for the {_C.num_threads()} threads" in text
+
+
+def test_explain_gpu():
+    """As many splits as fill a GPU that is not here: more for few sequences, one for many; the least of the estimates is taken."""
+    problem = dict(dtype="bfloat16", gpu=True, d=128, heads_q=32, heads_k=8, nq=1, nk=16384, sms=132)
+    few, many = (mg.explain("attention_decode", batch=batch, **problem) for batch in (1, 256))
+    assert "1 split, chosen" in many and "attention_combine" not in many
+    splits = int(re.search(r"(\d+) splits, chosen: 8 tasks each .* for the 264 resident blocks", few).group(1))
+    times = {int(n): float(us) for n, us in re.findall(r"(\d+): ([\d.]+) us", few)}
+    assert 8 < splits < 40 and times[splits] <= 1.02 * min(times.values()) < times[1]
+    assert "attention_combine_bf16 takes it" in few
+    assert "7 splits, as num_splits says" in mg.explain("attention_decode", batch=1, splits=7, **problem)
+    with pytest.raises(ValueError, match="explain: splits is 129, expected 0"):
+        mg.explain("attention_decode", batch=1, splits=129, **problem)
+    with pytest.raises(ValueError, match="attention_decode: k_cache has shape .*, expected 4 dimensions"):
+        mg.explain(mg.attention_decode, *(torch.zeros(2, 3, 4) if i else torch.zeros(2, 1, 4, 64) for i in range(3)))
+    assert "no kernel" in mg.explain("attention_decode", d=300, batch=1, heads_q=2, heads_k=2, nq=1, nk=5, gpu=True)

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,41 @@ def test_readme_example_runs():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "attention_fwd" in result.stdout
+
+
+@pytest.mark.parametrize("kind", ("sdpa", "transformers"))
+def test_readme_two_lines_move_a_model(kind):
+    """A Llama with grouped queries and random weights, as README switches it: Margay computes its attention, and the logits stay."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    readme = (ROOT / "README.md").read_text()
+    (sdpa,) = [block for block in blocks(readme, "python") if "enable_sdpa" in block]
+    (transformers,) = re.findall(r"((?:^    .*\n)*^    .*set_attn_implementation.*\n)", readme, re.M)
+    lines = {"sdpa": sdpa, "transformers": "import margay\n" + textwrap.dedent(transformers)}[kind]
+    assert len(lines.splitlines()) == {"sdpa": 2, "transformers": 3}[kind]
+    program = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+sizes = dict(vocab_size=99, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).eval()
+tokens = torch.randint(99, (2, 70))
+with torch.no_grad():
+    eager = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="eager")).eval()
+    eager.load_state_dict(model.state_dict())
+    expected = eager(tokens).logits
+LINES
+from margay import _C
+used, fwd = [], _C.attention_fwd
+_C.attention_fwd = lambda *a: used.append(1) or fwd(*a)
+with torch.no_grad():
+    logits = model(tokens).logits
+assert len(used) == 2, f"{len(used)} calls of Margay, expected one a layer"
+difference = (logits - expected).abs().max()
+print("largest logit", expected.abs().max(), "largest difference", difference)
+assert difference < 1e-5 and not torch.equal(logits, expected * 0)
+""".replace("LINES", lines)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_drop_ins_examples_run():

@@ -415,3 +415,65 @@ def test_cache_falls_back(reason, size, dim_v, monkeypatch):
         keys, values = (pages[table[i].long()].flatten(0, 1)[None, :n] for pages in (pages_k, pages_v))
         assert torch.equal(keys[0, -1], k[i, 0]) and torch.equal(values[0, -1], v[i, 0])
         torch.testing.assert_close(out[i], reference.rows_first(q[i:i + 1], keys, values)[0][0])
+
+
+# ---- S_dmask: with dropout, return_attn_probs gives the probabilities, negative where they were dropped
+
+
+def from_probabilities(signed, v, p):
+    """out = dropped softmax times v, from S_dmask; heads first."""
+    signed = signed.double()
+    return (signed.abs() * (signed >= 0) / (1 - p)) @ v.double().repeat_interleave(signed.shape[1] // v.shape[1], 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ("plain", "causal", "window", "softcap", "alibi", "batch alibi", "everything", "fallback", "half"))
+def test_dropped_probabilities(device, kind, seed):
+    r = random.Random(seed)
+    dtype = torch.float16 if kind == "half" else torch.bfloat16
+    theirs, ours = options_of(kind, r, 4, 2, device)
+    dim = 260 if kind == "fallback" else 40
+    q, k, v = (t.detach() for t in tensors(r, device, dtype, (2, 70, 4, dim), (2, 90, 2, dim), (2, 90, 2, dim)))
+    if kind == "half":
+        q *= 30                                    # probabilities below the smallest of float16
+    p = 0.3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mg.FallbackWarning)
+        torch.manual_seed(seed)
+        out, lse, signed = flash_attn.flash_attn_func(q, k, v, p, return_attn_probs=True, **theirs)
+        torch.manual_seed(seed)
+        if kind != "fallback":                     # the same draw as without them
+            assert torch.equal(out, flash_attn.flash_attn_func(q, k, v, p, **theirs))
+        undropped = flash_attn.flash_attn_func(q, k, v, 0.0, return_attn_probs=True, **theirs)
+    assert undropped[2] is None and signed.shape == (2, 4, 70, 90) and signed.dtype == dtype and not signed.requires_grad
+    assert 0.2 < (signed < 0).float().mean() < 0.4
+    sums = signed.abs().double().sum(3)
+    empty = undropped[1] == -torch.inf
+    assert (sums[~empty] - 1).abs().max() < 2**-6 and (sums[empty] < 2**-16).all()
+    error = (from_probabilities(signed, v.transpose(1, 2), p) - out.transpose(1, 2).double()).abs().max()
+    assert error < 2**-6 * v.abs().max(), error
+    if kind == "half":
+        torch.manual_seed(seed)
+        drawn = int(torch.randint(-2**63, 2**63 - 1, (1,)))
+        assert torch.equal(signed >= 0, mg.dropout_mask(p, drawn, 2, 4, 70, 90).to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ("plain", "causal", "batch alibi", "everything", "fallback"))
+def test_dropped_probabilities_varlen(device, kind, seed):
+    r = random.Random(seed)
+    theirs, _ = options_of(kind, r, 4, 3, device)
+    dim, p, lengths_q, lengths_k = 260 if kind == "fallback" else 40, 0.3, (33, 0, 70), (64, 5, 90)
+    q, k, v = (t.detach() for t in tensors(r, device, torch.bfloat16, (103, 4, dim), (159, 2, dim), (159, 2, dim)))
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (lengths_q, lengths_k))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mg.FallbackWarning)
+        out, lse, signed = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 70, 90, p, return_attn_probs=True, **theirs)
+    assert signed.shape == (3, 4, 70, 90) and signed.dtype == torch.bfloat16
+    for b, (n, m) in enumerate(zip(lengths_q, lengths_k)):
+        assert (signed[b, :, n:] == 0).all() and (signed[b, :, :, m:] == 0).all()
+        if n:
+            rows, keys = slice(cu_q[b], cu_q[b] + n), slice(cu_k[b], cu_k[b] + m)
+            expected = from_probabilities(signed[b:b + 1, :, :n, :m], v[keys].transpose(0, 1)[None], p)[0].transpose(0, 1)
+            assert 0.2 < (signed[b, :, :n, :m] < 0).float().mean() < 0.4
+            assert (expected - out[rows].double()).abs().max() < 2**-6 * v.abs().max()

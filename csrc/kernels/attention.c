@@ -18,6 +18,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   const char *const op = mg_op_name(which), *const names[] = {"q_descale", "k_descale", "v_descale"};
   attention_shape x = {0};
   mg_status status = attention_read(&x, op, q, k, v, options);
+  if (!status) status = attention_check_starts(&x, op, options->features);
   const int64_t factors[] = {x.batch, x.k_heads};
   if (!status) status = attention_check_shape(op, "out", out, 4, x.out);
   if (!status && lse) status = attention_check_shape(op, "lse", lse, 3, x.out);

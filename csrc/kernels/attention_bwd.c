@@ -111,6 +111,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   mg_status status = mg_check(MG_OP_attention_bwd, (const mg_tensor *[]){dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, f->sink, f->slopes,
                                                                          f->q_start, f->k_start});
   if (!status) status = attention_read(&x, op, q, k, v, options);
+  if (!status) status = attention_check_starts(&x, op, options->features);
   if (!status) status = attention_check_shape(op, "out", out, 4, x.out);
   if (!status) status = attention_check_shape(op, "dout", dout, 4, x.out);
   if (!status) status = attention_check_shape(op, "lse", lse, 3, x.out);

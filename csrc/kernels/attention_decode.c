@@ -1,6 +1,7 @@
 // Host half of attention_decode and append_kv: checks what the arguments have to agree on, decides into how many splits the keys are cut, fills the
 // kernels' parameters, launches them.
 #include <math.h>
+#include <stdio.h>
 #include "kernels/attention_decode.h"
 #include "runtime/runtime.h"
 
@@ -85,19 +86,51 @@ static mg_status check_options(const char *op, const mg_decode_options *o, const
   return MG_OK;
 }
 
-// The number of splits with the least estimated time, in microseconds: a key block takes `alone` at least, and as long as its share of the memory's
-// bandwidth where the GPU is full; the second launch has a price, and so has each split.
-static int choose_splits(int64_t tasks, int64_t key_blocks, int64_t slots, bool gpu) {
+// Estimated microseconds: a key block takes `alone` at least, and as long as its share of the memory's bandwidth where the GPU is full; the second
+// launch has a price, and so has each split.
+static double split_time(int splits, int64_t tasks, int64_t key_blocks, int64_t slots, bool gpu) {
   const double alone = 0.8, full = 2.0, start = 1.5, launch = gpu ? 3.0 : 0.1, each = 0.04;
+  double filled = (double)tasks * splits / (double)slots, waves = (double)ceil_div(tasks * splits, slots);
+  double step = gpu && full * filled > alone ? (filled < 1 ? full * filled : full) : alone;
+  return waves * (start + (double)ceil_div(key_blocks, splits) * (step > alone ? step : alone)) + (splits > 1 ? launch + each * splits : 0);
+}
+// The number of splits with the least estimated time.
+static int choose_splits(int64_t tasks, int64_t key_blocks, int64_t slots, bool gpu) {
   double least = INFINITY;
   int best = 1;
   for (int splits = 1; splits <= at_most(MOST_SPLITS, key_blocks); splits++) {
-    double filled = (double)tasks * splits / (double)slots, waves = (double)ceil_div(tasks * splits, slots);
-    double step = gpu && full * filled > alone ? (filled < 1 ? full * filled : full) : alone;
-    double time = waves * (start + (double)ceil_div(key_blocks, splits) * (step > alone ? step : alone)) + (splits > 1 ? launch + each * splits : 0);
+    double time = split_time(splits, tasks, key_blocks, slots, gpu);
     if (time < least * 0.99) least = time, best = splits;
   }
   return best;
+}
+
+size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n) {
+  const mg_kernel *row;
+  if (n) *buf = 0;
+  if (p->batch * p->heads_q * p->heads_k * p->nq == 0 || p->heads_q % p->heads_k || mg_select(&row, MG_OP_attention_decode, p, c)) return 0;
+  const mg_kernel_desc *desc = mg_desc(row);
+  const int64_t slots = (int64_t)p->sms * (p->gpu ? desc->blocks_per_sm : 1), key_blocks = ceil_div(p->nk, desc->tile_n);
+  const int64_t row_blocks = ceil_div(p->heads_q / p->heads_k * p->nq, 64), tasks = p->batch * p->heads_k * row_blocks;
+  const int splits = wanted ? wanted : choose_splits(tasks, key_blocks, slots, p->gpu);
+  char *end = buf;
+  size_t left = n, length = 0;
+#define ADD(...) do { \
+    int more = snprintf(end, left, __VA_ARGS__); \
+    length += (size_t)more; \
+    end = buf + (length < n ? length : n), left = length < n ? n - length : 0; \
+  } while (0)
+  ADD("\n  %d split%s, %s: %lld task%s each (batch %lld, %lld key heads, %lld block%s of 64 rows) for the %lld %s there are; %lld key block%s of %d", splits,
+      splits == 1 ? "" : "s", wanted ? "as num_splits says" : "chosen", (long long)tasks, tasks == 1 ? "" : "s", (long long)p->batch, (long long)p->heads_k,
+      (long long)row_blocks, row_blocks == 1 ? "" : "s", (long long)slots, p->gpu ? "resident blocks" : "threads", (long long)key_blocks, key_blocks == 1 ? "" : "s", desc->tile_n);
+  for (int at = 1; at <= MOST_SPLITS && at <= key_blocks; at *= 2) {
+    ADD("%s%d: %.1f us", at == 1 ? "\n  estimated for splits " : ", ", at, split_time(at, tasks, key_blocks, slots, p->gpu));
+    if (splits > at && splits < 2 * at && splits <= key_blocks) ADD(", %d: %.1f us", splits, split_time(splits, tasks, key_blocks, slots, p->gpu));
+  }
+#undef ADD
+  if (splits == 1) return length;
+  if (left > 1) *end++ = '\n', left--;
+  return length + 1 + mg_explain(MG_OP_attention_combine, p, c, end, left);
 }
 
 static mg_status make_plan(plan *w, const shape *x, const mg_tensor *q, const mg_decode_options *options, const mg_context *c) {
@@ -129,8 +162,8 @@ mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const
   plan w;
   mg_context c;
   if (!q || !k_cache) return mg_fail(MG_TYPE, "%s: q or k_cache is missing, expected tensors", op);
-  if (q->dims != 4 || k_cache->dims != 4 || (page_table && page_table->dims != 2))
-    return mg_fail(MG_VALUE, "%s: q and k_cache must have 4 dimensions, page_table 2", op);
+  if (q->dims != 4 || k_cache->dims != 4) return mg_fail(MG_VALUE, "%s: q has %d and k_cache %d dimensions, expected 4", op, q->dims, k_cache->dims);
+  if (page_table && page_table->dims != 2) return mg_fail(MG_VALUE, "%s: page_table has %d dimensions, expected 2", op, page_table->dims);
   mg_status status = read_shape(&x, op, q, k_cache, page_table);
   if (!status) status = check_options(op, options, &x);
   if (!status) status = mg_context_open(&c, q, NULL);

@@ -64,6 +64,10 @@ static mg_status read_features(attention_shape *x, const char *op, const mg_atte
   if (x->batch * x->q_heads > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld sequences times heads, at most 2^30 are accepted", op, (long long)(x->batch * x->q_heads));
   return MG_OK;
 }
+mg_status attention_check_starts(const attention_shape *x, const char *op, const mg_attention_features *f) {
+  mg_status status = f && f->q_start ? mg_check_starts(op, 'q', f->q_start, x->q_total, f->max_q) : MG_OK;
+  return !status && f && f->k_start ? mg_check_starts(op, 'k', f->k_start, x->k_total, f->max_k) : status;
+}
 static int feature_class(const mg_attention_features *f) {
   if (!f) return 0;
   if (f->softcap != 0 || f->dropout != 0 || f->sink || f->slopes) return 2;

@@ -19,6 +19,8 @@ static inline int64_t at_most(int64_t high, int64_t x) { return x > high ? high 
 
 // Shape, features and scale. Fails where the arguments do not agree, and names the one.
 mg_status attention_read(attention_shape *x, const char *op, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v, const mg_attention_options *options);
+// Starts of packed sequences, on the CPU; on the GPU they are not read.
+mg_status attention_check_starts(const attention_shape *x, const char *op, const mg_attention_features *f);
 mg_status attention_check_shape(const char *op, const char *name, const mg_tensor *t, int dims, const int64_t *want);
 mg_status attention_check_contiguous(const char *op, const char *name, const mg_tensor *t);
 

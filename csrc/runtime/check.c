@@ -1,5 +1,5 @@
 // Rows of ops.def as checks: every bad input that can be seen in one argument, or in the memory of two, ends here with its message.
-// Nothing here reads the tensors' data.
+// Only mg_check_starts reads the tensors' data.
 #include <stdio.h>
 #include <string.h>
 #include "runtime/runtime.h"
@@ -221,4 +221,19 @@ mg_status mg_check(mg_op op, const mg_tensor *const *args) {
   for (int i = 0; i < n && !status; i++)
     if (args[i]) status = check_arg(&c, &rule[i], args[i], &spans[i]);
   return status ? status : check_outputs(&c, rule, n, args, spans);
+}
+
+mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen) {
+  if (starts->device != MG_CPU) return MG_OK;
+  const int32_t *start = starts->data;
+  if (start[0] != 0) return mg_fail(MG_VALUE, "%s: cu_seqlens_%c[0] is %d, expected 0", op, which, start[0]);
+  for (int64_t i = 1; i < starts->shape[0]; i++) {
+    if (start[i] < start[i - 1] || start[i] > total)
+      return mg_fail(MG_VALUE, "%s: cu_seqlens_%c[%lld] is %d, expected %d (the one before) to %lld (the rows that there are)", op, which, (long long)i,
+                     start[i], start[i - 1], (long long)total);
+    if (start[i] - start[i - 1] > max_seqlen)
+      return mg_fail(MG_VALUE, "%s: max_seqlen_%c is %lld, expected at least %d (rows of sequence %lld)", op, which, (long long)max_seqlen,
+                     start[i] - start[i - 1], (long long)i - 1);
+  }
+  return MG_OK;
 }

@@ -21,6 +21,9 @@ typedef enum mg_op {
 // Ranks, dtypes, devices, strides, overlap and read-only outputs of `args` as the op's row in ops.def says; args in the row's order,
 // NULL for an absent optional one. What several arguments have to agree on beyond that is the op's own check.
 mg_status mg_check(mg_op op, const mg_tensor *const *args);
+// The starts of packed sequences, `name`_{q,k}, an int32 vector that mg_check has passed: they begin with 0, do not fall and end with at most `total`,
+// and no sequence has more than max_seqlen rows. Reads the CPU's tensors; what a GPU holds is not looked at.
+mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen);
 
 const char *mg_op_name(mg_op op);                                     // as in messages: "attention", "attention_backward"
 const char *mg_op_row(mg_op op);                                      // as in ops.def
@@ -103,3 +106,5 @@ mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_by
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
 // c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU).
 size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
+// attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up. wanted: num_splits, 0 to choose.
+size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n);

@@ -4,6 +4,10 @@ import math
 
 from margay import ops
 
+NAMES = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cache_batch_idx", "sink", "alibi_slopes")
+APPEND_NAMES = ("k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx")
+MOST_SPLITS = 128
+
 
 def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cache_batch_idx=None, causal=False, scale=None, window=(-1, -1),
                      softcap=0.0, sink=None, alibi_slopes=None, num_splits=0, return_lse=False):
@@ -29,12 +33,15 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
     """
     face = _face("attention_decode", "q", q)
     length, seqlens = _length("attention_decode", cache_seqlens)
-    left, right = _window(window)
+    left, right = ops._window(window, "attention_decode")
     scale = _scale(scale)
-    if alibi_slopes is not None and alibi_slopes.ndim == 1:
-        alibi_slopes = alibi_slopes[None]
+    sink, alibi_slopes = ops._feature_tensors(face, "attention_decode", sink, alibi_slopes)
+    softcap = ops._number("attention_decode", "softcap", softcap)
+    num_splits = ops._integer("attention_decode", "num_splits", num_splits)
+    if not 0 <= num_splits <= MOST_SPLITS:
+        raise ValueError(f"attention_decode: num_splits is {num_splits}, expected 0 (chosen) to {MOST_SPLITS}")
     out, lse = face.attention_decode((q, k_cache, v_cache, seqlens, page_table, cache_batch_idx, sink, alibi_slopes),
-                                     (scale, bool(causal), left, right, float(softcap), length, num_splits), return_lse)
+                                     (scale, bool(causal), left, right, softcap, length, num_splits), return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -51,6 +58,25 @@ def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_b
     face.append_kv((k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx), length)
 
 
+def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_splits=0, **others):
+    """`margay.explain` of an attention_decode."""
+    from margay import _C
+
+    face = ops._face("attention_decode", "q", q)
+    check_ranks("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
+    length, seqlens = _length("attention_decode", cache_seqlens)
+    rows = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
+    problem = dict(dtype=ops.dtype_name(q), gpu=face.is_gpu(q), d=q.shape[3], batch=q.shape[0], heads_q=q.shape[2], heads_k=k_cache.shape[2], nq=q.shape[1],
+                   nk=rows if length < 0 else length, causal=bool(others.get("causal", False)), splits=ops._integer("attention_decode", "num_splits", num_splits))
+    named = dict(q=q, k_cache=k_cache, v_cache=v_cache, **({} if page_table is None else dict(page_table=page_table)))
+    lines = ["attention_decode: " + ", ".join(f"{name} {ops._shape(t)} {ops.dtype_name(t)}" for name, t in named.items())]
+    if seqlens is not None:
+        lines.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
+    lines += [f"  {name} is copied first: its address or strides are not multiples of 16 bytes"
+              for name, t in (("k_cache", k_cache), ("v_cache", v_cache)) if not face.is_mappable(t)]
+    return "\n".join([*lines, _C.explain("attention_decode", **problem)])
+
+
 def _face(op, name, x):
     if ops._face(op, name, x).__name__ == "margay._torch":
         from margay import _decode_torch
@@ -62,41 +88,51 @@ def _length(op, cache_seqlens):
     """(length of all sequences, -1 for the whole cache; tensor of lengths or None)"""
     if cache_seqlens is None:
         return -1, None
-    if hasattr(cache_seqlens, "shape"):
+    if isinstance(cache_seqlens, int):                 # first: torch.compile asks no number for its attributes
+        length = cache_seqlens
+    elif hasattr(cache_seqlens, "shape"):
         return -1, cache_seqlens.contiguous() if hasattr(cache_seqlens, "contiguous") else cache_seqlens     # an expanded number has stride 0
-    length = cache_seqlens.__index__() if type(cache_seqlens) is not int and hasattr(cache_seqlens, "__index__") else cache_seqlens
-    if not isinstance(length, int):
+    elif hasattr(cache_seqlens, "__index__"):
+        length = cache_seqlens.__index__()
+    else:
         raise TypeError(f"{op}: cache_seqlens is {type(cache_seqlens).__name__}, expected an int32 tensor or an int")
-    if length < 0:
-        raise ValueError(f"{op}: cache_seqlens is {length}, expected at least 0")
+    if not 0 <= length < ops._FAR:
+        raise ValueError(f"{op}: cache_seqlens is {length}, expected 0 to what the cache holds")
     return length, None
-
-
-def _window(window):
-    try:
-        left, right = window
-    except TypeError:
-        raise TypeError(f"attention_decode: window is {window!r}, expected a pair of integers") from None
-    return left, right
 
 
 def _scale(scale):
     if scale is None:
         return 0.0
-    if not ops.SMALLEST_SCALE <= float(scale) < math.inf:
+    scale = ops._number("attention_decode", "scale", scale)
+    if not ops.SMALLEST_SCALE <= scale < math.inf:
         raise ValueError(f"attention_decode: scale is {scale:g}, expected a positive finite number")
-    return float(scale)
+    return scale
+
+
+def check_ranks(op, **tensors):
+    """Raise unless all have 4 dimensions and the first one's dtype."""
+    (first, like), *_ = tensors.items()
+    for name, t in tensors.items():
+        ops._check_rank(op, name, t, 4, "[batch, rows, heads, head dim]")
+        ops._check_dtype(op, name, t, first, like)
 
 
 class _Arrays:
     """NumPy."""
 
     @staticmethod
+    def as_float32(*arguments):
+        from margay import _numpy
+        return _numpy.as_float32(*arguments)
+
+    @staticmethod
     def attention_decode(tensors, options, want_lse):
         import numpy as np
-        from margay import _C
-        q, k_cache, _, _, page_table, *_ = tensors
-        ops._check_rank("attention_decode", "q", q, 4, "[batch, queries, heads, head dim]")
+        from margay import _C, _numpy
+        q, k_cache, v_cache, _, page_table, *_ = tensors
+        _numpy._check_arrays("attention_decode", **dict(zip(NAMES, tensors)))
+        check_ranks("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
         out = np.empty(q.shape, q.dtype)
         lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None
         size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
@@ -105,5 +141,7 @@ class _Arrays:
 
     @staticmethod
     def append_kv(tensors, length):
-        from margay import _C
+        from margay import _C, _numpy
+        _numpy._check_arrays("append_kv", **dict(zip(APPEND_NAMES, tensors)))
+        check_ranks("append_kv", **dict(zip(APPEND_NAMES[:4], tensors)))
         _C.append_kv(*tensors, length)

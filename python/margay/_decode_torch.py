@@ -3,6 +3,8 @@
 import torch
 
 from margay import _C, _torch
+from margay._decode import APPEND_NAMES, NAMES, check_ranks
+from margay._torch import as_float32
 
 _OPTIONAL = "Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx"
 
@@ -10,7 +12,7 @@ _OPTIONAL = "Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx"
 def attention_decode(tensors, options, want_lse):
     _refuse_gradient("attention_decode", tensors)
     if torch.compiler.is_compiling() or not _torch._plain(*tensors):
-        _torch._check_tensors("attention_decode", **dict(zip(_NAMES, tensors)))
+        _torch._check_tensors("attention_decode", **dict(zip(NAMES, tensors)))
         return torch.ops.margay.attention_decode(*tensors, *options)
     return _decode(tensors, options, want_lse)
 
@@ -18,12 +20,10 @@ def attention_decode(tensors, options, want_lse):
 def append_kv(tensors, length):
     _refuse_gradient("append_kv", tensors)
     if torch.compiler.is_compiling() or not _torch._plain(*tensors):
+        _torch._check_tensors("append_kv", **dict(zip(APPEND_NAMES, tensors)))
         torch.ops.margay.append_kv(*tensors, length)
     else:
         _append(tensors, length)
-
-
-_NAMES = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cache_batch_idx", "sink", "alibi_slopes")
 
 
 def _refuse_gradient(op, tensors):
@@ -35,13 +35,15 @@ def _decode(tensors, options, want_lse=True):
     q, k_cache, v_cache, _, page_table, *_ = tensors
     if not q.is_cuda:
         _torch._use_torch_threads()
-    size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
-    workspace = torch.empty(size, dtype=torch.uint8, device=q.device) if size else None
-    out, lse = _outputs(q, want_lse)
+    out = None
     try:
+        size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device) if size else None
+        out, lse = _outputs(q, want_lse)
         _C.attention_decode(out, lse, *tensors, workspace, *options)
-    except ValueError:
-        if not q.is_cuda or _torch._all_mappable(k_cache, v_cache):
+    except Exception:
+        _check_decode(q, k_cache, v_cache)
+        if out is None or not q.is_cuda or _torch._all_mappable(k_cache, v_cache):
             raise
         _C.attention_decode(out, lse, q, _torch._mappable(k_cache), _torch._mappable(v_cache), *tensors[3:], workspace, *options)
     return out, lse
@@ -50,7 +52,22 @@ def _decode(tensors, options, want_lse=True):
 def _append(tensors, length):
     if not tensors[0].is_cuda:
         _torch._use_torch_threads()
-    _C.append_kv(*tensors, length)
+    try:
+        _C.append_kv(*tensors, length)
+    except Exception:
+        _check_append(*tensors)
+        raise
+
+
+def _check_decode(*tensors):
+    named = dict(zip(NAMES, tensors))
+    check_ranks("attention_decode", **dict(zip(NAMES[:3], tensors)))
+    _torch._check_devices("attention_decode", **named)
+
+
+def _check_append(*tensors):
+    check_ranks("append_kv", **dict(zip(APPEND_NAMES[:4], tensors)))
+    _torch._check_devices("append_kv", **dict(zip(APPEND_NAMES, tensors)))
 
 
 def _outputs(q, want_lse=True):
@@ -59,11 +76,9 @@ def _outputs(q, want_lse=True):
     return out, torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device) if want_lse else None
 
 
-def _decode_fake(q, k_cache, v_cache, *_):
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _torch.ops._check_rank("attention_decode", name, t, 4, "[batch, rows, heads, head dim]")
-        _torch.ops._check_dtype("attention_decode", name, t, "q", q)
-    return _outputs(q)
+def _decode_fake(*arguments):
+    _check_decode(*arguments[:8])
+    return _outputs(arguments[0])
 
 
 _torch._library.define(f"attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONAL}, Tensor? sink, Tensor? alibi_slopes, float scale, "
@@ -73,4 +88,4 @@ for _device in ("CPU", "CUDA"):
     _torch._library.impl("attention_decode", lambda *a: _decode(a[:8], a[8:]), _device)
     _torch._library.impl("append_kv", lambda *a: _append(a[:7], a[7]), _device)
 torch.library.register_fake("margay::attention_decode", _decode_fake, lib=_torch._library)
-torch.library.register_fake("margay::append_kv", lambda *_: None, lib=_torch._library)
+torch.library.register_fake("margay::append_kv", lambda *arguments: _check_append(*arguments[:7]), lib=_torch._library)

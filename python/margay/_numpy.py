@@ -37,12 +37,20 @@ def attention_fp8(q, k, v, descales, causal, scale, return_lse):
     raise TypeError("attention: q_descale, k_descale or v_descale is given with NumPy arrays, which have no 8-bit floats; expected torch.float8_e4m3fn tensors")
 
 
-def as_starts(a):
+def as_starts(name, a):
+    if not isinstance(a, np.ndarray) or a.dtype not in (np.int32, np.int64):
+        raise TypeError(f"attention: {name} is {_kind(a)}, expected the starts of the sequences, an int32 array [B + 1]")
     return np.ascontiguousarray(a, np.int32)
 
 
-def as_float32(a):
-    return np.ascontiguousarray(a, np.float32)
+def as_float32(op, name, a):
+    if not isinstance(a, np.ndarray) or a.dtype.kind != "f":
+        raise TypeError(f"{op}: {name} is {_kind(a)}, expected a float32 array")
+    return np.ascontiguousarray(a, np.float32) if a.ndim else a.astype(np.float32)      # ascontiguousarray has at least one dimension
+
+
+def _kind(a):
+    return f"an array of dtype {a.dtype}" if isinstance(a, np.ndarray) else type(a).__name__
 
 
 def packed(a):

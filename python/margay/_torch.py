@@ -4,6 +4,8 @@ Two ways to the same kernels. Plain tensors in eager mode call `_C` directly, th
 that wants to see the call (torch.compile, export, modes, functorch, subclasses, the meta device) gets an operator of `torch.ops.margay`.
 """
 
+import os
+
 import torch
 from torch.autograd import forward_ad
 
@@ -19,6 +21,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _library = torch.library.Library("margay", "FRAGMENT")
 _threads = 0
+_CHECK_STARTS = os.environ.get("MARGAY_SYNC") == "1"
 
 
 # ---- attention
@@ -235,6 +238,8 @@ def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal
     if q.dtype is _E4M3:
         ops.check_no_features(numbers[:2], *numbers[2:3], sink, slopes, numbers[3], starts[0])
         return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("attention: alibi_slopes requires a gradient, which is not computed; pass alibi_slopes.detach()")
     if torch.compiler.is_compiling() or not _plain(*tensors):
         _check_tensors("attention", q=q, k=k, v=v, sink=sink, alibi_slopes=slopes, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
         out, lse, _ = torch.ops.margay.attention_features(*tensors, *numbers, seed, scale, causal, deterministic)
@@ -255,6 +260,9 @@ def _features_forward(q, k, v, sink, slopes, q_start, k_start, left, right, soft
     """out, lse, and the seed of dropout as a CPU tensor; drawn from torch's generator where none is given."""
     used = torch.zeros(1, dtype=torch.int64) if not dropout else torch.randint(-2**63, 2**63 - 1, (1,)) if seed is None else torch.tensor([_signed(seed)])
     features = _feature_tuple(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, used.item())
+    if _CHECK_STARTS and q_start is not None and q.is_cuda:
+        ops.check_starts("q", q_start.tolist(), q.shape[2], max_q)
+        ops.check_starts("k", k_start.tolist(), k.shape[2], max_k)
     out, lse = _attention(q, k, v, scale, causal, want_lse, features)
     if sink is not None and k.shape[2] == 0 and want_lse:
         lse.copy_(sink.view(-1, 1))
@@ -321,8 +329,9 @@ def _features_backward(dout, dlse, q, k, v, sink, slopes, q_start, k_start, out,
     return _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
 
 
-def _features_fake(q, k, v, *_):
+def _features_fake(q, k, v, sink, slopes, q_start, k_start, *_):
     _check_attention(q, k, v)
+    _check_devices("attention", q=q, sink=sink, alibi_slopes=slopes, cu_seqlens_q=q_start, cu_seqlens_k=k_start)
     return *_attention_outputs(q, v), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -335,12 +344,20 @@ def _features_autocast(q, k, v, *options):
         return torch.ops.margay.attention_features(*_autocast(q.device.type, q, k, v), *options)
 
 
-def as_starts(t):
+def as_starts(name, t):
+    if not isinstance(t, torch.Tensor) or t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"attention: {name} is {_kind(t)}, expected the starts of the sequences, an int32 tensor [B + 1]")
     return t.to(torch.int32).contiguous()
 
 
-def as_float32(t):
+def as_float32(op, name, t):
+    if not isinstance(t, torch.Tensor) or t.dtype not in (*_DTYPES, torch.float64):
+        raise TypeError(f"{op}: {name} is {_kind(t)}, expected a float32 tensor")
     return t.to(torch.float32).contiguous()
+
+
+def _kind(t):
+    return f"a tensor of dtype {ops.dtype_name(t)}" if isinstance(t, torch.Tensor) else type(t).__name__
 
 
 def packed(t):

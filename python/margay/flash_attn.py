@@ -3,8 +3,9 @@
     from margay.flash_attn import flash_attn_func          # instead of: from flash_attn import flash_attn_func
 
 q [B, Nq, Hq, D], k [B, Nk, Hk, D], v [B, Nk, Hk, Dv], or packed rows [T, H, D] with cu_seqlens int32 [B + 1]; bfloat16 or float16, on the CPU also
-float32. Causal masks and windows are aligned to the bottom right. `return_attn_probs` gives (out, lse, None): lse float32 [B, Hq, Nq] or [Hq, T];
-probabilities are never stored. What no kernel computes goes to PyTorch, with a FallbackWarning.
+float32. Causal masks and windows are aligned to the bottom right. `return_attn_probs` gives (out, lse, S_dmask): lse float32 [B, Hq, Nq] or [Hq, T]; S_dmask
+is None without dropout, else the softmax [B, Hq, Nq, Nk] (of packed rows [B, Hq, max_seqlen_q, max_seqlen_k], 0 behind a sequence's end), negative where
+dropped; no kernel stores it, PyTorch computes it again, for tests. What no kernel computes goes to PyTorch, with a FallbackWarning.
 """
 
 import importlib.machinery
@@ -13,7 +14,7 @@ import types
 
 import torch
 
-from margay import _dispatch, bert_padding
+from margay import _dispatch, _plain, bert_padding, ops
 from margay._switch import Switch
 from margay.bert_padding import pad_input, unpad_input
 
@@ -29,14 +30,14 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
 def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                               deterministic=False, return_attn_probs=False):
     """qkv [B, N, 3, H, D] to [B, N, H, D]."""
-    return _dense("flash_attn_qkvpacked_func", *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return _dense("flash_attn_qkvpacked_func", *_unbind("flash_attn_qkvpacked_func", "qkv", qkv, 2, 3), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                   return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                              deterministic=False, return_attn_probs=False):
     """q [B, Nq, Hq, D], kv [B, Nk, 2, Hk, D] to [B, Nq, Hq, D]."""
-    return _dense("flash_attn_kvpacked_func", q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return _dense("flash_attn_kvpacked_func", q, *_unbind("flash_attn_kvpacked_func", "kv", kv, 2, 2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                   return_attn_probs)
 
 
@@ -46,6 +47,9 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
     block_table int32 [B, pages]: k and v are [pages, page size, Hk, D]; their rows are copied in order first."""
     if block_table is not None:
+        _check("flash_attn_varlen_func", "[pages, page size, heads, head dim]", k=k, v=v)
+        _check("flash_attn_varlen_func", "[batch, pages]", block_table=block_table)
+        _check("flash_attn_varlen_func", "[batch + 1]", cu_seqlens_k=cu_seqlens_k)
         k, v = (_rows_of_pages(t, block_table, cu_seqlens_k) for t in (k, v))
     return _packed("flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
                    window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -54,15 +58,15 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                                      alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """qkv [T, 3, H, D] to [T, H, D]."""
-    return _packed("flash_attn_varlen_qkvpacked_func", *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-                   causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _packed("flash_attn_varlen_qkvpacked_func", *_unbind("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 1, 3), cu_seqlens, cu_seqlens, max_seqlen,
+                   max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
                                     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """q [Tq, Hq, D], kv [Tk, 2, Hk, D] to [Tq, Hq, D]."""
-    return _packed("flash_attn_varlen_kvpacked_func", q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _packed("flash_attn_varlen_kvpacked_func", q, *_unbind("flash_attn_varlen_kvpacked_func", "kv", kv, 1, 2), cu_seqlens_q, cu_seqlens_k,
+                   max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
@@ -77,7 +81,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     """
     out, lse = with_kvcache("flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_seqlens,
                             cache_batch_idx, cache_leftpad, block_table, rotary_interleaved, return_softmax_lse, causal=causal, scale=softmax_scale,
-                            window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
+                            window=pair("flash_attn_with_kvcache", window_size), softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -157,6 +161,18 @@ def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_se
     return result if return_lse else (result, None)
 
 
+def pair(op, window_size):
+    return ops._window(window_size, op)
+
+
+def _unbind(op, name, t, dim, parts):
+    layout = ("[batch, rows, " if dim == 2 else "[rows, ") + f"{parts}, heads, head dim]"
+    _check(op, layout, **{name: t})
+    if t.shape[dim] != parts:
+        raise ValueError(f"{op}: {name} has shape {list(t.shape)}, expected {layout}")
+    return t.unbind(dim)
+
+
 def _check(op, layout, **tensors):
     rank = layout.count(",") + 1
     for name, t in tensors.items():
@@ -167,22 +183,45 @@ def _check(op, layout, **tensors):
 
 
 def _dense(op, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
-    out, lse = dense(op, q, k, v, return_attn_probs, causal=causal, scale=softmax_scale, window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
-                     dropout_p=dropout_p, deterministic=deterministic)
-    return (out, lse, None) if return_attn_probs else out
+    options = dict(causal=causal, scale=softmax_scale, window=pair(op, window_size), softcap=softcap, alibi_slopes=alibi_slopes)
+    seed = _drawn_seed() if return_attn_probs and dropout_p else None
+    out, lse = dense(op, q, k, v, return_attn_probs, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic, **options)
+    if seed is None:
+        return (out, lse, None) if return_attn_probs else out
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    shape = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    kept = _kept(q, k, v, softmax_scale, dropout_p, seed, shape, shape)
+    return out, lse, _plain.dropped_probabilities(q, k, kept, **options)
 
 
 def _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
             alibi_slopes, deterministic, return_attn_probs):
-    out, lse = packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, causal=causal, scale=softmax_scale,
-                      window=tuple(window_size), softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic)
-    return (out, lse, None) if return_attn_probs else out
+    options = dict(causal=causal, scale=softmax_scale, window=pair(op, window_size), softcap=softcap, alibi_slopes=alibi_slopes)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    seed = _drawn_seed() if return_attn_probs and dropout_p else None
+    out, lse = packed(op, q, k, v, *lengths, return_attn_probs, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic, **options)
+    if seed is None:
+        return (out, lse, None) if return_attn_probs else out
+    lengths = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
+    kept = _kept(q, k, v, softmax_scale, dropout_p, seed, (cu_seqlens_q.shape[0] - 1, q.shape[1], *lengths[2:]), (1, q.shape[1], q.shape[0], k.shape[0]))
+    return out, lse, _plain.dropped_probabilities_varlen(q, k, *lengths, kept, **options)
+
+
+def _drawn_seed():
+    return int(torch.randint(-2**63, 2**63 - 1, (1,)))      # as where the kernels' seed is drawn
+
+
+def _kept(q, k, v, scale, dropout_p, seed, shape, plain_shape):
+    """What the call has kept: the kernels' choice, or that of PyTorch where it has computed."""
+    if _dispatch.unsupported(q, k, v, scale, dropout_p):
+        return _plain.kept(plain_shape, dropout_p, seed, q.device)
+    return ops.dropout_mask(dropout_p, seed, *shape).to(q.device)
 
 
 def _rotate(x, cos, sin, first, interleaved, ordered):
     """x [B, N, H, D] rotated at rows first, first + 1, ... of cos and sin, or all at row `first` if not ordered."""
     row = torch.arange(x.shape[1], device=x.device) if ordered else x.new_zeros(x.shape[1], dtype=torch.int64)
-    row = row + (first[:, None] if isinstance(first, torch.Tensor) else first)
+    row = (row + (first[:, None] if isinstance(first, torch.Tensor) else first)).clamp(0, cos.shape[0] - 1)     # what lies behind a cache's end is dropped
     cos, sin = (t[row].float().unsqueeze(-2) for t in (cos, sin))
     half = cos.shape[-1]
     turned, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
@@ -194,19 +233,21 @@ def _rotate(x, cos, sin, first, interleaved, ordered):
 
 def _from_left(cache, leftpad, batch_idx):
     """Each cache from its row leftpad on."""
-    cache = cache if batch_idx is None else cache[batch_idx.long()]
-    row = (torch.arange(cache.shape[1], device=cache.device) + leftpad[:, None]).clamp(max=cache.shape[1] - 1)
+    cache = cache[:leftpad.shape[0]] if batch_idx is None else cache[batch_idx.long().clamp(0, cache.shape[0] - 1)]
+    row = (torch.arange(cache.shape[1], device=cache.device) + leftpad[:, None]).clamp(0, cache.shape[1] - 1)
     return cache.gather(1, row[..., None, None].expand_as(cache))
 
 
 def _rows_of_pages(pages, table, cu_seqlens):
-    """The rows of all sequences behind one another: as many as the table could hold, for their number is not known on the host."""
+    """The rows of all sequences behind one another: as many as the table could hold, for their number is not known on the host. What the table has
+    behind a sequence's last page may be anything."""
     batch, columns = table.shape
     size = pages.shape[1]
     row = torch.arange(batch * columns * size, device=pages.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row.to(cu_seqlens.dtype), right=True).clamp(max=batch - 1)
     place = row - cu_seqlens[sequence]
-    return pages.flatten(0, 1)[table[sequence, (place // size).clamp(max=columns - 1)].long() * size + place % size]
+    page = table[sequence, (place // max(size, 1)).clamp(0, columns - 1)].long().clamp(0, pages.shape[0] - 1)
+    return pages[page, place % max(size, 1)]
 
 
 def _stand_in(name, source, is_package=False):

@@ -18,7 +18,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
     """q [B, Nq, Hq, D], k [B, Nk, Hk, D], v [B, Nk, Hk, Dv] to [B, Nq, Hq, Dv]."""
     op = "flash_attn_func"
     _refuse(op, qv=qv, attention_chunk=attention_chunk or None)
-    return _dense(op, q, k, v, (q_descale, k_descale, v_descale), return_attn_probs, scale=softmax_scale, causal=causal, window=tuple(window_size),
+    return _dense(op, q, k, v, (q_descale, k_descale, v_descale), return_attn_probs, scale=softmax_scale, causal=causal, window=flash_attn.pair(op, window_size),
                   softcap=softcap, deterministic=deterministic)
 
 
@@ -34,7 +34,7 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
             raise ValueError(f"{op}: num_heads_q is None, expected a number where qkv has shape {list(qkv.shape)}")
         heads_k = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split((num_heads_q, heads_k, heads_k), 2)
-    return _dense(op, q, k, v, (q_descale, k_descale, v_descale), return_attn_probs, scale=softmax_scale, causal=causal, window=tuple(window_size),
+    return _dense(op, q, k, v, (q_descale, k_descale, v_descale), return_attn_probs, scale=softmax_scale, causal=causal, window=flash_attn.pair(op, window_size),
                   softcap=softcap, deterministic=deterministic)
 
 
@@ -46,7 +46,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     _refuse(op, seqused_q=seqused_q, seqused_k=seqused_k, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             attention_chunk=attention_chunk or None)
     out = flash_attn.packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, scale=softmax_scale,
-                            causal=causal, window=tuple(window_size), softcap=softcap, deterministic=deterministic)
+                            causal=causal, window=flash_attn.pair(op, window_size), softcap=softcap, deterministic=deterministic)
     return out if return_attn_probs else out[0]
 
 
@@ -62,7 +62,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
             attention_chunk=attention_chunk or None)
     out, lse = flash_attn.with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens,
                                        cache_seqlens if rotary_seqlens is None else rotary_seqlens, cache_batch_idx, cache_leftpad, page_table,
-                                       rotary_interleaved, return_softmax_lse, causal=causal, scale=softmax_scale, window=tuple(window_size),
+                                       rotary_interleaved, return_softmax_lse, causal=causal, scale=softmax_scale, window=flash_attn.pair(op, window_size),
                                        softcap=softcap, num_splits=num_splits)
     return (out, lse, None, None) if return_softmax_lse else out
 
@@ -83,7 +83,7 @@ def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, 
 
 
 def _dense(op, q, k, v, descales, return_lse, **options):
-    if q.dtype != torch.float8_e4m3fn:
+    if getattr(q, "dtype", None) != torch.float8_e4m3fn:
         _refuse(op, **dict(zip(("q_descale", "k_descale", "v_descale"), descales)))
         out = flash_attn.dense(op, q, k, v, return_lse, **options)
         return out if return_lse else out[0]

@@ -44,8 +44,8 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
         return face.attention_fp8(q, k, v, (q_descale, k_descale, v_descale), causal, scale, return_lse)
     if window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and dropout_p == 0.0:
         return face.attention(q, k, v, causal, scale, return_lse, deterministic)
-    numbers = *_window(window), float(softcap), _dropout(dropout_p), 0, 0
-    return face.attention_with_features(q, k, v, *_feature_tensors(face, sink, alibi_slopes), (None, None), numbers, dropout_seed, causal, scale, return_lse,
+    numbers = *_window(window), _number("attention", "softcap", softcap), _dropout(dropout_p), 0, 0
+    return face.attention_with_features(q, k, v, *_feature_tensors(face, "attention", sink, alibi_slopes), (None, None), numbers, _seed(dropout_seed), causal, scale, return_lse,
                                         deterministic)
 
 
@@ -55,20 +55,19 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 
     q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv]: the sequences' rows. cu_seqlens_q, cu_seqlens_k: integers [B + 1] on the same device, which begin
     with 0, do not fall, and end with at most Tq and Tk; sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Empty sequences are welcome.
-    max_seqlen_q, max_seqlen_k: at least the rows of the longest sequence; rows beyond are not computed. None of this is checked: it would stop the GPU.
+    max_seqlen_q, max_seqlen_k: at least the rows of the longest sequence; rows beyond are not computed. On CUDA none of this is checked, for that would
+    stop the GPU, and starts that break it can overwrite other memory; MARGAY_SYNC=1 in the environment checks every call.
     Everything else as in `attention`, for each sequence by itself: NaN in one does not reach another. Rows behind the last sequence may hold anything; their
     results and gradients are 0, their lse is -inf. Returns [Tq, Hq, Dv], and lse [Hq, Tq].
     """
     face = _face("attention", "q", q)
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_rank("attention", name, t, 3, "[rows of all sequences, heads, head dim]")
-    starts = tuple(None if t is None else face.as_starts(t) for t in (cu_seqlens_q, cu_seqlens_k))
-    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if t is None:
-            raise TypeError(f"attention: {name} is None, expected the starts of the sequences, [B + 1]")
-    numbers = *_window(window), float(softcap), _dropout(dropout_p), int(max_seqlen_q), int(max_seqlen_k)
+    starts = face.as_starts("cu_seqlens_q", cu_seqlens_q), face.as_starts("cu_seqlens_k", cu_seqlens_k)
+    numbers = (*_window(window), _number("attention", "softcap", softcap), _dropout(dropout_p), _integer("attention", "max_seqlen_q", max_seqlen_q),
+               _integer("attention", "max_seqlen_k", max_seqlen_k))
     q, k, v = map(face.packed, (q, k, v))
-    result = face.attention_with_features(q, k, v, *_feature_tensors(face, sink, alibi_slopes), starts, numbers, dropout_seed, causal, scale, return_lse,
+    result = face.attention_with_features(q, k, v, *_feature_tensors(face, "attention", sink, alibi_slopes), starts, numbers, _seed(dropout_seed), causal, scale, return_lse,
                                           deterministic)
     return (face.unpacked(result[0]), result[1][0]) if return_lse else face.unpacked(result)
 
@@ -78,27 +77,62 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
     return importlib.import_module("margay._torch").dropout_mask(_dropout(p), seed, batch, heads, rows, keys)
 
 
-def _window(window):
+_FAR = 1 << 30     # more keys than a sequence can have
+
+
+def _window(window, op="attention"):
     try:
-        left, right = (-1 if bound is None else bound.__index__() for bound in window)
+        left, right = (-1 if bound is None else max(-1, min(bound if isinstance(bound, int) else bound.__index__(), _FAR)) for bound in window)
     except (AttributeError, TypeError, ValueError):
-        raise TypeError(f"attention: window is {window!r}, expected a pair of integers (left, right)") from None
+        raise TypeError(f"{op}: window is {window!r}, expected a pair of integers (left, right)") from None
     return left, right
 
 
+def _number(op, name, x):
+    try:
+        return float(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name} is {x!r}, expected a number") from None
+
+
+def _integer(op, name, x):
+    if isinstance(x, int):                         # torch.compile traces no __index__
+        return x
+    if isinstance(x, float) or not hasattr(x, "__index__"):
+        raise TypeError(f"{op}: {name} is {x!r}, expected an integer")
+    return int(x)
+
+
+def _seed(seed):
+    return None if seed is None else _integer("attention", "dropout_seed", seed)
+
+
 def _dropout(p):
-    p = float(p)
+    p = _number("attention", "dropout_p", p)
     if not 0 <= p < 1:
         raise ValueError(f"attention: dropout_p is {p:g}, expected 0 to less than 1")
     return p
 
 
-def _feature_tensors(face, sink, slopes):
+def _feature_tensors(face, op, sink, slopes):
     if slopes is not None:
-        slopes = face.as_float32(slopes)
+        slopes = face.as_float32(op, "alibi_slopes", slopes)
         if slopes.ndim == 1:
             slopes = slopes[None]
-    return None if sink is None else face.as_float32(sink), slopes
+        elif slopes.ndim != 2:
+            raise ValueError(f"{op}: alibi_slopes has shape {_shape(slopes)}, expected [heads of q] or [batch, heads of q]")
+    return None if sink is None else face.as_float32(op, "sink", sink), slopes
+
+
+def check_starts(name, starts, total, max_seqlen):
+    """What C checks of cu_seqlens_q or cu_seqlens_k on the CPU, of a list."""
+    if starts[:1] != [0]:
+        raise ValueError(f"attention: cu_seqlens_{name}[0] is {starts[0] if starts else 'missing'}, expected 0")
+    for i, (before, start) in enumerate(zip(starts, starts[1:])):
+        if not before <= start <= total:
+            raise ValueError(f"attention: cu_seqlens_{name}[{i + 1}] is {start}, expected {before} (the one before) to {total} (the rows that there are)")
+        if start - before > max_seqlen:
+            raise ValueError(f"attention: max_seqlen_{name} is {max_seqlen}, expected at least {start - before} (rows of sequence {i})")
 
 
 def matmul(a, b, *, bias=None, activation=None, out=None):
@@ -117,11 +151,14 @@ def explain(op, *tensors, **options):
     """Say which kernel computes a call and why the kernels before it do not.
 
     `explain(mg.attention, q, k, v, causal=True)` for a call, or `explain("attention_fwd", dtype="bfloat16", gpu=True, d=128)` for any problem.
+    `explain(mg.attention_decode, q, k_cache, v_cache, cache_seqlens=1000)` also says into how many splits the keys are cut, and why.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if tensors:
+        if name == "attention_decode":
+            return importlib.import_module("margay._decode").explain(*tensors, **options)
         if name not in ("attention", "matmul"):
-            raise ValueError(f"explain: op is {name}, expected attention or matmul where tensors are given")
+            raise ValueError(f"explain: op is {name}, expected attention, attention_decode or matmul where tensors are given")
         return _explain_call(name, tensors, options)
     from margay import _C
 
@@ -146,7 +183,7 @@ def attention_scale(scale):
     """The scale as a float, 0 for the default."""
     if scale is None:
         return 0.0
-    scale = float(scale)
+    scale = _number("attention", "scale", scale)
     if not SMALLEST_SCALE <= scale < math.inf:
         raise ValueError(f"attention: scale is {scale:g}, expected a positive finite number")
     return scale
@@ -229,11 +266,16 @@ def _face(op, name, x):
 
 def _find_face(op, name, x):
     """Looks only at libraries that are imported: x would not exist without its own."""
-    for library, tensor, module in (("torch", "Tensor", "_torch"), ("numpy", "ndarray", "_numpy")):
-        loaded = sys.modules.get(library)
-        if loaded is not None and isinstance(x, getattr(loaded, tensor)):
-            _faces[type(x)] = importlib.import_module(f"margay.{module}")
-            return _faces[type(x)]
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(x, torch.Tensor):      # imported by statements, which torch.compile can trace
+        from margay import _torch as face
+    elif numpy is not None and isinstance(x, numpy.ndarray):
+        from margay import _numpy as face
+    else:
+        face = None
+    if face is not None:
+        _faces[type(x)] = face
+        return face
     raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
 
 
