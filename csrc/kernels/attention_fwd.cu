@@ -170,6 +170,8 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const task 
 
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   places at = {};
+  if (SEQUENCES && p.features.q_start)   // here, not behind the tasks: that took registers from them
+    clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
   turn_begin<NC>(wg);
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
@@ -213,8 +215,6 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   }
   turn_end<NC>(wg);
   tma_store_wait_read();
-  if (SEQUENCES && p.features.q_start)
-    clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
 }
 
 typedef block<attention_fwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
