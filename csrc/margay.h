@@ -49,7 +49,8 @@ typedef struct mg_attention_features {
   const mg_tensor *sink;    // fp32 [Hq]: a logit of each head that is part of the softmax's sum (and of lse) and has no value
   const mg_tensor *slopes;  // fp32 [1 or B, Hq], ALiBi: score -= slope |i + Nk - Nq - j|
   const mg_tensor *q_start, *k_start;   // int32 [B + 1], both or none: sequence b is rows q_start[b] .. q_start[b + 1] - 1 of q, out and lse, which
-                                        // then have batch 1, and keys k_start[b] .. of k and v. Not checked: they are on the device
+                                        // then have batch 1, and keys k_start[b] .. of k and v. Checked on the CPU only. Rows behind the last
+                                        // sequence become 0 in outputs and gradients, and -inf in lse
   int64_t max_q, max_k;     // with these: at least the longest sequence's rows and keys
 } mg_attention_features;
 

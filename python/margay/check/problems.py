@@ -90,6 +90,8 @@ def attention(row, backward, large):
         d = {64: 48, 128: 128, 256: 208}[c["D"]]
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True), (150, 60, True, False, 3)]   # the last: a warpgroup without keys
+    if "DOUT_STAGES" in c:          # an odd number of steps: one head, three blocks of queries
+        shapes.append((150, 300, False, False, 1, 1))
     if c.get("FEATURES") == 1:      # tasks behind one whose last key block is seen whole
         shapes.append((4 * rows, 4 * rows, False, True))
     kinds = FEATURES[0 if "features == 0" in row["when"] else c.get("FEATURES")]   # of others the rows beside this one would expect another width
@@ -120,7 +122,7 @@ def features_of(kind, heads, nq, nk):
 
 def call_attention(row, dtype, d, nq, nk, causal, extra, backward, batch=1, heads=2, kind=None):
     batch = 1 if kind == "packed" else batch
-    q_shape, k_shape = (batch, heads, nq, d), (batch, heads // 2, nk, d)
+    q_shape, k_shape = (batch, heads, nq, d), (batch, max(1, heads // 2), nk, d)
     q, k, v = (new(*shape, dtype=dtype) for shape in (q_shape, k_shape, k_shape))
     out, lse = new(*q_shape, dtype="bfloat16" if dtype == "float8_e4m3fn" else dtype), new(*q_shape[:3])
     if dtype == "float8_e4m3fn":
