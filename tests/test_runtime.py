@@ -21,7 +21,7 @@ CSRC, MOCK = ROOT / "csrc", ROOT / "tests" / "mock"
 CC = [*os.environ.get("CC", "cc").split(), "-std=c17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-O1", "-fPIC"]
 ROWS = ["plain", "clustered", "on_cpu", "huge", "misnamed", "forward", "forward_fp32"]
 OK, TYPE, VALUE, UNSUPPORTED, BUFFER, MEMORY, RUNTIME = range(7)
-BF16, FP16, FP32, FP64, INT32, INT64, UINT8 = range(7)
+BF16, FP16, FP32, FP64, INT32, INT64, UINT8, E4M3 = range(8)
 CPU, CUDA = range(2)
 
 
@@ -231,6 +231,10 @@ def test_map_gpu(rt):
     assert encode(rt, [1, 1, 300, 128], [7, 13, 128, 1], dtype=FP32, rows=64, cols=128)[0] == OK
     assert rt.log()[-2] == ("cuTensorMapEncodeTiled dtype=7 rank=4 data=0x100000 size=128,300,1,1 stride=512,16,16 box=128,64,1,1 "
                             "step=1 interleave=0 swizzle=0 fill=0")
+    for cols, swizzle in ((64, 2), (128, 3)):        # 8-bit floats travel as bytes; 64-byte rows have a swizzle of their own
+        assert encode(rt, [2, 8, 1000, 96], [768000, 96, 768, 1], dtype=E4M3, rows=64, cols=cols)[0] == OK
+        assert rt.log()[-2] == (f"cuTensorMapEncodeTiled dtype=0 rank=4 data=0x100000 size=96,1000,8,2 stride=768,96,768000 box={cols},64,1,1 "
+                                f"step=1 interleave=0 swizzle={swizzle} fill=0")
 
 
 def test_map_cpu(rt):

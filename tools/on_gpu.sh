@@ -28,11 +28,12 @@ tests matmul tests/test_matmul.py tests/test_scan.py &
 tests torch tests/test_torch.py tests/test_numpy.py tests/test_import.py tests/test_demo.py &
 tests rest tests/test_bad_input.py tests/test_runtime.py tests/test_docs.py &
 tests tile tests/tile &
+tests fp8 tests/test_fp8.py &
 timeout 300 compute-sanitizer --tool memcheck $python tools/sanitize.py > "$out/memcheck.log" 2>&1 &
 timeout 300 compute-sanitizer --tool synccheck $python tools/sanitize.py > "$out/synccheck.log" 2>&1 &
 wait
 # A process a row, several at a time: nvcc makes the debug builds, and the launches disturb each other, which is welcome here.
-$python -c "from margay import _C; print(*(row['name'] for row in _C.kernels() if '_bf16' in row['name'] and row['has_gpu_image']), sep='\n')" |
+$python -c "from margay import _C; print(*(row['name'] for row in _C.kernels() if ('_bf16' in row['name'] or '_e4m3' in row['name']) and row['has_gpu_image']), sep='\n')" |
   xargs -P 8 -I{} sh -c "timeout 200 $python -m margay.check --device {} 2>&1 | sed 's/^/{}: /'" > "$out/device.log"
 
 tail -q -n 9 "$out/attention.log" | cut -c1-160

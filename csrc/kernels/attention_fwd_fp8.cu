@@ -11,18 +11,15 @@ enum { BM = 64 * NC, TURNERS = 3 };
 #include "kernels/attention_features.h"
 #include "kernels/attention_fwd_tasks.h"
 
-typedef ring<K_STAGES, ASYNC_READS> key_ring;
-typedef ring<V_STAGES, GENERIC_READS> value_ring;
-typedef ring<T_STAGES, ASYNC_READS> turned_ring;
 struct shared {
   st<e4m3, 64, D> q[NC];
   st<e4m3, BN, D> k[K_STAGES];
   st<e4m3, 64, D> v[V_STAGES];   // parts of a block
   tt<e4m3, BN, D> turned[T_STAGES];
   st<bf16, 64, O_COLS> o[NC];
-  key_ring k_ring;
-  value_ring v_ring;
-  turned_ring t_ring;
+  ring<K_STAGES, ASYNC_READS> k_ring;
+  ring<V_STAGES, GENERIC_READS> v_ring;
+  ring<T_STAGES, ASYNC_READS> t_ring;
   sem q_full[NC], q_free[NC];
   task_queue queue;
 };
@@ -104,9 +101,7 @@ TILE void exponentials(rt<float, BN> &x, const rv &top, rsum &l, const rv &alpha
   row_sum_add(l, x);
 }
 
-TILE float descale(const float *factors, const attention_fp8_params &p, const task &t) {
-  return factors ? factors[t.batch * p.k_heads + t.head / p.fwd.group] : 1.f;
-}
+TILE float descale(const float *of, const attention_fp8_params &p, const task &t) { return of ? of[t.batch * p.k_heads + t.head / p.fwd.group] : 1.f; }
 // The factor of scores in the exponent. Of tensors of zeros it may be 0: then too a score of -infinity is masked and others count.
 TILE float exponent(const attention_fp8_params &p, const task &t) {
   float c = p.fwd.scale_log2 * descale(p.q_descale, p, t) * descale(p.k_descale, p, t);
@@ -147,11 +142,6 @@ TILE void product(shared &s, places &at, rt<float, D> &o, rt<e4m3, BN> &probabil
   mma_AB<ACC>(o, probabilities, s.turned[at.v.stage]);
   mma_commit();
 }
-// The scores with a key block are there: its stage, and after the last one q, may be filled again.
-TILE void scores_done(shared &s, places &at, bool last, int wg) {
-  ring_done(s.k_ring, at.k);
-  if (last) sem_arrive(s.q_free[wg]);
-}
 // A key block that this warpgroup's rows do not see.
 TILE void pass_over(shared &s, places &at, int wg) {
   turn_wait<NC>(wg);
@@ -171,7 +161,8 @@ TILE void step(shared &s, places &at, const task &t, rt<float, BN> &x, rt<e4m3, 
   product(s, at, o, probabilities);
   turn_pass<NC>(wg);
   mma_wait<1>(x);
-  scores_done(s, at, j == 0, wg);
+  ring_done(s.k_ring, at.k);
+  if (j == 0) sem_arrive(s.q_free[wg]);   // the last scores with q are there
   if (masked) mask(x, t.seq, t.row0 + wg * 64, j * BN);
   maximum(x, m, top, alpha, c, masked);
   if (j > 0) ring_wait(s.k_ring, at.k);   // here, so that the wait for p v stays below the maximum (see mma_wait)
@@ -201,7 +192,8 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     ring_wait(s.k_ring, at.k);
     scores(s, at, x, wg);
     mma_wait<0>(x);
-    scores_done(s, at, j == 0, wg);
+    ring_done(s.k_ring, at.k);
+    if (j == 0) sem_arrive(s.q_free[wg]);
     fill(m, -infinity());
     fill(l, 0.f);
     fill(o, 0.f);

@@ -53,6 +53,13 @@ mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_
   return launch(MG_OP_attention_fwd, q, (mg_problem){.d = q->shape[3], .causal = options->causal}, stream, q->shape[0] * q->shape[1]);
 }
 
+mg_status mg_attention_fwd_fp8(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                               const mg_tensor *workspace, const mg_tensor *q_descale, const mg_tensor *k_descale, const mg_tensor *v_descale,
+                               const mg_attention_options *options, mg_stream stream) {
+  (void)options, (void)stream;
+  return mg_check(MG_OP_attention_fwd_fp8, (const mg_tensor *const[15]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
+}
+
 mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                                      const mg_attention_options *options) {
   (void)options;
