@@ -29,14 +29,12 @@ typedef struct plan {
 
 static size_t round_up(size_t n) { return (n + 255) & ~(size_t)255; }
 
-// A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or those that run together
-// walk over more than the L2 keeps (additions to dq then go to memory), the heads are dealt out to tasks whose dk and dv are added up in fp32.
+// A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, the heads are dealt out to
+// tasks whose dk and dv are added up in fp32.
 static int parts_of(const attention_shape *x, const mg_problem *problem, const plan *w, int64_t k_blocks, const mg_context *c) {
-  int64_t group = x->q_heads / at_least(1, x->k_heads), tasks = x->batch * x->k_heads * k_blocks, parts = 1;
-  int64_t rows = at_most(x->q_rows, problem->span + 2 * w->tile), together = at_most(x->batch * x->k_heads, ceil_div(c->sms, k_blocks));
-  int64_t bytes = together * group * rows * (4 * w->width + 2 * (x->d + x->dv));
+  int64_t group = x->q_heads / at_least(1, x->k_heads), blocks = x->batch * x->k_heads * k_blocks * mg_desc(w->main)->cluster, parts = 1;
   if (problem->deterministic || problem->features > 1) return 1;
-  while (parts < group && (tasks * parts < 2 * c->sms || bytes > parts * c->l2_bytes * 3 / 2))
+  while (parts < group && 2 * blocks * parts < 3 * c->sms)
     do parts++; while (group % parts);
   return (int)parts;
 }

@@ -206,7 +206,7 @@ def _attention_fp8(q, k, v, q_descale=None, k_descale=None, v_descale=None, scal
     balance = torch.empty(16, dtype=torch.uint8, device=q.device) if q.is_cuda and out.numel() > _ONE_WAVE else None
     if not q.is_cuda:
         _use_torch_threads()
-    _C.attention_fwd_fp8(target, lse, q, k, v, balance, *(None if t is None else as_float32(t) for t in descales), scale, causal)
+    _C.attention_fwd_fp8(target, lse, q, k, v, balance, *(None if t is None else as_float32("attention", name, t) for name, t in zip(_DESCALES, descales)), scale, causal)
     _copy_back(out, target)
     return out, lse
 
