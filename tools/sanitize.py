@@ -30,6 +30,11 @@ def attention(dtype, d, nq, nk, causal, deterministic):
     return out, *grads
 
 
+def eight_bits(d, nk):
+    q, k, v = (tensor(torch.float8_e4m3fn, 1, heads, n, d) for heads, n in ((2, 200), (1, nk), (1, nk)))
+    return margay.attention(q, k, v, causal=nk < 2000, v_descale=torch.full((1, 1), 0.5, device="cuda")),
+
+
 def packed(dtype, d, **options):
     """Sequences of 100, 0, 77 and 230 rows."""
     starts = torch.tensor([0, 100, 100, 177, 407], dtype=torch.int32, device="cuda")
@@ -90,6 +95,10 @@ def problems(dtype, name):
     for d, (nq, nk), causal, deterministic in itertools.product((40, 128, 256), ((200, 333), (40, 2100), (40, 4200)), (False, True), (False, True)):
         if (nk == 4200) <= causal and (nk == 333 or d == 128):
             yield lambda d=d, nq=nq, nk=nk, c=causal, e=deterministic: attention(dtype, d, nq, nk, c, e)
+    for deterministic in (False, True):     # pairs of blocks
+        yield lambda e=deterministic: attention(dtype, 128, 530, 2100, False, e)
+    for d, nk in ((48, 333), (128, 333), (128, 2100), (256, 333)):
+        yield lambda d=d, nk=nk: eight_bits(d, nk)
     for d in (40, 128, 200):
         yield lambda d=d: packed(dtype, d)
         yield lambda d=d: packed(dtype, d, sink=torch.randn(2, device="cuda"), alibi_slopes=torch.rand(4, 2, device="cuda"), **ALL_FEATURES)

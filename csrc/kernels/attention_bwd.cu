@@ -73,15 +73,8 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
   }
 }
 
-struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; bool seen; };
+struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
 
-// Whether a warpgroup's keys are seen in step n. With M > 64 rows a step they are, in part, wherever the other's are, but for a sequence's last keys.
-TILE bool sees(const shared &s, uint32_t n, int wg) {
-  const place &at = s.at[n % SLOTS];
-  int key0 = wg * 64;
-  if (M > 64) return true;
-  return get(at.diagonal) - key0 > -M && get(at.keys) > key0 && (!SEQUENCES || get(at.lower) - key0 < 64);
-}
 // s to p, dp to ds; ds also to shared memory. The fence of ring_fill orders the reads of lse2 and delta before their stage is released.
 TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
@@ -97,6 +90,8 @@ TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n
   map_col(a.dp, a.s, s.delta[at.stage], [](float dp, float prob, float d) { return prob * (dp - d); });
   convert(a.p, a.s);
   convert(a.ds, a.dp);
+  store(s.ds[to.stage][wg], a.ds);
+  ring_fill(s.ring_ds, to);
 }
 
 // dv += p^T dout, dk += ds^T q of step n
@@ -130,20 +125,12 @@ TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, ui
 template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   rt<float, 64> dq;
   if constexpr (DQ) dq_issue(dq, s, n - 2, count, wg);
-  if (a.seen) {
-    grads_issue<DQ ? ACC : ZERO>(a, s, n - 1);
-    if constexpr (DQ) {
-      mma_wait<1>(dq);
-      dq_add(dq, p, s, n - 2, wg);
-    }
-    mma_wait<0>(a.dv, a.dk, a.p, a.ds);
-  } else if constexpr (DQ) {
-    mma_wait<0>(dq);
+  grads_issue<DQ ? ACC : ZERO>(a, s, n - 1);
+  if constexpr (DQ) {
+    mma_wait<1>(dq);
     dq_add(dq, p, s, n - 2, wg);
-  } else {
-    fill(a.dk, 0.f);
-    fill(a.dv, 0.f);
   }
+  mma_wait<0>(a.dv, a.dk, a.p, a.ds);
   ring_release(s.ring_q, ring_at<STAGES>(n - 1));
 }
 
@@ -194,36 +181,24 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     if (SEQUENCES) clear_rest(s.k[count & 1][wg], s.v[wg], get(s.task_of[count & 1].own) - wg * 64);
     uint32_t end = n + get(s.task_of[count & 1].steps);
     for (uint32_t begin = n; n < end; n++) {
-      ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
-      ring_wait(s.ring_q, at);
-      bool seen = sees(s, n, wg);
+      ring_pos at = ring_at<STAGES>(n);
       turn_wait<NC>(wg);
       if (n > begin + 1) catch_up<true>(a, p, s, n, count, wg);
       else if (n > begin) {
         catch_up<false>(a, p, s, n, count, wg);
         free_k(s, count);
       }
+      ring_wait(s.ring_q, at);
       if (SEQUENCES && wg == 0) clear_queries(s, n);
-      a.seen = seen;
-      if (seen) {
-        mma_fence();
-        mma_ABt<ZERO>(a.s, s.k[count & 1][wg], s.q[at.stage]);
-        mma_commit();
-        sem_wait(s.dout_full[at.stage], at.phase);
-        mma_fence();
-        mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[at.stage]);
-        mma_commit();
-        turn_pass<NC>(wg);
-        softmax(a, p, s, n, wg);
-      } else {
-        sem_wait(s.dout_full[at.stage], at.phase);
-        turn_pass<NC>(wg);
-        fill(a.s, 0.f);
-        convert(a.ds, a.s);
-        ring_acquire(s.ring_ds, to);
-      }
-      store(s.ds[to.stage][wg], a.ds);
-      ring_fill(s.ring_ds, to);
+      mma_fence();
+      mma_ABt<ZERO>(a.s, s.k[count & 1][wg], s.q[at.stage]);
+      mma_commit();
+      sem_wait(s.dout_full[at.stage], at.phase);
+      mma_fence();
+      mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[at.stage]);
+      mma_commit();
+      turn_pass<NC>(wg);
+      softmax(a, p, s, n, wg);
     }
     finish(a, p, s, n, count, wg);
   }
