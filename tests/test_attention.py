@@ -168,18 +168,37 @@ def test_deterministic(device, dim):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients()))
 
 
-# Enough queries and keys for the backward's pairs of blocks of 128 keys; odd numbers of blocks, of the pair's second one too.
+# Enough queries and keys for the backward's pairs of blocks of 128 keys; odd numbers of blocks, of the pair's second one too. The GPU takes them later.
 PAIRS = [AttentionCase(9, 1, 2, 1, 512, 513, 128, 128), AttentionCase(10, 1, 1, 1, 577, 895, 65, 65), AttentionCase(11, 1, 2, 2, 700, 700, 96, 128, True),
          AttentionCase(12, 1, 2, 1, 520, 900, 128, 128, True, torch.float16), AttentionCase(13, 1, 1, 1, 800, 530, 128, 72, True)]
+LONG_PAIRS = [AttentionCase(19, 1, 2, 1, 1100, 1537, 128, 128), AttentionCase(20, 1, 2, 2, 577, 1300, 65, 96), AttentionCase(21, 1, 4, 2, 4100, 4470, 128, 128, True),
+              AttentionCase(22, 1, 1, 1, 8200, 8333, 128, 100, True, torch.float16)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", PAIRS, ids=str)
+@pytest.mark.parametrize("case, device", [(case, "cpu") for case in PAIRS] + [pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in LONG_PAIRS], ids=str)
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_pairs_of_blocks(case, deterministic, device, request):
     if deterministic:
         request.getfixturevalue("poison")
     check_attention(case, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", ((-1, -1), (40, 3)))
+@pytest.mark.parametrize("dim", (64, 128, 160, 256))
+def test_groups_in_parts(dim, window, device):
+    """Few blocks of keys for many multiprocessors: several tasks share a group of query heads. Deterministic gradients come of one task a group."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(16)
+        for dtype in (torch.bfloat16,) if device == "cuda" else (torch.bfloat16, torch.float32):
+            q, k, v, dout = attention_inputs(AttentionCase(14, 1, 8, 2, 130, 150, dim, dim, dtype=dtype), device)
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            parts, whole = (torch.autograd.grad(mg.attention(*leaves, window=window, deterministic=d), leaves, dout) for d in (False, True))
+            for a, b in zip(parts, whole):   # sums of fp32, rounded once, in another order
+                torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-5 * b.abs().max().item() + 150 * torch.finfo(torch.float32).eps)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,10 +10,10 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
   for (uint32_t count = 0; (next = cluster_queue_draw<PAIR>(s.queue, count, next, p.counter)) < p.tasks; count++) {
     held &t = s.now;
     put_held(t, p, task_at(p, next));
-    int steps = get(t.steps), key0 = get(t.key0), batch = get(t.batch);
+    int steps = get(t.steps), key0 = get(t.key0), batch = get(t.batch), k_head = key_head(t, p);
     for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n);
-      int head = head_of(t, p, step), block = block_of(t, step), k_head = key_head(t, p);
+      int head = head_of(t, p, step), block = block_of(t, step);
       int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
       put_place(s.at[n % SLOTS], p, t, head, block);
