@@ -8,6 +8,7 @@ export PYTHONPATH=python PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 
 $python -m margay.bench attention --dims 64,128,256 --peers cuDNN --out "$out" --rounds 5 --ms 8 > "$out/attention.log" 2>&1
+$python -m margay.bench attention --dtype float8_e4m3fn --dims 64,128,256 --out "$out" --rounds 3 --ms 4 > "$out/attention-fp8.log" 2>&1
 $python -m margay.bench features --out "$out" --rounds 4 --ms 8 > "$out/features.log" 2>&1
 $python -m margay.bench decode --out "$out" --rounds 3 --ms 8 > "$out/decode.log" 2>&1
 $python -m margay.bench gemm --out "$out" --rounds 5 --ms 10 > "$out/gemm.log" 2>&1
@@ -27,6 +28,7 @@ tests decode tests/test_decode.py &
 tests matmul tests/test_matmul.py tests/test_scan.py &
 tests torch tests/test_torch.py tests/test_numpy.py tests/test_import.py tests/test_demo.py &
 tests rest tests/test_bad_input.py tests/test_runtime.py tests/test_docs.py &
+tests attention-rest tests/test_bad_input_attention.py tests/test_deterministic.py &
 tests tile tests/tile &
 tests fp8 tests/test_fp8.py &
 timeout 300 compute-sanitizer --tool memcheck $python tools/sanitize.py > "$out/memcheck.log" 2>&1 &
@@ -37,6 +39,7 @@ $python -c "from margay import _C; print(*(row['name'] for row in _C.kernels() i
   xargs -P 8 -I{} sh -c "timeout 200 $python -m margay.check --device {} 2>&1 | sed 's/^/{}: /'" > "$out/device.log"
 
 tail -q -n 9 "$out/attention.log" | cut -c1-160
+tail -q -n 7 "$out/attention-fp8.log" | cut -c1-160
 tail -q -n 5 "$out/decode.log"
 tail -q -n 3 "$out/gemm.log"
 cat "$out/overhead.log"
