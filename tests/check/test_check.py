@@ -23,7 +23,7 @@ from margay.check.problems import problems, rows
 HERE = Path(__file__).resolve().parent
 BAD = sorted((HERE / "known_bad").glob("*.cu"))
 CLEAN_SEEDS, BAD_SEEDS = 20, 20
-ONE_DTYPE = "attention.*_bf16_.*|ssd_fwd.*|scaled_add_bf16|matmul_bf16_.*"    # other element types are the same protocol
+ONE_DTYPE = ".*_(bf16|e4m3)(_.*)?"    # other element types are the same protocol
 
 
 def run(*arguments, timeout=900):

@@ -88,6 +88,7 @@ def attention(row, backward, large):
               (30, 2 * keys + 1, False, True), (3 * rows, 3 * rows + 33, True, True, 3)]
     if dtype == "float8_e4m3fn":
         d = {64: 48, 128: 128, 256: 208}[c["D"]]
+        shapes.append((9 * rows, keys // 2, True, False, 2))     # many tasks without keys
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True), (150, 60, True, False, 3)]   # the last: a warpgroup without keys
     if "DOUT_STAGES" in c:          # an odd number of steps: one head, three blocks of queries
