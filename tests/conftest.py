@@ -15,6 +15,15 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU that Margay's kernels run on, and a PyTorch that sees it")
 
 
+@pytest.fixture
+def poison():
+    """torch.empty returns NaN. Deterministic algorithms, which this needs, are on meanwhile, those of margay too."""
+    import torch
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def pytest_report_header():
     info = margay.info()
     gpu = ", ".join(device["name"] for device in info.get("devices") or []) if not info["gpu_reason"] else f"not used ({info['gpu_reason']})"

@@ -15,14 +15,6 @@ RANDOM = attention_cases(200, seed=2)
 AWKWARD = awkward_attention_cases()
 
 
-@pytest.fixture
-def poison():
-    """torch.empty returns NaN. Deterministic algorithms, which this needs, are on meanwhile, those of margay too."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def check_attention(case, device):
     q, k, v, dout = attention_inputs(case, device)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]

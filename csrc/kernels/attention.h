@@ -1,4 +1,4 @@
-// Parameters of the attention kernels. Plain C: filled by kernels/attention.c, read by attention_*.cu.
+// Parameters of the attention kernels. Plain C: filled by kernels/attention.c and attention_bwd.c, read by attention_*.cu.
 #pragma once
 #include "tile/gmap.h"
 
