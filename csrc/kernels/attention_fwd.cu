@@ -10,6 +10,8 @@ enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), STAGE
 #include "kernels/attention_features.h"
 #include "kernels/attention_fwd_tasks.h"
 
+// The last warpgroup begins with key blocks that the first does not see: that far apart they are in the rings.
+static_assert(STAGES > (64 * (NC - 1) + BN - 1) / BN, "stages for the key blocks between the first and the last warpgroup");
 typedef ring<STAGES, ASYNC_READS> kv_ring;
 struct shared {
   st<elem, 64, D> q[NC];
@@ -18,13 +20,16 @@ struct shared {
   kv_ring k_ring, v_ring;
   sem q_full[NC], q_free[NC];
   sem v_clean[2];              // of even and odd tasks: no other sequence's rows in v
+  sem draw;                    // the next task
+  held task_of[2];
   task_queue queue;
 };
 struct places { ring_pos k, v; };   // a role's in the two rings
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
-  queue_init(s.queue, arrivals(0, 0, NC));
+  queue_init(s.queue, arrivals(1, 0, NC));
+  sem_init(s.draw, arrivals(1, 0, 0));
   for (int i = 0; SEQUENCES && i < 2; i++) sem_init(s.v_clean[i], arrivals(0, 0, 1));
   for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
 }
@@ -35,11 +40,20 @@ TILE void load(const gmap &m, st<elem, BN, D> (&tiles)[STAGES], kv_ring &r, ring
   tma_load(tiles[at.stage], m, r.full[at.stage], row, 0, head, batch);
   ring_next(r, at);
 }
+// Draws a task while the last two key blocks of the one before are loaded: early enough to hide the counter's latency, not so early that blocks
+// which are done wait for tasks that others hold.
+TILE void scheduler(const attention_fwd_params &p, shared &s, int) {
+  task t;
+  int next = next_task(p, 0, 0, t);
+  for (uint32_t count = 0; hand_out(p, s.queue, s.task_of, count, next, t); count++) {
+    sem_wait(s.draw, count & 1);
+    next = next_task(p, count + 1, next, t);
+  }
+}
 TILE void loader(const attention_fwd_params &p, shared &s, int) {
   places at = {};
-  int next = 0;
-  for (uint32_t count = 0; (next = draw(p, s.queue, count, next)) < p.tasks; count++) {
-    task t = task_at(p, next);
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
+    task t = get_held(s.task_of[count & 1], p);
     int j = t.first + t.steps - 1, k_head = t.head / p.group, batch = in_memory(p, t);
     for (int w = 0; w < NC; w++) {
       sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
@@ -47,11 +61,14 @@ TILE void loader(const attention_fwd_params &p, shared &s, int) {
       tma_load(s.q[w], p.q, s.q_full[w], t.seq.q0 + t.row0 + w * 64, 0, t.head, batch);
       if (w == 0) load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + j * BN, k_head, batch);   // right behind its q: the first warpgroup can begin
     }
+    if (t.steps == 1) sem_arrive<THREAD>(s.draw);
     for (; j > t.first; j--) {
+      if (j == t.first + 1) sem_arrive<THREAD>(s.draw);
       load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + (j - 1) * BN, k_head, batch);
       load(p.v, s.v, s.v_ring, at.v, t.seq.k0 + j * BN, k_head, batch);
     }
     load(p.v, s.v, s.v_ring, at.v, t.seq.k0 + j * BN, k_head, batch);
+    queue_release<THREAD>(s.queue, count);
   }
 }
 
@@ -71,7 +88,8 @@ TILE void exponentials(rt<float, BN> &x, const rv &top, rsum &l, const rv &alpha
   row_sum_add(l, x);
 }
 
-TILE void finish(const attention_fwd_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rsum &l, int wg) {
+TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, D> &o, rv &m, const rsum &l, int wg) {
+  task t = get_held(s.task_of[count & 1], p);   // again, rather than in registers for the whole task
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
@@ -115,13 +133,16 @@ TILE void scores_done(shared &s, places &at, bool last, int wg) {
   if (last) sem_arrive(s.q_free[wg]);
 }
 // A key block that this warpgroup's rows do not see.
-TILE void pass_over(shared &s, places &at, int wg) {
-  turn_wait<NC>(wg);
-  turn_pass<NC>(wg);
+TILE void pass_over(shared &s, places &at) {
   ring_wait(s.k_ring, at.k);
   ring_done(s.k_ring, at.k);
   ring_wait(s.v_ring, at.v);
   ring_done(s.v_ring, at.v);
+}
+// A turn without work: all warpgroups take as many in a task.
+TILE void skip_turn(int wg) {
+  turn_wait<NC>(wg);
+  turn_pass<NC>(wg);
 }
 // A task's first key block may have rows of the next sequence, or of none: 0 times what they hold may be NaN. The first warpgroup clears them in v, while
 // no tile is in its registers; all wait for it before their first product with v.
@@ -173,9 +194,8 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   if (SEQUENCES && p.features.q_start)   // here, not behind the tasks: that took registers from them
     clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
   turn_begin<NC>(wg);
-  int next;
-  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
-    task t = task_at(p, next);
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
+    task t = get_held(s.task_of[count & 1], p);
     int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
     reach mine = reach_of(t, row0);
     rt<float, BN> x;
@@ -184,7 +204,12 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rv m, top, alpha;
     rsum l;
     if (SEQUENCES && wg == 0) clear_tail(p, s, at, t, count);
-    for (; j >= mine.seen; j--) pass_over(s, at, wg);
+    int idle = t.rounds - (mine.seen - mine.low);
+    for (; j >= mine.seen; j--) {
+      if (idle > 0) skip_turn(wg), idle--;
+      pass_over(s, at);
+    }
+    if (SEQUENCES) for (; idle > 0; idle--) skip_turn(wg);
     sem_wait(s.q_full[wg], count & 1);
     ring_wait(s.k_ring, at.k);
     scores(s, at, x, wg);
@@ -209,13 +234,14 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.v_ring, at.v);
-    if (SEQUENCES) for (; j >= t.first; j--) pass_over(s, at, wg);
-    finish(p, s, t, o, m, l, wg);
+    if (SEQUENCES) for (; j >= t.first; j--) pass_over(s, at);
+    finish(p, s, count, o, m, l, wg);
     queue_release(s.queue, count);
   }
   turn_end<NC>(wg);
   tma_store_wait_read();
 }
 
-typedef block<attention_fwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
+typedef block<attention_fwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<scheduler, THREAD, 1, LOAD_REGS>> kernel;
 ENTRY(kernel, BM, BN)

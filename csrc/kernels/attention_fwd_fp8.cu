@@ -21,6 +21,7 @@ struct shared {
   ring<V_STAGES, GENERIC_READS> v_ring;
   ring<T_STAGES, ASYNC_READS> t_ring;
   sem q_full[NC], q_free[NC];
+  held task_of[2];
   task_queue queue;
 };
 struct places { ring_pos k, v; };   // a role's in its rings of k and of v
@@ -48,9 +49,9 @@ TILE void load_values(const attention_fp8_params &p, shared &s, ring_pos &at, in
 }
 TILE void loader(const attention_fp8_params &p, shared &s, int) {
   places at = {};
-  int next = 0;
-  for (uint32_t count = 0; (next = draw(p.fwd, s.queue, count, next)) < p.fwd.tasks; count++) {
-    task t = task_at(p.fwd, next);
+  task t, following;
+  int next = next_task(p.fwd, 0, 0, t);
+  for (uint32_t count = 0; hand_out(p.fwd, s.queue, s.task_of, count, next, t); count++) {
     int j = t.steps - 1, k_head = t.head / p.fwd.group;
     for (int w = 0; w < NC; w++) {
       sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
@@ -59,16 +60,17 @@ TILE void loader(const attention_fp8_params &p, shared &s, int) {
       if (w == 0) load_keys(p, s, at.k, j * BN, k_head, t.batch);   // right behind its q: the first warpgroup can begin
     }
     for (; j >= 0; j--) {   // v ahead of the next keys: it has further to go
+      if (j == 0) next = next_task(p.fwd, count + 1, next, following);   // here, where stages are to be waited for
       load_values(p, s, at.v, j * BN, k_head, t.batch);
       if (j > 0) load_keys(p, s, at.k, (j - 1) * BN, k_head, t.batch);
     }
+    t = following;
   }
 }
 TILE void turner(const attention_fp8_params &p, shared &s, int index) {
   uint32_t block = 0;   // of all tasks: what is kept instead of places, for want of registers
-  int next;
-  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.fwd.tasks; count++) {
-    uint32_t end = block + (uint32_t)task_at(p.fwd, next).steps;
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
+    uint32_t end = block + (uint32_t)get(s.task_of[count & 1].steps);
     queue_release<WARP>(s.queue, count);
     for (; block < end; block++) {
       ring_pos to = ring_at<T_STAGES>(block);
@@ -176,9 +178,8 @@ TILE void step(shared &s, places &at, const task &t, rt<float, BN> &x, rt<e4m3, 
 TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
   places at = {};
   turn_begin<NC>(wg);
-  int next;
-  for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.fwd.tasks; count++) {
-    task t = task_at(p.fwd, next);
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
+    task t = get_held(s.task_of[count & 1], p.fwd);
     int row0 = t.row0 + wg * 64, j = t.steps - 1;
     float c = exponent(p, t);
     reach mine = reach_of(t, row0);

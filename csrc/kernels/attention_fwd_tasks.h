@@ -6,6 +6,7 @@ enum { SEQUENCES = FEATURES > 0, EVERYTHING = FEATURES > 1 };
 struct task {
   int batch, head, row0;       // row0 and keys count in the sequence
   int first, steps;            // key blocks first .. first + steps - 1
+  int rounds;                  // the most key blocks that a warpgroup's rows see
   sequence seq;
 };
 TILE bool is_empty(const task &t) { return SEQUENCES && t.row0 >= t.seq.rows; }   // a packed sequence that is shorter than the longest
@@ -15,6 +16,18 @@ TILE int blocks_seen(const sequence &q, int end) {
   return keys > 0 ? (keys + BN - 1) / BN : 0;
 }
 TILE int first_block(const sequence &q, int row) { return SEQUENCES && row + q.lower > 0 ? (row + q.lower) / BN : 0; }
+
+// A warpgroup's own part of a task's key blocks: low .. seen - 1; all of its rows see all keys of blocks below `open` keys that are not below `closed`.
+struct reach { int low, seen, open, closed; };
+TILE reach reach_of(const task &t, int row0) {
+  reach a;
+  int last = t.first + t.steps - 1, see = row0 + t.seq.diagonal + 1;
+  a.low = first_block(t.seq, row0) < last ? first_block(t.seq, row0) : last;
+  a.seen = blocks_seen(t.seq, row0 + 64) > a.low ? blocks_seen(t.seq, row0 + 64) : a.low + 1;
+  a.open = see < t.seq.keys ? see : t.seq.keys;
+  a.closed = SEQUENCES && row0 + 63 + t.seq.lower > 0 ? (row0 + 63 + t.seq.lower + BN - 1) / BN : a.low;
+  return a;
+}
 
 // Heads go in sections; the row blocks with most keys of a section first.
 TILE task task_at(const attention_fwd_params &p, int i) {
@@ -29,29 +42,60 @@ TILE task task_at(const attention_fwd_params &p, int i) {
   t.first = first_block(t.seq, t.row0);
   int blocks = blocks_seen(t.seq, t.row0 + BM) - t.first;
   t.steps = blocks > 1 ? blocks : 1;   // at least one block, all masked where a row block sees no key
+  t.rounds = t.steps;
+  if (SEQUENCES) {
+    t.rounds = 1;
+    for (int w = 0; w < NC; w++) {
+      reach r = reach_of(t, t.row0 + w * 64);
+      if (r.seen - r.low > t.rounds) t.rounds = r.seen - r.low;
+    }
+  }
   return t;
 }
-TILE int draw(const attention_fwd_params &p, task_queue &q, uint32_t count, int task) {
-  return queue_draw(q, count, task, p.counter, [&](int i) { return SEQUENCES && i < p.tasks && is_empty(task_at(p, i)); });
+// Thread: the next task's number, and what it is.
+TILE int next_task(const attention_fwd_params &p, uint32_t count, int i, task &t) {
+  return next_task(count, i, p.counter, [&](int i) {
+    if (i < p.tasks) t = task_at(p, i);
+    return i < p.tasks && is_empty(t);
+  });
 }
 TILE int in_memory(const attention_fwd_params &p, const task &t) { return SEQUENCES && p.features.q_start ? 0 : t.batch; }   // batch of the maps
 
-// A warpgroup's own part of a task's key blocks: low .. seen - 1; all of its rows see all keys of blocks below `open` keys that are not below `closed`.
-struct reach { int low, seen, open, closed; };
-TILE reach reach_of(const task &t, int row0) {
-  reach a;
-  int last = t.first + t.steps - 1, see = row0 + t.seq.diagonal + 1;
-  a.low = first_block(t.seq, row0) < last ? first_block(t.seq, row0) : last;
-  a.seen = blocks_seen(t.seq, row0 + 64) > a.low ? blocks_seen(t.seq, row0 + 64) : a.low + 1;
-  a.open = see < t.seq.keys ? see : t.seq.keys;
-  a.closed = SEQUENCES && row0 + 63 + t.seq.lower > 0 ? (row0 + 63 + t.seq.lower + BN - 1) / BN : a.low;
-  return a;
+// A task in shared memory: dividing its number again would cost each role a third of a microsecond.
+struct held { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower; };
+TILE void put_held(held &h, const task &t) {
+  put(h.batch, t.batch);
+  put(h.head, t.head);
+  put(h.row0, t.row0);
+  put(h.first, t.first);
+  put(h.steps, t.steps);
+  put(h.rounds, t.rounds);
+  if (SEQUENCES) {
+    put(h.q0, t.seq.q0);
+    put(h.k0, t.seq.k0);
+    put(h.rows, t.seq.rows);
+    put(h.keys, t.seq.keys);
+    put(h.diagonal, t.seq.diagonal);
+    put(h.lower, t.seq.lower);
+  }
+}
+TILE task get_held(const held &h, const attention_fwd_params &p) {
+  task t = {get(h.batch), get(h.head), get(h.row0), get(h.first), get(h.steps), get(h.rounds), {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED}};
+  if (SEQUENCES) t.seq = {get(h.q0), get(h.k0), get(h.rows), get(h.keys), get(h.diagonal), get(h.lower)};
+  return t;
+}
+
+// Thread: hands out a task, which t describes; false for what comes behind the last.
+TILE bool hand_out(const attention_fwd_params &p, task_queue &q, held (&task_of)[2], uint32_t count, int next, const task &t) {
+  queue_acquire(q, count);
+  if (next < p.tasks) put_held(task_of[count & 1], t);
+  queue_give(q, count, next);
+  return next < p.tasks;
 }
 
 TILE void mask(rt<float, BN> &x, const sequence &q, int row0, int col0) {
   int keys = q.keys - col0, diagonal = row0 + q.diagonal - col0, lower = row0 + q.lower - col0;
-  if (SEQUENCES && lower > -64)
-    map_rc(x, [=](float a, int row, int col) { return col < keys && col <= row + diagonal && col >= row + lower ? a : -infinity(); });
-  else if (diagonal < BN - 1 || keys < BN)
+  if (SEQUENCES && lower > -64) map_rc(x, [=](float a, int row, int col) { return col >= row + lower ? a : -infinity(); });
+  if (diagonal < BN - 1 || keys < BN)
     map_rc(x, [=](float a, int row, int col) { return col <= (row + diagonal < keys - 1 ? row + diagonal : keys - 1) ? a : -infinity(); });
 }

@@ -8,16 +8,27 @@ TILE void queue_init(task_queue &q, int consumers) {    // arrivals()
   for (int i = 0; i < 2; i++) { sem_init(q.full[i], 1); sem_init(q.empty[i], consumers); }
 }
 // Thread (the loader): the next task after `task` (any value at count 0) that is not to be skipped.
-template<class F> TILE int queue_draw(task_queue &q, uint32_t count, int task, int *counter, F skip) {
-  ring_pos at = ring_at<2>(count);
+template<class F> TILE int next_task(uint32_t count, int task, int *counter, F skip) {
   bool first = count == 0;
   do {
     task = first ? block_index() : block_count() + (counter ? atomic_next(counter) : task);
     first = false;
   } while (skip(task));
+  return task;
+}
+// Thread (the loader): waits until the task two before is released, and hands one out. What it writes in between about the task is known with it.
+TILE void queue_acquire(task_queue &q, uint32_t count) {
+  ring_pos at = ring_at<2>(count);
   sem_wait(q.empty[at.stage], at.phase ^ 1);
-  put(q.id[at.stage], task);
-  sem_arrive<THREAD>(q.full[at.stage]);
+}
+TILE void queue_give(task_queue &q, uint32_t count, int task) {
+  put(q.id[count & 1], task);
+  sem_arrive<THREAD>(q.full[count & 1]);
+}
+template<class F> TILE int queue_draw(task_queue &q, uint32_t count, int task, int *counter, F skip) {
+  task = next_task(count, task, counter, skip);
+  queue_acquire(q, count);
+  queue_give(q, count, task);
   return task;
 }
 TILE int queue_draw(task_queue &q, uint32_t count, int task, int *counter) {
