@@ -15,6 +15,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
+def same_precision():
+    """PyTorch's plain path multiplies 16-bit operands in float32 unless told not to: an error to compare with is that of 16 bits."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    yield
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+@pytest.fixture(autouse=True)
 def warnings_anew(monkeypatch):
     monkeypatch.setattr(_fallback, "_warned", set())
 

@@ -226,7 +226,7 @@ void ck_writes_shared(const void *pc, const ck_region *r) {
 void ck_bounds(const void *pc, bool inside, const char *what, const void *tile) {
   if (ck.failed || inside || !rule_on(CK_BOUNDS)) return;
   report_place(offset_in_block(tile));
-  report(CK_BOUNDS, pc, NULL, -1, "%s goes beyond its edge", what);
+  report(CK_BOUNDS, pc, NULL, -1, "%s", what);
 }
 
 int ck_block_index(void) { return self()->block; }

@@ -34,43 +34,7 @@ TILE void init(shared &s) {
   for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
 }
 
-TILE void load(const gmap &m, st<elem, BN, D> (&tiles)[STAGES], kv_ring &r, ring_pos &at, int row, int head, int batch) {
-  ring_acquire(r, at);
-  ring_expect(r, at, tile_bytes(tiles[0]));
-  tma_load(tiles[at.stage], m, r.full[at.stage], row, 0, head, batch);
-  ring_next(r, at);
-}
-// Draws a task while the last two key blocks of the one before are loaded: early enough to hide the counter's latency, not so early that blocks
-// which are done wait for tasks that others hold.
-TILE void scheduler(const attention_fwd_params &p, shared &s, int) {
-  task t;
-  int next = next_task(p, 0, 0, t);
-  for (uint32_t count = 0; hand_out(p, s.queue, s.task_of, count, next, t); count++) {
-    sem_wait(s.draw, count & 1);
-    next = next_task(p, count + 1, next, t);
-  }
-}
-TILE void loader(const attention_fwd_params &p, shared &s, int) {
-  places at = {};
-  for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
-    task t = get_held(s.task_of[count & 1], p);
-    int j = t.first + t.steps - 1, k_head = t.head / p.group, batch = in_memory(p, t);
-    for (int w = 0; w < NC; w++) {
-      sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
-      sem_expect(s.q_full[w], tile_bytes(s.q[w]));
-      tma_load(s.q[w], p.q, s.q_full[w], t.seq.q0 + t.row0 + w * 64, 0, t.head, batch);
-      if (w == 0) load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + j * BN, k_head, batch);   // right behind its q: the first warpgroup can begin
-    }
-    if (t.steps == 1) sem_arrive<THREAD>(s.draw);
-    for (; j > t.first; j--) {
-      if (j == t.first + 1) sem_arrive<THREAD>(s.draw);
-      load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + (j - 1) * BN, k_head, batch);
-      load(p.v, s.v, s.v_ring, at.v, t.seq.k0 + j * BN, k_head, batch);
-    }
-    load(p.v, s.v, s.v_ring, at.v, t.seq.k0 + j * BN, k_head, batch);
-    queue_release<THREAD>(s.queue, count);
-  }
-}
+#include "kernels/attention_fwd_loads.h"
 
 // m = c max x so far, or up to 8 less: that spares o most of its scaling. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
 TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c, int masked) {

@@ -1,7 +1,7 @@
 // Copies between global memory, shared memory and registers. Contracts; bodies in sm90/ and cpu/.
 #pragma once
 
-// ---- global <-> shared, asynchronous
+// ---- global <-> shared, asynchronous. A copy through a map begins at a column that is a multiple of 16 bytes: another is an illegal instruction.
 // Thread. Tile at (row, col) of matrix (head, batch); elements outside the tensor read as zero; all tile_bytes count on `s`.
 // The map's box is R rows by 64 columns; of e4m3, 128 columns where C is a multiple of 128.
 template<typename T, int R, int C> TILE constexpr uint32_t tile_bytes(const st<T, R, C> &) { return R * C * sizeof(T); }

@@ -485,10 +485,10 @@ def test_scan(ops):
 def test_parts(ops):
     rng = np.random.default_rng(4)
     a = random(rng, ops.elem, 1, 4, 100, 200)
-    r = ops.run("parts", {"a": (a, 16)}, {"out": np.full(64 * 128, np.nan, np.float32)}, row=50, col=100, head=1, batch=0)
+    r = ops.run("parts", {"a": (a, 16)}, {"out": np.full(64 * 128, np.nan, np.float32)}, row=50, col=104, head=1, batch=0)
     want = np.zeros((64, 128), np.float32)
     for i in range(3):                                       # the fourth part lies in a head that does not exist
-        want[16 * i:16 * i + 16] = window(decode(a, ops.elem)[0, 1 + i], 50 + 16 * (3 - i), 100, 16, 128)
+        want[16 * i:16 * i + 16] = window(decode(a, ops.elem)[0, 1 + i], 50 + 16 * (3 - i), 104, 16, 128)
     same(r["out"].reshape(64, 128), want)
 
 

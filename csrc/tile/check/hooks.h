@@ -17,8 +17,11 @@ inline machine *mg_machine;
 
 typedef ck_region region;
 template<typename T, int R, int C> TILE region part(const st<T, R, C> &t, int r0, int rows, int c0, int cols) {
-  ck_bounds(HERE, r0 >= 0 && r0 + rows <= R && c0 >= 0 && c0 + cols <= C, "a window of a shared tile", &t);
+  ck_bounds(HERE, r0 >= 0 && r0 + rows <= R && c0 >= 0 && c0 + cols <= C, "a window of a shared tile goes beyond its edge", &t);
   return {t.d + r0 * C + c0, rows, C * (int)sizeof(T), cols * (int)sizeof(T)};
+}
+template<typename T, int R, int C> TILE void copy_column(const st<T, R, C> &t, int col) {
+  ck_bounds(HERE, col * (int)sizeof(T) % 16 == 0, "a copy begins at a column that is no multiple of 16 bytes", &t);
 }
 template<typename T, int R, int C> TILE region whole(const st<T, R, C> &t) { return {t.d, 1, 0, R * C * (int)sizeof(T)}; }
 template<class Plain> TILE region whole(const Plain &t) { return {&t, 1, 0, (int)sizeof t}; }

@@ -40,11 +40,13 @@ template<typename T, int R, int C, class F> TILE void each_row(const gmap &map, 
   for (int r = w.r0; r < w.r1 && w.c0 < w.c1; r++) f((T *)(w.p + r * w.row_stride) + w.c0, (w.c1 - w.c0) * sizeof(T));
 }
 template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  copy_column(t, col);
   each_row<T, R, C>(m, row, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
   issue_load(t, whole(t), s, R * C * sizeof(T), [=, &t, &m] { copy_in<T, R, C>(t.d, C, m, row, col, head, batch); });
 }
 template<typename T, int R, int C>
 TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  copy_column(t, col);
   for (int r = 0; r < rows; r++) each_row<T, 1, C>(m, row + r, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
   issue_load(t, part(t, r0, rows, 0, C), s, rows * C * (int)sizeof(T), [=, &t, &m] {
     for (int r = 0; r < rows; r++) copy_in<T, 1, C>(t.d + (r0 + r) * C, C, m, row + r, col, head, batch);
@@ -53,6 +55,7 @@ TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s,
 // The same part of tile t in every block of the mask
 template<int RN, int CN, typename T, int R, int C>
 TILE void multicast(st<T, R, C> &t, int r0, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+  copy_column(t, col);
   for (int rank = 0; mask >> rank; rank++) {
     if (!(mask >> rank & 1)) continue;
     st<T, R, C> &u = at_rank(t, rank);
@@ -79,6 +82,7 @@ template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T
   issue_send(whole(t), u, whole(u), at_rank(s, rank), R * C * sizeof(T), [&t, &u] { memcpy(u.d, t.d, sizeof u.d); });
 }
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
+  copy_column(t, col);
   each_row<T, R, C>(m, row, col, head, batch, [](const T *p, size_t bytes) { store_writes_global(p, bytes); });
   issue_store(whole(t), [=, &t, &m] { copy_out<T, R, C>(m, t.d, row, col, head, batch); });
 }

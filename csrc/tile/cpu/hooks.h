@@ -23,6 +23,7 @@ template<int N> TILE void writes_shared(const sv<N> &, const region &) {}
 TILE void writes_shared(const int &, const region &) {}
 // Global memory, through registers: n floats from g; kind of access.
 enum global_access { GLOBAL_READ, GLOBAL_WRITE, GLOBAL_ADD };
+template<class Tile> TILE void copy_column(const Tile &, int) {}   // of a tensor map, where a copy begins
 TILE void copy_reads_global(const void *, size_t, const sem &) {}
 TILE void store_writes_global(const void *, size_t) {}
 TILE void touches_global(const void *, size_t, enum global_access) {}
