@@ -439,6 +439,8 @@ def test_explain_gpu():
     times = {int(n): float(us) for n, us in re.findall(r"(\d+): ([\d.]+) us", few)}
     assert 8 < splits < 40 and times[splits] <= 1.02 * min(times.values()) < times[1]
     assert "attention_combine_bf16 takes it" in few
+    paged = [mg.explain("attention_decode", batch=8, page=page, **problem | dict(heads_k=4)) for page in (0, 16)]     # small pages want two blocks beside each other
+    assert [int(re.search(r"(\d+) splits, chosen", text).group(1)) for text in paged] == [4, 8]
     assert "7 splits, as num_splits says" in mg.explain("attention_decode", batch=1, splits=7, **problem)
     with pytest.raises(ValueError, match="explain: splits is 129, expected 0"):
         mg.explain("attention_decode", batch=1, splits=129, **problem)

@@ -202,16 +202,25 @@ int ck_atomic_next(const void *pc, int *counter) {
   event_add(pc, CK_OP_ATOMIC, NULL, *counter);
   return (*counter)++;
 }
+void ck_grid_wait(const void *pc) {
+  if (begin(pc, CK_OP_GRID_WAIT, NULL, 0)) self()->grid_waited = true;
+}
+static bool grid_over(const void *pc) {
+  if (ck.failed) return false;
+  if (!ck.kernel->dependent || self()->grid_waited || !rule_on(CK_GRID)) return true;
+  report(CK_GRID, pc, NULL, -1, "touches global memory without a grid_wait, while the kernel in front of this one may still run");
+  return false;
+}
 void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
   const int who = component(ck.current, GENERIC);
-  if (!ck.failed && bytes) shadow_global(pc, p, bytes, kind, who, self()->seen[who]);
+  if (bytes && grid_over(pc)) shadow_global(pc, p, bytes, kind, who, self()->seen[who]);
 }
 void ck_global_load(const void *pc, const void *p, size_t bytes, const void *at) {
-  const int sem = ck.failed ? -1 : sem_of(pc, at);
+  const int sem = grid_over(pc) ? sem_of(pc, at) : -1;
   if (sem >= 0) shadow_global(pc, p, bytes, CK_GLOBAL_READ, sem_component(sem), ck.sem[sem].completed + 1);
 }
 void ck_global_store(const void *pc, const void *p, size_t bytes) {
-  if (!ck.failed) shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
+  if (grid_over(pc)) shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
 }
 
 // ---- shared memory through registers

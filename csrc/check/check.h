@@ -56,6 +56,7 @@ void ck_store_wait(const void *pc, int groups, bool written);
 void ck_order_wait(const void *pc, const int *g, int value);
 void ck_order_pass(const void *pc, int *g, int value);
 int ck_atomic_next(const void *pc, int *counter);
+void ck_grid_wait(const void *pc);
 int ck_block_index(void);
 int ck_block_count(void);
 int ck_cluster_rank(void);
@@ -65,7 +66,7 @@ const void *ck_at_rank(const void *p, int rank);              // the same object
 typedef struct ck_role { void (*body)(const void *params, void *shared, int index); int role, index, width; } ck_role;
 typedef struct ck_kernel {
   size_t shared_bytes, stride;          // of one block; distance of two blocks' structs
-  int cluster, fibers, registers, register_limit;
+  int cluster, fibers, registers, register_limit, dependent;
   ck_role role[64];                     // of one block
   void (*init)(void *shared);
   void (*arena)(char *shared, size_t bytes);   // where the blocks' shared structs lie, before anything runs
@@ -77,11 +78,11 @@ enum ck_mutation {
 };
 enum ck_op {
   CK_OP_INIT, CK_OP_WAIT, CK_OP_ARRIVE, CK_OP_EXPECT, CK_OP_BAR_SYNC, CK_OP_BAR_ARRIVE, CK_OP_WG_SYNC, CK_OP_FENCE_ASYNC, CK_OP_MMA_FENCE, CK_OP_COMMIT,
-  CK_OP_MMA_WAIT, CK_OP_STORE_WAIT, CK_OP_ORDER_WAIT, CK_OP_ORDER_PASS, CK_OP_LOAD, CK_OP_STORE, CK_OP_PRODUCT, CK_OP_ATOMIC
+  CK_OP_MMA_WAIT, CK_OP_STORE_WAIT, CK_OP_ORDER_WAIT, CK_OP_ORDER_PASS, CK_OP_LOAD, CK_OP_STORE, CK_OP_PRODUCT, CK_OP_ATOMIC, CK_OP_GRID_WAIT
 };
 enum ck_rule {
   CK_UNINITIALISED, CK_RACE, CK_OVERWRITE, CK_FENCE, CK_FENCE_READ, CK_IN_FLIGHT, CK_UNNAMED, CK_MMA_FENCE, CK_COUNT, CK_BYTES, CK_EXIT, CK_BARRIER,
-  CK_DEADLOCK, CK_BOUNDS, CK_LIFETIME, CK_INIT, CK_GLOBAL_RACE, CK_BUDGET, CK_ELECTED, CK_PHASE_SEEN, CK_RULES
+  CK_DEADLOCK, CK_BOUNDS, CK_LIFETIME, CK_INIT, CK_GLOBAL_RACE, CK_BUDGET, CK_ELECTED, CK_PHASE_SEEN, CK_GRID, CK_RULES
 };
 typedef struct ck_request {
   uint64_t seed;

@@ -9,7 +9,7 @@ enum { MAX_EVENTS = 1 << 18, LAST = 8 };
 static ck_event *events, *kept;
 static int event_count, kept_count, place = -1;
 static const char *const rules[CK_RULES] = {"uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight", "unnamed", "mma-fence", "count", "bytes",
-                                            "exit", "barrier", "deadlock", "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase"};
+                                            "exit", "barrier", "deadlock", "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase", "grid"};
 
 bool rule_on(enum ck_rule rule) { return !(ck.request->rules_off >> rule & 1); }
 static const semaphore *place_sem;

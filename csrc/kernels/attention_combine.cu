@@ -1,67 +1,61 @@
 // The splits of attention_decode.cu to one result:  total = log2(sum_i 2^(lse_i) + 2^(sink)),  o = sum_i 2^(lse_i - total) o_i
-// A block for each row and 128 columns, in which every warp adds up every WARPS-th split: the time of this kernel is its loads' latency.
+// A warp for each row and 32 columns. The time of this kernel is latency: of its start, of one round of loads, and of code that no multiprocessor has
+// at hand, so that more of it costs more.
 #include "tile/tile.h"
 #include "kernels/attention_decode.h"
 
-// MOST: splits that there may be, a multiple of 8 WARPS
+// MOST: splits that there may be, a multiple of LOADS
 
-struct shared {
-  sv<128> part[2][WARPS];
-  ring<2, ASYNC_READS> parts;      // refilled by plain stores only, which need no fence; the first warp reads
-};
-TILE void init(shared &s) { ring_init(s.parts, arrivals(0, WARPS, 0), arrivals(0, 1, 0)); }
+struct shared { int nothing; };
+TILE void init(shared &) {}
 
-// Weighted sum over the splits `first`, first + WARPS, ... An empty split has written nothing.
-TILE void add_splits(wv<128> &o, const attention_combine_params &p, const wv<MOST> &weights, const float *part, int first, int columns) {
-  fill(o, 0.f);
-  for (; first < p.splits; first += 8 * WARPS) {
-    wv<128> x[8];                                    // in registers: the loops' indices are constants
-    float weight[8];
-    UNROLLED for (int i = 0; i < 8; i++) weight[i] = get(weights, first + i * WARPS);   // 0 behind the last split
-    UNROLLED for (int i = 0; i < 8; i++) load(x[i], part + (int64_t)(first + i * WARPS) * p.rows * p.dim, 1, weight[i] > 0.f ? columns : 0, 0.f);
-    UNROLLED for (int i = 0; i < 8; i++) {
-      float f = weight[i];
-      map(o, o, x[i], [=](float a, float b) { return fused(f, b, a); });
-    }
+TILE void load_splits(wv<32> (&x)[LOADS], const attention_combine_params &p, const float *part, int first, int columns) {
+  int64_t distance = (int64_t)p.rows * p.dim;
+  part += first * distance;
+  UNROLLED for (int i = 0; i < LOADS; i++, part += distance) load(x[i], part, 1, first + i < p.splits ? columns : 0, 0.f);
+}
+TILE void add_splits(wv<32> &o, const wv<32> (&x)[LOADS], const wv<LOADS> &weights) {
+  UNROLLED for (int i = 0; i < LOADS; i++) {
+    float f = get(weights, i);
+    map(o, o, x[i], [=](float a, float b) { return fused(f, b, a); });
   }
 }
 
-TILE void combine(const attention_combine_params &p, shared &s, int warp) {
-  ring_pos at = {};
-  for (int i = block_index(); i < p.tasks; i += block_count()) {
-    int column0 = i % p.column_blocks * 128, row = i / p.column_blocks, r = row % p.rows;   // row: over [batch, key head, r]
+TILE void combine(const attention_combine_params &p, shared &, int warp) {
+  for (int i = block_index() * WARPS + warp; i < p.tasks; i += block_count() * WARPS) {
+    int column0 = i % p.column_blocks * 32, row = i / p.column_blocks, r = row % p.rows;   // row: over [batch, key head, r]
     int batch = row / p.rows / p.k_heads, query = r % p.queries, head = row / p.rows % p.k_heads * (p.q_heads / p.k_heads) + r / p.queries;
     int64_t first = (int64_t)(row / p.rows) * p.splits * p.rows + r;
-    wv<MOST> each, weights;
-    wv<128> o, x;
-    load(each, p.part_lse + first, p.rows, p.splits, -infinity());
-    float top = max_of(each), sink = p.sink ? p.sink[head] * 1.4426950408889634f : -infinity();
-    top = sink > top ? sink : top;
-    top = top > -infinity() ? top : 0.f;
-    map(weights, each, each, [=](float a, float) { return fast_exp2(a - top); });
-    float total = sum_of(weights) + fast_exp2(sink - top), factor = total == 0.f ? 0.f : fast_rcp(total);
-    map(weights, weights, each, [=](float a, float) { return a * factor; });
-    add_splits(o, p, weights, p.part + first * p.dim + column0, warp, p.dim - column0);
-    ring_acquire(s.parts, at);
-    store(s.part[at.stage][warp], o);
-    sem_arrive<WARP>(s.parts.full[at.stage]);
-    if (warp == 0) {
-      ring_wait(s.parts, at);
-      ROLLED for (int w = 1; w < WARPS; w++) {
-        load(x, s.part[at.stage][w]);
-        map(o, o, x, [](float a, float b) { return a + b; });
+    const float *part = p.part + first * p.dim + column0;
+    wv<MOST> all, powers;
+    wv<LOADS> some;
+    wv<32> o, x[LOADS];                              // in registers: their indices are constants
+    float top = 0.f, total = 1.f, factor = 0.f;
+    grid_wait();
+    fill(o, 0.f);
+    for (int done = 0; done < p.splits; done += LOADS) {
+      load(some, p.part_lse + first + (int64_t)done * p.rows, p.rows, p.splits - done, -infinity());
+      load_splits(x, p, part, done, p.dim - column0);
+      if (done == 0) {                               // behind the loads, which wait together
+        load(all, p.part_lse + first, p.rows, p.splits, -infinity());
+        float sink = p.sink ? p.sink[head] * 1.4426950408889634f : -infinity();
+        top = max_of(all);
+        top = sink > top ? sink : top;
+        top = top > -infinity() ? top : 0.f;
+        map(powers, all, all, [=](float a, float) { return fast_exp2(a - top); });
+        total = sum_of(powers) + fast_exp2(sink - top);
+        factor = total == 0.f ? 0.f : fast_rcp(total);
       }
-      ring_release<WARP>(s.parts, at);
-      store((elem *)p.out + batch * p.out_stride[0] + query * p.out_stride[1] + head * p.out_stride[2] + column0, o, p.dim - column0);
-      if (p.lse && column0 == 0) {
-        wv<32> result;
-        fill(result, (top + fast_log2(total)) * 0.6931471805599453f);
-        store(p.lse + row, result, 1);
-      }
+      map(some, some, some, [=](float a, float) { return fast_exp2(a - top) * factor; });
+      add_splits(o, x, some);
     }
-    ring_next(s.parts, at);
+    store((elem *)p.out + batch * p.out_stride[0] + query * p.out_stride[1] + head * p.out_stride[2] + column0, o, p.dim - column0);
+    if (p.lse && column0 == 0) {
+      fill(o, (top + fast_log2(total)) * 0.6931471805599453f);
+      store(p.lse + row, o, 1);
+    }
   }
 }
 
-typedef block<attention_combine_params, shared, init, role<combine, WARP, WARPS, 0>, OCCUPANCY<4>> kernel;
-ENTRY(kernel, 1, 128)
+typedef block<attention_combine_params, shared, init, role<combine, WARP, WARPS, 0>, OCCUPANCY<4>, DEPENDENT> kernel;
+ENTRY(kernel, WARPS, 32)

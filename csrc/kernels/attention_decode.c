@@ -9,7 +9,7 @@
 enum { NO_LIMIT = 1 << 30, MOST_SPLITS = 128, PAGE_UNIT = 16, COUNTER_BYTES = 256 };   // sequences are shorter than NO_LIMIT
 
 typedef struct shape {
-  int64_t batch, queries, q_heads, k_heads, d, caches, cache_rows, keys, group, rows;   // keys: the longest that a sequence can be
+  int64_t batch, queries, q_heads, k_heads, d, caches, cache_rows, keys, group, rows, page;   // keys: the longest that a sequence can be; page: 0 without pages
 } shape;
 typedef struct plan {
   const mg_kernel *main, *combine;
@@ -24,6 +24,13 @@ static int64_t at_most(int64_t high, int64_t x) { return x > high ? high : x; }
 static size_t round_up(size_t n) { return (n + 255) & ~(size_t)255; }
 static int greatest_divisor(int a, int b) { return b ? greatest_divisor(b, a % b) : a; }
 
+static divider divide_by(int64_t d) {
+  divider x = {0, 0};
+  while (((int64_t)1 << x.shift) < d) x.shift++;
+  x.multiplier = (uint32_t)((((uint64_t)1 << x.shift) - (uint64_t)d << 32) / (uint64_t)d + 1);
+  return x;
+}
+
 static mg_status check_size(const char *op, const char *name, const mg_tensor *t, int dim, int64_t want, const char *meaning) {
   if (!t || t->shape[dim] == want) return MG_OK;
   return mg_fail(MG_VALUE, "%s: %s has size %lld in dimension %d, expected %lld (%s)", op, name, (long long)t->shape[dim], dim, (long long)want, meaning);
@@ -36,6 +43,7 @@ static mg_status read_cache(shape *x, const char *op, const mg_tensor *k_cache, 
   if (x->cache_rows % PAGE_UNIT)
     return mg_fail(MG_UNSUPPORTED, "%s: k_cache has pages of %lld keys, expected a multiple of %d", op, (long long)x->cache_rows, PAGE_UNIT);
   x->keys = at_most(NO_LIMIT, page_table->shape[1] * x->cache_rows);
+  x->page = x->cache_rows;
   return MG_OK;
 }
 static mg_status check_cache(const shape *x, const char *op, const mg_tensor *v_cache, const mg_tensor *cache_seqlens, const mg_tensor *page_table,
@@ -86,20 +94,39 @@ static mg_status check_options(const char *op, const mg_decode_options *o, const
   return MG_OK;
 }
 
-// Estimated microseconds: a key block takes `alone` at least, and as long as its share of the memory's bandwidth where the GPU is full; the second
-// launch has a price, and so has each split.
-static double split_time(int splits, int64_t tasks, int64_t key_blocks, int64_t slots, bool gpu) {
-  const double alone = 0.8, full = 2.0, start = 1.5, launch = gpu ? 3.0 : 0.1, each = 0.04;
-  double filled = (double)tasks * splits / (double)slots, waves = (double)ceil_div(tasks * splits, slots);
-  double step = gpu && full * filled > alone ? (filled < 1 ? full * filled : full) : alone;
-  return waves * (start + (double)ceil_div(key_blocks, splits) * (step > alone ? step : alone)) + (splits > 1 ? launch + each * splits : 0);
+typedef struct work {
+  int64_t units, slots;        // multiprocessors and the blocks that reside on them, or threads
+  int64_t tasks, rows;         // of one split; of the output
+  int64_t key_blocks;
+  int copies;                  // that make a key block of pages, 0 without pages
+  bool gpu;
+} work;
+
+static work work_of(const mg_kernel *row, const mg_problem *p) {
+  const mg_kernel_desc *desc = mg_desc(row);
+  const int copies = p->page > 0 ? desc->tile_n / greatest_divisor((int)at_most(NO_LIMIT, p->page), desc->tile_n) : 0;
+  const int64_t row_blocks = p->heads_k ? ceil_div(p->heads_q / p->heads_k * p->nq, 64) : 0;
+  return (work){.units = p->sms, .slots = (int64_t)p->sms * (p->gpu ? desc->blocks_per_sm : 1), .tasks = p->batch * p->heads_k * row_blocks,
+                .rows = p->batch * p->heads_q * p->nq, .key_blocks = ceil_div(p->nk, desc->tile_n), .copies = copies, .gpu = p->gpu};
+}
+
+// Estimated microseconds, the launch included. A key block takes `alone` in a block that has its multiprocessor for itself, `shared` for each of several,
+// and as long as its share of the memory's bandwidth (`full` where all slots are). Pages make a block alone slower: by each copy, and by a look-up that
+// finds its line of the table in the cache less often the further apart a split's blocks are. The second kernel has a price, and so has each split and each row there.
+static double split_time(int splits, const work *w) {
+  const double key_block = 0.87, copy = 0.04, look_up = 0.14, shared = 0.88, full = 1.95, begin = 6, start = 1.5, second = 0.8, row = 0.005, each = 0.02;
+  const int64_t blocks = at_most(w->slots, w->tasks * splits), waves = ceil_div(w->tasks * splits, w->slots), steps = ceil_div(w->key_blocks, splits);
+  if (!w->gpu) return (double)waves * (start + (double)steps * key_block) + (splits > 1 ? 0.1 + 0.04 * splits : 0);
+  const double alone = key_block + (w->copies ? copy * (w->copies - 1) + look_up * (double)at_most(32, splits) / 32 : 0);
+  const double step = fmax(alone, fmax(shared * (double)ceil_div(blocks, w->units), full * (double)blocks / (double)w->slots));
+  return begin + (double)waves * (start + (double)steps * step) + (splits > 1 ? second + row * (double)w->rows + each * splits : 0);
 }
 // The number of splits with the least estimated time.
-static int choose_splits(int64_t tasks, int64_t key_blocks, int64_t slots, bool gpu) {
+static int choose_splits(const work *w) {
   double least = INFINITY;
   int best = 1;
-  for (int splits = 1; splits <= at_most(MOST_SPLITS, key_blocks); splits++) {
-    double time = split_time(splits, tasks, key_blocks, slots, gpu);
+  for (int splits = 1; splits <= at_most(MOST_SPLITS, w->key_blocks); splits++) {
+    double time = split_time(splits, w);
     if (time < least * 0.99) least = time, best = splits;
   }
   return best;
@@ -109,10 +136,9 @@ size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, c
   const mg_kernel *row;
   if (n) *buf = 0;
   if (p->batch * p->heads_q * p->heads_k * p->nq == 0 || p->heads_q % p->heads_k || mg_select(&row, MG_OP_attention_decode, p, c)) return 0;
-  const mg_kernel_desc *desc = mg_desc(row);
-  const int64_t slots = (int64_t)p->sms * (p->gpu ? desc->blocks_per_sm : 1), key_blocks = ceil_div(p->nk, desc->tile_n);
-  const int64_t row_blocks = ceil_div(p->heads_q / p->heads_k * p->nq, 64), tasks = p->batch * p->heads_k * row_blocks;
-  const int splits = wanted ? wanted : choose_splits(tasks, key_blocks, slots, p->gpu);
+  const work w = work_of(row, p);
+  const int64_t row_blocks = w.tasks / (p->batch * p->heads_k);
+  const int splits = wanted ? wanted : choose_splits(&w);
   char *end = buf;
   size_t left = n, length = 0;
 #define ADD(...) do { \
@@ -121,11 +147,12 @@ size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, c
     end = buf + (length < n ? length : n), left = length < n ? n - length : 0; \
   } while (0)
   ADD("\n  %d split%s, %s: %lld task%s each (batch %lld, %lld key heads, %lld block%s of 64 rows) for the %lld %s there are; %lld key block%s of %d", splits,
-      splits == 1 ? "" : "s", wanted ? "as num_splits says" : "chosen", (long long)tasks, tasks == 1 ? "" : "s", (long long)p->batch, (long long)p->heads_k,
-      (long long)row_blocks, row_blocks == 1 ? "" : "s", (long long)slots, p->gpu ? "resident blocks" : "threads", (long long)key_blocks, key_blocks == 1 ? "" : "s", desc->tile_n);
-  for (int at = 1; at <= MOST_SPLITS && at <= key_blocks; at *= 2) {
-    ADD("%s%d: %.1f us", at == 1 ? "\n  estimated for splits " : ", ", at, split_time(at, tasks, key_blocks, slots, p->gpu));
-    if (splits > at && splits < 2 * at && splits <= key_blocks) ADD(", %d: %.1f us", splits, split_time(splits, tasks, key_blocks, slots, p->gpu));
+      splits == 1 ? "" : "s", wanted ? "as num_splits says" : "chosen", (long long)w.tasks, w.tasks == 1 ? "" : "s", (long long)p->batch, (long long)p->heads_k,
+      (long long)row_blocks, row_blocks == 1 ? "" : "s", (long long)w.slots, p->gpu ? "resident blocks" : "threads", (long long)w.key_blocks,
+      w.key_blocks == 1 ? "" : "s", mg_desc(row)->tile_n);
+  for (int at = 1; at <= MOST_SPLITS && at <= w.key_blocks; at *= 2) {
+    ADD("%s%d: %.1f us", at == 1 ? "\n  estimated for splits " : ", ", at, split_time(at, &w));
+    if (splits > at && splits < 2 * at && splits <= w.key_blocks) ADD(", %d: %.1f us", splits, split_time(splits, &w));
   }
 #undef ADD
   if (splits == 1) return length;
@@ -134,19 +161,19 @@ size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, c
 }
 
 static mg_status make_plan(plan *w, const shape *x, const mg_tensor *q, const mg_decode_options *options, const mg_context *c) {
+  const int64_t heads = x->batch * x->k_heads, keys = options->length >= 0 ? options->length : x->keys;
   const mg_problem problem = {.dtype = q->dtype, .gpu = q->device == MG_CUDA, .causal = options->causal, .d = x->d, .batch = x->batch, .heads_q = x->q_heads,
-                              .heads_k = x->k_heads, .nq = x->queries, .nk = x->keys, .sms = c->sms};
+                              .heads_k = x->k_heads, .nq = x->queries, .nk = keys, .page = x->page, .sms = c->sms};
   mg_status status = mg_select(&w->main, MG_OP_attention_decode, &problem, c);
   if (!status) status = mg_select(&w->combine, MG_OP_attention_combine, &problem, c);
   if (status) return status;
-  const mg_kernel_desc *desc = mg_desc(w->main);
-  const int64_t slots = (int64_t)c->sms * (c->persistent ? desc->blocks_per_sm : 1), heads = x->batch * x->k_heads;
-  const int64_t keys = options->length >= 0 ? options->length : x->keys;
+  work work = work_of(w->main, &problem);
+  if (c->persistent) work.slots = (int64_t)c->sms * mg_desc(w->main)->blocks_per_sm;   // where the checker takes the launch, on the CPU too
   w->row_blocks = ceil_div(x->rows, 64);
-  w->splits = options->splits ? options->splits : choose_splits(heads * w->row_blocks, ceil_div(keys, desc->tile_n), slots, problem.gpu);
+  w->splits = options->splits ? options->splits : choose_splits(&work);
   w->tasks = heads * w->row_blocks * w->splits;
   if (w->tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "attention_decode: %lld tasks, at most 2^30 are accepted", (long long)w->tasks);
-  w->blocks = c->persistent ? at_most(slots, w->tasks) : w->tasks;
+  w->blocks = c->persistent ? at_most(work.slots, w->tasks) : w->tasks;
   w->counter = c->persistent && w->tasks > w->blocks && heads * keys * x->d > 1 << 24;   // worth a launch more
   const int64_t parts = w->splits > 1 ? heads * w->splits * x->rows : 0;
   w->part = w->counter ? COUNTER_BYTES : 0;
@@ -158,7 +185,7 @@ static mg_status make_plan(plan *w, const shape *x, const mg_tensor *q, const mg
 mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *page_table,
                                         const mg_decode_options *options) {
   static const char op[] = "attention_decode";
-  shape x;
+  shape x = {0};
   plan w;
   mg_context c;
   if (!q || !k_cache) return mg_fail(MG_TYPE, "%s: q or k_cache is missing, expected tensors", op);
@@ -190,14 +217,15 @@ static mg_status combine(const mg_context *c, const plan *w, const attention_dec
   const int64_t tasks = x->batch * x->k_heads * x->rows * q.column_blocks;
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "attention_decode: %lld rows to combine, at most 2^30 are accepted", (long long)tasks);
   q.tasks = (int)tasks;
-  return mg_launch(c, w->combine, &q, c->persistent ? at_most((int64_t)c->sms * mg_desc(w->combine)->blocks_per_sm, tasks) : tasks);
+  const int64_t blocks = ceil_div(tasks, mg_desc(w->combine)->tile_m);
+  return mg_launch(c, w->combine, &q, c->persistent ? at_most((int64_t)c->sms * mg_desc(w->combine)->blocks_per_sm, blocks) : blocks);
 }
 
 mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *v_cache,
                               const mg_tensor *cache_seqlens, const mg_tensor *page_table, const mg_tensor *cache_batch_idx, const mg_tensor *sink,
                               const mg_tensor *alibi_slopes, const mg_tensor *workspace, const mg_decode_options *options, mg_stream stream) {
   static const char op[] = "attention_decode";
-  shape x;
+  shape x = {0};
   plan w;
   mg_context c;
   mg_status status = mg_check(MG_OP_attention_decode, (const mg_tensor *[]){out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink,
@@ -224,6 +252,7 @@ mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const 
     .cache_index = data_of(cache_batch_idx), .sink = data_of(sink), .slopes = data_of(alibi_slopes),
     .page_stride = page_table ? page_table->stride[0] : 0, .slope_stride = alibi_slopes && alibi_slopes->shape[0] > 1 ? x.q_heads : 0,
     .tasks = (int)w.tasks, .splits = w.splits, .row_blocks = (int)w.row_blocks, .rows = (int)x.rows, .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads,
+    .by_row_blocks = divide_by(w.row_blocks), .by_k_heads = divide_by(x.k_heads), .by_splits = divide_by(w.splits),
     .queries = (int)x.queries, .dim = (int)x.d, .keys = (int)(options->length >= 0 && !cache_seqlens ? options->length : x.keys), .caches = (int)x.caches,
     .page_size = paged ? (int)x.cache_rows : NO_LIMIT, .left = options->window_left < 0 ? NO_LIMIT : (int)at_most(NO_LIMIT, options->window_left),
     .right = options->causal ? 0 : options->window_right < 0 ? NO_LIMIT : (int)at_most(NO_LIMIT, options->window_right),

@@ -1,14 +1,12 @@
 // Attention of few queries to a long cache of keys and values:  o = softmax(x) v,  x = scale q k^T, optionally
 //   x = cap tanh(scale q k^T / cap) - slope |distance|,  and a sink: a logit that only enters the denominator
-// The query heads that share a key head, times the queries, are the rows of one tile, so that k and v are read once. Keys are cut into splits, of equal
-// numbers of key blocks within each sequence, so that the GPU is full; attention_combine.cu adds up what they leave. Online over key blocks like
-// attention_fwd.cu. Lengths and pages are read on the device; what lies outside of a sequence's keys may hold anything, NaN included: scores
-// there are replaced, values cleared.
+// The query heads that share a key head, times the queries, are the rows of one tile, so that k and v are read once. Keys are cut into splits, each every
+// n-th key block, so that the GPU is full; attention_combine.cu adds up what they leave. Online over key blocks like attention_fwd.cu. Lengths and pages
+// are read on the device; what lies outside of a sequence's keys may hold anything, NaN included: scores there are replaced, values cleared.
 #include "tile/tile.h"
 #include "kernels/attention_decode_tasks.h"
 
 // D, BN (keys a block), STAGES, PER_SM, *_REGS come from the row
-
 typedef ring<STAGES, ASYNC_READS> key_ring;
 struct shared {
   st<elem, 64, D> q;
@@ -34,13 +32,16 @@ TILE void load_block(st<elem, BN, D> &tile, const gmap &map, sem &full, const at
 
 TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, const attention_decode_params &p, int i, ring_pos &at) {
   task t = task_at(p, i);
-  set_keys(p, t);
-  for (int j = t.begin; j < t.end; j++) {
+  bool ahead = loads_ahead(p, t);
+  if (ahead) t.begin = t.split, t.end = t.begin + 1, t.high = p.keys;
+  else set_keys(p, t);
+  for (int j = t.begin; j < t.end; j += p.splits) {
     parts x = parts_of(p, t, j * BN);                // read while the stage is waited for
     ring_acquire(ring, at);
     ring_expect(ring, at, tile_bytes(stages[0]));
     load_block(stages[at.stage], map, ring.full[at.stage], p, t, x);
     ring_next(ring, at);
+    if (ahead) set_keys(p, t), ahead = false;
   }
 }
 
@@ -69,8 +70,7 @@ TILE void adjust(rt<float, BN> &x, const attention_decode_params &p, const task 
     float cap = p.cap_log2, to_cap = p.to_cap;
     map(x, [=](float a) { return cap - 2.f * cap * fast_rcp(fast_exp2(a * to_cap) + 1.f); });   // cap tanh
   } else if (p.slopes) {
-    float scale = p.scale_log2;
-    map(x, [=](float a) { return a * scale; });
+    map(x, [scale = p.scale_log2](float a) { return a * scale; });
   }
   int row0 = t.row0, queries = p.queries, shift = t.shift - key0;
   if (p.slopes) map_rc(x, slopes, [=](float a, float slope, int row, int col) {
@@ -114,7 +114,7 @@ TILE void finish(const attention_decode_params &p, const task &t, rt<float, D> &
   map(top, top, sum, [](float a, float b) { return a + fast_log2(b); });
   map_row(o, factor, [](float x, float f) { return x * f; });
   if (p.splits > 1) {
-    if (t.begin < t.end) store(p.part + part * p.dim, p.dim, o, rows, p.dim);
+    store(p.part + part * p.dim, p.dim, o, rows, p.dim);
     store(p.part_lse + part, top, rows);
     return;
   }
@@ -156,10 +156,16 @@ TILE void compute(const attention_decode_params &p, shared &s, int) {
     rsum l;
     load_queries(p, s, t, slopes);                     // before the length is needed, which is on its way too
     set_keys(p, t);
+    if (t.begin >= t.end && loads_ahead(p, t)) {       // for nothing
+      ring_wait(s.k_ring, at);
+      ring_release(s.k_ring, at);
+      ring_wait(s.v_ring, at);
+      ring_done(s.v_ring, at);
+    }
     fill(m, -infinity());
     fill(l, 0.f);
     fill(o, 0.f);
-    for (int j = t.begin; j < t.end; j++) {
+    for (int j = t.begin; j < t.end; j += p.splits) {
       int key0 = j * BN;
       ring_wait(s.k_ring, at);
       mma_fence();
@@ -181,8 +187,7 @@ TILE void compute(const attention_decode_params &p, shared &s, int) {
       mma_AB<ACC>(o, probabilities, s.v[at.stage]);
       mma_commit();
       mma_wait<0>(o, probabilities);
-      ring_release(s.v_ring, at);
-      ring_next(s.v_ring, at);
+      ring_done(s.v_ring, at);
     }
     finish(p, t, o, m, l, c);
     queue_release(s.queue, count);

@@ -2,6 +2,9 @@
 #pragma once
 #include "tile/gmap.h"
 
+// n / d = (n * multiplier / 2^32 + n) / 2^shift for n < 2^30: the first load of a block waits for a task number's parts, and a division is a long wait.
+typedef struct divider { uint32_t multiplier, shift; } divider;
+
 // The group * queries rows that share a key head are numbered r = (head in the group) * queries + query, so that lse[batch][head][query] is
 // contiguous in r. A task is (batch, split of the keys, key head, block of 64 rows).
 typedef struct attention_decode_params {
@@ -10,7 +13,7 @@ typedef struct attention_decode_params {
   void *out;                  // used where splits == 1
   int64_t q_stride[3], out_stride[3];   // batch, query, head; elements
   float *lse;                 // [batch][head][query], natural log; NULL where not wanted; used where splits == 1
-  float *part, *part_lse;     // [batch][key head][split][row]([dim]): each split's result; lse in base 2, -inf where the split is empty: its part is not written
+  float *part, *part_lse;     // [batch][key head][split][row]([dim]): each split's result; zeros and -inf where the split is empty; lse in base 2
   const int *lengths;         // [batch], or NULL: all `keys`
   const int *page_table;      // [batch][...], page_stride ints apart, or NULL: the cache is not paged
   const int *cache_index;     // [batch], or NULL: cache i belongs to sequence i
@@ -19,6 +22,7 @@ typedef struct attention_decode_params {
   int *counter;               // dynamic task counter that starts at 0, or NULL: static order
   int64_t page_stride, slope_stride;
   int tasks, splits, row_blocks, rows;      // rows: group * queries
+  divider by_row_blocks, by_k_heads, by_splits;
   int q_heads, k_heads, queries, dim;
   int keys;                   // no sequence is longer
   int caches, page_size, box; // caches or pages that there are; page_size: 2^30 where not paged; box divides both it and the kernel's key block
@@ -27,7 +31,7 @@ typedef struct attention_decode_params {
   float cap_log2, to_cap;     // softcap * log2(e), and 2 log2(e) scale / softcap; cap_log2 0: none
 } attention_decode_params;
 
-// out = sum over splits of 2^(part_lse - total) part. A task is (batch, head, query, 128 columns).
+// out = sum over splits of 2^(part_lse - total) part. A task is (batch, head, query, 32 columns).
 typedef struct attention_combine_params {
   const float *part, *part_lse, *sink;
   void *out;

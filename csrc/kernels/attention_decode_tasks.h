@@ -8,20 +8,21 @@ struct task {
   int shift;                // query i is at position i + shift of its sequence
   int low, high;            // keys that some row sees, and that all rows see: [low, high) and [low_all, high_all)
   int low_all, high_all;
-  int begin, end;           // key blocks of this split
+  int begin, end;           // key blocks of this split: begin, begin + splits, ..., below end
 };
 
 TILE int min_of(int a, int b) { return a < b ? a : b; }
 TILE int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
+TILE int divide(int n, divider d) { return (int)(((uint32_t)((uint64_t)n * d.multiplier >> 32) + (uint32_t)n) >> d.shift); }
+
 TILE task task_at(const attention_decode_params &p, int i) {
   task t;
-  t.row0 = i % p.row_blocks * 64;
-  i /= p.row_blocks;
-  t.head = i % p.k_heads;
-  i /= p.k_heads;
-  t.split = i % p.splits;
-  t.batch = i / p.splits;
+  int heads = divide(i, p.by_row_blocks), splits = divide(heads, p.by_k_heads);
+  t.row0 = (i - heads * p.row_blocks) * 64;
+  t.head = heads - splits * p.k_heads;
+  t.batch = divide(splits, p.by_splits);
+  t.split = splits - t.batch * p.splits;
   t.length = p.lengths ? p.lengths[t.batch] : p.keys;
   t.cache = p.cache_index ? p.cache_index[t.batch] : t.batch;
   return t;
@@ -35,10 +36,12 @@ TILE void set_keys(const attention_decode_params &p, task &t) {
   t.low_all = clamp(last + t.shift - p.left, 0, length);
   t.high = clamp(last + t.shift + p.right + 1, t.low, length);
   t.high_all = clamp(first + t.shift + p.right + 1, 0, length);
-  int block = t.low / BN, end = t.high > t.low ? (t.high + BN - 1) / BN : block, each = (end - block + p.splits - 1) / p.splits;
-  t.begin = min_of(block + t.split * each, end);
-  t.end = min_of(t.begin + each, end);
+  t.begin = t.low / BN + t.split;
+  t.end = t.high > t.low ? (t.high + BN - 1) / BN : 0;
 }
+// Without a window a split begins at the same key block whatever the length is: it is loaded before the length has come, and thrown away where the
+// sequence turns out to end in front of it.
+TILE bool loads_ahead(const attention_decode_params &p, const task &t) { return p.left == 1 << 30 && t.split * BN < p.keys; }
 
 // Where the parts of a key block lie. Parts that begin behind the last key are read from outside of the tensor: zeros, without a page and without memory
 // traffic. So is a page that does not exist.
@@ -47,7 +50,7 @@ struct parts { int place[BN / 16], row; };   // page or cache of each part; row 
 TILE parts parts_of(const attention_decode_params &p, const task &t, int key0) {
   parts x;
   const int *pages = p.page_table ? p.page_table + t.batch * p.page_stride : nullptr;
-  int page = key0 / p.page_size, row = x.row = key0 - page * p.page_size;
+  int page = pages ? key0 / p.page_size : 0, row = x.row = key0 - page * p.page_size;
   UNROLLED for (int i = 0; i < BN / 16; i++) {
     if (i * p.box < BN) x.place[i] = key0 + i * p.box >= t.high ? p.caches : pages ? pages[page] : t.cache;
     if ((row += p.box) == p.page_size) row = 0, page++;

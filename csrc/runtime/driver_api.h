@@ -27,6 +27,7 @@ enum {
 
   CU_FUNC_MAX_DYNAMIC_SHARED = 8,
   CU_LAUNCH_CLUSTER = 4,
+  CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6,
 
   CU_MAP_UINT8 = 0,                           // of 8-bit floats
   CU_MAP_FP16 = 6,
@@ -44,7 +45,7 @@ enum {
 typedef struct cu_launch_attribute {
   int id;
   char pad[4];
-  union { char bytes[64]; struct { unsigned x, y, z; } cluster; } value;
+  union { char bytes[64]; struct { unsigned x, y, z; } cluster; int programmatic; } value;
 } cu_launch_attribute;
 
 typedef struct cu_launch_config {

@@ -140,9 +140,12 @@ static mg_status enqueue(const mg_context *c, const mg_gpu *gpu, const mg_kernel
   mg_status status = ensure_loaded(row, gpu);
   if (status) return status;
   const mg_kernel_desc *d = mg_desc(row);
-  cu_launch_attribute cluster = {.id = CU_LAUNCH_CLUSTER, .value.cluster = {d->cluster, 1, 1}};
+  cu_launch_attribute attributes[2];
+  unsigned count = 0;
+  if (d->cluster > 1) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_CLUSTER, .value.cluster = {d->cluster, 1, 1}};
+  if (d->dependent) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_PROGRAMMATIC_SERIALIZATION, .value.programmatic = 1};
   const cu_launch_config config = {.grid = {blocks, 1, 1}, .block = {d->threads, 1, 1}, .shared_bytes = d->shared_bytes,
-                                   .stream = c->stream, .attributes = &cluster, .attribute_count = d->cluster > 1};
+                                   .stream = c->stream, .attributes = attributes, .attribute_count = count};
   void *arguments[] = {(void *)params};
   int error = mg_cu.cuLaunchKernelEx(&config, loaded[row - mg_kernels].kernel, arguments, NULL);
   if (error)

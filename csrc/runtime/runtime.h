@@ -37,6 +37,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int64_t batch, heads_q, heads_k, nq, nk;
   int64_t m, n, k;
   int64_t span;               // attention: keys that a row sees at most
+  int64_t page;               // attention_decode: keys of a page of the cache, 0 where it is not paged
   int features;               // attention: 0 none, 1 packed sequences or windows, 2 others (kernels/attention_features.h)
   int sms;                    // multiprocessors of the device
 } mg_problem;

@@ -21,6 +21,10 @@ TILE void wg_sync();                                    // warpgroup: its 128 th
 // done before such a copy overwrites what they read.
 TILE void fence_async();
 
+// A kernel whose block is DEPENDENT begins before the kernel in front of it in the stream is over, when the last of that one's blocks ends. Any width;
+// every role of it, before it touches global memory: until that kernel is over and its writes are seen.
+TILE void grid_wait();
+
 // Global counters that order blocks (deterministic reductions). A warpgroup waits until *g >= value, sees all writes of those who passed.
 TILE void order_wait(const int *g, int value);
 TILE void order_pass(int *g, int value);                // warpgroup: its global writes before it, then *g = value

@@ -67,7 +67,8 @@ def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_spl
     length, seqlens = _length("attention_decode", cache_seqlens)
     rows = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
     problem = dict(dtype=ops.dtype_name(q), gpu=face.is_gpu(q), d=q.shape[3], batch=q.shape[0], heads_q=q.shape[2], heads_k=k_cache.shape[2], nq=q.shape[1],
-                   nk=rows if length < 0 else length, causal=bool(others.get("causal", False)), splits=ops._integer("attention_decode", "num_splits", num_splits))
+                   nk=rows if length < 0 else length, causal=bool(others.get("causal", False)), splits=ops._integer("attention_decode", "num_splits", num_splits),
+                   page=0 if page_table is None else k_cache.shape[1])
     named = dict(q=q, k_cache=k_cache, v_cache=v_cache, **({} if page_table is None else dict(page_table=page_table)))
     lines = ["attention_decode: " + ", ".join(f"{name} {ops._shape(t)} {ops.dtype_name(t)}" for name, t in named.items())]
     if seqlens is not None:

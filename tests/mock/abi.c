@@ -22,6 +22,7 @@ SAME(CU_DEVICE_CC_MINOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 SAME(CU_DEVICE_SHARED_OPTIN, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
 SAME(CU_FUNC_MAX_DYNAMIC_SHARED, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 SAME(CU_LAUNCH_CLUSTER, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+SAME(CU_LAUNCH_PROGRAMMATIC_SERIALIZATION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 SAME(CU_MAP_UINT8, CU_TENSOR_MAP_DATA_TYPE_UINT8);
 SAME(CU_MAP_FP16, CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
 SAME(CU_MAP_FP32, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
@@ -43,6 +44,7 @@ FIELD(cu_launch_attribute, id, CUlaunchAttribute, id);
 SAME(offsetof(cu_launch_attribute, value), offsetof(CUlaunchAttribute, value));
 SAME(offsetof(cu_launch_attribute, value.cluster.x), offsetof(CUlaunchAttribute, value.clusterDim.x));
 SAME(offsetof(cu_launch_attribute, value.cluster.z), offsetof(CUlaunchAttribute, value.clusterDim.z));
+SAME(offsetof(cu_launch_attribute, value.programmatic), offsetof(CUlaunchAttribute, value.programmaticStreamSerializationAllowed));
 
 SAME(sizeof(cu_launch_config), sizeof(CUlaunchConfig));
 SAME(offsetof(cu_launch_config, grid), offsetof(CUlaunchConfig, gridDimX));

@@ -155,9 +155,15 @@ static int cuKernelSetAttribute(int attribute, int value, cu_kernel kernel, int 
 }
 static int cuLaunchKernelEx(const cu_launch_config *c, cu_kernel kernel, void **params, void **extra) {
   (void)extra;
-  const unsigned cluster = c->attribute_count && c->attributes->id == CU_LAUNCH_CLUSTER ? c->attributes->value.cluster.x : 0;
-  RECORD("cuLaunchKernelEx %s grid=%u,%u,%u block=%u,%u,%u shared=%u cluster=%u stream=%p params=%d context=%d\n", (const char *)kernel,
-         c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_bytes, cluster, c->stream, *(int *)params[0],
+  unsigned cluster = 0;
+  const char *dependent = "";
+  for (unsigned i = 0; i < c->attribute_count; i++) {
+    if (c->attributes[i].id == CU_LAUNCH_CLUSTER) cluster = c->attributes[i].value.cluster.x;
+    else if (c->attributes[i].id == CU_LAUNCH_PROGRAMMATIC_SERIALIZATION && c->attributes[i].value.programmatic == 1) dependent = " dependent";
+    else return INVALID_VALUE;
+  }
+  RECORD("cuLaunchKernelEx %s grid=%u,%u,%u block=%u,%u,%u shared=%u cluster=%u%s stream=%p params=%d context=%d\n", (const char *)kernel,
+         c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_bytes, cluster, dependent, c->stream, *(int *)params[0],
          depth ? stack[depth - 1]->device : -1);
   return CU_OK;
 }

@@ -16,6 +16,7 @@ TILE void bar_sync(int id, int threads) { ck_bar(HERE, id, threads, true); }
 TILE void bar_arrive(int id, int threads) { ck_bar(HERE, id, threads, false); }
 TILE void wg_sync() { ck_wg_sync(HERE); }
 TILE void fence_async() { ck_fence_async(HERE); }
+TILE void grid_wait() { ck_grid_wait(HERE); }
 TILE void order_wait(const int *g, int value) { ck_order_wait(HERE, g, value); }
 TILE void order_pass(int *g, int value) { ck_order_pass(HERE, g, value); }
 

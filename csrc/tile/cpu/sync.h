@@ -68,5 +68,6 @@ TILE void mma_fence() {}
 TILE void mma_commit() {}
 template<int G, class... Tile> TILE void mma_wait(Tile &...) {}
 
+TILE void grid_wait() {}
 TILE void order_wait(const int *g, int value) { fiber_wait(WAIT_ORDER, g, (uint32_t)value); }
 TILE void order_pass(int *g, int value) { __atomic_store_n(g, value, __ATOMIC_RELEASE); }

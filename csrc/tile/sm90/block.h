@@ -6,6 +6,7 @@ template<auto Body, int Width, int Count, int Registers> struct role {
     if (Width == WARPGROUP || Width == WARP || lane() == 0) Body(p, s, index);
   }
 };
+struct DEPENDENT { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = 0; };
 template<int N> struct OCCUPANCY { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = N, cluster = 0; };
 template<int N> struct CLUSTER { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = N; };
 

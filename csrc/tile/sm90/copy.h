@@ -214,21 +214,17 @@ template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int firs
 template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n) {
   int r = thread_in_group() / 2, first = thread_in_group() % 2 * (C / 16);
   const T *g = f(r);
-  bool aligned = ((uintptr_t)g & 15) == 0;
+  int whole = g && ((uintptr_t)g & 15) == 0 ? n & ~7 : 0, end = min(n, (first + C / 16) * 8);   // columns that are whole vectors
 #pragma unroll
   for (int i = 0; i < C / 16; i++) {
-    int chunk = first + i, c = chunk * 8;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (g && aligned && c + 8 <= n) x = *(const uint4 *)(g + c);
-    else if (g && c < n) {
-      uint32_t w[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int k = 0; k < 8; k++)
-        if (c + k < n) w[k / 2] |= (uint32_t)g[c + k].u << k % 2 * 16;
-      x = make_uint4(w[0], w[1], w[2], w[3]);
-    }
+    int chunk = first + i;
+    uint4 x = chunk * 8 < whole ? *(const uint4 *)(g + chunk * 8) : make_uint4(0, 0, 0, 0);
     *(uint4 *)((char *)t.d + chunk / 8 * 64 * 128 + r * 128 + ((chunk ^ r) & 7) * 16) = x;
   }
+  if (!g) return;
+#pragma unroll 1
+  for (int c = max(whole, first * 8); c < end; c++)
+    *(T *)((char *)t.d + c / 64 * 64 * 128 + r * 128 + ((c / 8 ^ r) & 7) * 16 + c % 8 * 2) = g[c];
 }
 TILE void load(rv &v, const sv<64> &s) { v.d[0] = s.d[thread_row()]; v.d[1] = s.d[thread_row() + 8]; }
 template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
@@ -271,9 +267,19 @@ template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n) {
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n) {
   int r = thread_row(), c = thread_col();
 #pragma unroll
-  for (int i = 0; i < N / 2; i++) {
-    int row = r + ((i >> 1) & 1) * 8, col = c + (i >> 2) * 8 + (i & 1);
-    if (row < m && col < n) g[row * ld + col] = t.d[i];
+  for (int h = 0; h < 2; h++) {
+    float *to = g + (r + 8 * h) * ld + c;
+    if (r + 8 * h >= m) continue;
+    if (n == N && ((uintptr_t)to & 7) == 0) {
+#pragma unroll
+      for (int i = 0; i < N / 8; i++) *(float2 *)(to + 8 * i) = make_float2(t.d[4 * i + 2 * h], t.d[4 * i + 2 * h + 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N / 8; i++) {
+        if (c + 8 * i < n) to[8 * i] = t.d[4 * i + 2 * h];
+        if (c + 8 * i + 1 < n) to[8 * i + 1] = t.d[4 * i + 2 * h + 1];
+      }
+    }
   }
 }
 template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n) {

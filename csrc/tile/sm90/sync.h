@@ -57,6 +57,8 @@ TILE void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+TILE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 TILE void order_wait(const int *g, int value) {
   trace(TRACE_ORDER_WAIT, nullptr, value);
   if (thread_in_group() == 0) {

@@ -16,9 +16,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 MUTATIONS = ("none", "drop", "double", "phase", "bytes more", "bytes less", "count more", "count less", "group less", "stage", "early", "fence late")
 OPS = ("init", "wait", "arrive", "expect", "bar_sync", "bar_arrive", "wg_sync", "fence_async", "mma_fence", "mma_commit", "mma_wait", "store_wait",
-       "order_wait", "order_pass", "load", "store", "product", "atomic")
+       "order_wait", "order_pass", "load", "store", "product", "atomic", "grid_wait")
 RULES = ("uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight", "unnamed", "mma-fence", "count", "bytes", "exit", "barrier", "deadlock",
-         "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase")
+         "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase", "grid")
 FLAGS = ["-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-invalid-offsetof"]
 REPORT_BYTES = 1 << 16
 MAX_EVENTS = 1 << 18
@@ -161,7 +161,7 @@ class Role(ctypes.Structure):
 
 class KernelDescription(ctypes.Structure):
     _fields_ = [("shared_bytes", ctypes.c_size_t), ("stride", ctypes.c_size_t), ("cluster", ctypes.c_int), ("fibers", ctypes.c_int),
-                ("registers", ctypes.c_int), ("register_limit", ctypes.c_int), ("role", Role * 64)]
+                ("registers", ctypes.c_int), ("register_limit", ctypes.c_int), ("dependent", ctypes.c_int), ("role", Role * 64)]
 
 
 class Frame(tuple):

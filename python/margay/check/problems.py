@@ -152,7 +152,8 @@ def aligned_bytes(size):
 
 # label, batch, queries, heads, key heads, keys, page size (0: not paged), lengths, splits, options
 DECODE = (("ragged, 3 splits", 3, 1, 6, 2, 700, 0, (700, 0, 333), 3, {}), ("pages of 16, window", 2, 3, 8, 1, 400, 16, (371, 90), 2, dict(causal=True, left=150)),
-          ("2 row blocks, pages of 48", 1, 70, 2, 2, 480, 48, (450,), 1, dict(softcap=5.0, sink=True)), ("whole cache", 2, 1, 4, 4, 900, 0, None, 1, dict(slopes=True)))
+          ("2 row blocks, pages of 48", 1, 70, 2, 2, 480, 48, (450,), 1, dict(softcap=5.0, sink=True)), ("whole cache", 2, 1, 4, 4, 900, 0, None, 1, dict(slopes=True)),
+          ("blocks loaded for nothing", 8, 1, 2, 1, 700, 0, (0, 700, 90, 0, 1, 260, 0, 500), 3, {}))
 
 
 def attention_decode(row, large):
