@@ -40,6 +40,7 @@ $python -c "from margay import _C; print(*(row['name'] for row in _C.kernels() i
 
 tail -q -n 9 "$out/attention.log" | cut -c1-160
 tail -q -n 7 "$out/attention-fp8.log" | cut -c1-160
+grep -h "of the rate" "$out/features.log" | cut -c1-160
 tail -q -n 5 "$out/decode.log"
 tail -q -n 3 "$out/gemm.log"
 cat "$out/overhead.log"

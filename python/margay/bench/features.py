@@ -1,7 +1,7 @@
 """Grouped queries, windows and packed sequences against the dense rate for the same work, and against PyTorch's own paths for them.
 
-FLOP count the pairs of row and key that are visible: 4 D Hq each forward, 2.5 times that backward. In front of each case comes the dense one of the
-same work, whose rate it is to reach: as many rows, and as many visible keys a row.
+FLOP count the pairs of row and key that are visible: 4 D Hq each forward, 2.5 times that backward. Beside each case, in the same rounds, the dense one of
+the same work is timed, whose rate it is to reach: as many rows, and as many visible keys a row.
 """
 import functools
 import random
@@ -48,18 +48,30 @@ def flash(q, k, v, causal, window):
     return out.transpose(1, 2)
 
 
+def causal_case(d, n, sequences, backward):
+    """Dense, and its flops."""
+    q, k, v, dout = dense(d, n, None, sequences)
+    work = 4 * sequences * q.shape[1] * pairs(n) * d
+    if backward:
+        return gradient(margay.attention, q, k, v, dout, True), 2.5 * work
+    return functools.partial(margay.attention, q, k, v, causal=True), work
+
+
 def build(d, n, kv_heads, window, sequences, backward):
     q, k, v, dout = dense(d, n, kv_heads, sequences)
     ours = functools.partial(margay.attention, **({} if window is None else {"window": (window, 0)}))
-    runners = {"margay": ours}
+    runners, beside = {"margay": ours}, {}
     if window is None:
         runners["cuDNN"] = lambda q, k, v, causal: _grouped(q, k, v, causal)
     elif not backward:
         runners["torch flash"] = lambda q, k, v, causal: flash(q, k, v, causal, window)
+    if kv_heads or window:
+        length = n if window is None else 2 * window
+        beside[f"dense N={length}"] = causal_case(d, length, TOKENS // length, backward)
     work = 4 * sequences * q.shape[1] * pairs(n, window) * d
     if backward:
-        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work)
-    return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work)
+        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
+    return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work, beside=beside)
 
 
 def _grouped(q, k, v, causal):
@@ -77,9 +89,10 @@ def build_packed(d, backward):
     if not backward:
         runners["torch flash"] = lambda q, k, v, causal: torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, max(sizes), max(sizes), 0.0, causal, False)[0]
     work = 4 * heads * sum(map(pairs, sizes)) * d
+    beside = {f"dense, {len(sizes)} of {same_length()}": causal_case(d, same_length(), len(sizes), backward)}
     if backward:
-        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work)
-    return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work)
+        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
+    return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work, beside=beside)
 
 
 def cases():

@@ -34,6 +34,7 @@ class Problem:
     flops: float = 0
     bytes: float = 0
     rate: float = 1                  # of the card's products, in those of 16 bits
+    beside: dict[str, tuple[Callable, float]] = dataclasses.field(default_factory=dict)   # name -> other work of ours and its flops, to compare rates with
 
 
 @dataclasses.dataclass
@@ -160,26 +161,30 @@ def check(problem):
 
 def measure(problem, timer, options):
     """name -> times of the rounds in ms"""
-    names = list(problem.runners)
+    calls = problem.runners | {name: call for name, (call, _) in problem.beside.items()}
+    names = list(calls)
     count = {}
-    for name, call in problem.runners.items():
+    for name, call in calls.items():
         timer.measure(call, 1)                                        # first call: libraries load, peers plan
         count[name] = timer.samples(timer.measure(call, 3), options.measure_ms)
     rounds = {name: [] for name in names}
     for i in range(options.rounds):
         for name in names[i % len(names):] + names[:i % len(names)]:
-            rounds[name].append(timer.measure(problem.runners[name], count[name]))
+            rounds[name].append(timer.measure(calls[name], count[name]))
     return rounds
 
 
 def result_of(case, problem, errors, rounds, device):
-    ours, *peers = rounds
+    ours, *peers = problem.runners
     times = {name: statistics.median(values) for name, values in rounds.items()}
     ratio = {peer: statistics.median(p / o for p, o in zip(rounds[peer], rounds[ours])) for peer in peers}
     result = {"name": case.name, **case.fields, "ms": times, "rounds_ms": rounds, "speed_ratio": ratio, "error": errors,
               "date": datetime.date.today().isoformat()}
     if problem.flops:
-        result["tflops"] = {name: problem.flops / ms * 1e-9 for name, ms in times.items()}
+        flops = dict.fromkeys(problem.runners, problem.flops) | {name: work for name, (_, work) in problem.beside.items()}
+        result["tflops"] = {name: flops[name] / ms * 1e-9 for name, ms in times.items()}
+        result["of_rate"] = {name: statistics.median(problem.flops / o * b / work for o, b in zip(rounds[ours], rounds[name]))
+                             for name, (_, work) in problem.beside.items()}
     ceiling = CEILINGS.get(device)
     if ceiling and (problem.flops or problem.bytes):
         result["roofline"] = max(problem.flops / problem.rate / ceiling[0], problem.bytes / ceiling[1]) / (times[ours] * 1e-3)
@@ -205,7 +210,8 @@ def cpu_name():
 
 
 def describe(result):
-    ratios = ", ".join(f"{value:.2f} x {peer}" for peer, value in result["speed_ratio"].items())
+    ratios = ", ".join([*(f"{value:.2f} x {peer}" for peer, value in result["speed_ratio"].items()),
+                        *(f"{value:.2f} of the rate of {name}" for name, value in result.get("of_rate", {}).items())])
     speed = f"{result['tflops'][next(iter(result['ms']))]:.3g} TFLOP/s, " if "tflops" in result else ""
     return f"{next(iter(result['ms'].values())):.3f} ms, {speed}{ratios}"
 

@@ -111,7 +111,10 @@ def features(content):
 
     def cell(*key):
         case = found.get(key)
-        return "" if not case else f"{case['tflops']['margay']:.0f}" + "".join(f" ({ratio:.2f} x {peer})" for peer, ratio in case["speed_ratio"].items())
+        if not case:
+            return ""
+        notes = [f"{ratio:.2f} of dense" for ratio in case.get("of_rate", {}).values()] + [f"{ratio:.2f} x {peer}" for peer, ratio in case["speed_ratio"].items()]
+        return f"{case['tflops']['margay']:.0f}" + (f" ({', '.join(notes)})" if notes else "")
     rows = [[kind, *(cell(kind, *column) for column in columns)] for kind in unique(case["kind"] for case in content["cases"])]
     header = ["causal, bfloat16", *(f"{direction} D={d}" for direction, d in columns)]
     return f"Grouped queries, windows, packed sequences: TFLOP/s of the visible pairs\n\n{markdown(header, rows)}"
