@@ -108,28 +108,6 @@ TILE void skip_turn(int wg) {
   turn_wait<NC>(wg);
   turn_pass<NC>(wg);
 }
-// A task's first key block may have rows of the next sequence, or of none: 0 times what they hold may be NaN. The first warpgroup clears them in v, while
-// no tile is in its registers; all wait for it before their first product with v.
-TILE void clear_tail(const attention_fwd_params &p, shared &s, const places &at, const task &t, uint32_t count) {
-  int keys = t.seq.keys - (t.first + t.steps - 1) * BN;
-  if (p.features.q_start && keys < BN) {
-    ring_wait(s.v_ring, at.v);
-    clear_rows(s.v[at.v.stage], 0, keys);
-    fence_async();
-  }
-  sem_arrive(s.v_clean[count & 1]);
-}
-// The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of log 2.
-TILE float exponent(const attention_fwd_params &p) { return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2; }
-TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
-  if (!EVERYTHING || !changes_scores(p.features)) return;
-  cap_scores(x, p.features, p.scale_log2);
-  bias_scores(x, slope_of(p.features, t.batch, t.head), row0 + t.seq.keys - t.seq.rows - col0);
-}
-TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
-  if (EVERYTHING && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
-}
-
 // x: scores with key block j; probabilities and v: block j + 1
 TILE void step(const attention_fwd_params &p, shared &s, places &at, const task &t, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, D> &o,
                rv &m, rsum &l, int j, int low, int masked, int wg) {

@@ -1,4 +1,5 @@
-// What feeds the compute warpgroups of attention_fwd.cu: a thread that draws tasks and one that loads. Included once `shared` is known.
+// What feeds the compute warpgroups of attention_fwd.cu: a thread that draws tasks and one that loads; and what clears rows that no load should have brought.
+// Included once `shared` is known.
 #pragma once
 
 TILE void load(const gmap &m, st<elem, BN, D> (&tiles)[STAGES], kv_ring &r, ring_pos &at, int row, int head, int batch) {
@@ -37,4 +38,16 @@ TILE void loader(const attention_fwd_params &p, shared &s, int) {
     load(p.v, s.v, s.v_ring, at.v, t.seq.k0 + j * BN, k_head, batch);
     queue_release<THREAD>(s.queue, count);
   }
+}
+
+// A task's first key block may have rows of the next sequence, or of none: 0 times what they hold may be NaN. The first warpgroup clears them in v, while
+// no tile is in its registers; all wait for it before their first product with v.
+TILE void clear_tail(const attention_fwd_params &p, shared &s, const places &at, const task &t, uint32_t count) {
+  int keys = t.seq.keys - (t.first + t.steps - 1) * BN;
+  if (p.features.q_start && keys < BN) {
+    ring_wait(s.v_ring, at.v);
+    clear_rows(s.v[at.v.stage], 0, keys);
+    fence_async();
+  }
+  sem_arrive(s.v_clean[count & 1]);
 }

@@ -99,3 +99,13 @@ TILE void mask(rt<float, BN> &x, const sequence &q, int row0, int col0) {
   if (diagonal < BN - 1 || keys < BN)
     map_rc(x, [=](float a, int row, int col) { return col <= (row + diagonal < keys - 1 ? row + diagonal : keys - 1) ? a : -infinity(); });
 }
+// The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of log 2.
+TILE float exponent(const attention_fwd_params &p) { return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2; }
+TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
+  if (!EVERYTHING || !changes_scores(p.features)) return;
+  cap_scores(x, p.features, p.scale_log2);
+  bias_scores(x, slope_of(p.features, t.batch, t.head), row0 + t.seq.keys - t.seq.rows - col0);
+}
+TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
+  if (EVERYTHING && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
+}
