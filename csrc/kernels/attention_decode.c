@@ -27,7 +27,7 @@ static int greatest_divisor(int a, int b) { return b ? greatest_divisor(b, a % b
 static divider divide_by(int64_t d) {
   divider x = {0, 0};
   while (((int64_t)1 << x.shift) < d) x.shift++;
-  x.multiplier = (uint32_t)((((uint64_t)1 << x.shift) - (uint64_t)d << 32) / (uint64_t)d + 1);
+  x.multiplier = (uint32_t)(((((uint64_t)1 << x.shift) - (uint64_t)d) << 32) / (uint64_t)d + 1);
   return x;
 }
 
