@@ -1,0 +1,43 @@
+"""The benchmark's arithmetic, on times that are given."""
+
+import pytest
+import torch
+
+from margay.bench import harness
+
+
+class GivenTimes:
+    device = "none"
+
+    def measure(self, call, n):
+        return call.ms
+
+    def samples(self, ms, measure_ms):
+        return 1
+
+
+def runner(ms, value=1.0):
+    call = lambda: torch.full((4,), value)
+    call.ms = ms
+    return call
+
+
+def run(problem):
+    case = harness.Case("a case", {}, lambda: problem)
+    errors = harness.check(problem)
+    return harness.result_of(case, problem, errors, harness.measure(problem, GivenTimes(), harness.Options(rounds=3)), GivenTimes.device)
+
+
+def test_peers_are_compared_and_rates_set_beside():
+    """2 ms for 6e9 operations are 3 TFLOP/s, 4 ms of a peer twice as long, and 1 ms for 4e9 a rate of which ours is 3 / 4."""
+    result = run(harness.Problem({"margay": runner(2.0), "peer": runner(4.0)}, 1e-3, 6e9, beside={"dense": (runner(1.0, 7.0), 4e9)}))
+    assert result["ms"] == {"margay": 2.0, "peer": 4.0, "dense": 1.0}
+    assert result["tflops"] == pytest.approx({"margay": 3.0, "peer": 1.5, "dense": 4.0})
+    assert result["speed_ratio"] == {"peer": 2.0} and result["of_rate"] == pytest.approx({"dense": 0.75}) and result["error"] == {"peer": 0.0}
+    assert "2.00 x peer, 0.75 of the rate of dense" in harness.describe(result)
+
+
+@pytest.mark.parametrize("value", (1.1, float("nan")))
+def test_a_wrong_peer_is_not_timed(value):
+    with pytest.raises(ArithmeticError, match="differs from peer"):
+        run(harness.Problem({"margay": runner(1.0), "peer": runner(1.0, value)}, 1e-3, 1e9))
