@@ -54,7 +54,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   int64_t tasks = (int64_t)p->q_blocks * x.batch * x.q_heads, size = (int64_t)mg_dtype_size(q->dtype);
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld row blocks, at most 2^30 are accepted", op, (long long)tasks);
   p->tasks = (int)tasks;
-  p->l2_heads = p->diagonal != NO_DIAGONAL ? forward_section(&c, x.k_rows * (x.d + x.dv) * size / p->group, x.batch * x.q_heads) : 1;
+  p->l2_heads = p->diagonal != NO_DIAGONAL ? forward_section(&c, problem.span * (x.d + x.dv) * size / p->group, x.batch * x.q_heads) : 1;
   int cols = descale && problem.d > 64 ? 128 : 64;   // of a panel of the row's tiles, see tile/copy.h
   if ((status = attention_map(&p->q, &c, "attention: q", q, 64, cols)) || (status = attention_map(&p->k, &c, "attention: k", k, desc->tile_n, cols)) ||
       (status = attention_map(&p->v, &c, "attention: v", v, descale ? 64 : desc->tile_n, cols)) || (status = attention_map(&p->o, &c, "attention: out", out, 64, 64)))

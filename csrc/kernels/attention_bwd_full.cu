@@ -71,8 +71,8 @@ TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_
     bias_scores(x, slope_of(f, batch, bh - batch * p.q_heads), get(at.distance) - key0);
     c = 1.f;
   }
-  if (diagonal < KEYS - 1 || keys < KEYS || lower > -M)
-    map_rc(x, [=](float a, int query, int key) { return key < keys && key <= query + diagonal && key >= query + lower ? a : -infinity(); });
+  if (diagonal < KEYS - 1 || keys < KEYS) fill_from(x, [=](int query) { return query + diagonal + 1 < keys ? query + diagonal + 1 : keys; }, -infinity());
+  if (lower > -M) fill_before(x, [=](int query) { return query + lower; }, -infinity());
   map_row(x, lse2, [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
 }
 

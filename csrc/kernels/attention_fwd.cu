@@ -28,7 +28,7 @@ struct places { ring_pos k, v; };   // a role's in the two rings
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
-  queue_init(s.queue, arrivals(1, 0, NC));
+  queue_init(s.queue, arrivals(2, 0, NC));
   sem_init(s.draw, arrivals(1, 0, 0));
   for (int i = 0; SEQUENCES && i < 2; i++) sem_init(s.v_clean[i], arrivals(0, 0, 1));
   for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
@@ -139,7 +139,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     task t = get_held(s.task_of[count & 1], p);
     int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
-    reach mine = reach_of(t, row0);
+    reach mine = get_reach(s.task_of[count & 1], wg);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, D> o;
@@ -185,5 +185,5 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
 }
 
 typedef block<attention_fwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scheduler, THREAD, 1, LOAD_REGS>> kernel;
+              role<query_loader, THREAD, 1, LOAD_REGS>, role<scheduler, THREAD, 1, LOAD_REGS>> kernel;
 ENTRY(kernel, BM, BN)

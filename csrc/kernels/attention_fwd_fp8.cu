@@ -131,7 +131,7 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     task t = get_held(s.task_of[count & 1], p.fwd);
     int row0 = t.row0 + wg * 64, j = t.steps - 1;
     float c = exponent(p, t);
-    reach mine = reach_of(t, row0);
+    reach mine = get_reach(s.task_of[count & 1], wg);
     rt<float, BN> x;
     rt<e4m3, BN> probabilities;
     rt<float, D> o;

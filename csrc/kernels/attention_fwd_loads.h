@@ -1,4 +1,4 @@
-// What feeds the compute warpgroups of attention_fwd.cu: a thread that draws tasks and one that loads; and what clears rows that no load should have brought.
+// What feeds the compute warpgroups of attention_fwd.cu: a thread that draws tasks, and one each that loads queries, and keys and values; and what clears rows that no load should have brought.
 // Included once `shared` is known.
 #pragma once
 
@@ -18,17 +18,24 @@ TILE void scheduler(const attention_fwd_params &p, shared &s, int) {
     next = next_task(p, count + 1, next, t);
   }
 }
+// A warpgroup frees its q only with its last scores, for which the next task's keys and values need not wait.
+TILE void query_loader(const attention_fwd_params &p, shared &s, int) {
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
+    task t = get_held(s.task_of[count & 1], p);
+    for (int w = 0; w < NC; w++) {
+      sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
+      sem_expect(s.q_full[w], tile_bytes(s.q[w]));
+      tma_load(s.q[w], p.q, s.q_full[w], t.seq.q0 + t.row0 + w * 64, 0, t.head, in_memory(p, t));
+    }
+    queue_release<THREAD>(s.queue, count);
+  }
+}
 TILE void loader(const attention_fwd_params &p, shared &s, int) {
   places at = {};
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     task t = get_held(s.task_of[count & 1], p);
     int j = t.first + t.steps - 1, k_head = t.head / p.group, batch = in_memory(p, t);
-    for (int w = 0; w < NC; w++) {
-      sem_wait(s.q_free[w], ~count & 1);   // free at first, like a ring's stage
-      sem_expect(s.q_full[w], tile_bytes(s.q[w]));
-      tma_load(s.q[w], p.q, s.q_full[w], t.seq.q0 + t.row0 + w * 64, 0, t.head, batch);
-      if (w == 0) load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + j * BN, k_head, batch);   // right behind its q: the first warpgroup can begin
-    }
+    load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + j * BN, k_head, batch);
     if (t.steps == 1) sem_arrive<THREAD>(s.draw);
     for (; j > t.first; j--) {
       if (j == t.first + 1) sem_arrive<THREAD>(s.draw);

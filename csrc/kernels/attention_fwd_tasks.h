@@ -62,7 +62,7 @@ TILE int next_task(const attention_fwd_params &p, uint32_t count, int i, task &t
 TILE int in_memory(const attention_fwd_params &p, const task &t) { return SEQUENCES && p.features.q_start ? 0 : t.batch; }   // batch of the maps
 
 // A task in shared memory: dividing its number again would cost each role a third of a microsecond.
-struct held { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower; };
+struct held { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower; reach of[NC]; };
 TILE void put_held(held &h, const task &t) {
   put(h.batch, t.batch);
   put(h.head, t.head);
@@ -78,12 +78,20 @@ TILE void put_held(held &h, const task &t) {
     put(h.diagonal, t.seq.diagonal);
     put(h.lower, t.seq.lower);
   }
+  for (int w = 0; w < NC; w++) {
+    reach a = reach_of(t, t.row0 + w * 64);
+    put(h.of[w].low, a.low);
+    put(h.of[w].seen, a.seen);
+    put(h.of[w].open, a.open);
+    put(h.of[w].closed, a.closed);
+  }
 }
 TILE task get_held(const held &h, const attention_fwd_params &p) {
   task t = {get(h.batch), get(h.head), get(h.row0), get(h.first), get(h.steps), get(h.rounds), {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED}};
   if (SEQUENCES) t.seq = {get(h.q0), get(h.k0), get(h.rows), get(h.keys), get(h.diagonal), get(h.lower)};
   return t;
 }
+TILE reach get_reach(const held &h, int wg) { return {get(h.of[wg].low), get(h.of[wg].seen), get(h.of[wg].open), get(h.of[wg].closed)}; }
 
 // Thread: hands out a task, which t describes; false for what comes behind the last.
 TILE bool hand_out(const attention_fwd_params &p, task_queue &q, held (&task_of)[2], uint32_t count, int next, const task &t) {
@@ -95,9 +103,8 @@ TILE bool hand_out(const attention_fwd_params &p, task_queue &q, held (&task_of)
 
 TILE void mask(rt<float, BN> &x, const sequence &q, int row0, int col0) {
   int keys = q.keys - col0, diagonal = row0 + q.diagonal - col0, lower = row0 + q.lower - col0;
-  if (SEQUENCES && lower > -64) map_rc(x, [=](float a, int row, int col) { return col >= row + lower ? a : -infinity(); });
-  if (diagonal < BN - 1 || keys < BN)
-    map_rc(x, [=](float a, int row, int col) { return col <= (row + diagonal < keys - 1 ? row + diagonal : keys - 1) ? a : -infinity(); });
+  if (SEQUENCES && lower > -64) fill_before(x, [=](int row) { return row + lower; }, -infinity());
+  if (diagonal < BN - 1 || keys < BN) fill_from(x, [=](int row) { return row + diagonal + 1 < keys ? row + diagonal + 1 : keys; }, -infinity());
 }
 // The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of log 2.
 TILE float exponent(const attention_fwd_params &p) { return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2; }
