@@ -36,20 +36,23 @@ TILE void init(shared &s) {
 
 #include "kernels/attention_fwd_loads.h"
 
-// m = c max x so far, or up to 8 less: that spares o most of its scaling. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
-TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c, int masked) {
+// m = c max x so far, or up to 8 less: that spares o some of its scaling. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
+TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c) {
   rv old = m;
   fill(top, -infinity());
   row_max(top, x);
   map(m, old, top, [=](float a, float b) { return b * c > a + 8.f ? b * c : a; });
-  map(top, m, [=](float a) { return masked && a == -infinity() ? 0.f : a; });
+  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a; });
   map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
 }
-// Scores to probabilities.
-TILE void exponentials(rt<float, BN> &x, const rv &top, rsum &l, const rv &alpha, float c) {
-  map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
-  scale(l, alpha);
-  row_sum_add(l, x);
+// Scores to probabilities, and their sums.
+TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, const rt<float, BN> &x, const rv &m, const attention_fwd_params &p, const task &t, int row0, int col0) {
+  rt<float, BN> y;
+  float c = exponent(p);
+  map_row(y, x, m, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+  row_sum(sum, y);
+  drop(y, p, t, row0, col0);
+  convert(probabilities, y);
 }
 
 TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, D> &o, rv &m, const rsum &l, int wg) {
@@ -111,7 +114,7 @@ TILE void skip_turn(int wg) {
 // x: scores with key block j; probabilities and v: block j + 1
 TILE void step(const attention_fwd_params &p, shared &s, places &at, const task &t, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, D> &o,
                rv &m, rsum &l, int j, int low, int masked, int wg) {
-  rv top, alpha;
+  rsum sum;
   int row0 = t.row0 + wg * 64;
   turn_wait<NC>(wg);
   scores(s, at, x, wg);
@@ -121,14 +124,18 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const task 
   scores_done(s, at, j == low, wg);
   change_scores(x, p, t, row0, j * BN);
   if (masked) mask(x, t.seq, row0, j * BN);
-  maximum(x, m, top, alpha, exponent(p), masked);
-  if (j > low) ring_wait(s.k_ring, at.k);   // here, so that the wait for p v stays below the maximum (see mma_wait)
-  mma_wait<0>(o, probabilities);            // above the exponentials: what follows hides in their latency
+  if (j > low) ring_wait(s.k_ring, at.k);
+  mma_wait<0>(o, probabilities);
   ring_done(s.v_ring, at.v);
-  scale_rows(o, alpha);
-  exponentials(x, top, l, alpha, exponent(p));
-  drop(x, p, t, row0, j * BN);
-  convert(probabilities, x);
+  exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
+  if (exceeds(sum, 16384.f)) {
+    rv top, alpha;
+    maximum(x, m, top, alpha, exponent(p));
+    scale_rows(o, alpha);
+    scale(l, alpha);
+    exponentials(probabilities, sum, x, top, p, t, row0, j * BN);
+  }
+  add(l, sum);
 }
 
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
@@ -158,14 +165,11 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     mma_wait<0>(x);
     scores_done(s, at, j == mine.low, wg);
     fill(m, -infinity());
-    fill(l, 0.f);
     fill(o, 0.f);
     change_scores(x, p, t, row0, j * BN);
     mask(x, t.seq, row0, j * BN);
-    maximum(x, m, top, alpha, exponent(p), 1);
-    exponentials(x, top, l, alpha, exponent(p));
-    drop(x, p, t, row0, j * BN);
-    convert(probabilities, x);
+    maximum(x, m, top, alpha, exponent(p));
+    exponentials(probabilities, l, x, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
     if (SEQUENCES) sem_wait(s.v_clean[count & 1], (count / 2) & 1);
     j--;

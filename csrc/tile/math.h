@@ -13,6 +13,7 @@ TILE void fill(rsum &v, float x);
 template<int N, class F> TILE void map(rt<float, N> &t, F f);                                              // t = f(t)
 template<int N, class F> TILE void map(rt<float, N> &t, const rt<float, N> &u, F f);                       // t = f(t, u)
 template<int N, class F> TILE void map_row(rt<float, N> &t, const rv &v, F f);                             // t = f(t, v[row])
+template<int N, class F> TILE void map_row(rt<float, N> &d, const rt<float, N> &t, const rv &v, F f);        // d = f(t, v[row])
 template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f);        // t *= f[row]; costs little where f is all ones
 template<int N, class F> TILE void map_col(rt<float, N> &t, const cv<N> &v, F f);                          // t = f(t, v[col])
 template<int N, class F> TILE void map_col(rt<float, N> &t, const sv<N> &v, F f);                          // the vector read in place
@@ -28,8 +29,11 @@ template<class F> TILE void map(rv &d, const rv &a, F f);                       
 template<class F> TILE void map(rv &d, const rv &a, const rv &b, F f);                                     // d = f(a, b)
 template<int N> TILE void row_max(rv &m, const rt<float, N> &t);           // m = max(m, row maxima); NaN may be lost here, not in exp2
 template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t);     // l += row sums
+template<int N> TILE void row_sum(rsum &l, const rt<float, N> &t);         // l = row sums
 template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<float, N> &y);
 TILE void scale(rsum &l, const rv &f);
+TILE void add(rsum &l, const rsum &m);
+TILE bool exceeds(const rsum &l, float x);   // warp: some row's sum, or one thread's part of it, is not x or less; so is NaN
 TILE void reduce(rv &v, const rsum &l);
 template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s);                         // rounds to nearest even; e4m3: at most +-448
 template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0);     // K columns from c0

@@ -79,6 +79,15 @@ MAP void map_row(rt<float, N> &t, const rv &v, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], x);
   }
 }
+MAP void map_row(rt<float, N> &d, const rt<float, N> &t, const rv &v, F f) {
+  reads(t, v);
+  writes(d);
+  for (int r = 0; r < 64; r++) {
+    float x = v.d[r];
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) d.d[r][c] = f(t.d[r][c], x);
+  }
+}
 template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f) { map_row(t, f, [](float x, float y) { return x * y; }); }
 MAP void map_col(rt<float, N> &t, const cv<N> &v, F f) {
   reads(v);
@@ -201,14 +210,31 @@ template<int N> TILE void row_max(rv &m, const rt<float, N> &t) {
     m.d[r] = max_lanes(x);
   }
 }
-template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t) {
-  reads(t);
+TILE void add(rsum &l, const rsum &m) {
+  reads(m);
   changes(l);
+  for (int r = 0; r < 64; r++) l.d[r] += m.d[r];
+}
+TILE bool exceeds(const rsum &l, float x) {
+  reads(l);
+  for (int r = 0; r < 64; r++) {
+    if (!(l.d[r] <= x)) return true;
+  }
+  return false;
+}
+template<int N> TILE void row_sum(rsum &l, const rt<float, N> &t) {
+  reads(t);
+  writes(l);
   for (int r = 0; r < 64; r++) {
     vf x = {};
     for (int c = 0; c < N; c += VW) x += vload(&t.d[r][c]);
-    l.d[r] += sum_lanes(x);
+    l.d[r] = sum_lanes(x);
   }
+}
+template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t) {
+  rsum m;
+  row_sum(m, t);
+  add(l, m);
 }
 template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<float, N> &y) {
   reads(x, y);

@@ -24,6 +24,10 @@ template<int N, class F> TILE void map_row(rt<float, N> &t, const rv &v, F f) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i], v.d[(i >> 1) & 1]);
 }
+template<int N, class F> TILE void map_row(rt<float, N> &d, const rt<float, N> &t, const rv &v, F f) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) d.d[i] = f(t.d[i], v.d[(i >> 1) & 1]);
+}
 template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f) {
   if (__any_sync(~0u, f.d[0] != 1.f || f.d[1] != 1.f)) map_row(t, f, [](float x, float y) { return x * y; });
 }
@@ -102,19 +106,26 @@ template<int N> TILE void row_max(rv &m, const rt<float, N> &t) {
     m.d[h] = fmaxf(m.d[h], a);
   }
 }
-template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t) {
+TILE void add(rsum &l, const rsum &m) { l.d[0] += m.d[0]; l.d[1] += m.d[1]; }
+template<int N> TILE void row_sum(rsum &l, const rt<float, N> &t) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     float a = t.d[2 * h], b = t.d[2 * h + 1];
 #pragma unroll
     for (int i = 1; i < N / 8; i++) { a += t.d[4 * i + 2 * h]; b += t.d[4 * i + 2 * h + 1]; }
-    l.d[h] += a + b;
+    l.d[h] = a + b;
   }
+}
+template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t) {
+  rsum m;
+  row_sum(m, t);
+  add(l, m);
 }
 template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<float, N> &y) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) l.d[(i >> 1) & 1] = fused(x.d[i], y.d[i], l.d[(i >> 1) & 1]);
 }
+TILE bool exceeds(const rsum &l, float x) { return __any_sync(~0u, !(l.d[0] <= x) || !(l.d[1] <= x)); }
 TILE void scale(rsum &l, const rv &f) { l.d[0] *= f.d[0]; l.d[1] *= f.d[1]; }
 TILE void reduce(rv &v, const rsum &l) {
 #pragma unroll
