@@ -1,12 +1,14 @@
 // Attention forward:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
-// online over blocks of keys (Milakov & Gimelshein 2018; Dao 2023, algorithm 1), for each row with running maximum m and sum l:
-//   x = q k_j^T;  m' = max(m, c max x);  p = 2^(c x - m');  l = l 2^(m - m') + sum p;  o = o 2^(m - m') + p v_j,  c = scale log2 e
-// A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j - 1 are issued before the product with v_j,
-// so that their maximum is found under that product; warpgroups take turns with matrix work, so that one's exponentials run under the others'.
+// online over blocks of keys (Milakov & Gimelshein 2018; Dao 2023, algorithm 1), for each row with some m near the maximum of c x so far and sum l:
+//   x = q k_j^T;  p = 2^(c x - m);  l = l + sum p;  o = o + p v_j,  c = scale log2 e
+// Any m gives the same o / l and lse = ln 2 (m + log2 l), as long as nothing leaves the numbers' range. So m is not found anew in every block: where p came out large, m is
+// raised to m' = max c x, l and o are multiplied by 2^(m - m'), and this block's p are made again.
+// A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j - 1 are issued before the
+// product with v_j. Warpgroups with large blocks take turns with matrix work, so that one's exponentials run under the others'; many with small blocks are better off without.
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
+enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
 #include "kernels/attention_features.h"
 #include "kernels/attention_fwd_tasks.h"
 
@@ -106,20 +108,15 @@ TILE void pass_over(shared &s, places &at) {
   ring_wait(s.v_ring, at.v);
   ring_done(s.v_ring, at.v);
 }
-// A turn without work: all warpgroups take as many in a task.
-TILE void skip_turn(int wg) {
-  turn_wait<NC>(wg);
-  turn_pass<NC>(wg);
-}
 // x: scores with key block j; probabilities and v: block j + 1
 TILE void step(const attention_fwd_params &p, shared &s, places &at, const task &t, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, D> &o,
                rv &m, rsum &l, int j, int low, int masked, int wg) {
   rsum sum;
   int row0 = t.row0 + wg * 64;
-  turn_wait<NC>(wg);
+  my_turn(wg);
   scores(s, at, x, wg);
   product(s, at, o, probabilities);
-  turn_pass<NC>(wg);
+  next_turn(wg);
   mma_wait<1>(x);
   scores_done(s, at, j == low, wg);
   change_scores(x, p, t, row0, j * BN);
@@ -142,7 +139,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   places at = {};
   if (SEQUENCES && p.features.q_start)   // here, not behind the tasks: that took registers from them
     clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
-  turn_begin<NC>(wg);
+  if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     task t = get_held(s.task_of[count & 1], p);
     int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
@@ -153,7 +150,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rv m, top, alpha;
     rsum l;
     if (SEQUENCES && wg == 0) clear_tail(p, s, at, t, count);
-    int idle = t.rounds - (mine.seen - mine.low);
+    int idle = TURNS ? t.rounds - (mine.seen - mine.low) : 0;
     for (; j >= mine.seen; j--) {
       if (idle > 0) skip_turn(wg), idle--;
       pass_over(s, at);
@@ -184,7 +181,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     finish(p, s, count, o, m, l, wg);
     queue_release(s.queue, count);
   }
-  turn_end<NC>(wg);
+  if (TURNS) turn_end<NC>(wg);
   tma_store_wait_read();
 }
 

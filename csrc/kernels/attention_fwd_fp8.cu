@@ -1,12 +1,12 @@
 // Attention forward of 8-bit floats:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T),  q = q_descale q8, k = k_descale k8, v = v_descale v8
 // The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale. Probabilities are rounded to e4m3 on their way into the product
-// with v; p = 2^(c x - m + 8) has more of that format's range than 2^(c x - m), and the factor leaves with the row's sum.
+// with v, which ends at 448: m is 7 less than the maximum when it was found, so that more of the format's range is used, and is found again where p reaches its end.
 // Products of 8-bit operands want both along the reduction: v along the keys. Warps beside the loader turn every block of v, from the loader's ring
 // into one of their own.
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-// D, BN (keys a block), NC (compute warpgroups), stages of the rings, O_COLS (columns of o that leave at a time), *_REGS
+// D, BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), stages of the rings, O_COLS (columns of o that leave at a time), *_REGS
 enum { BM = 64 * NC, TURNERS = 3 };
 #include "kernels/attention_features.h"
 #include "kernels/attention_fwd_tasks.h"
@@ -35,21 +35,21 @@ TILE void init(shared &s) {
 
 #include "kernels/attention_fwd_fp8_loads.h"
 
-// m = c max x so far, and not less as in the other kernel: the largest p is 2^8, which is not rounded. top is 8 - m or, where m is -infinity, 8.
-TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c, int masked) {
+// m = c max x - 7 so far. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
+TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c) {
   rv old = m;
   fill(top, -infinity());
   row_max(top, x);
-  map(m, old, top, [=](float a, float b) { return b * c > a ? b * c : a; });
-  map(top, m, [=](float a) { return masked && a == -infinity() ? 0.f : a; });
+  map(m, old, top, [=](float a, float b) { return b * c - 7.f > a ? b * c - 7.f : a; });
+  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a; });
   map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
-  map(top, top, [](float b) { return 8.f - b; });
 }
-// Scores to probabilities.
-TILE void exponentials(rt<float, BN> &x, const rv &top, rsum &l, const rv &alpha, float c) {
-  map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, b)); });
-  scale(l, alpha);
-  row_sum_add(l, x);
+// Scores to probabilities, and their sums.
+TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, const rt<float, BN> &x, const rv &m, float c) {
+  rt<float, BN> y;
+  map_row(y, x, m, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+  row_sum(sum, y);
+  convert(probabilities, y);
 }
 
 TILE float descale(const float *of, const attention_fp8_params &p, const task &t) { return of ? of[t.batch * p.k_heads + t.head / p.fwd.group] : 1.f; }
@@ -77,7 +77,7 @@ TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<flo
     tma_store(p.fwd.o, s.o[wg], row0, col, t.head, t.batch);
   }
   if (p.fwd.lse) {
-    map(lse, m, sum, [](float a, float l) { return (a + (fast_log2(l) - 8.f)) * 0.6931471805599453f; });   // ln 2
+    map(lse, m, sum, [](float a, float l) { return (a + fast_log2(l)) * 0.6931471805599453f; });   // ln 2
     store(p.fwd.lse + (int64_t)(t.batch * p.fwd.q_heads + t.head) * p.fwd.q_rows + row0, lse, p.fwd.q_rows - row0);
   }
 }
@@ -95,8 +95,7 @@ TILE void product(shared &s, places &at, rt<float, D> &o, rt<e4m3, BN> &probabil
 }
 // A key block that this warpgroup's rows do not see.
 TILE void pass_over(shared &s, places &at, int wg) {
-  turn_wait<NC>(wg);
-  turn_pass<NC>(wg);
+  skip_turn(wg);
   ring_wait(s.k_ring, at.k);
   ring_done(s.k_ring, at.k);
   ring_wait(s.t_ring, at.v);
@@ -106,27 +105,32 @@ TILE void pass_over(shared &s, places &at, int wg) {
 // x: scores with key block j; probabilities and v: block j + 1
 TILE void step(shared &s, places &at, const task &t, rt<float, BN> &x, rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rsum &l, float c, int j,
                int masked, int wg) {
-  rv top, alpha;
-  turn_wait<NC>(wg);
+  rsum sum;
+  my_turn(wg);
   scores(s, at, x, wg);
   product(s, at, o, probabilities);
-  turn_pass<NC>(wg);
+  next_turn(wg);
   mma_wait<1>(x);
   ring_done(s.k_ring, at.k);
   if (j == 0) sem_arrive(s.q_free[wg]);   // the last scores with q are there
   if (masked) mask(x, t.seq, t.row0 + wg * 64, j * BN);
-  maximum(x, m, top, alpha, c, masked);
-  if (j > 0) ring_wait(s.k_ring, at.k);   // here, so that the wait for p v stays below the maximum (see mma_wait)
-  mma_wait<0>(o, probabilities);          // above the exponentials: what follows hides in their latency
+  if (j > 0) ring_wait(s.k_ring, at.k);
+  mma_wait<0>(o, probabilities);
   ring_done(s.t_ring, at.v);
-  scale_rows(o, alpha);
-  exponentials(x, top, l, alpha, c);
-  convert(probabilities, x);
+  exponentials(probabilities, sum, x, m, c);
+  if (saturated(probabilities)) {
+    rv top, alpha;
+    maximum(x, m, top, alpha, c);
+    scale_rows(o, alpha);
+    scale(l, alpha);
+    exponentials(probabilities, sum, x, top, c);
+  }
+  add(l, sum);
 }
 
 TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
   places at = {};
-  turn_begin<NC>(wg);
+  if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
     task t = get_held(s.task_of[count & 1], p.fwd);
     int row0 = t.row0 + wg * 64, j = t.steps - 1;
@@ -145,12 +149,10 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     ring_done(s.k_ring, at.k);
     if (j == 0) sem_arrive(s.q_free[wg]);
     fill(m, -infinity());
-    fill(l, 0.f);
     fill(o, 0.f);
     mask(x, t.seq, row0, j * BN);
-    maximum(x, m, top, alpha, c, 1);
-    exponentials(x, top, l, alpha, c);
-    convert(probabilities, x);
+    maximum(x, m, top, alpha, c);
+    exponentials(probabilities, l, x, top, c);
     if (j > 0) ring_wait(s.k_ring, at.k);
     j--;
     for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(s, at, t, x, probabilities, o, m, l, c, j, 1, wg);
@@ -161,7 +163,7 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     finish(p, s, t, o, m, l, wg);
     queue_release(s.queue, count);
   }
-  turn_end<NC>(wg);
+  if (TURNS) turn_end<NC>(wg);
   tma_store_wait_read();
 }
 

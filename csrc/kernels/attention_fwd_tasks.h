@@ -43,7 +43,7 @@ TILE task task_at(const attention_fwd_params &p, int i) {
   int blocks = blocks_seen(t.seq, t.row0 + BM) - t.first;
   t.steps = blocks > 1 ? blocks : 1;   // at least one block, all masked where a row block sees no key
   t.rounds = t.steps;
-  if (SEQUENCES) {
+  if (TURNS && SEQUENCES) {
     t.rounds = 1;
     for (int w = 0; w < NC; w++) {
       reach r = reach_of(t, t.row0 + w * 64);
@@ -99,6 +99,18 @@ TILE bool hand_out(const attention_fwd_params &p, task_queue &q, held (&task_of)
   if (next < p.tasks) put_held(task_of[count & 1], t);
   queue_give(q, count, next);
   return next < p.tasks;
+}
+
+// Turns of rows that have them. One without work: all warpgroups take as many in a task.
+TILE void my_turn(int wg) {
+  if (TURNS) turn_wait<NC>(wg);
+}
+TILE void next_turn(int wg) {
+  if (TURNS) turn_pass<NC>(wg);
+}
+TILE void skip_turn(int wg) {
+  my_turn(wg);
+  next_turn(wg);
 }
 
 TILE void mask(rt<float, BN> &x, const sequence &q, int row0, int col0) {

@@ -34,6 +34,7 @@ template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<f
 TILE void scale(rsum &l, const rv &f);
 TILE void add(rsum &l, const rsum &m);
 TILE bool exceeds(const rsum &l, float x);   // warp: some row's sum, or one thread's part of it, is not x or less; so is NaN
+template<int N> TILE bool saturated(const rt<e4m3, N> &t);   // warp: some element, none of which is negative, is 448 or NaN
 TILE void reduce(rv &v, const rsum &l);
 template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s);                         // rounds to nearest even; e4m3: at most +-448
 template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0);     // K columns from c0

@@ -222,6 +222,14 @@ TILE bool exceeds(const rsum &l, float x) {
   }
   return false;
 }
+template<int N> TILE bool saturated(const rt<e4m3, N> &t) {
+  reads(t);
+  uint8_t most = 0;
+  for (int r = 0; r < 64; r++) {
+    for (int c = 0; c < N; c++) most = most > t.d[r][c].u ? most : t.d[r][c].u;
+  }
+  return most >= 0x7e;
+}
 template<int N> TILE void row_sum(rsum &l, const rt<float, N> &t) {
   reads(t);
   writes(l);

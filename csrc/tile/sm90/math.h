@@ -150,3 +150,9 @@ template<int N> TILE void convert(rt<e4m3, N> &d, const rt<float, N> &s) {
       d.d[k][j] = pack_e4m3(x[0], x[1], x[4], x[5]);
     }
 }
+template<int N> TILE bool saturated(const rt<e4m3, N> &t) {   // 448 is 0x7e, NaN 0x7f
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) any |= t.d[i / 4][i % 4] + 0x02020202u;
+  return __any_sync(~0u, any & 0x80808080u);
+}
