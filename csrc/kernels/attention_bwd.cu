@@ -51,8 +51,9 @@ TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n
   float c = p.scale;
   int lower = SEQUENCES ? get(s.at[n % SLOTS].lower) - wg * 64 : -UNMASKED;
   mma_wait<1>(a.s);
-  if (diagonal < 63 || keys < 64) fill_before(a.s, [=](int key) { return key < keys ? key - diagonal : M; }, -infinity());
-  if (SEQUENCES && lower > -M) fill_from(a.s, [=](int key) { return key - lower + 1; }, -infinity());
+  if (diagonal < 63) triu(a.s, -diagonal, -infinity());
+  if (SEQUENCES && lower > -M) tril(a.s, -lower, -infinity());
+  if (keys < 64) map_rc(a.s, [=](float x, int key, int) { return key < keys ? x : -infinity(); });
   map_col(a.s, s.lse2[at.stage], [=](float x, float l) { return fast_exp2(fused(x, c, -l)); });
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(a.dp);

@@ -54,7 +54,8 @@ TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n
   int key0 = cluster_rank() * KEYS + wg * 64, keys = get(s.at[n % SLOTS].keys) - key0, diagonal = get(s.at[n % SLOTS].diagonal) - key0;
   float c = p.scale;
   mma_wait<1>(a.s);
-  if (diagonal < 63 || keys < 64) fill_before(a.s, [=](int key) { return key < keys ? key - diagonal : M; }, -infinity());
+  if (diagonal < 63) triu(a.s, -diagonal, -infinity());
+  if (keys < 64) map_rc(a.s, [=](float x, int key, int) { return key < keys ? x : -infinity(); });
   map_col(a.s, s.lse2[ring_at<Q_STAGES>(n).stage], [=](float x, float l) { return fast_exp2(fused(x, c, -l)); });
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(a.dp);

@@ -71,8 +71,9 @@ TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_
     bias_scores(x, slope_of(f, batch, bh - batch * p.q_heads), get(at.distance) - key0);
     c = 1.f;
   }
-  if (diagonal < KEYS - 1 || keys < KEYS) fill_from(x, [=](int query) { return query + diagonal + 1 < keys ? query + diagonal + 1 : keys; }, -infinity());
-  if (lower > -M) fill_before(x, [=](int query) { return query + lower; }, -infinity());
+  if (diagonal < KEYS - 1) tril(x, diagonal, -infinity());
+  if (lower > -M) triu(x, lower, -infinity());
+  if (keys < KEYS) map_rc(x, [=](float a, int, int key) { return key < keys ? a : -infinity(); });
   map_row(x, lse2, [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
 }
 

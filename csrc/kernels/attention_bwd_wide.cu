@@ -80,7 +80,8 @@ TILE void issue(rt<float, M> &x, const st<elem, KEYS, D> &keys, const st<elem, M
 TILE void softmax(rt<elem, M> &prob, rt<float, M> &x, const attention_bwd_params &p, shared &s, uint32_t n) {
   int key0 = cluster_rank() * KEYS, keys = get(s.at[n % SLOTS].keys) - key0, diagonal = get(s.at[n % SLOTS].diagonal) - key0;
   float c = p.scale;
-  if (diagonal < KEYS - 1 || keys < KEYS) fill_before(x, [=](int key) { return key < keys ? key - diagonal : M; }, -infinity());
+  if (diagonal < KEYS - 1) triu(x, -diagonal, -infinity());
+  if (keys < KEYS) map_rc(x, [=](float a, int key, int) { return key < keys ? a : -infinity(); });
   map_col(x, s.lse2[ring_at<STAGES>(n).stage], [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
   convert(prob, x);
 }

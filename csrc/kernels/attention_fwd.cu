@@ -109,9 +109,11 @@ TILE void pass_over(shared &s, places &at) {
   ring_done(s.v_ring, at.v);
 }
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fwd_params &p, shared &s, places &at, const task &t, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, D> &o,
+TILE void step(const attention_fwd_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, D> &o,
                rv &m, rsum &l, int j, int low, int masked, int wg) {
   rsum sum;
+  task t = {};
+  if (EVERYTHING) t = get_held(h, p);
   int row0 = t.row0 + wg * 64;
   my_turn(wg);
   scores(s, at, x, wg);
@@ -120,7 +122,7 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const task 
   mma_wait<1>(x);
   scores_done(s, at, j == low, wg);
   change_scores(x, p, t, row0, j * BN);
-  if (masked) mask(x, t.seq, row0, j * BN);
+  if (masked) mask(x, p, h, j * BN, wg);
   if (j > low) ring_wait(s.k_ring, at.k);
   mma_wait<0>(o, probabilities);
   ring_done(s.v_ring, at.v);
@@ -141,9 +143,10 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
   if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
-    task t = get_held(s.task_of[count & 1], p);
+    const held &h = s.task_of[count & 1];
+    task t = get_held(h, p);
     int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
-    reach mine = get_reach(s.task_of[count & 1], wg);
+    reach mine = get_reach(h, wg);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, D> o;
@@ -164,15 +167,15 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     fill(m, -infinity());
     fill(o, 0.f);
     change_scores(x, p, t, row0, j * BN);
-    mask(x, t.seq, row0, j * BN);
+    mask(x, p, h, j * BN, wg);
     maximum(x, m, top, alpha, exponent(p));
     exponentials(probabilities, l, x, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
     if (SEQUENCES) sem_wait(s.v_clean[count & 1], (count / 2) & 1);
     j--;
     do {   // windows have masked blocks at both ends
-      for (; j >= mine.low && ((j + 1) * BN > mine.open || (SEQUENCES && j < mine.closed)); j--) step(p, s, at, t, x, probabilities, o, m, l, j, mine.low, 1, wg);
-      for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--) step(p, s, at, t, x, probabilities, o, m, l, j, mine.low, 0, wg);
+      for (; j >= mine.low && ((j + 1) * BN > mine.open || (SEQUENCES && j < mine.closed)); j--) step(p, s, at, h, x, probabilities, o, m, l, j, mine.low, 1, wg);
+      for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--) step(p, s, at, h, x, probabilities, o, m, l, j, mine.low, 0, wg);
     } while (SEQUENCES && j >= mine.low);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);

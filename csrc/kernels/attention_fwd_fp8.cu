@@ -1,6 +1,6 @@
 // Attention forward of 8-bit floats:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T),  q = q_descale q8, k = k_descale k8, v = v_descale v8
 // The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale. Probabilities are rounded to e4m3 on their way into the product
-// with v, which ends at 448: m is 7 less than the maximum when it was found, so that more of the format's range is used, and is found again where p reaches its end.
+// with v, which ends at 448: m is 6 less than the maximum when it was found, so that more of the format's range is used, and is found again where p reaches its end.
 // Products of 8-bit operands want both along the reduction: v along the keys. Warps beside the loader turn every block of v, from the loader's ring
 // into one of their own.
 #include "tile/tile.h"
@@ -35,12 +35,12 @@ TILE void init(shared &s) {
 
 #include "kernels/attention_fwd_fp8_loads.h"
 
-// m = c max x - 7 so far. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
+// m = c max x - 6 so far. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
 TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c) {
   rv old = m;
   fill(top, -infinity());
   row_max(top, x);
-  map(m, old, top, [=](float a, float b) { return b * c - 7.f > a ? b * c - 7.f : a; });
+  map(m, old, top, [=](float a, float b) { return b * c - 6.f > a ? b * c - 6.f : a; });
   map(top, m, [=](float a) { return a == -infinity() ? 0.f : a; });
   map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
 }
@@ -103,7 +103,7 @@ TILE void pass_over(shared &s, places &at, int wg) {
 }
 
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(shared &s, places &at, const task &t, rt<float, BN> &x, rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rsum &l, float c, int j,
+TILE void step(const attention_fp8_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rsum &l, float c, int j,
                int masked, int wg) {
   rsum sum;
   my_turn(wg);
@@ -113,7 +113,7 @@ TILE void step(shared &s, places &at, const task &t, rt<float, BN> &x, rt<e4m3, 
   mma_wait<1>(x);
   ring_done(s.k_ring, at.k);
   if (j == 0) sem_arrive(s.q_free[wg]);   // the last scores with q are there
-  if (masked) mask(x, t.seq, t.row0 + wg * 64, j * BN);
+  if (masked) mask(x, p.fwd, h, j * BN, wg);
   if (j > 0) ring_wait(s.k_ring, at.k);
   mma_wait<0>(o, probabilities);
   ring_done(s.t_ring, at.v);
@@ -132,10 +132,11 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
   places at = {};
   if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
-    task t = get_held(s.task_of[count & 1], p.fwd);
-    int row0 = t.row0 + wg * 64, j = t.steps - 1;
+    const held &h = s.task_of[count & 1];
+    task t = get_held(h, p.fwd);
+    int j = t.steps - 1;
     float c = exponent(p, t);
-    reach mine = get_reach(s.task_of[count & 1], wg);
+    reach mine = get_reach(h, wg);
     rt<float, BN> x;
     rt<e4m3, BN> probabilities;
     rt<float, D> o;
@@ -150,13 +151,13 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     if (j == 0) sem_arrive(s.q_free[wg]);
     fill(m, -infinity());
     fill(o, 0.f);
-    mask(x, t.seq, row0, j * BN);
+    mask(x, p.fwd, h, j * BN, wg);
     maximum(x, m, top, alpha, c);
     exponentials(probabilities, l, x, top, c);
     if (j > 0) ring_wait(s.k_ring, at.k);
     j--;
-    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(s, at, t, x, probabilities, o, m, l, c, j, 1, wg);
-    for (; j >= 0; j--) step(s, at, t, x, probabilities, o, m, l, c, j, 0, wg);
+    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(p, s, at, h, x, probabilities, o, m, l, c, j, 1, wg);
+    for (; j >= 0; j--) step(p, s, at, h, x, probabilities, o, m, l, c, j, 0, wg);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.t_ring, at.v);

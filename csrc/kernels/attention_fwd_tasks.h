@@ -113,10 +113,13 @@ TILE void skip_turn(int wg) {
   next_turn(wg);
 }
 
-TILE void mask(rt<float, BN> &x, const sequence &q, int row0, int col0) {
-  int keys = q.keys - col0, diagonal = row0 + q.diagonal - col0, lower = row0 + q.lower - col0;
-  if (SEQUENCES && lower > -64) fill_before(x, [=](int row) { return row + lower; }, -infinity());
-  if (diagonal < BN - 1 || keys < BN) fill_from(x, [=](int row) { return row + diagonal + 1 < keys ? row + diagonal + 1 : keys; }, -infinity());
+// The task is read again: in registers from the task's begin on it would cost the other steps some.
+TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const held &h, int col0, int wg) {
+  int row0 = get(h.row0) + wg * 64 - col0, keys = (SEQUENCES ? get(h.keys) : p.k_rows) - col0;
+  int diagonal = row0 + (SEQUENCES ? get(h.diagonal) : p.diagonal), lower = SEQUENCES ? row0 + get(h.lower) : 0;
+  if (SEQUENCES && lower > -64) triu(x, lower, -infinity());
+  if (diagonal < BN - 1) tril(x, diagonal, -infinity());
+  if (keys < BN) map_rc(x, [=](float a, int, int col) { return col < keys ? a : -infinity(); });
 }
 // The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of log 2.
 TILE float exponent(const attention_fwd_params &p) { return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2; }

@@ -22,8 +22,8 @@ template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &
 template<typename T, int N, class F> TILE void map_col(rt<T, N> &t, const sv<N> &v, F f);                  // 16-bit tile
 template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);                                           // t = f(t, row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f);                              // t = f(t, v[row], row, col)
-template<int N, class F> TILE void fill_before(rt<float, N> &t, F f, float x);                              // t = x in a row's columns before f(row)
-template<int N, class F> TILE void fill_from(rt<float, N> &t, F f, float x);                                // t = x in a row's columns from f(row) on
+template<int N> TILE void tril(rt<float, N> &t, int diagonal, float x);                                     // t = x where col > row + diagonal
+template<int N> TILE void triu(rt<float, N> &t, int diagonal, float x);                                     // t = x where col < row + diagonal
 template<class F> TILE void map_rows(rv &d, F f);                                                          // d = f(row)
 template<class F> TILE void map(rv &d, const rv &a, F f);                                                  // d = f(a)
 template<class F> TILE void map(rv &d, const rv &a, const rv &b, F f);                                     // d = f(a, b)

@@ -149,22 +149,8 @@ MAP void map_rc(rt<float, N> &t, const rv &v, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], x, r, c);
   }
 }
-MAP void fill_before(rt<float, N> &t, F f, float x) {
-  changes(t);
-  for (int r = 0; r < 64; r++) {
-    int first = f(r);
-#pragma GCC ivdep
-    for (int c = 0; c < N; c++) t.d[r][c] = c < first ? x : t.d[r][c];
-  }
-}
-MAP void fill_from(rt<float, N> &t, F f, float x) {
-  changes(t);
-  for (int r = 0; r < 64; r++) {
-    int end = f(r);
-#pragma GCC ivdep
-    for (int c = 0; c < N; c++) t.d[r][c] = c < end ? t.d[r][c] : x;
-  }
-}
+template<int N> TILE void tril(rt<float, N> &t, int diagonal, float x) { map_rc(t, [=](float a, int row, int col) { return col > row + diagonal ? x : a; }); }
+template<int N> TILE void triu(rt<float, N> &t, int diagonal, float x) { map_rc(t, [=](float a, int row, int col) { return col < row + diagonal ? x : a; }); }
 MAP_VECTOR void map_rows(rv &d, F f) {
   writes(d);
   for (int r = 0; r < 64; r++) d.d[r] = f(r);

@@ -79,14 +79,17 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i], v.d[(i >> 1) & 1], r + ((i >> 1) & 1) * 8, c + (i >> 2) * 8 + (i & 1));
 }
-// The thread's first column is subtracted from f(row), not added to each column: these are then constants.
-template<int N, class F> TILE void fill_side(rt<float, N> &t, F f, float x, bool before) {
-  int end[2] = {f(thread_row()) - thread_col(), f(thread_row() + 8) - thread_col()};
+// Compared are constants with one number, and rows r + 8 of an 8-column group with the same as rows r of the group before.
+template<int N> TILE void tril(rt<float, N> &t, int diagonal, float x) {
+  int last = thread_row() + diagonal - thread_col();
 #pragma unroll
-  for (int i = 0; i < N / 2; i++) t.d[i] = ((i >> 2) * 8 + (i & 1) < end[(i >> 1) & 1]) == before ? x : t.d[i];
+  for (int i = 0; i < N / 2; i++) t.d[i] = (i >> 2) * 8 + (i & 1) - ((i >> 1) & 1) * 8 > last ? x : t.d[i];
 }
-template<int N, class F> TILE void fill_before(rt<float, N> &t, F f, float x) { fill_side(t, f, x, true); }
-template<int N, class F> TILE void fill_from(rt<float, N> &t, F f, float x) { fill_side(t, f, x, false); }
+template<int N> TILE void triu(rt<float, N> &t, int diagonal, float x) {
+  int first = thread_row() + diagonal - thread_col();
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) t.d[i] = (i >> 2) * 8 + (i & 1) - ((i >> 1) & 1) * 8 < first ? x : t.d[i];
+}
 template<class F> TILE void map_rows(rv &d, F f) {
   d.d[0] = f(thread_row());
   d.d[1] = f(thread_row() + 8);
