@@ -134,6 +134,23 @@ def test_large_scores(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("dim", (64, 128, 256))
+@pytest.mark.parametrize("step", (-2.0, -0.05, -0.01, 0.01, 0.05, 2.0))
+def test_scores_that_grow(dim, dtype, step, device):
+    """From key to key by `step`, up or down: the forward must notice that its scale for the probabilities no longer fits, in any block and any row."""
+    for causal in (False, True):
+        case = AttentionCase(7, rows=500, kv_rows=700, dim=dim, dim_v=dim, causal=causal, dtype=dtype, scale=0.125)
+        q, k, v, dout = attention_inputs(case, device)
+        q[..., 1:] = 0                                                           # so that scores have one product, which is exact
+        q[..., 0] = 8 * torch.linspace(0, 1, 500, device=device).to(dtype)       # the first rows see it less
+        k[..., 0] = (step * torch.arange(700, device=device)).to(dtype)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out, lse = mg.attention(*leaves, causal=causal, scale=case.scale, return_lse=True)
+        check_results(case, (q, k, v, dout), out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_output_layout(device):
     """out and the gradients have the layout of the inputs."""
     q = torch.randn(2, 65, 4, 64, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()

@@ -104,8 +104,20 @@ template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, sh
   ring_release(s.ring_q, ring_at<STAGES>(n - 1));
 }
 
-// The last products of a task whose steps end before n, and its results. The store of dk is left running.
-TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
+// A step whose rows see none of this warpgroup's keys: zeros for dq. No product is in flight.
+TILE void blind_step(state &a, shared &s, uint32_t n, int wg) {
+  ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
+  fill(a.s, 0.f);
+  convert(a.ds, a.s);
+  ring_wait(s.ring_q, at);
+  sem_wait(s.dout_full[at.stage], at.phase);
+  ring_acquire(s.ring_ds, to);
+  store(s.ds[to.stage][wg], a.ds);
+  ring_fill(s.ring_ds, to);
+  ring_release(s.ring_q, at);
+}
+// The last products of a task whose steps end before n, and its results; early: the n-th is blind and the last. The store of dk is left running.
+TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, bool early, int wg) {
   rt<float, 64> dq;
   const held &t = s.task_of[count & 1];
   float scale = p.scale * 0.6931471805599453f;
@@ -113,10 +125,13 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   int acc = acc_block(p, batch, get(t.part), get(t.key0)) + (SEQUENCES ? get(t.acc0) : 0) + wg;
   int keys = SEQUENCES && p.features.q_start ? get(t.keys) - wg * 64 : 64;
   catch_up<true>(a, p, s, n, count, wg);
+  if (early) blind_step(a, s, n, wg);
   leave(p.dv, s.v[wg], a.dv, row, head, batch, acc, keys);   // only this warpgroup reads this v
-  dq_issue(dq, s, n - 1, count, wg);
-  mma_wait<0>(dq);
-  dq_add(dq, p, s, n - 1, wg);
+  ROLLED for (uint32_t end = n + early; n <= end; n++) {
+    dq_issue(dq, s, n - 1, count, wg);
+    mma_wait<0>(dq);
+    dq_add(dq, p, s, n - 1, wg);
+  }
   map(a.dk, [=](float x) { return x * scale; });
   tma_store_wait_read();
   sem_arrive(s.v_free);
@@ -124,22 +139,6 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   leave(p.dk, s.k[count & 1][wg], a.dk, row, head, batch, acc, keys);
   queue_release(s.queue, count);
 }
-// Of the task before.
-TILE void free_k(shared &s, uint32_t count) {
-  tma_store_wait_read();
-  if (count > 0) sem_arrive(s.k_free[~count & 1]);
-}
-
-// Rows of q and dout that are not this sequence's. The first warpgroup, in its turn: the other's with this step comes later.
-TILE void clear_queries(shared &s, uint32_t n) {
-  ring_pos at = ring_at<STAGES>(n);
-  int rows = get(s.at[n % SLOTS].rows);
-  if (rows >= M) return;
-  sem_wait(s.dout_full[at.stage], at.phase);
-  clear_rest(s.q[at.stage], s.dout[at.stage], rows);
-  wg_sync();
-}
-
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
   turn_begin<NC>(wg);
@@ -147,14 +146,24 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     state a;
     sem_wait(s.k_full[count & 1], (count / 2) & 1);
     sem_wait(s.v_full, count & 1);
+    const held &t = s.task_of[count & 1];
     // Its own keys; its first turn orders that for all of its warps, and ring_ds for the other, which reads k for dq.
-    if (SEQUENCES) clear_rest(s.k[count & 1][wg], s.v[wg], get(s.task_of[count & 1].own) - wg * 64);
-    uint32_t end = n + get(s.task_of[count & 1].steps);
-    for (uint32_t begin = n; n < end; n++) {
+    if (SEQUENCES) clear_rest(s.k[count & 1][wg], s.v[wg], get(t.own) - wg * 64);
+    bool late = begins_late(t, wg), early = ends_early(t, wg);
+    uint32_t begin = n, end = n + get(t.steps) - early;
+    if (late) {
+      turn_wait<NC>(wg);
+      turn_pass<NC>(wg);
+      blind_step(a, s, n++, wg);
+      fill(a.dk, 0.f);
+      fill(a.dv, 0.f);
+      free_k(s, count);
+    }
+    for (; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);
       turn_wait<NC>(wg);
       if (n > begin + 1) catch_up<true>(a, p, s, n, count, wg);
-      else if (n > begin) {
+      else if (n > begin + late) {
         catch_up<false>(a, p, s, n, count, wg);
         free_k(s, count);
       }
@@ -170,7 +179,14 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
       turn_pass<NC>(wg);
       softmax(a, p, s, n, wg);
     }
-    finish(a, p, s, n, count, wg);
+    if (early) {
+      turn_wait<NC>(wg);
+      ring_wait(s.ring_q, ring_at<STAGES>(n));
+      if (SEQUENCES && wg == 0) clear_queries(s, n);
+      turn_pass<NC>(wg);
+    }
+    finish(a, p, s, n, count, early, wg);
+    n += early;
   }
   tma_store_wait_read();
   turn_end<NC>(wg);

@@ -1,4 +1,5 @@
-// What feeds the compute warpgroups of attention_bwd.cu: draws tasks, says where each step stands, loads. Included once `shared` is known.
+// What feeds the compute warpgroups of attention_bwd.cu: draws tasks, says where each step stands, loads; and what clears rows that no load should have
+// brought. Included once `shared` is known.
 #pragma once
 
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
@@ -32,4 +33,20 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       }
     }
   }
+}
+
+// The k of the task before, once its dk has left through it.
+TILE void free_k(shared &s, uint32_t count) {
+  tma_store_wait_read();
+  if (count > 0) sem_arrive(s.k_free[~count & 1]);
+}
+
+// Rows of q and dout that are not this sequence's. The first warpgroup, in its turn: the other's with this step comes later.
+TILE void clear_queries(shared &s, uint32_t n) {
+  ring_pos at = ring_at<STAGES>(n);
+  int rows = get(s.at[n % SLOTS].rows);
+  if (rows >= M) return;
+  sem_wait(s.dout_full[at.stage], at.phase);
+  clear_rest(s.q[at.stage], s.dout[at.stage], rows);
+  wg_sync();
 }

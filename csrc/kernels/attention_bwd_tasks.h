@@ -126,6 +126,12 @@ TILE int block_of(const held &h, int step) {
   int blocks = get(h.blocks), i = step % blocks + get(h.turn);
   return get(h.first) + (i < blocks ? i : i - blocks);
 }
+// Whether none of a warpgroup's 64 keys is seen by the rows of a task's first step, or its last. (Where the first warpgroup does not see the first
+// step, nobody does, and likewise for the second and the last.)
+TILE bool begins_late(const held &h, int wg) { return BN == 128 && M == 64 && wg > 0 && get(h.first) * M + M - 1 + get(h.diagonal) - get(h.key0) < 64; }
+TILE bool ends_early(const held &h, int wg) {
+  return BN == 128 && M == 64 && SEQUENCES && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks) - 1) * M + get(h.lower) - get(h.key0) > 63;
+}
 // Thread (the loader), before it makes the step's stage full.
 TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int head, int block) {
   int key0 = get(h.key0), diagonal = get(h.diagonal), lower = SEQUENCES ? get(h.lower) : 0;

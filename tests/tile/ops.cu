@@ -243,6 +243,12 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     fill(y, 1.f);
     scale_rows(t, y);
   }
+  if (I == 10) tril(t, 3, -infinity());
+  if (I == 11) triu(t, -5, 7.f);
+  if (I == 12) {
+    map_row(u, t, y, [](float a, float b) { return a * b - 1.f; });
+    map(t, u, [](float a, float b) { return a + b; });
+  }
   store(p.out, N, t, 64, N);
 }
 SHAPE TILE void map_elem(const op_params &p, TILES &s, int) {
@@ -275,6 +281,32 @@ SHAPE TILE void row_reduction(const op_params &p, TILES &s, int) {
     map(u, [](float a) { return a - 1.f; });
     row_dot_add(l, t, u);
     reduce(y, l);
+  }
+  if (I == 3) {
+    rsum m;
+    row_sum(l, t);
+    row_sum(m, t);
+    add(l, m);
+    reduce(y, l);
+  }
+  if (I == 4 || I == 5) {   // row 20 is not less: once too large, once NaN
+    row_sum(l, t);
+    bool before = exceeds(l, 1e30f);
+    map_rows(y, [](int row) { return row != 20 ? 1.f : I == 4 ? infinity() : infinity() * 0.f; });
+    fill(l, 1.f);
+    scale(l, y);
+    bool after = exceeds(l, 1e30f);
+    map_rows(y, [=](int) { return before ? 2.f : after ? 1.f : 0.f; });
+  }
+  if (I == 6 || I == 7) {   // an element of row 20 rounds to 448, or is NaN
+    rt<e4m3, N> e;
+    fill(t, 431.f);
+    convert(e, t);
+    bool before = saturated(e);
+    map_rc(t, [](float a, int row, int col) { return row != 20 || col != 5 ? a : I == 6 ? 433.f : infinity() * 0.f; });
+    convert(e, t);
+    bool after = saturated(e);
+    map_rows(y, [=](int) { return before ? 2.f : after ? 1.f : 0.f; });
   }
   store(p.out, y, 64);
 }
