@@ -3,11 +3,11 @@
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
 // Each of two warpgroups owns 64 keys: p^T and ds^T are then register operands, and dk, dv stay in registers for the whole walk.
 // dq needs the ds of both warpgroups, which go through shared memory; it lags two steps behind, so that neither waits for the other.
-// One turn of matrix work is dq(i - 2), dv and dk(i - 1), s and dp(i); the arithmetic of i runs under the other warpgroup's turn.
+// A step's matrix work is dq(i - 2), dv and dk(i - 1), s and dp(i), in turns (TURNS) or as it comes; the arithmetic of i runs under the other warpgroup's.
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 or 1), *_REGS
+enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 or 1), *_REGS
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
@@ -105,11 +105,16 @@ template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, sh
 }
 
 // A step whose rows see none of this warpgroup's keys: zeros for dq. No product is in flight.
+TILE void skip_turn(shared &s, uint32_t n, int wg) {
+  if (TURNS) turn_wait<NC>(wg);
+  ring_wait(s.ring_q, ring_at<STAGES>(n));
+  if (SEQUENCES) clear_queries(s, n, wg);
+  if (TURNS) turn_pass<NC>(wg);
+}
 TILE void blind_step(state &a, shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
   fill(a.s, 0.f);
   convert(a.ds, a.s);
-  ring_wait(s.ring_q, at);
   sem_wait(s.dout_full[at.stage], at.phase);
   ring_acquire(s.ring_ds, to);
   store(s.ds[to.stage][wg], a.ds);
@@ -141,19 +146,17 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
 }
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
-  turn_begin<NC>(wg);
+  if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     state a;
     sem_wait(s.k_full[count & 1], (count / 2) & 1);
     sem_wait(s.v_full, count & 1);
     const held &t = s.task_of[count & 1];
-    // Its own keys; its first turn orders that for all of its warps, and ring_ds for the other, which reads k for dq.
+    // Its own keys. ring_ds orders that for the other, which reads k for dq.
     if (SEQUENCES) clear_rest(s.k[count & 1][wg], s.v[wg], get(t.own) - wg * 64);
-    bool late = begins_late(t, wg), early = ends_early(t, wg);
-    uint32_t begin = n, end = n + get(t.steps) - early;
-    if (late) {
-      turn_wait<NC>(wg);
-      turn_pass<NC>(wg);
+    uint32_t begin = n, end = n + get(t.steps) - ends_early(t, wg);
+    if (begins_late(t, wg)) {   // asked again below, rather than kept in a register
+      skip_turn(s, n, wg);
       blind_step(a, s, n++, wg);
       fill(a.dk, 0.f);
       fill(a.dv, 0.f);
@@ -161,14 +164,14 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     }
     for (; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);
-      turn_wait<NC>(wg);
+      if (TURNS) turn_wait<NC>(wg);
       if (n > begin + 1) catch_up<true>(a, p, s, n, count, wg);
-      else if (n > begin + late) {
+      else if (n > begin && !begins_late(t, wg)) {
         catch_up<false>(a, p, s, n, count, wg);
         free_k(s, count);
       }
       ring_wait(s.ring_q, at);
-      if (SEQUENCES && wg == 0) clear_queries(s, n);
+      if (SEQUENCES) clear_queries(s, n, wg);
       mma_fence();
       mma_ABt<ZERO>(a.s, s.k[count & 1][wg], s.q[at.stage]);
       mma_commit();
@@ -176,20 +179,16 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
       mma_fence();
       mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[at.stage]);
       mma_commit();
-      turn_pass<NC>(wg);
+      if (TURNS) turn_pass<NC>(wg);
       softmax(a, p, s, n, wg);
     }
-    if (early) {
-      turn_wait<NC>(wg);
-      ring_wait(s.ring_q, ring_at<STAGES>(n));
-      if (SEQUENCES && wg == 0) clear_queries(s, n);
-      turn_pass<NC>(wg);
-    }
+    bool early = ENDS && SEQUENCES && n - begin < (uint32_t)get(t.steps);
+    if (early) skip_turn(s, n, wg);
     finish(a, p, s, n, count, early, wg);
     n += early;
   }
   tma_store_wait_read();
-  turn_end<NC>(wg);
+  if (TURNS) turn_end<NC>(wg);
 }
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;

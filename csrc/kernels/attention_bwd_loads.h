@@ -41,12 +41,12 @@ TILE void free_k(shared &s, uint32_t count) {
   if (count > 0) sem_arrive(s.k_free[~count & 1]);
 }
 
-// Rows of q and dout that are not this sequence's. The first warpgroup, in its turn: the other's with this step comes later.
-TILE void clear_queries(shared &s, uint32_t n) {
+// Rows of q and dout that are not this sequence's: the first warpgroup clears them, both wait.
+TILE void clear_queries(shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<STAGES>(n);
   int rows = get(s.at[n % SLOTS].rows);
   if (rows >= M) return;
   sem_wait(s.dout_full[at.stage], at.phase);
-  clear_rest(s.q[at.stage], s.dout[at.stage], rows);
-  wg_sync();
+  if (wg == 0) clear_rest(s.q[at.stage], s.dout[at.stage], rows);
+  bar_sync(NC + 2, 128 * NC);
 }

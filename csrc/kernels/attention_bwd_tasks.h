@@ -104,6 +104,7 @@ template<int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int r
   clear_rows(a, 0, rows);
   clear_rows(b, 0, rows);
   fence_async();
+  wg_sync();
 }
 // Warpgroup. A block of 64 keys of dk or dv, of which `keys` are the sequence's, leaves through a tile that nobody reads any more (whose store is left
 // running), or is added to the other parts'.
@@ -128,9 +129,10 @@ TILE int block_of(const held &h, int step) {
 }
 // Whether none of a warpgroup's 64 keys is seen by the rows of a task's first step, or its last. (Where the first warpgroup does not see the first
 // step, nobody does, and likewise for the second and the last.)
-TILE bool begins_late(const held &h, int wg) { return BN == 128 && M == 64 && wg > 0 && get(h.first) * M + M - 1 + get(h.diagonal) - get(h.key0) < 64; }
+enum { ENDS = BN == 128 && M == 64 };
+TILE bool begins_late(const held &h, int wg) { return ENDS && wg > 0 && get(h.first) * M + M - 1 + get(h.diagonal) - get(h.key0) < 64; }
 TILE bool ends_early(const held &h, int wg) {
-  return BN == 128 && M == 64 && SEQUENCES && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks) - 1) * M + get(h.lower) - get(h.key0) > 63;
+  return ENDS && SEQUENCES && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks) - 1) * M + get(h.lower) - get(h.key0) > 63;
 }
 // Thread (the loader), before it makes the step's stage full.
 TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int head, int block) {
