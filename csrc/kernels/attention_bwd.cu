@@ -12,6 +12,7 @@ enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warp
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
+static_assert(!SEQUENCES || !TURNS, "in a turn nobody can wait for the other, as clear_queries does");
 
 struct shared {
   st<elem, 64, D> k[2][NC], v[NC];     // k of even and odd tasks: it is loaded while dk of the task before leaves through the other
