@@ -114,13 +114,13 @@ TILE void skip_turn(shared &s, uint32_t n, int wg) {
 }
 TILE void blind_step(state &a, shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
+  sem_wait(s.dout_full[at.stage], at.phase);
+  ring_release(s.ring_q, at);
   fill(a.s, 0.f);
   convert(a.ds, a.s);
-  sem_wait(s.dout_full[at.stage], at.phase);
   ring_acquire(s.ring_ds, to);
   store(s.ds[to.stage][wg], a.ds);
   ring_fill(s.ring_ds, to);
-  ring_release(s.ring_q, at);
 }
 // The last products of a task whose steps end before n, and its results; early: the n-th is blind and the last. The store of dk is left running.
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, bool early, int wg) {
@@ -154,7 +154,10 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     sem_wait(s.v_full, count & 1);
     const held &t = s.task_of[count & 1];
     // Its own keys. ring_ds orders that for the other, which reads k for dq.
-    if (SEQUENCES) clear_rest(s.k[count & 1][wg], s.v[wg], get(t.own) - wg * 64);
+    if (SEQUENCES) {
+      clear_rest(s.k[count & 1][wg], s.v[wg], get(t.own) - wg * 64);
+      wg_sync();
+    }
     uint32_t begin = n, end = n + get(t.steps) - ends_early(t, wg);
     if (begins_late(t, wg)) {   // asked again below, rather than kept in a register
       skip_turn(s, n, wg);

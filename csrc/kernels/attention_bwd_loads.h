@@ -46,7 +46,9 @@ TILE void clear_queries(shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<STAGES>(n);
   int rows = get(s.at[n % SLOTS].rows);
   if (rows >= M) return;
-  sem_wait(s.dout_full[at.stage], at.phase);
-  if (wg == 0) clear_rest(s.q[at.stage], s.dout[at.stage], rows);
+  if (wg == 0) {
+    sem_wait(s.dout_full[at.stage], at.phase);
+    clear_rest(s.q[at.stage], s.dout[at.stage], rows);
+  }
   bar_sync(NC + 2, 128 * NC);
 }

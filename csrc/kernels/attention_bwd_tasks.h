@@ -104,7 +104,6 @@ template<int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int r
   clear_rows(a, 0, rows);
   clear_rows(b, 0, rows);
   fence_async();
-  wg_sync();
 }
 // Warpgroup. A block of 64 keys of dk or dv, of which `keys` are the sequence's, leaves through a tile that nobody reads any more (whose store is left
 // running), or is added to the other parts'.
