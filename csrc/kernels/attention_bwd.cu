@@ -105,7 +105,7 @@ template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, sh
   ring_release(s.ring_q, ring_at<STAGES>(n - 1));
 }
 
-// A step whose rows see none of this warpgroup's keys: zeros for dq. No product is in flight.
+// A step whose rows see none of this warpgroup's keys: a turn without products, and zeros for dq. No product is in flight.
 TILE void skip_turn(shared &s, uint32_t n, int wg) {
   if (TURNS) turn_wait<NC>(wg);
   ring_wait(s.ring_q, ring_at<STAGES>(n));

@@ -127,7 +127,7 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
   mma_wait<0>(o, probabilities);
   ring_done(s.v_ring, at.v);
   exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
-  if (exceeds(sum, 16384.f)) {
+  if (exceeds(sum, 16384.f)) {   // fp16 ends at 65504. NaN, too: where m is -infinity, no key of the row was seen so far
     rv top, alpha;
     maximum(x, m, top, alpha, exponent(p));
     scale_rows(o, alpha);
