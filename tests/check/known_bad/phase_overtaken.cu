@@ -23,7 +23,7 @@ TILE void write(const params &, shared &s, int) {
   }
 }
 
-TILE void add(const params &p, shared &s, int) {
+TILE void add_parts(const params &p, shared &s, int) {
   rt<float, 64> x;
   rsum sum;
   rv rows;
@@ -37,6 +37,6 @@ TILE void add(const params &p, shared &s, int) {
   store(p.sums, rows, 64);
 }
 
-typedef block<params, shared, init, role<write, WARPGROUP, 1, 0>, role<add, WARPGROUP, 1, 0>> kernel;
+typedef block<params, shared, init, role<write, WARPGROUP, 1, 0>, role<add_parts, WARPGROUP, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
 EXAMPLE(kernel, 1, p.sums = example_words<float>(64))
