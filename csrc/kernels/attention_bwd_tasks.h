@@ -126,9 +126,9 @@ TILE int block_of(const held &h, int step) {
   int blocks = get(h.blocks), i = step % blocks + get(h.turn);
   return get(h.first) + (i < blocks ? i : i - blocks);
 }
+enum { ENDS = BN == 128 && M == 64 };   // steps small enough that a warpgroup may see nothing of one
 // Whether none of a warpgroup's 64 keys is seen by the rows of a task's first step, or its last. (Where the first warpgroup does not see the first
 // step, nobody does, and likewise for the second and the last.)
-enum { ENDS = BN == 128 && M == 64 };
 TILE bool begins_late(const held &h, int wg) { return ENDS && wg > 0 && get(h.first) * M + M - 1 + get(h.diagonal) - get(h.key0) < 64; }
 TILE bool ends_early(const held &h, int wg) {
   return ENDS && SEQUENCES && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks) - 1) * M + get(h.lower) - get(h.key0) > 63;
