@@ -195,6 +195,13 @@ void ck_order_pass(const void *pc, int *g, int value) {
   *g = value;
   point();
 }
+void ck_order_count(const void *pc, int *g) {
+  word *w = word_at(g);
+  if (!begin(pc, CK_OP_ORDER_COUNT, NULL, 0)) return;
+  publish(w->seen, w->fenced);
+  ++*g;
+  point();
+}
 int ck_atomic_next(const void *pc, int *counter) {
   if (ck.failed) return 0;
   point();

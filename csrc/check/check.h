@@ -55,6 +55,7 @@ void ck_mma_wait(const void *pc, int groups, ck_register **named, int count);
 void ck_store_wait(const void *pc, int groups, bool written);
 void ck_order_wait(const void *pc, const int *g, int value);
 void ck_order_pass(const void *pc, int *g, int value);
+void ck_order_count(const void *pc, int *g);
 int ck_atomic_next(const void *pc, int *counter);
 void ck_grid_wait(const void *pc);
 int ck_block_index(void);
@@ -78,7 +79,7 @@ enum ck_mutation {
 };
 enum ck_op {
   CK_OP_INIT, CK_OP_WAIT, CK_OP_ARRIVE, CK_OP_EXPECT, CK_OP_BAR_SYNC, CK_OP_BAR_ARRIVE, CK_OP_WG_SYNC, CK_OP_FENCE_ASYNC, CK_OP_MMA_FENCE, CK_OP_COMMIT,
-  CK_OP_MMA_WAIT, CK_OP_STORE_WAIT, CK_OP_ORDER_WAIT, CK_OP_ORDER_PASS, CK_OP_LOAD, CK_OP_STORE, CK_OP_PRODUCT, CK_OP_ATOMIC, CK_OP_GRID_WAIT
+  CK_OP_MMA_WAIT, CK_OP_STORE_WAIT, CK_OP_ORDER_WAIT, CK_OP_ORDER_PASS, CK_OP_LOAD, CK_OP_STORE, CK_OP_PRODUCT, CK_OP_ATOMIC, CK_OP_GRID_WAIT, CK_OP_ORDER_COUNT
 };
 enum ck_rule {
   CK_UNINITIALISED, CK_RACE, CK_OVERWRITE, CK_FENCE, CK_FENCE_READ, CK_IN_FLIGHT, CK_UNNAMED, CK_MMA_FENCE, CK_COUNT, CK_BYTES, CK_EXIT, CK_BARRIER,

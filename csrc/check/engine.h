@@ -107,7 +107,7 @@ bool ready(const fiber *f);                      // may the fiber go on?
 void wait_for(const void *pc, enum wait_kind kind, const void *on, int64_t value);
 // A counter in global memory that blocks meet at; `before`: its value before the run.
 typedef struct word { int *at, before; clock seen, fenced; } word;
-enum { MAX_WORDS = 1024 };
+enum { MAX_WORDS = 8192 };
 
 // ---- sync.c
 bool mutated(const void *pc, enum ck_mutation kind);

@@ -61,6 +61,7 @@ typedef struct attention_bwd_pre_params {
   const float *lse, *dlse;  // [batch, q_heads, q_rows]; dlse may be NULL
   float *lse2, *delta;      // [batch, q_heads, q_blocks * 64]
   float *dq_acc;            // [batch, q_heads, q_blocks, D / 64] accumulator tiles of 64 x 64
+  int64_t zero_blocks;      // of 64 rows, from the first on: the main kernel sees to others
   int *counters;
   int counter_words;
   int tasks, q_blocks, q_heads, q_rows;   // blocks of 64 rows, padding included
@@ -82,6 +83,8 @@ typedef struct attention_bwd_params {
   attention_features features;
   const float *lse2, *delta;
   float *dq_acc;
+  int lag;                  // key heads (or parts), numbered as tasks take them: tasks write zeros for the head this much after theirs; 0: they are there
+  int *zeroed;              // [batch * k_heads], from 0: blocks of the grid that have done so for a head
   int acc_blocks;           // of dk and dv: blocks of 64 keys of a head; packed sequences: of all of them
   int *counter;             // dynamic task counter
   int *order;               // [batch, q_heads, q_blocks, 2]: key blocks that have added to this half of dq; NULL where not deterministic

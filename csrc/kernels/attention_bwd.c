@@ -15,8 +15,13 @@ static int backward_section(const mg_context *c, bool masked, int64_t bytes, con
   if (masked) most = p->group == 1 ? 8 : at_least(4, at_most(8, c->sms / p->k_blocks));
   return attention_even_section(most, (int64_t)p->batch * p->k_heads);
 }
+// Whole sections, whose tasks are all drawn before the next one's, and so many that they are done by then: half as many tasks again as run at a time.
+static int backward_lag(const mg_context *c, const attention_bwd_params *p) {
+  int64_t lag = p->l2_heads * ceil_div(3 * c->sms, 2 * (int64_t)p->k_blocks * p->l2_heads);
+  return lag < (int64_t)p->batch * p->k_heads ? (int)lag : 0;
+}
 
-// The workspace is  dq accumulator | lse2 | delta | counter | order | dk accumulator | dv accumulator
+// The workspace is  dq accumulator | lse2 | delta | counter | order | zeroed | dk accumulator | dv accumulator
 typedef struct plan {
   const mg_kernel *pre, *main, *post;
   int64_t tile, q_blocks, q_real, blocks64;   // blocks of the main kernel's tile rows; allocated blocks of 64 rows, of a sequence
@@ -24,17 +29,19 @@ typedef struct plan {
   int64_t width;                              // columns of an accumulator row: the main kernel's head dimension
   int64_t acc_blocks;                         // blocks of 64 keys of a head in dk's and dv's accumulators, packed sequences: of all of them
   int parts;                                  // of each group of query heads; 1: dk and dv need no accumulators
-  size_t lse2, delta, counters, counter_words, dk, dv, bytes;   // offsets in bytes
+  size_t lse2, delta, counters, zeroed, counter_words, dk, dv, bytes;   // offsets in bytes; zeroed: in words, from the counters
 } plan;
 
 static size_t round_up(size_t n) { return (n + 255) & ~(size_t)255; }
 
+// The kernel of all features, whose blocks have 64 keys, neither adds up parts nor writes zeros.
+static bool is_fast(const mg_kernel *main) { return mg_desc(main)->tile_n >= 128; }
+
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512
-// columns (found by measuring: 0.87 of the speed with 1024), the heads are dealt out to tasks whose dk and dv are added up in fp32. The kernel of all
-// features, whose blocks have 64 keys, does not add up.
+// columns (found by measuring: 0.87 of the speed with 1024), the heads are dealt out to tasks whose dk and dv are added up in fp32.
 static int parts_of(const attention_shape *x, const mg_problem *problem, const plan *w, int64_t k_blocks, const mg_context *c) {
   int64_t group = x->q_heads / at_least(1, x->k_heads), blocks = x->batch * x->k_heads * k_blocks * mg_desc(w->main)->cluster, parts = 1;
-  if (problem->deterministic || mg_desc(w->main)->tile_n < 128) return 1;
+  if (problem->deterministic || !is_fast(w->main)) return 1;
   while (parts < group && (2 * blocks * parts < 3 * c->sms || (problem->gpu && group / parts * w->width > 512)))
     do parts++; while (group % parts);
   return (int)parts;
@@ -62,10 +69,11 @@ static mg_status make_plan(plan *w, const attention_shape *x, const mg_problem *
   w->lse2 = round_up(rows * (size_t)w->width * sizeof(float));
   w->delta = w->lse2 + round_up(rows * sizeof(float));
   w->counters = w->delta + round_up(rows * sizeof(float));
-  w->counter_words = 4 + (problem->deterministic ? (size_t)(heads * w->q_blocks * 4) : 0);
-  w->dk = w->counters + round_up(w->counter_words * sizeof(int));
   int64_t tile_n = mg_desc(w->main)->tile_n, k_blocks = ceil_div(x->k_rows, tile_n);
   w->parts = parts_of(x, problem, w, at_least(1, k_blocks), c);
+  w->zeroed = 4 + (problem->deterministic ? (size_t)(heads * w->q_blocks * 4) : 0);
+  w->counter_words = w->zeroed + (size_t)(x->batch * x->k_heads * w->parts);
+  w->dk = w->counters + round_up(w->counter_words * sizeof(int));
   w->acc_blocks = (packed ? x->k_total / tile_n + 2 * x->batch : k_blocks) * (tile_n / 64);
   size_t acc = w->parts > 1 ? (size_t)((packed ? 1 : x->batch) * x->k_heads * w->acc_blocks * 64 * w->width) * sizeof(float) : 0;
   w->dv = w->dk + round_up(acc);
@@ -142,19 +150,11 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   const packed_rows packed = {f->q_start ? f->q_start->data : NULL, (int)(w.tile / 64), (int)w.head_blocks};
   const packed_rows packed_keys = {f->k_start ? f->k_start->data : NULL, mg_desc(w.main)->tile_n / 64, (int)w.acc_blocks};
 
-  attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,
-                                  .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
-                                  .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_rows = (int)x.q_total,
-                                  .packed = packed};
-  if ((status = map_once(&pre.o, &c, "attention_backward: out", out)) || (status = map_once(&pre.dout, &c, "attention_backward: dout", dout)) ||
-      (status = mg_launch(&c, w.pre, &pre, attention_grid(&c, w.pre, pre.tasks))))
-    return status;
 
-  if (w.parts > 1 && (status = mg_fill(&c, base + w.dk, 0, sizeof(int), (int64_t)((w.bytes - w.dk) / sizeof(int))))) return status;
   const mg_kernel_desc *desc = mg_desc(w.main);
   attention_bwd_params p = {
     .lse2 = lse2, .delta = delta, .dq_acc = acc, .counter = counters, .order = options->deterministic ? counters + 4 : NULL,
-    .k_blocks = (int)ceil_div(x.k_rows, desc->tile_n), .q_blocks = (int)w.q_blocks, .q_real = (int)w.q_real, .batch = (int)x.batch,
+    .zeroed = counters + w.zeroed, .k_blocks = (int)ceil_div(x.k_rows, desc->tile_n), .q_blocks = (int)w.q_blocks, .q_real = (int)w.q_real, .batch = (int)x.batch,
     .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads * w.parts, .group = (int)(x.q_heads / x.k_heads) / w.parts, .parts = w.parts,
     .acc_blocks = (int)w.acc_blocks,
     .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows, .diagonal = attention_upper_diagonal(&x, options), .scale = (float)(x.scale * LOG2E),
@@ -163,6 +163,16 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     .dv = {.data = dv->data, .row = dv->stride[2], .head = dv->stride[1], .columns = (int)x.dv, .acc = w.parts > 1 ? (float *)(base + w.dv) : NULL}};
   p.tasks = (int)x.batch * p.k_heads * p.k_blocks;
   p.l2_heads = backward_section(&c, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), &p);
+  if (is_fast(w.main) && !packed.start) p.lag = backward_lag(&c, &p);
+  attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,
+                                  .zero_blocks = p.lag ? p.lag * p.group * w.blocks64 : INT64_MAX, .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
+                                  .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_rows = (int)x.q_total,
+                                  .packed = packed};
+  if ((status = map_once(&pre.o, &c, "attention_backward: out", out)) || (status = map_once(&pre.dout, &c, "attention_backward: dout", dout)) ||
+      (status = mg_launch(&c, w.pre, &pre, attention_grid(&c, w.pre, pre.tasks))))
+    return status;
+
+  if (w.parts > 1 && (status = mg_fill(&c, base + w.dk, 0, sizeof(int), (int64_t)((w.bytes - w.dk) / sizeof(int))))) return status;
   int rows = (int)at_most(64, desc->tile_n);
   if ((status = attention_map(&p.q, &c, "attention_backward: q", q, desc->tile_m, 64)) || (status = attention_map(&p.dout, &c, "attention_backward: dout", dout, desc->tile_m, 64)) ||
       (status = attention_map(&p.k, &c, "attention_backward: k", k, rows, 64)) || (status = attention_map(&p.v, &c, "attention_backward: v", v, rows, 64)) ||

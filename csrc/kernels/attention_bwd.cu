@@ -7,7 +7,7 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64 * NC };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 or 1), *_REGS
+enum { NC = 2, BN = 64 * NC, BLOCKS = 1, ZEROS = 128 };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 or 1), *_REGS
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
@@ -19,6 +19,7 @@ struct shared {
   st<elem, M, D> q[STAGES], dout[STAGES];
   st<elem, 64, M> ds[DS_STAGES][NC];   // ds^T: keys x queries
   sv<M> lse2[STAGES], delta[STAGES];
+  sv<ZEROS> zeros;
   ring<STAGES, ASYNC_READS> ring_q;    // q and lse2; also hands out the stages of dout
   sem dout_full[STAGES];               // dout and delta
   place at[SLOTS];                     // of step n, from the loader
@@ -32,7 +33,7 @@ TILE void init(shared &s) {
   ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, NC));
   for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
-  queue_init(s.queue, arrivals(0, 0, NC));
+  queue_init(s.queue, arrivals(1, 0, NC));
   for (int i = 0; i < 2; i++) {
     sem_init(s.k_full[i], arrivals(1, 0, 0));
     sem_init(s.k_free[i], arrivals(0, 0, NC));
@@ -41,6 +42,7 @@ TILE void init(shared &s) {
   sem_init(s.v_free, arrivals(0, 0, NC));
 }
 
+#include "kernels/attention_bwd_zero.h"
 #include "kernels/attention_bwd_loads.h"
 
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
@@ -195,5 +197,6 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   if (TURNS) turn_end<NC>(wg);
 }
 
-typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
+typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<cleaner, THREAD, 1, LOAD_REGS>> kernel;
 ENTRY(kernel, M, BN)

@@ -16,6 +16,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       int head = head_of(t, p, step), block = block_of(t, step);
       int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
+      if (step == 1) wait_for_zeros(p, t);
       put_place(s.at[n % SLOTS], p, t, head, block);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
       tma_load_cols_multicast<HALF>(s.q[at.stage], col, p.q, s.ring_q.full[at.stage], block * M, col, head, batch, 3);

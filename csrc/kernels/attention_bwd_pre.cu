@@ -61,7 +61,7 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
     load(lse, p.lse + t.row, t.rows, infinity());
     fill(dlse, 0.f);
     if (p.dlse) load(dlse, p.dlse + t.row, t.rows, 0.f);
-    for (int c = 0; c < DQ_TILES && t.rows > 0; c++) zero_acc<64>(p.dq_acc + (t.block * DQ_TILES + c) * 64 * 64);
+    for (int c = 0; c < DQ_TILES && t.rows > 0 && p.zero_blocks > t.block; c++) zero_acc<64>(p.dq_acc + (t.block * DQ_TILES + c) * 64 * 64);
     fill(dot, 0.f);
     sem_wait(s.full, phase);
     phase ^= 1;

@@ -23,13 +23,18 @@ TILE bool is_empty(const task &t) { return SEQUENCES && t.key0 >= t.seq.keys; }
 TILE int in_memory(const attention_bwd_params &p, const task &t) { return SEQUENCES && p.features.q_start ? 0 : t.batch; }
 
 // Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys, first.
+TILE int head_and_block(const attention_bwd_params &p, int i, int &block) {
+  int section = i / (p.l2_heads * p.k_blocks), r = i - section * p.l2_heads * p.k_blocks, left = p.batch * p.k_heads - section * p.l2_heads;
+  int heads = left < p.l2_heads ? left : p.l2_heads;
+  block = r / heads;
+  return section * p.l2_heads + r - block * heads;
+}
 TILE task task_at(const attention_bwd_params &p, int i) {
   task t;
-  int section = i / (p.l2_heads * p.k_blocks), r = i - section * p.l2_heads * p.k_blocks, left = p.batch * p.k_heads - section * p.l2_heads;
-  int heads = left < p.l2_heads ? left : p.l2_heads, bh = section * p.l2_heads + r % heads;
+  int block, bh = head_and_block(p, i, block);
   t.batch = bh / p.k_heads;
   t.k_head = bh - t.batch * p.k_heads;
-  t.key0 = r / heads * BN;
+  t.key0 = block * BN;
   t.seq = {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED};
   t.real = p.q_real;
   t.base = t.batch * p.q_heads * p.q_blocks;

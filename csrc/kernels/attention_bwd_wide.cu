@@ -8,7 +8,7 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { PAIR = 2, KEYS = 64, BN = PAIR * KEYS, M = 64, STAGES = 2, HALF = D / PAIR };   // D, DETERMINISTIC, FEATURES (0), *_REGS
+enum { PAIR = 2, BLOCKS = PAIR, ZEROS = 128, KEYS = 64, BN = PAIR * KEYS, M = 64, STAGES = 2, HALF = D / PAIR };   // D, DETERMINISTIC, FEATURES (0), *_REGS
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 static_assert(HALF == 2 * 64, "a step's dq is one 64 x 64 tile for each warpgroup of the pair");
@@ -19,6 +19,7 @@ struct shared {
   st<elem, M, D> q[STAGES], dout[STAGES];
   st<elem, KEYS, M> ds, ds_other;      // p^T, then ds^T in its place; the other block's ds^T
   sv<M> lse2[STAGES], delta[STAGES];
+  sv<ZEROS> zeros;
   ring<STAGES, ASYNC_READS> ring_q, ring_dout;   // with lse2 and delta, which are read before the fence of an arrival
   sem p_full, ds_full, other_full;     // these five: one phase a step
   sem ds_free, other_free;             // ds may be written here; ds_other in the other block
@@ -36,7 +37,7 @@ TILE void init(shared &s) {
   sem_init(s.other_full, arrivals(1, 0, 0));
   sem_init(s.ds_free, arrivals(1, 0, 2));
   sem_init(s.other_free, arrivals(0, 0, 2));
-  cluster_queue_init(s.queue, PAIR, arrivals(1, 0, 2));
+  cluster_queue_init(s.queue, PAIR, arrivals(2, 0, 2));
   sem_init(s.k_full, arrivals(1, 0, 0));
   sem_init(s.v_full, arrivals(1, 0, 0));
   sem_init(s.k_read, arrivals(0, 0, 2));
@@ -44,6 +45,7 @@ TILE void init(shared &s) {
   sem_init(s.v_free, arrivals(0, 0, 1));
 }
 
+#include "kernels/attention_bwd_zero.h"
 #include "kernels/attention_bwd_pair.h"
 
 // 64 columns of dq of step n, for the keys of both blocks; `also`: what else is in flight.
@@ -184,5 +186,6 @@ TILE void keys(const attention_bwd_params &p, shared &s, int) {
 }
 
 typedef block<attention_bwd_params, shared, init, role<values, WARPGROUP, 1, COMPUTE_REGS>, role<keys, WARPGROUP, 1, COMPUTE_REGS>,
-              role<loader, THREAD, 1, LOAD_REGS>, role<sender, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>> kernel;
+              role<loader, THREAD, 1, LOAD_REGS>, role<sender, THREAD, 1, LOAD_REGS>,
+              role<cleaner, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>> kernel;
 ENTRY(kernel, M, BN)

@@ -24,7 +24,8 @@ template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T
 // Warpgroup: its first thread issues and commits one group. Elements outside the tensor are not written.
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch);
 template<int G = 0> TILE void tma_store_wait_read();    // warpgroup: the issuing thread, until at most G groups still read shared memory
-template<int G = 0> TILE void tma_store_wait();         // ... until at most G groups are not yet written
+template<int G = 0, int W = WARPGROUP> TILE void tma_store_wait();   // ... until at most G groups are not yet written; of a thread, its own
+template<int N> TILE void tma_store(float *g, const sv<N> &t);       // thread: one group; g 16-byte aligned, N floats
 TILE void tma_prefetch(const gmap &m);                  // thread
 
 // ---- shared <-> registers (warpgroup). c0: first column of the window in the shared tile, a multiple of 16
@@ -37,6 +38,7 @@ template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K
 TILE void load(rv &v, const sv<64> &s);
 template<int N> TILE void load(cv<N> &v, const sv<N> &s);
 template<int N> TILE float get(const sv<N> &s, int i);  // any width
+template<int N> TILE void clear(sv<N> &s);              // thread: zeros
 TILE void put(int &s, int v);                           // thread: a scalar in shared memory, ordered by semaphores like a tile
 TILE void put_at(int &s, int v, sem &full, int rank);   // thread: put() in block `rank` of this cluster, and an arrival at its `full`
 TILE int get(const int &s);

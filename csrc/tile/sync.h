@@ -25,6 +25,7 @@ TILE void fence_async();
 // every role of it, before it touches global memory: until that kernel is over and its writes are seen.
 TILE void grid_wait();
 
-// Global counters that order blocks (deterministic reductions). A warpgroup waits until *g >= value, sees all writes of those who passed.
-TILE void order_wait(const int *g, int value);
+// Global counters that order blocks. order_wait: until *g >= value; all writes of those who passed or counted are seen.
+template<int W = WARPGROUP> TILE void order_wait(const int *g, int value);   // warpgroup or thread
 TILE void order_pass(int *g, int value);                // warpgroup: its global writes before it, then *g = value
+template<int W> TILE void order_count(int *g);          // thread: its global writes before it, then 1 is added to *g

@@ -87,6 +87,11 @@ template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C
   issue_store(whole(t), [=, &t, &m] { copy_out<T, R, C>(m, t.d, row, col, head, batch); });
 }
 
+template<int N> TILE void tma_store(float *g, const sv<N> &t) {
+  store_writes_global(g, sizeof t.d);
+  issue_store(whole(t.d), [=, &t] { memcpy(g, t.d, sizeof t.d); });
+}
+
 // ---- shared <-> registers. The overloads for float settle which of the two general forms takes fp32 elements.
 template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 64, C> &s, int c0) {
   reads_shared(part(s, 0, 64, c0, N));
@@ -164,6 +169,10 @@ template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
 template<int N> TILE float get(const sv<N> &s, int i) {
   reads_shared(whole(s.d[i]));
   return s.d[i];
+}
+template<int N> TILE void clear(sv<N> &s) {
+  writes_shared(s, whole(s.d));
+  memset(s.d, 0, sizeof s.d);
 }
 TILE void put(int &s, int v) {
   writes_shared(s, whole(s));

@@ -62,12 +62,13 @@ template<class Tile, class F> TILE void issue_send(const region &, Tile &t, cons
 TILE void wg_sync() {}
 TILE void fence_async() {}
 template<int G> TILE void tma_store_wait_read() {}
-template<int G> TILE void tma_store_wait() {}
+template<int G, int W> TILE void tma_store_wait() {}
 TILE void tma_prefetch(const gmap &) {}
 TILE void mma_fence() {}
 TILE void mma_commit() {}
 template<int G, class... Tile> TILE void mma_wait(Tile &...) {}
 
 TILE void grid_wait() {}
-TILE void order_wait(const int *g, int value) { fiber_wait(WAIT_ORDER, g, (uint32_t)value); }
+template<int W> TILE void order_wait(const int *g, int value) { fiber_wait(WAIT_ORDER, g, (uint32_t)value); }
 TILE void order_pass(int *g, int value) { __atomic_store_n(g, value, __ATOMIC_RELEASE); }
+template<int W> TILE void order_count(int *g) { __atomic_fetch_add(g, 1, __ATOMIC_RELEASE); }

@@ -57,21 +57,26 @@ template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 }
+template<int N> TILE void tma_store(float *g, const sv<N> &t) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;"
+    ::"l"(g), "r"(shared_address(&t)), "n"(N * 4) : "memory");
+}
 template<int G> TILE void tma_store_wait_read() {
   trace(TRACE_STORE_WAIT, nullptr, G);
   if (thread_in_group() == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(G) : "memory");
 }
-template<int G> TILE void tma_store_wait() {
+template<int G, int W> TILE void tma_store_wait() {
   trace(TRACE_STORE_WAIT, nullptr, G);
-  if (thread_in_group() == 0) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(G) : "memory");
+  if (W == THREAD || thread_in_group() == 0) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(G) : "memory");
 }
 TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" ::"l"(&m) : "memory"); }
 
 // ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8 columns, 16-31 of the right 8.
 template<typename T, int C> TILE uint32_t block_address(const st<T, 64, C> &t, int col) {
   static_assert(sizeof(T) == 2, "8 columns are 16 bytes");
-  int r = warp_in_group() * 16 + (lane() & 15), chunk = (col & 63) / 8 + (lane() >> 4);
-  return shared_address(&t) + (col / 64) * 64 * 128 + r * 128 + ((chunk ^ (r & 7)) << 4);
+  int r = warp_in_group() * 16 + (lane() & 15);
+  uint32_t first = shared_address(&t) + r * 128 + (((lane() >> 4) ^ (r & 7)) << 4);   // tiles are aligned to 1024: the chunks of its row are an exclusive or away
+  return (first ^ (col & 63) / 8 << 4) + (col / 64) * 64 * 128;
 }
 // Address for the .trans forms: block k of 16 rows of a K x 64 tile, this warp's 16 columns.
 template<typename T, int K> TILE uint32_t block_address_t(const st<T, K, 64> &t, int k) {
@@ -234,6 +239,10 @@ template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
       : "r"(shared_address(&s) + (i * 8 + thread_col()) * 4) : "memory");
 }
 template<int N> TILE float get(const sv<N> &s, int i) { return s.d[i]; }
+template<int N> TILE void clear(sv<N> &s) {
+#pragma unroll 1
+  for (int i = 0; i < N; i++) s.d[i] = 0.f;
+}
 TILE void put(int &s, int v) { *(volatile int *)&s = v; }
 TILE void put_at(int &s, int v, sem &full, int rank) {
   asm volatile("{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 at, %2, %3;\n"

@@ -1,7 +1,7 @@
 // Synchronisation on sm_90a: mbarriers, named barriers, proxy fences.
 #pragma once
 enum traced { TRACE_WAIT = 1, TRACE_ARRIVE, TRACE_EXPECT, TRACE_BAR_SYNC, TRACE_BAR_ARRIVE, TRACE_WG_SYNC, TRACE_FENCE_ASYNC, TRACE_MMA_FENCE, TRACE_COMMIT,
-              TRACE_MMA_WAIT, TRACE_STORE_WAIT, TRACE_ORDER_WAIT, TRACE_ORDER_PASS };
+              TRACE_MMA_WAIT, TRACE_STORE_WAIT, TRACE_ORDER_WAIT, TRACE_ORDER_PASS, TRACE_ORDER_COUNT = 19 };
 TILE void hardware_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 TILE void group_barrier() { hardware_barrier(8 + (int)(threadIdx.x >> 7), 128); }
 TILE void sem_init(sem &s, int count) {
@@ -59,17 +59,22 @@ TILE void fence_async() {
 
 TILE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-TILE void order_wait(const int *g, int value) {
+template<int W> TILE void order_wait(const int *g, int value) {
   trace(TRACE_ORDER_WAIT, nullptr, value);
-  if (thread_in_group() == 0) {
+  if (W == THREAD || thread_in_group() == 0) {
     int seen;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(g) : "memory"); while (seen < value);
   }
-  group_barrier();
+  if (W == WARPGROUP) group_barrier();
 }
 TILE void order_pass(int *g, int value) {
   trace(TRACE_ORDER_PASS, nullptr, value);
   __threadfence();
   group_barrier();
   if (thread_in_group() == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(g), "r"(value) : "memory");
+}
+template<int W> TILE void order_count(int *g) {
+  static_assert(W == THREAD, "a thread's");
+  trace(TRACE_ORDER_COUNT, nullptr, 0);
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(g) : "memory");
 }

@@ -23,6 +23,7 @@ KINDS = {
     "store_wait": ("drop", "group less"),
     "order_wait": ("drop",),
     "order_pass": ("drop",),
+    "order_count": ("drop",),
     "grid_wait": ("drop",),
 }
 
