@@ -7,12 +7,12 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64 * NC, BLOCKS = 1, ZEROS = 128 };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 or 1), *_REGS
+enum { NC = 2, BN = 64 * NC, BLOCKS = 1, ZEROS = 128, CLEANERS = FEATURES < 2 };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 or 1), *_REGS
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
-static_assert(!SEQUENCES || !TURNS, "in a turn nobody can wait for the other, as clear_queries does");
+static_assert(!WINDOWS || !TURNS, "in a turn nobody can wait for the other, as clear_queries does; and ends take none");
 
 struct shared {
   st<elem, 64, D> k[2][NC], v[NC];     // k of even and odd tasks: it is loaded while dk of the task before leaves through the other
@@ -33,7 +33,7 @@ TILE void init(shared &s) {
   ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, NC));
   for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
-  queue_init(s.queue, arrivals(1, 0, NC));
+  queue_init(s.queue, arrivals(CLEANERS, 0, NC));
   for (int i = 0; i < 2; i++) {
     sem_init(s.k_full[i], arrivals(1, 0, 0));
     sem_init(s.k_free[i], arrivals(0, 0, NC));
@@ -47,23 +47,29 @@ TILE void init(shared &s) {
 
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
 
-// s to p, dp to ds; ds also to shared memory. The fence of ring_fill orders the reads of lse2 and delta before their stage is released.
-TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
+// s to p, dp to ds, for N queries of step n from the first on; ds also to shared memory, with zeros for the other queries. The fence of ring_fill orders the
+// reads of lse2 and delta before their stage is released.
+template<int N>
+TILE void softmax(rt<float, N> &x, rt<float, N> &dp, rt<elem, N> &prob, rt<elem, N> &ds, const attention_bwd_params &p, shared &s, uint32_t n, int first, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
-  int keys = get(s.at[n % SLOTS].keys) - wg * 64, diagonal = get(s.at[n % SLOTS].diagonal) - wg * 64;
+  int keys = get(s.at[n % SLOTS].keys) - wg * 64, diagonal = get(s.at[n % SLOTS].diagonal) + first - wg * 64;
   float c = p.scale;
-  int lower = SEQUENCES ? get(s.at[n % SLOTS].lower) - wg * 64 : -UNMASKED;
-  mma_wait<1>(a.s);
-  if (diagonal < 63) triu(a.s, -diagonal, -infinity());
-  if (SEQUENCES && lower > -M) tril(a.s, -lower, -infinity());
-  if (keys < 64) map_rc(a.s, [=](float x, int key, int) { return key < keys ? x : -infinity(); });
-  map_col(a.s, s.lse2[at.stage], [=](float x, float l) { return fast_exp2(fused(x, c, -l)); });
+  int lower = WINDOWS ? get(s.at[n % SLOTS].lower) + first - wg * 64 : -UNMASKED;
+  mma_wait<1>(x);
+  if (diagonal < 63) triu(x, -diagonal, -infinity());
+  if (WINDOWS && lower > -N) tril(x, -lower, -infinity());
+  if (keys < 64) map_rc(x, [=](float a, int key, int) { return key < keys ? a : -infinity(); });
+  map_col(x, slice<N>(s.lse2[at.stage], first), [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
-  mma_wait<0>(a.dp);
-  map_col(a.dp, a.s, s.delta[at.stage], [](float dp, float prob, float d) { return prob * (dp - d); });
-  convert(a.p, a.s);
-  convert(a.ds, a.dp);
-  store(s.ds[to.stage][wg], a.ds);
+  mma_wait<0>(dp);
+  map_col(dp, x, slice<N>(s.delta[at.stage], first), [](float a, float b, float d) { return b * (a - d); });
+  convert(prob, x);
+  convert(ds, dp);
+  store(s.ds[to.stage][wg], ds, first);
+  if constexpr (N < M) {
+    fill(x, 0.f);
+    store(s.ds[to.stage][wg], x, M - N - first);
+  }
   ring_fill(s.ring_ds, to);
 }
 
@@ -107,33 +113,54 @@ template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, sh
   ring_release(s.ring_q, ring_at<STAGES>(n - 1));
 }
 
-// A step whose rows see none of this warpgroup's keys: a turn without products, and zeros for dq. No product is in flight.
-TILE void skip_turn(shared &s, uint32_t n, int wg) {
-  if (TURNS) turn_wait<NC>(wg);
-  ring_wait(s.ring_q, ring_at<STAGES>(n));
-  if (SEQUENCES) clear_queries(s, n, wg);
-  if (TURNS) turn_pass<NC>(wg);
-}
-TILE void blind_step(state &a, shared &s, uint32_t n, int wg) {
+// A task's first step for the second warpgroup, whose keys its first 64 rows do not see, and its last for the first, likewise: from its products to dv and dk,
+// without the rows that see nothing (of 64, that is all). No product is in flight.
+template<int A> TILE void end_step(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
-  sem_wait(s.dout_full[at.stage], at.phase);
+  int first = A == ZERO ? M - 64 : 0;
+  OVERLAY(float, 64, x, a.s);
+  OVERLAY(float, 64, dp, a.dp);
+  OVERLAY(elem, 64, prob, a.p);
+  OVERLAY(elem, 64, ds, a.ds);
+  if (TURNS) turn_wait<NC>(wg);
+  ring_wait(s.ring_q, at);
+  if (PACKED) clear_queries(s, n, wg);
+  if constexpr (M == 64) {
+    if (TURNS) turn_pass<NC>(wg);
+    sem_wait(s.dout_full[at.stage], at.phase);
+    if (A == ZERO) fill(a.dk, 0.f), fill(a.dv, 0.f);
+    fill(x, 0.f);
+    ring_acquire(s.ring_ds, to);
+    store(s.ds[to.stage][wg], x);
+    ring_fill(s.ring_ds, to);
+  } else {
+    mma_fence();
+    mma_ABt_rows<ZERO>(x, s.k[count & 1][wg], s.q[at.stage], first);
+    mma_commit();
+    sem_wait(s.dout_full[at.stage], at.phase);
+    mma_fence();
+    mma_ABt_rows<ZERO>(dp, s.v[wg], s.dout[at.stage], first);
+    mma_commit();
+    if (TURNS) turn_pass<NC>(wg);
+    softmax(x, dp, prob, ds, p, s, n, first, wg);
+    mma_fence();
+    mma_AB_rows<A>(a.dv, prob, s.dout[at.stage], first);
+    mma_AB_rows<A>(a.dk, ds, s.q[at.stage], first);
+    mma_commit();
+    mma_wait<0>(a.dv, a.dk, prob, ds);
+  }
   ring_release(s.ring_q, at);
-  fill(a.s, 0.f);
-  convert(a.ds, a.s);
-  ring_acquire(s.ring_ds, to);
-  store(s.ds[to.stage][wg], a.ds);
-  ring_fill(s.ring_ds, to);
 }
-// The last products of a task whose steps end before n, and its results; early: the n-th is blind and the last. The store of dk is left running.
+// The last products of a task whose steps end before n, and its results; early: the n-th is an end_step. The store of dk is left running.
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, bool early, int wg) {
   rt<float, 64> dq;
   const held &t = s.task_of[count & 1];
   float scale = p.scale * 0.6931471805599453f;
   int row = get(t.row) + wg * 64, head = key_head(t, p), batch = get(t.batch);
-  int acc = acc_block(p, batch, get(t.part), get(t.key0)) + (SEQUENCES ? get(t.acc0) : 0) + wg;
-  int keys = SEQUENCES && p.features.q_start ? get(t.keys) - wg * 64 : 64;
+  int acc = acc_block(p, batch, get(t.part), get(t.key0)) + (PACKED ? get(t.acc0) : 0) + wg;
+  int keys = PACKED && p.features.q_start ? get(t.keys) - wg * 64 : 64;
   catch_up<true>(a, p, s, n, count, wg);
-  if (early) blind_step(a, s, n, wg);
+  if (early) end_step<ACC>(a, p, s, n, count, wg);
   leave(p.dv, s.v[wg], a.dv, row, head, batch, acc, keys);   // only this warpgroup reads this v
   ROLLED for (uint32_t end = n + early; n <= end; n++) {
     dq_issue(dq, s, n - 1, count, wg);
@@ -156,16 +183,13 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     sem_wait(s.v_full, count & 1);
     const held &t = s.task_of[count & 1];
     // Its own keys. ring_ds orders that for the other, which reads k for dq.
-    if (SEQUENCES) {
+    if (PACKED) {
       clear_rest(s.k[count & 1][wg], s.v[wg], get(t.own) - wg * 64);
       wg_sync();
     }
     uint32_t begin = n, end = n + get(t.steps) - ends_early(t, wg);
     if (begins_late(t, wg)) {   // asked again below, rather than kept in a register
-      skip_turn(s, n, wg);
-      blind_step(a, s, n++, wg);
-      fill(a.dk, 0.f);
-      fill(a.dv, 0.f);
+      end_step<ZERO>(a, p, s, n++, count, wg);
       free_k(s, count);
     }
     for (; n < end; n++) {
@@ -177,7 +201,7 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
         free_k(s, count);
       }
       ring_wait(s.ring_q, at);
-      if (SEQUENCES) clear_queries(s, n, wg);
+      if (PACKED) clear_queries(s, n, wg);
       mma_fence();
       mma_ABt<ZERO>(a.s, s.k[count & 1][wg], s.q[at.stage]);
       mma_commit();
@@ -186,10 +210,9 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
       mma_ABt<ZERO>(a.dp, s.v[wg], s.dout[at.stage]);
       mma_commit();
       if (TURNS) turn_pass<NC>(wg);
-      softmax(a, p, s, n, wg);
+      softmax(a.s, a.dp, a.p, a.ds, p, s, n, 0, wg);
     }
-    bool early = ENDS && SEQUENCES && n - begin < (uint32_t)get(t.steps);
-    if (early) skip_turn(s, n, wg);
+    bool early = WINDOWS && n - begin < (uint32_t)get(t.steps);
     finish(a, p, s, n, count, early, wg);
     n += early;
   }
@@ -198,5 +221,5 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
 }
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<cleaner, THREAD, 1, LOAD_REGS>> kernel;
+              role<cleaner, THREAD, CLEANERS, LOAD_REGS>> kernel;
 ENTRY(kernel, M, BN)

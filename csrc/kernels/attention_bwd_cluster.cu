@@ -9,7 +9,7 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { PAIR = 2, BLOCKS = PAIR, ZEROS = 128, NC = 2, KEYS = 64 * NC, BN = PAIR * KEYS, HALF = D / PAIR };   // D, M, Q_STAGES, DOUT_STAGES, DETERMINISTIC, FEATURES (0), *_REGS
+enum { PAIR = 2, NC = 2, KEYS = 64 * NC, BN = PAIR * KEYS, HALF = D / PAIR };   // D, M, Q_STAGES, DOUT_STAGES, DETERMINISTIC, FEATURES (0), *_REGS
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 static_assert(M == 64 && HALF == 64, "a step's dq is one 64 x 64 tile for each block of the pair");
@@ -21,7 +21,6 @@ struct shared {
   st<elem, M, D> q[Q_STAGES], dout[DOUT_STAGES];
   st<elem, 64, M> ds[NC][NC], ds_other[NC][NC];    // of step n % NC: ds^T, keys x queries, here and in the other block
   sv<M> lse2[Q_STAGES], delta[DOUT_STAGES];
-  sv<ZEROS> zeros;
   ring<DOUT_STAGES, ASYNC_READS> ring_dout;        // with delta, which is read before the fence of an arrival; also hands out the stages of q
   sem q_full[Q_STAGES];                            // with lse2
   ring<NC, ASYNC_READS> ring_ds;
@@ -38,14 +37,13 @@ TILE void init(shared &s) {
   cluster_ring_init<PAIR>(s.ring_dout, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, PAIR));
   ring_init(s.ring_other, arrivals(NC, 0, 0), arrivals(0, 0, 1));
-  cluster_queue_init(s.queue, PAIR, arrivals(2, 0, NC));
+  cluster_queue_init(s.queue, PAIR, arrivals(1, 0, NC));
   sem_init(s.k_full, arrivals(1, 0, 0));
   sem_init(s.v_full, arrivals(1, 0, 0));
   sem_init(s.k_free, arrivals(0, 0, NC));
   sem_init(s.v_free, arrivals(0, 0, NC));
 }
 
-#include "kernels/attention_bwd_zero.h"
 #include "kernels/attention_bwd_exchange.h"
 
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p; };
@@ -83,12 +81,12 @@ TILE void dq_issue(rt<float, HALF> &dq, shared &s, uint32_t n) {
 }
 TILE void dq_add(rt<float, HALF> &dq, const attention_bwd_params &p, shared &s, uint32_t n) {
   ring_pos at = ring_at<NC>(n);
-  int tile = get(s.at[n % SLOTS].dq_block) * PAIR + cluster_rank();
+  int64_t tile = (int64_t)get(s.at[n % SLOTS].dq_block) * PAIR + cluster_rank();
   int turn = DETERMINISTIC ? get(s.at[n % SLOTS].turn) : -1;
   sem_arrive_at(s.ring_other.empty[at.stage], other_rank());
   ring_release(s.ring_ds, at);
   if (turn >= 0) order_wait(p.order + tile, turn);
-  add_acc(p.dq_acc + (int64_t)tile * (64 * 64), dq);
+  add_acc(p.dq_acc + tile * 64 * 64, dq);
   if (turn >= 0) order_pass(p.order + tile, turn + 1);
 }
 
@@ -182,5 +180,5 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
 }
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<sender, THREAD, 1, LOAD_REGS>, role<cleaner, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>> kernel;
+              role<sender, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>> kernel;
 ENTRY(kernel, M, BN)

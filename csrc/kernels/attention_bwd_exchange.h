@@ -15,7 +15,6 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
       int head = head_of(s.now, p, step), block = block_of(s.now, step);
       put_place(s.at[n % SLOTS], p, s.now, head, block);
-      if (step == 1) wait_for_zeros(p, s.now);
       put(s.row, block * M);
       put(s.head, head);
       sem_expect(s.q_full[at.stage], tile_bytes(s.q[0]) + M * 4);

@@ -2,7 +2,7 @@
 // heads, or of a part of them, that see it. Included by the kernels once BN, M, DETERMINISTIC and FEATURES are known.
 #pragma once
 
-enum { SEQUENCES = FEATURES > 0, EVERYTHING = FEATURES > 1 };
+enum { WINDOWS = FEATURES > 0, PACKED = FEATURES > 1, EVERYTHING = FEATURES > 2 };
 enum { SLOTS = 8 };   // a step's place is read up to two steps after its stage was released: more than STAGES + 2
 // Where a step stands. The compute roles read it here instead of keeping it in registers.
 struct place {
@@ -19,8 +19,8 @@ struct task {
   int real, base;                                        // query blocks of a head that have rows in them; first in lse2, delta, dq_acc of head 0
   sequence seq;
 };
-TILE bool is_empty(const task &t) { return SEQUENCES && t.key0 >= t.seq.keys; }
-TILE int in_memory(const attention_bwd_params &p, const task &t) { return SEQUENCES && p.features.q_start ? 0 : t.batch; }
+TILE bool is_empty(const task &t) { return PACKED && t.key0 >= t.seq.keys; }
+TILE int in_memory(const attention_bwd_params &p, const task &t) { return PACKED && p.features.q_start ? 0 : t.batch; }
 
 // Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys, first.
 TILE int head_and_block(const attention_bwd_params &p, int i, int &block) {
@@ -38,16 +38,16 @@ TILE task task_at(const attention_bwd_params &p, int i) {
   t.seq = {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED};
   t.real = p.q_real;
   t.base = t.batch * p.q_heads * p.q_blocks;
-  if (SEQUENCES) {
-    t.seq = sequence_of(p.features, t.batch, p.q_rows, p.k_rows, p.diagonal);
-    t.real = t.seq.rows > M ? (t.seq.rows + M - 1) / M : 1;
-    if (p.features.q_start) t.base = padded_block(p.features.q_start, t.batch, M);
+  if (WINDOWS) {
+    t.seq = sequence_of(p.features, PACKED, t.batch, p.q_rows, p.k_rows, p.diagonal);
+    if (PACKED) t.real = t.seq.rows > M ? (t.seq.rows + M - 1) / M : 1;
+    if (PACKED && p.features.q_start) t.base = padded_block(p.features.q_start, t.batch, M);
   }
   int first_row = t.key0 - t.seq.diagonal;          // the first query row that sees the block's first key
   t.first = first_row > 0 ? first_row / M : 0;
   if (t.first > t.real - 1) t.first = t.real - 1;
   int end = t.real;
-  if (SEQUENCES) {
+  if (WINDOWS) {
     int last_row = t.key0 + BN - 1 - t.seq.lower;   // the last one that sees a key of the block
     if (last_row < 0) end = 0;
     else if (last_row / M + 1 < end) end = last_row / M + 1;
@@ -61,7 +61,7 @@ TILE task task_at(const attention_bwd_params &p, int i) {
   return t;
 }
 TILE int draw(const attention_bwd_params &p, task_queue &q, uint32_t count, int task) {
-  return queue_draw(q, count, task, p.counter, [&](int i) { return SEQUENCES && i < p.tasks && is_empty(task_at(p, i)); });
+  return queue_draw(q, count, task, p.counter, [&](int i) { return PACKED && i < p.tasks && is_empty(task_at(p, i)); });
 }
 // The first key block that visits a query block: task_at's `end`, solved for the key block.
 TILE int first_visitor(const attention_bwd_params &p, int diagonal, int lower, int block) {
@@ -91,9 +91,9 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
   put(h.q0, t.seq.q0);
   put(h.key0, t.key0);
   put(h.diagonal, t.seq.diagonal);
-  if (SEQUENCES) {
+  if (WINDOWS) put(h.lower, t.seq.lower);
+  if (PACKED) {
     bool packed = p.features.q_start;
-    put(h.lower, t.seq.lower);
     put(h.acc0, packed ? padded_block(p.features.k_start, t.batch, BN) * (BN / 64) : 0);
     put(h.own, !packed ? UNMASKED : t.seq.rows > 0 ? t.seq.keys - t.key0 : 0);
     put(h.rows, packed ? t.seq.rows : UNMASKED);
@@ -113,7 +113,7 @@ template<int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int r
 // Warpgroup. A block of 64 keys of dk or dv, of which `keys` are the sequence's, leaves through a tile that nobody reads any more (whose store is left
 // running), or is added to the other parts'.
 TILE void leave(const attention_grad &to, st<elem, 64, D> &tile, const rt<float, D> &x, int row, int head, int batch, int acc, int keys) {
-  bool whole = !SEQUENCES || keys >= 64;   // else the next sequence's keys follow
+  bool whole = !PACKED || keys >= 64;   // else the next sequence's keys follow
   if (to.acc) {
     add_acc(to.acc + (int64_t)acc * 64 * D, x);
     return;
@@ -131,24 +131,21 @@ TILE int block_of(const held &h, int step) {
   int blocks = get(h.blocks), i = step % blocks + get(h.turn);
   return get(h.first) + (i < blocks ? i : i - blocks);
 }
-enum { ENDS = BN == 128 && M == 64 };   // steps small enough that a warpgroup may see nothing of one
-// Whether none of a warpgroup's 64 keys is seen by the rows of a task's first step, or its last. (Where the first warpgroup does not see the first
-// step, nobody does, and likewise for the second and the last.)
-TILE bool begins_late(const held &h, int wg) { return ENDS && wg > 0 && get(h.first) * M + M - 1 + get(h.diagonal) - get(h.key0) < 64; }
+// Whether none of the second warpgroup's 64 keys is seen by the first 64 rows of a task's first step, or of the first one's by the last 64 rows of its last.
+// (Where the first warpgroup does not see the first rows, nobody does, and likewise for the second and the last.)
+TILE bool begins_late(const held &h, int wg) { return BN == 128 && wg > 0 && get(h.first) * M + 63 + get(h.diagonal) - get(h.key0) < 64; }
 TILE bool ends_early(const held &h, int wg) {
-  return ENDS && SEQUENCES && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks) - 1) * M + get(h.lower) - get(h.key0) > 63;
+  return BN == 128 && WINDOWS && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks)) * M - 64 + get(h.lower) - get(h.key0) > 63;
 }
 // Thread (the loader), before it makes the step's stage full.
 TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int head, int block) {
-  int key0 = get(h.key0), diagonal = get(h.diagonal), lower = SEQUENCES ? get(h.lower) : 0;
+  int key0 = get(h.key0), diagonal = get(h.diagonal), lower = WINDOWS ? get(h.lower) : 0;
   put(at.keys, get(h.keys));
   put(at.diagonal, block * M + diagonal - key0);
   put(at.dq_block, get(h.base) + head * p.q_blocks + block);
-  put(at.turn, block >= get(h.real) || (SEQUENCES && !p.order) ? -1 : key0 / BN - (SEQUENCES ? first_visitor(p, diagonal, lower, block) : 0));
-  if (SEQUENCES) {
-    put(at.lower, block * M + lower - key0);
-    put(at.rows, get(h.rows) - block * M);
-  }
+  put(at.turn, block >= get(h.real) || (WINDOWS && !p.order) ? -1 : key0 / BN - (WINDOWS ? first_visitor(p, diagonal, lower, block) : 0));
+  if (WINDOWS) put(at.lower, block * M + lower - key0);
+  if (PACKED) put(at.rows, get(h.rows) - block * M);
   if (EVERYTHING) {
     put(at.distance, block * M + get(h.distance) - key0);
     put(at.row, block * M);

@@ -2,13 +2,13 @@
 // Scores are turned into units of log 2 here (factor 1 instead of scale log2 e from there on).
 #pragma once
 
-// A row's FEATURES: 0 none; 1 packed sequences and windows; 2 softcap, ALiBi, sink and dropout too.
+// A row's FEATURES: 0 none; 1 windows; 2 packed sequences too; 3 softcap, ALiBi, sink and dropout too.
 enum { UNMASKED = 1 << 30 };
 struct sequence { int q0, k0, rows, keys, diagonal, lower; };   // where it begins in q and in k; query row i sees keys i + lower .. i + diagonal
 
-TILE sequence sequence_of(const attention_features &f, int batch, int q_rows, int k_rows, int diagonal) {
+TILE sequence sequence_of(const attention_features &f, bool packed, int batch, int q_rows, int k_rows, int diagonal) {
   sequence q = {0, 0, q_rows, k_rows, diagonal, f.lower};
-  if (f.q_start) {
+  if (packed && f.q_start) {
     q.q0 = f.q_start[batch];
     q.k0 = f.k_start[batch];
     q.rows = f.q_start[batch + 1] - q.q0;

@@ -32,7 +32,7 @@ TILE void init(shared &s) {
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   queue_init(s.queue, arrivals(2, 0, NC));
   sem_init(s.draw, arrivals(1, 0, 0));
-  for (int i = 0; SEQUENCES && i < 2; i++) sem_init(s.v_clean[i], arrivals(0, 0, 1));
+  for (int i = 0; PACKED && i < 2; i++) sem_init(s.v_clean[i], arrivals(0, 0, 1));
   for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
 }
 
@@ -66,7 +66,7 @@ TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<fl
   if (EVERYTHING) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
-  if (SEQUENCES && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow
+  if (PACKED && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow
     store_first((elem *)p.out + (t.seq.q0 + row0) * p.out_row + t.head * p.out_head, p.out_row, o, t.seq.rows - row0, p.out_columns);
   else UNROLLED for (int col = 0; col < D; col += O_COLS) {
     rt<elem, O_COLS> part;
@@ -139,7 +139,7 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
 
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
   places at = {};
-  if (SEQUENCES && p.features.q_start)   // here, not behind the tasks: that took registers from them
+  if (PACKED && p.features.q_start)   // here, not behind the tasks: that took registers from them
     clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_rows, p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
   if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
@@ -152,13 +152,13 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rt<float, D> o;
     rv m, top, alpha;
     rsum l;
-    if (SEQUENCES && wg == 0) clear_tail(p, s, at, t, count);
+    if (PACKED && wg == 0) clear_tail(p, s, at, t, count);
     int idle = TURNS ? t.rounds - (mine.seen - mine.low) : 0;
     for (; j >= mine.seen; j--) {
       if (idle > 0) skip_turn(wg), idle--;
       pass_over(s, at);
     }
-    if (SEQUENCES) for (; idle > 0; idle--) skip_turn(wg);
+    if (WINDOWS) for (; idle > 0; idle--) skip_turn(wg);
     sem_wait(s.q_full[wg], count & 1);
     ring_wait(s.k_ring, at.k);
     scores(s, at, x, wg);
@@ -171,16 +171,16 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     maximum(x, m, top, alpha, exponent(p));
     exponentials(probabilities, l, x, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
-    if (SEQUENCES) sem_wait(s.v_clean[count & 1], (count / 2) & 1);
+    if (PACKED) sem_wait(s.v_clean[count & 1], (count / 2) & 1);
     j--;
     do {   // windows have masked blocks at both ends
-      for (; j >= mine.low && ((j + 1) * BN > mine.open || (SEQUENCES && j < mine.closed)); j--) step(p, s, at, h, x, probabilities, o, m, l, j, mine.low, 1, wg);
+      for (; j >= mine.low && ((j + 1) * BN > mine.open || (WINDOWS && j < mine.closed)); j--) step(p, s, at, h, x, probabilities, o, m, l, j, mine.low, 1, wg);
       for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--) step(p, s, at, h, x, probabilities, o, m, l, j, mine.low, 0, wg);
-    } while (SEQUENCES && j >= mine.low);
+    } while (WINDOWS && j >= mine.low);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.v_ring, at.v);
-    if (SEQUENCES) for (; j >= t.first; j--) pass_over(s, at);
+    if (WINDOWS) for (; j >= t.first; j--) pass_over(s, at);
     finish(p, s, count, o, m, l, wg);
     queue_release(s.queue, count);
   }

@@ -1,21 +1,21 @@
 // What attention forward works on: a task is a block of BM query rows of one (batch, head), its steps are the blocks of BN keys that these see.
 // Included by the kernel once BM, BN and FEATURES are known.
 #pragma once
-enum { SEQUENCES = FEATURES > 0, EVERYTHING = FEATURES > 1 };
 
+enum { WINDOWS = FEATURES > 0, PACKED = FEATURES > 1, EVERYTHING = FEATURES > 2 };
 struct task {
   int batch, head, row0;       // row0 and keys count in the sequence
   int first, steps;            // key blocks first .. first + steps - 1
   int rounds;                  // the most key blocks that a warpgroup's rows see
   sequence seq;
 };
-TILE bool is_empty(const task &t) { return SEQUENCES && t.row0 >= t.seq.rows; }   // a packed sequence that is shorter than the longest
+TILE bool is_empty(const task &t) { return PACKED && t.row0 >= t.seq.rows; }   // a packed sequence that is shorter than the longest
 // Key blocks up to the last that rows before `end` see, and the first that row `row` sees.
 TILE int blocks_seen(const sequence &q, int end) {
   int keys = end + q.diagonal < q.keys ? end + q.diagonal : q.keys;
   return keys > 0 ? (keys + BN - 1) / BN : 0;
 }
-TILE int first_block(const sequence &q, int row) { return SEQUENCES && row + q.lower > 0 ? (row + q.lower) / BN : 0; }
+TILE int first_block(const sequence &q, int row) { return WINDOWS && row + q.lower > 0 ? (row + q.lower) / BN : 0; }
 
 // A warpgroup's own part of a task's key blocks: low .. seen - 1; all of its rows see all keys of blocks below `open` keys that are not below `closed`.
 struct reach { int low, seen, open, closed; };
@@ -25,7 +25,7 @@ TILE reach reach_of(const task &t, int row0) {
   a.low = first_block(t.seq, row0) < last ? first_block(t.seq, row0) : last;
   a.seen = blocks_seen(t.seq, row0 + 64) > a.low ? blocks_seen(t.seq, row0 + 64) : a.low + 1;
   a.open = see < t.seq.keys ? see : t.seq.keys;
-  a.closed = SEQUENCES && row0 + 63 + t.seq.lower > 0 ? (row0 + 63 + t.seq.lower + BN - 1) / BN : a.low;
+  a.closed = WINDOWS && row0 + 63 + t.seq.lower > 0 ? (row0 + 63 + t.seq.lower + BN - 1) / BN : a.low;
   return a;
 }
 
@@ -38,12 +38,12 @@ TILE task task_at(const attention_fwd_params &p, int i) {
   t.head = bh - t.batch * p.q_heads;
   t.row0 = block * BM;
   t.seq = {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED};
-  if (SEQUENCES) t.seq = sequence_of(p.features, t.batch, p.q_rows, p.k_rows, p.diagonal);
+  if (WINDOWS) t.seq = sequence_of(p.features, PACKED, t.batch, p.q_rows, p.k_rows, p.diagonal);
   t.first = first_block(t.seq, t.row0);
   int blocks = blocks_seen(t.seq, t.row0 + BM) - t.first;
   t.steps = blocks > 1 ? blocks : 1;   // at least one block, all masked where a row block sees no key
   t.rounds = t.steps;
-  if (TURNS && SEQUENCES) {
+  if (TURNS && WINDOWS) {
     t.rounds = 1;
     for (int w = 0; w < NC; w++) {
       reach r = reach_of(t, t.row0 + w * 64);
@@ -59,7 +59,7 @@ TILE int next_task(const attention_fwd_params &p, uint32_t count, int i, task &t
     return i < p.tasks && is_empty(t);
   });
 }
-TILE int in_memory(const attention_fwd_params &p, const task &t) { return SEQUENCES && p.features.q_start ? 0 : t.batch; }   // batch of the maps
+TILE int in_memory(const attention_fwd_params &p, const task &t) { return PACKED && p.features.q_start ? 0 : t.batch; }   // batch of the maps
 
 // A task in shared memory: dividing its number again would cost each role a third of a microsecond.
 struct held { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower; reach of[NC]; };
@@ -70,7 +70,7 @@ TILE void put_held(held &h, const task &t) {
   put(h.first, t.first);
   put(h.steps, t.steps);
   put(h.rounds, t.rounds);
-  if (SEQUENCES) {
+  if (WINDOWS) {
     put(h.q0, t.seq.q0);
     put(h.k0, t.seq.k0);
     put(h.rows, t.seq.rows);
@@ -88,7 +88,7 @@ TILE void put_held(held &h, const task &t) {
 }
 TILE task get_held(const held &h, const attention_fwd_params &p) {
   task t = {get(h.batch), get(h.head), get(h.row0), get(h.first), get(h.steps), get(h.rounds), {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED}};
-  if (SEQUENCES) t.seq = {get(h.q0), get(h.k0), get(h.rows), get(h.keys), get(h.diagonal), get(h.lower)};
+  if (WINDOWS) t.seq = {get(h.q0), get(h.k0), get(h.rows), get(h.keys), get(h.diagonal), get(h.lower)};
   return t;
 }
 TILE reach get_reach(const held &h, int wg) { return {get(h.of[wg].low), get(h.of[wg].seen), get(h.of[wg].open), get(h.of[wg].closed)}; }
@@ -115,9 +115,9 @@ TILE void skip_turn(int wg) {
 
 // The task is read again: in registers from the task's begin on it would cost the other steps some.
 TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const held &h, int col0, int wg) {
-  int row0 = get(h.row0) + wg * 64 - col0, keys = (SEQUENCES ? get(h.keys) : p.k_rows) - col0;
-  int diagonal = row0 + (SEQUENCES ? get(h.diagonal) : p.diagonal), lower = SEQUENCES ? row0 + get(h.lower) : 0;
-  if (SEQUENCES && lower > -64) triu(x, lower, -infinity());
+  int row0 = get(h.row0) + wg * 64 - col0, keys = (WINDOWS ? get(h.keys) : p.k_rows) - col0;
+  int diagonal = row0 + (WINDOWS ? get(h.diagonal) : p.diagonal), lower = WINDOWS ? row0 + get(h.lower) : 0;
+  if (WINDOWS && lower > -64) triu(x, lower, -infinity());
   if (diagonal < BN - 1) tril(x, diagonal, -infinity());
   if (keys < BN) map_rc(x, [=](float a, int, int col) { return col < keys ? a : -infinity(); });
 }

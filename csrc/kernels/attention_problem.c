@@ -68,10 +68,11 @@ mg_status attention_check_starts(const attention_shape *x, const char *op, const
   mg_status status = f && f->q_start ? mg_check_starts(op, 'q', f->q_start, x->q_total, f->max_q) : MG_OK;
   return !status && f && f->k_start ? mg_check_starts(op, 'k', f->k_start, x->k_total, f->max_k) : status;
 }
+// As in WINDOWS, PACKED, EVERYTHING of attention_features.h.
 static int feature_class(const mg_attention_features *f) {
   if (!f) return 0;
-  if (f->softcap != 0 || f->dropout != 0 || f->sink || f->slopes) return 2;
-  return f->q_start || (f->window && (f->left >= 0 || f->right >= 0));
+  if (f->softcap != 0 || f->dropout != 0 || f->sink || f->slopes) return 3;
+  return f->q_start ? 2 : f->window && (f->left >= 0 || f->right >= 0);
 }
 int attention_upper_diagonal(const attention_shape *x, const mg_attention_options *options) {
   const mg_attention_features *f = options->features;

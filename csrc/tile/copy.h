@@ -38,6 +38,7 @@ template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K
 TILE void load(rv &v, const sv<64> &s);
 template<int N> TILE void load(cv<N> &v, const sv<N> &s);
 template<int N> TILE float get(const sv<N> &s, int i);  // any width
+template<int N, int M> TILE const sv<N> &slice(const sv<M> &s, int first) { return *(const sv<N> *)(s.d + first); }   // N of them; first: a multiple of 32
 template<int N> TILE void clear(sv<N> &s);              // thread: zeros
 TILE void put(int &s, int v);                           // thread: a scalar in shared memory, ordered by semaphores like a tile
 TILE void put_at(int &s, int v, sem &full, int rank);   // thread: put() in block `rank` of this cluster, and an arrival at its `full`

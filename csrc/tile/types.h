@@ -14,6 +14,9 @@
 //   wv<N>               N floats held by one warp
 //   sem                 mbarrier: counts arrivals and bytes, has a phase (0 or 1) that flips when both are complete
 //
+// OVERLAY(T, N, name, other) declares a register tile in the place of `other`, an rt<T, ...> whose values are lost: so the
+// compiler need not find registers for both.
+//
 // Who calls an operation is its width: one THREAD, one WARP or one WARPGROUP of the block. Every operation is collective over its width
 // and elects a thread itself where the hardware wants one.
 #pragma once

@@ -300,7 +300,7 @@ def _mismatch(op, name, t, what, dim, other_name, other):
 
 def _feature_class(options):
     if options.get("softcap") or options.get("dropout_p") or any(options.get(name) is not None for name in ("sink", "alibi_slopes")):
-        return 2
+        return 3
     return int(max(_window(options.get("window", (-1, -1)))) >= 0)
 
 

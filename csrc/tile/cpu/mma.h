@@ -190,13 +190,14 @@ TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> 
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
   mma_AB_cols<A>(d, a, b, 0);
 }
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) {
-  enum { DEPTH = K / word_of<T>::ELEMENTS };
-  issue_product<A>(d, a, whole(b), [&d, &a, &b] {
+template<int A, typename T, int N, int K, int R> TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
+  enum { E = word_of<T>::ELEMENTS };
+  issue_product<A>(d, a, part(b, r0, K, 0, N), [=, &d, &a, &b] {
     alignas(64) float scratch[scratch_floats<T, K>()];
-    product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b), DEPTH, DEPTH);
+    product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b) + r0 / E * PW, R / E, K / E);
   });
 }
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) { mma_AB_rows<A>(d, a, b, 0); }
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const tt<T, K, N> &b) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
   issue_product<A>(d, a, whole(b), [&d, &a, &b] {

@@ -74,12 +74,13 @@ template<int A, typename T, int N, int K> TILE void mma_AtBt(rt<float, N> &d, co
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1, 0>(d.d, da + across(k), db + along<N>(k), A || k);
 }
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) {
+template<int A, typename T, int N, int K, int R> TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
   mma_begin<A>(d);
-  uint32_t db = desc(&b, K * 128);
+  uint32_t db = desc(&b, R * 128) + across(r0 / 16);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1>(d.d, a.d[k], db + across(k), A || k);
 }
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) { mma_AB_rows<A>(d, a, b, 0); }
 template<int A, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<e4m3, K> &a, const tt<e4m3, K, N> &b) {
   mma_begin<A>(d);
   constexpr int BYTES = panel_bytes<e4m3, K>;

@@ -28,6 +28,7 @@ template<int N> struct rt<float, N> { float d[N / 2]; };
 // than move them, the reduction takes the columns in another order, which is the same for both operands: place 4t + 2i + e of each 16 has column
 // 8i + 2t + e (i, e: 0, 1). convert() and transpose_part() know of it, nobody else.
 template<int N> struct rt<e4m3, N> { uint32_t d[N / 32][4]; };
+#define OVERLAY(T, N, name, other) rt<T, N> &name = *(rt<T, N> *)&(other)
 struct rv { float d[2]; };                         // rows r and r + 8, the same in the four threads of a row
 struct rsum { float d[2]; };                       // rows r and r + 8, this thread's columns only
 template<int N> struct cv { float d[N / 4]; };     // columns c, c + 1 of each 8-column group

@@ -95,7 +95,7 @@ def attention(row, backward, large):
         shapes += [(300, 300, True, False, 3), (1300, 1300, True, False)]
     if "DOUT_STAGES" in c:          # an odd number of steps: one head, three blocks of queries
         shapes.append((150, 300, False, False, 1, 1))
-    if c.get("FEATURES") == 1:      # tasks behind one whose last key block is seen whole
+    if c.get("FEATURES") == 2:      # tasks behind one whose last key block is seen whole
         shapes.append((4 * rows, 4 * rows, False, True))
     kinds = FEATURES[0 if "features == 0" in row["when"] else c.get("FEATURES")]   # of others the rows beside this one would expect another width
     if large:
@@ -108,7 +108,7 @@ def attention(row, backward, large):
 
 
 # What the problems of a row with these FEATURES take in turn.
-FEATURES = {0: (None,), 1: ("window", "packed"), 2: ("packed", "scores", "window"), None: (None, "packed")}
+FEATURES = {0: (None,), 1: ("window",), 2: ("window", "packed"), 3: ("packed", "scores", "window"), None: (None, "packed")}
 
 
 def features_of(kind, heads, nq, nk):
