@@ -176,6 +176,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
 }
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
+  grid_wait();
   if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     state a;
@@ -221,5 +222,5 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
 }
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<cleaner, THREAD, CLEANERS, LOAD_REGS>> kernel;
+              role<cleaner, THREAD, CLEANERS, LOAD_REGS>, DEPENDENT> kernel;
 ENTRY(kernel, M, BN)

@@ -5,6 +5,7 @@
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;
+  grid_wait();
   for (uint32_t count = 0; (next = draw(p, s.queue, count, next)) < p.tasks; count++) {
     held &t = s.task_of[count & 1];
     put_held(t, p, task_at(p, next));
@@ -14,7 +15,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M, batch = get(t.batch);
       int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
-      if (step == 1) wait_for_zeros(p, t);
+      if (CLEANERS && step == 1) wait_for_zeros(p, t);
       put_place(s.at[n % SLOTS], p, t, head, block);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
       tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], row, 0, head, batch);

@@ -7,6 +7,7 @@ TILE int first_key(const task &t) { return t.key0 + cluster_rank() * KEYS; }
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0, col = cluster_rank() * HALF;
+  grid_wait();
   for (uint32_t count = 0; (next = cluster_queue_draw<PAIR>(s.queue, count, next, p.counter)) < p.tasks; count++) {
     held &t = s.now;
     put_held(t, p, task_at(p, next));

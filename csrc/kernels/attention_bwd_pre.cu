@@ -6,16 +6,15 @@
 #include "kernels/attention.h"
 #include "kernels/attention_features.h"
 
-enum { DQ_TILES = D / 64 };
+enum { DQ_TILES = D / 64 };   // D, STAGES, BLOCKS
 
 struct shared {
-  st<elem, 64, D> o, dout;
-  sem full, free;
+  st<elem, 64, D> o[STAGES], dout[STAGES];
+  ring<STAGES> loaded;
 };
 
 TILE void init(shared &s) {
-  sem_init(s.full, arrivals(1, 0, 0));
-  sem_init(s.free, arrivals(0, 0, 1));
+  ring_init(s.loaded, arrivals(1, 0, 0), arrivals(0, 0, 1));
 }
 
 struct task { int batch, head, row0, rows; int64_t block, row; };   // block of the workspace; row of lse and its map; rows from there on
@@ -37,20 +36,20 @@ TILE bool task_at(task &t, const attention_bwd_pre_params &p, int i) {
 }
 
 TILE void loader(const attention_bwd_pre_params &p, shared &s, int) {
-  uint32_t phase = 0;
+  ring_pos at = {};
   task t;
   for (int i = block_index(); i < p.tasks; i += block_count()) {
     if (!task_at(t, p, i)) continue;
-    sem_wait(s.free, phase ^ 1);
-    sem_expect(s.full, tile_bytes(s.o) + tile_bytes(s.dout));
-    tma_load(s.o, p.o, s.full, t.row0, 0, t.head, t.batch);
-    tma_load(s.dout, p.dout, s.full, t.row0, 0, t.head, t.batch);
-    phase ^= 1;
+    ring_acquire(s.loaded, at);
+    ring_expect(s.loaded, at, tile_bytes(s.o[0]) + tile_bytes(s.dout[0]));
+    tma_load(s.o[at.stage], p.o, s.loaded.full[at.stage], t.row0, 0, t.head, t.batch);
+    tma_load(s.dout[at.stage], p.dout, s.loaded.full[at.stage], t.row0, 0, t.head, t.batch);
+    ring_next(s.loaded, at);
   }
 }
 
 TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
-  uint32_t phase = 0;
+  ring_pos at = {};
   if (block_index() == 0) zero_words(p.counters, p.counter_words);
   task t;
   for (int i = block_index(); i < p.tasks; i += block_count()) {
@@ -63,15 +62,13 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
     if (p.dlse) load(dlse, p.dlse + t.row, t.rows, 0.f);
     for (int c = 0; c < DQ_TILES && t.rows > 0 && p.zero_blocks > t.block; c++) zero_acc<64>(p.dq_acc + (t.block * DQ_TILES + c) * 64 * 64);
     fill(dot, 0.f);
-    sem_wait(s.full, phase);
-    phase ^= 1;
+    ring_wait(s.loaded, at);
     for (int c = 0; c < D; c += 32) {
-      load(x, s.o, c);
-      load(y, s.dout, c);
+      load(x, s.o[at.stage], c);
+      load(y, s.dout[at.stage], c);
       row_dot_add(dot, x, y);
     }
-    fence_async();
-    sem_arrive(s.free);
+    ring_done(s.loaded, at);
     reduce(delta, dot);
     map(delta, delta, dlse, [](float a, float b) { return a - b; });
     map(lse, lse, [](float x) { return x == -infinity() ? infinity() : x * 1.4426950408889634f; });

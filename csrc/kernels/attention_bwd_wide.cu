@@ -125,6 +125,7 @@ TILE void first_softmax(rt<elem, M> &prob, const attention_bwd_params &p, shared
 TILE void values(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next;
+  grid_wait();
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     rt<float, D> dv;
     rt<elem, M> prob;
@@ -167,6 +168,7 @@ template<int A, bool MORE> TILE void key_step(rt<float, D> &dk, rt<float, M> &dp
 TILE void keys(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next;
+  grid_wait();
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     rt<float, D> dk;
     rt<float, M> dp;
@@ -187,5 +189,5 @@ TILE void keys(const attention_bwd_params &p, shared &s, int) {
 
 typedef block<attention_bwd_params, shared, init, role<values, WARPGROUP, 1, COMPUTE_REGS>, role<keys, WARPGROUP, 1, COMPUTE_REGS>,
               role<loader, THREAD, 1, LOAD_REGS>, role<sender, THREAD, 1, LOAD_REGS>,
-              role<cleaner, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>> kernel;
+              role<cleaner, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>, DEPENDENT> kernel;
 ENTRY(kernel, M, BN)

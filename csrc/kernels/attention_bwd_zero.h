@@ -5,6 +5,7 @@
 // Heads (or parts of them) have numbers in the order of tasks. A task's thread sees to its share of the head p.lag after its own.
 TILE void cleaner(const attention_bwd_params &p, shared &s, int) {
   int next, rank = BLOCKS == 1 ? 0 : cluster_rank();
+  grid_wait();
   clear(s.zeros);
   fence_async();
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {

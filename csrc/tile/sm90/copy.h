@@ -74,9 +74,11 @@ TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" 
 // ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8 columns, 16-31 of the right 8.
 template<typename T, int C> TILE uint32_t block_address(const st<T, 64, C> &t, int col) {
   static_assert(sizeof(T) == 2, "8 columns are 16 bytes");
-  int r = warp_in_group() * 16 + (lane() & 15);
-  uint32_t first = shared_address(&t) + r * 128 + (((lane() >> 4) ^ (r & 7)) << 4);   // tiles are aligned to 1024: the chunks of its row are an exclusive or away
-  return (first ^ (col & 63) / 8 << 4) + (col / 64) * 64 * 128;
+  int r = warp_in_group() * 16 + (lane() & 15), half = lane() >> 4, chunk = (col & 63) / 8;
+  uint32_t row = shared_address(&t) + (col / 64) * 64 * 128 + r * 128;
+  // The same place twice, as it measures best: of one panel, ptxas keeps the four places in registers; of more, it is to find them by an exclusive or.
+  if constexpr (C == 64) return row + (((chunk + half) ^ (r & 7)) << 4);
+  return (row + ((half ^ (r & 7)) << 4)) ^ chunk << 4;
 }
 // Address for the .trans forms: block k of 16 rows of a K x 64 tile, this warp's 16 columns.
 template<typename T, int K> TILE uint32_t block_address_t(const st<T, K, 64> &t, int k) {
