@@ -189,7 +189,7 @@ bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global k
   if (!globals && !(globals = calloc(GLOBAL_SLOTS, sizeof *globals))) return true;
   const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff, .used = 1};
   const char *does = kind == CK_GLOBAL_READ ? "reads" : kind == CK_GLOBAL_ADD ? "adds to" : "writes";
-  for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes && global_count < GLOBAL_SLOTS / 2; at += bytes >= 4096 ? 64 : 4) {
+  for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes && global_count < GLOBAL_SLOTS / 2; at += bytes >= 512 ? 64 : 4) {
     global_word *w = global_at(at);
     const bool both_add = kind == CK_GLOBAL_ADD && w->kind == CK_GLOBAL_ADD && !ck.request->ordered;
     if (!both_add && unordered(f, w->write) &&

@@ -102,6 +102,15 @@ SHAPE TILE void mma_AB_register(const op_params &p, TILES &s, int) {
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
 }
+SHAPE TILE void mma_AB_rows_register(const op_params &p, TILES &s, int) {
+  rt<elem, 2 * CA> whole;
+  OVERLAY(elem, CA, a, whole);
+  sem_wait(s.full, 0);
+  load(a, s.a);
+  PRODUCT(mma_AB_rows<ZERO>(d, a, s.b, I), mma_AB_rows<ACC>(d, a, s.b, I))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
 SHAPE TILE void mma_ABt_part_register(const op_params &p, TILES &s, int) {
   rt<elem, CA> a;
   sem_wait(s.full, 0);
@@ -329,6 +338,13 @@ SHAPE TILE void columns(const op_params &p, TILES &s, int) {
   map_col(t, x, [](float a, float b) { return a + b; });
   store(p.out, N, t, p.m, N);
 }
+SHAPE TILE void sliced(const op_params &p, TILES &s, int) {
+  rt<float, N / 2> t;
+  sem_wait(s.full, 0);
+  fill(t, 1.f);
+  map_col(t, slice<N / 2>(s.v, I), [](float a, float b) { return a + b; });
+  store(p.out, N / 2, t, 64, N / 2);
+}
 SHAPE TILE void accumulators(const op_params &p, TILES &s, int) {
   rt<float, N> t, u;
   float *acc = p.out + 64 * N;
@@ -456,6 +472,32 @@ template<int K, int N> TILE void turned_AB(const op_params &p, turned_shared<K, 
   PRODUCT(mma_AB<ZERO>(d, a, s.turned), mma_AB<ACC>(d, a, s.turned))
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
+}
+
+// ---- zeros that a thread writes; each block looks at those of the block before, and adds its number
+struct zero_shared {
+  sv<32> zeros;
+  sem seen;
+};
+TILE void zero_init(zero_shared &s) { sem_init(s.seen, arrivals(1, 0, 0)); }
+TILE void zero_thread(const op_params &p, zero_shared &s, int) {
+  int block = block_index();
+  clear(s.zeros);
+  fence_async();
+  for (int i = 0; i < 2; i++) tma_store(p.out + 64 * block + 32 * i, s.zeros);
+  tma_store_wait<0, THREAD>();
+  order_wait<THREAD>(p.counter, block);
+  order_count<THREAD>(p.counter);
+  sem_arrive<THREAD>(s.seen);
+}
+TILE void zero_compute(const op_params &p, zero_shared &s, int) {
+  rv y;
+  int block = block_index();
+  sem_wait(s.seen, 0);
+  if (block == 0) return;
+  load(y, p.out + 64 * (block - 1), 64, 0.f);
+  map(y, y, [=](float a) { return a + (float)block; });
+  store(p.out + 64 * (block - 1), y, 64);
 }
 
 // ---- one warp and global memory
@@ -718,6 +760,8 @@ typedef block<op_params, scan_shared, scan_init, role<scan_out, WARPGROUP, 1, 0>
 RUN_OP(scan, scan_kernel)
 typedef block<op_params, parts_shared, parts_init, role<parts_out, WARPGROUP, 1, 0>, role<parts_loader, THREAD, 1, 0>> parts_kernel;
 RUN_OP(parts, parts_kernel)
+typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1, 0>, role<zero_thread, THREAD, 1, 0>> zero_kernel;
+RUN_OP(zeros, zero_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
 typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>, role<ring_test_loader, THREAD, 1, 0>>

@@ -222,6 +222,8 @@ def check_product(c):
         b = b[:, 64 * I:64 * I + c.CA]
     if name == "mma_ABt_rows_shared":
         b = b[I:I + c.N]
+    if name == "mma_AB_rows_register":
+        b = b[I:I + c.CA]
     if name == "mma_AB_cols_shared":
         b = b[:, I:I + c.N]
     if "_At" in name:
@@ -357,6 +359,11 @@ def check_columns(c):
     same(c.matrix(), want)
 
 
+def check_sliced(c):
+    half = c.N // 2
+    same(c.run()[:64 * half].reshape(64, half), np.broadcast_to(1 + c.x[c.I:c.I + half], (64, half)))
+
+
 def check_accumulators(c):
     same(c.matrix(), 2 * c.t())
 
@@ -367,7 +374,7 @@ def check_scalars(c):
 
 
 CHECKS = {"map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
-          "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "accumulators": check_accumulators, "scalars": check_scalars}
+          "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced, "accumulators": check_accumulators, "scalars": check_scalars}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: "_".join(map(str, r)))
@@ -498,6 +505,12 @@ def test_parts(ops):
     for i in range(3):                                       # the fourth part lies in a head that does not exist
         want[16 * i:16 * i + 16] = window(decode(a, ops.elem)[0, 1 + i], 50 + 16 * (3 - i), 104, 16, 128)
     same(r["out"].reshape(64, 128), want)
+
+
+def test_zeros(ops):
+    r = ops.run("zeros", {}, {"out": np.full(5 * 64, np.nan, np.float32), "counter": np.zeros(1, np.int32)}, blocks=5)
+    same(r["out"].reshape(5, 64), np.broadcast_to(np.array([1, 2, 3, 4, 0], np.float32)[:, None], (5, 64)))
+    same(r["counter"], [5])
 
 
 def test_warp(ops):

@@ -15,7 +15,7 @@ template<typename T, int K, int N> struct tt { st<T, N, K> t; };   // columns in
 template<int N> struct alignas(128) sv { float d[N]; };
 template<int R, int C> struct alignas(128) sm { float d[R * C]; };
 template<typename T, int N> struct rt { alignas(64) T d[64][N]; state_of_registers state; };
-#define OVERLAY(T, N, name, other) rt<T, N> name
+#define OVERLAY(T, N, name, other) rt<T, N> name; (void)(other)
 struct rv { alignas(64) float d[64]; state_of_registers state; };
 struct rsum { alignas(64) float d[64]; state_of_registers state; };
 template<int N> struct cv { alignas(64) float d[N]; state_of_registers state; };

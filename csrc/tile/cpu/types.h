@@ -12,7 +12,7 @@ template<typename T, int K, int N> struct tt { st<T, N, K> t; };   // columns in
 template<int N> struct alignas(128) sv { float d[N]; };
 template<int R, int C> struct alignas(128) sm { float d[R * C]; };
 template<typename T, int N> struct alignas(64) rt { T d[64][N]; };
-#define OVERLAY(T, N, name, other) rt<T, N> name
+#define OVERLAY(T, N, name, other) rt<T, N> name; (void)(other)
 struct alignas(64) rv { float d[64]; };
 struct alignas(64) rsum { float d[64]; };
 template<int N> struct alignas(64) cv { float d[N]; };

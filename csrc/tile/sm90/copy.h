@@ -74,11 +74,8 @@ TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" 
 // ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8 columns, 16-31 of the right 8.
 template<typename T, int C> TILE uint32_t block_address(const st<T, 64, C> &t, int col) {
   static_assert(sizeof(T) == 2, "8 columns are 16 bytes");
-  int r = warp_in_group() * 16 + (lane() & 15), half = lane() >> 4, chunk = (col & 63) / 8;
-  uint32_t row = shared_address(&t) + (col / 64) * 64 * 128 + r * 128;
-  // The same place twice, as it measures best: of one panel, ptxas keeps the four places in registers; of more, it is to find them by an exclusive or.
-  if constexpr (C == 64) return row + (((chunk + half) ^ (r & 7)) << 4);
-  return (row + ((half ^ (r & 7)) << 4)) ^ chunk << 4;
+  int r = warp_in_group() * 16 + (lane() & 15), chunk = (col & 63) / 8 + (lane() >> 4);
+  return shared_address(&t) + (col / 64) * 64 * 128 + r * 128 + ((chunk ^ (r & 7)) << 4);
 }
 // Address for the .trans forms: block k of 16 rows of a K x 64 tile, this warp's 16 columns.
 template<typename T, int K> TILE uint32_t block_address_t(const st<T, K, 64> &t, int k) {
@@ -109,9 +106,15 @@ template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 6
     }
   }
 }
+// Of several panels, the blocks of a panel are an exclusive or away from its first: said so, the compiler does not compute or keep each of them (3 % of the
+// backward at D=64; with one panel it is slower).
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<T, N> &s, int c0) {
 #pragma unroll
-  for (int k = 0; k < N / 16; k++) store_block(block_address(d, c0 + 16 * k), s.d[k][0], s.d[k][1], s.d[k][2], s.d[k][3]);
+  for (int k = 0; k < N / 16; k++) {
+    int col = c0 + 16 * k;
+    uint32_t to = C == 64 ? block_address(d, col) : block_address(d, col / 64 * 64) ^ col % 64 / 8 << 4;
+    store_block(to, s.d[k][0], s.d[k][1], s.d[k][2], s.d[k][3]);
+  }
 }
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<float, N> &s, int c0) {
 #pragma unroll
