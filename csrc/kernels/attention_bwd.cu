@@ -124,7 +124,6 @@ template<int A> TILE void end_step(state &a, const attention_bwd_params &p, shar
   OVERLAY(elem, 64, ds, a.ds);
   if (TURNS) turn_wait<NC>(wg);
   ring_wait(s.ring_q, at);
-  if (PACKED) clear_queries(s, n, wg);
   if constexpr (M == 64) {
     if (TURNS) turn_pass<NC>(wg);
     sem_wait(s.dout_full[at.stage], at.phase);

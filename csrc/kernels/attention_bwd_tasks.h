@@ -132,10 +132,15 @@ TILE int block_of(const held &h, int step) {
   return get(h.first) + (i < blocks ? i : i - blocks);
 }
 // Whether none of the second warpgroup's 64 keys is seen by the first 64 rows of a task's first step, or of the first one's by the last 64 rows of its last.
-// (Where the first warpgroup does not see the first rows, nobody does, and likewise for the second and the last.)
-TILE bool begins_late(const held &h, int wg) { return BN == 128 && wg > 0 && get(h.first) * M + 63 + get(h.diagonal) - get(h.key0) < 64; }
+// (Where the first warpgroup does not see the first rows, nobody does, and likewise for the second and the last.) Not where both warpgroups are to meet
+// because rows of another sequence must be cleared.
+TILE bool whole_rows(const held &h, int blocks) { return !PACKED || get(h.rows) >= (get(h.first) + blocks) * M; }
+TILE bool begins_late(const held &h, int wg) {
+  return BN == 128 && wg > 0 && whole_rows(h, 1) && get(h.first) * M + 63 + get(h.diagonal) - get(h.key0) < 64;
+}
 TILE bool ends_early(const held &h, int wg) {
-  return BN == 128 && WINDOWS && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks)) * M - 64 + get(h.lower) - get(h.key0) > 63;
+  return BN == 128 && WINDOWS && wg == 0 && get(h.steps) > 2 && whole_rows(h, get(h.blocks)) &&
+         (get(h.first) + get(h.blocks)) * M - 64 + get(h.lower) - get(h.key0) > 63;
 }
 // Thread (the loader), before it makes the step's stage full.
 TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int head, int block) {
