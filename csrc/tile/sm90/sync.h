@@ -1,7 +1,7 @@
 // Synchronisation on sm_90a: mbarriers, named barriers, proxy fences.
 #pragma once
 enum traced { TRACE_WAIT = 1, TRACE_ARRIVE, TRACE_EXPECT, TRACE_BAR_SYNC, TRACE_BAR_ARRIVE, TRACE_WG_SYNC, TRACE_FENCE_ASYNC, TRACE_MMA_FENCE, TRACE_COMMIT,
-              TRACE_MMA_WAIT, TRACE_STORE_WAIT, TRACE_ORDER_WAIT, TRACE_ORDER_PASS, TRACE_ORDER_COUNT = 19 };
+              TRACE_MMA_WAIT, TRACE_STORE_WAIT, TRACE_ORDER_WAIT, TRACE_ORDER_PASS, TRACE_ORDER_COUNT };
 TILE void hardware_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 TILE void group_barrier() { hardware_barrier(8 + (int)(threadIdx.x >> 7), 128); }
 TILE void sem_init(sem &s, int count) {

@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 MUTATIONS = ("none", "drop", "double", "phase", "bytes more", "bytes less", "count more", "count less", "group less", "stage", "early", "fence late")
 OPS = ("init", "wait", "arrive", "expect", "bar_sync", "bar_arrive", "wg_sync", "fence_async", "mma_fence", "mma_commit", "mma_wait", "store_wait",
-       "order_wait", "order_pass", "load", "store", "product", "atomic", "grid_wait", "order_count")
+       "order_wait", "order_pass", "order_count", "load", "store", "product", "atomic", "grid_wait")
 RULES = ("uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight", "unnamed", "mma-fence", "count", "bytes", "exit", "barrier", "deadlock",
          "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase", "grid")
 FLAGS = ["-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-invalid-offsetof"]
