@@ -11,7 +11,7 @@ TILE void cleaner(const attention_bwd_params &p, shared &s, int) {
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     int block, head = head_and_block(p, next, block) + p.lag;
     if (p.lag && head < p.batch * p.k_heads) {
-      // In tiles, which are too few for the shares to overflow.
+      // Shares are counted in 16 stores and in 32 bits: a block may have 24 registers for this thread.
       uint32_t tiles = ((p.group - 1) * p.q_blocks + p.q_real) * (M * D / ZEROS / 16), shares = p.k_blocks * BLOCKS, share = block * BLOCKS + rank;
       float *to = p.dq_acc + (int64_t)head * p.group * p.q_blocks * (M * D);
       uint32_t i = (uint64_t)tiles * share / shares * 16, end = (uint64_t)tiles * (share + 1) / shares * 16;
