@@ -7,7 +7,7 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64 * NC, BLOCKS = 1, ZEROS = 128, CLEANERS = FEATURES < 2 };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 or 1), *_REGS
+enum { NC = 2, BN = 64 * NC, BLOCKS = 1, ZEROS = 128, CLEANERS = FEATURES < 2 };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 to 2), *_REGS
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
