@@ -12,7 +12,6 @@ enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warp
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
-static_assert(!WINDOWS || !TURNS, "in a turn nobody can wait for the other, as clear_queries does; and ends take none");
 
 struct shared {
   st<elem, 64, D> k[2][NC], v[NC];     // k of even and odd tasks: it is loaded while dk of the task before leaves through the other
@@ -24,6 +23,8 @@ struct shared {
   sem dout_full[STAGES];               // dout and delta
   place at[SLOTS];                     // of step n, from the loader
   ring<DS_STAGES, ASYNC_READS> ring_ds;
+  ring<1> trim;                        // PACKED: a stage that is loaded for the trimmer
+  int trim_stage, trim_rows;
   held task_of[2];
   sem k_full[2], k_free[2], v_full, v_free;
   task_queue queue;
@@ -33,6 +34,7 @@ TILE void init(shared &s) {
   ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, NC));
   for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
+  ring_init(s.trim, arrivals(2, 0, 0), arrivals(0, 1, 0));
   queue_init(s.queue, arrivals(CLEANERS, 0, NC));
   for (int i = 0; i < 2; i++) {
     sem_init(s.k_full[i], arrivals(1, 0, 0));
@@ -201,7 +203,6 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
         free_k(s, count);
       }
       ring_wait(s.ring_q, at);
-      if (PACKED) clear_queries(s, n, wg);
       mma_fence();
       mma_ABt<ZERO>(a.s, s.k[count & 1][wg], s.q[at.stage]);
       mma_commit();
@@ -221,5 +222,5 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
 }
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<cleaner, THREAD, CLEANERS, LOAD_REGS>, DEPENDENT> kernel;
+              role<cleaner, THREAD, CLEANERS, LOAD_REGS>, role<trimmer, WARP, PACKED, LOAD_REGS>, DEPENDENT> kernel;
 ENTRY(kernel, M, BN)

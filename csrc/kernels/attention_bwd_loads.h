@@ -1,9 +1,29 @@
-// What feeds the compute warpgroups of attention_bwd.cu: draws tasks, says where each step stands, loads; and what clears rows that no load should have
-// brought. Included once `shared` is known.
+// What feeds the compute warpgroups of attention_bwd.cu: draws tasks, says where each step stands, loads, and clears rows that no load should have brought.
+// Included once `shared` is known.
 #pragma once
 
+// Thread (the loader), before it asks for a stage that will have rows of another sequence. Its loads, and two arrivals, are the trimmer's to wait for.
+TILE void hand_to_trimmer(shared &s, uint32_t trims, int stage, int rows) {
+  ring_acquire(s.trim, ring_at<1>(trims));
+  put(s.trim_stage, stage);
+  put(s.trim_rows, rows);
+}
+// Clears these rows, and then makes the stage full. A stage of -1 is the end.
+TILE void trimmer(const attention_bwd_params &, shared &s, int) {
+  for (uint32_t count = 0;; count++) {
+    ring_pos at = ring_at<1>(count);
+    ring_wait(s.trim, at);
+    int stage = get(s.trim_stage);
+    if (stage < 0) break;
+    clear_rest<WARP>(s.q[stage], s.dout[stage], get(s.trim_rows));
+    sem_arrive<WARP>(s.ring_q.full[stage]);
+    sem_arrive<WARP>(s.dout_full[stage]);
+    ring_release<WARP>(s.trim, at);
+  }
+}
+
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
-  uint32_t n = 0;
+  uint32_t n = 0, trims = 0;
   int next = 0;
   grid_wait();
   for (uint32_t count = 0; (next = draw(p, s.queue, count, next)) < p.tasks; count++) {
@@ -17,17 +37,20 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       ring_acquire(s.ring_q, at);
       if (CLEANERS && step == 1) wait_for_zeros(p, t);
       put_place(s.at[n % SLOTS], p, t, head, block);
-      ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
-      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], row, 0, head, batch);
-      tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
+      bool trim = PACKED && get(s.at[n % SLOTS].rows) < M;
+      sem &q_full = trim ? s.trim.full[0] : s.ring_q.full[at.stage], &dout_full = trim ? s.trim.full[0] : s.dout_full[at.stage];
+      if (trim) hand_to_trimmer(s, trims++, at.stage, get(s.at[n % SLOTS].rows));
+      sem_expect(q_full, tile_bytes(s.q[0]) + M * 4);
+      tma_load(s.q[at.stage], p.q, q_full, row, 0, head, batch);
+      tma_load(s.lse2[at.stage], p.lse2 + stats, q_full);
       if (step == 0) {
         sem_wait(s.k_free[k.stage], k.phase ^ 1);
         sem_expect(s.k_full[k.stage], NC * tile_bytes(s.v[0]));
         for (int w = 0; w < NC; w++) tma_load(s.k[k.stage][w], p.k, s.k_full[k.stage], get(t.row) + w * 64, 0, key_head(t, p), batch);
       }
-      sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
-      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], row, 0, head, batch);
-      tma_load(s.delta[at.stage], p.delta + stats, s.dout_full[at.stage]);
+      sem_expect(dout_full, tile_bytes(s.dout[0]) + M * 4);
+      tma_load(s.dout[at.stage], p.dout, dout_full, row, 0, head, batch);
+      tma_load(s.delta[at.stage], p.delta + stats, dout_full);
       if (step == 0) {
         sem_wait(s.v_free, ~count & 1);
         sem_expect(s.v_full, NC * tile_bytes(s.v[0]));
@@ -35,22 +58,15 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       }
     }
   }
+  if (PACKED) {
+    hand_to_trimmer(s, trims, -1, 0);
+    sem_arrive<THREAD>(s.trim.full[0]);
+    sem_arrive<THREAD>(s.trim.full[0]);
+  }
 }
 
 // The k of the task before, once its dk has left through it.
 TILE void free_k(shared &s, uint32_t count) {
   tma_store_wait_read();
   if (count > 0) sem_arrive(s.k_free[~count & 1]);
-}
-
-// Rows of q and dout that are not this sequence's: the first warpgroup clears them, both wait.
-TILE void clear_queries(shared &s, uint32_t n, int wg) {
-  ring_pos at = ring_at<STAGES>(n);
-  int rows = get(s.at[n % SLOTS].rows);
-  if (rows >= M) return;
-  if (wg == 0) {
-    sem_wait(s.dout_full[at.stage], at.phase);
-    clear_rest(s.q[at.stage], s.dout[at.stage], rows);
-  }
-  bar_sync(NC + 2, 128 * NC);
 }

@@ -56,7 +56,7 @@ TILE task task_at(const attention_bwd_params &p, int i) {
   int least = p.group == 1 ? 2 : 1;                 // the pipeline needs two steps; the added block is padding (lse2 = inf) or masked
   if (t.blocks < least) t.blocks = least;
   // Without a mask, key blocks of one head start at different query blocks, so that their additions to dq rarely meet.
-  t.turn = DETERMINISTIC || p.diagonal < p.k_rows ? 0 : t.key0 / M % t.blocks;
+  t.turn = DETERMINISTIC || t.seq.diagonal < t.seq.keys || (WINDOWS && t.seq.lower > -UNMASKED) ? 0 : t.key0 / M % t.blocks;
   t.steps = t.blocks * p.group;
   return t;
 }
@@ -103,11 +103,11 @@ TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
     put(h.heads, t.batch * p.q_heads);         // before this sequence's
   }
 }
-// Warpgroup. Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be NaN.
-template<int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int rows) {
+// Warpgroup or warp. Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be NaN.
+template<int W = WARPGROUP, int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int rows) {
   if (rows >= R) return;
-  clear_rows(a, 0, rows);
-  clear_rows(b, 0, rows);
+  clear_rows<W>(a, 0, rows);
+  clear_rows<W>(b, 0, rows);
   fence_async();
 }
 // Warpgroup. A block of 64 keys of dk or dv, of which `keys` are the sequence's, leaves through a tile that nobody reads any more (whose store is left
@@ -132,15 +132,10 @@ TILE int block_of(const held &h, int step) {
   return get(h.first) + (i < blocks ? i : i - blocks);
 }
 // Whether none of the second warpgroup's 64 keys is seen by the first 64 rows of a task's first step, or of the first one's by the last 64 rows of its last.
-// (Where the first warpgroup does not see the first rows, nobody does, and likewise for the second and the last.) Not where both warpgroups are to meet
-// because rows of another sequence must be cleared.
-TILE bool whole_rows(const held &h, int blocks) { return !PACKED || get(h.rows) >= (get(h.first) + blocks) * M; }
-TILE bool begins_late(const held &h, int wg) {
-  return BN == 128 && wg > 0 && whole_rows(h, 1) && get(h.first) * M + 63 + get(h.diagonal) - get(h.key0) < 64;
-}
+// (Where the first warpgroup does not see the first rows, nobody does, and likewise for the second and the last.)
+TILE bool begins_late(const held &h, int wg) { return BN == 128 && wg > 0 && get(h.first) * M + 63 + get(h.diagonal) - get(h.key0) < 64; }
 TILE bool ends_early(const held &h, int wg) {
-  return BN == 128 && WINDOWS && wg == 0 && get(h.steps) > 2 && whole_rows(h, get(h.blocks)) &&
-         (get(h.first) + get(h.blocks)) * M - 64 + get(h.lower) - get(h.key0) > 63;
+  return BN == 128 && WINDOWS && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks)) * M - 64 + get(h.lower) - get(h.key0) > 63;
 }
 // Thread (the loader), before it makes the step's stage full.
 TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int head, int block) {

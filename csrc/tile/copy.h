@@ -46,8 +46,8 @@ TILE int get(const int &s);
 // Warp. 64 rows of d from k0, a multiple of 64, = s, in parts: those of index 0 .. count - 1 together are the whole. Through registers.
 template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count);
 
-// Warpgroup. Rows >= end and < first become 0.
-template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end);
+// Warpgroup or warp. Rows >= end and < first become 0.
+template<int W = WARPGROUP, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end);
 // Warpgroup. Rows from anywhere in global memory, through registers, at any alignment: row r begins at f(r), or is 0 where f(r) is NULL;
 // columns >= n become 0. A warp writes its own 16 rows.
 template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n);

@@ -211,6 +211,11 @@ SHAPE TILE void cleared_rows(const op_params &p, TILES &s, int) {
   clear_rows(s.b, I, p.m);
   put_b(p, s);
 }
+SHAPE TILE void cleared_by_warp(const op_params &p, TILES &s, int) {   // on a GPU four warps, each of which writes all of it
+  sem_wait(s.full, 0);
+  clear_rows<WARP>(s.b, I, p.m);
+  put_b(p, s);
+}
 SHAPE TILE void tall_copy(const op_params &p, TILES &s, int) {   // b as loaded, to another place
   sem_wait(s.full, 0);
   put_b(p, s);

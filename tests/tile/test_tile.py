@@ -248,7 +248,7 @@ def check_copy(c):
         tile[:] = 0
         for r in range(c.limits["m"]):
             tile[r, :c.limits["n"]] = decode(c.e, c.ops.elem)[r % 3:r % 3 + c.limits["n"]]
-    elif name == "cleared_rows":
+    elif name in ("cleared_rows", "cleared_by_warp"):
         tile[:I] = tile[c.limits["m"]:] = 0
     elif name == "store_float":
         tile[:, I:I + N] = c.t()

@@ -138,7 +138,7 @@ template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K
     narrow_row(d.d + k * 64, row, 64);
   }
 }
-template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end) {
+template<int W, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end) {
   first = first < 0 ? 0 : first < R ? first : R;
   end = end < first ? first : end < R ? end : R;
   if (first > 0) writes_shared(t, part(t, 0, first, 0, C));

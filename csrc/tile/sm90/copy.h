@@ -213,9 +213,9 @@ template<typename T, int N, class F> TILE void store_tril(st<T, 64, N> &s, const
   }
 }
 // Rows are whole in every panel, so that the swizzle does not matter.
-template<typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end) {
+template<int W, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end) {
 #pragma unroll 4
-  for (int i = thread_in_group(); i < R * C / 8; i += 128) {
+  for (int i = W == WARP ? lane() : thread_in_group(); i < R * C / 8; i += W == WARP ? 32 : 128) {
     int r = i / 8 % R;
     if (r < first || r >= end) ((uint4 *)t.d)[i] = make_uint4(0, 0, 0, 0);
   }
