@@ -23,7 +23,7 @@ struct shared {
   sem dout_full[STAGES];               // dout and delta
   place at[SLOTS];                     // of step n, from the loader
   ring<DS_STAGES, ASYNC_READS> ring_ds;
-  ring<1> trim;                        // PACKED: a stage that is loaded for the trimmer
+  sem trim_full, trim_free;            // PACKED: a stage that is loaded for the trimmer
   int trim_stage, trim_rows;
   held task_of[2];
   sem k_full[2], k_free[2], v_full, v_free;
@@ -34,11 +34,14 @@ TILE void init(shared &s) {
   ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, NC));
   for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
-  ring_init(s.trim, arrivals(2, 0, 0), arrivals(0, 1, 0));
   queue_init(s.queue, arrivals(CLEANERS, 0, NC));
   for (int i = 0; i < 2; i++) {
     sem_init(s.k_full[i], arrivals(1, 0, 0));
     sem_init(s.k_free[i], arrivals(0, 0, NC));
+  }
+  if (PACKED) {
+    sem_init(s.trim_full, arrivals(1, 0, 0));
+    sem_init(s.trim_free, arrivals(0, 1, 0));
   }
   sem_init(s.v_full, arrivals(1, 0, 0));
   sem_init(s.v_free, arrivals(0, 0, NC));
@@ -187,7 +190,7 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     // Its own keys. ring_ds orders that for the other, which reads k for dq.
     if (PACKED) {
       clear_rest(s.k[count & 1][wg], s.v[wg], get(t.own) - wg * 64);
-      wg_sync();
+      if (!TURNS) wg_sync();   // else the turn's barrier does
     }
     uint32_t begin = n, end = n + get(t.steps) - ends_early(t, wg);
     if (begins_late(t, wg)) {   // asked again below, rather than kept in a register

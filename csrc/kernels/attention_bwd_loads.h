@@ -2,23 +2,23 @@
 // Included once `shared` is known.
 #pragma once
 
-// Thread (the loader), before it asks for a stage that will have rows of another sequence. Its loads, and two arrivals, are the trimmer's to wait for.
+// Thread (the loader), before it asks for a stage of whose rows only some are this sequence's: its loads are for the trimmer, who makes it full.
 TILE void hand_to_trimmer(shared &s, uint32_t trims, int stage, int rows) {
-  ring_acquire(s.trim, ring_at<1>(trims));
+  sem_wait(s.trim_free, ~trims & 1);
   put(s.trim_stage, stage);
   put(s.trim_rows, rows);
+  sem_expect(s.trim_full, stage < 0 ? 0 : 2 * (tile_bytes(s.q[0]) + M * 4));
 }
-// Clears these rows, and then makes the stage full. A stage of -1 is the end.
+// Clears the other rows. A stage of -1 is the end.
 TILE void trimmer(const attention_bwd_params &, shared &s, int) {
   for (uint32_t count = 0;; count++) {
-    ring_pos at = ring_at<1>(count);
-    ring_wait(s.trim, at);
+    sem_wait(s.trim_full, count & 1);
     int stage = get(s.trim_stage);
     if (stage < 0) break;
     clear_rest<WARP>(s.q[stage], s.dout[stage], get(s.trim_rows));
     sem_arrive<WARP>(s.ring_q.full[stage]);
     sem_arrive<WARP>(s.dout_full[stage]);
-    ring_release<WARP>(s.trim, at);
+    sem_arrive<WARP>(s.trim_free);
   }
 }
 
@@ -38,9 +38,9 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       if (CLEANERS && step == 1) wait_for_zeros(p, t);
       put_place(s.at[n % SLOTS], p, t, head, block);
       bool trim = PACKED && get(s.at[n % SLOTS].rows) < M;
-      sem &q_full = trim ? s.trim.full[0] : s.ring_q.full[at.stage], &dout_full = trim ? s.trim.full[0] : s.dout_full[at.stage];
+      sem &q_full = trim ? s.trim_full : s.ring_q.full[at.stage], &dout_full = trim ? s.trim_full : s.dout_full[at.stage];
       if (trim) hand_to_trimmer(s, trims++, at.stage, get(s.at[n % SLOTS].rows));
-      sem_expect(q_full, tile_bytes(s.q[0]) + M * 4);
+      else sem_expect(q_full, tile_bytes(s.q[0]) + M * 4);
       tma_load(s.q[at.stage], p.q, q_full, row, 0, head, batch);
       tma_load(s.lse2[at.stage], p.lse2 + stats, q_full);
       if (step == 0) {
@@ -48,7 +48,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
         sem_expect(s.k_full[k.stage], NC * tile_bytes(s.v[0]));
         for (int w = 0; w < NC; w++) tma_load(s.k[k.stage][w], p.k, s.k_full[k.stage], get(t.row) + w * 64, 0, key_head(t, p), batch);
       }
-      sem_expect(dout_full, tile_bytes(s.dout[0]) + M * 4);
+      if (!trim) sem_expect(dout_full, tile_bytes(s.dout[0]) + M * 4);
       tma_load(s.dout[at.stage], p.dout, dout_full, row, 0, head, batch);
       tma_load(s.delta[at.stage], p.delta + stats, dout_full);
       if (step == 0) {
@@ -58,11 +58,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
       }
     }
   }
-  if (PACKED) {
-    hand_to_trimmer(s, trims, -1, 0);
-    sem_arrive<THREAD>(s.trim.full[0]);
-    sem_arrive<THREAD>(s.trim.full[0]);
-  }
+  if (PACKED) hand_to_trimmer(s, trims, -1, 0);
 }
 
 // The k of the task before, once its dk has left through it.

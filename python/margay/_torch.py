@@ -30,10 +30,18 @@ _CHECK_STARTS = os.environ.get("MARGAY_SYNC") == "1"
 def attention(q, k, v, causal, scale, return_lse, deterministic):
     if q.dtype is _E4M3:
         return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
-    if torch.compiler.is_compiling() or not _plain(q, k, v):
-        _check_tensors("attention", q=q, k=k, v=v)
-        out, lse = torch.ops.margay.attention(q, k, v, scale, causal, deterministic)
-        return (out, lse) if return_lse else out
+    if not torch.compiler.is_compiling() and _unseen(q, k, v):
+        try:
+            return _attention_directly(q, k, v, causal, scale, return_lse, deterministic)
+        except Exception:
+            if _plain(q, k, v):
+                raise
+    _check_tensors("attention", q=q, k=k, v=v)
+    out, lse = torch.ops.margay.attention(q, k, v, scale, causal, deterministic)
+    return (out, lse) if return_lse else out
+
+
+def _attention_directly(q, k, v, causal, scale, return_lse, deterministic):
     if _autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -86,14 +94,14 @@ def _attention_gradient(ctx, dout, dlse):
 
 def _attention(q, k, v, scale, causal, want_lse=True, features=None):
     scale = ops.attention_scale(scale)
-    if q.ndim != 4 or v.ndim != 4:
-        _check_attention(q, k, v)
-    out, lse = _attention_outputs(q, v, want_lse)
+    out = None
     try:
+        out, lse = _attention_outputs(q, v, want_lse)
         _attention_into(out, lse, q, k, v, scale, causal, features)
     except Exception:
+        _check_tensors("attention", q=q, k=k, v=v)
         _check_attention(q, k, v)
-        if _all_mappable(q, k, v, out):
+        if out is None or _all_mappable(q, k, v, out):
             raise
         target = _mappable_empty(out)
         _attention_into(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal, features)
@@ -149,8 +157,7 @@ def _attention_outputs(q, v, want_lse=True):
     out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1])
     if not want_lse:
         return out, None
-    batch, heads, rows, _ = q.shape
-    return out, torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def _attention_fake(q, k, v, scale=None, causal=False, deterministic=False):
@@ -511,6 +518,13 @@ def is_transposed(t):
 
 
 # ---- tensors
+
+
+def _unseen(q, k, v):
+    """As much of `_plain` as a call of C is not refused for."""
+    return (type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES and
+            not (_function_modes() or _dispatch_modes() or _transforms() or forward_ad._current_level >= 0) and
+            (q.dtype is torch.bfloat16 or not (q.is_neg() or k.is_neg() or v.is_neg())))
 
 
 def _plain(*tensors):
