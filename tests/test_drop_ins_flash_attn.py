@@ -170,6 +170,42 @@ def test_varlen(device, form, kind, seed):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("which", ("q", "k", "qk"))
+def test_varlen_used(device, which, seed):
+    """Of each sequence so many rows: none, some, all, and more than it has. What is not used holds NaN."""
+    r = random.Random(seed)
+    dtype, heads, dim = torch.bfloat16, 2, r.choice((16, 33, 64))
+    lengths = {name: [r.choice((0, 1, 31, 64, 70)), 40, 33, 17, r.choice((0, 1, 31, 64, 70))] for name in "qk"}
+    used = {name: [r.randint(0, 70), 0, r.randint(1, 32), 99, r.randint(0, 70)] if name in which else lengths[name] for name in "qk"}
+    theirs, ours = options_of("causal", r, heads, 5, device)
+    del ours["alibi_slopes"], theirs["alibi_slopes"]
+    starts, rows = {}, {}
+    for name, sizes in lengths.items():
+        starts[name] = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+        used[name] = [min(a, b) for a, b in zip(used[name], sizes)]
+        rows[name] = [first + i for first, n in zip(starts[name].tolist(), used[name]) for i in range(n)]
+    inputs = tensors(r, device, dtype, *((sum(lengths[name]), heads, dim) for name in "qkk"))
+    with torch.no_grad():
+        for name, t in zip("qkk", inputs):
+            t[sorted(set(range(len(t))) - set(rows[name]))] = torch.nan
+    given = {f"seqused_{name}": torch.tensor([99 if n == m else n for n, m in zip(used[name], lengths[name])], dtype=torch.int32, device=device) for name in which}
+
+    def function(q, k, v):
+        args = q, k, v, starts["q"], starts["k"], max(lengths["q"]), max(lengths["k"])
+        assert torch.equal(flash_attn_interface.flash_attn_varlen_func(*args, **given, **theirs),
+                           (both := flash_attn_interface.flash_attn_varlen_func(*args, **given, return_attn_probs=True, **theirs))[0])
+        return both
+
+    def plain(q, k, v):
+        out, lse = reference.packed(q[rows["q"]], k[rows["k"]], v[rows["k"]], used["q"], used["k"], **ours)
+        place = torch.tensor(rows["q"], device=device, dtype=torch.int64)
+        return (torch.zeros(len(q), *out.shape[1:], dtype=out.dtype, device=device).index_copy(0, place, out),
+                torch.full((lse.shape[0], len(q)), -torch.inf, dtype=lse.dtype, device=device).index_copy(1, place, lse))
+
+    compare(function, plain, inputs, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_varlen_pages(device, seed):
     r = random.Random(seed)
     size, batch, lengths_q, lengths_k = 8, 3, [3, 1, 7], [21, 8, 0]
@@ -345,14 +381,13 @@ def test_install_hides_what_was_imported(monkeypatch):
 # ---- refusals and fallbacks
 
 
-@pytest.mark.parametrize("argument", ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q", "seqused_k"))
+@pytest.mark.parametrize("argument", ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk"))
 def test_refuses(argument):
     q, cu = torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match=f"flash_attn_varlen_func: {argument} is given"):
         flash_attn_interface.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, **{argument: 4 if argument == "attention_chunk" else torch.ones(1)})
-    if not argument.startswith("seqused"):
-        with pytest.raises(NotImplementedError, match=f"flash_attn_func: {argument} is given"):
-            flash_attn_interface.flash_attn_func(q[None], q[None], q[None], **{argument: 4 if argument == "attention_chunk" else torch.ones(1)})
+    with pytest.raises(NotImplementedError, match=f"flash_attn_func: {argument} is given"):
+        flash_attn_interface.flash_attn_func(q[None], q[None], q[None], **{argument: 4 if argument == "attention_chunk" else torch.ones(1)})
 
 
 def test_refuses_other_arguments():
@@ -365,6 +400,8 @@ def test_refuses_other_arguments():
         flash_attn.flash_attn_varlen_func(q, q, q[None], cu, cu, 5, 5)
     with pytest.raises(TypeError, match="flash_attn_varlen_func: cu_seqlens_k is torch.int64, expected an int32 tensor"):
         flash_attn.flash_attn_varlen_func(q, q, q, cu, cu.long(), 5, 5)
+    with pytest.raises(TypeError, match=r"flash_attn_varlen_func: seqused_k is \[1\] torch.int64, expected an int32 tensor \[1\]"):
+        flash_attn_interface.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, seqused_k=torch.ones(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="expected a divisor of the 2 heads of q"):
         flash_attn.flash_attn_func(q[None], torch.randn(1, 5, 3, 16), torch.randn(1, 5, 3, 16))
 

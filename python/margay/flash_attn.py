@@ -122,12 +122,16 @@ def dense(op, q, k, v, return_lse, **options):
     return out.transpose(1, 2), lse
 
 
-def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, **options):
-    """out, and lse or None. A largest length that is a tensor would have to be read on the host: the number of rows takes its place."""
+def check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k):
     _check(op, "[rows, heads, head dim]", q=q, k=k, v=v)
     for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
             raise TypeError(f"{op}: {name} is {getattr(t, 'dtype', type(t).__name__)}, expected an int32 tensor")
+
+
+def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, **options):
+    """out, and lse or None. A largest length that is a tensor would have to be read on the host: the number of rows takes its place."""
+    check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
     max_seqlen_q, max_seqlen_k = (t.shape[0] if isinstance(n, torch.Tensor) else n for n, t in ((max_seqlen_q, q), (max_seqlen_k, k)))
     result = _dispatch.attention_varlen(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=return_lse, **options)
     return result if return_lse else (result, None)
@@ -248,6 +252,23 @@ def _rows_of_pages(pages, table, cu_seqlens):
     place = row - cu_seqlens[sequence]
     page = table[sequence, (place // max(size, 1)).clamp(0, columns - 1)].long().clamp(0, pages.shape[0] - 1)
     return pages[page, place % max(size, 1)]
+
+
+def used_rows(op, name, used, starts, rows):
+    """For the first `used` rows of each sequence, were they behind one another: their starts, where each is among `rows` rows now, and where each row is
+    among them. A row that is not used gets the last place: then there are fewer used ones than rows, and behind the last sequence everything is 0."""
+    if not isinstance(used, torch.Tensor) or used.dtype != torch.int32 or used.shape != starts[1:].shape:
+        raise TypeError(f"{op}: {name} is {list(used.shape) if isinstance(used, torch.Tensor) else ''} {getattr(used, 'dtype', type(used).__name__)}, "
+                        f"expected an int32 tensor {list(starts[1:].shape)}")
+    if not used.numel():
+        return starts, slice(None), slice(None)
+    used = torch.minimum(used, starts.diff()).clamp(min=0)
+    behind = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+    row = torch.arange(rows, dtype=torch.int32, device=starts.device)
+    now, then = (torch.searchsorted(s[1:].contiguous(), row, right=True).clamp(max=used.numel() - 1) for s in (starts, behind))
+    source = (row - behind[then] + starts[then]).clamp(max=rows - 1)
+    place = row - starts[now]
+    return behind, source, torch.where((place >= 0) & (place < used[now]), behind[now] + place, rows - 1)
 
 
 def _stand_in(name, source, is_package=False):

@@ -41,13 +41,23 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
                            causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
                            softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
-    """Packed rows q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] to [Tq, Hq, Dv]."""
+    """Packed rows q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] to [Tq, Hq, Dv]. seqused_q, seqused_k int32 [B]: so many rows of each sequence are used,
+    the others give 0 and an lse of -inf. They are copied to be behind one another first."""
     op = "flash_attn_varlen_func"
-    _refuse(op, seqused_q=seqused_q, seqused_k=seqused_k, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            attention_chunk=attention_chunk or None)
-    out = flash_attn.packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, scale=softmax_scale,
-                            causal=causal, window=flash_attn.pair(op, window_size), softcap=softcap, deterministic=deterministic)
-    return out if return_attn_probs else out[0]
+    _refuse(op, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None)
+    flash_attn.check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
+    places = None
+    if seqused_q is not None:
+        cu_seqlens_q, rows, places = flash_attn.used_rows(op, "seqused_q", seqused_q, cu_seqlens_q, q.shape[0])
+        q = q[rows]
+    if seqused_k is not None:
+        cu_seqlens_k, rows, _ = flash_attn.used_rows(op, "seqused_k", seqused_k, cu_seqlens_k, k.shape[0])
+        k, v = k[rows], v[rows]
+    out, lse = flash_attn.packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, scale=softmax_scale,
+                                 causal=causal, window=flash_attn.pair(op, window_size), softcap=softcap, deterministic=deterministic)
+    if places is not None:
+        out, lse = out[places], lse[:, places] if return_attn_probs else None
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
