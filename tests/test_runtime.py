@@ -125,7 +125,8 @@ def test_launch_geometry(rt):
 
 def test_launch_cluster(rt):
     assert rt.launch("clustered", blocks=12, magic=7) == OK
-    assert "cuLaunchKernelEx clustered grid=12,1,1 block=384,1,1 shared=200000 cluster=2 dependent stream=0x10 params=7 context=0" in rt.log()
+    assert "cuLaunchKernelEx clustered grid=12,1,1 block=384,1,1 shared=200000 cluster=2 dependent stream=0x10 params=7 context=0" in (log := rt.log())
+    assert "cuKernelSetAttribute clustered 9=100 device=0" in log     # of a row that is FOLLOWED
 
 
 def test_loaded_once_in_relaxed_capture_mode(rt):

@@ -27,6 +27,8 @@ template<int G = 0> TILE void tma_store_wait_read();    // warpgroup: the issuin
 template<int G = 0, int W = WARPGROUP> TILE void tma_store_wait();   // ... until at most G groups are not yet written; of a thread, its own
 template<int N> TILE void tma_store(float *g, const sv<N> &t);       // thread: one group; g 16-byte aligned, N floats
 TILE void tma_prefetch(const gmap &m);                  // thread
+// Thread. What a copy of C columns and the box's rows would read, into the L2. Before grid_wait() too: it reads nothing that anybody sees.
+template<int C> TILE void tma_prefetch_rows(const gmap &m, int row, int col, int head, int batch);
 
 // ---- shared <-> registers (warpgroup). c0: first column of the window in the shared tile, a multiple of 16
 template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 64, C> &s, int c0 = 0);

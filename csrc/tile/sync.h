@@ -21,8 +21,8 @@ TILE void wg_sync();                                    // warpgroup: its 128 th
 // done before such a copy overwrites what they read.
 TILE void fence_async();
 
-// A kernel whose block is DEPENDENT begins before the kernel in front of it in the stream is over, when the last of that one's blocks ends. Any width;
-// every role of it, before it touches global memory: until that kernel is over and its writes are seen.
+// A kernel whose block is DEPENDENT begins before the kernel in front of it in the stream is over: when the last of that one's blocks ends or, where that one
+// is FOLLOWED, when its last block has begun. Any width; every role of it, before it touches global memory: until that kernel is over and its writes are seen.
 TILE void grid_wait();
 
 // Global counters that order blocks. order_wait: until *g >= value; all writes of those who passed or counted are seen.

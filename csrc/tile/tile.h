@@ -8,7 +8,7 @@
 // role<body, width, count, registers>: body is  void body(const params &p, shared &s, int index), index counts the role's members 0..count-1.
 // Warpgroup roles come first; thread and warp roles then share one more warpgroup, one warp each, whose register budget is the first such role's.
 // EXAMPLE(kernel, blocks, statements that fill p) after ENTRY gives margay.check a problem for a file that is no row of kernels.def.
-// block<..., OCCUPANCY<n>>, CLUSTER<n> and DEPENDENT (sync.h: grid_wait) may follow the roles. registers = 0 everywhere: no setmaxnreg, the compiler's choice stands.
+// block<..., OCCUPANCY<n>>, CLUSTER<n>, DEPENDENT and FOLLOWED (sync.h: grid_wait) may follow the roles. registers = 0 everywhere: no setmaxnreg, the compiler's choice stands.
 #pragma once
 #include "tile/gmap.h"
 #include "tile/kernel_desc.h"

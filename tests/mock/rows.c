@@ -14,23 +14,23 @@ static void run(const void *raw, int first, int blocks) {
   if (p->hits && first < blocks) atomic_fetch_add(&p->hits[first], 1);
 }
 
-#define DESC(name, shared, threads, cluster, dependent) {shared, threads, cluster, 1, sizeof(params), dependent, 64, 64, run}
-#define ROW(name, shared, threads, cluster, dependent) \
+#define DESC(name, shared, threads, cluster, dependent, followed) {shared, threads, cluster, 1, sizeof(params), dependent, followed, 64, 64, run}
+#define ROW(name, shared, threads, cluster, dependent, followed) \
   extern const mg_kernel_desc name##_base, name##_avx2, name##_avx512; \
   extern const unsigned char name##_image[], name##_image_end[]; \
-  const mg_kernel_desc name##_base = DESC(name, shared, threads, cluster, dependent); \
-  const mg_kernel_desc name##_avx2 = DESC(name, shared, threads, cluster, dependent); \
-  const mg_kernel_desc name##_avx512 = DESC(name, shared, threads, cluster, dependent); \
+  const mg_kernel_desc name##_base = DESC(name, shared, threads, cluster, dependent, followed); \
+  const mg_kernel_desc name##_avx2 = DESC(name, shared, threads, cluster, dependent, followed); \
+  const mg_kernel_desc name##_avx512 = DESC(name, shared, threads, cluster, dependent, followed); \
   const unsigned char name##_image[] = #name; \
   const unsigned char name##_image_end[] = "";
-ROW(plain, 1024, 128, 1, 0)
-ROW(clustered, 200000, 384, 2, 1)
-ROW(on_cpu, 0, 128, 1, 0)
-ROW(huge, 300000, 128, 1, 0)
-ROW(forward, 100000, 256, 1, 0)
-ROW(forward_fp32, 0, 256, 1, 0)
+ROW(plain, 1024, 128, 1, 0, 0)
+ROW(clustered, 200000, 384, 2, 1, 1)
+ROW(on_cpu, 0, 128, 1, 0, 0)
+ROW(huge, 300000, 128, 1, 0, 0)
+ROW(forward, 100000, 256, 1, 0, 0)
+ROW(forward_fp32, 0, 256, 1, 0, 0)
 extern const mg_kernel_desc misnamed_base;
-const mg_kernel_desc misnamed_base = DESC(misnamed, 0, 32, 1, 0);
+const mg_kernel_desc misnamed_base = DESC(misnamed, 0, 32, 1, 0, 0);
 extern const unsigned char misnamed_image[], misnamed_image_end[];
 const unsigned char misnamed_image[] = "another";
 const unsigned char misnamed_image_end[] = "";

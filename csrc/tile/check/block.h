@@ -3,11 +3,12 @@
 #include <sys/mman.h>
 #include <type_traits>
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role {
-  enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0 };
+  enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
-template<int N> struct OCCUPANCY { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0 }; };
-template<int N> struct CLUSTER { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0 }; };
-struct DEPENDENT { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1 }; };
+template<int N> struct OCCUPANCY { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
+template<int N> struct CLUSTER { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 }; };
+struct DEPENDENT { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
+struct FOLLOWED { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
 
 template<class Params, class Shared, auto BODY> static void role_body(const void *params, void *shared, int index) {
   BODY(*(const Params *)params, *(Shared *)shared, index);
@@ -19,6 +20,7 @@ static void add_role(ck_kernel &k, role<BODY, WIDTH, COUNT, REGISTERS> *, int in
 template<class Params, class Shared, int N> static void add_role(ck_kernel &, OCCUPANCY<N> *, int) {}
 template<class Params, class Shared, int N> static void add_role(ck_kernel &, CLUSTER<N> *, int) {}
 template<class Params, class Shared> static void add_role(ck_kernel &, DEPENDENT *, int) {}
+template<class Params, class Shared> static void add_role(ck_kernel &, FOLLOWED *, int) {}
 
 template<class Params, class Shared, auto INIT, class... Parts> struct block {
   typedef Params params;
@@ -29,6 +31,7 @@ template<class Params, class Shared, auto INIT, class... Parts> struct block {
     BLOCKS = (0 + ... + (int)Parts::BLOCKS),
     RANKS = (0 + ... + (int)Parts::RANKS),
     WAITS = (0 + ... + (int)Parts::WAITS),
+    LETS = (0 + ... + (int)Parts::LETS),
     PER_SM = BLOCKS ? BLOCKS : 1,
     SIZE = RANKS ? RANKS : 1,
     THREADS = 128 * (GROUPS + (OTHERS > 0)),
@@ -125,7 +128,7 @@ template<typename T> static T *example_words(int n) { return (T *)example_take((
 #define ENTRY(K, TILE_M, TILE_N)                                                                                                        \
   extern "C" {                                                                                                                          \
   extern const mg_kernel_desc mg_check_desc;                                                                                            \
-  const mg_kernel_desc mg_check_desc = {sizeof(K::shared_type), K::THREADS, K::SIZE, K::PER_SM, sizeof(K::params), K::WAITS, TILE_M, TILE_N, nullptr}; \
+  const mg_kernel_desc mg_check_desc = {sizeof(K::shared_type), K::THREADS, K::SIZE, K::PER_SM, sizeof(K::params), K::WAITS, K::LETS, TILE_M, TILE_N, nullptr}; \
   const check_field *mg_check_fields(void) { return fields_of<K::shared_type>(); }                                                      \
   const ck_kernel *mg_check_kernel(void) {                                                                                              \
     static const ck_kernel k = K::kernel();                                                                                             \

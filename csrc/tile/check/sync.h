@@ -24,6 +24,7 @@ template<int W> TILE void order_count(int *g) { ck_order_count(HERE, g); }
 template<int G> TILE void tma_store_wait_read() { ck_store_wait(HERE, G, false); }
 template<int G, int W> TILE void tma_store_wait() { ck_store_wait(HERE, G, true); }
 TILE void tma_prefetch(const gmap &) {}
+template<int C> TILE void tma_prefetch_rows(const gmap &, int, int, int, int) {}
 TILE void mma_fence() { ck_mma_fence(HERE); }
 TILE void mma_commit() { ck_mma_commit(HERE); }
 template<int G, class... Tile> TILE void mma_wait(Tile &...tiles) {

@@ -3,16 +3,18 @@
 #pragma once
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role;
 struct DEPENDENT;
+struct FOLLOWED;
 template<int N> struct OCCUPANCY;
 template<int N> struct CLUSTER;
 
 template<class Part> struct part_of;
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct part_of<role<BODY, WIDTH, COUNT, REGISTERS>> {
-  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS, BLOCKS = 0, RANKS = 0, WAITS = 0 };
+  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
-template<int N> struct part_of<OCCUPANCY<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = N, RANKS = 0, WAITS = 0 }; };
-template<int N> struct part_of<CLUSTER<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = N, WAITS = 0 }; };
-template<> struct part_of<DEPENDENT> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = 0, WAITS = 1 }; };
+template<int N> struct part_of<OCCUPANCY<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
+template<int N> struct part_of<CLUSTER<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 }; };
+template<> struct part_of<DEPENDENT> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
+template<> struct part_of<FOLLOWED> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
 
 template<class Params, class Shared, auto INIT, class... Parts> struct block {
   enum : int {
@@ -22,6 +24,7 @@ template<class Params, class Shared, auto INIT, class... Parts> struct block {
     BLOCKS = (0 + ... + (int)part_of<Parts>::BLOCKS),
     RANKS = (0 + ... + (int)part_of<Parts>::RANKS),
     WAITS = (0 + ... + (int)part_of<Parts>::WAITS),
+    LETS = (0 + ... + (int)part_of<Parts>::LETS),
     PER_SM = BLOCKS ? BLOCKS : 1,
     SIZE = RANKS ? RANKS : 1,
     THREADS = 128 * (WARPGROUPS + (OTHERS > 0)),
@@ -42,6 +45,7 @@ TILE void add_members(machine &m, role<BODY, WIDTH, COUNT, REGISTERS> *, int rol
 template<class Params, class Shared, int N> TILE void add_members(machine &, OCCUPANCY<N> *, int, int) {}
 template<class Params, class Shared, int N> TILE void add_members(machine &, CLUSTER<N> *, int, int) {}
 template<class Params, class Shared> TILE void add_members(machine &, DEPENDENT *, int, int) {}
+template<class Params, class Shared> TILE void add_members(machine &, FOLLOWED *, int, int) {}
 
 template<class Params, class Shared, auto INIT, class... Parts>
 TILE void run_cluster(block<Params, Shared, INIT, Parts...> *, const void *params, int first, int blocks) {
@@ -68,7 +72,7 @@ template<class Kernel> static void run_kernel(const void *params, int first, int
 #define ENTRY(K, TILE_M, TILE_N)                                                                                                    \
   extern "C" {                                                                                                                      \
   extern const mg_kernel_desc MG_JOIN(KERNEL, ISA);                                                                                 \
-  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, K::WAITS, TILE_M,  \
+  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, K::WAITS, K::LETS, TILE_M,  \
                                                TILE_N, run_kernel<K>};                                                                      \
   }
 #define EXAMPLE(...)   // a problem for the checker, see check/block.h

@@ -69,6 +69,11 @@ template<int G, int W> TILE void tma_store_wait() {
   trace(TRACE_STORE_WAIT, nullptr, G);
   if (W == THREAD || thread_in_group() == 0) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(G) : "memory");
 }
+template<int C> TILE void tma_prefetch_rows(const gmap &m, int row, int col, int head, int batch) {
+#pragma unroll
+  for (int c = 0; c < C; c += 64)
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&m), "r"(col + c), "r"(row), "r"(head), "r"(batch) : "memory");
+}
 TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" ::"l"(&m) : "memory"); }
 
 // ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8 columns, 16-31 of the right 8.
