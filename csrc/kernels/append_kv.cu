@@ -6,6 +6,7 @@ struct shared { int nothing; };
 TILE void init(shared &) {}
 
 TILE void append(const append_kv_params &p, shared &, int warp) {
+  grid_wait();
   for (int i = block_index() * WARPS + warp; i < p.tasks; i += block_count() * WARPS) {
     int head = i % p.heads, row = i / p.heads % p.new_rows, batch = i / p.heads / p.new_rows;
     int length = p.lengths ? p.lengths[batch] : p.length, place = p.cache_index ? p.cache_index[batch] : batch, key = length + row;
@@ -19,5 +20,5 @@ TILE void append(const append_kv_params &p, shared &, int warp) {
   }
 }
 
-typedef block<append_kv_params, shared, init, role<append, WARP, WARPS, 0>, OCCUPANCY<8>> kernel;
+typedef block<append_kv_params, shared, init, role<append, WARP, WARPS, 0>, OCCUPANCY<8>, DEPENDENT> kernel;
 ENTRY(kernel, WARPS, 1)

@@ -57,5 +57,5 @@ TILE void combine(const attention_combine_params &p, shared &, int warp) {
   }
 }
 
-typedef block<attention_combine_params, shared, init, role<combine, WARP, WARPS, 0>, OCCUPANCY<4>, DEPENDENT> kernel;
+typedef block<attention_combine_params, shared, init, role<combine, WARP, WARPS, 0>, OCCUPANCY<4>, DEPENDENT, FOLLOWED> kernel;
 ENTRY(kernel, WARPS, 32)

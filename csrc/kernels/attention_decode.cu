@@ -21,15 +21,6 @@ TILE void init(shared &s) {
   queue_init(s.queue, arrivals(1, 0, 1));
 }
 
-TILE void load_block(st<elem, BN, D> &tile, const gmap &map, sem &full, const attention_decode_params &p, const task &t, const parts &x) {
-  int row = x.row;
-  UNROLLED for (int i = 0; i < BN / 16; i++) {
-    if (i * p.box >= BN) break;
-    tma_load_rows(tile, i * p.box, p.box, map, full, row, 0, t.head, x.place[i]);
-    if ((row += p.box) == p.page_size) row = 0;
-  }
-}
-
 TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, const attention_decode_params &p, int i, ring_pos &at) {
   task t = task_at(p, i);
   bool ahead = loads_ahead(p, t);
@@ -49,7 +40,8 @@ TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, co
 TILE void k_loader(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
   int next = 0;
-  tma_prefetch(p.k);
+  prefetch_first(p.k, p);
+  grid_wait();
   for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++)
     load_keys(s.k, s.k_ring, p.k, p, next, at);
 }
@@ -57,7 +49,8 @@ TILE void k_loader(const attention_decode_params &p, shared &s, int) {
 TILE void v_loader(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
   int next;
-  tma_prefetch(p.v);
+  prefetch_first(p.v, p);
+  grid_wait();
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     queue_release<THREAD>(s.queue, count);
     load_keys(s.v, s.v_ring, p.v, p, next, at);
@@ -145,6 +138,7 @@ TILE void load_queries(const attention_decode_params &p, shared &s, const task &
 
 TILE void compute(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
+  grid_wait();
   float c = p.cap_log2 != 0.f || p.slopes ? 1.f : p.scale_log2;
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
@@ -195,5 +189,5 @@ TILE void compute(const attention_decode_params &p, shared &s, int) {
 }
 
 typedef block<attention_decode_params, shared, init, role<compute, WARPGROUP, 1, COMPUTE_REGS>, role<k_loader, THREAD, 1, LOAD_REGS>,
-              role<v_loader, THREAD, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+              role<v_loader, THREAD, 1, LOAD_REGS>, OCCUPANCY<PER_SM>, DEPENDENT> kernel;
 ENTRY(kernel, 64, BN)

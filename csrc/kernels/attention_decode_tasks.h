@@ -57,3 +57,21 @@ TILE parts parts_of(const attention_decode_params &p, const task &t, int key0) {
   }
   return x;
 }
+
+TILE void load_block(st<elem, BN, D> &tile, const gmap &map, sem &full, const attention_decode_params &p, const task &t, const parts &x) {
+  int row = x.row;
+  UNROLLED for (int i = 0; i < BN / 16; i++) {
+    if (i * p.box >= BN) break;
+    tma_load_rows(tile, i * p.box, p.box, map, full, row, 0, t.head, x.place[i]);
+    if ((row += p.box) == p.page_size) row = 0;
+  }
+}
+
+// Thread, before grid_wait(): the map, and to the L2 the first key block of this block's first task. The kernel in front may still write to the cache, and what
+// it writes goes to the L2 too; but a page table or an index of caches may not be read yet.
+TILE void prefetch_first(const gmap &map, const attention_decode_params &p) {
+  tma_prefetch(map);
+  if (p.page_table || p.cache_index || p.left != 1 << 30) return;
+  task t = task_at(p, block_index());
+  if (t.split * BN < p.keys) tma_prefetch_rows<D>(map, t.split * BN, 0, t.head, t.batch);
+}
