@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from margay.bench import harness
+from margay.bench import harness, report
 
 
 class GivenTimes:
@@ -41,3 +41,8 @@ def test_peers_are_compared_and_rates_set_beside():
 def test_a_wrong_peer_is_not_timed(value):
     with pytest.raises(ArithmeticError, match="differs from peer"):
         run(harness.Problem({"margay": runner(1.0), "peer": runner(1.0, value)}, 1e-3, 1e9))
+
+
+def test_the_table_has_a_graphs_time_by_layers():
+    """16 layers of 134 MB in 16 * 36 us are 3.73 TB/s."""
+    assert report.decode_cell({"ms": {"margay": 16 * 0.036}, "layers": 16, "bytes": 16 << 27, "speed_ratio": {"torch": 1.25}}) == "36, 86% (1.2)"

@@ -2,6 +2,8 @@
 scaled_dot_product_attention (flash backend), which reads the same caches. Bound by memory: keys and values are read once, and `of memory` is their bytes over the time,
 relative to 4.35 TB/s. `pages of n`: in random order; PyTorch reads the unpaged cache. The L2 is emptied by reading, not by writing: lines that were written would
 have to leave it while the caches come in.
+`graph`: as generation runs, a CUDA graph of several layers' attention, each with caches of its own, which together are many times the L2; the time is the graph's
+over its layers, and between two layers there is what two kernels cost each other.
 """
 import functools
 
@@ -16,6 +18,7 @@ BATCHES = (1, 8, 32, 128)
 CONTEXTS = (1024, 8192, 32768, 131072)
 Q_HEADS, D = 32, 128
 MOST_BYTES = 36 << 30        # of keys and values, and their copy in pages
+GRAPH_BYTES = 2 << 30        # of a graph's layers together
 
 
 def sdpa(q, k, v):
@@ -23,8 +26,9 @@ def sdpa(q, k, v):
         return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
 
 
-def build(batch, context, k_heads, page):
-    torch.manual_seed(0)
+def layer(batch, context, k_heads, page, seed=0):
+    """(ours, torch's) of one layer."""
+    torch.manual_seed(seed)
     q = torch.randn(batch, 1, Q_HEADS, D, device="cuda").bfloat16()
     k, v = (torch.empty(batch, context, k_heads, D, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2))
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
@@ -33,20 +37,50 @@ def build(batch, context, k_heads, page):
         table = torch.randperm(batch * context // page, device="cuda").view(batch, -1)
         caches = [torch.empty_like(t).view(-1, page, k_heads, D).index_copy_(0, table.flatten(), t.view(-1, page, k_heads, D)) for t in (k, v)]
         table = table.int()
-    ours = functools.partial(margay.attention_decode, q, *caches, cache_seqlens=lengths, page_table=table)
-    return Problem({"margay": ours, "torch": functools.partial(sdpa, q, k, v)}, 1e-2, 4 * batch * Q_HEADS * context * D, 2 * k.numel() * 2)
+    return functools.partial(margay.attention_decode, q, *caches, cache_seqlens=lengths, page_table=table), functools.partial(sdpa, q, k, v)
+
+
+def captured(calls):
+    """One call that makes them all, as a CUDA graph."""
+    for call in calls:
+        call()                                     # libraries load, workspaces are planned
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = tuple(call() for call in calls)
+
+    def replay(_=calls):                           # whose tensors the graph reads, but does not keep
+        graph.replay()
+        return results
+    return replay
+
+
+def build(batch, context, k_heads, page, layers):
+    names = "margay", "torch"
+    calls = zip(*(layer(batch, context, k_heads, page, i) for i in range(max(1, layers))))
+    runners = {name: captured(each) if layers else each[0] for name, each in zip(names, calls)}
+    flops, size = 4 * batch * Q_HEADS * context * D, 4 * batch * context * k_heads * D
+    return Problem(runners, 1e-2, flops * max(1, layers), size * max(1, layers))
+
+
+def layers_of(size):
+    """Of a graph whose layers read `size` bytes each, so many that its own launch hardly counts; 0, no graph, for what takes long enough alone, or would stay in the L2."""
+    return max(4, min(32, GRAPH_BYTES // size)) if 16 << 20 <= size <= 600 << 20 else 0
 
 
 def cases():
-    for k_heads, page in ((4, 0), (4, 64), (4, 16), (32, 0)):
-        for batch in BATCHES:
-            for context in CONTEXTS:
-                size = 4 * batch * context * k_heads * D
-                if size * (1 + bool(page)) > MOST_BYTES:
-                    continue
-                group = f"{Q_HEADS}/{k_heads} heads" + (f", pages of {page}" if page else "")
-                fields = {"group": group, "batch": batch, "n": context, "k_heads": k_heads, "page": page, "mask": f"B={batch}", "bytes": size}
-                yield Case(f"decode {group} B={batch} N={context}", fields, functools.partial(build, batch, context, k_heads, page))
+    for graph in (False, True):
+        for k_heads, page in ((4, 0), (4, 64), (4, 16), (32, 0)):
+            for batch in BATCHES:
+                for context in CONTEXTS:
+                    size = 4 * batch * context * k_heads * D
+                    layers = layers_of(size) if graph else 0
+                    if size * (1 + bool(page)) > MOST_BYTES or (graph and not layers):
+                        continue
+                    group = f"{Q_HEADS}/{k_heads} heads" + (f", pages of {page}" if page else "") + (", graph" if graph else "")
+                    fields = {"group": group, "batch": batch, "n": context, "k_heads": k_heads, "page": page, "mask": f"B={batch}", "bytes": size * max(1, layers)}
+                    if graph:
+                        fields["layers"] = layers
+                    yield Case(f"decode {group} B={batch} N={context}", fields, functools.partial(build, batch, context, k_heads, page, layers))
 
 
 class ReadingTimer(GpuTimer):
