@@ -299,6 +299,41 @@ def test_graph():
         assert torch.equal(out, step()), case
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, context, k_heads, page", ((1, 300, 4, 0), (2, 2000, 4, 64), (8, 8192, 4, 0), (1, 8192, 32, 0), (3, 80, 8, 16)))
+def test_layers_in_a_graph(batch, context, k_heads, page):
+    """Kernels that begin before the one in front is over: every layer's new keys, values and queries are what the one before has just written."""
+    lengths = torch.randint(1, context - 1, (batch,), device="cuda").int()
+    after = lengths + 1
+    layers = []
+    for _ in range(6):
+        pages = -(-context // page) if page else 0
+        shape = (batch * pages, page, k_heads, 128) if page else (batch, context, k_heads, 128)
+        table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages) if page else None
+        layers.append([*(torch.randn(shape, device="cuda").bfloat16() for _ in range(2)), table])
+    first = torch.randn(batch, 1, 32, 128, device="cuda").bfloat16()
+
+    def run(between=lambda: None):
+        x = first
+        for k, v, table in layers:
+            mg.append_kv(k, v, x[:, :, :k_heads], x[:, :, -k_heads:], cache_seqlens=lengths, page_table=table)
+            between()
+            x = mg.attention_decode(x, k, v, cache_seqlens=after, page_table=table, scale=1.0)
+            between()
+        return x
+    expected = run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for i in range(50):
+        for k, v, table in layers:
+            mg.append_kv(k, v, *(torch.full_like(first[:, :, :k_heads], 3.0 + i) for _ in range(2)), cache_seqlens=lengths, page_table=table)
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert torch.equal(run(), expected)
+
+
 # ---- arguments
 
 
