@@ -222,6 +222,39 @@ def test_bad_13_huge_strides(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_bad_13_huge_workspace(device):
+    """More than 2^31 bytes of accumulators for dq."""
+    if device == "cpu":                                       # where computing that much takes long: a workspace larger than it needs to be
+        q, k, v, dout = tensors(*((1, 1, 70, 64),) * 4)
+        memory = mmap.mmap(-1, 2**31 + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+        out, lse, grads = torch.empty_like(q), torch.empty(1, 1, 70), [torch.empty_like(t) for t in (q, k, v)]
+        _C.attention_fwd(out, lse, q, k, v, 0.125, False)
+        _C.attention_bwd(*grads, dout, q, k, v, out, lse, None, torch.frombuffer(memory, dtype=torch.uint8), 0.125, False, False)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        for grad, expected in zip(grads, torch.autograd.grad(mg.attention(*leaves, scale=0.125), leaves, dout)):
+            assert torch.equal(grad, expected)
+        return
+    if torch.cuda.mem_get_info()[1] < 40 << 30:
+        pytest.skip("less than 40 GiB of GPU memory")
+    g = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (torch.randn(8, 32, 16400, 128, generator=g, device=device, dtype=torch.bfloat16) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    whole = torch.autograd.grad(mg.attention(*leaves, causal=True), leaves, dout)
+    for b in (0, 7):
+        parts = [t.detach()[b:b + 1].requires_grad_() for t in leaves]
+        for grad, part in zip(whole, torch.autograd.grad(mg.attention(*parts, causal=True), parts, dout[b:b + 1])):
+            assert (grad[b].float() - part[0].float()).norm() <= 2**-8 * part.float().norm()
+    del whole, leaves, q, k, v, dout
+    rows = [torch.randn(44000, 32, 64, generator=g, device=device, dtype=torch.bfloat16) for _ in range(4)]      # many short sequences, each with room for a whole block
+    leaves = [t.requires_grad_() for t in rows[:3]]
+    starts = torch.arange(0, 44001, 40, dtype=torch.int32, device=device)
+    packed = torch.autograd.grad(mg.attention_varlen(*leaves, starts, starts, 40, 40), leaves, rows[3])
+    dense = [t.detach().view(1100, 40, 32, 64).transpose(1, 2).requires_grad_() for t in leaves]
+    for grad, other in zip(packed, torch.autograd.grad(mg.attention(*dense), dense, rows[3].view(1100, 40, 32, 64).transpose(1, 2))):
+        assert (grad.float() - other.transpose(1, 2).reshape(-1, 32, 64).float()).norm() <= 2**-8 * grad.float().norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_bad_14_many_blocks(device):
     """More (batch, head) pairs than the y or z dimension of a grid holds."""
     q, k, v = tensors((700, 100, 1, 8), (700, 100, 3, 8), (700, 100, 3, 8), device=device)

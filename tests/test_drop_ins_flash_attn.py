@@ -206,6 +206,14 @@ def test_varlen_used(device, which, seed):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_used_rows_have_places_of_their_own(device):
+    starts, used = (torch.tensor(t, dtype=torch.int32, device=device) for t in ((0, 5, 5, 20, 30), (2, 3, 99, -1)))
+    behind, source, place = flash_attn.used_rows("f", "q", used, starts, 40)
+    assert behind.tolist() == [0, 2, 2, 17, 17] and torch.equal(source[place], torch.arange(40, device=device))
+    assert place[:5].tolist() == [0, 1, 17, 18, 19] and place[5:20].tolist() == [*range(2, 17)] and place[20:].tolist() == [*range(20, 40)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_varlen_pages(device, seed):
     r = random.Random(seed)
     size, batch, lengths_q, lengths_k = 8, 3, [3, 1, 7], [21, 8, 0]
@@ -400,8 +408,18 @@ def test_refuses_other_arguments():
         flash_attn.flash_attn_varlen_func(q, q, q[None], cu, cu, 5, 5)
     with pytest.raises(TypeError, match="flash_attn_varlen_func: cu_seqlens_k is torch.int64, expected an int32 tensor"):
         flash_attn.flash_attn_varlen_func(q, q, q, cu, cu.long(), 5, 5)
-    with pytest.raises(TypeError, match=r"flash_attn_varlen_func: seqused_k is \[1\] torch.int64, expected an int32 tensor \[1\]"):
-        flash_attn_interface.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, seqused_k=torch.ones(1, dtype=torch.int64))
+    used, varlen = torch.ones(1, dtype=torch.int32), flash_attn_interface.flash_attn_varlen_func
+    for name in ("seqused_q", "seqused_k"):
+        with pytest.raises(TypeError, match=rf"flash_attn_varlen_func: {name} is \[1\] torch.int64, expected an int32 tensor \[1\]"):
+            varlen(q, q, q, cu, cu, 5, 5, **{name: used.long()})
+        with pytest.raises(ValueError, match=rf"flash_attn_varlen_func: cu_seqlens_{name[-1]} has shape \[1, 2\], expected 1 dimension"):
+            varlen(q, q, q, cu[None], cu[None], 5, 5, **{name: used})
+        for starts, message in (((1, 5), r"\[0\] is 1, expected 0"), ((0, 6), r"\[1\] is 6, expected 0 .* to 5"), ((0, 4, 3), r"\[2\] is 3, expected 4")):
+            wrong = torch.tensor(starts, dtype=torch.int32)
+            with pytest.raises(ValueError, match=f"cu_seqlens_{name[-1]}{message}"):
+                varlen(q, q, q, wrong, wrong, 5, 5, **{name: used.repeat(len(starts) - 1)})
+    with pytest.raises(ValueError, match=r"flash_attn_varlen_func: v has 4 rows, expected 5 \(same as k\)"):
+        varlen(q, q, q[:4], cu, cu, 5, 5, seqused_k=used)
     with pytest.raises(ValueError, match="expected a divisor of the 2 heads of q"):
         flash_attn.flash_attn_func(q[None], torch.randn(1, 5, 3, 16), torch.randn(1, 5, 3, 16))
 

@@ -16,13 +16,17 @@ TILE int clamp(int x, int low, int high) { return x < low ? low : x > high ? hig
 
 TILE int divide(int n, divider d) { return (int)(((uint32_t)((uint64_t)n * d.multiplier >> 32) + (uint32_t)n) >> d.shift); }
 
-TILE task task_at(const attention_decode_params &p, int i) {
+TILE task numbers_of(const attention_decode_params &p, int i) {   // without what is in memory
   task t;
   int heads = divide(i, p.by_row_blocks), splits = divide(heads, p.by_k_heads);
   t.row0 = (i - heads * p.row_blocks) * 64;
   t.head = heads - splits * p.k_heads;
   t.batch = divide(splits, p.by_splits);
   t.split = splits - t.batch * p.splits;
+  return t;
+}
+TILE task task_at(const attention_decode_params &p, int i) {
+  task t = numbers_of(p, i);
   t.length = p.lengths ? p.lengths[t.batch] : p.keys;
   t.cache = p.cache_index ? p.cache_index[t.batch] : t.batch;
   return t;
@@ -72,6 +76,6 @@ TILE void load_block(st<elem, BN, D> &tile, const gmap &map, sem &full, const at
 TILE void prefetch_first(const gmap &map, const attention_decode_params &p) {
   tma_prefetch(map);
   if (p.page_table || p.cache_index || p.left != 1 << 30) return;
-  task t = task_at(p, block_index());
+  task t = numbers_of(p, block_index());
   if (t.split * BN < p.keys) tma_prefetch_rows<D>(map, t.split * BN, 0, t.head, t.batch);
 }

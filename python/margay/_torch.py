@@ -21,7 +21,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _library = torch.library.Library("margay", "FRAGMENT")
 _threads = 0
-_CHECK_STARTS = os.environ.get("MARGAY_SYNC") == "1"
+CHECK_STARTS = os.environ.get("MARGAY_SYNC") == "1"
 
 
 # ---- attention
@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
         return *_attention_gradient(ctx, dout, dlse), None
 
 
-# Function.apply, but for its check for transforms, which `_plain` has made.
+# Function.apply, but for its check for transforms, which `_unseen` and `_plain` make.
 _record_attention = super(torch.autograd.Function, _Attention).apply
 
 
@@ -267,7 +267,7 @@ def _features_forward(q, k, v, sink, slopes, q_start, k_start, left, right, soft
     """out, lse, and the seed of dropout as a CPU tensor; drawn from torch's generator where none is given."""
     used = torch.zeros(1, dtype=torch.int64) if not dropout else torch.randint(-2**63, 2**63 - 1, (1,)) if seed is None else torch.tensor([_signed(seed)])
     features = _feature_tuple(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, used.item())
-    if _CHECK_STARTS and q_start is not None and q.is_cuda:
+    if CHECK_STARTS and q_start is not None and q.is_cuda:
         ops.check_starts("q", q_start.tolist(), q.shape[2], max_q)
         ops.check_starts("k", k_start.tolist(), k.shape[2], max_k)
     out, lse = _attention(q, k, v, scale, causal, want_lse, features)
@@ -521,7 +521,7 @@ def is_transposed(t):
 
 
 def _unseen(q, k, v):
-    """As much of `_plain` as a call of C is not refused for."""
+    """As much of `_plain` as a call of C is not refused for. No complex type is made of bfloat16, whose negative bit is therefore never set."""
     return (type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES and
             not (_function_modes() or _dispatch_modes() or _transforms() or forward_ad._current_level >= 0) and
             (q.dtype is torch.bfloat16 or not (q.is_neg() or k.is_neg() or v.is_neg())))

@@ -14,7 +14,7 @@ import types
 
 import torch
 
-from margay import _dispatch, _plain, bert_padding, ops
+from margay import _dispatch, _plain, _torch, bert_padding, ops
 from margay._switch import Switch
 from margay.bert_padding import pad_input, unpad_input
 
@@ -255,20 +255,25 @@ def _rows_of_pages(pages, table, cu_seqlens):
 
 
 def used_rows(op, name, used, starts, rows):
-    """For the first `used` rows of each sequence, were they behind one another: their starts, where each is among `rows` rows now, and where each row is
-    among them. A row that is not used gets the last place: then there are fewer used ones than rows, and behind the last sequence everything is 0."""
+    """For the first `used` rows of each sequence, were they behind one another: their starts, which of `rows` rows comes to each place, and the place of each
+    row. Those that are not used come behind the last sequence, where everything is 0, each to a place of its own: equal indices are slow in the backward."""
+    if starts.ndim != 1:
+        raise ValueError(f"{op}: cu_seqlens_{name} has shape {list(starts.shape)}, expected 1 dimension [batch + 1]")
     if not isinstance(used, torch.Tensor) or used.dtype != torch.int32 or used.shape != starts[1:].shape:
-        raise TypeError(f"{op}: {name} is {list(used.shape) if isinstance(used, torch.Tensor) else ''} {getattr(used, 'dtype', type(used).__name__)}, "
+        raise TypeError(f"{op}: seqused_{name} is {list(used.shape) if isinstance(used, torch.Tensor) else ''} {getattr(used, 'dtype', type(used).__name__)}, "
                         f"expected an int32 tensor {list(starts[1:].shape)}")
+    if not torch.compiler.is_compiling() and (_torch.CHECK_STARTS or not starts.is_cuda):
+        ops.check_starts(name, starts.tolist(), rows, rows)          # which C does not see
     if not used.numel():
         return starts, slice(None), slice(None)
     used = torch.minimum(used, starts.diff()).clamp(min=0)
-    behind = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-    row = torch.arange(rows, dtype=torch.int32, device=starts.device)
-    now, then = (torch.searchsorted(s[1:].contiguous(), row, right=True).clamp(max=used.numel() - 1) for s in (starts, behind))
-    source = (row - behind[then] + starts[then]).clamp(max=rows - 1)
-    place = row - starts[now]
-    return behind, source, torch.where((place >= 0) & (place < used[now]), behind[now] + place, rows - 1)
+    behind = torch.nn.functional.pad(used.cumsum(0), (1, 0))
+    row = torch.arange(rows, device=starts.device)
+    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True, out_int32=True).clamp(max=used.numel() - 1)
+    row_of_it = row - starts[sequence]
+    before = behind[sequence] + row_of_it.clamp(min=0).minimum(used[sequence])       # used rows in front of this one
+    place = torch.where(row_of_it < used[sequence], before, behind[-1] + row - before).clamp(0, max(rows - 1, 0))
+    return behind.int(), torch.zeros_like(row).scatter(0, place, row), place
 
 
 def _stand_in(name, source, is_package=False):

@@ -48,10 +48,12 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     flash_attn.check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
     places = None
     if seqused_q is not None:
-        cu_seqlens_q, rows, places = flash_attn.used_rows(op, "seqused_q", seqused_q, cu_seqlens_q, q.shape[0])
+        cu_seqlens_q, rows, places = flash_attn.used_rows(op, "q", seqused_q, cu_seqlens_q, q.shape[0])
         q = q[rows]
     if seqused_k is not None:
-        cu_seqlens_k, rows, _ = flash_attn.used_rows(op, "seqused_k", seqused_k, cu_seqlens_k, k.shape[0])
+        if v.shape[0] != k.shape[0]:
+            raise ValueError(f"{op}: v has {v.shape[0]} rows, expected {k.shape[0]} (same as k)")
+        cu_seqlens_k, rows, _ = flash_attn.used_rows(op, "k", seqused_k, cu_seqlens_k, k.shape[0])
         k, v = k[rows], v[rows]
     out, lse = flash_attn.packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, scale=softmax_scale,
                                  causal=causal, window=flash_attn.pair(op, window_size), softcap=softcap, deterministic=deterministic)
