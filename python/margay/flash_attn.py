@@ -242,13 +242,18 @@ def _from_left(cache, leftpad, batch_idx):
     return cache.gather(1, row[..., None, None].expand_as(cache))
 
 
+def _sequence_of(row, starts):
+    """Which sequence each row belongs to; the last one behind it."""
+    return torch.searchsorted(starts[1:].contiguous(), row.to(starts.dtype), right=True).clamp(max=starts.shape[0] - 2)
+
+
 def _rows_of_pages(pages, table, cu_seqlens):
     """The rows of all sequences behind one another: as many as the table could hold, for their number is not known on the host. What the table has
     behind a sequence's last page may be anything."""
     batch, columns = table.shape
     size = pages.shape[1]
     row = torch.arange(batch * columns * size, device=pages.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row.to(cu_seqlens.dtype), right=True).clamp(max=batch - 1)
+    sequence = _sequence_of(row, cu_seqlens)
     place = row - cu_seqlens[sequence]
     page = table[sequence, (place // max(size, 1)).clamp(0, columns - 1)].long().clamp(0, pages.shape[0] - 1)
     return pages[page, place % max(size, 1)]
@@ -269,7 +274,7 @@ def used_rows(op, name, used, starts, rows):
     used = torch.minimum(used, starts.diff()).clamp(min=0)
     behind = torch.nn.functional.pad(used.cumsum(0), (1, 0))
     row = torch.arange(rows, device=starts.device)
-    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True, out_int32=True).clamp(max=used.numel() - 1)
+    sequence = _sequence_of(row, starts)
     row_of_it = row - starts[sequence]
     before = behind[sequence] + row_of_it.clamp(min=0).minimum(used[sequence])       # used rows in front of this one
     place = torch.where(row_of_it < used[sequence], before, behind[-1] + row - before).clamp(0, max(rows - 1, 0))

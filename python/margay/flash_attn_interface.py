@@ -45,8 +45,9 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     the others give 0 and an lse of -inf. They are copied to be behind one another first."""
     op = "flash_attn_varlen_func"
     _refuse(op, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None)
-    flash_attn.check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
     places = None
+    if seqused_q is not None or seqused_k is not None:
+        flash_attn.check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
     if seqused_q is not None:
         cu_seqlens_q, rows, places = flash_attn.used_rows(op, "q", seqused_q, cu_seqlens_q, q.shape[0])
         q = q[rows]
