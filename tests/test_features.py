@@ -203,6 +203,8 @@ def test_dropout_keeps_the_share_that_it_says(device):
     kept = mg.dropout_mask(0.3, 5, 2, 3, 200, 200)
     assert abs(float(kept.double().mean()) - 0.7) < 4 * math.sqrt(0.21 / kept.numel())
     assert torch.allclose(out.float()[..., 0].cpu(), kept.float().mean(3) / 0.7, atol=2e-2)
+    halves = kept[:, :, :192].view(2, 3, 12, 2, 8, 200)     # rows 8 apart share 32 random bits
+    assert abs(float((halves[:, :, :, 0] == halves[:, :, :, 1]).double().mean()) - 0.58) < 0.01
     for other in (4, 6, 5 + (1 << 32), 5 + (1 << 63)):
         agree = float((mg.dropout_mask(0.3, other, 2, 3, 200, 200) == kept).double().mean())
         assert abs(agree - 0.58) < 0.01, f"seed {other}: {agree}"

@@ -31,6 +31,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   const mg_kernel *row;
   if ((status = mg_context_open(&c, q, stream))) return status;
   mg_problem problem = attention_problem_of(&x, options, q, c.sms);
+  if (options->features && options->features->sink) problem.features = (int)at_least(2, problem.features);
   if ((status = mg_select(&row, which, &problem, &c))) return status;
   if (x.q_heads * x.out[0] * x.q_total == 0) return MG_OK;
   if (x.k_total == 0 || x.batch * x.q_rows == 0) {   // no keys; or packed, and no sequence with rows

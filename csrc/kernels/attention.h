@@ -10,7 +10,7 @@ typedef struct attention_features {
   int slope_batch;
   int lower;                      // query row i sees keys from i + lower on (as `diagonal`, before the sequences' lengths); -2^30: all
   float softcap;                  // scores x become softcap tanh(x / softcap)
-  uint32_t drop_below;            // probabilities are dropped where their random 32 bits are below
+  uint32_t drop_below;            // probabilities are dropped where their random 16 bits are below
   float keep_scale;               // 1 / (1 - dropout probability)
   uint32_t seed[2];
 } attention_features;

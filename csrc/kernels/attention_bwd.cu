@@ -7,10 +7,11 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64 * NC, BLOCKS = 1, ZEROS = 128, CLEANERS = FEATURES < 2 };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 to 2), *_REGS
+enum { NC = 2, BN = 64 * NC, BLOCKS = 1, ZEROS = 128, CLEANERS = FEATURES < 2 };   // D, M (query rows a step), TURNS (0 or 1), STAGES, DS_STAGES, DETERMINISTIC, FEATURES (0 to 3), *_REGS
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };   // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
+#include "kernels/attention_bwd_features.h"
 static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
 
 struct shared {
@@ -57,18 +58,28 @@ struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
 template<int N>
 TILE void softmax(rt<float, N> &x, rt<float, N> &dp, rt<elem, N> &prob, rt<elem, N> &ds, const attention_bwd_params &p, shared &s, uint32_t n, int first, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
-  int keys = get(s.at[n % SLOTS].keys) - wg * 64, diagonal = get(s.at[n % SLOTS].diagonal) + first - wg * 64;
-  float c = p.scale;
-  int lower = WINDOWS ? get(s.at[n % SLOTS].lower) + first - wg * 64 : -UNMASKED;
+  const place &here = s.at[n % SLOTS];
+  int keys = get(here.keys) - wg * 64, diagonal = get(here.diagonal) + first - wg * 64, lower = WINDOWS ? get(here.lower) + first - wg * 64 : -UNMASKED;
   mma_wait<1>(x);
+  float c = change_scores(x, p, here, wg * 64, first);
   if (diagonal < 63) triu(x, -diagonal, -infinity());
   if (WINDOWS && lower > -N) tril(x, -lower, -infinity());
   if (keys < 64) map_rc(x, [=](float a, int key, int) { return key < keys ? a : -infinity(); });
   map_col(x, slice<N>(s.lse2[at.stage], first), [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
+  mark_dropped(x, p.features, here, wg * 64, first);
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(dp);
-  map_col(dp, x, slice<N>(s.delta[at.stage], first), [](float a, float b, float d) { return b * (a - d); });
-  convert(prob, x);
+  if (EVERYTHING) {
+    float keep = p.features.drop_below ? p.features.keep_scale : 1.f;
+    rt<float, N> kept = x;
+    map_col(dp, x, slice<N>(s.delta[at.stage], first), [=](float a, float b, float d) { return b < 0.f ? b * d : b * fused(a, keep, -d); });
+    uncap(dp, x, p, here, slice<N>(s.lse2[at.stage], first), wg * 64, first);
+    map(kept, [](float a) { return a < 0.f ? 0.f : a; });
+    convert(prob, kept);
+  } else {
+    map_col(dp, x, slice<N>(s.delta[at.stage], first), [](float a, float b, float d) { return b * (a - d); });
+    convert(prob, x);
+  }
   convert(ds, dp);
   store(s.ds[to.stage][wg], ds, first);
   if constexpr (N < M) {
@@ -130,6 +141,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   int keys = PACKED && p.features.q_start ? get(t.keys) - wg * 64 : 64;
   catch_up<true>(a, p, s, n, count, wg);
   if (early) end_step<ACC>(a, p, s, n, count, wg);
+  if (EVERYTHING && p.features.drop_below) map(a.dv, [keep = p.features.keep_scale](float x) { return x * keep; });
   leave(p.dv, s.v[wg], a.dv, row, head, batch, acc, keys);   // only this warpgroup reads this v
   ROLLED for (uint32_t end = n + early; n <= end; n++) {
     dq_issue(dq, s, n - 1, count, wg);

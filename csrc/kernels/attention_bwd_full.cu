@@ -114,7 +114,11 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
     uint32_t word = head_key(f, get(here.head)), below = f.drop_below;
     int row0 = get(here.row), col0 = get(here.key) + key0;
     float keep = f.keep_scale;
-    map_rc(x, [=](float a, int row, int col) { return random_bits(word, row0 + row, col0 + col) < below ? -a : a; });
+    map_row_pairs(x, [=](float &a, float &a8, int row, int col) {
+      uint32_t bits = random_bits(word, row0 + row, col0 + col);
+      if ((bits & 0xffff) < below) a = -a;
+      if (bits >> 16 < below) a8 = -a8;
+    });
     map(dp, x, [=](float a, float prob) { return prob < 0.f ? 0.f : a * keep; });
   }
   map_row(dp, delta, [](float a, float d) { return a - d; });

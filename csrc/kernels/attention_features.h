@@ -2,7 +2,7 @@
 // Scores are turned into units of log 2 here (factor 1 instead of scale log2 e from there on).
 #pragma once
 
-// A row's FEATURES: 0 none; 1 windows; 2 packed sequences too; 3 softcap, ALiBi, sink and dropout too.
+// A row's FEATURES: 0 none; 1 windows; 2 packed sequences and, in the forward, sinks too; 3 softcap, ALiBi and dropout too.
 enum { UNMASKED = 1 << 30 };
 struct sequence { int q0, k0, rows, keys, diagonal, lower; };   // where it begins in q and in k; query row i sees keys i + lower .. i + diagonal
 
@@ -58,7 +58,8 @@ template<int N> TILE void bias_scores(rt<float, N> &x, float slope, int distance
   });
 }
 
-// Dropout: 32 random bits of (seed, batch, head, row, key), by two rounds of a mixing function (Wellons, lowbias32).
+// Dropout: 32 random bits of (seed, batch, head, row, key), by two rounds of a mixing function (Wellons, lowbias32): 16 for the row, row % 16 < 8, and 16 for row + 8,
+// which is the same thread's, as a row of the forward's tiles and as a column of the backward's.
 TILE uint32_t mix(uint32_t x) {
   x = (x ^ x >> 16) * 0x7feb352du;
   x = (x ^ x >> 15) * 0x846ca68bu;
@@ -68,24 +69,24 @@ TILE uint32_t head_key(const attention_features &f, int batch_head) { return mix
 TILE uint32_t random_bits(uint32_t key, int row, int col) { return mix(mix(key + (uint32_t)row * 0x85ebca6bu) ^ (uint32_t)col * 0xc2b2ae35u); }
 template<int N> TILE void drop(rt<float, N> &x, const attention_features &f, int batch_head, int row0, int col0) {
   uint32_t key = head_key(f, batch_head), below = f.drop_below;
-  map_rc(x, [=](float p, int row, int col) { return random_bits(key, row0 + row, col0 + col) < below ? 0.f : p; });
+  map_row_pairs(x, [=](float &p, float &p8, int row, int col) {
+    uint32_t bits = random_bits(key, row0 + row, col0 + col);
+    if ((bits & 0xffff) < below) p = 0.f;
+    if (bits >> 16 < below) p8 = 0.f;
+  });
 }
 
-// Forward, at the end: m, the rows' maxima in units of log 2, and the sums of 2^(x - m) with the sink; o is to be multiplied by `factor`.
+// Forward, at the end: m, the rows' maxima in units of log 2, and the sums of 2^(x - m) with the sink; o is to be multiplied by `factor`, too.
 TILE void add_sink(const attention_features &f, int head, rv &m, rv &sum, rv &factor) {
-  if (f.sink) {
-    float sink = f.sink[head] * 1.4426950408889634f;
-    rv old = m;
-    map(m, m, [=](float a) { return a > sink ? a : sink; });
-    map(factor, old, m, [](float a, float b) { return b == -infinity() ? 1.f : fast_exp2(a - b); });
-    map(sum, sum, factor, [](float l, float g) { return l * g; });
-    map(old, m, [=](float b) { return b == -infinity() ? 0.f : fast_exp2(sink - b); });
-    map(sum, sum, old, [](float l, float g) { return l + g; });
-  }
-  if (f.drop_below) {
-    float keep = f.keep_scale;
-    map(factor, factor, [=](float g) { return g * keep; });
-  }
+  if (!f.sink) return;
+  float sink = f.sink[head] * 1.4426950408889634f;
+  rv old = m, grown;
+  map(m, m, [=](float a) { return a > sink ? a : sink; });
+  map(grown, old, m, [](float a, float b) { return b == -infinity() ? 1.f : fast_exp2(a - b); });
+  map(factor, factor, grown, [](float f, float g) { return f * g; });
+  map(sum, sum, grown, [](float l, float g) { return l * g; });
+  map(old, m, [=](float b) { return b == -infinity() ? 0.f : fast_exp2(sink - b); });
+  map(sum, sum, old, [](float l, float g) { return l + g; });
 }
 
 // Backward, packed sequences: a head's blocks of `tile` rows in the workspace are the sequences', each with room for its rows rounded up to

@@ -62,8 +62,8 @@ TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<fl
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  fill(inverse, 1.f);
-  if (EVERYTHING) add_sink(p.features, t.head, m, sum, inverse);
+  fill(inverse, EVERYTHING && p.features.drop_below ? p.features.keep_scale : 1.f);
+  if (PACKED) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
   if (PACKED && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow

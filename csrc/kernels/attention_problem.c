@@ -68,10 +68,10 @@ mg_status attention_check_starts(const attention_shape *x, const char *op, const
   mg_status status = f && f->q_start ? mg_check_starts(op, 'q', f->q_start, x->q_total, f->max_q) : MG_OK;
   return !status && f && f->k_start ? mg_check_starts(op, 'k', f->k_start, x->k_total, f->max_k) : status;
 }
-// As in WINDOWS, PACKED, EVERYTHING of attention_features.h.
+// As in WINDOWS, PACKED, EVERYTHING of attention_features.h; without the sink, which the backward finds in the lse.
 static int feature_class(const mg_attention_features *f) {
   if (!f) return 0;
-  if (f->softcap != 0 || f->dropout != 0 || f->sink || f->slopes) return 3;
+  if (f->softcap != 0 || f->dropout != 0 || f->slopes) return 3;
   return f->q_start ? 2 : f->window && (f->left >= 0 || f->right >= 0);
 }
 int attention_upper_diagonal(const attention_shape *x, const mg_attention_options *options) {
@@ -103,7 +103,7 @@ attention_features attention_features_of(const attention_shape *x, const mg_atte
     k.slope_batch = f->slopes->shape[0] > 1 ? (int)x->q_heads : 0;
   }
   k.softcap = f->softcap;
-  k.drop_below = (uint32_t)lrint((double)f->dropout * 4294967295.0);
+  k.drop_below = (uint32_t)lrint((double)f->dropout * 65536);
   k.keep_scale = (float)(1 / (1 - (double)f->dropout));
   k.seed[0] = (uint32_t)f->seed;
   k.seed[1] = (uint32_t)(f->seed >> 32);

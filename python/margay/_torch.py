@@ -386,8 +386,9 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
     seed &= (1 << 64) - 1
     head = torch.arange(batch * heads).view(batch, heads, 1, 1)
     head = mix((seed & word) ^ mix((seed >> 32) + head * 0x9E3779B9 & word))
-    row = mix(head + torch.arange(rows).view(-1, 1) * 0x85EBCA6B & word)
-    return mix(row ^ (torch.arange(keys) * 0xC2B2AE35 & word)) >= round(p * word)
+    row = torch.arange(rows).view(-1, 1)
+    bits = mix(mix(head + (row & ~8) * 0x85EBCA6B & word) ^ (torch.arange(keys) * 0xC2B2AE35 & word))
+    return (bits >> 2 * (row & 8) & 0xFFFF) >= round(p * 65536)
 
 
 # ---- matmul

@@ -298,9 +298,12 @@ def _mismatch(op, name, t, what, dim, other_name, other):
                      f"(same as {other_name}, which has shape {_shape(other)})")
 
 
-def _feature_class(options):
-    if options.get("softcap") or options.get("dropout_p") or any(options.get(name) is not None for name in ("sink", "alibi_slopes")):
+def _feature_class(part, options):
+    """As feature_class() in csrc/kernels/attention_problem.c, and what attention.c adds: the forward's kernels with sinks are those of packed sequences."""
+    if options.get("softcap") or options.get("dropout_p") or options.get("alibi_slopes") is not None:
         return 3
+    if part == "attention_fwd" and options.get("sink") is not None:
+        return 2
     return int(max(_window(options.get("window", (-1, -1)))) >= 0)
 
 
@@ -318,7 +321,7 @@ def _explain_call(op, tensors, options):
         check_attention(q, k, v)
         names, parts = "qkv", _attention_parts(problem["dtype"])
         problem.update(d=max(q.shape[3], v.shape[3]), batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
-                       causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)), features=_feature_class(options))
+                       causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)))
         left, right = _window(options.get("window", (-1, -1)))
         if left >= 0 and (right >= 0 or problem["causal"]):
             problem["span"] = min(k.shape[2], left + 1 + (0 if problem["causal"] else right))
@@ -330,4 +333,4 @@ def _explain_call(op, tensors, options):
     lines = [f"{op}: " + ", ".join(f"{name} {_shape(t)} {dtype_name(t)}" for name, t in zip(names, tensors))]
     lines += [f"  {name} is copied first: its address or strides are not multiples of 16 bytes"
               for name, t in zip(names, tensors) if not face.is_mappable(t)]
-    return "\n".join(lines + [_C.explain(part, **problem) for part in parts])
+    return "\n".join(lines + [_C.explain(part, **problem, **({"features": _feature_class(part, options)} if op == "attention" else {})) for part in parts])

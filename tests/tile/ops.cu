@@ -263,6 +263,15 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     map_row(u, t, y, [](float a, float b) { return a * b - 1.f; });
     map(t, u, [](float a, float b) { return a + b; });
   }
+  if (I == 15) map_rc(t, u, s.v, [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
+  if (I == 13) map_row_pairs(t, [](float &a, float &b, int row, int col) {
+    a += (float)(row - 2 * col);
+    b += (float)(1000 + row - 2 * col);
+  });
+  if (I == 14) map_col_pairs(t, [](float &a, float &b, int row, int col) {
+    a += (float)(row - 2 * col);
+    b += (float)(1000 + row - 2 * col);
+  });
   store(p.out, N, t, 64, N);
 }
 SHAPE TILE void map_elem(const op_params &p, TILES &s, int) {

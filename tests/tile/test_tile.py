@@ -303,7 +303,7 @@ def check_form(c):
     x, y = c.x[None, :], c.y[:, None]
     t64 = t.astype(np.float64)
     below = np.arange(c.N)[None, :] - np.arange(64)[:, None]   # col - row
-    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1][c.I]
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, None, None, None][c.I]
     if c.I == 10:
         return same(c.matrix(), np.where(below > 3, -np.inf, t))
     if c.I == 11:
@@ -311,6 +311,13 @@ def check_form(c):
     if c.I == 7:
         rows = np.arange(64.0)[:, None]
         return close(c.matrix(), t64 + rows**3 - np.arange(c.N), 200 + rows**3, 1e-6)
+    if c.I in (13, 14):
+        rows, cols = np.arange(64)[:, None], np.arange(c.N)[None, :]
+        second = (rows if c.I == 13 else cols) % 16 >= 8
+        added = np.where(second, 1000, 0) + rows - 8 * (second & (c.I == 13)) - 2 * (cols - 8 * (second & (c.I == 14)))
+        return close(c.matrix(), t64 + added, np.abs(t64) + 2000, 1e-6)
+    if c.I == 15:
+        return close(c.matrix(), t64 * u + x + np.arange(64)[:, None] - 2 * np.arange(c.N), 2 + t64 * t64 + 400, 1e-6)
     if c.I == 6:
         return same(c.matrix(), np.where(np.arange(c.N)[None, :] <= np.arange(64)[:, None] + 3, t, -np.inf))
     close(c.matrix(), want, 1 + t64 * t64, 1e-6)

@@ -149,6 +149,25 @@ MAP void map_rc(rt<float, N> &t, const rv &v, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], x, r, c);
   }
 }
+MAP void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f) {
+  reads(u);
+  reads_shared(whole(v));
+  changes(t);
+  for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c], r, c);
+  }
+}
+MAP void map_row_pairs(rt<float, N> &t, F f) {
+  changes(t);
+  for (int r = 0; r < 64; r += r % 16 == 7 ? 9 : 1)
+    for (int c = 0; c < N; c++) f(t.d[r][c], t.d[r + 8][c], r, c);
+}
+MAP void map_col_pairs(rt<float, N> &t, F f) {
+  changes(t);
+  for (int r = 0; r < 64; r++)
+    for (int c = 0; c < N; c += c % 16 == 7 ? 9 : 1) f(t.d[r][c], t.d[r][c + 8], r, c);
+}
 template<int N> TILE void tril(rt<float, N> &t, int diagonal, float x) { map_rc(t, [=](float a, int row, int col) { return col > row + diagonal ? x : a; }); }
 template<int N> TILE void triu(rt<float, N> &t, int diagonal, float x) { map_rc(t, [=](float a, int row, int col) { return col < row + diagonal ? x : a; }); }
 MAP_VECTOR void map_rows(rv &d, F f) {
