@@ -21,9 +21,15 @@ TILE void init(shared &s) {
   queue_init(s.queue, arrivals(1, 0, 1));
 }
 
-TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, const attention_decode_params &p, int i, ring_pos &at) {
-  task t = task_at(p, i);
+// The first task's numbers are worked out before grid_wait(): what stands between it and the first load is all latency.
+TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, const attention_decode_params &p, int i, ring_pos &at, bool first) {
+  task t = numbers_of(p, i);
   bool ahead = loads_ahead(p, t);
+  if (first) {
+    prefetch_first(map, p, t);
+    grid_wait();
+  }
+  read_task(p, t);
   if (ahead) t.begin = t.split, t.end = t.begin + 1, t.high = p.keys;
   else set_keys(p, t);
   for (int j = t.begin; j < t.end; j += p.splits) {
@@ -40,20 +46,18 @@ TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, co
 TILE void k_loader(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
   int next = 0;
-  prefetch_first(p.k, p);
-  grid_wait();
+  tma_prefetch(p.k);
   for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++)
-    load_keys(s.k, s.k_ring, p.k, p, next, at);
+    load_keys(s.k, s.k_ring, p.k, p, next, at, count == 0);
 }
 
 TILE void v_loader(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
   int next;
-  prefetch_first(p.v, p);
-  grid_wait();
+  tma_prefetch(p.v);
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
     queue_release<THREAD>(s.queue, count);
-    load_keys(s.v, s.v_ring, p.v, p, next, at);
+    load_keys(s.v, s.v_ring, p.v, p, next, at, count == 0);
   }
 }
 
@@ -138,11 +142,12 @@ TILE void load_queries(const attention_decode_params &p, shared &s, const task &
 
 TILE void compute(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
-  grid_wait();
   float c = p.cap_log2 != 0.f || p.slopes ? 1.f : p.scale_log2;
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
-    task t = task_at(p, next);
+    task t = numbers_of(p, next);
+    if (count == 0) grid_wait();
+    read_task(p, t);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, D> o;

@@ -25,11 +25,9 @@ TILE task numbers_of(const attention_decode_params &p, int i) {   // without wha
   t.split = splits - t.batch * p.splits;
   return t;
 }
-TILE task task_at(const attention_decode_params &p, int i) {
-  task t = numbers_of(p, i);
+TILE void read_task(const attention_decode_params &p, task &t) {
   t.length = p.lengths ? p.lengths[t.batch] : p.keys;
   t.cache = p.cache_index ? p.cache_index[t.batch] : t.batch;
-  return t;
 }
 // The rest of a task: what depends on its sequence's length.
 TILE void set_keys(const attention_decode_params &p, task &t) {
@@ -71,11 +69,9 @@ TILE void load_block(st<elem, BN, D> &tile, const gmap &map, sem &full, const at
   }
 }
 
-// Thread, before grid_wait(): the map, and to the L2 the first key block of this block's first task. The kernel in front may still write to the cache, and what
+// Thread, before grid_wait(): to the L2, the first key block of this block's first task. The kernel in front may still write to the cache, and what
 // it writes goes to the L2 too; but a page table or an index of caches may not be read yet.
-TILE void prefetch_first(const gmap &map, const attention_decode_params &p) {
-  tma_prefetch(map);
+TILE void prefetch_first(const gmap &map, const attention_decode_params &p, const task &t) {
   if (p.page_table || p.cache_index || p.left != 1 << 30) return;
-  task t = numbers_of(p, block_index());
   if (t.split * BN < p.keys) tma_prefetch_rows<D>(map, t.split * BN, 0, t.head, t.batch);
 }
