@@ -26,7 +26,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     softcap: scaled scores x become softcap tanh(x / softcap), if positive.
     sink: float32 [Hq], a logit of each head that is part of the softmax's sum, and of lse, and has no value; differentiable.
     alibi_slopes: float32 [Hq] or [B, Hq]: scores fall by slope |i + Nk - Nq - j|.
-    dropout_p: probability of each softmax probability to become 0; the others grow by 1 / (1 - dropout_p).
+    dropout_p: probability of each softmax probability to become 0, to 1 / 65536; the others grow by 1 / (1 - dropout_p).
     dropout_seed: 64-bit integer that, with batch, head, row and key, decides what is dropped; drawn from torch's default generator if None.
     return_lse: also return the natural-log log-sum-exp of the scaled scores, float32 [B, Hq, Nq]; differentiable too.
     deterministic: bitwise equal gradients in every run, at some cost; also on under `torch.use_deterministic_algorithms(True)`.

@@ -1,9 +1,11 @@
-"""Grouped queries, windows and packed sequences against the dense rate for the same work, and against PyTorch's own paths for them.
+"""Grouped queries, windows, packed sequences, sinks, softcap, ALiBi and dropout against the dense rate for the same work, and against PyTorch's own paths for them.
 
 FLOP count the pairs of row and key that are visible: 4 D Hq each forward, 2.5 times that backward. Beside each case, in the same rounds, the dense one of
-the same work is timed, whose rate it is to reach: as many rows, and as many visible keys a row.
+the same work is timed, whose rate it is to reach: as many rows, and as many visible keys a row. cuDNN drops other probabilities than we do: there, results
+are not compared.
 """
 import functools
+import math
 import random
 
 import torch
@@ -13,7 +15,7 @@ from margay.bench.attention import gradient, sdpa
 from margay.bench.harness import Case, GpuTimer, Problem, run_family
 from torch.nn.attention import SDPBackend
 
-TOKENS, WIDTH, WINDOW = 32768, 2048, 1024
+TOKENS, WIDTH, WINDOW, DROPOUT = 32768, 2048, 1024, 0.1
 
 
 def lengths():
@@ -74,9 +76,23 @@ def build(d, n, kv_heads, window, sequences, backward):
     return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work, beside=beside)
 
 
-def _grouped(q, k, v, causal):
+def _grouped(q, k, v, causal, dropout=0.0):
     with torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def build_with(name, d, n, backward):
+    q, k, v, dout = dense(d, n, None, TOKENS // n)
+    heads = q.shape[1]
+    options = {"sink": {"sink": torch.zeros(heads, device="cuda")}, "softcap": {"softcap": 30.0}, "dropout": {"dropout_p": DROPOUT},
+               "ALiBi": {"alibi_slopes": torch.linspace(0.01, 0.5, heads, device="cuda")}}[name]
+    runners = {"margay": functools.partial(margay.attention, **options)}
+    if name == "dropout":
+        runners["cuDNN"] = lambda q, k, v, causal: _grouped(q, k, v, causal, DROPOUT)
+    work, beside = 4 * TOKENS // n * heads * pairs(n) * d, {f"dense N={n}": causal_case(d, n, TOKENS // n, backward)}
+    if backward:
+        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, math.inf, 2.5 * work, beside=beside)
+    return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, math.inf, work, beside=beside)
 
 
 def build_packed(d, backward):
@@ -105,6 +121,8 @@ def cases():
                      f"dense, 16 of {same_length()}": (same_length(), None, None, 16)}
             for name, arguments in kinds.items():
                 yield Case(f"{direction} D={d} {name}", group | {"kind": name}, functools.partial(build, d, *arguments, backward))
+            for name in ("sink", "softcap", "ALiBi", "dropout"):
+                yield Case(f"{direction} D={d} {name} N=4096", group | {"kind": f"{name} N=4096"}, functools.partial(build_with, name, d, 4096, backward))
             yield Case(f"{direction} D={d} packed, 16 of 100..8192", group | {"kind": "packed, 16 of 100..8192"}, functools.partial(build_packed, d, backward))
 
 

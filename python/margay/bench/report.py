@@ -118,7 +118,7 @@ def features(content):
         return f"{case['tflops']['margay']:.0f}" + (f" ({', '.join(notes)})" if notes else "")
     rows = [[kind, *(cell(kind, *column) for column in columns)] for kind in unique(case["kind"] for case in content["cases"])]
     header = ["causal, bfloat16", *(f"{direction} D={d}" for direction, d in columns)]
-    return f"Grouped queries, windows, packed sequences: TFLOP/s of the visible pairs\n\n{markdown(header, rows)}"
+    return f"Grouped queries, windows, packed sequences, other features: TFLOP/s of the visible pairs\n\n{markdown(header, rows)}"
 
 
 TABLES = {"attention": attention, "attention-fp8": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead}
