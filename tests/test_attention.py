@@ -203,16 +203,21 @@ NARROW_VALUES = [AttentionCase(30, 1, 4, 2, 300, 333, 192, 128), AttentionCase(3
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("case", NARROW_VALUES, ids=str)
-def test_values_narrower_than_keys(case, deterministic, device, poison):
+def test_values_narrower_than_keys(case, deterministic, device, request):
+    if deterministic:
+        request.getfixturevalue("poison")
     check_attention(case, device, deterministic)
 
 
 def test_values_narrower_than_keys_have_their_rows():
+    constants = {row["name"]: row["constants"] for row in _C.kernels()}
+    taken = lambda op, **problem: re.search(r"(\w+) takes it", _C.explain(op, **problem)).group(1)
     for gpu in {False, bool(_C.info()["cuda_built"])}:
-        for dtype, features in ((t, f) for t in ("bfloat16", "float16") for f in (0, 1, 2)):
-            row = lambda d, dv: re.search(r"(\w+) takes it", _C.explain("attention_fwd", dtype=dtype, gpu=gpu, d=d, dv=dv, features=features)).group(1)
-            assert all("_d192" in row(d, dv) for d, dv in ((129, 1), (192, 128)))
-            assert all("_d256" in row(d, dv) for d, dv in ((192, 129), (193, 128), (129, 129)))
+        for dtype in ("bfloat16", "float16"):
+            for op in ("attention_fwd", "attention_bwd_pre", "attention_bwd", "attention_bwd_post"):
+                for deterministic in (False, True):
+                    columns = lambda d, dv: re.search(r"\bD=(\d+)", constants[taken(op, dtype=dtype, gpu=gpu, d=d, dv=dv, deterministic=deterministic)]).group(1)
+                    assert [columns(d, dv) for d, dv in ((129, 1), (192, 128), (192, 129), (193, 128), (129, 129))] == ["192", "192", "256", "256", "256"]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -91,11 +91,11 @@ def attention(row, backward, large):
         shapes.append((9 * rows, keys // 2, True, False, 2))     # many tasks without keys
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True), (150, 60, True, False, 3)]   # the last: a warpgroup without keys
-        if row["source"] in ("attention_bwd", "attention_bwd_wide") and c["FEATURES"] < 2:  # 21 heads: zeros of dq from other blocks
+        if row["source"] in ("attention_bwd", "attention_bwd_wide", "attention_bwd_narrow") and c["FEATURES"] < 2:  # 21 heads: zeros of dq from other blocks
             shapes.append((130, 130, True, False, 3, 14))
     if row["source"] == "attention_bwd":   # tasks whose first and last steps a warpgroup does not see, behind others
         shapes += [(300, 300, True, False, 3), (1300, 1300, True, False)]
-    if "DOUT_STAGES" in c:          # an odd number of steps: one head, three blocks of queries
+    if row["source"] == "attention_bwd_cluster":          # an odd number of steps: one head, three blocks of queries
         shapes.append((150, 300, False, False, 1, 1))
     if c.get("FEATURES") == 2:      # tasks behind one whose last key block is seen whole
         shapes.append((4 * rows, 4 * rows, False, True))
