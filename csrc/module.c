@@ -523,22 +523,22 @@ static PyObject *explain_problem(mg_op op, mg_problem *p, int splits) {
 
 static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywords) {
   static char *names[] = {"op", "dtype", "gpu", "causal", "deterministic", "trans_a", "trans_b", "d", "batch", "heads_q", "heads_k", "nq",
-                          "nk", "m", "n", "k", "sms", "features", "span", "splits", "page", NULL};
+                          "nk", "m", "n", "k", "sms", "features", "span", "splits", "page", "dv", NULL};
   (void)module;
   const char *name, *dtype = "bfloat16";
   int gpu = 0, causal = 0, deterministic = 0, trans_a = 0, trans_b = 0, splits = 0;
-  long long v[9] = {0}, span = -1, page = 0;   // span: all of nk where it is not given
+  long long v[9] = {0}, span = -1, page = 0, dv = -1;   // where they are not given, span: all of nk, dv: d
   mg_op op;
   mg_problem p = {0};
-  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLiiLiL:explain", names, &name, &dtype, &gpu, &causal, &deterministic,
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLiiLiLL:explain", names, &name, &dtype, &gpu, &causal, &deterministic,
                                    &trans_a, &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms, &p.features, &span,
-                                   &splits, &page) ||
+                                   &splits, &page, &dv) ||
       !parse_dtype(dtype, &p.dtype))
     return NULL;
   mg_status status = mg_op_find(&op, name);
   if (status) return raise_status(status);
   p = (mg_problem){.dtype = p.dtype, .gpu = gpu, .causal = causal, .deterministic = deterministic, .trans_a = trans_a, .trans_b = trans_b,
-                   .d = v[0], .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5], .m = v[6], .n = v[7], .k = v[8],
+                   .d = v[0], .dv = dv < 0 ? v[0] : dv, .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5], .m = v[6], .n = v[7], .k = v[8],
                    .span = span < 0 ? v[5] : span, .page = page, .features = p.features, .sms = p.sms};
   if (splits < 0 || splits > 128) return PyErr_Format(PyExc_ValueError, "explain: splits is %d, expected 0 (chosen) to 128", splits);
   return explain_problem(op, &p, splits);

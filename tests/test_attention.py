@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ RANDOM = attention_cases(200, seed=2)
 AWKWARD = awkward_attention_cases()
 
 
-def check_attention(case, device):
+def check_attention(case, device, deterministic=False):
     q, k, v, dout = attention_inputs(case, device)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = mg.attention(*leaves, causal=case.causal, scale=case.scale, return_lse=True)
+    out, lse = mg.attention(*leaves, causal=case.causal, scale=case.scale, return_lse=True, deterministic=deterministic)
     check_results(case, (q, k, v, dout), out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
@@ -189,7 +190,34 @@ LONG_PAIRS = [AttentionCase(19, 1, 2, 1, 1100, 1537, 128, 128), AttentionCase(20
 def test_pairs_of_blocks(case, deterministic, device, request):
     if deterministic:
         request.getfixturevalue("poison")
-    check_attention(case, device)
+    check_attention(case, device, deterministic)
+
+
+# Head dims above 128 of q and k beside at most 128 of v have kernels of their own; the last two cases are those beside them.
+NARROW_VALUES = [AttentionCase(30, 1, 4, 2, 300, 333, 192, 128), AttentionCase(31, 2, 3, 1, 513, 513, 192, 128, True, torch.float16),
+                 AttentionCase(32, 1, 2, 1, 129, 700, 192, 128, True), AttentionCase(33, 1, 2, 2, 700, 129, 192, 128, True), AttentionCase(34, 2, 2, 1, 65, 1, 136, 72),
+                 AttentionCase(35, 1, 8, 1, 200, 391, 129, 1, True, torch.float16, "gaps"), AttentionCase(36, 3, 1, 1, 1, 450, 192, 100, False, layout="rows first"),
+                 AttentionCase(37, 1, 2, 2, 257, 257, 192, 136, True), AttentionCase(38, 1, 2, 2, 257, 257, 200, 128, True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("case", NARROW_VALUES, ids=str)
+def test_values_narrower_than_keys(case, deterministic, device, request):
+    if deterministic:
+        request.getfixturevalue("poison")
+    check_attention(case, device, deterministic)
+
+
+def test_values_narrower_than_keys_have_their_rows():
+    constants = {row["name"]: row["constants"] for row in _C.kernels()}
+    taken = lambda op, **problem: re.search(r"(\w+) takes it", _C.explain(op, **problem)).group(1)
+    for gpu in {False, bool(_C.info()["cuda_built"])}:
+        for dtype in ("bfloat16", "float16"):
+            for op in ("attention_fwd", "attention_bwd_pre", "attention_bwd", "attention_bwd_post"):
+                for deterministic in (False, True):
+                    columns = lambda d, dv: re.search(r"\bD=(\d+)", constants[taken(op, dtype=dtype, gpu=gpu, d=d, dv=dv, deterministic=deterministic)]).group(1)
+                    assert [columns(d, dv) for d, dv in ((129, 1), (192, 128), (192, 129), (193, 128), (129, 129))] == ["192", "192", "256", "256", "256"]
 
 
 @pytest.mark.parametrize("device", DEVICES)

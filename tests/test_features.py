@@ -328,10 +328,11 @@ def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slo
     return out, lse, *grads
 
 
-def draw_packed(seed, dim, dtype, device, lengths=LENGTHS, heads=4, kv_heads=2):
+def draw_packed(seed, dim, dtype, device, lengths=LENGTHS, heads=4, kv_heads=2, dim_v=0):
     g = torch.Generator().manual_seed(seed)
     _, (rows, keys) = packed_places(lengths)
-    shapes = (heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, dim), (heads, rows, dim)
+    dim_v = dim_v or dim
+    shapes = (heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v), (heads, rows, dim_v)
     return [torch.randn(1, *shape, generator=g).to(device, dtype) for shape in shapes] + [torch.randn(1, heads, rows, generator=g).to(device)]
 
 
@@ -341,13 +342,13 @@ def dtypes_of(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", (64, 128, 192, 256))
-def test_neighbours_may_hold_nan(dim, kind, device):
+@pytest.mark.parametrize("dim, dim_v", ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)))
+def test_neighbours_may_hold_nan(dim, dim_v, kind, device):
     starts, totals = packed_places()
     row, key = [[(a, b) for a, b in zip(start, [*start[1:], total])] for start, total in zip(starts, totals)]   # the last pair: behind all
     clean = [i for i in range(len(LENGTHS)) if i not in POISONED]
     for seed, dtype in enumerate(dtypes_of(device)):
-        tensors = draw_packed(seed, dim, dtype, device)
+        tensors = draw_packed(seed, dim, dtype, device, dim_v=dim_v)
         want = run_packed(tensors, LENGTHS, device, **KINDS[kind])
         single = ((math.nan, (0,)), (-math.inf, (1,)), (math.nan, (2,)), (math.nan, (3,))) if seed == 0 else ()
         for value, which in ((math.nan, range(5)), (math.inf, range(5)), *single):

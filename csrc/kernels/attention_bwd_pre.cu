@@ -6,10 +6,10 @@
 #include "kernels/attention.h"
 #include "kernels/attention_features.h"
 
-enum { DQ_TILES = D / 64 };   // D, STAGES, BLOCKS
+enum { DQ_TILES = D / 64 };   // D (of q and k), DV (of v and o), STAGES, BLOCKS
 
 struct shared {
-  st<elem, 64, D> o[STAGES], dout[STAGES];
+  st<elem, 64, DV> o[STAGES], dout[STAGES];
   ring<STAGES> loaded;
 };
 
@@ -63,7 +63,7 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
     for (int c = 0; c < DQ_TILES && t.rows > 0 && p.zero_blocks > t.block; c++) zero_acc<64>(p.dq_acc + (t.block * DQ_TILES + c) * 64 * 64);
     fill(dot, 0.f);
     ring_wait(s.loaded, at);
-    for (int c = 0; c < D; c += 32) {
+    for (int c = 0; c < DV; c += 32) {
       load(x, s.o[at.stage], c);
       load(y, s.dout[at.stage], c);
       row_dot_add(dot, x, y);

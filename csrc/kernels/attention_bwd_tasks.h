@@ -112,7 +112,7 @@ template<int W = WARPGROUP, int R> TILE void clear_rest(st<elem, R, D> &a, st<el
 }
 // Warpgroup. A block of 64 keys of dk or dv, of which `keys` are the sequence's, leaves through a tile that nobody reads any more (whose store is left
 // running), or is added to the other parts'.
-TILE void leave(const attention_grad &to, st<elem, 64, D> &tile, const rt<float, D> &x, int row, int head, int batch, int acc, int keys) {
+template<int C> TILE void leave(const attention_grad &to, st<elem, 64, C> &tile, const rt<float, C> &x, int row, int head, int batch, int acc, int keys) {
   bool whole = !PACKED || keys >= 64;   // else the next sequence's keys follow
   if (to.acc) {
     add_acc(to.acc + (int64_t)acc * 64 * D, x);

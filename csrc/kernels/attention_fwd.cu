@@ -8,7 +8,7 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { BM = 64 * NC };   // D, BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
+enum { BM = 64 * NC };   // D (columns of q and k), DV (of v and o), BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
 #include "kernels/attention_features.h"
 #include "kernels/attention_fwd_tasks.h"
 
@@ -17,7 +17,8 @@ static_assert(STAGES > (64 * (NC - 1) + BN - 1) / BN, "stages for the key blocks
 typedef ring<STAGES, ASYNC_READS> kv_ring;
 struct shared {
   st<elem, 64, D> q[NC];
-  st<elem, BN, D> k[STAGES], v[STAGES];
+  st<elem, BN, D> k[STAGES];
+  st<elem, BN, DV> v[STAGES];
   st<elem, 64, O_COLS> o[NC];
   kv_ring k_ring, v_ring;
   sem q_full[NC], q_free[NC];
@@ -57,7 +58,7 @@ TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, const rt<float, B
   convert(probabilities, y);
 }
 
-TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, D> &o, rv &m, const rsum &l, int wg) {
+TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rsum &l, int wg) {
   task t = get_held(s.task_of[count & 1], p);   // again, rather than in registers for the whole task
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
@@ -68,7 +69,7 @@ TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<fl
   map_row(o, inverse, [](float x, float f) { return x * f; });
   if (PACKED && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow
     store_first((elem *)p.out + (t.seq.q0 + row0) * p.out_row + t.head * p.out_head, p.out_row, o, t.seq.rows - row0, p.out_columns);
-  else UNROLLED for (int col = 0; col < D; col += O_COLS) {
+  else UNROLLED for (int col = 0; col < DV; col += O_COLS) {
     rt<elem, O_COLS> part;
     convert_part(part, o, col);
     tma_store_wait_read();
@@ -89,7 +90,7 @@ TILE void scores(shared &s, places &at, rt<float, BN> &x, int wg) {   // the key
   mma_ABt<ZERO>(x, s.q[wg], s.k[at.k.stage]);
   mma_commit();
 }
-TILE void product(shared &s, places &at, rt<float, D> &o, rt<elem, BN> &probabilities) {
+TILE void product(shared &s, places &at, rt<float, DV> &o, rt<elem, BN> &probabilities) {
   ring_wait(s.v_ring, at.v);
   mma_fence();
   mma_AB<ACC>(o, probabilities, s.v[at.v.stage]);
@@ -109,7 +110,7 @@ TILE void pass_over(shared &s, places &at) {
   ring_done(s.v_ring, at.v);
 }
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fwd_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, D> &o,
+TILE void step(const attention_fwd_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, DV> &o,
                rv &m, rsum &l, int j, int low, int masked, int wg) {
   rsum sum;
   task t = {};
@@ -149,7 +150,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     reach mine = get_reach(h, wg);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
-    rt<float, D> o;
+    rt<float, DV> o;
     rv m, top, alpha;
     rsum l;
     if (PACKED && wg == 0) clear_tail(p, s, at, t, count);

@@ -2,7 +2,7 @@
 // Included once `shared` is known.
 #pragma once
 
-TILE void load(const gmap &m, st<elem, BN, D> (&tiles)[STAGES], kv_ring &r, ring_pos &at, int row, int head, int batch) {
+template<int C> TILE void load(const gmap &m, st<elem, BN, C> (&tiles)[STAGES], kv_ring &r, ring_pos &at, int row, int head, int batch) {
   ring_acquire(r, at);
   ring_expect(r, at, tile_bytes(tiles[0]));
   tma_load(tiles[at.stage], m, r.full[at.stage], row, 0, head, batch);

@@ -119,7 +119,7 @@ mg_status attention_read(attention_shape *x, const char *op, const mg_tensor *q,
 }
 mg_problem attention_problem_of(const attention_shape *x, const mg_attention_options *options, const mg_tensor *q, int sms) {
   return (mg_problem){.dtype = q->dtype, .gpu = q->device == MG_CUDA, .causal = options->causal, .deterministic = options->deterministic,
-                      .d = x->d > x->dv ? x->d : x->dv, .batch = x->batch, .heads_q = x->q_heads, .heads_k = x->k_heads, .nq = x->q_rows,
+                      .d = x->d > x->dv ? x->d : x->dv, .dv = x->dv, .batch = x->batch, .heads_q = x->q_heads, .heads_k = x->k_heads, .nq = x->q_rows,
                       .nk = x->k_rows, .span = span_of(x, options), .features = feature_class(options->features), .sms = sms};
 }
 int64_t attention_grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {

@@ -15,7 +15,7 @@
 
 // Conditions see the fields of the problem as plain names.
 #define FIELDS(X) \
-  X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, batch) \
+  X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, dv) X(int64_t, batch) \
   X(int64_t, heads_q) X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, m) X(int64_t, n) X(int64_t, k) X(int64_t, span) X(int, features) X(int64_t, sms)
 #define UNPACK(type, field) \
   const type field = problem->field; \

@@ -34,6 +34,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   mg_dtype dtype;
   bool gpu, causal, deterministic, trans_a, trans_b;
   int64_t d;                  // attention: larger of the head dims of q and v
+  int64_t dv;                 // attention: of v
   int64_t batch, heads_q, heads_k, nq, nk;
   int64_t m, n, k;
   int64_t span;               // attention: keys that a row sees at most

@@ -64,6 +64,7 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
 template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n);
 // Accumulator tiles in global memory: 64 * N floats whose order is private to the backend; more than 64 columns are tiles of 64, one after another.
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t);    // atomic fp32 additions
+template<int N> TILE void add_acc_cols(float *g, int c0, const rt<float, N> &t);   // to N < 64 columns from c0 of a tile of 64, both multiples of 32
 template<int N> TILE void load_acc(rt<float, N> &t, const float *g);
 template<int N> TILE void zero_acc(float *g);                          // 64 * N zeros
 TILE void zero_words(int *g, int n);                                   // n zeros

@@ -19,6 +19,7 @@ template<int N, class F> TILE void map_col(rt<float, N> &t, const cv<N> &v, F f)
 template<int N, class F> TILE void map_col(rt<float, N> &t, const sv<N> &v, F f);                          // the vector read in place
 template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &u, const cv<N> &v, F f);   // t = f(t, u, v[col])
 template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f);
+template<typename T, int N, class F> TILE void map_col(rt<float, N> &t, const rt<T, N> &u, const sv<N> &v, F f);   // u: 16-bit
 template<typename T, int N, class F> TILE void map_col(rt<T, N> &t, const sv<N> &v, F f);                  // 16-bit tile
 template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);                                           // t = f(t, row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f);                              // t = f(t, v[row], row, col)

@@ -320,7 +320,7 @@ def _explain_call(op, tensors, options):
         q, k, v = tensors
         check_attention(q, k, v)
         names, parts = "qkv", _attention_parts(problem["dtype"])
-        problem.update(d=max(q.shape[3], v.shape[3]), batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
+        problem.update(d=max(q.shape[3], v.shape[3]), dv=v.shape[3], batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
                        causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)))
         left, right = _window(options.get("window", (-1, -1)))
         if left >= 0 and (right >= 0 or problem["causal"]):

@@ -76,7 +76,8 @@ SHAPE TILE void mma_AB_shared(const op_params &p, TILES &s, int) {
 }
 SHAPE TILE void mma_AtB_window(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
-  PRODUCT(mma_AtB<ZERO>(d, s.a, 64 * I, s.b, 64 * I), mma_AtB<ACC>(d, s.a, 64 * I, s.b, 64 * I))
+  constexpr int ca = N == 32 ? 0 : 64 * I, cb = N == 32 ? 32 * I : 64 * I;
+  PRODUCT(mma_AtB<ZERO>(d, s.a, ca, s.b, cb), mma_AtB<ACC>(d, s.a, ca, s.b, cb))
   mma_wait<0>(d);
   store(p.out, N, d, 64, N);
 }
@@ -263,6 +264,12 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     map_row(u, t, y, [](float a, float b) { return a * b - 1.f; });
     map(t, u, [](float a, float b) { return a + b; });
   }
+  if constexpr (I == 16) {
+    rt<elem, N> e;
+    map_rc(u, [](float, int row, int col) { return (float)(row % 8 + 2 * (col % 8)); });
+    convert(e, u);
+    map_col(t, e, s.v, [](float a, float b, float c) { return a * b - c; });
+  }
   if (I == 15) map_rc(t, u, s.v, [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
   if (I == 13) map_row_pairs(t, [](float &a, float &b, int row, int col) {
     a += (float)(row - 2 * col);
@@ -367,7 +374,12 @@ SHAPE TILE void accumulators(const op_params &p, TILES &s, int) {
   zero_acc<N>(acc);
   wg_sync();
   add_acc(acc, t);
-  add_acc(acc, t);
+  if (I == 0) add_acc(acc, t);
+  if constexpr (I > 0) {
+    rt<float, 32> half;
+    outer(half, p, s.v);
+    add_acc_cols(acc, 32 * (I - 1), half);
+  }
   wg_sync();
   load_acc(u, acc);
   store(p.out, N, u, 64, N);

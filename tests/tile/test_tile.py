@@ -217,7 +217,8 @@ def check_product(c):
     a, b = c.a.astype(np.float64), c.b.astype(np.float64)
     name, I = c.body, c.I
     if name == "mma_AtB_window":
-        a, b = a[:, 64 * I:64 * I + 64], b[:, 64 * I:64 * I + c.N]
+        ca, cb = (0, 32 * I) if c.N == 32 else (64 * I, 64 * I)
+        a, b = a[:, ca:ca + 64], b[:, cb:cb + c.N]
     if name == "mma_ABt_part_register":
         b = b[:, 64 * I:64 * I + c.CA]
     if name == "mma_ABt_rows_shared":
@@ -303,7 +304,7 @@ def check_form(c):
     x, y = c.x[None, :], c.y[:, None]
     t64 = t.astype(np.float64)
     below = np.arange(c.N)[None, :] - np.arange(64)[:, None]   # col - row
-    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, None, None, None][c.I]
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, None, None, None, None][c.I]
     if c.I == 10:
         return same(c.matrix(), np.where(below > 3, -np.inf, t))
     if c.I == 11:
@@ -316,6 +317,8 @@ def check_form(c):
         second = (rows if c.I == 13 else cols) % 16 >= 8
         added = np.where(second, 1000, 0) + rows - 8 * (second & (c.I == 13)) - 2 * (cols - 8 * (second & (c.I == 14)))
         return close(c.matrix(), t64 + added, np.abs(t64) + 2000, 1e-6)
+    if c.I == 16:
+        return close(c.matrix(), t64 * (np.arange(64)[:, None] % 8 + 2 * (np.arange(c.N) % 8)) - x, 1 + 22 * np.abs(t64), 1e-6)
     if c.I == 15:
         return close(c.matrix(), t64 * u + x + np.arange(64)[:, None] - 2 * np.arange(c.N), 2 + t64 * t64 + 400, 1e-6)
     if c.I == 6:
@@ -372,7 +375,12 @@ def check_sliced(c):
 
 
 def check_accumulators(c):
-    same(c.matrix(), 2 * c.t())
+    want = c.t()
+    if c.I == 0:
+        want = 2 * want
+    else:
+        want[:, 32 * (c.I - 1):32 * c.I] += c.t()[:, :32]
+    same(c.matrix(), want)
 
 
 def check_scalars(c):

@@ -228,12 +228,25 @@ template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t,
 }
 // An accumulator is row-major tiles of at most 64 columns. Additions of several threads to one: a lock each, hashed by its address.
 static int acc_locks[256];
+static int *lock_acc(const float *g) {
+  int *lock = &acc_locks[(uint32_t)((uintptr_t)g >> 8) * 2654435761u >> 24];
+  while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
+  return lock;
+}
+template<int N> TILE void add_acc_cols(float *g, int c0, const rt<float, N> &t) {
+  for (int r = 0; r < 64; r++) touches_global(g + r * 64 + c0, N * sizeof(float), GLOBAL_ADD);
+  reads(t);
+  int *lock = lock_acc(g);
+  for (int r = 0; r < 64; r++)
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) g[r * 64 + c0 + c] += t.d[r][c];
+  __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
+}
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
   enum { W = N < 64 ? N : 64 };
   touches_global(g, 64 * N * sizeof(float), GLOBAL_ADD);
   reads(t);
-  int *lock = &acc_locks[(uint32_t)((uintptr_t)g >> 8) * 2654435761u >> 24];
-  while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
+  int *lock = lock_acc(g);
   for (int col = 0; col < N; col += W)
     for (int r = 0; r < 64; r++)
 #pragma GCC ivdep

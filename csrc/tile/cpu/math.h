@@ -122,6 +122,17 @@ MAP void map_col(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c]);
   }
 }
+template<typename T, int N, class F> __attribute__((flatten)) TILE void map_col(rt<float, N> &t, const rt<T, N> &u, const sv<N> &v, F f) {
+  reads(u);
+  reads_shared(whole(v));
+  changes(t);
+  for (int r = 0; r < 64; r++) {
+    alignas(64) float row[N];
+    widen_row(row, u.d[r], N);
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], row[c], v.d[c]);
+  }
+}
 template<typename T, int N, class F> __attribute__((flatten)) TILE void map_col(rt<T, N> &t, const sv<N> &v, F f) {
   reads_shared(whole(v));
   changes(t);

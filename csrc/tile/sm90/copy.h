@@ -327,6 +327,7 @@ template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
       ::"l"(p + 512 * i), "f"(t.d[4 * i]), "f"(t.d[4 * i + 1]), "f"(t.d[4 * i + 2]), "f"(t.d[4 * i + 3]) : "memory");
 }
+template<int N> TILE void add_acc_cols(float *g, int c0, const rt<float, N> &t) { add_acc(g + 64 * c0, t); }
 template<int N> TILE void load_acc(rt<float, N> &t, const float *g) {
   const float4 *p = (const float4 *)g + thread_in_group();
 #pragma unroll

@@ -59,6 +59,18 @@ template<int N, class F> TILE void map_col(rt<float, N> &t, const rt<float, N> &
     for (int i = 0; i < 4; i++) t.d[4 * k + i] = f(t.d[4 * k + i], u.d[4 * k + i], i & 1 ? c.y : c.x);
   }
 }
+template<typename T, int N, class F> TILE void map_col(rt<float, N> &t, const rt<T, N> &u, const sv<N> &v, F f) {
+  const float2 *g = (const float2 *)(v.d + thread_col());
+#pragma unroll
+  for (int k = 0; k < N / 16; k++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float2 c = g[k * 8 + (j >> 1) * 4], x = unpack<T>(u.d[k][j]);
+      float *d = t.d + 8 * k + 4 * (j >> 1) + 2 * (j & 1);
+      d[0] = f(d[0], x.x, c.x);
+      d[1] = f(d[1], x.y, c.y);
+    }
+}
 template<typename T, int N, class F> TILE void map_col(rt<T, N> &t, const sv<N> &v, F f) {
   const float2 *g = (const float2 *)(v.d + thread_col());
 #pragma unroll

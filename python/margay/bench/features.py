@@ -95,6 +95,18 @@ def build_with(name, d, n, backward):
     return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, math.inf, work, beside=beside)
 
 
+def build_narrow(backward):
+    """Values narrower than keys: 192 columns and 128."""
+    torch.manual_seed(0)
+    make = lambda columns: torch.randn(TOKENS // 4096, 4096, WIDTH // 128, columns, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    q, k, v, dout = make(192), make(192), make(128), make(128)
+    runners = {"margay": margay.attention, "cuDNN": _grouped}
+    work, beside = 2 * TOKENS // 4096 * q.shape[1] * pairs(4096) * (192 + 128), {"dense N=4096": causal_case(128, 4096, TOKENS // 4096, backward)}
+    if backward:
+        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
+    return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work, beside=beside)
+
+
 def build_packed(d, backward):
     torch.manual_seed(0)
     sizes, heads = lengths(), WIDTH // d
@@ -123,6 +135,8 @@ def cases():
                 yield Case(f"{direction} D={d} {name}", group | {"kind": name}, functools.partial(build, d, *arguments, backward))
             for name in ("sink", "softcap", "ALiBi", "dropout"):
                 yield Case(f"{direction} D={d} {name} N=4096", group | {"kind": f"{name} N=4096"}, functools.partial(build_with, name, d, 4096, backward))
+            if d == 128:
+                yield Case(f"{direction} D=192/128 N=4096", group | {"kind": "q, k of 192 columns N=4096"}, functools.partial(build_narrow, backward))
             yield Case(f"{direction} D={d} packed, 16 of 100..8192", group | {"kind": "packed, 16 of 100..8192"}, functools.partial(build_packed, d, backward))
 
 

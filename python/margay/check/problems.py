@@ -83,30 +83,30 @@ def constants(row):
 def attention(row, backward, large):
     c, dtype = constants(row), row["dtype"]
     rows, keys = 64 * c.get("NC", 2), c.get("BN", 128)
-    d = {64: 40, 128: 128, 256: 200}[c["D"]]
+    d, dv = {64: (40, 40), 128: (128, 128), 192: (168, 104), 256: (200, 200)}[c["D"]]
     shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False),
               (30, 2 * keys + 1, False, True), (3 * rows, 3 * rows + 33, True, True, 3)]
     if dtype == "float8_e4m3fn":
-        d = {64: 48, 128: 128, 256: 208}[c["D"]]
+        d = dv = {64: 48, 128: 128, 256: 208}[c["D"]]
         shapes.append((9 * rows, keys // 2, True, False, 2))     # many tasks without keys
     if backward:
         shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True), (150, 60, True, False, 3)]   # the last: a warpgroup without keys
-        if row["source"] in ("attention_bwd", "attention_bwd_wide") and c["FEATURES"] < 2:  # 21 heads: zeros of dq from other blocks
+        if row["source"] in ("attention_bwd", "attention_bwd_wide", "attention_bwd_narrow") and c["FEATURES"] < 2:  # 21 heads: zeros of dq from other blocks
             shapes.append((130, 130, True, False, 3, 14))
     if row["source"] == "attention_bwd":   # tasks whose first and last steps a warpgroup does not see, behind others
         shapes += [(300, 300, True, False, 3), (1300, 1300, True, False)]
-    if "DOUT_STAGES" in c:          # an odd number of steps: one head, three blocks of queries
+    if row["source"] == "attention_bwd_cluster":          # an odd number of steps: one head, three blocks of queries
         shapes.append((150, 300, False, False, 1, 1))
     if c.get("FEATURES") == 2:      # tasks behind one whose last key block is seen whole
         shapes.append((4 * rows, 4 * rows, False, True))
     kinds = FEATURES[0 if "features == 0" in row["when"] else c.get("FEATURES")]   # of others the rows beside this one would expect another width
     if large:
-        yield "large", lambda: call_attention(row, dtype, d, 1500, 1500, True, True, backward, 4, 16, kinds[0])
-        yield "few blocks", lambda: call_attention(row, dtype, d, 2 * rows, 2000, False, True, backward, kind=kinds[0])
+        yield "large", lambda: call_attention(row, dtype, d, dv, 1500, 1500, True, True, backward, 4, 16, kinds[0])
+        yield "few blocks", lambda: call_attention(row, dtype, d, dv, 2 * rows, 2000, False, True, backward, kind=kinds[0])
     for i, (nq, nk, causal, extra, *batch) in enumerate(shapes):
         kind = kinds[i % len(kinds)]
         label = f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "") + (f" {kind}" if kind else "")
-        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra, kind=kind, batch=batch: call_attention(row, dtype, d, nq, nk, causal, extra, backward, *batch, kind=kind)
+        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra, kind=kind, batch=batch: call_attention(row, dtype, d, dv, nq, nk, causal, extra, backward, *batch, kind=kind)
 
 
 # What the problems of a row with these FEATURES take in turn.
@@ -125,11 +125,12 @@ def features_of(kind, heads, nq, nk):
     return left, right, 30.0, 0.1, 1, new(heads), new(1, heads, values=0.01), None, None, 0, 0
 
 
-def call_attention(row, dtype, d, nq, nk, causal, extra, backward, batch=1, heads=2, kind=None):
+def call_attention(row, dtype, d, dv, nq, nk, causal, extra, backward, batch=1, heads=2, kind=None):
     batch = 1 if kind == "packed" else batch
     q_shape, k_shape = (batch, heads, nq, d), (batch, max(1, heads // 2), nk, d)
-    q, k, v = (new(*shape, dtype=dtype) for shape in (q_shape, k_shape, k_shape))
-    out, lse = new(*q_shape, dtype="bfloat16" if dtype == "float8_e4m3fn" else dtype), new(*q_shape[:3])
+    out_shape, v_shape = (*q_shape[:3], dv), (*k_shape[:3], dv)
+    q, k, v = (new(*shape, dtype=dtype) for shape in (q_shape, k_shape, v_shape))
+    out, lse = new(*out_shape, dtype="bfloat16" if dtype == "float8_e4m3fn" else dtype), new(*q_shape[:3])
     if dtype == "float8_e4m3fn":
         factors = [new(batch, heads // 2, values=0.5 + i) if extra else None for i in range(3)]
         _C.attention_fwd_fp8(out, lse, q, k, v, new(16, dtype="uint8", values=0) if extra else None, *factors, 0.0, causal)
@@ -140,8 +141,8 @@ def call_attention(row, dtype, d, nq, nk, causal, extra, backward, batch=1, head
         return out, lse
     deterministic = constants(row).get("DETERMINISTIC") == 1 or (extra and "DETERMINISTIC" not in constants(row))
     workspace = aligned_bytes(_C.attention_bwd_workspace(q, k, v, causal, deterministic, features))
-    grads = [new(*shape, dtype=dtype) for shape in (q_shape, k_shape, k_shape)]
-    _C.attention_bwd(*grads, new(*q_shape, dtype=dtype), q, k, v, out, lse, None, workspace, 0.0, causal, deterministic, 0, features)
+    grads = [new(*shape, dtype=dtype) for shape in (q_shape, k_shape, v_shape)]
+    _C.attention_bwd(*grads, new(*out_shape, dtype=dtype), q, k, v, out, lse, None, workspace, 0.0, causal, deterministic, 0, features)
     return grads
 
 
