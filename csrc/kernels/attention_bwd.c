@@ -36,9 +36,11 @@ static size_t round_up(size_t n) { return (n + 255) & ~(size_t)255; }
 
 // The kernel of all features, whose blocks have 64 keys, does not add up parts.
 static bool adds_parts(const mg_kernel *main) { return mg_desc(main)->tile_n >= 128; }
-// Neither do all write zeros: for pairs of 128 keys (D=128), and for groups in parts there, zeros before the kernel are 1 to 3 % faster.
-static bool writes_zeros(const plan *w, const mg_problem *problem) {
-  return problem->features < 2 && mg_desc(w->main)->tile_n == 128 && (w->parts == 1 || mg_desc(w->main)->cluster > 1);
+// Neither do all write zeros. Rows for packed sequences and for all features have no thread for it, whatever else they are chosen for; for pairs of 128 keys (D=128),
+// and for groups in parts there, zeros before the kernel are 1 to 3 % faster.
+static bool writes_zeros(const plan *w) {
+  const char *features = strstr(w->main->constants, "FEATURES=");
+  return features && features[9] < '2' && mg_desc(w->main)->tile_n == 128 && (w->parts == 1 || mg_desc(w->main)->cluster > 1);
 }
 
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512
@@ -167,7 +169,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     .dv = {.data = dv->data, .row = dv->stride[2], .head = dv->stride[1], .columns = (int)x.dv, .acc = w.parts > 1 ? (float *)(base + w.dv) : NULL}};
   p.tasks = (int)x.batch * p.k_heads * p.k_blocks;
   p.l2_heads = backward_section(&c, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), &p);
-  if (writes_zeros(&w, &problem)) p.lag = backward_lag(&c, &p);
+  if (writes_zeros(&w)) p.lag = backward_lag(&c, &p);
   attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,
                                   .zero_blocks = p.lag ? p.lag * p.group * w.blocks64 : INT64_MAX, .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
                                   .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_rows = (int)x.q_total,

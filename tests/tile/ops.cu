@@ -377,7 +377,7 @@ SHAPE TILE void accumulators(const op_params &p, TILES &s, int) {
   if (I == 0) add_acc(acc, t);
   if constexpr (I > 0) {
     rt<float, 32> half;
-    outer(half, p, s.v);
+    outer(half, p, slice<32>(s.v, 0));
     add_acc_cols(acc, 32 * (I - 1), half);
   }
   wg_sync();
