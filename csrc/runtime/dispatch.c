@@ -111,7 +111,7 @@ static const mg_kernel *first_taker(mg_op op, const mg_problem *p, const mg_cont
 static void append_problem(text *t, const mg_problem *p) {
   append(t, "%s", mg_dtype_name(p->dtype));
 #define FIELD(type, field) \
-  if (p->field && strcmp(#field, "gpu") && strcmp(#field, "sms")) append(t, ", %s=%lld", #field, (long long)p->field);
+  if (p->field && strcmp(#field, "gpu") && strcmp(#field, "sms") && (strcmp(#field, "dv") || p->dv != p->d)) append(t, ", %s=%lld", #field, (long long)p->field);
   FIELDS(FIELD)
 #undef FIELD
   append(t, p->gpu ? ", on the GPU" : ", on the CPU");
