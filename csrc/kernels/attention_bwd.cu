@@ -1,6 +1,7 @@
 // Attention backward (Dao 2023, algorithm 2), for a block of 128 keys that walks over the blocks of M query rows i:
 //   s^T = k q_i^T;  p^T = 2^(c s^T - lse2);  dp^T = v dout_i^T;  ds^T = p^T (dp^T - delta)
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
+// With FEATURES=3 scores are capped and biased and probabilities dropped, as attention_bwd_full.cu's head has it.
 // Each of two warpgroups owns 64 keys: p^T and ds^T are then register operands, and dk, dv stay in registers for the whole walk.
 // dq needs the ds of both warpgroups, which go through shared memory; it lags two steps behind, so that neither waits for the other.
 // A step's matrix work is dq(i - 2), dv and dk(i - 1), s and dp(i), in turns (TURNS) or as it comes; the arithmetic of i runs under the other warpgroup's.

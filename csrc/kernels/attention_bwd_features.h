@@ -21,8 +21,8 @@ template<int N> TILE void mark_dropped(rt<float, N> &prob, const attention_featu
   row0 += get(at.row);
   map_col_pairs(prob, [=](float &a, float &a8, int key, int row) {
     uint32_t bits = random_bits(word, row0 + row, key0 + key);
-    if ((bits & 0xffff) < below) a = -a;
-    if (bits >> 16 < below) a8 = -a8;
+    if (drops(bits, below)) a = -a;
+    if (drops_8(bits, below)) a8 = -a8;
   });
 }
 // ds to that of the scores before the cap, whose slope 1 - tanh^2 follows from the probabilities: a capped score is log2 p + lse2, less its bias.

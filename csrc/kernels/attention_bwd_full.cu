@@ -1,4 +1,4 @@
-// Attention backward with all features (Dao 2023, algorithm 2), for a block of 64 keys that walks over the blocks of 64 query rows i:
+// Attention backward with all features for wide heads (Dao 2023, algorithm 2), for a block of 64 keys that walks over the blocks of 64 query rows i:
 //   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T;  ds = p (dp - delta) cap'(q_i k^T)
 //   dv += (keep * p)^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0 or 1 / (1 - dropout)
 // dk and dv of 64 keys fill the registers of two warpgroups: each owns half of the columns of dk, dv and dq, and computes p and ds for half
@@ -6,7 +6,7 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { NC = 2, BN = 64, M = 64, STAGES = 2, HALF = D / NC, KEYS = BN / NC };   // D (128, 256), DETERMINISTIC, FEATURES, *_REGS
+enum { NC = 2, BN = 64, M = 64, STAGES = 2, HALF = D / NC, KEYS = BN / NC };   // D (256), DETERMINISTIC, FEATURES (3), *_REGS
 #include "kernels/attention_features.h"
 #include "kernels/attention_bwd_tasks.h"
 
@@ -116,8 +116,8 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
     float keep = f.keep_scale;
     map_row_pairs(x, [=](float &a, float &a8, int row, int col) {
       uint32_t bits = random_bits(word, row0 + row, col0 + col);
-      if ((bits & 0xffff) < below) a = -a;
-      if (bits >> 16 < below) a8 = -a8;
+      if (drops(bits, below)) a = -a;
+      if (drops_8(bits, below)) a8 = -a8;
     });
     map(dp, x, [=](float a, float prob) { return prob < 0.f ? 0.f : a * keep; });
   }

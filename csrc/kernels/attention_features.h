@@ -67,12 +67,14 @@ TILE uint32_t mix(uint32_t x) {
 }
 TILE uint32_t head_key(const attention_features &f, int batch_head) { return mix(f.seed[0] ^ mix(f.seed[1] + (uint32_t)batch_head * 0x9e3779b9u)); }
 TILE uint32_t random_bits(uint32_t key, int row, int col) { return mix(mix(key + (uint32_t)row * 0x85ebca6bu) ^ (uint32_t)col * 0xc2b2ae35u); }
+TILE bool drops(uint32_t bits, uint32_t below) { return (bits & 0xffff) < below; }     // at row
+TILE bool drops_8(uint32_t bits, uint32_t below) { return bits >> 16 < below; }         // at row + 8
 template<int N> TILE void drop(rt<float, N> &x, const attention_features &f, int batch_head, int row0, int col0) {
   uint32_t key = head_key(f, batch_head), below = f.drop_below;
   map_row_pairs(x, [=](float &p, float &p8, int row, int col) {
     uint32_t bits = random_bits(key, row0 + row, col0 + col);
-    if ((bits & 0xffff) < below) p = 0.f;
-    if (bits >> 16 < below) p8 = 0.f;
+    if (drops(bits, below)) p = 0.f;
+    if (drops_8(bits, below)) p8 = 0.f;
   });
 }
 
