@@ -43,7 +43,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   attention_fp8_params all = {.fwd = {
     .lse = lse ? lse->data : NULL, .q_blocks = (int)ceil_div(x.q_rows, desc->tile_m), .batch = (int)x.batch, .q_heads = (int)x.q_heads,
     .group = (int)(x.q_heads / x.k_heads), .q_rows = (int)x.q_total, .k_rows = (int)x.k_rows,
-    .diagonal = attention_upper_diagonal(&x, options), .scale_log2 = (float)(x.scale * LOG2E), .features = attention_features_of(&x, options->features),
+    .diagonal = attention_upper_diagonal(&x, options), .scale_log2 = attention_log2_scale(&x), .features = attention_features_of(&x, options->features),
     .out = out->data, .out_row = out->stride[2], .out_head = out->stride[1], .out_columns = (int)x.dv}};
   if (descale) {
     all.q_descale = floats(descale[0]);

@@ -55,7 +55,7 @@ typedef struct attention_fp8_params {
   int k_heads;
 } attention_fp8_params;
 
-// delta = rowsum(o * dout) - dlse and lse * log2(e), both padded to whole blocks (lse = inf, delta = 0); zeros in dq_acc and counters.
+// delta = ds_scale (rowsum(o * dout) - dlse) and lse * log2(e), both padded to whole blocks (lse = inf, delta = 0); zeros in dq_acc and counters.
 typedef struct attention_bwd_pre_params {
   gmap o, dout;
   const float *lse, *dlse;  // [batch, q_heads, q_rows]; dlse may be NULL
@@ -66,6 +66,7 @@ typedef struct attention_bwd_pre_params {
   int counter_words;
   int tasks, q_blocks, q_heads, q_rows;   // blocks of 64 rows, padding included
   packed_rows packed;
+  float ds_scale;           // as in attention_bwd_params
 } attention_bwd_pre_params;
 
 // dk or dv
@@ -97,6 +98,7 @@ typedef struct attention_bwd_params {
   int diagonal;             // as above
   int l2_heads;             // parts of key heads in a section, inside which the blocks seen by most queries come first
   float scale;              // softmax scale * log2(e)
+  float ds_scale, out_scale;   // the softmax scale again: of ds (delta has it too), and of dq and dk, whose product it is
 } attention_bwd_params;
 
 // dq = scale * accumulator, to 16 bit; dk and dv of groups in parts likewise, with keys for q's rows
@@ -108,6 +110,6 @@ typedef struct attention_bwd_post_params {
   int columns;
   const float *dq_acc;
   int tasks, q_blocks, acc_blocks, q_heads;   // blocks of 64 rows of one head: with rows in them, allocated
-  float scale;
+  float scale;              // what of the softmax scale ds did not have
   rows_behind behind[3];    // of dq, dk, dv
 } attention_bwd_post_params;

@@ -104,6 +104,10 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
 }
 
 // out = scale * acc. acc_blocks: allocated blocks of 64 rows of a head. behind: three, or NULL.
+// ds carries the softmax scale, so that no product with k or q leaves the range of fp32 that the gradient is in; but where the scale is above 1, k and q are
+// what is small. fp16 has no such range, and few bits for a small ds.
+static float ds_scale_of(const attention_shape *x, mg_dtype dtype) { return dtype == MG_FP16 || x->scale > 1 ? 1.0f : x->scale; }
+
 static mg_status round_acc(const mg_context *c, const mg_kernel *post, const char *name, const mg_tensor *out, const float *acc, float scale,
                            int64_t batch, int64_t rows, int64_t acc_blocks, packed_rows packed, const rows_behind *behind) {
   attention_bwd_post_params p = {.dq_acc = acc, .q_blocks = (int)ceil_div(rows, 64), .acc_blocks = (int)acc_blocks, .q_heads = (int)out->shape[1],
@@ -158,13 +162,14 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
 
 
   const mg_kernel_desc *desc = mg_desc(w.main);
+  const float ds_scale = ds_scale_of(&x, q->dtype);
   attention_bwd_params p = {
     .lse2 = lse2, .delta = delta, .dq_acc = acc, .counter = counters, .order = options->deterministic ? counters + 4 : NULL,
     .zeroed = counters + w.zeroed, .k_blocks = (int)ceil_div(x.k_rows, desc->tile_n), .q_blocks = (int)w.q_blocks, .q_real = (int)w.q_real, .batch = (int)x.batch,
     .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads * w.parts, .group = (int)(x.q_heads / x.k_heads) / w.parts, .parts = w.parts,
     .acc_blocks = (int)w.acc_blocks,
-    .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows, .diagonal = attention_upper_diagonal(&x, options), .scale = (float)(x.scale * LOG2E),
-    .features = attention_features_of(&x, options->features),
+    .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows, .diagonal = attention_upper_diagonal(&x, options), .scale = attention_log2_scale(&x),
+    .ds_scale = ds_scale, .out_scale = x.scale / ds_scale, .features = attention_features_of(&x, options->features),
     .dk = {.data = dk->data, .row = dk->stride[2], .head = dk->stride[1], .columns = (int)x.d, .acc = w.parts > 1 ? (float *)(base + w.dk) : NULL},
     .dv = {.data = dv->data, .row = dv->stride[2], .head = dv->stride[1], .columns = (int)x.dv, .acc = w.parts > 1 ? (float *)(base + w.dv) : NULL}};
   p.tasks = (int)x.batch * p.k_heads * p.k_blocks;
@@ -173,7 +178,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,
                                   .zero_blocks = p.lag ? p.lag * p.group * w.blocks64 : INT64_MAX, .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
                                   .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_rows = (int)x.q_total,
-                                  .packed = packed};
+                                  .packed = packed, .ds_scale = ds_scale};
   if ((status = map_once(&pre.o, &c, "attention_backward: out", out)) || (status = map_once(&pre.dout, &c, "attention_backward: dout", dout)) ||
       (status = mg_launch(&c, w.pre, &pre, attention_grid(&c, w.pre, pre.tasks))))
     return status;
@@ -192,7 +197,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     const int *start = (i ? f->k_start : f->q_start)->data;
     behind[i] = (rows_behind){t->data, t->stride[2], t->stride[1], (int)t->shape[3], (int)t->shape[1], (int)t->shape[2], start + x.batch};
   }
-  status = round_acc(&c, w.post, "attention_backward: dq", dq, acc, x.scale, x.batch, x.q_rows, w.blocks64, packed, behind);
+  status = round_acc(&c, w.post, "attention_backward: dq", dq, acc, p.out_scale, x.batch, x.q_rows, w.blocks64, packed, behind);
   if (status || w.parts == 1) return status;
   if ((status = round_acc(&c, w.post, "attention_backward: dk", dk, p.dk.acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys, NULL))) return status;
   return round_acc(&c, w.post, "attention_backward: dv", dv, p.dv.acc, 1, x.batch, x.k_rows, w.acc_blocks, packed_keys, NULL);

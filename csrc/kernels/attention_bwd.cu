@@ -71,14 +71,14 @@ TILE void softmax(rt<float, N> &x, rt<float, N> &dp, rt<elem, N> &prob, rt<elem,
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(dp);
   if (EVERYTHING) {
-    float keep = p.features.drop_below ? p.features.keep_scale : 1.f;
+    float keep = (p.features.drop_below ? p.features.keep_scale : 1.f) * p.ds_scale;
     rt<float, N> kept = x;
     map_col(dp, x, slice<N>(s.delta[at.stage], first), [=](float a, float b, float d) { return b < 0.f ? b * d : b * fused(a, keep, -d); });
     uncap(dp, x, p, here, slice<N>(s.lse2[at.stage], first), wg * 64, first);
     map(kept, [](float a) { return a < 0.f ? 0.f : a; });
     convert(prob, kept);
   } else {
-    map_col(dp, x, slice<N>(s.delta[at.stage], first), [](float a, float b, float d) { return b * (a - d); });
+    map_col(dp, x, slice<N>(s.delta[at.stage], first), [f = p.ds_scale](float a, float b, float d) { return b * fused(a, f, -d); });
     convert(prob, x);
   }
   convert(ds, dp);
@@ -136,7 +136,7 @@ template<bool DQ> TILE void catch_up(state &a, const attention_bwd_params &p, sh
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, bool early, int wg) {
   rt<float, 64> dq;
   const held &t = s.task_of[count & 1];
-  float scale = p.scale * 0.6931471805599453f;
+  float scale = p.out_scale;
   int row = get(t.row) + wg * 64, head = key_head(t, p), batch = get(t.batch);
   int acc = acc_block(p, batch, get(t.part), get(t.key0)) + (PACKED ? get(t.acc0) : 0) + wg;
   int keys = PACKED && p.features.q_start ? get(t.keys) - wg * 64 : 64;
@@ -149,7 +149,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
     mma_wait<0>(dq);
     dq_add(dq, p, s, n - 1, wg);
   }
-  map(a.dk, [=](float x) { return x * scale; });
+  map(a.dk, [=](float x) { return gradient(x, scale); });
   tma_store_wait_read();
   sem_arrive(s.v_free);
   bar_sync(NC + 1, 128 * NC);   // both have done with k

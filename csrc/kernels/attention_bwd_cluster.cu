@@ -59,7 +59,7 @@ TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n
   map_col(a.s, s.lse2[ring_at<Q_STAGES>(n).stage], [=](float x, float l) { return fast_exp2(fused(x, c, -l)); });
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(a.dp);
-  map_col(a.dp, a.s, s.delta[ring_at<DOUT_STAGES>(n).stage], [](float dp, float prob, float d) { return prob * (dp - d); });
+  map_col(a.dp, a.s, s.delta[ring_at<DOUT_STAGES>(n).stage], [f = p.ds_scale](float dp, float prob, float d) { return prob * fused(dp, f, -d); });
   convert(a.p, a.s);
   store(s.ds[to.stage][wg], a.dp);
   ring_fill(s.ring_ds, to);
@@ -139,7 +139,7 @@ TILE void leave(const attention_grad &to, st<elem, 64, D> &tile, const rt<float,
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   rt<float, HALF> dq;
   uint32_t last = n - 2 + ((n ^ wg) & 1);   // this warpgroup's last step of dq
-  float scale = p.scale * 0.6931471805599453f;
+  float scale = p.out_scale;
   wg_sync();   // all of ds is written: elsewhere, the turn's barrier
   grads_issue<ACC>(a, s, n - 1, wg);
   mma_wait<0>(a.dv, a.dk, a.p);
@@ -150,7 +150,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   dq_add(dq, p, s, last);
   tma_store_wait_read();
   sem_arrive(s.v_free);
-  map(a.dk, [=](float x) { return x * scale; });
+  map(a.dk, [=](float x) { return gradient(x, scale); });
   bar_sync(NC + 1, 128 * NC);   // both have done with k
   leave(p.dk, s.k[wg], a.dk, p, s, count, wg);
   tma_store_wait_read();

@@ -25,8 +25,9 @@ template<int N> TILE void mark_dropped(rt<float, N> &prob, const attention_featu
     if (drops_8(bits, below)) a8 = -a8;
   });
 }
-// ds to that of the scores before the cap, whose slope 1 - tanh^2 follows from the probabilities: a capped score is log2 p + lse2, less its bias.
-// Where p is 0, or a row has no keys (lse2 is inf), the slope is of no account, but must be finite.
+// ds to that of the scores before the cap, whose slope 1 - tanh^2 follows from the probabilities: a capped score is log2 p + lse2, less its bias. Rounding makes
+// it uncertain by some 2^-20. The slope is that much less here, so that it is 0 where the cap is reached, however large what it is multiplied by. Where p is 0,
+// or a row has no keys (lse2 is inf), it is of no account, but must not be NaN.
 template<int N>
 TILE void uncap(rt<float, N> &ds, const rt<float, N> &prob, const attention_bwd_params &p, const place &at, const sv<N> &lse2, int key0, int row0) {
   if (!EVERYTHING || p.features.softcap == 0.f) return;
@@ -35,8 +36,7 @@ TILE void uncap(rt<float, N> &ds, const rt<float, N> &prob, const attention_bwd_
   map_rc(ds, prob, lse2, [=](float a, float prob, float l, int key, int row) {   // also without ALiBi: both forms together take more registers than there are
     float steps = (float)(distance + row - key);
     float t = (fast_log2(prob < 0.f ? -prob : prob) + l + slope * (steps < 0.f ? -steps : steps)) * inverse;
-    t = t > -1.f ? t : -1.f;
-    t = t < 1.f ? t : 1.f;
-    return a * (1.f - t * t);
+    float less = fused(-t, t, 0.999998f);
+    return a * (less > 0.f ? less : 0.f);
   });
 }

@@ -64,10 +64,13 @@ TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_
   int keys = get(at.keys) - key0, diagonal = get(at.diagonal) - key0, lower = get(at.lower) - key0;
   float c = p.scale;
   if (changes_scores(f)) {
-    float inverse = 1.f / (f.softcap * 1.4426950408889634f);
+    float to_cap = fast_rcp(f.softcap);   // c x / (softcap log2 e) times 2 log2 e is c x to_cap 2
     int bh = get(at.head), batch = bh / p.q_heads;
+    if (f.softcap != 0.f) map(g, x, [=](float, float y) {   // 1 - tanh^2, which is 0 far out
+      float e = fast_exp2(-2.f * absolute(y * c * to_cap)), r = fast_rcp(1.f + e);
+      return 4.f * e * r * r;
+    });
     cap_scores(x, f, c);
-    if (f.softcap != 0.f) map(g, x, [=](float, float y) { return 1.f - y * inverse * (y * inverse); });   // 1 - tanh^2
     bias_scores(x, slope_of(f, batch, bh - batch * p.q_heads), get(at.distance) - key0);
     c = 1.f;
   }
@@ -121,7 +124,7 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
     });
     map(dp, x, [=](float a, float prob) { return prob < 0.f ? 0.f : a * keep; });
   }
-  map_row(dp, delta, [](float a, float d) { return a - d; });
+  map_row(dp, delta, [f = p.ds_scale](float a, float d) { return fused(a, f, -d); });
   map(dp, x, [](float a, float prob) { return a * (prob < 0.f ? -prob : prob); });
   map(dp, g, [](float a, float slope) { return a * slope; });
   if (f.drop_below) map(x, [](float a) { return a > 0.f ? a : 0.f; });
@@ -147,10 +150,10 @@ TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) 
 }
 
 TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
-  float scale = p.scale * 0.6931471805599453f, keep = p.features.drop_below ? p.features.keep_scale : 1.f;
+  float scale = p.out_scale, keep = p.features.drop_below ? p.features.keep_scale : 1.f;
   int row = get(t.row), head = key_head(t, p), keys = get(t.keys), col = wg * HALF;
   bool whole = !p.features.q_start || keys >= BN;   // else the next sequence's keys follow
-  map(dk, [=](float x) { return x * scale; });
+  map(dk, [=](float x) { return gradient(x, scale); });
   map(dv, [=](float x) { return x * keep; });
   if (!whole) {
     store_first((elem *)p.dk.data + row * p.dk.row + head * p.dk.head + col, p.dk.row, dk, keys, p.dk.columns - col);

@@ -103,7 +103,7 @@ template<bool BEFORE> TILE void step(state &a, const attention_bwd_params &p, sh
   ring_acquire(s.ring_ds, to);
   mma_wait<0>(dp, a.dk);
   if constexpr (BEFORE) ring_release(s.ring_dout, ring_at<DOUT_STAGES>(n - 1));
-  map_col(dp, a.p, s.delta[from.stage], [](float d, float prob, float delta) { return prob * (d - delta); });
+  map_col(dp, a.p, s.delta[from.stage], [f = p.ds_scale](float d, float prob, float delta) { return prob * fused(d, f, -delta); });
   store(s.ds[to.stage][wg], dp);
   ring_fill(s.ring_ds, to);
   wg_sync();   // its ds is written, for dk
@@ -132,7 +132,7 @@ template<int C> TILE void leave(const attention_grad &to, st<elem, 64, C> &tile,
 }
 // The last products of a task whose steps end before n, and its results.
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
-  float scale = p.scale * 0.6931471805599453f;
+  float scale = p.out_scale;
   rt<float, 64> dq;
   mma_fence();
   dk_issue(a, s, n - 1, wg);
@@ -144,7 +144,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   mma_wait<0>(dq);
   dq_add(dq, p, s, n - 1, wg);
   dq_rest(p, s, n - 1, wg);
-  map(a.dk, [=](float x) { return x * scale; });
+  map(a.dk, [=](float x) { return gradient(x, scale); });
   tma_store_wait_read();
   sem_arrive(s.v_free);
   bar_sync(NC + 1, 128 * NC);   // both have done with k

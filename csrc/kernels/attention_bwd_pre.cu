@@ -1,6 +1,7 @@
 // Before attention backward, for each block of 64 query rows:
-//   delta = rowsum(o * dout) - dlse      (Dao 2023, algorithm 2, line 4; the gradient of lse enters as -dlse)
-//   lse2 = lse log2 e, +inf for rows without keys and for padding, so that the main kernel's 2^(x - lse2) is 0 there
+//   delta = f (rowsum(o * dout) - dlse)  (Dao 2023, algorithm 2, line 4; the gradient of lse enters as -dlse), f: ds_scale
+//   lse2 = lse log2 e, +inf for rows without keys and for padding, so that the main kernel's 2^(x - lse2) is 0 there.
+//          From 2^24 on its rounding exceeds one power of two. Then more than that is added, so that 2^(x - lse2) stays below 1 and finite.
 // and zeros in dq's accumulator and the main kernel's counters.
 #include "tile/tile.h"
 #include "kernels/attention.h"
@@ -70,8 +71,11 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
     }
     ring_done(s.loaded, at);
     reduce(delta, dot);
-    map(delta, delta, dlse, [](float a, float b) { return a - b; });
-    map(lse, lse, [](float x) { return x == -infinity() ? infinity() : x * 1.4426950408889634f; });
+    map(delta, delta, dlse, [f = p.ds_scale](float a, float b) { return (a - b) * f; });
+    map(lse, lse, [](float x) {
+      float y = x == -infinity() ? infinity() : x * 1.4426950408889634f, size = y < 0.f ? -y : y;
+      return y + (size > 2.4e7f ? size * 4.8e-7f : 0.f);
+    });
     map(delta, delta, lse, [](float d, float l) { return l == infinity() ? 0.f : d; });   // o of padding may be anything
     store(p.lse2 + t.block * 64, lse, 64);
     store(p.delta + t.block * 64, delta, 64);

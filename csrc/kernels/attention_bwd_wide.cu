@@ -149,7 +149,7 @@ template<int A, bool MORE> TILE void key_step(rt<float, D> &dk, rt<float, M> &dp
   rt<float, 64> dq;
   sem_wait(s.p_full, n & 1);
   load(prob, s.ds);
-  map_col(dp, prob, s.delta[at.stage], [](float a, float b, float d) { return b * (a - d); });
+  map_col(dp, prob, s.delta[at.stage], [f = p.ds_scale](float a, float b, float d) { return b * fused(a, f, -d); });
   convert(ds, dp);
   wg_sync();   // all of p is read
   store(s.ds, ds);
@@ -173,14 +173,14 @@ TILE void keys(const attention_bwd_params &p, shared &s, int) {
     rt<float, D> dk;
     rt<float, M> dp;
     uint32_t last = n + task_at(p, next).steps - 1;
-    float scale = p.scale * 0.6931471805599453f;
+    float scale = p.out_scale;
     sem_wait(s.v_full, count & 1);   // k's is known to who sees the first p
     issue(dp, s.v, s.dout, s.ring_dout, n);
     mma_wait<0>(dp);
     key_step<ZERO, true>(dk, dp, p, s, n++);
     for (; n < last; n++) key_step<ACC, true>(dk, dp, p, s, n);
     key_step<ACC, false>(dk, dp, p, s, n++);
-    map(dk, [=](float x) { return x * scale; });
+    map(dk, [=](float x) { return gradient(x, scale); });
     sem_arrive(s.k_read);
     sem_wait(s.k_read, count & 1);
     leave(p.dk, s.k, dk, p, s, count, s.k_free);

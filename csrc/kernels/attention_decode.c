@@ -1,5 +1,6 @@
 // Host half of attention_decode and append_kv: checks what the arguments have to agree on, decides into how many splits the keys are cut, fills the
 // kernels' parameters, launches them.
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include "kernels/attention_decode.h"
@@ -85,7 +86,8 @@ static mg_status read_shape(shape *x, const char *op, const mg_tensor *q, const 
 static mg_status check_options(const char *op, const mg_decode_options *o, const shape *x) {
   if (o->scale != 0 && (!(o->scale > 0) || isinf(o->scale)))
     return mg_fail(MG_VALUE, "%s: scale must be positive and finite, found %g", op, (double)o->scale);
-  if (!(o->softcap >= 0) || isinf(o->softcap)) return mg_fail(MG_VALUE, "%s: softcap must be 0 or positive and finite, found %g", op, (double)o->softcap);
+  mg_status status = mg_check_softcap(op, o->softcap);
+  if (status) return status;
   if (o->window_left < -1 || o->window_right < -1)
     return mg_fail(MG_VALUE, "%s: window is (%d, %d), expected -1 (no limit) or more", op, o->window_left, o->window_right);
   if (o->splits < 0 || o->splits > MOST_SPLITS) return mg_fail(MG_VALUE, "%s: num_splits is %d, expected 0 (chosen) to %d", op, o->splits, MOST_SPLITS);
@@ -256,8 +258,7 @@ mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const 
     .queries = (int)x.queries, .dim = (int)x.d, .keys = (int)(options->length >= 0 && !cache_seqlens ? options->length : x.keys), .caches = (int)x.caches,
     .page_size = paged ? (int)x.cache_rows : NO_LIMIT, .left = options->window_left < 0 ? NO_LIMIT : (int)at_most(NO_LIMIT, options->window_left),
     .right = options->causal ? 0 : options->window_right < 0 ? NO_LIMIT : (int)at_most(NO_LIMIT, options->window_right),
-    .scale_log2 = (float)(scale * LOG2E), .cap_log2 = (float)(options->softcap * LOG2E),
-    .to_cap = options->softcap > 0 ? (float)(2 * LOG2E * scale / options->softcap) : 0};
+    .scale_log2 = (float)fmin(scale * LOG2E, FLT_MAX), .cap_log2 = (float)(options->softcap * LOG2E)};
   p.box = paged ? greatest_divisor(p.page_size, mg_desc(w.main)->tile_n) : mg_desc(w.main)->tile_n;
   copy_strides(p.q_stride, q);
   copy_strides(p.out_stride, out);

@@ -64,8 +64,8 @@ TILE void v_loader(const attention_decode_params &p, shared &s, int) {
 // Raw scores to what the softmax is of, times c = scale log2 e (raw) or 1 (base 2 already).
 TILE void adjust(rt<float, BN> &x, const attention_decode_params &p, const task &t, const rv &slopes, int key0) {
   if (p.cap_log2 != 0.f) {
-    float cap = p.cap_log2, to_cap = p.to_cap;
-    map(x, [=](float a) { return cap - 2.f * cap * fast_rcp(fast_exp2(a * to_cap) + 1.f); });   // cap tanh
+    float cap = p.cap_log2, inverse = fast_rcp(cap), scale = p.scale_log2;
+    map(x, [=](float a) { return cap * fast_tanh(a * scale * inverse); });
   } else if (p.slopes) {
     map(x, [scale = p.scale_log2](float a) { return a * scale; });
   }
@@ -83,13 +83,13 @@ TILE void adjust(rt<float, BN> &x, const attention_decode_params &p, const task 
   }
 }
 
-// Scores to probabilities; alpha = 2^(c (m - m')).
+// Scores to probabilities; alpha = 2^(c (m - m')). c m would be rounded, by more than the numbers' range where scores are large.
 TILE void softmax(rt<float, BN> &x, rv &m, rsum &l, rv &alpha, float c) {
   rv old = m, top;
   row_max(m, x);
-  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a * c; });
-  map(alpha, old, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
-  map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+  map(top, m, [](float a) { return a == -infinity() ? 0.f : a; });
+  map(alpha, old, top, [=](float a, float b) { return fast_exp2((a - b) * c); });
+  map_row(x, top, [=](float a, float b) { return fast_exp2((a - b) * c); });
   scale(l, alpha);
   row_sum_add(l, x);
 }

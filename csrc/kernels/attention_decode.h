@@ -28,7 +28,7 @@ typedef struct attention_decode_params {
   int caches, page_size, box; // caches or pages that there are; page_size: 2^30 where not paged; box divides both it and the kernel's key block
   int left, right;            // query i of a sequence of n keys is at e = n - queries + i and sees keys e - left to e + right; 2^30: no limit
   float scale_log2;           // softmax scale * log2(e)
-  float cap_log2, to_cap;     // softcap * log2(e), and 2 log2(e) scale / softcap; cap_log2 0: none
+  float cap_log2;             // softcap * log2(e); 0: none
 } attention_decode_params;
 
 // out = sum over splits of 2^(part_lse - total) part. A task is (batch, head, query, 32 columns).

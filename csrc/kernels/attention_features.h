@@ -42,13 +42,10 @@ template<typename T> TILE void clear_behind(const rows_behind &t, float *lse, in
 
 TILE bool changes_scores(const attention_features &f) { return f.softcap != 0.f || f.slopes; }
 TILE float slope_of(const attention_features &f, int batch, int head) { return f.slopes ? f.slopes[batch * f.slope_batch + head] * 1.4426950408889634f : 0.f; }
-// a tanh(x / a) by an exponential: tanh.approx is good for 11 bits only
-TILE float soft_cap(float x, float a, float twice_over_a) { return a - 2.f * a * fast_rcp(1.f + fast_exp2(x * twice_over_a)); }
-
 // x: scores of 64 rows and N keys. distance: row - key + keys - rows of the tile's first element.
 template<int N> TILE void cap_scores(rt<float, N> &x, const attention_features &f, float scale_log2) {
-  float a = f.softcap * 1.4426950408889634f, b = 2.f * 1.4426950408889634f * scale_log2 / a;
-  if (f.softcap != 0.f) map(x, [=](float y) { return soft_cap(y, a, b); });
+  float a = f.softcap * 1.4426950408889634f, inverse = fast_rcp(a);   // two products: scale / softcap may be out of range
+  if (f.softcap != 0.f) map(x, [=](float y) { return a * fast_tanh(y * scale_log2 * inverse); });
   else map(x, [=](float y) { return y * scale_log2; });
 }
 template<int N> TILE void bias_scores(rt<float, N> &x, float slope, int distance) {
@@ -90,6 +87,10 @@ TILE void add_sink(const attention_features &f, int head, rv &m, rv &sum, rv &fa
   map(old, m, [=](float b) { return b == -infinity() ? 0.f : fast_exp2(sink - b); });
   map(sum, sum, old, [](float l, float g) { return l + g; });
 }
+
+// Backward: an element of dq or dk, x times what of the softmax scale ds did not have. Rounding of delta times a large scale must not become an infinity;
+// one that is in x becomes NaN.
+TILE float gradient(float x, float scale) { return clamp(x * scale, -3.38e38f, 3.38e38f) + (x - x); }
 
 // Backward, packed sequences: a head's blocks of `tile` rows in the workspace are the sequences', each with room for its rows rounded up to
 // blocks and for a block of padding. The first one of a sequence:

@@ -3,6 +3,8 @@
 //   x = q k_j^T;  p = 2^(c x - m);  l = l + sum p;  o = o + p v_j,  c = scale log2 e
 // Any m gives the same o / l and lse = ln 2 (m + log2 l), as long as nothing leaves the numbers' range. So m is not found anew in every block: where p came out large, m is
 // raised to m' = max c x, l and o are multiplied by 2^(m - m'), and this block's p are made again.
+// Where |c x| passes 2^24, the rounding of m alone takes p out of range. Such a row has p = 2^(c (x - t)) with t = max x, and m = -infinity, so that every block's p
+// come out infinite or NaN at first, and are made again.
 // A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j - 1 are issued before the
 // product with v_j. Warpgroups with large blocks take turns with matrix work, so that one's exponentials run under the others'; many with small blocks are better off without.
 #include "tile/tile.h"
@@ -20,6 +22,7 @@ struct shared {
   st<elem, BN, D> k[STAGES];
   st<elem, BN, DV> v[STAGES];
   st<elem, 64, O_COLS> o[NC];
+  sv<64> t[NC];                // of rows with scores so large that they have no m
   kv_ring k_ring, v_ring;
   sem q_full[NC], q_free[NC];
   sem v_clean[2];              // of even and odd tasks: no other sequence's rows in v
@@ -39,23 +42,47 @@ TILE void init(shared &s) {
 
 #include "kernels/attention_fwd_loads.h"
 
-// m = c max x so far, or up to 8 less: that spares o some of its scaling. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
-TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c) {
-  rv old = m;
-  fill(top, -infinity());
-  row_max(top, x);
-  map(m, old, top, [=](float a, float b) { return b * c > a + 8.f ? b * c : a; });
-  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a; });
-  map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
+// p = 2^(c (x - base) - top), where base is t and top is m, or 0 if the row has none; m = c max x so far, or up to 8 less, which spares o some of its scaling.
+// A row has m or t; what it does not have is -infinity, both where no key was seen. t stands in shared memory, for hardly any block needs it. l and o are to
+// be multiplied by alpha.
+TILE void finite(rv &v) { map(v, v, [](float x) { return x == -infinity() ? 0.f : x; }); }
+TILE void maximum(const rt<float, BN> &x, rv &m, rv &base, rv &top, rv &alpha, sv<64> &shared_t, float c) {
+  load(base, shared_t);
+  map(alpha, m, base, [=](float m, float t) { return m == -infinity() ? t : 0.f; });
+  top = m;
+  finite(top);
+  row_max(base, x);
+  map(m, m, base, [=](float m, float h) {
+    float peak = h * c, limit = 16777216.f;
+    return m > -infinity() && !(peak > m + 8.f) ? m : peak < limit && peak > -limit ? peak : -infinity();
+  });
+  map(base, m, base, [](float m, float h) { return m == -infinity() ? h : -infinity(); });
+  store(shared_t, base);
+  finite(base);
+  map(alpha, alpha, base, [=](float before, float now) { return (before - now) * c; });
+  map(alpha, alpha, top, [](float x, float y) { return x + y; });
+  top = m;
+  finite(top);
+  map(alpha, alpha, top, [](float x, float y) { return fast_exp2(x - y); });
 }
-// Scores to probabilities, and their sums.
+// y, exponentials of scores, to probabilities and their sums.
+TILE void sum_up(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &y, const attention_fwd_params &p, const task &t, int row0, int col0) {
+  row_sum(sum, y);
+  drop(y, p, t, row0, col0);
+  convert(probabilities, y);
+}
 TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, const rt<float, BN> &x, const rv &m, const attention_fwd_params &p, const task &t, int row0, int col0) {
   rt<float, BN> y;
   float c = exponent(p);
   map_row(y, x, m, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
-  row_sum(sum, y);
-  drop(y, p, t, row0, col0);
-  convert(probabilities, y);
+  sum_up(probabilities, sum, y, p, t, row0, col0);
+}
+// The same from the scores' own origin; x is lost.
+TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &x, const rv &base, const rv &top, const attention_fwd_params &p, const task &t, int row0, int col0) {
+  float c = exponent(p);
+  map_row(x, base, [](float a, float b) { return a - b; });
+  map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
+  sum_up(probabilities, sum, x, p, t, row0, col0);
 }
 
 TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rsum &l, int wg) {
@@ -63,6 +90,8 @@ TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<fl
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
+  load(lse, s.t[wg]);
+  map(m, m, lse, [c = exponent(p)](float m, float t) { return m == -infinity() ? t * c : m; });
   fill(inverse, EVERYTHING && p.features.drop_below ? p.features.keep_scale : 1.f);
   if (PACKED) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
@@ -128,12 +157,12 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
   mma_wait<0>(o, probabilities);
   ring_done(s.v_ring, at.v);
   exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
-  if (exceeds(sum, 16384.f)) {   // fp16 ends at 65504. NaN, too: where m is -infinity, no key of the row was seen so far
-    rv top, alpha;
-    maximum(x, m, top, alpha, exponent(p));
+  if (exceeds(sum, 16384.f)) {   // fp16 ends at 65504. NaN, too: where m is -infinity
+    rv base, top, alpha;
+    maximum(x, m, base, top, alpha, s.t[wg], exponent(p));
     scale_rows(o, alpha);
     scale(l, alpha);
-    exponentials(probabilities, sum, x, top, p, t, row0, j * BN);
+    exponentials(probabilities, sum, x, base, top, p, t, row0, j * BN);
   }
   add(l, sum);
 }
@@ -151,7 +180,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, DV> o;
-    rv m, top, alpha;
+    rv m, base, top, alpha;
     rsum l;
     if (PACKED && wg == 0) clear_tail(p, s, at, t, count);
     int idle = TURNS ? t.rounds - (mine.seen - mine.low) : 0;
@@ -166,11 +195,12 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     mma_wait<0>(x);
     scores_done(s, at, j == mine.low, wg);
     fill(m, -infinity());
+    store(s.t[wg], m);
     fill(o, 0.f);
     change_scores(x, p, t, row0, j * BN);
     mask(x, p, h, j * BN, wg);
-    maximum(x, m, top, alpha, exponent(p));
-    exponentials(probabilities, l, x, top, p, t, row0, j * BN);
+    maximum(x, m, base, top, alpha, s.t[wg], exponent(p));
+    exponentials(probabilities, l, x, base, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
     if (PACKED) sem_wait(s.v_clean[count & 1], (count / 2) & 1);
     j--;

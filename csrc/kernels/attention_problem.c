@@ -1,5 +1,4 @@
 // Attention's arguments, read: see attention_problem.h.
-#include <math.h>
 #include "kernels/attention_problem.h"
 
 mg_status attention_check_shape(const char *op, const char *name, const mg_tensor *t, int dims, const int64_t *want) {
@@ -42,7 +41,8 @@ static mg_status read_features(attention_shape *x, const char *op, const mg_atte
   if (!f) f = &none;
   if (f->sink && f->sink->shape[0] != x->q_heads)
     return mg_fail(MG_VALUE, "%s: sink has size %lld, expected %lld (heads of q)", op, (long long)f->sink->shape[0], (long long)x->q_heads);
-  if (!(f->softcap >= 0) || isinf(f->softcap)) return mg_fail(MG_VALUE, "%s: softcap is %g, expected 0 (none) or a positive number", op, (double)f->softcap);
+  mg_status status = mg_check_softcap(op, f->softcap);
+  if (status) return status;
   if (!(f->dropout >= 0 && f->dropout < 1)) return mg_fail(MG_VALUE, "%s: dropout_p is %g, expected 0 to less than 1", op, (double)f->dropout);
   if (!f->q_start != !f->k_start)
     return mg_fail(MG_TYPE, "%s: cu_seqlens_%s is missing, expected both or none", op, f->q_start ? "k" : "q");
@@ -68,9 +68,12 @@ mg_status attention_check_starts(const attention_shape *x, const char *op, const
   mg_status status = f && f->q_start ? mg_check_starts(op, 'q', f->q_start, x->q_total, f->max_q) : MG_OK;
   return !status && f && f->k_start ? mg_check_starts(op, 'k', f->k_start, x->k_total, f->max_k) : status;
 }
-// As in WINDOWS, PACKED, EVERYTHING of attention_features.h; without the sink, which the backward finds in the lse.
-static int feature_class(const mg_attention_features *f) {
+// The fast backward kernels have the cap's slope from the probabilities, to |lse| 2^-22 / softcap. For fp32, and below this, those that have the scores compute it.
+#define SMALL_SOFTCAP 4
+// As in WINDOWS, PACKED, EVERYTHING of attention_features.h; without the sink, which the backward finds in the lse. 4: 3 with a softcap whose slope must be exact.
+static int feature_class(const mg_attention_features *f, mg_dtype dtype) {
   if (!f) return 0;
+  if (f->softcap != 0 && (f->softcap < SMALL_SOFTCAP || dtype == MG_FP32)) return 4;
   if (f->softcap != 0 || f->dropout != 0 || f->slopes) return 3;
   return f->q_start ? 2 : f->window && (f->left >= 0 || f->right >= 0);
 }
@@ -120,7 +123,7 @@ mg_status attention_read(attention_shape *x, const char *op, const mg_tensor *q,
 mg_problem attention_problem_of(const attention_shape *x, const mg_attention_options *options, const mg_tensor *q, int sms) {
   return (mg_problem){.dtype = q->dtype, .gpu = q->device == MG_CUDA, .causal = options->causal, .deterministic = options->deterministic,
                       .d = x->d > x->dv ? x->d : x->dv, .dv = x->dv, .batch = x->batch, .heads_q = x->q_heads, .heads_k = x->k_heads, .nq = x->q_rows,
-                      .nk = x->k_rows, .span = span_of(x, options), .features = feature_class(options->features), .sms = sms};
+                      .nk = x->k_rows, .span = span_of(x, options), .features = feature_class(options->features, q->dtype), .sms = sms};
 }
 int64_t attention_grid(const mg_context *c, const mg_kernel *row, int64_t tasks) {
   const mg_kernel_desc *d = mg_desc(row);   // a task is a cluster's

@@ -1,5 +1,7 @@
 // What the host halves of attention's forward and backward share: reading the arguments, what follows from them for the kernels.
 #pragma once
+#include <float.h>
+#include <math.h>
 #include "kernels/attention.h"
 #include "runtime/runtime.h"
 
@@ -16,6 +18,8 @@ typedef struct attention_shape {
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t at_least(int64_t low, int64_t x) { return x < low ? low : x; }
 static inline int64_t at_most(int64_t high, int64_t x) { return x > high ? high : x; }
+
+static inline float attention_log2_scale(const attention_shape *x) { return (float)fmin(x->scale * LOG2E, FLT_MAX); }
 
 // Shape, features and scale. Fails where the arguments do not agree, and names the one.
 mg_status attention_read(attention_shape *x, const char *op, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v, const mg_attention_options *options);

@@ -223,6 +223,11 @@ mg_status mg_check(mg_op op, const mg_tensor *const *args) {
   return status ? status : check_outputs(&c, rule, n, args, spans);
 }
 
+mg_status mg_check_softcap(const char *op, float softcap) {
+  if (softcap == 0 || (softcap >= 0x1p-126f && softcap <= 0x1p120f)) return MG_OK;
+  return mg_fail(MG_VALUE, "%s: softcap is %g, expected 0 (none) or 2^-126 to 2^120", op, (double)softcap);
+}
+
 mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen) {
   if (starts->device != MG_CPU) return MG_OK;
   const int32_t *start = starts->data;

@@ -25,6 +25,9 @@ mg_status mg_check(mg_op op, const mg_tensor *const *args);
 // and no sequence has more than max_seqlen rows. Reads the CPU's tensors; what a GPU holds is not looked at.
 mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen);
 
+// 0, or what has a reciprocal in fp32 and, times log2 e, a place there: 2^-126 to 2^120.
+mg_status mg_check_softcap(const char *op, float softcap);
+
 const char *mg_op_name(mg_op op);                                     // as in messages: "attention", "attention_backward"
 const char *mg_op_row(mg_op op);                                      // as in ops.def
 mg_status mg_op_find(mg_op *op, const char *name);                    // the name of a row of ops.def
@@ -39,7 +42,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int64_t m, n, k;
   int64_t span;               // attention: keys that a row sees at most
   int64_t page;               // attention_decode: keys of a page of the cache, 0 where it is not paged
-  int features;               // attention: 0 none, 1 packed sequences or windows, 2 others (kernels/attention_features.h)
+  int features;               // attention: 0 none, 1 windows, 2 packed sequences or sinks, 3 others, 4 softcap whose slope must be exact (attention_problem.c)
   int sms;                    // multiprocessors of the device
 } mg_problem;
 

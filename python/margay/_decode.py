@@ -36,7 +36,7 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
     left, right = ops._window(window, "attention_decode")
     scale = _scale(scale)
     sink, alibi_slopes = ops._feature_tensors(face, "attention_decode", sink, alibi_slopes)
-    softcap = ops._number("attention_decode", "softcap", softcap)
+    softcap = ops._softcap("attention_decode", softcap)
     num_splits = ops._integer("attention_decode", "num_splits", num_splits)
     if not 0 <= num_splits <= MOST_SPLITS:
         raise ValueError(f"attention_decode: num_splits is {num_splits}, expected 0 (chosen) to {MOST_SPLITS}")

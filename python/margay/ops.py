@@ -23,7 +23,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     causal: query i sees keys up to i + Nk - Nq (bottom-right aligned). A row without keys is 0, its lse -inf.
     scale: of the scores, positive; 1 / sqrt(D) if None.
     window: (left, right): query i sees keys i + Nk - Nq - left to i + Nk - Nq + right only; negative or None: no bound.
-    softcap: scaled scores x become softcap tanh(x / softcap), if positive.
+    softcap: scaled scores x become softcap tanh(x / softcap), if not 0; 2^-126 to 2^120.
     sink: float32 [Hq], a logit of each head that is part of the softmax's sum, and of lse, and has no value; differentiable.
     alibi_slopes: float32 [Hq] or [B, Hq]: scores fall by slope |i + Nk - Nq - j|.
     dropout_p: probability of each softmax probability to become 0, to 1 / 65536; the others grow by 1 / (1 - dropout_p).
@@ -44,7 +44,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
         return face.attention_fp8(q, k, v, (q_descale, k_descale, v_descale), causal, scale, return_lse)
     if window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and dropout_p == 0.0:
         return face.attention(q, k, v, causal, scale, return_lse, deterministic)
-    numbers = *_window(window), _number("attention", "softcap", softcap), _dropout(dropout_p), 0, 0
+    numbers = *_window(window), _softcap("attention", softcap), _dropout(dropout_p), 0, 0
     return face.attention_with_features(q, k, v, *_feature_tensors(face, "attention", sink, alibi_slopes), (None, None), numbers, _seed(dropout_seed), causal, scale, return_lse,
                                         deterministic)
 
@@ -64,7 +64,7 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_rank("attention", name, t, 3, "[rows of all sequences, heads, head dim]")
     starts = face.as_starts("cu_seqlens_q", cu_seqlens_q), face.as_starts("cu_seqlens_k", cu_seqlens_k)
-    numbers = (*_window(window), _number("attention", "softcap", softcap), _dropout(dropout_p), _integer("attention", "max_seqlen_q", max_seqlen_q),
+    numbers = (*_window(window), _softcap("attention", softcap), _dropout(dropout_p), _integer("attention", "max_seqlen_q", max_seqlen_q),
                _integer("attention", "max_seqlen_k", max_seqlen_k))
     q, k, v = map(face.packed, (q, k, v))
     result = face.attention_with_features(q, k, v, *_feature_tensors(face, "attention", sink, alibi_slopes), starts, numbers, _seed(dropout_seed), causal, scale, return_lse,
@@ -93,6 +93,14 @@ def _number(op, name, x):
         return float(x)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} is {x!r}, expected a number") from None
+
+
+def _softcap(op, x):
+    """As mg_check_softcap in csrc/runtime/check.c, before float32 makes 0 of it."""
+    x = _number(op, "softcap", x)
+    if x != 0 and not SMALLEST_SCALE <= x <= 2.0**120:
+        raise ValueError(f"{op}: softcap is {x:g}, expected 0 (none) or 2^-126 to 2^120")
+    return x
 
 
 def _integer(op, name, x):
@@ -298,8 +306,10 @@ def _mismatch(op, name, t, what, dim, other_name, other):
                      f"(same as {other_name}, which has shape {_shape(other)})")
 
 
-def _feature_class(part, options):
+def _feature_class(part, options, dtype):
     """As feature_class() in csrc/kernels/attention_problem.c, and what attention.c adds: the forward's kernels with sinks are those of packed sequences."""
+    if 0 < (softcap := options.get("softcap", 0.0)) and (softcap < 4 or dtype == "float32"):
+        return 4
     if options.get("softcap") or options.get("dropout_p") or options.get("alibi_slopes") is not None:
         return 3
     if part == "attention_fwd" and options.get("sink") is not None:
@@ -333,4 +343,4 @@ def _explain_call(op, tensors, options):
     lines = [f"{op}: " + ", ".join(f"{name} {_shape(t)} {dtype_name(t)}" for name, t in zip(names, tensors))]
     lines += [f"  {name} is copied first: its address or strides are not multiples of 16 bytes"
               for name, t in zip(names, tensors) if not face.is_mappable(t)]
-    return "\n".join(lines + [_C.explain(part, **problem, **({"features": _feature_class(part, options)} if op == "attention" else {})) for part in parts])
+    return "\n".join(lines + [_C.explain(part, **problem, **({"features": _feature_class(part, options, problem["dtype"])} if op == "attention" else {})) for part in parts])

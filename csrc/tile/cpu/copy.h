@@ -161,6 +161,11 @@ TILE void load(rv &v, const sv<64> &s) {
   writes(v);
   memcpy(v.d, s.d, sizeof v.d);
 }
+TILE void store(sv<64> &d, const rv &v) {
+  reads(v);
+  writes_shared(d, whole(d));
+  memcpy(d.d, v.d, sizeof v.d);
+}
 template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
   reads_shared(whole(s));
   writes(v);

@@ -241,7 +241,22 @@ template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, i
   for (int c = max(whole, first * 8); c < end; c++)
     *(T *)((char *)t.d + c / 64 * 64 * 128 + r * 128 + ((c / 8 ^ r) & 7) * 16 + c % 8 * 2) = g[c];
 }
-TILE void load(rv &v, const sv<64> &s) { v.d[0] = s.d[thread_row()]; v.d[1] = s.d[thread_row() + 8]; }
+// A row's place, worked out anew each time: kept in a register for the whole kernel it would cost more.
+TILE int row_here() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return (thread >> 5 & 3) * 16 + (thread >> 2 & 7);
+}
+TILE void load(rv &v, const sv<64> &s) {
+  const float *row = s.d + row_here();
+  v.d[0] = row[0];
+  v.d[1] = row[8];
+}
+TILE void store(sv<64> &d, const rv &v) {   // four threads hold a row, each with the same value, and read what they wrote
+  float *row = d.d + row_here();
+  row[0] = v.d[0];
+  row[8] = v.d[1];
+}
 template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
 #pragma unroll
   for (int i = 0; i < N / 8; i++)

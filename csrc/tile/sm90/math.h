@@ -4,6 +4,11 @@ TILE float fast_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"
 TILE float fast_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 TILE float fast_rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 TILE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TILE float clamp(float x, float low, float high) {
+  asm("max.NaN.f32 %0, %0, %1;\nmin.NaN.f32 %0, %0, %2;" : "+f"(x) : "f"(low), "f"(high));
+  return x;
+}
+TILE float absolute(float x) { return fabsf(x); }
 TILE float infinity() { return __int_as_float(0x7f800000); }
 
 template<int N> TILE void fill(rt<float, N> &t, float x) {

@@ -1,0 +1,77 @@
+"""Inputs, scales and soft caps of any magnitude: what float64 has finite is finite, and as exact as anywhere else."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import margay as mg
+import reference
+from cases import DEVICES, check_error, largest_score, random_attention_case, place
+from conftest import SEED
+
+SEEDS = 300
+MOST = 1e37                          # of a score, scaled and not, of an output and of a gradient: float32 ends at 3.4e38
+
+
+def drawn(seed, dtype):
+    """q, k, v, dout and options. Magnitudes are log-uniform, of fp16 within its range, and drawn again until no score passes MOST."""
+    r, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    case = random_attention_case(seed)
+    least, most = (1e-4, 1e4) if dtype == torch.float16 else (1e-30, 1e30)
+    while True:
+        q_size, k_size, v_size = (10 ** r.uniform(math.log10(least), math.log10(most)) for _ in range(3))
+        scale, softcap = (10 ** r.uniform(-30, 30) for _ in range(2))
+        shapes = (case.heads, case.rows, case.dim), *((case.kv_heads, case.kv_rows, dim) for dim in (case.dim, case.dim_v)), (case.heads, case.rows, case.dim_v)
+        sizes = q_size, k_size, v_size, 1.0
+        tensors = [(torch.randn(case.batch, *shape, generator=g, dtype=torch.float64) * size).to(dtype) for shape, size in zip(shapes, sizes)]
+        options = dict(scale=scale, causal=case.causal)
+        if r.random() < 0.5:
+            options["softcap"] = softcap
+        if r.random() < 0.3:
+            options["window"] = r.choice(((-1, 20), (40, -1), (7, 70)))
+        if r.random() < 0.2:
+            options["sink"] = torch.randn(case.heads, generator=g)
+        q, k = (t.double() for t in tensors[:2])
+        if max(largest_score(q, k, 1.0), largest_score(q, k, scale)) < MOST and all(t.isfinite().all() for t in tensors):
+            return tensors, options, case.layout
+
+
+def gradients(function, inputs, dout):
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    out = function(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, dout)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("part", range(10))
+def test_any_magnitude(dtype, device, part, one_thread):
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("fp32 is computed on the CPU only")
+    compared = 0
+    for seed in range(SEED + part, SEED + SEEDS, 10):
+        (q, k, v, dout), options, layout = drawn(seed, dtype)
+        named = f"seed {seed}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, " + ", ".join(f"{name} {x}" for name, x in options.items() if name != "sink")
+        exact = gradients(lambda *t: reference.attention(*t, **options)[0], [t.double() for t in (q, k, v)], dout.double())
+        plain = gradients(lambda *t: reference.attention(*t, **options)[0], (q, k, v), dout)
+        on_device = [place(t, layout, device) for t in (q, k, v)]
+        found = gradients(lambda *t: mg.attention(*t, **{name: x.to(device) if name == "sink" else x for name, x in options.items()}), on_device, dout.to(device))
+        found = [t.cpu() for t in found]
+        largest = largest_score(q, k, options["scale"])
+        relative = 2**-23 * (8 + largest / 2)
+        products = float(dout.double().norm(dim=3).max() * v.double().norm(dim=3).max()) if q.numel() and k.numel() else 0.0
+        sizes = float(max(q.abs().max(), k.abs().max())) if q.numel() and k.numel() else 0.0
+        for name, a, b, c in zip(("out", "dq", "dk", "dv"), found, plain, exact):
+            if c.numel() and not c.abs().max() < MOST:
+                continue
+            try:
+                assert a.isfinite().all(), f"{name}: {int((~a.isfinite()).sum())} of {a.numel()} elements are not finite"
+                absolute = 2**-22 * options["scale"] * products * sizes if name in ("dq", "dk") else 0.0
+                b = b if b.isfinite().all() else c
+                check_error(name, a, b, c, 2 if name == "out" else 3, (relative, absolute))
+            except AssertionError as wrong:
+                raise AssertionError(f"{named}\n{wrong}") from None
+            compared += 1
+    assert compared > SEEDS / 10
