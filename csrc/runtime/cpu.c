@@ -10,6 +10,7 @@
 #include "runtime/cpu.h"
 
 enum { MAX_THREADS = 1024 };
+static const char isa_variable[] = "MARGAY_ISA";
 
 // ---- instruction sets
 
@@ -27,7 +28,7 @@ static mg_isa detect_isa(void) {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
     best = MG_ISA_AVX512;
 #endif
-  const char *wish = getenv("MARGAY_ISA");
+  const char *wish = getenv(isa_variable);
   for (mg_isa i = MG_ISA_BASE; wish && i < best; i++)
     if (!strcmp(wish, mg_isa_name(i))) return i;
   return best;
@@ -40,6 +41,17 @@ mg_isa mg_host_isa(void) {
   return (mg_isa)isa;
 }
 
+mg_status mg_check_isa(void) {
+  static atomic_int known;          // 1: checked, racing threads find the same
+  if (atomic_load_explicit(&known, memory_order_relaxed)) return MG_OK;
+  const char *wish = getenv(isa_variable);
+  bool found = !wish || !*wish;
+  for (mg_isa i = MG_ISA_BASE; !found && i < MG_ISA_COUNT; i++) found = !strcmp(wish, mg_isa_name(i));
+  if (!found) return mg_fail(MG_VALUE, "the environment's %s is %.40s, expected base, avx2 or avx512", isa_variable, wish);
+  atomic_store_explicit(&known, 1, memory_order_relaxed);
+  return MG_OK;
+}
+
 // ---- how many threads
 
 static atomic_int wanted_threads;   // 0: the default
@@ -49,7 +61,9 @@ static int default_threads(void) {
   int n = atomic_load_explicit(&known, memory_order_relaxed);
   if (n) return n;
   const char *openmp = getenv("OMP_NUM_THREADS");
-  if (openmp) n = atoi(openmp);
+  char *end = NULL;                 // of a number; a list has one for each level of nesting
+  const long wish = openmp ? strtol(openmp, &end, 10) : 0;
+  if (wish > 0 && wish <= MAX_THREADS && strchr(", \t", *end)) n = (int)wish;   // strchr finds the end of the text too
 #ifdef __linux__
   cpu_set_t cores;
   if (n < 1 && !sched_getaffinity(0, sizeof cores, &cores)) n = CPU_COUNT(&cores);

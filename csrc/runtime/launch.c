@@ -36,7 +36,7 @@ mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream) {
   if (t->device == MG_CPU) {
     c->persistent = interception.take;
     c->sms = interception.take ? interception.sms : mg_num_threads();
-    return MG_OK;
+    return mg_check_isa();
   }
   mg_gpu *gpu;
   mg_status status = open_gpu(&gpu, t->device_index);
