@@ -27,8 +27,15 @@ def qkv(**options):
 
 
 def refused(error, message, function, *arguments, **options):
-    with pytest.raises(error, match=re.escape(message)):
+    """Refused with this message, and with nothing else: one exception, not one during the handling of another."""
+    with pytest.raises(error, match=re.escape(message)) as raised:
         function(*arguments, **options)
+    if error is not Exception:                                # which dynamo makes of what a fake kernel raises
+        assert_alone(raised.value)
+
+
+def assert_alone(error):
+    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__), repr(error.__context__)
 
 
 def run_python(program, *options):
@@ -108,14 +115,82 @@ def test_bad_04_two_gpus():
         refused(ValueError, "matmul: b is on cuda:1, expected cuda:0 (same as a)", mg.matmul, a, b)
 
 
+SPREADS = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "every other": lambda t: torch.stack((t, torch.full_like(t, math.nan)), -1).flatten(-2)[..., ::2],
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_bad_06_last_dimension(device):
-    q, k, v = qkv(device=device)
-    spread = k.mT.contiguous().mT
-    refused(ValueError, "attention: k has shape [2, 2, 90, 64] and strides [11520, 5760, 1, 90], expected a contiguous last dimension; call "
-            ".contiguous() first", mg.attention, q, spread, v)
-    refused(ValueError, "expected one of the last two dimensions contiguous", mg.matmul, q[0, 0], torch.zeros(128, 64, device=device).to(q)[::2, ::2])
-    assert torch.equal(mg.matmul(q[0, 0], spread[0, 0].mT), mg.matmul(q[0, 0], k[0, 0].mT))   # a transposed matrix is fine
+@pytest.mark.parametrize("spread", SPREADS)
+def test_bad_06_last_dimension(device, spread):
+    """A last dimension that is not contiguous: computed by way of a copy, forward and backward, whichever argument has it; explain says so."""
+    spread = SPREADS[spread]
+    tensors = attention_inputs(AttentionCase(6, 2, 4, 2, 70, 90, 40, 40), device)
+    for which in (*range(4), None):
+        given = [spread(t) if which in (None, i) else t for i, t in enumerate(tensors)]
+        results = gradients(*given)
+        assert all(torch.equal(a, b) for a, b in zip(results, gradients(*(t.contiguous() for t in given)))), which
+        assert results[0].stride(-1) == 1
+        lines = mg.explain(mg.attention, *given[:3]).splitlines()
+        assert all((f"  {name} is copied first: its last dimension is not contiguous" in lines) == (which in (None, i)) for i, name in enumerate("qkv"))
+    q, k, v, _ = map(spread, tensors)
+    dense = [t.contiguous() for t in (q, k, v)]
+    for options in (dict(window=(9, 3)), dict(softcap=3.0), dict(dropout_p=0.5, dropout_seed=1)):
+        assert torch.equal(mg.attention(q, k, v, **options), mg.attention(*dense, **options))
+    for compute in (torch.ops.margay.attention, lambda *t: torch.compile(mg.attention, backend="aot_eager")(*t, return_lse=True)):
+        out, lse = compute(q, k, v)
+        assert torch.equal(out, mg.attention(*dense)) and lse.isfinite().all()
+    with FakeTensorMode() as mode:                            # tracing sees the strides that the call gives
+        fake = mg.attention(*map(mode.from_tensor, (q, k, v)))
+    assert fake.shape == out.shape and fake.stride() == mg.attention(q, k, v).stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_06_last_dimension_fp8(device):
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in qkv(device=device))
+    expected = mg.attention(q, k, v)
+    for which in range(3):
+        given = [t.mT.contiguous().mT if i == which else t for i, t in enumerate((q, k, v))]
+        assert torch.equal(mg.attention(*given), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_06_matrix(device):
+    """Strides in neither of the last two dimensions, of a, b and bias; a transposed matrix is read in place."""
+    a, b, bias = tensors((70, 40), (40, 90), (90,), device=device)
+    expected = mg.matmul(a, b, bias=bias)
+    apart = lambda t: torch.full([2 * n for n in t.shape], math.nan, dtype=t.dtype, device=device)[(slice(None, None, 2),) * t.ndim].copy_(t)
+    for given in ((apart(a), b, bias), (a, apart(b), bias), (a, b, apart(bias)), tuple(map(apart, (a, b, bias)))):
+        assert torch.equal(mg.matmul(given[0], given[1], bias=given[2]), expected)
+        lines = mg.explain(mg.matmul, *given[:2]).splitlines()
+        assert all((f"  {name} is copied first: neither of its last two dimensions is contiguous" in lines) == (t.stride(-1) != 1) for name, t in zip("ab", given))
+        leaves = [t.detach().requires_grad_() for t in given]
+        dense = [t.detach().contiguous().requires_grad_() for t in given]
+        grads = (torch.autograd.grad(mg.matmul(x, y, bias=z), (x, y, z), expected) for x, y, z in (leaves, dense))
+        assert all(torch.equal(x, y) for x, y in zip(*grads))
+    assert "copied" not in mg.explain(mg.matmul, a, b.mT.contiguous().mT)
+    assert torch.equal(mg.matmul(a, b.mT.contiguous().mT, bias=bias), expected)
+    refused(ValueError, "matmul: out has shape [70, 90] and strides [360, 2], expected a contiguous last dimension", mg.matmul, a, b, out=apart(expected))
+
+
+def test_bad_06_07_arrays():
+    """NumPy: gaps, expanded and negative strides."""
+    q, k, v = (t.float().numpy() for t in qkv())
+    expected = mg.attention(q, k, v)
+    turned = [numpy.ascontiguousarray(t[:, ::-1, ::-1, ::-1])[:, ::-1, ::-1, ::-1] for t in (q, k, v)]
+    assert all(t.strides[3] < 0 for t in turned)
+    assert numpy.array_equal(mg.attention(*turned), expected)
+    assert numpy.array_equal(mg.attention(*turned, window=(500, 500), sink=numpy.full(4, -numpy.inf, "f")), expected)
+    assert "\n  k is copied first: it has negative strides" in mg.explain(mg.attention, q, turned[1], v)
+    for spread in (lambda t: numpy.repeat(t, 2, -1)[..., ::2], lambda t: numpy.broadcast_to(t[..., :1], t.shape), lambda t: numpy.asfortranarray(t)):
+        given = [spread(t) for t in (q, k, v)]
+        assert numpy.array_equal(mg.attention(*given), mg.attention(*map(numpy.ascontiguousarray, given)))
+        a, b = given[0][0, 0], given[1][0, 0].T
+        assert numpy.array_equal(mg.matmul(a, b, bias=b[0]), mg.matmul(*map(numpy.ascontiguousarray, (a, b)), bias=numpy.ascontiguousarray(b[0])))
+        cache = [numpy.swapaxes(t, 1, 2) for t in given]
+        assert numpy.array_equal(mg.attention_decode(*cache), mg.attention_decode(*map(numpy.ascontiguousarray, cache)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,8 +201,10 @@ def test_bad_07_strides(device):
     odd = q[:1].as_strided((1, 4, 70, 64), (3, *q.stride()[1:]))         # the stride of a dimension of size 1 means nothing
     assert torch.equal(mg.attention(odd, k[:1], v[:1]), mg.attention(q[:1], k[:1], v[:1]))
     array = numpy.zeros((1, 2, 5, 8), "float32")
-    refused(ValueError, "attention: k has shape [1, 2, 5, 8] and strides [80, 40, -8, 1], expected no negative ones", mg.attention, array,
-            array[:, :, ::-1], array)
+    refused(ValueError, "attention: k has shape [1, 2, 5, 8] and strides [80, 40, -8, 1], expected no negative ones", _C.attention_fwd, array.copy(), None,
+            array, array[:, :, ::-1], array, 0.5, False)
+    refused(ValueError, "attention: k has shape [2, 2, 90, 64] and strides [11520, 5760, 1, 90], expected a contiguous last dimension; call .contiguous() first",
+            _C.attention_fwd, torch.empty_like(q), None, q, k.mT.contiguous().mT, v, 0.5, False)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -153,11 +153,32 @@ def test_bad_03_attention_device_on_gpu():
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_06_07_attention_strides(device):
     contiguous = "expected a contiguous last dimension; call .contiguous() first"
-    refused(ValueError, contiguous, mg.attention_varlen, *with_argument(packed(device), 1, tensors((120, 64, 2), device=device)[0].mT))
-    refused(ValueError, contiguous, mg.attention_decode, *with_argument(decode(device), 1, tensors((3, 80, 64, 2), device=device)[0].mT))
-    refused(ValueError, contiguous, mg.append_kv, *with_argument(append(device), 2, tensors((2, 1, 64, 2), device=device)[0].mT), cache_seqlens=3)
+    spread = lambda t: t.mT.contiguous().mT
+    for i in range(3):
+        arguments = packed(device)
+        assert torch.equal(mg.attention_varlen(*with_argument(arguments, i, spread(arguments[i]))), mg.attention_varlen(*arguments))
+        arguments = decode(device)
+        given = with_argument(arguments, i, spread(arguments[i]))
+        for options in ({}, dict(num_splits=3, cache_seqlens=numbers(70, 33, device=device))):
+            assert torch.equal(mg.attention_decode(*given, **options), mg.attention_decode(*arguments, **options))
+            name = ("q", "k_cache", "v_cache")[i]
+            assert [line for line in mg.explain(mg.attention_decode, *given, **options).splitlines() if "copied" in line] == [
+                f"  {name} is copied first: its last dimension is not contiguous"]
+    pages, values = tensors((6, 16, 2, 64), (6, 16, 2, 64), device=device, seed=3)
+    table = numbers(4, 2, 5, 0, 1, 3, device=device).view(2, 3)
+    q = decode(device)[0]
+    assert torch.equal(mg.attention_decode(q, pages, values, page_table=spread(table)), mg.attention_decode(q, pages, values, page_table=table))
+    for i in (2, 3):
+        arguments, others = append(device), append(device)
+        mg.append_kv(*with_argument(arguments, i, spread(arguments[i])), cache_seqlens=3)
+        mg.append_kv(*others, cache_seqlens=3)
+        assert torch.equal(arguments[0], others[0]) and torch.equal(arguments[1], others[1])
+    for i, name in enumerate(("k_cache", "v_cache")):         # which is written
+        refused(ValueError, f"append_kv: {name} has shape", mg.append_kv, *with_argument(append(device), i, spread(append(device)[i])), cache_seqlens=3)
+        refused(ValueError, contiguous, mg.append_kv, *with_argument(append(device), i, spread(append(device)[i])), cache_seqlens=3)
+    refused(ValueError, contiguous, mg.append_kv, *(spread(t) if i < 3 else t for i, t in enumerate(append(device))), cache_seqlens=3)
     arrays = [t.numpy()[..., ::-1] for t in decode(dtype=torch.float32)]
-    refused(ValueError, "attention_decode: q has shape [2, 1, 4, 64] and strides [256, 256, 64, -1], expected no negative ones", mg.attention_decode, *arrays)
+    assert numpy.array_equal(mg.attention_decode(*arrays), mg.attention_decode(*map(numpy.ascontiguousarray, arrays)))
     # Starts with gaps between them and expanded inputs are read in place or copied: never refused, never misread.
     q, k, v, starts_q, starts_k, *longest = packed(device)
     gaps = torch.stack((starts_q, torch.full_like(starts_q, 99)), 1)[:, 0]
