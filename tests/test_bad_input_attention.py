@@ -79,6 +79,13 @@ def test_bad_01_attention_kind():
         refused(TypeError, f"attention_decode: {name} is list, expected", mg.attention_decode, *with_argument(decode(), i, [1]))
     for i, name in enumerate(("k_cache", "v_cache", "k", "v")):
         refused(TypeError, f"append_kv: {name} is list, expected", mg.append_kv, *with_argument(append(), i, [1]), cache_seqlens=3)
+    for i, name in enumerate(("k", "v"), 1):
+        for wrong, kind in ((numpy.zeros((120, 2, 64), "f"), "ndarray"), (None, "NoneType")):
+            refused(TypeError, f"attention: {name} is {kind}, expected torch.Tensor (same as q)", mg.attention_varlen, *with_argument(packed(), i, wrong))
+    for i, name in enumerate(("k_cache", "v_cache"), 1):
+        refused(TypeError, f"attention_decode: {name} is NoneType, expected torch.Tensor (same as q)", mg.attention_decode, *with_argument(decode(), i, None))
+    for i, name in enumerate(("v_cache", "k", "v"), 1):
+        refused(TypeError, f"append_kv: {name} is NoneType, expected torch.Tensor (same as k_cache)", mg.append_kv, *with_argument(append(), i, None), cache_seqlens=3)
     array = decode(dtype=torch.float32)[0].numpy()
     refused(TypeError, "attention_decode: k_cache is Tensor, expected numpy.ndarray (same as q)", mg.attention_decode, array, *decode()[1:])
     refused(TypeError, "flash_attn_qkvpacked_func: qkv is NoneType, expected torch.Tensor", flash_attn.flash_attn_qkvpacked_func, None)
@@ -319,17 +326,32 @@ def test_bad_21_starts_as_python_checks_them(which, starts, message):
     ops.check_starts("q", [0, 30, 30, 100], 100, 70)
 
 
+@pytest.mark.parametrize("wild", (2**32 + 5, -2**32 + 5, 2**31, -2**31 - 1, 2**63 - 1))
+def test_bad_21_starts_of_64_bits(wild):
+    """What int32 cannot hold is not wrapped into something that it can."""
+    for i, name in ((3, "cu_seqlens_q"), (4, "cu_seqlens_k")):
+        arguments = packed()
+        arguments[i] = torch.tensor([0, wild, 20])
+        message = f"attention: {name}[1] is {wild}, expected 0 to 2^31 - 1 (int32)"
+        refused(ValueError, message, mg.attention_varlen, *arguments)
+        arrays = [t.float().numpy() if t.is_floating_point() else t.numpy() for t in arguments[:5]]
+        refused(ValueError, message, mg.attention_varlen, *arrays, *arguments[5:])
+        compiled = torch.compile(mg.attention_varlen, fullgraph=True, backend="eager")      # reads no value: the nearest number that there is
+        refused(Exception, f"attention: {name}[1] is {2**31 - 1 if wild > 0 else -2**31}, expected 0 (the one before)", compiled, *arguments)
+
+
 @pytest.mark.gpu
 def test_bad_21_starts_on_gpu():
     """MARGAY_SYNC=1 refuses what would overwrite other memory."""
     result = run_python("""
 import torch, margay as mg
 q = torch.zeros(100, 4, 64, device="cuda", dtype=torch.bfloat16)
-starts = torch.tensor([0, 60, 30], device="cuda", dtype=torch.int32)
-try: mg.attention_varlen(q, q, q, starts, starts, 70, 70)
-except ValueError as error: print(error)
+for starts in (torch.tensor([0, 60, 30], device="cuda", dtype=torch.int32), torch.tensor([0, 2**32 + 5, 20], device="cuda")):
+    try: mg.attention_varlen(q, q, q, starts, starts, 70, 70)
+    except ValueError as error: print(error)
 """.replace("import torch", "import os; os.environ['MARGAY_SYNC'] = '1'\nimport torch"))
     assert "attention: cu_seqlens_q[2] is 30, expected 60" in result.stdout, result.stderr
+    assert "attention: cu_seqlens_q[1] is 2147483647, expected 0 (the one before)" in result.stdout, result.stderr
 
 
 WILD = (-1, 100_000, 2_147_480_000, -2_147_480_000, 6, 7)      # of 6 pages
