@@ -514,6 +514,35 @@ def test_bad_33_out_of_memory():
     assert (mg.attention(k, k, k) == 0).all()
 
 
+@pytest.mark.parametrize("threads", (1, 3))
+def test_bad_33_cpu_memory(threads):
+    """No address space for a kernel's stacks and shared memory: MemoryError, and the same call works when there is some."""
+    result = run_python(f"""
+import resource, numpy, margay as mg
+from margay import _C
+_C.set_num_threads({threads})
+a = numpy.random.default_rng(0).standard_normal((2, 3, 200, 64), "f")
+out = numpy.empty_like(a)
+call = lambda: _C.attention_fwd(out, None, a, a, a, 0.125, True)
+for room in (0, 1 << 20, 3 << 20, 5 << 20):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+    try: call()
+    except MemoryError as error: message = str(error)
+    else: message = "computed"
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    print(message)
+call()
+_C.set_num_threads(1)
+other = out.copy()
+call()
+assert (out == other).all()
+""")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 4 and all(line.startswith("attention: out of memory, the kernel attention_fwd_") for line in lines), result.stdout
+
+
 def test_bad_36_shutdown():
     """Calls while the interpreter ends, and a thread pool that is there when it does."""
     program = """

@@ -546,6 +546,19 @@ def test_cpu_concurrent_callers(rt):
     assert not wrong
 
 
+def test_bad_33_cpu_memory(rt):
+    """A thread without the memory that a cluster needs takes none; where no thread takes part, the call fails, and the next one works."""
+    lacks = ctypes.c_size_t.in_dll(rt.c, "mock_lacks")
+    for threads in (1, 4):
+        rt.c.mg_set_num_threads(threads)
+        lacks.value = 4096
+        hits = (ctypes.c_int * 50)()
+        assert rt.launch("plain", 50, device=CPU, hits=hits) == MEMORY and list(hits) == [0] * 50
+        assert rt.error() == "scaled_add: out of memory, the kernel plain on the CPU could not get 4096 bytes"
+        lacks.value = 0
+        assert hits_of(rt, 50) == [1] * 50
+
+
 def test_cpu_survives_fork(rt):
     rt.c.mg_set_num_threads(4)
     assert hits_of(rt, 100) == [1] * 100
