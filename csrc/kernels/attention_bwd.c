@@ -46,7 +46,7 @@ static bool writes_zeros(const plan *w) {
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512
 // columns (found by measuring: 0.87 of the speed with 1024), the heads are dealt out to tasks whose dk and dv are added up in fp32.
 static int parts_of(const attention_shape *x, const mg_problem *problem, const plan *w, int64_t k_blocks, const mg_context *c) {
-  int64_t group = x->q_heads / at_least(1, x->k_heads), blocks = x->batch * x->k_heads * k_blocks * mg_desc(w->main)->cluster, parts = 1;
+  int64_t group = x->q_heads / at_least(1, x->k_heads), blocks = at_most(NO_DIAGONAL, mg_times(x->batch * x->k_heads, k_blocks * mg_desc(w->main)->cluster)), parts = 1;
   if (problem->deterministic || !adds_parts(w->main)) return 1;
   while (parts < group && (2 * blocks * parts < 3 * c->sms || (problem->gpu && group / parts * w->width > 512)))
     do parts++; while (group % parts);
@@ -85,7 +85,7 @@ static mg_status make_plan(plan *w, const attention_shape *x, const mg_problem *
   w->dv = w->dk + round_up(acc);
   w->bytes = w->dv + round_up(acc);
   // `parts` of the accumulators' blocks of 64 keys are less than these
-  const int64_t key_tasks = x->batch * x->k_heads * w->parts * k_blocks;
+  const int64_t key_tasks = mg_times(x->batch * x->k_heads, w->parts * k_blocks);
   if (key_tasks > INT32_MAX / 2)
     return mg_fail(MG_VALUE, "attention_backward: %lld blocks of keys (%lld %s, %lld heads, %lld blocks for up to %lld keys), at most 2^30 are accepted",
                    (long long)key_tasks, (long long)x->batch, packed ? "packed sequences" : "batch", (long long)x->k_heads * w->parts, (long long)k_blocks,

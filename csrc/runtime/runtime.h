@@ -102,7 +102,7 @@ mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data
 // ---- launch.c, cpu.c
 mg_isa mg_host_isa(void);                           // the running CPU's best, at most the environment's MARGAY_ISA
 const char *mg_isa_name(mg_isa isa);
-mg_status mg_check_isa(void);                       // fails where MARGAY_ISA is none of the names
+mg_status mg_check_isa(void);                       // fails where MARGAY_ISA is set to none of the names
 // blocks is a multiple of the row's cluster. CPU: runs to the end. GPU: enqueued on the context's stream.
 mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *params, int64_t blocks);
 // For tools: this thread's launches go to `take`, as if there were `sms` multiprocessors, and are run as usual only where it returns false.
