@@ -44,7 +44,7 @@ typedef struct mg_attention_features {
   bool window;              // query i sees keys i + Nk - Nq - left .. i + Nk - Nq + right; negative: no bound. Besides causal, not instead of it
   int64_t left, right;
   float softcap;            // scaled scores x become softcap tanh(x / softcap)
-  float dropout;            // probability of a softmax probability to become 0; the others grow by 1 / (1 - dropout)
+  float dropout;            // probability of a softmax probability to become 0, rounded to a multiple of 1 / 65536 below 1; the others grow by 1 / (1 - it)
   uint64_t seed;            // of dropout: what is dropped depends on seed, batch, head, row and key alone
   const mg_tensor *sink;    // fp32 [Hq]: a logit of each head that is part of the softmax's sum (and of lse) and has no value
   const mg_tensor *slopes;  // fp32 [1 or B, Hq], ALiBi: score -= slope |i + Nk - Nq - j|
@@ -62,7 +62,7 @@ typedef struct mg_attention_options {
 } mg_attention_options;
 
 // out [B, Hq, Nq, Dv] = softmax(scale q k^T) v, q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv], Hq a multiple of Hk.
-// lse [B, Hq, Nq] fp32 contiguous, natural-log log-sum-exp of the scaled scores, or NULL. Rows without keys: 0, lse -inf.
+// lse [B, Hq, Nq] fp32 contiguous, natural-log log-sum-exp of the scaled scores, or NULL. Rows without keys: 0, lse -inf (or the sink).
 // workspace: 16 bytes (any contents, uint8 on the same device), with which a GPU balances uneven work better, or NULL.
 MG_API mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                                   const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream);
@@ -111,7 +111,7 @@ MG_API mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache
 
 // Text of this thread's last failure: op, argument, what was found, what is accepted. Valid until the thread's next call.
 MG_API const char *mg_last_error(void);
-// Threads the CPU backend uses; 0 returns to the default (OMP_NUM_THREADS, else the cores of the process).
+// Threads the CPU backend uses; 0 returns to the default (OMP_NUM_THREADS where it is 1 to 1024, else the cores of the process).
 MG_API void mg_set_num_threads(int n);
 MG_API int mg_num_threads(void);
 // Load the kernels of `op` ("attention_fwd", ...; NULL: all) onto a device now instead of at the first call.

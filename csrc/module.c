@@ -1,8 +1,11 @@
 // The CPython module margay._C: arguments to tensor views, status to exceptions, nothing else. Limited API 3.10.
 //
 // Tensors come in through the C exchange table of their type, without a copy, an allocation or a synchronisation, or through __dlpack__
-// where the type has no table of its own. Views live as long as the call, which holds the objects.
+// where the type has no table of its own. Views live as long as the call, which holds the objects. No Python code runs between the first
+// borrowed view and the op: it could free or resize what was viewed. So numbers come first, exports next, tables last.
 #include "Python.h"
+#include <float.h>
+#include <math.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
@@ -38,12 +41,21 @@ static void blame(const char *op, const char *name) {
   Py_ssize_t length = message ? PyUnicode_GetLength(message) : 0, end = message ? PyUnicode_FindChar(message, '\n', 0, length, 1) : 0;
   PyObject *line = message ? PyUnicode_Substring(message, 0, end < 0 ? length : end) : NULL;
   PyErr_Clear();
-  PyErr_Format(type, "%s: %s: %S", op, name, line ? line : Py_None);
+  PyObject *whole = PyUnicode_FromFormat("%s: %s: %S", op, name, line ? line : Py_None);
+  PyObject *blamed = whole ? PyObject_CallFunctionObjArgs(type, whole, NULL) : NULL;
+  if (blamed && PyObject_IsInstance(blamed, type) == 1) {
+    PyErr_SetObject(type, blamed);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+  } else {                          // a class that is not made from one string: as it was raised
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+  }
   Py_XDECREF(message);
   Py_XDECREF(line);
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(trace);
+  Py_XDECREF(whole);
+  Py_XDECREF(blamed);
 }
 
 // ---- exchange tables
@@ -101,7 +113,6 @@ static const dl_exchange *table_of(state *s, PyObject *object) {
 
 typedef struct args {               // the tensors of one call
   const char *op;
-  state *state;
   mg_tensor tensor[MAX_TENSORS];
   const mg_tensor *view[MAX_TENSORS];     // into `tensor`; NULL for None
   PyObject *capsule[MAX_TENSORS];         // exports by __dlpack__, held until the call is over
@@ -135,6 +146,10 @@ static bool set_view(mg_tensor *t, const dl_tensor *d, const char *op, const cha
   }
   if (d->dims < 0 || d->dims > MG_MAX_DIMS) {
     PyErr_Format(PyExc_ValueError, "%s: %s has %d dimensions, expected at most %d", op, name, d->dims, MG_MAX_DIMS);
+    return false;
+  }
+  if (d->dims && !d->shape) {
+    PyErr_Format(PyExc_ValueError, "%s: %s has %d dimensions and no shape (a null pointer)", op, name, d->dims);
     return false;
   }
   t->data = d->data ? (char *)d->data + d->byte_offset : NULL;
@@ -207,30 +222,55 @@ static PyObject *export(PyObject *object, PyObject *method, mg_stream stream) {
   return capsule;
 }
 
-static bool add_by_method(args *a, PyObject *object, const char *name, mg_stream stream) {
-  PyObject *method = attribute_of_type(object, "__dlpack__");
-  if (!method || PyType_Check(object)) {
-    Py_XDECREF(method);
-    PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected a tensor (an object with __dlpack__)", a->op, name, (PyObject *)Py_TYPE(object));
-    return false;
-  }
-  PyObject *capsule = a->capsule[a->count] = export(object, method, stream);
-  Py_DECREF(method);
-  if (!capsule) {
-    blame(a->op, name);
-    return false;
-  }
-  return read_capsule(&a->tensor[a->count], capsule, a->op, name);
+// A type made by a class statement, whose methods may be Python code.
+static bool is_python_class(PyObject *object) { return PyType_GetFlags(Py_TYPE(object)) & Py_TPFLAGS_HEAPTYPE; }
+
+// numpy.ma's arrays export what lies under their mask.
+static bool is_masked(PyObject *object) {
+  PyObject *mask = is_python_class(object) ? attribute_of_type((PyObject *)Py_TYPE(object), "_defaultmask") : NULL;
+  Py_XDECREF(mask);
+  return mask;
 }
 
-static bool add_by_table(args *a, const dl_exchange *table, PyObject *object, const char *name) {
+static bool add_export(args *a, int i, PyObject *object, const char *name, mg_stream stream) {
+  PyObject *method = attribute_of_type(object, "__dlpack__");
+  if (!method || PyType_Check(object) || is_masked(object)) {
+    PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected a tensor (an object with __dlpack__)%s", a->op, name, (PyObject *)Py_TYPE(object),
+                 method && !PyType_Check(object) ? " without a mask, which would be ignored" : "");
+    Py_XDECREF(method);
+    return false;
+  }
+  a->capsule[i] = export(object, method, stream);
+  Py_DECREF(method);
+  if (!a->capsule[i]) blame(a->op, name);
+  return a->capsule[i];
+}
+
+static bool add_by_table(args *a, int i, const dl_exchange *table, PyObject *object, const char *name) {
   dl_tensor d;
   if (table->borrow(object, &d)) {
     blame(a->op, name);
     return false;
   }
-  if (!set_view(&a->tensor[a->count], &d, a->op, name)) return false;
-  if (!a->stream_table && a->tensor[a->count].device == MG_CUDA) a->stream_table = table;
+  if (!set_view(&a->tensor[i], &d, a->op, name)) return false;
+  if (!a->stream_table && a->tensor[i].device == MG_CUDA) a->stream_table = table;
+  return true;
+}
+
+// Exports of types without a table: those of Python classes first, which may run anything, then the built-in ones.
+static bool add_exports(args *a, const dl_exchange *const *table, const char *const *names, PyObject *const *objects, mg_stream stream) {
+  for (int builtin = 0; builtin < 2; builtin++)
+    for (int i = 0; i < a->count; i++)
+      if (objects[i] != Py_None && !table[i] && is_python_class(objects[i]) != builtin && !add_export(a, i, objects[i], names[i], stream)) return false;
+  return true;
+}
+
+static bool add_views(args *a, const dl_exchange *const *table, const char *const *names, PyObject *const *objects) {
+  for (int i = 0; i < a->count; i++) {
+    if (objects[i] == Py_None) continue;
+    if (!(table[i] ? add_by_table(a, i, table[i], objects[i], names[i]) : read_capsule(&a->tensor[i], a->capsule[i], a->op, names[i]))) return false;
+    a->view[i] = &a->tensor[i];
+  }
   return true;
 }
 
@@ -243,18 +283,17 @@ static bool read_tensors(args *a, PyObject *module, const char *op, const char *
                          mg_stream stream) {
   memset(a, 0, sizeof *a);
   a->op = op;
-  a->state = PyModule_GetState(module);
-  for (; a->count < count; a->count++) {
-    PyObject *object = objects[a->count];
-    if (object == Py_None) continue;
-    const dl_exchange *table = table_of(a->state, object);
-    if (!(table ? add_by_table(a, table, object, names[a->count]) : add_by_method(a, object, names[a->count], stream))) {
-      release(a);
-      return false;
-    }
-    a->view[a->count] = &a->tensor[a->count];
+  a->count = count;
+  state *s = PyModule_GetState(module);
+  const dl_exchange *table[MAX_TENSORS];
+  bool all = true;
+  for (int i = 0; i < count; i++) {
+    table[i] = objects[i] == Py_None ? NULL : table_of(s, objects[i]);
+    all &= table[i] || objects[i] == Py_None;
   }
-  return true;
+  if ((all || add_exports(a, table, names, objects, stream)) && add_views(a, table, names, objects)) return true;
+  release(a);
+  return false;
 }
 
 // The producer's current stream of the first CUDA tensor, where the caller named none.
@@ -280,9 +319,20 @@ static bool read_stream(PyObject *const *objects, Py_ssize_t count, int at, mg_s
   return !PyErr_Occurred();
 }
 
-static bool read_float(PyObject *object, float *value) {
-  *value = (float)PyFloat_AsDouble(object);
-  return !PyErr_Occurred();
+// A number that float32 can tell from 0 and from infinity, where it is neither.
+static bool to_float(const char *op, const char *name, double found, float *value) {
+  const bool large = found > FLT_MAX || found < -FLT_MAX;
+  *value = large ? (found > 0 ? INFINITY : -INFINITY) : (float)found;
+  if (!(large && found - found == 0) && (*value != 0 || found == 0)) return true;
+  PyObject *number = PyFloat_FromDouble(found);
+  if (number) PyErr_Format(PyExc_ValueError, "%s: %s is %R, expected a number that float32 can hold", op, name, number);
+  Py_XDECREF(number);
+  return false;
+}
+
+static bool read_float(const char *op, const char *name, PyObject *object, float *value) {
+  const double found = PyFloat_AsDouble(object);
+  return !(found == -1 && PyErr_Occurred()) && to_float(op, name, found, value);
 }
 
 static bool read_bool(PyObject *object, bool *value) {
@@ -315,13 +365,20 @@ static bool read_int(PyObject *object, int *value) {
 
 // (left, right, softcap, dropout, seed, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), None or nothing. Its four
 // tensors go to `tensors`, which ends with them.
-static bool read_features(PyObject *object, mg_attention_features *f, PyObject **tensors) {
+static bool read_features(const char *op, PyObject *object, mg_attention_features *f, PyObject **tensors) {
   for (int i = 0; i < 4; i++) tensors[i] = Py_None;
   if (!object || object == Py_None) return true;
   unsigned long long seed;
   long long left, right, max_q, max_k;
-  if (!PyArg_ParseTuple(object, "LLffKOOOOLL", &left, &right, &f->softcap, &f->dropout, &seed, &tensors[0], &tensors[1], &tensors[2], &tensors[3],
-                        &max_q, &max_k))
+  double softcap, dropout;
+  if (!PyTuple_Check(object)) {
+    PyErr_Format(PyExc_TypeError, "%s: features is %R, expected None or a tuple (left, right, softcap, dropout, seed, sink, alibi_slopes, cu_seqlens_q, "
+                 "cu_seqlens_k, max_seqlen_q, max_seqlen_k)", op, (PyObject *)Py_TYPE(object));
+    return false;
+  }
+  if (!PyArg_ParseTuple(object, "LLddKOOOOLL:features", &left, &right, &softcap, &dropout, &seed, &tensors[0], &tensors[1], &tensors[2], &tensors[3],
+                        &max_q, &max_k) ||
+      !to_float(op, "softcap", softcap, &f->softcap) || !to_float(op, "dropout", dropout, &f->dropout))
     return false;
   f->window = left >= 0 || right >= 0;
   f->left = left;
@@ -349,8 +406,8 @@ static PyObject *attention_fwd(PyObject *module, PyObject *const *objects, Py_ss
   if (!check_count("attention_fwd", count, 7, 10)) return NULL;
   PyObject *more = count > 9 ? objects[9] : NULL;
   PyObject *tensors[10] = {objects[0], objects[1], objects[2], objects[3], objects[4], count > 8 ? objects[8] : Py_None};
-  if (!read_stream(objects, count, 7, &stream) || !read_float(objects[5], &options.scale) || !read_bool(objects[6], &options.causal) ||
-      !read_features(more, &features, tensors + 6) || !read_tensors(&a, module, "attention", names, tensors, more ? 10 : 6, stream))
+  if (!read_stream(objects, count, 7, &stream) || !read_float("attention", "scale", objects[5], &options.scale) ||
+      !read_bool(objects[6], &options.causal) || !read_features("attention", more, &features, tensors + 6) || !read_tensors(&a, module, "attention", names, tensors, more ? 10 : 6, stream))
     return NULL;
   set_features(&options, &features, more, a.view + 6);
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
@@ -362,7 +419,8 @@ static PyObject *attention_fwd_fp8(PyObject *module, PyObject *const *objects, P
   args a;
   mg_stream stream;
   mg_attention_options options = {0};
-  if (!check_count("attention_fwd_fp8", count, 11, 12) || !read_stream(objects, count, 11, &stream) || !read_float(objects[9], &options.scale) ||
+  if (!check_count("attention_fwd_fp8", count, 11, 12) || !read_stream(objects, count, 11, &stream) ||
+      !read_float("attention", "scale", objects[9], &options.scale) ||
       !read_bool(objects[10], &options.causal) || !read_tensors(&a, module, "attention", names, objects, 9, stream))
     return NULL;
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
@@ -377,7 +435,8 @@ static PyObject *attention_bwd_workspace(PyObject *module, PyObject *const *obje
   mg_attention_features features = {0};
   if (!check_count("attention_bwd_workspace", count, 5, 6)) return NULL;
   PyObject *more = count > 5 ? objects[5] : NULL, *tensors[7] = {objects[0], objects[1], objects[2]};
-  if (!read_bool(objects[3], &options.causal) || !read_bool(objects[4], &options.deterministic) || !read_features(more, &features, tensors + 3) ||
+  if (!read_bool(objects[3], &options.causal) || !read_bool(objects[4], &options.deterministic) ||
+      !read_features("attention_backward", more, &features, tensors + 3) ||
       !read_tensors(&a, module, "attention_backward", names, tensors, more ? 7 : 3, NULL))
     return NULL;
   set_features(&options, &features, more, a.view + 3);
@@ -396,8 +455,9 @@ static PyObject *attention_bwd(PyObject *module, PyObject *const *objects, Py_ss
   if (!check_count("attention_bwd", count, 14, 16)) return NULL;
   PyObject *more = count > 15 ? objects[15] : NULL, *tensors[15];
   memcpy(tensors, objects, 11 * sizeof *tensors);
-  if (!read_stream(objects, count, 14, &stream) || !read_float(objects[11], &options.scale) || !read_bool(objects[12], &options.causal) ||
-      !read_bool(objects[13], &options.deterministic) || !read_features(more, &features, tensors + 11) ||
+  if (!read_stream(objects, count, 14, &stream) || !read_float("attention_backward", "scale", objects[11], &options.scale) ||
+      !read_bool(objects[12], &options.causal) || !read_bool(objects[13], &options.deterministic) ||
+      !read_features("attention_backward", more, &features, tensors + 11) ||
       !read_tensors(&a, module, "attention_backward", names, tensors, more ? 15 : 11, stream))
     return NULL;
   set_features(&options, &features, more, a.view + 11);
@@ -407,8 +467,8 @@ static PyObject *attention_bwd(PyObject *module, PyObject *const *objects, Py_ss
 }
 
 static bool read_decode_options(mg_decode_options *o, PyObject *const *objects) {   // scale, causal, left, right, softcap, length, splits
-  return read_float(objects[0], &o->scale) && read_bool(objects[1], &o->causal) && read_int(objects[2], &o->window_left) &&
-         read_int(objects[3], &o->window_right) && read_float(objects[4], &o->softcap) && read_int(objects[5], &o->length) &&
+  return read_float("attention_decode", "scale", objects[0], &o->scale) && read_bool(objects[1], &o->causal) && read_int(objects[2], &o->window_left) &&
+         read_int(objects[3], &o->window_right) && read_float("attention_decode", "softcap", objects[4], &o->softcap) && read_int(objects[5], &o->length) &&
          read_int(objects[6], &o->splits);
 }
 
@@ -468,7 +528,7 @@ static PyObject *scaled_add(PyObject *module, PyObject *const *objects, Py_ssize
   args a;
   mg_stream stream;
   float scale;
-  if (!check_count("scaled_add", count, 4, 5) || !read_stream(objects, count, 4, &stream) || !read_float(objects[3], &scale) ||
+  if (!check_count("scaled_add", count, 4, 5) || !read_stream(objects, count, 4, &stream) || !read_float("scaled_add", "scale", objects[3], &scale) ||
       !read_tensors(&a, module, "scaled_add", names, objects, 3, stream))
     return NULL;
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
@@ -512,6 +572,7 @@ static PyObject *explain_problem(mg_op op, mg_problem *p, int splits) {
   const mg_tensor there = {.device = p->gpu ? MG_CUDA : MG_CPU};
   const bool known = !mg_context_open(&c, &there, NULL);
   if (!p->sms) p->sms = known ? c.sms : 132;
+  if (!known && !p->gpu) return raise_status(MG_VALUE);
   char chars[8192], reason[1024];
   snprintf(reason, sizeof reason, "%s", known ? "" : mg_last_error());
   size_t length = mg_explain(op, p, known ? &c : NULL, chars, sizeof chars);
@@ -519,6 +580,12 @@ static PyObject *explain_problem(mg_op op, mg_problem *p, int splits) {
     length += mg_explain_splits(p, known ? &c : NULL, splits, chars + length, sizeof chars - length);
   if (known) return PyUnicode_FromStringAndSize(chars, (Py_ssize_t)(length < sizeof chars ? length : sizeof chars - 1));
   return PyUnicode_FromFormat("%s\n  (for an H100, because here: %s)", chars, reason);
+}
+
+static bool check_size(const char *name, long long found) {
+  if (found >= 0 && found <= INT32_MAX) return true;
+  PyErr_Format(PyExc_ValueError, "explain: %s is %lld, expected 0 to 2^31 - 1", name, found);
+  return false;
 }
 
 static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywords) {
@@ -537,9 +604,12 @@ static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywo
     return NULL;
   mg_status status = mg_op_find(&op, name);
   if (status) return raise_status(status);
+  for (int i = 0; i < 9; i++)
+    if (!check_size(names[7 + i], v[i])) return NULL;
+  if (!check_size("sms", p.sms) || !check_size("features", p.features) || !check_size("page", page)) return NULL;
   p = (mg_problem){.dtype = p.dtype, .gpu = gpu, .causal = causal, .deterministic = deterministic, .trans_a = trans_a, .trans_b = trans_b,
                    .d = v[0], .dv = dv < 0 ? v[0] : dv, .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5], .m = v[6], .n = v[7], .k = v[8],
-                   .span = span < 0 ? v[5] : span, .page = page, .features = p.features, .sms = p.sms};
+                   .span = span < 0 || span > v[5] ? v[5] : span, .page = page, .features = p.features, .sms = p.sms};
   if (splits < 0 || splits > 128) return PyErr_Format(PyExc_ValueError, "explain: splits is %d, expected 0 (chosen) to 128", splits);
   return explain_problem(op, &p, splits);
 }
@@ -598,9 +668,10 @@ static PyObject *info(PyObject *module, PyObject *const *objects, Py_ssize_t cou
   if (!check_count("info", count, 0, 0)) return NULL;
   PyObject *reason, *devices = device_list(&reason), *dict = PyDict_New();
   const int version = mg_driver_version();
+  const char *isa = mg_isa_name(mg_host_isa());
   const bool listed = dict && put(dict, "devices", devices) && put(dict, "gpu_reason", reason);
   if (listed && put(dict, "cuda_built", PyBool_FromLong(mg_has_images)) && put(dict, "kernels", PyLong_FromLong(mg_kernel_count)) &&
-      put(dict, "isa", text(mg_isa_name(mg_host_isa()))) && put(dict, "threads", PyLong_FromLong(mg_num_threads())) &&
+      put(dict, "isa", mg_check_isa() ? PyUnicode_FromFormat("%s (%s)", isa, mg_last_error()) : text(isa)) && put(dict, "threads", PyLong_FromLong(mg_num_threads())) &&
       put(dict, "driver", version ? PyUnicode_FromFormat("%d.%d", version / 1000, version % 1000 / 10) : text(NULL)))
     return dict;
   Py_XDECREF(dict);

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import margay as mg
 from cases import DEVICES, AttentionCase, attention_inputs, check_error, exact_attention, plain_attention
 from margay import _C
+from test_runtime import Fake
 
 
 def tensors(*shapes, dtype=torch.bfloat16, device="cpu", seed=0):
@@ -27,8 +28,15 @@ def qkv(**options):
 
 
 def refused(error, message, function, *arguments, **options):
-    with pytest.raises(error, match=re.escape(message)):
+    """Refused with this message, and with nothing else: one exception, not one during the handling of another."""
+    with pytest.raises(error, match=re.escape(message)) as raised:
         function(*arguments, **options)
+    if error is not Exception:                                # which dynamo makes of what a fake kernel raises
+        assert_alone(raised.value)
+
+
+def assert_alone(error):
+    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__), repr(error.__context__)
 
 
 def run_python(program, *options):
@@ -108,14 +116,82 @@ def test_bad_04_two_gpus():
         refused(ValueError, "matmul: b is on cuda:1, expected cuda:0 (same as a)", mg.matmul, a, b)
 
 
+SPREADS = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "every other": lambda t: torch.stack((t, torch.full_like(t, math.nan)), -1).flatten(-2)[..., ::2],
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_bad_06_last_dimension(device):
-    q, k, v = qkv(device=device)
-    spread = k.mT.contiguous().mT
-    refused(ValueError, "attention: k has shape [2, 2, 90, 64] and strides [11520, 5760, 1, 90], expected a contiguous last dimension; call "
-            ".contiguous() first", mg.attention, q, spread, v)
-    refused(ValueError, "expected one of the last two dimensions contiguous", mg.matmul, q[0, 0], torch.zeros(128, 64, device=device).to(q)[::2, ::2])
-    assert torch.equal(mg.matmul(q[0, 0], spread[0, 0].mT), mg.matmul(q[0, 0], k[0, 0].mT))   # a transposed matrix is fine
+@pytest.mark.parametrize("spread", SPREADS)
+def test_bad_06_last_dimension(device, spread):
+    """A last dimension that is not contiguous: computed by way of a copy, forward and backward, whichever argument has it; explain says so."""
+    spread = SPREADS[spread]
+    tensors = attention_inputs(AttentionCase(6, 2, 4, 2, 70, 90, 40, 40), device)
+    for which in (*range(4), None):
+        given = [spread(t) if which in (None, i) else t for i, t in enumerate(tensors)]
+        results = gradients(*given)
+        assert all(torch.equal(a, b) for a, b in zip(results, gradients(*(t.contiguous() for t in given)))), which
+        assert results[0].stride(-1) == 1
+        lines = mg.explain(mg.attention, *given[:3]).splitlines()
+        assert all((f"  {name} is copied first: its last dimension is not contiguous" in lines) == (which in (None, i)) for i, name in enumerate("qkv"))
+    q, k, v, _ = map(spread, tensors)
+    dense = [t.contiguous() for t in (q, k, v)]
+    for options in (dict(window=(9, 3)), dict(softcap=3.0), dict(dropout_p=0.5, dropout_seed=1)):
+        assert torch.equal(mg.attention(q, k, v, **options), mg.attention(*dense, **options))
+    for compute in (torch.ops.margay.attention, lambda *t: torch.compile(mg.attention, backend="aot_eager")(*t, return_lse=True)):
+        out, lse = compute(q, k, v)
+        assert torch.equal(out, mg.attention(*dense)) and lse.isfinite().all()
+    with FakeTensorMode() as mode:                            # tracing sees the strides that the call gives
+        fake = mg.attention(*map(mode.from_tensor, (q, k, v)))
+    assert fake.shape == out.shape and fake.stride() == mg.attention(q, k, v).stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_06_last_dimension_fp8(device):
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in qkv(device=device))
+    expected = mg.attention(q, k, v)
+    for which in range(3):
+        given = [t.mT.contiguous().mT if i == which else t for i, t in enumerate((q, k, v))]
+        assert torch.equal(mg.attention(*given), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_06_matrix(device):
+    """Strides in neither of the last two dimensions, of a, b and bias; a transposed matrix is read in place."""
+    a, b, bias = tensors((70, 40), (40, 90), (90,), device=device)
+    expected = mg.matmul(a, b, bias=bias)
+    apart = lambda t: torch.full([2 * n for n in t.shape], math.nan, dtype=t.dtype, device=device)[(slice(None, None, 2),) * t.ndim].copy_(t)
+    for given in ((apart(a), b, bias), (a, apart(b), bias), (a, b, apart(bias)), tuple(map(apart, (a, b, bias)))):
+        assert torch.equal(mg.matmul(given[0], given[1], bias=given[2]), expected)
+        lines = mg.explain(mg.matmul, *given[:2]).splitlines()
+        assert all((f"  {name} is copied first: neither of its last two dimensions is contiguous" in lines) == (t.stride(-1) != 1) for name, t in zip("ab", given))
+        leaves = [t.detach().requires_grad_() for t in given]
+        dense = [t.detach().contiguous().requires_grad_() for t in given]
+        grads = (torch.autograd.grad(mg.matmul(x, y, bias=z), (x, y, z), expected) for x, y, z in (leaves, dense))
+        assert all(torch.equal(x, y) for x, y in zip(*grads))
+    assert "copied" not in mg.explain(mg.matmul, a, b.mT.contiguous().mT)
+    assert torch.equal(mg.matmul(a, b.mT.contiguous().mT, bias=bias), expected)
+    refused(ValueError, "matmul: out has shape [70, 90] and strides [360, 2], expected a contiguous last dimension", mg.matmul, a, b, out=apart(expected))
+
+
+def test_bad_06_07_arrays():
+    """NumPy: gaps, expanded and negative strides."""
+    q, k, v = (t.float().numpy() for t in qkv())
+    expected = mg.attention(q, k, v)
+    turned = [numpy.ascontiguousarray(t[:, ::-1, ::-1, ::-1])[:, ::-1, ::-1, ::-1] for t in (q, k, v)]
+    assert all(t.strides[3] < 0 for t in turned)
+    assert numpy.array_equal(mg.attention(*turned), expected)
+    assert numpy.array_equal(mg.attention(*turned, window=(500, 500), sink=numpy.full(4, -numpy.inf, "f")), expected)
+    assert "\n  k is copied first: it has negative strides" in mg.explain(mg.attention, q, turned[1], v)
+    for spread in (lambda t: numpy.repeat(t, 2, -1)[..., ::2], lambda t: numpy.broadcast_to(t[..., :1], t.shape), lambda t: numpy.asfortranarray(t)):
+        given = [spread(t) for t in (q, k, v)]
+        assert numpy.array_equal(mg.attention(*given), mg.attention(*map(numpy.ascontiguousarray, given)))
+        a, b = given[0][0, 0], given[1][0, 0].T
+        assert numpy.array_equal(mg.matmul(a, b, bias=b[0]), mg.matmul(*map(numpy.ascontiguousarray, (a, b)), bias=numpy.ascontiguousarray(b[0])))
+        cache = [numpy.swapaxes(t, 1, 2) for t in given]
+        assert numpy.array_equal(mg.attention_decode(*cache), mg.attention_decode(*map(numpy.ascontiguousarray, cache)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,8 +202,10 @@ def test_bad_07_strides(device):
     odd = q[:1].as_strided((1, 4, 70, 64), (3, *q.stride()[1:]))         # the stride of a dimension of size 1 means nothing
     assert torch.equal(mg.attention(odd, k[:1], v[:1]), mg.attention(q[:1], k[:1], v[:1]))
     array = numpy.zeros((1, 2, 5, 8), "float32")
-    refused(ValueError, "attention: k has shape [1, 2, 5, 8] and strides [80, 40, -8, 1], expected no negative ones", mg.attention, array,
-            array[:, :, ::-1], array)
+    refused(ValueError, "attention: k has shape [1, 2, 5, 8] and strides [80, 40, -8, 1], expected no negative ones", _C.attention_fwd, array.copy(), None,
+            array, array[:, :, ::-1], array, 0.5, False)
+    refused(ValueError, "attention: k has shape [2, 2, 90, 64] and strides [11520, 5760, 1, 90], expected a contiguous last dimension; call .contiguous() first",
+            _C.attention_fwd, torch.empty_like(q), None, q, k.mT.contiguous().mT, v, 0.5, False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -436,6 +514,35 @@ def test_bad_33_out_of_memory():
     assert (mg.attention(k, k, k) == 0).all()
 
 
+@pytest.mark.parametrize("threads", (1, 3))
+def test_bad_33_cpu_memory(threads):
+    """No address space for a kernel's stacks and shared memory: MemoryError, and the same call works when there is some."""
+    result = run_python(f"""
+import resource, numpy, margay as mg
+from margay import _C
+_C.set_num_threads({threads})
+a = numpy.random.default_rng(0).standard_normal((2, 3, 200, 64), "f")
+out = numpy.empty_like(a)
+call = lambda: _C.attention_fwd(out, None, a, a, a, 0.125, True)
+for room in (0, 1 << 20, 3 << 20, 5 << 20):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+    try: call()
+    except MemoryError as error: message = str(error)
+    else: message = "computed"
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    print(message)
+call()
+_C.set_num_threads(1)
+other = out.copy()
+call()
+assert (out == other).all()
+""")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 4 and all(line.startswith("attention: out of memory, the kernel attention_fwd_") for line in lines), result.stdout
+
+
 def test_bad_36_shutdown():
     """Calls while the interpreter ends, and a thread pool that is there when it does."""
     program = """
@@ -500,6 +607,166 @@ def test_bad_39_values():
         refused(TypeError, f"attention: window is {window!r}, expected a pair of integers (left, right)", mg.attention, q, k, v, window=window)
     refused(TypeError, "unexpected keyword argument 'windows'", mg.attention, q, k, v, windows=(4, 0))
     refused(ValueError, "explain: op is softmax, expected attention, attention_decode or matmul where tensors are given", mg.explain, "softmax", q)
+
+
+def test_bad_02_none():
+    """A tensor that is missing, wherever one has to be."""
+    for kind, expected in ((lambda t: t, "torch.Tensor"), (lambda t: t.float().numpy(), "numpy.ndarray")):
+        q, k, v = map(kind, qkv())
+        for options in ({}, dict(window=(3, 3)), dict(dropout_p=0.5)):
+            refused(TypeError, f"attention: k is NoneType, expected {expected} (same as q)", mg.attention, q, None, v, **options)
+            refused(TypeError, f"attention: v is NoneType, expected {expected} (same as q)", mg.attention, q, k, None, **options)
+        refused(TypeError, f"matmul: b is NoneType, expected {expected} (same as a)", mg.matmul, q[0, 0], None)
+        refused(TypeError, "explain: 2 tensors are given, expected q, k and v for attention", mg.explain, mg.attention, q, k)
+        refused(TypeError, "explain: 1 tensors are given, expected a and b for matmul", mg.explain, mg.matmul, q[0, 0])
+        refused(TypeError, f"attention: v is NoneType, expected {expected} (same as q)", mg.explain, mg.attention, q, k, None)
+    refused(TypeError, "attention: q is NoneType, expected torch.Tensor or numpy.ndarray", mg.attention, None, k, v)
+
+
+def test_bad_02_masked_arrays():
+    array = numpy.ones((1, 2, 5, 8), "f")
+    masked = numpy.ma.masked_array(array, array > 0)
+    for i, name in enumerate("qkv"):
+        for options in ({}, dict(window=(2, 0))):
+            refused(TypeError, f"attention: {name} is a masked array, whose mask would be ignored", mg.attention, *(masked if i == j else array for j in range(3)),
+                    **options)
+    refused(TypeError, "attention: sink is a masked array", mg.attention, array, array, array, sink=masked[0, :, 0, 0])
+    refused(TypeError, "matmul: b is a masked array", mg.matmul, array[0, 0], masked[0, 0].T)
+    refused(TypeError, "without a mask, which would be ignored", _C.matmul, array[0, 0, :, :5].copy(), array[0, 0], masked[0, 0].T, None, 0)
+
+
+def test_bad_39_numbers():
+    q, k, v = qkv()
+    large = 10**400
+    for name in ("scale", "softcap", "dropout_p"):
+        refused(ValueError, f"attention: {name} is an integer of 1329 bits, expected a number that float32 can hold", mg.attention, q, k, v, **{name: large})
+    refused(ValueError, "attention_decode: scale is an integer of 1329 bits", mg.attention_decode, *(t.transpose(1, 2) for t in (q, k, v)), scale=large)
+    refused(ValueError, "attention: scale is 1e+39, expected a positive finite number", mg.attention, q, k, v, scale=1e39)
+    for wrong in (["relu"], {}, 1, b"relu"):
+        refused(TypeError, f"matmul: activation is {wrong!r}, expected one of None, 'relu'", mg.matmul, q[0, 0], k[0, 0].T, activation=wrong)
+    refused(TypeError, "dropout_mask: seed is None, expected an integer", mg.dropout_mask, 0.5, None, 1, 1, 2, 2)
+    refused(TypeError, "dropout_mask: rows is 1.5, expected an integer", mg.dropout_mask, 0.5, 3, 1, 1, 1.5, 2)
+    refused(ValueError, "expected a number that float32 can hold", _C.attention_fwd, torch.empty_like(q), None, q, k, v, 1e-46, False)
+    expected = mg.attention(q, k, v, window=(5, 3))
+    for window in (numpy.array((5, 3)), torch.tensor((5, 3)), [5, 3]):       # a pair all the same
+        assert torch.equal(mg.attention(q, k, v, window=window), expected)
+    for window in (numpy.array((5.0, 3.0)), torch.tensor((5, 3, 1)), numpy.zeros((2, 2), int)):
+        refused(TypeError, f"attention: window is {window!r}, expected a pair of integers (left, right)", mg.attention, q, k, v, window=window)
+    for name in ("sink", "alibi_slopes"):
+        refused(TypeError, f"attention: {name} has layout torch.sparse_coo, expected torch.strided", mg.attention, q, k, v, **{name: torch.ones(4).to_sparse()})
+
+
+def test_bad_39_explain():
+    """In a process of its own: a division may kill it."""
+    result = run_python("""
+from margay import _C
+names = "d batch heads_q heads_k nq nk m n k page".split()
+for op in ("attention_fwd", "attention_bwd", "attention_decode", "append_kv", "matmul"):
+    for name in names + ["sms", "features"]:
+        for absurd in (-2**63, -1, 2**31, 2**63 - 1):
+            try: _C.explain(op, **{"heads_q": 4, "heads_k": 2, "batch": 1, "nq": 1, "nk": 9, "d": 64, name: absurd})
+            except (ValueError, OverflowError): continue
+            raise SystemExit(f"{op} {name} {absurd}")
+    for large in (2**31 - 1, 2**30, 2**20 + 1):
+        for gpu in (False, True):
+            _C.explain(op, gpu=gpu, splits=3, span=2**63 - 1, **{name: large for name in names})
+try: _C.explain("attention_decode", heads_q=-2**63, heads_k=-1, batch=1, nq=1)
+except ValueError as error: print(error)
+""")
+    assert result.returncode == 0 and result.stdout == "explain: heads_q is -9223372036854775808, expected 0 to 2^31 - 1\n", result.stderr + result.stdout
+
+
+def test_bad_14_more_blocks_than_int_holds():
+    """Sizes whose products do not fit are refused, not wrapped."""
+    starts, far = torch.zeros(65537, dtype=torch.int32), 1 << 22
+    starts[-1] = 64
+    q, k = torch.zeros(1, 1, 64, 8), torch.zeros(1, 1, 1, 8).expand(1, 1, far, 8)
+    features = -1, -1, 0.0, 0.0, 0, None, None, starts, starts, 64, far
+    message = "attention_backward: 2147483648 blocks of keys (65536 packed sequences, 1 heads, 32768 blocks for up to 4194304 keys), at most 2^30 are accepted"
+    refused(ValueError, message, _C.attention_bwd_workspace, q, k, k, False, False, features)
+    rows = torch.zeros(far, 1, 8)
+    leaves = [t.clone().requires_grad_() for t in (rows[:64], rows, rows)]
+    out = mg.attention_varlen(*leaves, starts, starts, 64, far)
+    refused(ValueError, message, out.sum().backward)
+    wide = lambda *shape, code=2: Fake(shape, [0] * (len(shape) - 1) + [1], device=(1, 0), code=code, bits=32)       # more than torch has numbers for
+    for shape, bad in (((2**20, 2**11, 1, 8), "batch * heads"), ((2**33, 2**33, 1, 8), "expected 0 to 2^31 - 1 in every dimension"),
+                       ((1, 1, 2**31, 8), "expected 0 to 2^31 - 1 in every dimension"), ((1, -4, 9, 8), "expected 0 to 2^31 - 1 in every dimension")):
+        t = wide(*shape)
+        refused(ValueError, bad, _C.attention_bwd_workspace, t, t, t, False, False)
+    options = 0.5, False, -1, -1, 0.0, -1, 0
+    for shape, bad in (((2**31 - 1, 2**31 - 1, 2**31 - 1, 8), "is too large, expected below 2^30"), ((2**33, 2**33, 1, 8), "expected 0 to 2^31 - 1"),
+                       ((1, -1, 2, 8), "expected 0 to 2^31 - 1")):
+        t = wide(*shape)
+        refused(ValueError, bad, _C.attention_decode_workspace, t, t, None, *options)
+    cache, other = torch.zeros(2, 1, 16, 4, 8).unbind(0)
+    new, table = wide(2**31 - 1, 2**31 - 1, 4, 8), wide(2**31 - 1, 1, code=0)
+    refused(ValueError, "new rows, at most 2^30 are accepted", _C.append_kv, cache, other, new, new, None, table, None, 0)
+
+
+@pytest.mark.parametrize("seconds", (dict(left=2**63 - 1, right=5), dict(left=5, right=2**63 - 1), dict(left=2**63 - 1, right=2**63 - 1)))
+def test_bad_39_windows_of_the_raw_layer(seconds):
+    q, k, v = qkv()
+    results = []
+    for left, right in (seconds.values(), [min(n, 500) for n in seconds.values()]):
+        results.append(torch.empty_like(q))
+        _C.attention_fwd(results[-1], None, q, k, v, 0.125, False, 0, None, (left, right, 0.0, 0.0, 0, None, None, None, None, 0, 0))
+    assert torch.equal(*results)
+
+
+def test_bad_40_exporters_that_change_other_arguments():
+    """What is viewed is what is there when all Python code has run."""
+    result = run_python("""
+import numpy, torch
+from margay import _C
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 70, 64) for _ in range(3))
+class Resizing:
+    def __init__(self, t, change): self.t, self.change = t, change
+    def __dlpack_device__(self): return self.t.__dlpack_device__()
+    def __dlpack__(self, **keywords):
+        self.change()
+        return self.t.__dlpack__(**keywords)
+for _ in range(20):
+    out = torch.zeros(1, 2, 70, 64)
+    for name, arguments in (("k", (q, Resizing(k, lambda: out.untyped_storage().resize_(0)), v)), ("v", (q, k, Resizing(v, lambda: out.untyped_storage().resize_(0))))):
+        try: _C.attention_fwd(out, None, *arguments, 0.125, False)
+        except ValueError as error: assert "attention: out has no memory (a null pointer)" in str(error), error
+        else: raise SystemExit("out was not seen to be gone")
+        out = torch.zeros(1, 2, 70, 64)
+class Subclass(numpy.ndarray):
+    def __dlpack__(self, **keywords):
+        first.resize((1, 2, 0, 64), refcheck=False)
+        return super().__dlpack__(**keywords)
+result, array = numpy.full((1, 2, 70, 64), 7, "f"), numpy.ones((1, 2, 70, 64), "f")
+first = array.copy()
+try: _C.attention_fwd(result, None, first, array.view(Subclass), array, 0.125, False)
+except ValueError as error: print(error)
+assert (result == 7).all()
+class Number(float):
+    def __float__(self):
+        out.untyped_storage().resize_(0)
+        return 0.125
+try: _C.attention_fwd(out, None, q, k, v, Number(0.125), False)
+except ValueError as error: print(error)
+""")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0].startswith("attention: out has size 70 in dimension 2, expected 0")
+
+
+def test_bad_41_isa():
+    result = run_python("""
+import numpy, margay as mg
+a = numpy.ones((4, 4), "f")
+for _ in range(2):
+    try: mg.matmul(a, a)
+    except ValueError as error: print(error)
+print(mg.info()["isa"])
+try: mg.explain(mg.matmul, a, a)
+except ValueError as error: print(error)
+""".replace("import numpy", "import os; os.environ['MARGAY_ISA'] = 'garbage'\nimport numpy"))
+    message = "the environment's MARGAY_ISA is garbage, expected base, avx2 or avx512"
+    first, second, isa, explain = result.stdout.splitlines()
+    assert first == second == explain == message and isa.endswith(f" ({message})"), result.stdout + result.stderr
 
 
 def test_bad_40_capsules():

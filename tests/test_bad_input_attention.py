@@ -79,6 +79,13 @@ def test_bad_01_attention_kind():
         refused(TypeError, f"attention_decode: {name} is list, expected", mg.attention_decode, *with_argument(decode(), i, [1]))
     for i, name in enumerate(("k_cache", "v_cache", "k", "v")):
         refused(TypeError, f"append_kv: {name} is list, expected", mg.append_kv, *with_argument(append(), i, [1]), cache_seqlens=3)
+    for i, name in enumerate(("k", "v"), 1):
+        for wrong, kind in ((numpy.zeros((120, 2, 64), "f"), "ndarray"), (None, "NoneType")):
+            refused(TypeError, f"attention: {name} is {kind}, expected torch.Tensor (same as q)", mg.attention_varlen, *with_argument(packed(), i, wrong))
+    for i, name in enumerate(("k_cache", "v_cache"), 1):
+        refused(TypeError, f"attention_decode: {name} is NoneType, expected torch.Tensor (same as q)", mg.attention_decode, *with_argument(decode(), i, None))
+    for i, name in enumerate(("v_cache", "k", "v"), 1):
+        refused(TypeError, f"append_kv: {name} is NoneType, expected torch.Tensor (same as k_cache)", mg.append_kv, *with_argument(append(), i, None), cache_seqlens=3)
     array = decode(dtype=torch.float32)[0].numpy()
     refused(TypeError, "attention_decode: k_cache is Tensor, expected numpy.ndarray (same as q)", mg.attention_decode, array, *decode()[1:])
     refused(TypeError, "flash_attn_qkvpacked_func: qkv is NoneType, expected torch.Tensor", flash_attn.flash_attn_qkvpacked_func, None)
@@ -153,11 +160,32 @@ def test_bad_03_attention_device_on_gpu():
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_06_07_attention_strides(device):
     contiguous = "expected a contiguous last dimension; call .contiguous() first"
-    refused(ValueError, contiguous, mg.attention_varlen, *with_argument(packed(device), 1, tensors((120, 64, 2), device=device)[0].mT))
-    refused(ValueError, contiguous, mg.attention_decode, *with_argument(decode(device), 1, tensors((3, 80, 64, 2), device=device)[0].mT))
-    refused(ValueError, contiguous, mg.append_kv, *with_argument(append(device), 2, tensors((2, 1, 64, 2), device=device)[0].mT), cache_seqlens=3)
+    spread = lambda t: t.mT.contiguous().mT
+    for i in range(3):
+        arguments = packed(device)
+        assert torch.equal(mg.attention_varlen(*with_argument(arguments, i, spread(arguments[i]))), mg.attention_varlen(*arguments))
+        arguments = decode(device)
+        given = with_argument(arguments, i, spread(arguments[i]))
+        for options in ({}, dict(num_splits=3, cache_seqlens=numbers(70, 33, device=device))):
+            assert torch.equal(mg.attention_decode(*given, **options), mg.attention_decode(*arguments, **options))
+            name = ("q", "k_cache", "v_cache")[i]
+            assert [line for line in mg.explain(mg.attention_decode, *given, **options).splitlines() if "copied" in line] == [
+                f"  {name} is copied first: its last dimension is not contiguous"]
+    pages, values = tensors((6, 16, 2, 64), (6, 16, 2, 64), device=device, seed=3)
+    table = numbers(4, 2, 5, 0, 1, 3, device=device).view(2, 3)
+    q = decode(device)[0]
+    assert torch.equal(mg.attention_decode(q, pages, values, page_table=spread(table)), mg.attention_decode(q, pages, values, page_table=table))
+    for i in (2, 3):
+        arguments, others = append(device), append(device)
+        mg.append_kv(*with_argument(arguments, i, spread(arguments[i])), cache_seqlens=3)
+        mg.append_kv(*others, cache_seqlens=3)
+        assert torch.equal(arguments[0], others[0]) and torch.equal(arguments[1], others[1])
+    for i, name in enumerate(("k_cache", "v_cache")):         # which is written
+        refused(ValueError, f"append_kv: {name} has shape", mg.append_kv, *with_argument(append(device), i, spread(append(device)[i])), cache_seqlens=3)
+        refused(ValueError, contiguous, mg.append_kv, *with_argument(append(device), i, spread(append(device)[i])), cache_seqlens=3)
+    refused(ValueError, contiguous, mg.append_kv, *(spread(t) if i < 3 else t for i, t in enumerate(append(device))), cache_seqlens=3)
     arrays = [t.numpy()[..., ::-1] for t in decode(dtype=torch.float32)]
-    refused(ValueError, "attention_decode: q has shape [2, 1, 4, 64] and strides [256, 256, 64, -1], expected no negative ones", mg.attention_decode, *arrays)
+    assert numpy.array_equal(mg.attention_decode(*arrays), mg.attention_decode(*map(numpy.ascontiguousarray, arrays)))
     # Starts with gaps between them and expanded inputs are read in place or copied: never refused, never misread.
     q, k, v, starts_q, starts_k, *longest = packed(device)
     gaps = torch.stack((starts_q, torch.full_like(starts_q, 99)), 1)[:, 0]
@@ -298,17 +326,32 @@ def test_bad_21_starts_as_python_checks_them(which, starts, message):
     ops.check_starts("q", [0, 30, 30, 100], 100, 70)
 
 
+@pytest.mark.parametrize("wild", (2**32 + 5, -2**32 + 5, 2**31, -2**31 - 1, 2**63 - 1))
+def test_bad_21_starts_of_64_bits(wild):
+    """What int32 cannot hold is not wrapped into something that it can."""
+    for i, name in ((3, "cu_seqlens_q"), (4, "cu_seqlens_k")):
+        arguments = packed()
+        arguments[i] = torch.tensor([0, wild, 20])
+        message = f"attention: {name}[1] is {wild}, expected 0 to 2^31 - 1 (int32)"
+        refused(ValueError, message, mg.attention_varlen, *arguments)
+        arrays = [t.float().numpy() if t.is_floating_point() else t.numpy() for t in arguments[:5]]
+        refused(ValueError, message, mg.attention_varlen, *arrays, *arguments[5:])
+        compiled = torch.compile(mg.attention_varlen, fullgraph=True, backend="eager")      # reads no value: the nearest number that there is
+        refused(Exception, f"attention: {name}[1] is {2**31 - 1 if wild > 0 else -2**31}, expected 0 (the one before)", compiled, *arguments)
+
+
 @pytest.mark.gpu
 def test_bad_21_starts_on_gpu():
     """MARGAY_SYNC=1 refuses what would overwrite other memory."""
     result = run_python("""
 import torch, margay as mg
 q = torch.zeros(100, 4, 64, device="cuda", dtype=torch.bfloat16)
-starts = torch.tensor([0, 60, 30], device="cuda", dtype=torch.int32)
-try: mg.attention_varlen(q, q, q, starts, starts, 70, 70)
-except ValueError as error: print(error)
+for starts in (torch.tensor([0, 60, 30], device="cuda", dtype=torch.int32), torch.tensor([0, 2**32 + 5, 20], device="cuda")):
+    try: mg.attention_varlen(q, q, q, starts, starts, 70, 70)
+    except ValueError as error: print(error)
 """.replace("import torch", "import os; os.environ['MARGAY_SYNC'] = '1'\nimport torch"))
     assert "attention: cu_seqlens_q[2] is 30, expected 60" in result.stdout, result.stderr
+    assert "attention: cu_seqlens_q[1] is 2147483647, expected 0 (the one before)" in result.stdout, result.stderr
 
 
 WILD = (-1, 100_000, 2_147_480_000, -2_147_480_000, 6, 7)      # of 6 pages

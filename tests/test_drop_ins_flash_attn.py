@@ -441,7 +441,9 @@ def test_cache_refuses():
 @pytest.mark.parametrize("reason, shape, dtype, options", [
     ("dtype float64 on cpu", (1, 7, 2, 16), torch.float64, {}), ("a head dim over 256", (1, 7, 2, 264), torch.float32, dict(causal=True)),
     ("a scale that is not positive", (1, 7, 2, 16), torch.float32, dict(softmax_scale=-0.5)),
-    ("a dropout probability of 1", (1, 7, 2, 16), torch.float32, dict(dropout_p=1.0))])
+    ("a scale that float32 cannot hold", (1, 7, 2, 16), torch.float32, dict(softmax_scale=1e39)),
+    ("a dropout probability of 1", (1, 7, 2, 16), torch.float32, dict(dropout_p=1.0)),
+    ("a dropout probability of 1", (1, 7, 2, 16), torch.float32, dict(dropout_p=1 - 1e-8))])
 def test_falls_back_with_one_warning(reason, shape, dtype, options, monkeypatch):
     monkeypatch.setattr(_fallback, "_warned", set())
     q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
@@ -454,8 +456,37 @@ def test_falls_back_with_one_warning(reason, shape, dtype, options, monkeypatch)
     if options.get("dropout_p"):
         assert (out == 0).all()
         return
+    if options.get("softmax_scale", 0) > 1:                   # every score is infinite or NaN
+        assert out.isnan().all()
+        return
     exact, _ = reference.rows_first(*(t.double() for t in (q, k, v)), scale=options.get("softmax_scale"), causal=options.get("causal", False))
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("module", (flash_attn, flash_attn_interface))
+def test_last_dimension_is_not_contiguous(module, device):
+    """A copy is computed on; only a cache that is written has to be contiguous."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (torch.randn(2, 40, heads, 16, generator=torch.Generator().manual_seed(heads)).to(device, dtype) for heads in (4, 2, 2))
+    spread = lambda t: t.mT.contiguous().mT
+    starts = torch.tensor([0, 40, 80], dtype=torch.int32, device=device)
+    for which in range(3):
+        given = [spread(t) if i == which else t for i, t in enumerate((q, k, v))]
+        assert torch.equal(module.flash_attn_func(*given, causal=True), module.flash_attn_func(q, k, v, causal=True))
+        packed, rows = ([t.flatten(0, 1) for t in (q, k, v)] for _ in range(2))
+        packed[which] = spread(packed[which])
+        assert torch.equal(module.flash_attn_varlen_func(*packed, starts, starts, 40, 40), module.flash_attn_varlen_func(*rows, starts, starts, 40, 40))
+        assert torch.equal(module.flash_attn_with_kvcache(*given, cache_seqlens=33), module.flash_attn_with_kvcache(q, k, v, cache_seqlens=33))
+        new = [spread(t[:, :1].contiguous()) if i == which else t[:, :1].contiguous() for i, t in enumerate((k, k, v))]
+        outs = [module.flash_attn_with_kvcache(q, k.clone(), v.clone(), k=a, v=b, cache_seqlens=33) for a, b in (new[1:], (k[:, :1], v[:, :1]))]
+        assert torch.equal(*outs)
+    out = module.flash_attn_qkvpacked_func(spread(torch.stack((k, k, v), 2)), causal=True)
+    assert torch.equal(out, module.flash_attn_func(k, k, v, causal=True))
+    before = k.clone()
+    with pytest.raises(ValueError, match="append_kv: v_cache has shape .* expected a contiguous last dimension"):
+        module.flash_attn_with_kvcache(q, before, spread(v), k=k[:, :1], v=v[:, :1], cache_seqlens=33)
+    assert torch.equal(before, k)
 
 
 @pytest.mark.parametrize("reason, size, dim_v", [("a page size that is not a multiple of 16", 6, 16), ("a cache whose keys and values differ in head dim", 16, 24)])

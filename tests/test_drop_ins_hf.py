@@ -384,3 +384,18 @@ def test_register_is_undone():
         assert attention["sdpa"] is hf.attention
         switch.disable()
     assert "margay test" not in attention and "margay test" not in mask and attention["sdpa"] is not hf.attention
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_last_dimension_is_not_contiguous(device):
+    """As a model's projections may leave it: computed on a copy."""
+    module = torch.nn.Module()
+    q, k, v = (torch.randn(2, heads, 33, 16, generator=torch.Generator().manual_seed(heads)).to(device, torch.bfloat16) for heads in (4, 2, 2))
+    padded = torch.arange(33, device=device) < torch.tensor([33, 20], device=device)[:, None]
+    filled = torch.tensor([33, 20], dtype=torch.int32, device=device)[:, None, None, None]
+    for mask in (None, padded, filled):
+        expected, _ = hf.attention(module, q, k, v, mask, is_causal=False)
+        for which in range(3):
+            given = [t.mT.contiguous().mT if i == which else t for i, t in enumerate((q, k, v))]
+            out, _ = hf.attention(module, *given, mask, is_causal=False)
+            assert torch.equal(out[0], expected[0]) and torch.equal(out[1, :20], expected[1, :20])

@@ -128,3 +128,15 @@ def test_inside_torchs_encoder():
     ours.load_state_dict(encoder.self_attn.state_dict())
     encoder.self_attn = ours
     torch.testing.assert_close(encoder(x), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_last_dimension_is_not_contiguous(device):
+    x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    ours, _ = layers(device, torch.bfloat16, batch_first=True)
+    layer = mg.nn.Attention(48, 4).to(device, torch.bfloat16)
+    given = x.mT.contiguous().mT
+    assert torch.equal(ours(given, given, given, need_weights=False)[0], ours(x, x, x, need_weights=False)[0])
+    assert torch.equal(layer(given), layer(x))
+    q, k, v = (torch.randn(2, 4, 9, 12, generator=torch.Generator().manual_seed(i)).to(device, torch.bfloat16) for i in range(3))
+    assert torch.equal(layer.attend(*(t.mT.contiguous().mT for t in (q, k, v))), layer.attend(q, k, v))

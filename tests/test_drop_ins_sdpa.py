@@ -1,5 +1,6 @@
 """F.scaled_dot_product_attention on Margay: what it computes, what it leaves to PyTorch, how it is switched."""
 
+import math
 import random
 import warnings
 
@@ -93,6 +94,38 @@ def test_falls_back(reason, change, options, computed):
             warnings.simplefilter("error")
             F.scaled_dot_product_attention(*inputs, **options)
     assert not computed
+
+
+@pytest.mark.parametrize("reason, options", [("a scale that float32 cannot hold", dict(scale=math.inf)), ("a scale that float32 cannot hold", dict(scale=1e39)),
+                                             ("a scale that is not positive", dict(scale=math.nan)), ("a dropout probability of 1", dict(dropout_p=1 - 1e-8))])
+def test_numbers_that_only_torch_computes(reason, options, computed):
+    inputs = qkv(dtype=torch.float32)
+    expected = F.scaled_dot_product_attention(*inputs, **options)
+    with mg.enable_sdpa(), pytest.warns(mg.FallbackWarning, match=reason):
+        assert torch.allclose(F.scaled_dot_product_attention(*inputs, **options), expected, equal_nan=True)
+    assert not computed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("masked", (False, True))
+def test_last_dimension_is_not_contiguous(device, masked, computed):
+    """What torch takes is computed, forward and backward, whichever tensor has it."""
+    tensors = [t.detach() for t in qkv(device)]
+    mask = torch.arange(33, device=device) < torch.tensor([33, 20], device=device)[:, None, None, None] if masked else None
+
+    def run(*given):
+        leaves = [t.detach().requires_grad_() for t in given]
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        return out.detach(), *torch.autograd.grad(out, leaves, tensors[0])
+
+    for spread in (lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2], lambda t: t[..., :1].expand(t.shape)):
+        for which in (0, 1, 2, None):
+            given = [spread(t) if which in (None, i) else t for i, t in enumerate(tensors)]
+            with mg.enable_sdpa():
+                found, dense = run(*given), run(*(t.contiguous() for t in given))
+                # deterministic or not, dq is added up by atomics on a GPU
+                assert torch.equal(found[0], dense[0]) and all(torch.allclose(a, b, atol=2**-6 * float(b.abs().max())) for a, b in zip(found, dense))
+    assert len(computed) == 24
 
 
 def test_errors_are_torchs(computed):

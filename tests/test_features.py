@@ -10,7 +10,7 @@ import torch
 
 import margay as mg
 from cases import DEVICES, DIMS, HALF, check_error, largest_score
-from margay import _C, _torch, flash_attn_interface
+from margay import _C, _plain, _torch, flash_attn_interface
 
 CASES = 100
 
@@ -87,7 +87,7 @@ def formula(q, k, v, sink, slopes, kept, case):
     weights = torch.softmax(logits.masked_fill(empty, 0), 2).masked_fill(empty, 0)[..., :m]
     lse = torch.logsumexp(logits.masked_fill(empty, 0), 2).masked_fill(empty[..., 0], -math.inf) if logits.shape[2] else logits.new_full(logits.shape[:2], -math.inf)
     if case.dropout:
-        weights = weights * kept.to(weights.dtype) / (1 - case.dropout)
+        weights = weights * kept.to(weights.dtype) / (1 - round(case.dropout * 65536) / 65536)      # the probability that is drawn
     return weights @ v.repeat_interleave(group, 0), lse
 
 
@@ -210,6 +210,49 @@ def test_dropout_keeps_the_share_that_it_says(device):
         assert abs(agree - 0.58) < 0.01, f"seed {other}: {agree}"
 
 
+NEAR_1 = 0.999, 0.99999, 1 - 2**-16, math.nextafter(1 - 2**-17, 0)      # the last two round to 65535 / 65536, the most there is
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("p", NEAR_1)
+def test_dropout_near_1_keeps_the_mean(p, device):
+    """What is kept grows by what the drawn probability says, not the one asked for: equal probabilities of values 1 add up to 1 in the mean."""
+    drawn, dtype = round(p * 65536) / 65536, torch.bfloat16 if device == "cuda" else torch.float32
+    rounding = torch.finfo(dtype).eps
+    q, k, v = (torch.full((1, 2, n, 8), float(n == 701), dtype=dtype, device=device) for n in (300, 700, 701))
+    share = mg.dropout_mask(p, 5, 1, 2, 300, 700).double().mean(3) / (1 - drawn)
+    for module in (mg, _plain):
+        out = module.attention(q, k, v[:, :, :700], dropout_p=p, dropout_seed=5)
+        if module is mg:
+            assert torch.allclose(out.double()[..., 0].cpu(), share, rtol=rounding)
+        else:                                                # draws otherwise: multiples of what one kept key gives
+            kept = out.double() * 700 * (1 - drawn)
+            assert float((kept - kept.round()).abs().max()) <= rounding * float(kept.max()) * 700
+    q, v = (torch.full((1, 4, 2560, 8), float(x), dtype=dtype, device=device) for x in (0, 1))
+    sigma = math.sqrt(drawn / (1 - drawn) / (4 * 2560**2))    # of a mean of so many, each 1 / (1 - drawn) or 0
+    mean = float(mg.attention(q, q, v, dropout_p=p, dropout_seed=7).double()[..., 0].mean())
+    assert abs(mean - 1) <= 5 * sigma + rounding / 2, f"mean {mean}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("p", (0.999, 0.99999))
+def test_dropout_near_1_gradient(p, device, seed):
+    """The backward drops and scales as the forward: out is linear in v, so sum(dout out) = sum(dv v); and all gradients against the formula."""
+    print("seed", seed)
+    g = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(1, 4, 700, 40, generator=g).to(device, torch.bfloat16 if device == "cuda" else torch.float32) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = mg.attention(*leaves, dropout_p=p, dropout_seed=3)
+    _, _, dv = torch.autograd.grad(out, leaves, dout)
+    products = (out.double() * dout.double()).detach(), (dv.double() * v.double()).detach()
+    assert float(products[0].abs().max()) > 0
+    rounding = torch.finfo(q.dtype).eps * float(sum(t.abs().sum() for t in products))
+    assert abs(float(products[0].sum() - products[1].sum())) <= rounding
+    for case in (draw(seed, (torch.bfloat16,)), draw(seed + 1, (torch.float32,))):      # 65536 is no number of float16
+        if device == "cpu" or case.dtype is not torch.float32:
+            check(dataclasses.replace(case, dropout=p), device)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_seed_is_drawn_from_torch(device):
     q = torch.randn(1, 2, 70, 64, device=device, dtype=torch.bfloat16)
@@ -258,6 +301,8 @@ BAD = [
     (dict(softcap=math.nan), ValueError, "softcap is nan"),
     (dict(dropout_p=1.0), ValueError, "dropout_p is 1, expected 0 to less than 1"),
     (dict(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
+    (dict(dropout_p=1 - 1e-8), ValueError, "dropout_p is 0.99999999, which is rounded to a multiple of 1 / 65536 and becomes 1, expected at most 65535 / 65536 = 0.99998"),
+    (dict(dropout_p=1 - 2**-17), ValueError, "dropout_p is 0.99999.*, which is rounded to a multiple of 1 / 65536 and becomes 1"),
 ]
 
 
@@ -402,10 +447,32 @@ def test_gaps_between_keys_may_hold_nan(device):
     assert (found[2][gap] == 0).all() and (found[3][gap] == 0).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALF)
+def test_sink_without_keys_in_c(dtype, device):
+    """As margay.h says: the sink is part of lse, also where it is all there is. q may hold anything."""
+    sink = torch.tensor([0.5, -1.0, 30.0, -math.inf, 0.0, 1e-3], device=device)
+    near = sink.abs()[:, None] * 2**-22                       # lse is turned into units of log 2 and back
+    for rows, dim in ((1, 8), (130, 64), (70, 256)):
+        q, k = torch.full((2, 6, rows, dim), math.nan, dtype=dtype, device=device), torch.zeros(2, 3, 0, dim, dtype=dtype, device=device)
+        out, lse = torch.full_like(q, math.nan), torch.full((2, 6, rows), math.nan, device=device)
+        for number in (0.0, 3.0):                             # rows of sinks, and of all features
+            features = -1, -1, number, 0.0, 0, sink, None, None, None, 0, 0
+            for causal in (False, True):
+                _C.attention_fwd(out.fill_(math.nan), lse.fill_(math.nan), q, k, k, 0.125, causal, 0, None, features)
+                assert (out == 0).all() and torch.equal(lse.isfinite(), sink.isfinite()[:, None].expand(6, rows).expand_as(lse))
+                assert ((lse - sink[:, None]).nan_to_num(0.0).abs() <= near.nan_to_num(0.0)).all() and (lse[:, 3] == -math.inf).all()
+        starts = [torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, rows // 2, rows // 2, rows - 1], [0, 0, 0, 0])]
+        features = -1, -1, 0.0, 0.0, 0, sink, None, *starts, rows, 0
+        _C.attention_fwd(out[:1].fill_(math.nan), lse[:1].fill_(math.nan), q[:1], k[:1], k[:1], 0.125, False, 0, None, features)
+        assert (out[:1] == 0).all() and (lse[0, :, rows - 1:] == -math.inf).all()
+        assert ((lse[0, :, :rows - 1] - sink[:, None]).nan_to_num(0.0).abs() <= near.nan_to_num(0.0)).all()
+
+
 def test_sink_without_keys_and_rows_behind():
     q, k = torch.randn(10, 2, 16), torch.randn(0, 2, 16)
     sink, starts = torch.tensor([0.5, -1.0]), [torch.tensor(t) for t in ([0, 3, 7], [0, 0, 0])]
     for convert in (lambda t: t, lambda t: t.numpy()):
         out, lse = mg.attention_varlen(*map(convert, (q, k, k, *starts)), 4, 0, sink=convert(sink), return_lse=True)
         out, lse = torch.as_tensor(out), torch.as_tensor(lse)
-        assert (out == 0).all() and torch.equal(lse[:, :7], sink[:, None].expand(2, 7)) and (lse[:, 7:] == -math.inf).all()
+        assert (out == 0).all() and torch.allclose(lse[:, :7], sink[:, None].expand(2, 7), rtol=2**-22) and (lse[:, 7:] == -math.inf).all()

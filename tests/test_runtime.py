@@ -546,6 +546,19 @@ def test_cpu_concurrent_callers(rt):
     assert not wrong
 
 
+def test_bad_33_cpu_memory(rt):
+    """A thread without the memory that a cluster needs takes none; where no thread takes part, the call fails, and the next one works."""
+    lacks = ctypes.c_size_t.in_dll(rt.c, "mock_lacks")
+    for threads in (1, 4):
+        rt.c.mg_set_num_threads(threads)
+        lacks.value = 4096
+        hits = (ctypes.c_int * 50)()
+        assert rt.launch("plain", 50, device=CPU, hits=hits) == MEMORY and list(hits) == [0] * 50
+        assert rt.error() == "scaled_add: out of memory, the kernel plain on the CPU could not get 4096 bytes"
+        lacks.value = 0
+        assert hits_of(rt, 50) == [1] * 50
+
+
 def test_cpu_survives_fork(rt):
     rt.c.mg_set_num_threads(4)
     assert hits_of(rt, 100) == [1] * 100
@@ -563,9 +576,38 @@ def test_number_of_threads(built, tmp_path, monkeypatch):
     assert rt.c.mg_num_threads() == 3
 
 
+def test_bad_41_number_of_threads(built, tmp_path, monkeypatch):
+    """What is no number of threads is passed over."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "default").mkdir()
+    default = Runtime(built, tmp_path / "default", monkeypatch).c.mg_num_threads()
+    for text, threads in (("99999999999", default), ("4294967299", default), ("1025", default), ("-2", default), ("3x", default), ("", default), ("1024", 1024),
+                          (" 7 ", 7), ("5,1", 5)):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        folder = tmp_path / (text.strip() or "empty")
+        folder.mkdir()
+        assert Runtime(built, folder, monkeypatch).c.mg_num_threads() == threads, text
+
+
 def test_isa_can_be_lowered(built, tmp_path, monkeypatch):
     monkeypatch.setenv("MARGAY_ISA", "base")
     assert Runtime(built, tmp_path, monkeypatch).c.mg_host_isa() == 0
+
+
+def test_bad_41_isa(built, tmp_path, monkeypatch):
+    """A name that means nothing is refused where the CPU would compute."""
+    for text in ("garbage", "AVX2", "avx2 "):
+        monkeypatch.setenv("MARGAY_ISA", text)
+        folder = tmp_path / text
+        folder.mkdir()
+        rt = Runtime(built, folder, monkeypatch)
+        assert rt.launch(device=CPU) == VALUE and rt.error() == f"the environment's MARGAY_ISA is {text}, expected base, avx2 or avx512"
+        assert rt.launch() == OK                              # of no concern to a GPU
+    for text in ("", "base", "avx2", "avx512"):               # at most: a machine may have less
+        monkeypatch.setenv("MARGAY_ISA", text)
+        folder = tmp_path / f"{text} known"
+        folder.mkdir()
+        assert Runtime(built, folder, monkeypatch).launch(device=CPU) == OK
 
 
 # ---- the module
@@ -675,9 +717,11 @@ class Table(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint32 * 2), ("previous", ctypes.c_void_p), ("unused", ctypes.c_void_p * 3), ("borrow", Borrow),
                 ("stream", Stream)]
 
-    def __init__(self, major=1, previous=None):
+    def __init__(self, major=1, previous=None, events=None):
         def borrow(fake, out):
             out[0] = fake.managed.tensor
+            if events is not None:
+                events.append("borrow")
             return 0
 
         def stream(kind, index, out):
@@ -725,7 +769,63 @@ def test_bad_38_subclasses_do_not_inherit_the_table(module):
     assert t["q"].asked and not table.streams
 
 
+def test_bad_40_python_runs_before_memory_is_viewed(module):
+    """Python code of an exporter, a type or a number could free or resize what was viewed before it: it has all run then."""
+    events = []
+
+    class Logging(Fake):
+        def __dlpack_device__(self):
+            events.append("python")
+            return super().__dlpack_device__()
+
+        def __dlpack__(self, **keywords):
+            events.append("python")
+            return super().__dlpack__(**keywords)
+
+    class Meta(type):
+        def __getattribute__(cls, name):
+            events.append("python")
+            return super().__getattribute__(name)
+
+    class Number(float):
+        def __float__(self):
+            events.append("python")
+            return 1.0
+
+        def __index__(self):
+            events.append("python")
+            return 0
+
+        __bool__ = __index__ = lambda self: events.append("python") or False
+
+    kind, seen = tabled(Table(events=events)), Meta("Seen", (Fake,), {})
+    for which in ("out", "q", "k", "v"):
+        for python in (Logging, seen):
+            t = fakes(kind)
+            t[which] = python([1, 2, 8, 64], data=9 << 24)
+            events.clear()
+            module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], Number(), Number())
+            assert "python" in events and events[-3:] == ["borrow"] * 3 and "borrow" not in events[:-3]
+
+
+def test_bad_40_masked_arrays(module):
+    numpy = pytest.importorskip("numpy")
+    out, q, k, v = (numpy.zeros((1, 2, 8, 64), numpy.float32) for _ in range(4))
+    for masked in (numpy.ma.masked_array(k), numpy.ma.masked_array(k, k == 0)):
+        with pytest.raises(TypeError, match=r"attention: k is <class 'numpy\.ma\S*MaskedArray'>, expected a tensor .* without a mask"):
+            module.attention_fwd(out, None, q, masked, v, 1.0, False)
+
+
+class Shapeless(Fake):
+    """Dimensions, and no pointer to their sizes."""
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.managed.tensor.shape = None
+
+
 @pytest.mark.parametrize("change, error, message", [
+    ({"q": Shapeless([1, 2, 8, 64])}, ValueError, "attention: q has 4 dimensions and no shape (a null pointer)"),
     ({"q": 3}, TypeError, "attention: q is <class 'int'>, expected a tensor"),
     ({"q": Fake}, TypeError, "attention: q is <class 'type'>, expected a tensor"),
     ({"q": None}, TypeError, "attention: q is missing"),
@@ -762,15 +862,71 @@ def test_module_producer_errors(module):
             call(module, {**fakes(), "k": kind([1, 2, 8, 64])})
 
 
+def test_bad_40_exceptions_that_are_no_string(module):
+    """An exporter's exception arrives as what it is, also where its class is not made from a text alone."""
+    class Two(Exception):
+        def __init__(self, code, reason):
+            super().__init__(code, reason)
+
+    class Other(Exception):
+        def __new__(cls, *arguments):
+            return ValueError("another") if len(arguments) == 1 else super().__new__(cls, *arguments)
+
+    raised = []
+
+    class Broken(Fake):
+        def __dlpack__(self, **keywords):
+            raise raised[-1]
+
+    for error in (Two(7, "not today"), UnicodeDecodeError("ascii", b"x", 0, 1, "not today"), Other(7, "not today")):
+        raised.append(error)
+        with pytest.raises(type(error)) as found:
+            call(module, {**fakes(), "k": Broken([1, 2, 8, 64])})
+        assert found.value is error and "not today" in str(error) and found.value.__context__ is None
+    with pytest.raises(KeyError, match="attention: k: 'not there'"):
+        raised.append(KeyError("not there"))
+        call(module, {**fakes(), "k": Broken([1, 2, 8, 64])})
+
+
 @pytest.mark.parametrize("arguments, message", [
     ((), "attention_fwd takes 7 to 10 positional arguments, got 0"),
     ((None,) * 11, "got 11"),
     ((None,) * 5 + ("x", False), "must be real number"),
     ((None,) * 5 + (1.0, False, "x"), "int"),
+    ((None,) * 5 + (1.0, False, 0, None, [1]), "attention: features is <class 'list'>, expected None or a tuple \\(left, right, softcap"),
+    ((None,) * 5 + (1.0, False, 0, None, 3), "attention: features is <class 'int'>, expected None or a tuple"),
+    ((None,) * 5 + (1.0, False, 0, None, (1,)), "features\\(\\) takes exactly 11 arguments \\(1 given\\)"),
 ])
 def test_module_arguments(module, arguments, message):
     with pytest.raises(TypeError, match=message):
         module.attention_fwd(*arguments)
+
+
+def test_features_of_the_backward(module):
+    with pytest.raises(TypeError, match="attention_backward: features is <class 'list'>, expected None or a tuple"):
+        module.attention_bwd_workspace(None, None, None, False, False, [1])
+    with pytest.raises(TypeError, match="attention_backward: features is <class 'list'>, expected None or a tuple"):
+        module.attention_bwd(*(None,) * 11, 1.0, False, False, 0, [1])
+
+
+@pytest.mark.parametrize("number", (1e-46, -1e-46, 5e-324, 1e39, -1e300))
+def test_bad_39_numbers_that_float32_cannot_hold(module, number):
+    """They would be 0, which means the default or nothing, or infinite."""
+    message = re.escape(f"{number!r}, expected a number that float32 can hold")
+    t = fakes()
+    with pytest.raises(ValueError, match="^attention: scale is " + message):
+        module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], number, False)
+    for place, name in ((2, "softcap"), (3, "dropout")):
+        features = [-1, -1, 0.0, 0.0, 0, None, None, None, None, 0, 0]
+        features[place] = number
+        with pytest.raises(ValueError, match=f"^attention: {name} is {message}"):
+            module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], 1.0, False, 0, None, tuple(features))
+    for place, name in ((11, "scale"), (15, "softcap")):
+        arguments = [*(None,) * 11, 1.0, False, -1, -1, 0.0, -1, 0]
+        arguments[place] = number
+        with pytest.raises(ValueError, match=f"^attention_decode: {name} is {message}"):
+            module.attention_decode(*arguments)
+    assert module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], 2e-45, False) is None      # the smallest that it holds, rounded
 
 
 def test_bad_40_capsules_are_not_leaked(module):
@@ -843,6 +999,14 @@ def test_module_explain(module):
         module.explain("matmul", dtype="int8")
     with pytest.raises(TypeError):
         module.explain("matmul", colour=1)
+
+
+@pytest.mark.parametrize("size", ("d", "batch", "heads_q", "heads_k", "nq", "nk", "m", "n", "k", "page"))
+def test_bad_39_explain_sizes(module, size):
+    for absurd in (-2**63, -1, 2**31, 2**63 - 1):
+        with pytest.raises(ValueError, match=re.escape(f"explain: {size} is {absurd}, expected 0 to 2^31 - 1")):
+            module.explain("scaled_add", **{size: absurd})
+    assert "scaled_add for" in module.explain("scaled_add", **{size: 2**31 - 1})
 
 
 def test_module_without_driver(module, monkeypatch):

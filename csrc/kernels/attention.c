@@ -36,7 +36,9 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   if (x.q_heads * x.out[0] * x.q_total == 0) return MG_OK;
   if (x.k_total == 0 || x.batch * x.q_rows == 0) {   // no keys; or packed, and no sequence with rows
     status = mg_is_empty(out) ? MG_OK : attention_fill(&c, out, 0);
-    return status || !lse ? status : attention_fill(&c, lse, 0xff800000u);   // -inf
+    if (status || !lse) return status;
+    if (!options->features || !options->features->sink || x.batch * x.q_rows == 0) return attention_fill(&c, lse, 0xff800000u);   // -inf
+    k = v = out;   // lse becomes the sink: the kernel knows how, and sees no key of these zeros
   }
   if (x.dv == 0) return mg_fail(MG_UNSUPPORTED, "%s: v has head dimension 0, accepted are 1 to 256", op);
   const mg_kernel_desc *desc = mg_desc(row);

@@ -46,7 +46,7 @@ static bool writes_zeros(const plan *w) {
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512
 // columns (found by measuring: 0.87 of the speed with 1024), the heads are dealt out to tasks whose dk and dv are added up in fp32.
 static int parts_of(const attention_shape *x, const mg_problem *problem, const plan *w, int64_t k_blocks, const mg_context *c) {
-  int64_t group = x->q_heads / at_least(1, x->k_heads), blocks = x->batch * x->k_heads * k_blocks * mg_desc(w->main)->cluster, parts = 1;
+  int64_t group = x->q_heads / at_least(1, x->k_heads), blocks = at_most(NO_DIAGONAL, mg_times(x->batch * x->k_heads, k_blocks * mg_desc(w->main)->cluster)), parts = 1;
   if (problem->deterministic || !adds_parts(w->main)) return 1;
   while (parts < group && (2 * blocks * parts < 3 * c->sms || (problem->gpu && group / parts * w->width > 512)))
     do parts++; while (group % parts);
@@ -84,6 +84,12 @@ static mg_status make_plan(plan *w, const attention_shape *x, const mg_problem *
   size_t acc = w->parts > 1 ? (size_t)((packed ? 1 : x->batch) * x->k_heads * w->acc_blocks * 64 * w->width) * sizeof(float) : 0;
   w->dv = w->dk + round_up(acc);
   w->bytes = w->dv + round_up(acc);
+  // `parts` of the accumulators' blocks of 64 keys are less than these
+  const int64_t key_tasks = mg_times(x->batch * x->k_heads, w->parts * k_blocks);
+  if (key_tasks > INT32_MAX / 2)
+    return mg_fail(MG_VALUE, "attention_backward: %lld blocks of keys (%lld %s, %lld heads, %lld blocks for up to %lld keys), at most 2^30 are accepted",
+                   (long long)key_tasks, (long long)x->batch, packed ? "packed sequences" : "batch", (long long)x->k_heads * w->parts, (long long)k_blocks,
+                   (long long)x->k_rows);
   if (x->batch * x->q_heads * w->blocks64 > INT32_MAX / 8 || heads * w->head_blocks > INT32_MAX / 8) return mg_fail(MG_VALUE, "attention_backward: %lld row blocks, too many", (long long)(heads * w->blocks64));
   return MG_OK;
 }
@@ -94,6 +100,7 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
   mg_context c;
   mg_status status = q && k && v ? MG_OK : mg_fail(MG_TYPE, "attention_backward: q, k or v is missing, expected tensors");
   if (!status && (q->dims != 4 || k->dims != 4 || v->dims != 4)) status = mg_fail(MG_VALUE, "attention_backward: q, k, v must have 4 dimensions");
+  for (int i = 0; i < 3 && !status; i++) status = mg_check_sizes("attention_backward", (const char *[]){"q", "k", "v"}[i], (const mg_tensor *[]){q, k, v}[i]);
   if (!status) status = attention_read(&x, "attention_backward", q, k, v, options);
   if (!status) status = mg_context_open(&c, q, NULL);
   if (status) return status;
@@ -172,7 +179,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
     .ds_scale = ds_scale, .out_scale = x.scale / ds_scale, .features = attention_features_of(&x, options->features),
     .dk = {.data = dk->data, .row = dk->stride[2], .head = dk->stride[1], .columns = (int)x.d, .acc = w.parts > 1 ? (float *)(base + w.dk) : NULL},
     .dv = {.data = dv->data, .row = dv->stride[2], .head = dv->stride[1], .columns = (int)x.dv, .acc = w.parts > 1 ? (float *)(base + w.dv) : NULL}};
-  p.tasks = (int)x.batch * p.k_heads * p.k_blocks;
+  p.tasks = (int)(x.batch * p.k_heads * p.k_blocks);   // make_plan has seen that it fits
   p.l2_heads = backward_section(&c, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), &p);
   if (writes_zeros(&w)) p.lag = backward_lag(&c, &p);
   attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,

@@ -75,7 +75,7 @@ static mg_status read_shape(shape *x, const char *op, const mg_tensor *q, const 
   if (x->k_heads == 0 ? x->q_heads != 0 : x->q_heads % x->k_heads != 0)
     return mg_fail(MG_VALUE, "%s: q has %lld heads and k_cache has %lld, expected a multiple of k_cache's", op, (long long)x->q_heads, (long long)x->k_heads);
   if (x->d < 1 || x->d > 256) return mg_fail(MG_UNSUPPORTED, "%s: head dimension %lld, accepted are 1 to 256", op, (long long)x->d);
-  if (x->batch * x->q_heads * ceil_div(x->queries, 64) > INT32_MAX / 2 || x->q_heads * x->queries > INT32_MAX / 2)
+  if (mg_times(x->batch * x->q_heads, ceil_div(x->queries, 64)) > INT32_MAX / 2 || x->q_heads * x->queries > INT32_MAX / 2)
     return mg_fail(MG_VALUE, "%s: batch %lld * heads %lld * queries %lld is too large, expected below 2^30", op, (long long)x->batch, (long long)x->q_heads,
                    (long long)x->queries);
   x->group = x->k_heads ? x->q_heads / x->k_heads : 0;
@@ -96,6 +96,7 @@ static mg_status check_options(const char *op, const mg_decode_options *o, const
   return MG_OK;
 }
 
+#define MOST_WORK ((int64_t)1 << 48)   // of explain's problems, which may be absurd; a call has at most 2^30 tasks
 typedef struct work {
   int64_t units, slots;        // multiprocessors and the blocks that reside on them, or threads
   int64_t tasks, rows;         // of one split; of the output
@@ -108,8 +109,8 @@ static work work_of(const mg_kernel *row, const mg_problem *p) {
   const mg_kernel_desc *desc = mg_desc(row);
   const int copies = p->page > 0 ? desc->tile_n / greatest_divisor((int)at_most(NO_LIMIT, p->page), desc->tile_n) : 0;
   const int64_t row_blocks = p->heads_k ? ceil_div(p->heads_q / p->heads_k * p->nq, 64) : 0;
-  return (work){.units = p->sms, .slots = (int64_t)p->sms * (p->gpu ? desc->blocks_per_sm : 1), .tasks = p->batch * p->heads_k * row_blocks,
-                .rows = p->batch * p->heads_q * p->nq, .key_blocks = ceil_div(p->nk, desc->tile_n), .copies = copies, .gpu = p->gpu};
+  return (work){.units = p->sms, .slots = (int64_t)p->sms * (p->gpu ? desc->blocks_per_sm : 1),
+                .tasks = at_most(MOST_WORK, mg_times(p->batch * p->heads_k, row_blocks)), .rows = at_most(MOST_WORK, mg_times(p->batch * p->heads_q, p->nq)), .key_blocks = ceil_div(p->nk, desc->tile_n), .copies = copies, .gpu = p->gpu};
 }
 
 // Estimated microseconds, the launch included. A key block takes `alone` in a block that has its multiprocessor for itself, `shared` for each of several,
@@ -137,7 +138,7 @@ static int choose_splits(const work *w) {
 size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n) {
   const mg_kernel *row;
   if (n) *buf = 0;
-  if (p->batch * p->heads_q * p->heads_k * p->nq == 0 || p->heads_q % p->heads_k || mg_select(&row, MG_OP_attention_decode, p, c)) return 0;
+  if (!p->batch || !p->heads_q || !p->heads_k || !p->nq || p->heads_q % p->heads_k || mg_select(&row, MG_OP_attention_decode, p, c)) return 0;
   const work w = work_of(row, p);
   const int64_t row_blocks = w.tasks / (p->batch * p->heads_k);
   const int splits = wanted ? wanted : choose_splits(&w);
@@ -176,7 +177,7 @@ static mg_status make_plan(plan *w, const shape *x, const mg_tensor *q, const mg
   w->tasks = heads * w->row_blocks * w->splits;
   if (w->tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "attention_decode: %lld tasks, at most 2^30 are accepted", (long long)w->tasks);
   w->blocks = c->persistent ? at_most(work.slots, w->tasks) : w->tasks;
-  w->counter = c->persistent && w->tasks > w->blocks && heads * keys * x->d > 1 << 24;   // worth a launch more
+  w->counter = c->persistent && w->tasks > w->blocks && mg_times(mg_times(heads, keys), x->d) > 1 << 24;   // worth a launch more
   const int64_t parts = w->splits > 1 ? heads * w->splits * x->rows : 0;
   w->part = w->counter ? COUNTER_BYTES : 0;
   w->part_lse = w->part + round_up((size_t)(parts * x->d) * sizeof(float));
@@ -193,7 +194,10 @@ mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const
   if (!q || !k_cache) return mg_fail(MG_TYPE, "%s: q or k_cache is missing, expected tensors", op);
   if (q->dims != 4 || k_cache->dims != 4) return mg_fail(MG_VALUE, "%s: q has %d and k_cache %d dimensions, expected 4", op, q->dims, k_cache->dims);
   if (page_table && page_table->dims != 2) return mg_fail(MG_VALUE, "%s: page_table has %d dimensions, expected 2", op, page_table->dims);
-  mg_status status = read_shape(&x, op, q, k_cache, page_table);
+  mg_status status = mg_check_sizes(op, "q", q);
+  if (!status) status = mg_check_sizes(op, "k_cache", k_cache);
+  if (!status && page_table) status = mg_check_sizes(op, "page_table", page_table);
+  if (!status) status = read_shape(&x, op, q, k_cache, page_table);
   if (!status) status = check_options(op, options, &x);
   if (!status) status = mg_context_open(&c, q, NULL);
   if (!status) status = make_plan(&w, &x, q, options, &c);
@@ -292,7 +296,7 @@ mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const
     status = mg_fail(MG_VALUE, "%s: cache_seqlens is %d, expected 0 to %lld (what the cache holds)", op, length, (long long)x.keys);
   if (status) return status;
   if (mg_is_empty(k) || mg_is_empty(k_cache)) return MG_OK;
-  const int64_t tasks = x.batch * k->shape[1] * x.k_heads;
+  const int64_t tasks = mg_times(x.batch * k->shape[1], x.k_heads);
   if (tasks > INT32_MAX / 2) return mg_fail(MG_VALUE, "%s: %lld new rows, at most 2^30 are accepted", op, (long long)tasks);
   if ((status = mg_context_open(&c, k, stream))) return status;
   const mg_problem problem = {.dtype = k->dtype, .gpu = k->device == MG_CUDA, .d = x.d, .batch = x.batch, .heads_k = x.k_heads, .nq = k->shape[1], .nk = x.keys,

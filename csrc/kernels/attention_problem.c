@@ -30,11 +30,13 @@ static mg_status read_shape(attention_shape *x, const char *op, const mg_tensor 
     return mg_fail(MG_VALUE, "%s: q has %lld heads and k has %lld, expected a multiple of k's", op, (long long)x->q_heads, (long long)x->k_heads);
   if (x->d < 1 || x->d > 256 || x->dv > 256)
     return mg_fail(MG_UNSUPPORTED, "%s: head dimension %lld (q, k) and %lld (v), accepted are 1 to 256", op, (long long)x->d, (long long)x->dv);
-  if (x->q_rows > INT32_MAX / 2 || x->k_rows > INT32_MAX / 2 || x->batch * x->q_heads > INT32_MAX / 2)
+  if (x->q_rows > INT32_MAX / 2 || x->k_rows > INT32_MAX / 2 || mg_times(x->batch, x->q_heads) > INT32_MAX / 2)
     return mg_fail(MG_VALUE, "%s: sequences and batch * heads must stay below 2^30, found %lld, %lld and %lld", op, (long long)x->q_rows,
                    (long long)x->k_rows, (long long)(x->batch * x->q_heads));
   return MG_OK;
 }
+// How many of the 65536 values of its random bits drop a probability.
+static uint32_t dropped_of_65536(const mg_attention_features *f) { return (uint32_t)lrint((double)f->dropout * 65536); }
 // What the features' arguments have to agree on; packed sequences become the shape's batch and rows.
 static mg_status read_features(attention_shape *x, const char *op, const mg_attention_features *f) {
   static const mg_attention_features none;
@@ -44,6 +46,9 @@ static mg_status read_features(attention_shape *x, const char *op, const mg_atte
   mg_status status = mg_check_softcap(op, f->softcap);
   if (status) return status;
   if (!(f->dropout >= 0 && f->dropout < 1)) return mg_fail(MG_VALUE, "%s: dropout_p is %g, expected 0 to less than 1", op, (double)f->dropout);
+  if (dropped_of_65536(f) == 65536)
+    return mg_fail(MG_VALUE, "%s: dropout_p is %.9g, which is rounded to a multiple of 1 / 65536 and becomes 1, expected at most 65535 / 65536", op,
+                   (double)f->dropout);
   if (!f->q_start != !f->k_start)
     return mg_fail(MG_TYPE, "%s: cu_seqlens_%s is missing, expected both or none", op, f->q_start ? "k" : "q");
   if (f->q_start) {
@@ -91,7 +96,7 @@ static int lower_diagonal(const attention_shape *x, const mg_attention_features 
 static int64_t span_of(const attention_shape *x, const mg_attention_options *options) {
   const mg_attention_features *f = options->features;
   if (!f || !f->window || f->left < 0 || (f->right < 0 && !options->causal)) return x->k_rows;
-  return at_most(x->k_rows, f->left + 1 + (options->causal ? 0 : f->right));
+  return at_most(x->k_rows, at_most(NO_DIAGONAL, f->left) + 1 + (options->causal ? 0 : at_most(NO_DIAGONAL, f->right)));
 }
 attention_features attention_features_of(const attention_shape *x, const mg_attention_features *f) {
   attention_features k = {.lower = lower_diagonal(x, f)};
@@ -106,8 +111,8 @@ attention_features attention_features_of(const attention_shape *x, const mg_atte
     k.slope_batch = f->slopes->shape[0] > 1 ? (int)x->q_heads : 0;
   }
   k.softcap = f->softcap;
-  k.drop_below = (uint32_t)lrint((double)f->dropout * 65536);
-  k.keep_scale = (float)(1 / (1 - (double)f->dropout));
+  k.drop_below = dropped_of_65536(f);
+  k.keep_scale = (float)(65536.0 / (65536 - k.drop_below));   // of the probability that is drawn: the mean stays
   k.seed[0] = (uint32_t)f->seed;
   k.seed[1] = (uint32_t)(f->seed >> 32);
   return k;

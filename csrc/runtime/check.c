@@ -112,20 +112,22 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
                  list(t->shape, t->dims).chars, list(t->stride, t->dims).chars, wanted);
 }
 
+mg_status mg_check_sizes(const char *op, const char *name, const mg_tensor *t) {
+  for (int i = 0; i < t->dims; i++)
+    if (t->shape[i] < 0 || t->shape[i] > INT32_MAX)
+      return mg_fail(MG_VALUE, "%s: %s has shape %s, expected 0 to 2^31 - 1 in every dimension", op, name, list(t->shape, t->dims).chars);
+  return MG_OK;
+}
+
 // Memory of an argument, [first, end); empty where it has no elements.
 typedef struct span { uintptr_t first, end; } span;
 
 static mg_status check_memory(const call *c, const mg_tensor *t, span *s) {
   int64_t size = (int64_t)mg_dtype_size(t->dtype), bytes = size;
   *s = (span){0, 0};
-  for (int i = 0; i < t->dims; i++) {
-    if (t->shape[i] < 0 || (t->shape[i] > INT32_MAX && c->rule->kind != KIND_U8))   // a workspace is only bytes
-      return mg_fail(MG_VALUE, "%s: %s has shape %s, expected 0 to 2^31 - 1 in every dimension", c->op, c->rule->name,
-                     list(t->shape, t->dims).chars);
-    if (t->shape[i] == 0) size = 0;
-  }
-  if (!size) return MG_OK;
   mg_status status = MG_OK;
+  if (c->rule->kind != KIND_U8 || t->shape[0] < 0) status = mg_check_sizes(c->op, c->rule->name, t);   // a workspace is only bytes
+  if (status || mg_is_empty(t)) return status;
   for (int i = 0; i < t->dims; i++) {
     int64_t step;
     if (t->shape[i] < 2 || t->stride[i] < 0) continue;

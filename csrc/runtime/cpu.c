@@ -10,6 +10,7 @@
 #include "runtime/cpu.h"
 
 enum { MAX_THREADS = 1024 };
+static const char isa_variable[] = "MARGAY_ISA";
 
 // ---- instruction sets
 
@@ -27,7 +28,7 @@ static mg_isa detect_isa(void) {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
     best = MG_ISA_AVX512;
 #endif
-  const char *wish = getenv("MARGAY_ISA");
+  const char *wish = getenv(isa_variable);
   for (mg_isa i = MG_ISA_BASE; wish && i < best; i++)
     if (!strcmp(wish, mg_isa_name(i))) return i;
   return best;
@@ -40,6 +41,17 @@ mg_isa mg_host_isa(void) {
   return (mg_isa)isa;
 }
 
+mg_status mg_check_isa(void) {
+  static atomic_int known;          // 1: checked, racing threads find the same
+  if (atomic_load_explicit(&known, memory_order_relaxed)) return MG_OK;
+  const char *wish = getenv(isa_variable);
+  bool found = !wish || !*wish;
+  for (mg_isa i = MG_ISA_BASE; !found && i < MG_ISA_COUNT; i++) found = !strcmp(wish, mg_isa_name(i));
+  if (!found) return mg_fail(MG_VALUE, "the environment's %s is %.40s, expected base, avx2 or avx512", isa_variable, wish);
+  atomic_store_explicit(&known, 1, memory_order_relaxed);
+  return MG_OK;
+}
+
 // ---- how many threads
 
 static atomic_int wanted_threads;   // 0: the default
@@ -49,7 +61,9 @@ static int default_threads(void) {
   int n = atomic_load_explicit(&known, memory_order_relaxed);
   if (n) return n;
   const char *openmp = getenv("OMP_NUM_THREADS");
-  if (openmp) n = atoi(openmp);
+  char *end = NULL;                 // of a number; a list has one for each level of nesting
+  const long wish = openmp ? strtol(openmp, &end, 10) : 0;
+  if (wish > 0 && wish <= MAX_THREADS && strchr(", \t", *end)) n = (int)wish;   // strchr finds the end of the text too
 #ifdef __linux__
   cpu_set_t cores;
   if (n < 1 && !sched_getaffinity(0, sizeof cores, &cores)) n = CPU_COUNT(&cores);
@@ -76,6 +90,7 @@ typedef struct job {                // lives on its caller's stack; the caller l
   const void *params;
   int blocks, clusters;
   atomic_int next;                  // cluster that nobody has taken yet
+  atomic_size_t lacks;              // bytes that a thread did not get
   int helpers, helpers_wanted;      // pool threads inside, and how many may be; under the lock
   struct job *link;
 } job;
@@ -89,10 +104,20 @@ typedef struct pool {
 static const pool empty_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0};
 static pool the_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0};
 
-static void take_part(job *j) {
+extern _Thread_local size_t mg_machine_lacks;   // of tile/cpu/fiber.h
+
+// False without the memory that a cluster needs. A thread gets it before it takes one: what was taken has to run, for others may wait for it.
+static bool take_part(job *j) {
   const int cluster = (int)j->desc->cluster;
+  mg_machine_lacks = 0;
+  j->desc->run(j->params, 0, 0);
+  if (mg_machine_lacks) {
+    atomic_store(&j->lacks, mg_machine_lacks);
+    return false;
+  }
   for (int i; (i = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed)) < j->clusters;)
     j->desc->run(j->params, i * cluster, j->blocks);
+  return true;
 }
 
 static job *job_wanting_help(void) {
@@ -111,8 +136,9 @@ static void *helper(void *unused) {
     }
     j->helpers++;
     pthread_mutex_unlock(&the_pool.lock);
-    take_part(j);
+    const bool took_part = take_part(j);
     pthread_mutex_lock(&the_pool.lock);
+    if (!took_part) j->helpers_wanted--;
     if (!--j->helpers) pthread_cond_broadcast(&the_pool.done);
   }
   return unused;
@@ -133,13 +159,19 @@ static void grow(int threads) {
   pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
-void mg_cpu_run(const mg_kernel_desc *desc, const void *params, int blocks) {
+static mg_status outcome(const job *j, const mg_kernel *row) {
+  if (atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters) return MG_OK;
+  return mg_fail(MG_MEMORY, "%s: out of memory, the kernel %s on the CPU could not get %zu bytes", mg_op_name(row->op), row->name, atomic_load(&j->lacks));
+}
+
+mg_status mg_cpu_run(const mg_kernel *row, const void *params, int blocks) {
+  const mg_kernel_desc *desc = mg_desc(row);
   const int threads = mg_num_threads();
   job j = {.desc = desc, .params = params, .blocks = blocks, .clusters = blocks / (int)desc->cluster};
   j.helpers_wanted = (threads < j.clusters ? threads : j.clusters) - 1;
   if (j.helpers_wanted < 1) {
     take_part(&j);
-    return;
+    return outcome(&j, row);
   }
   pthread_mutex_lock(&the_pool.lock);
   if (the_pool.threads < j.helpers_wanted) grow(j.helpers_wanted);
@@ -154,4 +186,5 @@ void mg_cpu_run(const mg_kernel_desc *desc, const void *params, int blocks) {
   *at = j.link;
   while (j.helpers) pthread_cond_wait(&the_pool.done, &the_pool.lock);
   pthread_mutex_unlock(&the_pool.lock);
+  return outcome(&j, row);
 }

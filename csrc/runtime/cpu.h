@@ -2,4 +2,5 @@
 #pragma once
 #include "runtime/runtime.h"
 // Run every cluster of a grid of `blocks` on the pool and the caller; returns when all are done. Any number of threads may call at a time.
-void mg_cpu_run(const mg_kernel_desc *desc, const void *params, int blocks);
+// MG_MEMORY where the threads that take part have not the memory that a cluster needs.
+mg_status mg_cpu_run(const mg_kernel *row, const void *params, int blocks);

@@ -36,7 +36,7 @@ mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream) {
   if (t->device == MG_CPU) {
     c->persistent = interception.take;
     c->sms = interception.take ? interception.sms : mg_num_threads();
-    return MG_OK;
+    return mg_check_isa();
   }
   mg_gpu *gpu;
   mg_status status = open_gpu(&gpu, t->device_index);
@@ -160,10 +160,7 @@ mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *param
   if (blocks > INT32_MAX) return mg_fail(MG_VALUE, "%s: %lld blocks, expected at most 2^31 - 1", mg_op_name(row->op), (long long)blocks);
   if (blocks < 1) return MG_OK;
   if (interception.take && interception.take(row->name, params, blocks)) return MG_OK;
-  if (c->device == MG_CPU) {
-    mg_cpu_run(mg_desc(row), params, (int)blocks);
-    return MG_OK;
-  }
+  if (c->device == MG_CPU) return mg_cpu_run(row, params, (int)blocks);
   mg_gpu *gpu;
   bool pushed;
   mg_status status;

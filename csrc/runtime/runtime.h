@@ -10,6 +10,11 @@
 __attribute__((format(printf, 2, 3))) mg_status mg_fail(mg_status status, const char *format, ...);
 const char *mg_dtype_name(mg_dtype t);
 size_t mg_dtype_size(mg_dtype t);
+// a b of sizes, which are not negative; INT64_MAX where it is more.
+static inline int64_t mg_times(int64_t a, int64_t b) {
+  int64_t product;
+  return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
 
 // ---- check.c: rows of ops.def
 typedef enum mg_op {
@@ -21,6 +26,8 @@ typedef enum mg_op {
 // Ranks, dtypes, devices, strides, overlap and read-only outputs of `args` as the op's row in ops.def says; args in the row's order,
 // NULL for an absent optional one. What several arguments have to agree on beyond that is the op's own check.
 mg_status mg_check(mg_op op, const mg_tensor *const *args);
+// Only the sizes of one argument: 0 to 2^31 - 1 in each dimension.
+mg_status mg_check_sizes(const char *op, const char *name, const mg_tensor *t);
 // The starts of packed sequences, `name`_{q,k}, an int32 vector that mg_check has passed: they begin with 0, do not fall and end with at most `total`,
 // and no sequence has more than max_seqlen rows. Reads the CPU's tensors; what a GPU holds is not looked at.
 mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen);
@@ -98,6 +105,7 @@ mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data
 // ---- launch.c, cpu.c
 mg_isa mg_host_isa(void);                           // the running CPU's best, at most the environment's MARGAY_ISA
 const char *mg_isa_name(mg_isa isa);
+mg_status mg_check_isa(void);                       // fails where MARGAY_ISA is set to none of the names
 // blocks is a multiple of the row's cluster. CPU: runs to the end. GPU: enqueued on the context's stream.
 mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *params, int64_t blocks);
 // For tools: this thread's launches go to `take`, as if there were `sms` multiprocessors, and are run as usual only where it returns false.

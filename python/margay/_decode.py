@@ -1,7 +1,5 @@
 """Attention for generation: new queries against a cache of keys and values, and the cache's growth. Forward only."""
 
-import math
-
 from margay import ops
 
 NAMES = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cache_batch_idx", "sink", "alibi_slopes")
@@ -14,7 +12,7 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
     """softmax(scale q k^T) v over the keys that a cache holds.
 
     q [B, Nq, Hq, D]; k_cache, v_cache [B or more, N, Hk, D], or with a page_table [pages, page size, Hk, D]; Hq is a multiple of Hk; 1 <= D <= 256.
-    bfloat16 or float16, on the CPU also float32. Any strides whose last is 1. Forward only; PyTorch tensors or NumPy arrays.
+    bfloat16 or float16, on the CPU also float32. Forward only; PyTorch tensors or NumPy arrays.
 
     cache_seqlens: keys of each sequence, int32 [B] on the device of q, or one int; the whole cache if None. Whatever the cache holds behind them, NaN
         included, has no influence.
@@ -28,13 +26,14 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
     return_lse: also return the natural-log log-sum-exp of the scores, float32 [B, Hq, Nq].
 
     The output is [B, Nq, Hq, D]. A row without keys is 0, its lse -inf (or the sink). Never synchronises, and can be captured in a CUDA graph: lengths and
-    pages are read when the kernels run. The same call gives the same bits. On CUDA, caches whose address or strides are not multiples of 16 bytes are
-    copied first.
+    pages are read when the kernels run. The same call gives the same bits. Caches whose last dimension is not contiguous, or has negative strides, and on
+    CUDA those whose address or strides are not multiples of 16 bytes, are copied first, all of them in every call: that costs far more than the attention.
+    `explain` says so.
     """
     face = _face("attention_decode", "q", q)
     length, seqlens = _length("attention_decode", cache_seqlens)
     left, right = ops._window(window, "attention_decode")
-    scale = _scale(scale)
+    scale = ops.attention_scale(scale, "attention_decode")
     sink, alibi_slopes = ops._feature_tensors(face, "attention_decode", sink, alibi_slopes)
     softcap = ops._softcap("attention_decode", softcap)
     num_splits = ops._integer("attention_decode", "num_splits", num_splits)
@@ -48,7 +47,7 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
 def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_batch_idx=None):
     """Write k and v [B, new, Hk, D] into the caches, in place, behind cache_seqlens keys (int32 [B], or one int), which stays as it is.
 
-    The caches, page_table and cache_batch_idx are those of `attention_decode`. What would land behind a cache's end or on a page that does not exist is
+    The caches, page_table and cache_batch_idx are those of `attention_decode`; the last dimension of a cache, which is written, must be contiguous. What would land behind a cache's end or on a page that does not exist is
     dropped. Sequences must not share the places they write to.
     """
     face = _face("append_kv", "k_cache", k_cache)
@@ -63,6 +62,7 @@ def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_spl
     from margay import _C
 
     face = ops._face("attention_decode", "q", q)
+    face.check_kinds("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
     check_ranks("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
     length, seqlens = _length("attention_decode", cache_seqlens)
     rows = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
@@ -73,8 +73,7 @@ def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_spl
     lines = ["attention_decode: " + ", ".join(f"{name} {ops._shape(t)} {ops.dtype_name(t)}" for name, t in named.items())]
     if seqlens is not None:
         lines.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
-    lines += [f"  {name} is copied first: its address or strides are not multiples of 16 bytes"
-              for name, t in (("k_cache", k_cache), ("v_cache", v_cache)) if not face.is_mappable(t)]
+    lines += [f"  {name} is copied first: {why}" for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)) if (why := face.why_copied(t, mapped=name != "q"))]
     return "\n".join([*lines, _C.explain("attention_decode", **problem)])
 
 
@@ -100,15 +99,6 @@ def _length(op, cache_seqlens):
     if not 0 <= length < ops._FAR:
         raise ValueError(f"{op}: cache_seqlens is {length}, expected 0 to what the cache holds")
     return length, None
-
-
-def _scale(scale):
-    if scale is None:
-        return 0.0
-    scale = ops._number("attention_decode", "scale", scale)
-    if not ops.SMALLEST_SCALE <= scale < math.inf:
-        raise ValueError(f"attention_decode: scale is {scale:g}, expected a positive finite number")
-    return scale
 
 
 def check_ranks(op, **tensors):
@@ -137,7 +127,8 @@ class _Arrays:
         out = np.empty(q.shape, q.dtype)
         lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None
         size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
-        _C.attention_decode(out, lse, *tensors, np.empty(size // 8 + 2, np.int64).view(np.uint8)[:size] if size else None, *options)
+        workspace = np.empty(size // 8 + 2, np.int64).view(np.uint8)[:size] if size else None
+        _numpy.with_copies(lambda *tensors: _C.attention_decode(out, lse, *tensors, workspace, *options), *tensors)
         return out, lse
 
     @staticmethod
@@ -145,4 +136,5 @@ class _Arrays:
         from margay import _C, _numpy
         _numpy._check_arrays("append_kv", **dict(zip(APPEND_NAMES, tensors)))
         check_ranks("append_kv", **dict(zip(APPEND_NAMES[:4], tensors)))
-        _C.append_kv(*tensors, length)
+        caches, rest = tensors[:2], tensors[2:]
+        _numpy.with_copies(lambda *rest: _C.append_kv(*caches, *rest, length), *rest)

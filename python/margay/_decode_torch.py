@@ -2,7 +2,7 @@
 
 import torch
 
-from margay import _C, _torch
+from margay import _C, _torch, ops
 from margay._decode import APPEND_NAMES, NAMES, check_ranks
 from margay._torch import as_float32
 
@@ -35,18 +35,27 @@ def _decode(tensors, options, want_lse=True):
     q, k_cache, v_cache, _, page_table, *_ = tensors
     if not q.is_cuda:
         _torch._use_torch_threads()
-    out = None
     try:
         size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device) if size else None
         out, lse = _outputs(q, want_lse)
         _C.attention_decode(out, lse, *tensors, workspace, *options)
     except Exception:
-        _check_decode(q, k_cache, v_cache)
-        if out is None or not q.is_cuda or _torch._all_mappable(k_cache, v_cache):
-            raise
-        _C.attention_decode(out, lse, q, _torch._mappable(k_cache), _torch._mappable(v_cache), *tensors[3:], workspace, *options)
+        return _decode_of_copies(tensors, options, want_lse)
     return out, lse
+
+
+@ops.one_exception
+def _decode_of_copies(tensors, options, want_lse):
+    _check_decode(*tensors)
+    copies = _without_gaps(tensors[0]), *map(_torch._mappable, tensors[1:3]), *map(_without_gaps, tensors[3:])
+    if all(a is b for a, b in zip(copies, tensors)):
+        raise
+    return _decode(copies, options, want_lse)
+
+
+def _without_gaps(t):
+    return t.contiguous() if t is not None and t.ndim and _torch._has_gaps(t) else t
 
 
 def _append(tensors, length):
@@ -55,17 +64,27 @@ def _append(tensors, length):
     try:
         _C.append_kv(*tensors, length)
     except Exception:
-        _check_append(*tensors)
+        _append_of_copies(tensors, length)
+
+
+@ops.one_exception
+def _append_of_copies(tensors, length):
+    _check_append(*tensors)
+    copies = *tensors[:2], *map(_without_gaps, tensors[2:])
+    if all(a is b for a, b in zip(copies, tensors)):
         raise
+    _C.append_kv(*copies, length)
 
 
 def _check_decode(*tensors):
     named = dict(zip(NAMES, tensors))
+    _torch._check_tensors("attention_decode", **named)
     check_ranks("attention_decode", **dict(zip(NAMES[:3], tensors)))
     _torch._check_devices("attention_decode", **named)
 
 
 def _check_append(*tensors):
+    _torch._check_tensors("append_kv", **dict(zip(APPEND_NAMES, tensors)))
     check_ranks("append_kv", **dict(zip(APPEND_NAMES[:4], tensors)))
     _torch._check_devices("append_kv", **dict(zip(APPEND_NAMES, tensors)))
 

@@ -47,9 +47,9 @@ def unsupported(q, k, v, scale=None, dropout_p=0.0):
         return f"dtype {ops.dtype_name(q)} on {q.device.type}"
     if max(q.shape[-1], v.shape[-1]) > ops.MAX_HEAD_DIM:
         return f"a head dim over {ops.MAX_HEAD_DIM}"
-    if scale is not None and not scale >= ops.SMALLEST_SCALE:
-        return "a scale that is not positive"
-    if dropout_p == 1.0:
+    if scale is not None and not ops.SMALLEST_SCALE <= scale <= ops.LARGEST_SCALE:
+        return "a scale that float32 cannot hold" if scale > 0 else "a scale that is not positive"
+    if ops.DROPS_ALL <= dropout_p <= 1:
         return "a dropout probability of 1"
     return _why_not_gpu(q.device.index) if q.is_cuda else None
 

@@ -12,7 +12,8 @@ def attention(q, k, v, causal, scale, return_lse, deterministic):
     ops.check_attention(q, k, v)
     out = _empty_ordered(q, v.shape[3])
     lse = np.empty(q.shape[:3], np.float32) if return_lse else None
-    _C.attention_fwd(out, lse, q, k, v, ops.attention_scale(scale), bool(causal))
+    scale = ops.attention_scale(scale)
+    with_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, bool(causal)), q, k, v)
     return (out, lse) if return_lse else out
 
 
@@ -25,11 +26,8 @@ def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal
     out = _empty_ordered(q, v.shape[3])
     lse = np.empty(q.shape[:3], np.float32) if return_lse else None
     features = left, right, softcap, dropout, (seed or 0) & 0xFFFFFFFFFFFFFFFF, sink, slopes, *starts, max_q, max_k
-    _C.attention_fwd(out, lse, q, k, v, ops.attention_scale(scale), bool(causal), 0, None, features)
-    if lse is not None and sink is not None and k.shape[2] == 0:
-        lse[:] = sink[:, None]
-        if starts[0] is not None:
-            lse[..., starts[0][-1]:] = -np.inf
+    scale = ops.attention_scale(scale)
+    with_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, bool(causal), 0, None, features), q, k, v)
     return (out, lse) if return_lse else out
 
 
@@ -40,12 +38,16 @@ def attention_fp8(q, k, v, descales, causal, scale, return_lse):
 def as_starts(name, a):
     if not isinstance(a, np.ndarray) or a.dtype not in (np.int32, np.int64):
         raise TypeError(f"attention: {name} is {_kind(a)}, expected the starts of the sequences, an int32 array [B + 1]")
+    _check_arrays("attention", **{name: a})
+    if a.size and not -2**31 <= a.min() <= a.max() < 2**31:
+        ops.refuse_start(name, a.ravel().tolist())
     return np.ascontiguousarray(a, np.int32)
 
 
 def as_float32(op, name, a):
     if not isinstance(a, np.ndarray) or a.dtype.kind != "f":
         raise TypeError(f"{op}: {name} is {_kind(a)}, expected a float32 array")
+    _check_arrays(op, **{name: a})
     return np.ascontiguousarray(a, np.float32) if a.ndim else a.astype(np.float32)      # ascontiguousarray has at least one dimension
 
 
@@ -71,16 +73,32 @@ def matmul(a, b, bias, activation, out):
     rows = out.reshape(_rows(out), out.shape[-1])
     if out.size and not np.may_share_memory(rows, out):
         raise ValueError(f"matmul: out has strides {out.strides}, expected leading dimensions that can be flattened")
-    _C.matmul(rows, a.reshape(_rows(a), a.shape[-1]), b, bias, activation)
+    with_copies(lambda a, b, bias: _C.matmul(rows, a, b, bias, activation), a.reshape(_rows(a), a.shape[-1]), b, bias)
     return out
+
+
+def with_copies(call, *arrays):
+    """call(*arrays); where C refuses their strides, with copies of those that it does not read in place."""
+    try:
+        return call(*arrays)
+    except ValueError:
+        copies = [a if a is None or why_copied(a) is None else np.ascontiguousarray(a) for a in arrays]
+        if all(a is b for a, b in zip(arrays, copies)):
+            raise
+    return call(*copies)
 
 
 def is_gpu(a):
     return False
 
 
-def is_mappable(a):
-    return True
+def why_copied(a, matrix=False, mapped=True):
+    """Why kernels cannot read a where it is, or None."""
+    if any(n > 1 and stride < 0 for n, stride in zip(a.shape, a.strides)):
+        return "it has negative strides"
+    if a.shape[-1] < 2 or a.strides[-1] == a.itemsize or matrix and (a.shape[-2] < 2 or a.strides[-2] == a.itemsize):
+        return None
+    return "neither of its last two dimensions is contiguous" if matrix else "its last dimension is not contiguous"
 
 
 def is_transposed(a):
@@ -93,12 +111,20 @@ def _rows(a):
 
 def _check_arrays(op, **arrays):
     for name, a in arrays.items():
-        if a is not None and not isinstance(a, np.ndarray):
+        if a is None and name not in ops.REQUIRED:
+            continue
+        if not isinstance(a, np.ndarray):
             raise TypeError(f"{op}: {name} is {type(a).__name__}, expected numpy.ndarray (same as {next(iter(arrays))})")
+        if isinstance(a, np.ma.MaskedArray):
+            raise TypeError(f"{op}: {name} is a masked array, whose mask would be ignored; expected numpy.ndarray")
+
+
+def check_kinds(op, **arrays):
+    _check_arrays(op, **arrays)
 
 
 def _empty_ordered(like, last):
     """Dense array of like's shape but for the last dimension, the others in like's order in memory."""
-    order = ops.memory_order(like.strides)
+    order = ops.memory_order([abs(stride) for stride in like.strides])
     out = np.empty([like.shape[i] for i in order] + [last], like.dtype)
     return out.transpose([order.index(i) for i in range(3)] + [3])

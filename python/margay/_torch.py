@@ -94,18 +94,25 @@ def _attention_gradient(ctx, dout, dlse):
 
 def _attention(q, k, v, scale, causal, want_lse=True, features=None):
     scale = ops.attention_scale(scale)
-    out = None
     try:
-        out, lse = _attention_outputs(q, v, want_lse)
+        out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1])
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if want_lse else None
         _attention_into(out, lse, q, k, v, scale, causal, features)
     except Exception:
-        _check_tensors("attention", q=q, k=k, v=v)
-        _check_attention(q, k, v)
-        if out is None or _all_mappable(q, k, v, out):
-            raise
-        target = _mappable_empty(out)
-        _attention_into(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal, features)
-        _copy_back(out, target)
+        return _attention_of_copies(q, k, v, scale, causal, want_lse, features)
+    return out, lse
+
+
+@ops.one_exception
+def _attention_of_copies(q, k, v, scale, causal, want_lse, features):
+    _check_tensors("attention", q=q, k=k, v=v)
+    _check_attention(q, k, v)
+    out, lse = _attention_outputs(q, v, want_lse)
+    if _all_mappable(q, k, v, out):
+        raise
+    target = _mappable_empty(out)
+    _attention_into(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal, features)
+    _copy_back(out, target)
     return out, lse
 
 
@@ -130,14 +137,21 @@ def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, determinis
     try:
         _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
     except ValueError:                     # the forward's arguments were right: only addresses and strides can be wrong
-        if _all_mappable(*grads, dout, q, k, v, out):
-            raise
-        targets = [_mappable_empty(t) for t in grads]
-        dout, q, k, v, out = map(_mappable, (dout, q, k, v, out))
-        _attention_backward_into(targets, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
-        for grad, target in zip(grads, targets):
-            _copy_back(grad, target)
+        return _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
     return grads
+
+
+@ops.one_exception
+def _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, *options):
+    if _all_mappable(*grads, dout, q, k, v, out):
+        raise
+    grads = [_dense_like(t) for t in (q, k, v)]
+    targets = [_mappable_empty(t) for t in grads]
+    dout, q, k, v, out = map(_mappable, (dout, q, k, v, out))
+    _attention_backward_into(targets, dout, dlse, q, k, v, out, lse, *options)
+    for grad, target in zip(grads, targets):
+        _copy_back(grad, target)
+    return tuple(grads)
 
 
 def _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features):
@@ -153,11 +167,9 @@ def _check_attention(q, k, v):
     _check_devices("attention", q=q, k=k, v=v)
 
 
-def _attention_outputs(q, v, want_lse=True):
-    out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1])
-    if not want_lse:
-        return out, None
-    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+def _attention_outputs(q, v, want_lse=True, dtype=None):
+    out = _dense_like(q, dtype) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1], dtype)
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if want_lse else None
 
 
 def _attention_fake(q, k, v, scale=None, causal=False, deterministic=False):
@@ -166,7 +178,7 @@ def _attention_fake(q, k, v, scale=None, causal=False, deterministic=False):
 
 
 def _attention_backward_fake(dout, dlse, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return _dense_like(q), _dense_like(k), _dense_like(v)
 
 
 def _attention_autocast(q, k, v, *options):
@@ -207,9 +219,7 @@ def _attention_fp8(q, k, v, q_descale=None, k_descale=None, v_descale=None, scal
     scale = ops.attention_scale(scale)
     descales = q_descale, k_descale, v_descale
     out, lse = _attention_fp8_fake(q, k, v, *descales, want_lse=want_lse)
-    target = out
-    if q.is_cuda:
-        q, k, v, target = _mappable(q), _mappable(k), _mappable(v), _mappable_empty(out)
+    q, k, v, target = _mappable(q), _mappable(k), _mappable(v), _mappable_empty(out)
     balance = torch.empty(16, dtype=torch.uint8, device=q.device) if q.is_cuda and out.numel() > _ONE_WAVE else None
     if not q.is_cuda:
         _use_torch_threads()
@@ -227,8 +237,7 @@ def _attention_fp8_fake(q, k, v, q_descale=None, k_descale=None, v_descale=None,
         if t is not None and t.shape != k.shape[:2]:
             raise ValueError(f"attention: {name} has shape {list(t.shape)}, expected {list(k.shape[:2])} (batch and heads of k)")
     _check_same_device("attention", q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    out = torch.empty_like(q, dtype=torch.bfloat16) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1], torch.bfloat16)
-    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if want_lse else None
+    return _attention_outputs(q, v, want_lse, torch.bfloat16)
 
 
 def _attention_fp8_no_gradient(ctx, *_):
@@ -247,7 +256,7 @@ def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal
         return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("attention: alibi_slopes requires a gradient, which is not computed; pass alibi_slopes.detach()")
-    if torch.compiler.is_compiling() or not _plain(*tensors):
+    if torch.compiler.is_compiling() or k is None or v is None or not _plain(*tensors):
         _check_tensors("attention", q=q, k=k, v=v, sink=sink, alibi_slopes=slopes, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
         out, lse, _ = torch.ops.margay.attention_features(*tensors, *numbers, seed, scale, causal, deterministic)
         return (out, lse) if return_lse else out
@@ -270,12 +279,7 @@ def _features_forward(q, k, v, sink, slopes, q_start, k_start, left, right, soft
     if CHECK_STARTS and q_start is not None and q.is_cuda:
         ops.check_starts("q", q_start.tolist(), q.shape[2], max_q)
         ops.check_starts("k", k_start.tolist(), k.shape[2], max_k)
-    out, lse = _attention(q, k, v, scale, causal, want_lse, features)
-    if sink is not None and k.shape[2] == 0 and want_lse:
-        lse.copy_(sink.view(-1, 1))
-        if q_start is not None:
-            lse.masked_fill_(torch.arange(lse.shape[2], device=lse.device) >= q_start[-1], -torch.inf)
-    return out, lse, used
+    return *_attention(q, k, v, scale, causal, want_lse, features), used
 
 
 def _signed(seed):
@@ -343,7 +347,7 @@ def _features_fake(q, k, v, sink, slopes, q_start, k_start, *_):
 
 
 def _features_backward_fake(dout, dlse, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return _dense_like(q), _dense_like(k), _dense_like(v)
 
 
 def _features_autocast(q, k, v, *options):
@@ -354,12 +358,24 @@ def _features_autocast(q, k, v, *options):
 def as_starts(name, t):
     if not isinstance(t, torch.Tensor) or t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"attention: {name} is {_kind(t)}, expected the starts of the sequences, an int32 tensor [B + 1]")
-    return t.to(torch.int32).contiguous()
+    _check_tensors("attention", **{name: t})
+    if t.dtype is torch.int64:
+        t = _as_int32(name, t)
+    return t.contiguous()
+
+
+def _as_int32(name, t):
+    """Values that int32 does not have become the nearest that it has, which no sequence has either; on the CPU they are refused."""
+    starts = t.clamp(-2**31, 2**31 - 1)
+    if t.is_cpu and not torch.compiler.is_compiling() and _plain(t) and not torch.equal(starts, t):
+        ops.refuse_start(name, t.flatten().tolist())
+    return starts.to(torch.int32)
 
 
 def as_float32(op, name, t):
     if not isinstance(t, torch.Tensor) or t.dtype not in (*_DTYPES, torch.float64):
         raise TypeError(f"{op}: {name} is {_kind(t)}, expected a float32 tensor")
+    _check_tensors(op, **{name: t})
     return t.to(torch.float32).contiguous()
 
 
@@ -388,7 +404,7 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
     head = mix((seed & word) ^ mix((seed >> 32) + head * 0x9E3779B9 & word))
     row = torch.arange(rows).view(-1, 1)
     bits = mix(mix(head + (row & ~8) * 0x85EBCA6B & word) ^ (torch.arange(keys) * 0xC2B2AE35 & word))
-    return (bits >> 2 * (row & 8) & 0xFFFF) >= round(p * 65536)
+    return (bits >> 2 * (row & 8) & 0xFFFF) >= p * 65536
 
 
 # ---- matmul
@@ -397,7 +413,7 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
 def matmul(a, b, bias, activation, out):
     if out is not None:
         return _matmul_out(a, b, bias, activation, out)
-    if torch.compiler.is_compiling() or not _plain(a, b, bias):
+    if torch.compiler.is_compiling() or b is None or not _plain(a, b, bias):
         _check_tensors("matmul", a=a, b=b, bias=bias)
         ops.check_matmul(a, b, bias)
         return torch.ops.margay.matmul(a.flatten(0, -2), b, bias, activation).unflatten(0, a.shape[:-1])
@@ -483,12 +499,18 @@ def _matmul_into(out, a, b, bias, activation):
     try:
         _C.matmul(out, a, b, bias, activation)
     except Exception:
-        _check_devices("matmul", a=a, b=b, bias=bias, out=out)
-        if _all_mappable(a if a.stride(-1) == 1 else a.t(), b if b.stride(-1) == 1 else b.t(), out):
-            raise
-        target = _mappable_empty(out)
-        _C.matmul(target, _mappable_matrix(a), _mappable_matrix(b), bias, activation)
-        _copy_back(out, target)
+        _matmul_of_copies(out, a, b, bias, activation)
+
+
+@ops.one_exception
+def _matmul_of_copies(out, a, b, bias, activation):
+    _check_devices("matmul", a=a, b=b, bias=bias, out=out)
+    rows, columns = _rows_of_matrix(a), _rows_of_matrix(b)
+    if _all_mappable(rows, columns, out) and (bias is None or bias.stride(0) == 1):
+        raise
+    target = _mappable_empty(out)
+    _C.matmul(target, _mappable_matrix(a), _mappable_matrix(b), None if bias is None else bias.contiguous(), activation)
+    _copy_back(out, target)
 
 
 def _matmul_fake(a, b, bias=None, activation=0):
@@ -503,15 +525,23 @@ def _matmul_autocast(a, b, *options):
         return torch.ops.margay.matmul(*_autocast(a.device.type, a, b, bias), *activation)
 
 
-# ---- what explain() asks
+# ---- what explain() and attention_varlen ask
+
+
+def check_kinds(op, **tensors):
+    _check_tensors(op, **tensors)
 
 
 def is_gpu(t):
     return t.is_cuda
 
 
-def is_mappable(t):
-    return not t.is_cuda or _aligned(t if t.stride(-1) == 1 or t.stride(-2) != 1 else t.mT)
+def why_copied(t, matrix=False, mapped=True):
+    """Why kernels cannot read t where it is, or None. mapped: by TMA, on CUDA."""
+    t = t.mT if matrix and is_transposed(t) and t.stride(-2) == 1 else t
+    if _has_gaps(t):
+        return "neither of its last two dimensions is contiguous" if matrix else "its last dimension is not contiguous"
+    return None if not mapped or _readable(t) else "its address or strides are not multiples of 16 bytes"
 
 
 def is_transposed(t):
@@ -540,7 +570,7 @@ def _plain(*tensors):
 
 def _check_tensors(op, **tensors):
     for name, t in tensors.items():
-        if t is None:
+        if t is None and name not in ops.REQUIRED:
             continue
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{op}: {name} is {type(t).__name__}, expected torch.Tensor (same as {next(iter(tensors))})")
@@ -586,6 +616,16 @@ def _like(t, last, dtype=None):
     return t.new_empty([shape[i] for i in order] + [shape[-1]], dtype=dtype).permute([order.index(i) for i in range(len(order))] + [len(order)])
 
 
+def _has_gaps(t):
+    """Is the last dimension not contiguous? That of a tensor without elements is."""
+    return t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel() > 0
+
+
+def _dense_like(t, dtype=None):
+    """torch.empty_like, but with a contiguous last dimension."""
+    return _like(t, t.shape[-1], dtype) if _has_gaps(t) else torch.empty_like(t, dtype=dtype)
+
+
 def _rows_contiguous(t):
     return t if t.stride(-1) == 1 else t.contiguous()
 
@@ -606,22 +646,33 @@ def _aligned(t):
     return bits & 15 == 0
 
 
+def _readable(t):
+    return not _has_gaps(t) and (not t.is_cuda or _aligned(t))
+
+
 def _all_mappable(*tensors):
-    return not tensors[0].is_cuda or all(map(_aligned, tensors))
+    return all(map(_readable, tensors))
 
 
 def _mappable(t):
-    """t if TMA can access it, else a copy that it can. What `_C` refuses, a last dimension with gaps, stays as it is."""
-    return t if _aligned(t) or t.stride(-1) != 1 and t.shape[-1] > 1 else _padded_empty(t).copy_(t)
+    """t if kernels can read it where it is, else a copy that they can."""
+    return t if _readable(t) else _padded_empty(t).copy_(t)
+
+
+def _rows_of_matrix(t):
+    """A matrix or its transpose: whose rows are contiguous, if any are."""
+    return t.t() if t.stride(-1) != 1 and t.stride(0) == 1 else t
 
 
 def _mappable_matrix(t):
-    return _mappable(t.t()).t() if t.stride(-1) != 1 and t.stride(0) == 1 else _mappable(t)
+    rows = _rows_of_matrix(t)
+    return _mappable(t) if rows is t else _mappable(rows).t()
 
 
 def _mappable_empty(out):
-    """out if TMA can write it and nothing beside it, else an empty tensor to write instead and to copy back."""
-    return out if _aligned(out) and out.shape[-1] * out.element_size() % 16 == 0 else _padded_empty(out)
+    """out if kernels can write it and nothing beside it, else an empty tensor to write instead and to copy back. One that `_C` refuses to write, with
+    gaps in its last dimension, stays as it is."""
+    return out if not out.is_cuda or _has_gaps(out) or _aligned(out) and out.shape[-1] * out.element_size() % 16 == 0 else _padded_empty(out)
 
 
 def _padded_empty(t):

@@ -11,6 +11,9 @@ import sys
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 MAX_HEAD_DIM = 256
 SMALLEST_SCALE = 2.0**-126     # of float32, without loss of precision
+LARGEST_SCALE = (2 - 2.0**-23) * 2.0**127
+DROPS_ALL = 1 - 2.0**-17       # the least probability that drawn_dropout makes 1
+REQUIRED = frozenset(("q", "k", "v", "k_cache", "v_cache", "a", "b"))     # tensors that may not be None
 
 
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
@@ -18,7 +21,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     """softmax(scale q k^T) v.
 
     q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv]; Hq is a multiple of Hk (grouped queries); 1 <= D, Dv <= 256. bfloat16 or float16, on the
-    CPU also float32. Any strides whose last is 1. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+    CPU also float32. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
 
     causal: query i sees keys up to i + Nk - Nq (bottom-right aligned). A row without keys is 0, its lse -inf.
     scale: of the scores, positive; 1 / sqrt(D) if None.
@@ -26,7 +29,8 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     softcap: scaled scores x become softcap tanh(x / softcap), if not 0; 2^-126 to 2^120.
     sink: float32 [Hq], a logit of each head that is part of the softmax's sum, and of lse, and has no value; differentiable.
     alibi_slopes: float32 [Hq] or [B, Hq]: scores fall by slope |i + Nk - Nq - j|.
-    dropout_p: probability of each softmax probability to become 0, to 1 / 65536; the others grow by 1 / (1 - dropout_p).
+    dropout_p: probability of each softmax probability to become 0, rounded to a multiple of 1 / 65536, which must be less than 1; the others grow by
+        1 / (1 - dropout_p), so that the mean stays.
     dropout_seed: 64-bit integer that, with batch, head, row and key, decides what is dropped; drawn from torch's default generator if None.
     return_lse: also return the natural-log log-sum-exp of the scaled scores, float32 [B, Hq, Nq]; differentiable too.
     deterministic: bitwise equal gradients in every run, at some cost; also on under `torch.use_deterministic_algorithms(True)`.
@@ -35,14 +39,15 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     None. q's too is given for each key head. The output of 8-bit tensors is bfloat16, their probabilities are rounded to e4m3 in the product with v, and
     they have no gradient and none of window, softcap, sink, alibi_slopes and dropout.
 
-    The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's. On CUDA, a tensor whose address or strides are not multiples of
-    16 bytes is copied first; `explain` says so. Gradients of gradients are not implemented.
+    The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's, head dim last. Any strides are taken, but a tensor whose last dimension is
+    not contiguous, or has negative strides, and on CUDA one whose address or strides are not multiples of 16 bytes, is copied first; `explain` says so.
+    Gradients of gradients are not implemented.
     """
     face = _face("attention", "q", q)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         check_no_features(_window(window), softcap, sink, alibi_slopes, dropout_p)
         return face.attention_fp8(q, k, v, (q_descale, k_descale, v_descale), causal, scale, return_lse)
-    if window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and dropout_p == 0.0:
+    if type(window) is tuple and window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and dropout_p == 0.0:
         return face.attention(q, k, v, causal, scale, return_lse, deterministic)
     numbers = *_window(window), _softcap("attention", softcap), _dropout(dropout_p), 0, 0
     return face.attention_with_features(q, k, v, *_feature_tensors(face, "attention", sink, alibi_slopes), (None, None), numbers, _seed(dropout_seed), causal, scale, return_lse,
@@ -61,6 +66,8 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     results and gradients are 0, their lse is -inf. Returns [Tq, Hq, Dv], and lse [Hq, Tq].
     """
     face = _face("attention", "q", q)
+    if type(k) is not type(q) or type(v) is not type(q):
+        face.check_kinds("attention", q=q, k=k, v=v)
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_rank("attention", name, t, 3, "[rows of all sequences, heads, head dim]")
     starts = face.as_starts("cu_seqlens_q", cu_seqlens_q), face.as_starts("cu_seqlens_k", cu_seqlens_k)
@@ -74,7 +81,8 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 
 def dropout_mask(p, seed, batch, heads, rows, keys):
     """What `attention` with dropout_p = p and dropout_seed = seed keeps: bool [batch, heads, rows, keys], a CPU tensor. Heads are q's."""
-    return importlib.import_module("margay._torch").dropout_mask(_dropout(p), seed, batch, heads, rows, keys)
+    sizes = [_integer("dropout_mask", name, n) for name, n in (("batch", batch), ("heads", heads), ("rows", rows), ("keys", keys))]
+    return importlib.import_module("margay._torch").dropout_mask(_dropout(p), _integer("dropout_mask", "seed", seed), *sizes)
 
 
 _FAR = 1 << 30     # more keys than a sequence can have
@@ -91,6 +99,8 @@ def _window(window, op="attention"):
 def _number(op, name, x):
     try:
         return float(x)
+    except OverflowError:
+        raise ValueError(f"{op}: {name} is an integer of {x.bit_length()} bits, expected a number that float32 can hold") from None
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} is {x!r}, expected a number") from None
 
@@ -116,10 +126,18 @@ def _seed(seed):
 
 
 def _dropout(p):
+    """The probability that is drawn."""
     p = _number("attention", "dropout_p", p)
     if not 0 <= p < 1:
         raise ValueError(f"attention: dropout_p is {p:g}, expected 0 to less than 1")
-    return p
+    if p >= DROPS_ALL:
+        raise ValueError(f"attention: dropout_p is {p!r}, which is rounded to a multiple of 1 / 65536 and becomes 1, expected at most 65535 / 65536 = {65535 / 65536}")
+    return drawn_dropout(p)
+
+
+def drawn_dropout(p):
+    """p as 16 random bits draw it."""
+    return round(p * 65536) / 65536
 
 
 def _feature_tensors(face, op, sink, slopes):
@@ -130,6 +148,12 @@ def _feature_tensors(face, op, sink, slopes):
         elif slopes.ndim != 2:
             raise ValueError(f"{op}: alibi_slopes has shape {_shape(slopes)}, expected [heads of q] or [batch, heads of q]")
     return None if sink is None else face.as_float32(op, "sink", sink), slopes
+
+
+def refuse_start(name, starts):
+    """Of a list of starts, one of which int32 cannot hold."""
+    i = next(i for i, start in enumerate(starts) if not -2**31 <= start < 2**31)
+    raise ValueError(f"attention: {name}[{i}] is {starts[i]}, expected 0 to 2^31 - 1 (int32)")
 
 
 def check_starts(name, starts, total, max_seqlen):
@@ -146,11 +170,12 @@ def check_starts(name, starts, total, max_seqlen):
 def matmul(a, b, *, bias=None, activation=None, out=None):
     """activation(a b + bias).
 
-    a [..., M, K], b [K, N], bias [N]; one of the last two dimensions of a and of b is contiguous, so transposed views are read in place. bfloat16 or
-    float16, on the CPU also float32; sums in float32. activation: None, "relu", "gelu", "gelu_tanh" or "silu".
+    a [..., M, K], b [K, N], bias [N]. bfloat16 or float16, on the CPU also float32; sums in float32. activation: None, "relu", "gelu", "gelu_tanh" or
+    "silu".
 
-    out: [..., M, N] to write to, where no gradient is asked. On CUDA, a tensor whose address or strides are not multiples of 16 bytes is copied
-    first; `explain` says so.
+    out: [..., M, N] to write to, its last dimension contiguous, where no gradient is asked. Transposed views are read in place. A tensor neither of whose
+    last two dimensions is contiguous, or with negative strides, and on CUDA one whose address or strides are not multiples of 16 bytes, is copied first;
+    `explain` says so.
     """
     return _face("matmul", "a", a).matmul(a, b, bias, activation_code(activation), out)
 
@@ -182,18 +207,19 @@ def info():
 
 
 def activation_code(name):
-    if name not in ACTIVATIONS:
-        raise ValueError(f"matmul: activation is {name!r}, expected one of {', '.join(map(repr, ACTIVATIONS))}")
+    known = name is None or isinstance(name, str)
+    if not known or name not in ACTIVATIONS:
+        raise (ValueError if known else TypeError)(f"matmul: activation is {name!r}, expected one of {', '.join(map(repr, ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 
-def attention_scale(scale):
+def attention_scale(scale, op="attention"):
     """The scale as a float, 0 for the default."""
     if scale is None:
         return 0.0
-    scale = _number("attention", "scale", scale)
-    if not SMALLEST_SCALE <= scale < math.inf:
-        raise ValueError(f"attention: scale is {scale:g}, expected a positive finite number")
+    scale = _number(op, "scale", scale)
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(f"{op}: scale is {scale:g}, expected a positive finite number")
     return scale
 
 
@@ -254,6 +280,16 @@ def check_out(out, a, b):
     if tuple(out.shape) != shape:
         raise ValueError(f"matmul: out has shape {_shape(out)}, expected {list(shape)}")
     _check_dtype("matmul", "out", out, "a", a)
+
+
+def one_exception(function):
+    """Of a function that is called where an exception is handled: what it raises stands alone."""
+    def called(*arguments):
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise error from None
+    return called
 
 
 def dtype_name(t):
@@ -327,7 +363,10 @@ def _explain_call(op, tensors, options):
     face = _face(op, "q" if op == "attention" else "a", tensors[0])
     problem = {"dtype": dtype_name(tensors[0]), "gpu": face.is_gpu(tensors[0])}
     if op == "attention":
+        if len(tensors) != 3:
+            raise TypeError(f"explain: {len(tensors)} tensors are given, expected q, k and v for attention")
         q, k, v = tensors
+        face.check_kinds("attention", q=q, k=k, v=v)
         check_attention(q, k, v)
         names, parts = "qkv", _attention_parts(problem["dtype"])
         problem.update(d=max(q.shape[3], v.shape[3]), dv=v.shape[3], batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
@@ -336,11 +375,13 @@ def _explain_call(op, tensors, options):
         if left >= 0 and (right >= 0 or problem["causal"]):
             problem["span"] = min(k.shape[2], left + 1 + (0 if problem["causal"] else right))
     else:
-        a, b = tensors[:2]
+        if len(tensors) != 2:
+            raise TypeError(f"explain: {len(tensors)} tensors are given, expected a and b for matmul")
+        a, b = tensors
+        face.check_kinds("matmul", a=a, b=b)
         check_matmul(a, b, options.get("bias"))
         names, parts = "ab", ("matmul",)
         problem.update(m=math.prod(a.shape[:-1]), n=b.shape[1], k=b.shape[0], trans_a=face.is_transposed(a), trans_b=face.is_transposed(b))
     lines = [f"{op}: " + ", ".join(f"{name} {_shape(t)} {dtype_name(t)}" for name, t in zip(names, tensors))]
-    lines += [f"  {name} is copied first: its address or strides are not multiples of 16 bytes"
-              for name, t in zip(names, tensors) if not face.is_mappable(t)]
+    lines += [f"  {name} is copied first: {why}" for name, t in zip(names, tensors) if (why := face.why_copied(t, op == "matmul"))]
     return "\n".join(lines + [_C.explain(part, **problem, **({"features": _feature_class(part, options, problem["dtype"])} if op == "attention" else {})) for part in parts])

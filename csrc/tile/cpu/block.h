@@ -47,10 +47,14 @@ template<class Params, class Shared, int N> TILE void add_members(machine &, CLU
 template<class Params, class Shared> TILE void add_members(machine &, DEPENDENT *, int, int) {}
 template<class Params, class Shared> TILE void add_members(machine &, FOLLOWED *, int, int) {}
 
+// No blocks: only gets the thread the memory that a cluster needs. See mg_machine_lacks for what became of it.
 template<class Params, class Shared, auto INIT, class... Parts>
 TILE void run_cluster(block<Params, Shared, INIT, Parts...> *, const void *params, int first, int blocks) {
-  enum { SIZE = block<Params, Shared, INIT, Parts...>::SIZE, STRIDE = (sizeof(Shared) + GRANULE - 1) / GRANULE * GRANULE };
-  machine &m = *machine_open(STRIDE, SIZE);
+  typedef block<Params, Shared, INIT, Parts...> kernel;
+  enum { SIZE = kernel::SIZE, MEMBERS = kernel::MEMBERS, STRIDE = (sizeof(Shared) + GRANULE - 1) / GRANULE * GRANULE };
+  machine *opened = machine_open(STRIDE, SIZE, MEMBERS * SIZE);
+  if (!opened || !blocks) return;
+  machine &m = *opened;
   m.params = params;
   m.first = first;
   m.blocks = blocks;

@@ -32,6 +32,7 @@ struct fiber {
 struct machine {
   fiber host, fibers[MAX_FIBERS];
   int count, live, current;
+  int stacks;                 // fibers that have one
   const void *params;
   int first, blocks;          // of the grid: first block of the cluster, number of blocks
   char *shared;               // the blocks' shared structs, `stride` bytes apart
@@ -45,38 +46,46 @@ struct machine {
 inline thread_local machine *mg_machine;
 inline pthread_key_t mg_machine_key;
 inline pthread_once_t mg_machine_once = PTHREAD_ONCE_INIT;
+inline thread_local size_t mg_machine_lacks;   // bytes that this thread asked for last and did not get; runtime/cpu.c reads and clears it
 
 TILE void *map_pages(size_t bytes) {
   void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) {
-    fprintf(stderr, "margay: out of memory for a CPU kernel (%zu bytes)\n", bytes);
-    abort();
-  }
-  return p;
+  if (p != MAP_FAILED) return p;
+  mg_machine_lacks = bytes;
+  return nullptr;
 }
 TILE size_t arena_bytes(size_t capacity) {
   return capacity * (1 + PACK_GROWTH * PACK_KINDS) + capacity / GRANULE * (sizeof(uint32_t) + PACK_KINDS * sizeof(uint64_t));
 }
 static void machine_free(void *p) {
   machine *m = (machine *)p;
-  for (int i = 0; i < MAX_FIBERS; i++)
-    if (m->fibers[i].stack) munmap(m->fibers[i].stack, STACK_BYTES + GUARD_BYTES);
+  for (int i = 0; i < m->stacks; i++) munmap(m->fibers[i].stack, STACK_BYTES + GUARD_BYTES);
   if (m->shared) munmap(m->shared, arena_bytes(m->capacity));
   munmap(m, sizeof *m);
 }
 static void machine_key_create() { pthread_key_create(&mg_machine_key, machine_free); }
-static machine *machine_open(size_t stride, int cluster) {
+// Null where there is not memory enough.
+static machine *machine_open(size_t stride, int cluster, int fibers) {
   machine *m = mg_machine;
   if (!m) {
+    if (!(m = (machine *)map_pages(sizeof *m))) return nullptr;
+    mg_machine = m;
     pthread_once(&mg_machine_once, machine_key_create);
-    mg_machine = m = (machine *)map_pages(sizeof *m);
     pthread_setspecific(mg_machine_key, m);
+  }
+  for (; m->stacks < fibers; m->stacks++) {
+    char *stack = (char *)map_pages(STACK_BYTES + GUARD_BYTES);
+    if (!stack) return nullptr;
+    mprotect(stack, GUARD_BYTES, PROT_NONE);
+    m->fibers[m->stacks].stack = stack;
   }
   if (m->capacity < stride * cluster) {
     if (m->shared) munmap(m->shared, arena_bytes(m->capacity));
+    m->capacity = 0;
+    m->shared = (char *)map_pages(arena_bytes(stride * cluster));
+    if (!m->shared) return nullptr;
     m->capacity = stride * cluster;
-    char *p = (char *)map_pages(arena_bytes(m->capacity));
-    m->shared = p;
+    char *p = m->shared;
     p += m->capacity;
     for (int i = 0; i < PACK_KINDS; i++, p += PACK_GROWTH * m->capacity) m->packed[i] = p;
     for (int i = 0; i < PACK_KINDS; i++, p += m->capacity / GRANULE * sizeof(uint64_t)) m->packed_tag[i] = (uint64_t *)p;
@@ -182,10 +191,6 @@ __attribute__((unused)) static void fiber_main() {
 }
 TILE void fiber_add(machine &m, void (*body)(const void *, void *, int), int role, int index, int width, int rank) {
   fiber &f = m.fibers[m.count++];
-  if (!f.stack) {
-    f.stack = (char *)map_pages(STACK_BYTES + GUARD_BYTES);
-    mprotect(f.stack, GUARD_BYTES, PROT_NONE);
-  }
   f.body = body;
   f.role = role;
   f.index = index;
