@@ -13,6 +13,7 @@
 #include "tile/gmap.h"
 #include "tile/kernel_desc.h"
 #include "tile/types.h"
+#include "tile/rules.h"
 // In front of a loop over parts of register tiles (an index must become a constant), and of one that must stay a loop.
 #ifdef __CUDACC__
 #define UNROLLED _Pragma("unroll")

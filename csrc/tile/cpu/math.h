@@ -287,6 +287,7 @@ template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s
   for (int r = 0; r < 64; r++) narrow_row(d.d[r], s.d[r], N);
 }
 template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0) {
+  begins_at(s, c0, 16);
   reads(s);
   writes(d);
   for (int r = 0; r < 64; r++) narrow_row(d.d[r], s.d[r] + c0, K);
