@@ -328,7 +328,7 @@ SHAPE TILE void row_reduction(const op_params &p, TILES &s, int) {
     bool after = exceeds(l, 1e30f);
     map_rows(y, [=](int) { return before ? 2.f : after ? 1.f : 0.f; });
   }
-  if (I == 6 || I == 7) {   // an element of row 20 rounds to 448, or is NaN
+  if constexpr (I == 6 || I == 7) {   // an element of row 20 rounds to 448, or is NaN
     rt<e4m3, N> e;
     fill(t, 431.f);
     convert(e, t);

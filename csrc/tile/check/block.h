@@ -26,7 +26,7 @@ template<class Params, class Shared> static void add_role(ck_kernel &, FOLLOWED 
 
 template<class... Parts> static constexpr int registers_asked() {   // the first thread or warp role asks for its whole warpgroup
   int others = 0;
-  ((others = others == 0 && Parts::OTHERS ? (int)Parts::BUDGET : others), ...);
+  ((others = others == 0 && (int)Parts::OTHERS > 0 ? (int)Parts::BUDGET : others), ...);
   return (others + ... + (Parts::GROUPS * (int)Parts::BUDGET));
 }
 template<class Params, class Shared, auto INIT, class... Parts> struct block {

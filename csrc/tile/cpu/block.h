@@ -19,7 +19,7 @@ template<> struct part_of<FOLLOWED> { enum : int { MEMBERS = 0, WARPGROUPS = 0, 
 
 template<class... Parts> static constexpr int registers_asked() {   // the first thread or warp role asks for its whole warpgroup
   int others = 0;
-  ((others = others == 0 && part_of<Parts>::OTHERS ? (int)part_of<Parts>::BUDGET : others), ...);
+  ((others = others == 0 && (int)part_of<Parts>::OTHERS > 0 ? (int)part_of<Parts>::BUDGET : others), ...);
   return (others + ... + (part_of<Parts>::WARPGROUPS * (int)part_of<Parts>::BUDGET));
 }
 template<class Params, class Shared, auto INIT, class... Parts> struct block {
