@@ -19,6 +19,7 @@ from margay.check import __main__ as command
 from margay.check.compiled import MUTATIONS, OPS, RULES, Kernel, csrc, options_in
 from margay.check.device import NVCC_FLAGS, TRACED
 from margay.check.mutants import read_harmless
+from margay.check.problems import OPS as OPS_WITH_PROBLEMS
 from margay.check.problems import problems, rows
 
 HERE = Path(__file__).resolve().parent
@@ -27,8 +28,9 @@ CLEAN_SEEDS, BAD_SEEDS = 20, 20
 ONE_DTYPE = ".*_(bf16|e4m3)(_.*)?"    # other element types are the same protocol
 
 
-def run(*arguments, timeout=900):
-    result = subprocess.run([sys.executable, "-m", "margay.check", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=csrc().parent)
+def run(*arguments, timeout=900, env=()):
+    result = subprocess.run([sys.executable, "-m", "margay.check", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=csrc().parent,
+                            env={**os.environ, **dict(env)})
     return result.returncode, result.stdout, result.stderr
 
 
@@ -258,6 +260,78 @@ def test_file_in_the_place_of_a_row(tmp_path):
     good = tmp_path / "ssd_same.cu"
     good.write_text(text)
     assert run(good, "--as", "ssd_fwd_bf16_n128")[0] == 0
+
+
+def test_other_parameters_in_the_place_of_a_row(tmp_path):
+    """Read as the row's, they would be anything."""
+    other = tmp_path / "scaled_add.cu"
+    other.write_text((csrc() / "kernels" / "scaled_add.cu").read_text().replace("STAGES", "4"))    # a constant that the row does not have
+    code, out, err = run(other, "--as", "ssd_fwd_bf16_n128")
+    sizes = [rows()[name]["params_bytes"] for name in ("scaled_add_bf16", "ssd_fwd_bf16_n128")]
+    assert code == 1 and f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_fwd_bf16_n128, in whose place it shall be checked, of {sizes[1]}" in err
+    assert "Traceback" not in err and len(set(sizes)) == 2
+
+
+def test_a_new_op(tmp_path, monkeypatch):
+    """A row whose op has no problems is run on its file's EXAMPLE; without one it is named, and others are checked all the same."""
+    monkeypatch.delitem(OPS_WITH_PROBLEMS, "scaled_add")
+    options = command.parse(["--seeds", "2"])
+    runs, (finding, as_json) = command.check_kernel("scaled_add_bf16", options)
+    assert runs == 0 and as_json["kernel"] == "scaled_add_bf16"
+    assert finding == ("margay.check: scaled_add_bf16: not checked: the op scaled_add has no problems in python/margay/check/problems.py, "
+                       "and scaled_add.cu has no EXAMPLE")
+    source = tmp_path / "scaled_add.cu"
+    source.write_text((csrc() / "kernels" / "scaled_add.cu").read_text() + "EXAMPLE(kernel, 2, p.a = p.b = p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.col_blocks = 1)\n")
+    (problem,) = problems(rows()["scaled_add_bf16"], source)
+    assert problem.label == "its EXAMPLE" and problem.run(0) is None
+    assert command.check_kernel(str(source), command.parse(["--seeds", "2", "--as", "scaled_add_bf16"])) == (2, None)
+
+
+@pytest.mark.parametrize("variable, what", [("CXX", "a C++ compiler"), ("CC", "a C compiler"), ("LD", "a linker"), ("NM", "nm"), ("ADDR2LINE", "addr2line")])
+def test_missing_tool_is_one_line(variable, what):
+    code, out, err = run("scaled_add_bf16", env={variable: "/nowhere/tool"})
+    assert code == 1 and err.count("\n") == 1 and f"margay.check: needs {what}" in err and "/nowhere/tool was not found" in err
+
+
+def test_missing_sources_are_one_line(tmp_path):
+    shutil.copytree(Path(command.__file__).parents[1], tmp_path / "margay", ignore=shutil.ignore_patterns("__pycache__"))
+    result = subprocess.run([sys.executable, "-m", "margay.check", "scaled_add_bf16"], capture_output=True, text=True, cwd=tmp_path,
+                            env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "set MARGAY_CSRC" in result.stderr, result.stderr
+
+
+def test_missing_numpy_is_one_line(tmp_path):
+    hidden = "import sys, runpy, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'numpy' else f(n, *a); " \
+             "sys.argv = ['check', '--list']; runpy.run_module('margay.check', run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, cwd=csrc().parent)
+    assert result.returncode == 1 and result.stderr == "margay.check: needs NumPy, which is not installed\n"
+
+
+def test_a_reader_that_stops_reading():
+    """`margay.check ... | head -1`"""
+    path = HERE / "known_bad" / "early_release.cu"
+    reading = subprocess.Popen([sys.executable, "-u", "-m", "margay.check", str(path), str(HERE / "known_bad" / "phase_overtaken.cu"), "--jobs", "1"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=csrc().parent)
+    reading.stdout.readline()
+    reading.stdout.close()
+    assert reading.stderr.read() == "" and reading.wait() != 0
+
+
+def test_a_process_that_dies_is_named(monkeypatch):
+    monkeypatch.setattr(command, "start_cheaply", lambda: None)
+    with pytest.raises(SystemExit, match="a process died while it checked one or two"):
+        command.each(dies, ["one", "two"], command.parse(["--jobs", "2"]), lambda name, result: None)
+
+
+def dies(name, options):
+    os._exit(1)
+
+
+def test_help_says_what_the_manual_says():
+    code, out, _ = run("--help")
+    assert code == 0
+    for part in ("EXAMPLE(kernel", "// margay.check: bf16", "Exit status: 0", "docs/protocol.md", "whole name"):
+        assert part in out
 
 
 # ---- the GPU's side

@@ -230,6 +230,8 @@ SHAPE TILE void map_scalar(const op_params &p, TILES &s, int) {
   if (I == 0) map(t, [](float x) { return fast_exp2(x); });
   if (I == 1) map(t, [](float x) { return fast_log2(x); });
   if (I == 2) map(t, [](float x) { return fast_rcp(x); });
+  if (I == 3) map(t, [](float x) { return fast_rsqrt(x); });
+  if (I == 4) map(t, [](float x) { return fmaxf(sqrtf(fabsf(x)), 0.f); });   // of the C library
   store(p.out, N, t, 64, N);
 }
 SHAPE TILE void map_form(const op_params &p, TILES &s, int) {

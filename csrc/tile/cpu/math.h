@@ -39,6 +39,7 @@ TILE float fast_log2(float x) {
   return x < infinity() ? y : x;
 }
 TILE float fast_rcp(float x) { return 1.f / x; }
+TILE float fast_rsqrt(float x) { return 1.f / __builtin_sqrtf(x); }
 
 // ---- maps
 template<int N> TILE void fill(rt<float, N> &t, float x) {
