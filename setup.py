@@ -71,11 +71,15 @@ class Row:
 
 def kernel_rows(text):
     text = re.sub(r"//.*", "", text)
-    fields = [[re.sub(r"\s+", " ", field.strip()) for field in body.split(",", 6)] for body in re.findall(r"^KERNEL\((.*)\)\s*$", text, re.M)]
-    rows = [Row(*row) for row in fields if len(row) == 7]
-    found = len(re.findall(r"^\s*KERNEL\b", text, re.M))
-    if found != len(rows):
-        raise SystemExit(f"kernels.def: {found} rows, but only {len(rows)} are one line like KERNEL(name, op, source, dtype, where, when, constants), with at least one constant")
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not re.match(r"\s*KERNEL\b", line):
+            continue
+        body = re.fullmatch(r"KERNEL\((.*)\)\s*", line)
+        fields = [re.sub(r"\s+", " ", field.strip()) for field in body[1].split(",", 6)] if body else []
+        if len(fields) != 7:
+            raise SystemExit(f"kernels.def:{number}: {line.strip()[:120]}\nA row is one line, KERNEL(name, op, source, dtype, where, when, constants), with at least one constant")
+        rows.append(Row(*fields))
     for row in rows:
         for field, value, accepted in (("element type", row.dtype, ("bf16", "fp16", "e4m3", "float")), ("place", row.where, ("ANY", "CPU_ONLY", "GPU_ONLY"))):
             if value not in accepted:
@@ -155,10 +159,18 @@ def compile_all(jobs):
         try:
             for future in as_completed(running):
                 done += 1
-                print(f"[{done}/{len(jobs)}] {running[future].label} {future.result():.1f} s", flush=True)
+                print(f"[{done}/{len(jobs)}] {running[future].label} {future.result():.1f} s{spills(running[future])}", flush=True)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def spills(job):
+    """What a GPU image keeps in local memory because registers do not suffice, for the line of its row."""
+    if ".cubin" not in job.suffixes:
+        return ""
+    report = ptxas_report((ROOT / job.path(".log")).read_text())
+    return f", SPILLS: {report['spill_stores']} bytes stored, {report['spill_loads']} loaded" if report["spill_stores"] or report["spill_loads"] else ""
 
 
 # ---- compilers

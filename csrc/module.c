@@ -622,7 +622,8 @@ static PyObject *kernel_dict(const mg_kernel *row) {
       put(dict, "dtype", text(mg_dtype_name(row->dtype))) && put(dict, "where", text(places[row->where])) &&
       put(dict, "when", text(row->when_text)) && put(dict, "constants", text(row->constants)) &&
       put(dict, "has_gpu_image", PyBool_FromLong(row->image != NULL)) &&
-      put(dict, "shared_bytes", PyLong_FromLong((long)d->shared_bytes)) && put(dict, "threads", PyLong_FromLong((long)d->threads)))
+      put(dict, "shared_bytes", PyLong_FromLong((long)d->shared_bytes)) && put(dict, "threads", PyLong_FromLong((long)d->threads)) &&
+      put(dict, "params_bytes", PyLong_FromLong((long)d->params_bytes)))
     return dict;
   Py_XDECREF(dict);
   return NULL;

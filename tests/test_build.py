@@ -1,5 +1,6 @@
 """The built extension and what surrounds it: what it needs and exports, its size, clean C code, README tables that match the results."""
 import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
@@ -51,6 +52,34 @@ def test_library_for_c_programs_was_built():
 def test_readme_tables_match_the_results():
     check = subprocess.run([sys.executable, ROOT / "tools" / "tables.py", "--check"], capture_output=True, text=True)
     assert check.returncode == 0, check.stderr
+
+
+@pytest.fixture(scope="module")
+def setup_py():
+    spec = importlib.util.spec_from_file_location("margay_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module            # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_bad_row_is_named(setup_py):
+    text = (ROOT / "csrc" / "kernels.def").read_text()
+    assert setup_py.kernel_rows(text)
+    with pytest.raises(SystemExit, match=rf"kernels\.def:{text.count(chr(10)) + 2}: KERNEL\(short, scaled_add, bf16, ANY, true, STAGES=4\)\nA row is one line"):
+        setup_py.kernel_rows(text + "\nKERNEL(short, scaled_add, bf16, ANY, true, STAGES=4)\n")
+
+
+def test_spills_are_in_the_rows_line(setup_py, tmp_path, monkeypatch):
+    def line(log):
+        monkeypatch.setattr(setup_py, "ROOT", tmp_path)
+        job = setup_py.Job("row sm90", [], [], [".cubin", ".fatbin"], "nvcc")
+        (tmp_path / job.path(".log")).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / job.path(".log")).write_text(log)
+        return setup_py.spills(job)
+    assert line("    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 90 registers") == ""
+    assert line("    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\nptxas info    : Used 168 registers") == ", SPILLS: 16 bytes stored, 24 loaded"
+    assert setup_py.spills(setup_py.Job("row base", [], [], [".o"], "c++")) == ""
 
 
 def test_cubin_reader_refuses_other_files():

@@ -984,7 +984,7 @@ def test_module_info(module):
     assert not [line for line in module.log() if "Retain" in line]            # looking costs the devices no memory
     rows = module.kernels()
     assert rows[1] == {"name": "clustered", "op": "scaled_add", "source": "scaled_add", "dtype": "bfloat16", "where": "any",
-                       "when": "d <= 128", "constants": "D=128, CLUSTER=2", "has_gpu_image": True, "shared_bytes": 200000, "threads": 384}
+                       "when": "d <= 128", "constants": "D=128, CLUSTER=2", "has_gpu_image": True, "shared_bytes": 200000, "threads": 384, "params_bytes": 16}
     assert not rows[2]["has_gpu_image"]
 
 

@@ -17,22 +17,26 @@ static bool check_register(const void *pc, const ck_register *r, bool written) {
   report(waited ? CK_UNNAMED : CK_IN_FLIGHT, pc, r->product, ck.current, waited ? "touches a register tile that %s it was used by a product" : "touches a register tile that %s", why);
   return false;
 }
-void ck_reads(const void *pc, ck_register *r) {
-  if (!check_register(pc, r, false)) return;
+void ck_reads(const void *pc, int width, ck_register *r) {
+  if (!called_by(pc, width) || !check_register(pc, r, false)) return;
   r->touched = self()->fence + 1;
   if (r->valid || !rule_on(CK_UNINITIALISED)) return;
   report(CK_UNINITIALISED, pc, NULL, -1, "reads registers that nothing has written");
 }
-void ck_writes(const void *pc, ck_register *r) {
-  if (!check_register(pc, r, true)) return;
+void ck_writes(const void *pc, int width, ck_register *r) {
+  if (!called_by(pc, width) || !check_register(pc, r, true)) return;
   r->valid = true;
   r->touched = self()->fence + 1;
 }
 void ck_register_ends(ck_register *r) {
   if (ck.failed || ck.current < 0 || !register_in_flight(r, true)) return;
   const int done = self()->seen[component(ck.current, PRODUCTS)];
-  if ((r->writer <= done && r->reader <= done) || !rule_on(CK_LIFETIME)) return;
-  report(CK_LIFETIME, self()->product_pc, NULL, -1, "leaves the scope of a register tile that a product still uses");
+  if (r->writer > done || r->reader > done) {
+    if (rule_on(CK_LIFETIME)) report(CK_LIFETIME, self()->product_pc, NULL, -1, "leaves the scope of a register tile that a product still uses");
+  } else if (rule_on(CK_UNNAMED)) {
+    report(CK_UNNAMED, r->product, NULL, -1, "the scope of a register tile of this product ends, and no mma_wait has named the tile: the compiler may give its registers "
+           "to something else before the wait");
+  }
 }
 
 // ---- asynchronous operations
@@ -95,7 +99,7 @@ void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *
 
 void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a, const ck_region *b, ck_effect run,
                 const void *closure, size_t size) {
-  if (ck.failed) return;
+  if (!called_by(pc, GROUP_WIDTH)) return;
   fiber *f = self();
   event_add(pc, CK_OP_PRODUCT, NULL, 0);
   const int ticket = f->products_committed + 1, who = component(ck.current, PRODUCTS);
@@ -138,13 +142,13 @@ void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a
 }
 
 void ck_mma_commit(const void *pc) {
-  if (!begin(pc, CK_OP_COMMIT, NULL, 0)) return;
+  if (!called_by(pc, GROUP_WIDTH) || !begin(pc, CK_OP_COMMIT, NULL, 0)) return;
   self()->products_committed++;
   self()->products_open = 0;
 }
 
 void ck_mma_wait(const void *pc, int groups, ck_register **named, int count) {
-  if (!begin(pc, CK_OP_MMA_WAIT, NULL, groups)) return;
+  if (!called_by(pc, GROUP_WIDTH) || !begin(pc, CK_OP_MMA_WAIT, NULL, groups)) return;
   fiber *f = self();
   const int until = f->products_committed - groups - mutated(pc, CK_GROUP_LESS);
   if (until > 0) {
@@ -158,8 +162,8 @@ void ck_mma_wait(const void *pc, int groups, ck_register **named, int count) {
   }
 }
 
-void ck_store_wait(const void *pc, int groups, bool written) {
-  if (!begin(pc, CK_OP_STORE_WAIT, NULL, groups)) return;
+void ck_store_wait(const void *pc, int width, int groups, bool written) {
+  if (!called_by(pc, width) || !begin(pc, CK_OP_STORE_WAIT, NULL, groups)) return;
   fiber *f = self();
   const int until = f->stores_committed - groups - mutated(pc, CK_GROUP_LESS);
   if (until <= 0) return;
@@ -182,14 +186,14 @@ void words_reset(void) { word_count = 0; }
 void words_restore(void) {
   for (int i = 0; i < word_count; i++) *words[i].at = words[i].before;
 }
-void ck_order_wait(const void *pc, const int *g, int value) {
-  if (!begin(pc, CK_OP_ORDER_WAIT, NULL, value)) return;
+void ck_order_wait(const void *pc, int width, const int *g, int value) {
+  if (!called_by(pc, width) || !begin(pc, CK_OP_ORDER_WAIT, NULL, value)) return;
   const word *w = word_at(g);
   wait_for(pc, WAIT_ORDER, g, value);
   learn(w->seen, w->fenced);
 }
 void ck_order_pass(const void *pc, int *g, int value) {
-  if (!begin(pc, CK_OP_ORDER_PASS, NULL, value)) return;
+  if (!called_by(pc, GROUP_WIDTH) || !begin(pc, CK_OP_ORDER_PASS, NULL, value)) return;
   word *w = word_at(g);
   publish(w->seen, w->fenced);
   *g = value;
@@ -197,7 +201,7 @@ void ck_order_pass(const void *pc, int *g, int value) {
 }
 void ck_order_count(const void *pc, int *g) {
   word *w = word_at(g);
-  if (!begin(pc, CK_OP_ORDER_COUNT, NULL, 0)) return;
+  if (!called_by(pc, 1) || !begin(pc, CK_OP_ORDER_COUNT, NULL, 0)) return;
   publish(w->seen, w->fenced);
   ++*g;
   point();
@@ -241,9 +245,15 @@ void ck_writes_shared(const void *pc, const ck_region *r) {
 }
 void ck_bounds(const void *pc, bool inside, const char *what, const void *tile) {
   if (ck.failed || inside || !rule_on(CK_BOUNDS)) return;
-  report_place(offset_in_block(tile));
+  report_place(in_shared(tile) ? offset_in_block(tile) : -1);
   report(CK_BOUNDS, pc, NULL, -1, "%s", what);
 }
+void ck_begins_at(const void *pc, int at, int unit, const void *tile) {
+  if (ck.failed || at % unit == 0 || !rule_on(CK_BOUNDS)) return;
+  report_place(in_shared(tile) ? offset_in_block(tile) : -1);
+  report(CK_BOUNDS, pc, NULL, -1, "a window begins at row or column %d of its tile, which is no multiple of %d", at, unit);
+}
+void ck_called_by(const void *pc, int width) { called_by(pc, width); }
 
 int ck_block_index(void) { return self()->block; }
 int ck_block_count(void) { return ck.blocks; }

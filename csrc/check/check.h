@@ -21,8 +21,8 @@ typedef void (*ck_effect)(void *closure);
 // product: the last that used it. touched: the mma_fence after which ordinary code used it last, counted from 1.
 typedef struct ck_register { const void *product; int32_t writer, reader, touched; int16_t fiber; bool valid; } ck_register;
 
-void ck_reads(const void *pc, ck_register *r);
-void ck_writes(const void *pc, ck_register *r);
+void ck_reads(const void *pc, int width, ck_register *r);     // width: of the role that calls, here and below
+void ck_writes(const void *pc, int width, ck_register *r);
 void ck_register_ends(ck_register *r);                        // its scope is left
 
 void ck_reads_shared(const void *pc, const ck_region *r);
@@ -30,6 +30,8 @@ void ck_writes_shared(const void *pc, const ck_region *r);
 enum ck_global { CK_GLOBAL_READ, CK_GLOBAL_WRITE, CK_GLOBAL_ADD };
 void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind);
 void ck_bounds(const void *pc, bool inside, const char *what, const void *tile);
+void ck_begins_at(const void *pc, int at, int unit, const void *tile);
+void ck_called_by(const void *pc, int width);
 void ck_global_load(const void *pc, const void *p, size_t bytes, const void *sem);   // what the next copy or store touches in global memory
 void ck_global_store(const void *pc, const void *p, size_t bytes);
 
@@ -52,8 +54,8 @@ void ck_fence_async(const void *pc);
 void ck_mma_fence(const void *pc);
 void ck_mma_commit(const void *pc);
 void ck_mma_wait(const void *pc, int groups, ck_register **named, int count);
-void ck_store_wait(const void *pc, int groups, bool written);
-void ck_order_wait(const void *pc, const int *g, int value);
+void ck_store_wait(const void *pc, int width, int groups, bool written);
+void ck_order_wait(const void *pc, int width, const int *g, int value);
 void ck_order_pass(const void *pc, int *g, int value);
 void ck_order_count(const void *pc, int *g);
 int ck_atomic_next(const void *pc, int *counter);
@@ -67,7 +69,7 @@ const void *ck_at_rank(const void *p, int rank);              // the same object
 typedef struct ck_role { void (*body)(const void *params, void *shared, int index); int role, index, width; } ck_role;
 typedef struct ck_kernel {
   size_t shared_bytes, stride;          // of one block; distance of two blocks' structs
-  int cluster, fibers, registers, register_limit, dependent;
+  int cluster, fibers, dependent;
   ck_role role[64];                     // of one block
   void (*init)(void *shared);
   void (*arena)(char *shared, size_t bytes);   // where the blocks' shared structs lie, before anything runs
@@ -83,7 +85,7 @@ enum ck_op {
 };
 enum ck_rule {
   CK_UNINITIALISED, CK_RACE, CK_OVERWRITE, CK_FENCE, CK_FENCE_READ, CK_IN_FLIGHT, CK_UNNAMED, CK_MMA_FENCE, CK_COUNT, CK_BYTES, CK_EXIT, CK_BARRIER,
-  CK_DEADLOCK, CK_BOUNDS, CK_LIFETIME, CK_INIT, CK_GLOBAL_RACE, CK_BUDGET, CK_ELECTED, CK_PHASE_SEEN, CK_GRID, CK_RULES
+  CK_DEADLOCK, CK_BOUNDS, CK_LIFETIME, CK_INIT, CK_GLOBAL_RACE, CK_CRASH, CK_ELECTED, CK_PHASE_SEEN, CK_GRID, CK_RULES
 };
 typedef struct ck_request {
   uint64_t seed;

@@ -1,14 +1,19 @@
 // Fibers, the scheduler, and a run from its beginning to its end. What kernels call is in sync.c and async.c.
+#define _GNU_SOURCE   // dladdr
+#include <dlfcn.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unwind.h>
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
 #include "check/engine.h"
 
-enum { STACK_BYTES = 4 << 20, MAX_STEPS = 4000000 };
+enum { STACK_BYTES = 4 << 20, GUARD_BYTES = 1 << 16, SIGNAL_STACK = 1 << 17, MAX_STEPS = 4000000 };
 run ck;
 
 // ---- memory of a run: clocks and the like, freed together
@@ -113,7 +118,9 @@ void wait_for(const void *pc, enum wait_kind kind, const void *on, int64_t value
 static void take_effect(int i) {
   operation o = ck.op[i];
   ck.op[i] = ck.op[--ck.ops];
+  ck.effect = &o;
   o.run(o.closure);
+  ck.effect = NULL;
   if (o.kind == EFFECT_LOAD) {
     semaphore *s = &ck.sem[o.sem];
     ck.current = o.fiber;   // in whose name a report would be
@@ -158,6 +165,25 @@ static void fiber_main(void) {
   __builtin_unreachable();
 }
 
+static int arrivals_of(const semaphore *s) { return s->count - s->pending; }
+
+// Who waits on a semaphore that some have arrived at mostly lacks what the mistake left out; next, who has all arrivals and lacks bytes; then, who waits
+// for the earliest phase. The others follow.
+static const fiber *cause_of_deadlock(void) {
+  const fiber *cause = NULL;
+  int best = -1;
+  for (int i = 0; i < ck.fibers; i++) {
+    const fiber *f = &ck.fiber[i];
+    if (!f->alive) continue;
+    const semaphore *s = f->wait == WAIT_SEM ? f->on : NULL;
+    const int weight = !s ? 0 : !s->pending ? 1 : arrivals_of(s) ? 2 : 0;
+    if (weight < best || (weight == best && (!s || cause->wait != WAIT_SEM || f->phase >= cause->phase))) continue;
+    best = weight;
+    cause = f;
+  }
+  return cause;
+}
+
 static void report_deadlock(void) {
   if (!rule_on(CK_DEADLOCK)) {
     ck.alive = 0;
@@ -171,26 +197,20 @@ static void report_deadlock(void) {
     n += (size_t)snprintf(text + n, sizeof text - n, "\n{f:%d} waits ", i);
     if (f->wait == WAIT_SEM) {
       const semaphore *s = f->on;
-      n += (size_t)snprintf(text + n, sizeof text - n, "for a phase of parity %d of {s:%d}, of which it has seen %d; it is in phase %d and lacks %d of %d arrivals"
-                            " and %d bytes", (int)f->value, offset_in_block(s->at), ck.watcher[s - ck.sem][i].phases, s->completed, s->pending, s->count, s->bytes);
+      n += (size_t)snprintf(text + n, sizeof text - n, "for phase %d (parity %d) of {s:%d}; it is in phase %d and lacks %d of %d arrivals and %d bytes", f->phase,
+                            (int)f->value, offset_in_block(s->at), s->completed, s->pending, s->count, s->bytes);
+      for (int a = 0; a < s->arrivals[s->completed & 1] && n < sizeof text - 100; a++)
+        n += (size_t)snprintf(text + n, sizeof text - n, a ? ", {f:%d}" : "; arrived: {f:%d}", s->arrival[s->completed & 1][a].fiber);
     } else if (f->wait == WAIT_BARRIER) {
       const named_barrier *b = f->on;
       n += (size_t)snprintf(text + n, sizeof text - n, "at named barrier %d, where %d of %d threads are", (int)(b - ck.barrier[f->block]), b->threads, b->wanted);
     } else if (f->wait == WAIT_ORDER) n += (size_t)snprintf(text + n, sizeof text - n, "for a global counter to reach %d; it is %d", (int)f->value, *(const int *)f->on);
     else n += (size_t)snprintf(text + n, sizeof text - n, "for asynchronous work");
   }
-  const fiber *first = ck.fiber;
-  while (!first->alive) first++;
-  ck.current = (int)(first - ck.fiber);
-  const fiber *cause = first;   // whose semaphore has all its arrivals and lacks bytes, if there is one: the others mostly follow
-  for (int i = 0; i < ck.fibers; i++) {
-    const fiber *f = &ck.fiber[i];
-    if (f->alive && f->wait == WAIT_SEM && !((const semaphore *)f->on)->pending) cause = f;
-  }
-  first = cause;
-  ck.current = (int)(first - ck.fiber);
-  if (first->wait == WAIT_SEM) report_sem(first->on);
-  report(CK_DEADLOCK, first->wait_pc, NULL, -1, "deadlock: nobody can go on%s", text);
+  const fiber *cause = cause_of_deadlock();
+  ck.current = (int)(cause - ck.fiber);
+  if (cause->wait == WAIT_SEM) report_sem(cause->on);
+  report(CK_DEADLOCK, cause->wait_pc, NULL, -1, "deadlock: nobody can go on%s", text);
 }
 
 static void schedule(void) {
@@ -257,11 +277,20 @@ static bool open_memory(void) {
   return true;
 }
 
+static char *new_stack(void) {   // what overflows it is a crash, not another fiber's stack
+  char *p = mmap(NULL, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) {
+    fprintf(stderr, "margay.check: out of memory for stacks\n");
+    abort();
+  }
+  mprotect(p, GUARD_BYTES, PROT_NONE);
+  return p + GUARD_BYTES;
+}
 static void open_fibers(void) {
   const int per_block = ck.kernel->fibers;
   for (int i = 0; i < ck.fibers; i++) {
     fiber *f = &ck.fiber[i];
-    char *stack = f->stack ? f->stack : mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *stack = f->stack ? f->stack : new_stack();
     const ck_role *role = &ck.kernel->role[i % per_block];
     *f = (fiber){.stack = stack, .role = role, .block = i / per_block, .rank = i / per_block % ck.kernel->cluster, .alive = true,
                  .group = role->width == 128, .fence_due = true};
@@ -306,13 +335,67 @@ static void run_once(void) {
   }
   open_fibers();
   ck.alive = ck.fibers;
-  if (ck.kernel->registers > ck.kernel->register_limit && rule_on(CK_BUDGET)) {
-    ck.current = 0;
-    report(CK_BUDGET, NULL, NULL, -1, "the roles ask for %d registers a thread of one warpgroup each in all, the block is launched with %d: setmaxnreg would hang",
-           ck.kernel->registers, ck.kernel->register_limit);
-  }
   schedule();
   if (!ck.failed) check_end();
+}
+
+// ---- crashes of the kernel's code: the run ends with a report, the process lives
+static const int crash_signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+enum { CRASH_SIGNALS = sizeof crash_signals / sizeof *crash_signals };
+static sigjmp_buf crashed;
+static volatile sig_atomic_t crash_signal;
+static const void *crash_address;
+
+static _Unwind_Reason_Code note_frame(struct _Unwind_Context *context, void *unused) {
+  (void)unused;
+  int before = 0;
+  const uintptr_t ip = _Unwind_GetIPInfo(context, &before);
+  if (before) ck.crash_frames = 0;       // this one was interrupted: the handler's own frames were in front of it
+  if (ck.crash_frames == MAX_FRAMES) return _URC_END_OF_STACK;
+  ck.crash_frame[ck.crash_frames++] = (const void *)(ip + (uintptr_t)before);   // like an address behind a call
+  return _URC_NO_REASON;
+}
+static void on_crash(int signal, siginfo_t *info, void *context) {
+  (void)context;
+  if (!crash_signal) {   // else unwinding crashed: what it has found must do
+    crash_signal = signal;
+    crash_address = info->si_addr;
+    _Unwind_Backtrace(note_frame, NULL);
+  }
+  siglongjmp(crashed, 1);
+}
+static void report_crash(void) {
+  Dl_info mine, other;
+  const operation *o = ck.effect;
+  const int noted = ck.crash_frames;
+  ck.crash_frames = 0;
+  for (int i = 0; i < noted; i++)
+    if (!o && dladdr(&ck, &mine) && dladdr(ck.crash_frame[i], &other) && mine.dli_fbase == other.dli_fbase) ck.crash_frame[ck.crash_frames++] = ck.crash_frame[i];
+  ck.in_fiber = false;
+  ck.effect = NULL;
+  if (o) ck.current = o->fiber;
+  if (!rule_on(CK_CRASH)) return;
+  const char *when = o ? ", when what it has issued takes effect" : "";
+  const char *what = crash_signal == SIGFPE ? "divides an integer by zero" : "executes an instruction that the machine does not have";
+  if (crash_signal == SIGSEGV || crash_signal == SIGBUS)
+    report(CK_CRASH, o ? o->pc : NULL, NULL, -1, "crashes: touches address %p, where no memory is%s", (void *)(uintptr_t)crash_address, when);
+  else report(CK_CRASH, o ? o->pc : NULL, NULL, -1, "crashes: %s%s", what, when);
+}
+static void run_guarded(void) {
+  static char stack[SIGNAL_STACK];
+  struct sigaction action = {.sa_sigaction = on_crash, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER}, before[CRASH_SIGNALS];
+  const stack_t own = {.ss_sp = stack, .ss_size = sizeof stack};
+  stack_t stack_before;
+  crash_signal = 0;
+  ck.crash_frames = 0;
+  ck.in_fiber = false;
+  ck.effect = NULL;
+  sigaltstack(&own, &stack_before);
+  for (int i = 0; i < CRASH_SIGNALS; i++) sigaction(crash_signals[i], &action, &before[i]);
+  if (sigsetjmp(crashed, 1)) report_crash();
+  else run_once();
+  for (int i = 0; i < CRASH_SIGNALS; i++) sigaction(crash_signals[i], &before[i], NULL);
+  sigaltstack(&stack_before, NULL);
 }
 
 int ck_run(const ck_kernel *kernel, const ck_request *request, const void *params, int blocks, char *text, size_t size) {
@@ -332,13 +415,13 @@ int ck_run(const ck_kernel *kernel, const ck_request *request, const void *param
   if (request->mutation == CK_EARLY) {   // the order of calls, to know what comes next
     recorded.mutation = CK_NONE;
     ck.request = &recorded;
-    run_once();
+    run_guarded();
     events_keep();
     words_restore();
     if (ck.failed) return 1;
     ck.request = request;
   }
-  run_once();
+  run_guarded();
   return ck.failed;
 }
 long ck_steps(void) { return ck.steps; }

@@ -2,7 +2,7 @@
 #pragma once
 #include "check/check.h"
 
-enum { MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192, MAX_GROUPS = 1 << 14, LOAD_SEMS = 1 };
+enum { GROUP_WIDTH = 128, MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192, MAX_GROUPS = 1 << 14, MAX_FRAMES = 48 };
 
 // Components of a clock. A fiber has its own accesses, made by all of its threads; its product groups, once for operands of which a warp's part of
 // the product reads only the warp's rows (a in shared memory) and once for those that all warps' parts read (b); its store groups, when they have read shared
@@ -42,6 +42,8 @@ typedef struct fiber {
   enum wait_kind wait;
   const void *on, *wait_pc;
   int64_t value;
+  int phase;                                     // of the semaphore it waits for, or waited for last
+  const semaphore *last_sem;
   clock seen, fenced;                            // of each thread about itself
   clock leader_seen, leader_fenced;              // of the elected thread, about the others too; the first two where !group
   int products_committed, stores_committed;
@@ -85,7 +87,10 @@ typedef struct run {
   named_barrier barrier[MAX_FIBERS][MAX_BARRIERS];
   operation op[MAX_OPS];
   int ops;
+  const operation *effect;                       // that is being made
   uint16_t products_left[MAX_FIBERS][MAX_GROUPS], stores_left[MAX_FIBERS][MAX_GROUPS];   // by ticket
+  const void *crash_frame[MAX_FRAMES];           // of the kernel's code, the innermost first
+  int crash_frames;
   char *text;
   size_t text_size;
 } run;
@@ -140,6 +145,8 @@ bool rule_on(enum ck_rule rule);
 __attribute__((format(printf, 5, 6))) void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_fiber, const char *format, ...);
 void report_sem(const semaphore *s);             // the same, and what its last phases are made of
 void report_place(int offset);                   // what the accesses are about, by its offset in the block's struct; before report()
+void report_last_wait(void);                      // and what the current fiber's last wait was for; after report_place()
+bool in_shared(const void *p);
 int offset_in_block(const void *p);
 int block_of(const void *p);
 void event_add(const void *pc, enum ck_op op, const void *at, int value);

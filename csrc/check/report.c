@@ -9,13 +9,19 @@ enum { MAX_EVENTS = 1 << 18, LAST = 8 };
 static ck_event *events, *kept;
 static int event_count, kept_count, place = -1;
 static const char *const rules[CK_RULES] = {"uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight", "unnamed", "mma-fence", "count", "bytes",
-                                            "exit", "barrier", "deadlock", "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase", "grid"};
+                                            "exit", "barrier", "deadlock", "bounds", "lifetime", "init", "global-race", "crash", "elected", "phase", "grid"};
 
 bool rule_on(enum ck_rule rule) { return !(ck.request->rules_off >> rule & 1); }
 static const semaphore *place_sem;
+static bool last_wait;                     // place_sem is what the fiber waited for last, not what the report is about
 void report_place(int offset) {
   place = offset;
   place_sem = NULL;
+  last_wait = false;
+}
+void report_last_wait(void) {
+  place_sem = self()->last_sem;
+  last_wait = true;
 }
 void report_sem(const semaphore *s) {
   report_place(offset_in_block(s->at));
@@ -101,7 +107,8 @@ void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_f
     put_fiber(other_fiber);
   }
   if (place_sem) {
-    put(", \"semaphore\": {\"count\": %d, \"phases\": [", place_sem->count);
+    put(", \"semaphore\": {\"place\": %d, \"last_wait\": %s, \"count\": %d, \"phases\": [", offset_in_block(place_sem->at), last_wait ? "true" : "false",
+        place_sem->count);
     for (int phase = place_sem->completed > 0 ? place_sem->completed - 1 : 0; phase <= place_sem->completed; phase++) {
       put("%s[%d", phase < place_sem->completed || place_sem->completed == 0 ? "" : ", ", phase);
       for (int i = 0; i < place_sem->arrivals[phase & 1]; i++) {
@@ -111,6 +118,11 @@ void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_f
       put("]");
     }
     put("]}");
+  }
+  if (ck.crash_frames) {
+    put(", \"stack\": [");
+    for (int i = 0; i < ck.crash_frames; i++) put("%s%llu", i ? ", " : "", (unsigned long long)(uintptr_t)ck.crash_frame[i]);
+    put("]");
   }
   put(", \"roles\": [");
   for (int i = 0; i < ck.fibers; i++)

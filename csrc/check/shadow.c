@@ -5,7 +5,6 @@
 //   an asynchronous access also has the fence of a generic write it follows; an asynchronous write also that of generic reads (strict)
 //   inside a warpgroup, other threads' accesses are known after wg_sync or a named barrier: the elected thread stands for them
 #include <stdio.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "check/engine.h"
@@ -76,7 +75,8 @@ static bool fence_covers(const fiber *f, touch t, int flags) {
   return f->fenced[t.who] >= (int)t.value && (!f->group || f->leader_fenced[t.who] >= (int)t.value);
 }
 
-static const char *missing(const fiber *f, touch t, bool copies) {
+// copies: an asynchronous write; again: a write over an own one.
+static const char *missing(const fiber *f, touch t, bool copies, bool again) {
   static char text[240];
   const int other = fiber_of(t.who);
   if (other < 0) {
@@ -85,11 +85,19 @@ static const char *missing(const fiber *f, touch t, bool copies) {
                                        : "no wait for phase %d of {s:%d} of block %d", (int)t.value - 1, offset_in_block(s->at), s->block);
   } else if (t.who % PER_FIBER == PRODUCTS) snprintf(text, sizeof text, "no mma_wait for that product%s", &ck.fiber[other] == f ? "" : " that reaches this role");
   else if (t.who % PER_FIBER == STORES) snprintf(text, sizeof text, "no tma_store_wait_read for that store that the accessing threads know of");
-  else if (&ck.fiber[other] == f) snprintf(text, sizeof text, "no wg_sync between two accesses of the warpgroup's threads");
-  else snprintf(text, sizeof text, "no arrival of {f:%d} after that access has been waited for here", other);
+  else if (&ck.fiber[other] == f) snprintf(text, sizeof text, "no wg_sync between two accesses of the warpgroup's threads%s", again ? ", or an acquire of this stage is missing" : "");
+  else {
+    snprintf(text, sizeof text, "no arrival of {f:%d} after that access has been waited for here", other);
+    report_last_wait();
+  }
   return text;
 }
 
+static bool overwrites(const void *pc, touch t, enum ck_rule rule, bool async) {
+  const char *why = missing(self(), t, async, false);
+  report(rule, pc, pcs[t.pc], fiber_of(t.who), "overwrites what %s may still read: %s", kind_of(t), why);
+  return false;
+}
 static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) {
   const fiber *f = self();
   const bool async = flags & ACCESS_ASYNC, write = flags & ACCESS_WRITE;
@@ -99,9 +107,12 @@ static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) 
     report(CK_UNINITIALISED, pc, NULL, -1, "reads shared memory that nothing has written");
     return false;
   }
+  // Another role that still reads comes first: whose acquire or wait for it is missing mostly finds its own earlier write there, too.
+  for (int i = 0; write && i < READERS && c->read[i].used; i++)
+    if (fiber_of(c->read[i].who) != ck.current && !knows(f, c->read[i], flags) && rule_on(CK_OVERWRITE)) return overwrites(pc, c->read[i], CK_OVERWRITE, async);
   if (!knows(f, c->write, flags) && rule_on(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE)) {
     report(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE, pc, pcs[c->write.pc], fiber_of(c->write.who),
-           "%s what %s may still write: %s", write ? "overwrites" : "reads", kind_of(c->write), missing(f, c->write, async && write));
+           "%s what %s may still write: %s", write ? "overwrites" : "reads", kind_of(c->write), missing(f, c->write, async && write, write));
     return false;
   }
   if (async && c->write.generic && !fence_covers(f, c->write, flags) && rule_on(CK_FENCE)) {
@@ -112,10 +123,7 @@ static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) 
   for (int i = 0; write && i < READERS && c->read[i].used; i++) {
     const touch t = c->read[i];
     const enum ck_rule rule = fiber_of(t.who) == ck.current && t.generic ? CK_ELECTED : CK_OVERWRITE;
-    if (!knows(f, t, flags) && rule_on(rule)) {
-      report(rule, pc, pcs[t.pc], fiber_of(t.who), "overwrites what %s may still read: %s", kind_of(t), missing(f, t, async));
-      return false;
-    }
+    if (!knows(f, t, flags) && rule_on(rule)) return overwrites(pc, t, rule, async);
     if (async && t.generic && !fence_covers(f, t, flags) && rule_on(CK_FENCE_READ)) {
       report(CK_FENCE_READ, pc, pcs[t.pc], fiber_of(t.who),
              "asynchronous write over what was read through registers: no fence_async by the reader, before the synchronisation that leads here");

@@ -81,6 +81,7 @@ void learn_component(int c, int value, bool leader_only) {
 }
 
 // ---- semaphores
+bool in_shared(const void *p) { return (size_t)((const char *)p - ck.shared) < ck.shared_bytes; }
 int block_of(const void *p) { return (int)((size_t)((const char *)p - ck.shared) / ck.kernel->stride); }
 int offset_in_block(const void *p) { return p ? (int)((size_t)((const char *)p - ck.shared) % ck.kernel->stride) : -1; }
 
@@ -178,7 +179,7 @@ bool called_by(const void *pc, int width) {
 }
 
 void ck_sem_arrive(const void *pc, const void *at, int width, enum ck_where where) {
-  const int warps = width == 128 ? 4 : 1;
+  const int warps = width == GROUP_WIDTH ? 4 : 1;
   if (!called_by(pc, width) || !begin(pc, CK_OP_ARRIVE, at, where ? -warps : warps)) return;
   for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
     const int sem = sem_of(pc, staged(pc, at));
@@ -211,19 +212,24 @@ void ck_sem_wait(const void *pc, const void *at, uint32_t phase) {
   const int meant = !ck.watcher[sem][ck.current].waits ? -parity : (next & 1) == parity ? next : next - 1;   // -1: the one before the first
   if (s->completed > meant + 1 && rule_on(CK_PHASE_SEEN)) {
     report_sem(s);
+    if (meant < 0)
+      report(CK_PHASE_SEEN, pc, NULL, -1, "waits for parity 1 of {s:%d}, which is the phase before the first: such a wait passes at once, and %d phases are complete "
+             "already. The first phase has parity 0", offset_in_block(s->at), s->completed);
     report(CK_PHASE_SEEN, pc, NULL, -1, "waits for phase %d of {s:%d}, which has completed %d phases: it was overtaken", meant, offset_in_block(s->at), s->completed);
     return;
   }
+  self()->phase = meant;
   wait_for(pc, WAIT_SEM, s, parity);
   learn(s->released, s->released_fenced);
   learn_component(sem_component(sem), s->completed, false);
+  self()->last_sem = s;
   ck.watcher[sem][ck.current] = (watcher){s->completed, self()->seen[component(ck.current, PROGRESS)], true, pc};
   make_late_fence();
 }
 
 // ---- named barriers
 void ck_bar(const void *pc, int id, int threads, bool waits) {
-  if (!begin(pc, waits ? CK_OP_BAR_SYNC : CK_OP_BAR_ARRIVE, NULL, id)) return;
+  if (!called_by(pc, GROUP_WIDTH) || !begin(pc, waits ? CK_OP_BAR_SYNC : CK_OP_BAR_ARRIVE, NULL, id)) return;
   fiber *f = self();
   if (id < 1 || id > KERNEL_BARRIERS) {
     report(CK_BARRIER, pc, NULL, -1, "uses named barrier %d, a kernel has 1 to %d", id, KERNEL_BARRIERS);
@@ -271,9 +277,9 @@ void ck_bar(const void *pc, int id, int threads, bool waits) {
 }
 
 void ck_wg_sync(const void *pc) {
-  if (!begin(pc, CK_OP_WG_SYNC, NULL, 0)) return;
+  if (!called_by(pc, GROUP_WIDTH) || !begin(pc, CK_OP_WG_SYNC, NULL, 0)) return;
   fiber *f = self();
-  if (!f->group) return;
+  if (!f->group) return;   // the rule is off
   clock_join(f->seen, f->leader_seen);
   clock_join(f->leader_seen, f->seen);
   clock_join(f->fenced, f->leader_fenced);
@@ -300,7 +306,7 @@ void ck_fence_async(const void *pc) {
   else fence_async();
 }
 void ck_mma_fence(const void *pc) {
-  if (!begin(pc, CK_OP_MMA_FENCE, NULL, 0)) return;
+  if (!called_by(pc, GROUP_WIDTH) || !begin(pc, CK_OP_MMA_FENCE, NULL, 0)) return;
   self()->fence++;
   self()->fence_due = false;
 }

@@ -1,6 +1,7 @@
 """The protocol checker: silent on the library's kernels, loud on everything else."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,8 +17,9 @@ if not (shutil.which("g++") or shutil.which("c++")) or not shutil.which("addr2li
 
 from margay.check import __main__ as command
 from margay.check.compiled import MUTATIONS, OPS, RULES, Kernel, csrc, options_in
-from margay.check.device import TRACED
+from margay.check.device import NVCC_FLAGS, TRACED
 from margay.check.mutants import read_harmless
+from margay.check.problems import OPS as OPS_WITH_PROBLEMS
 from margay.check.problems import problems, rows
 
 HERE = Path(__file__).resolve().parent
@@ -26,8 +28,9 @@ CLEAN_SEEDS, BAD_SEEDS = 20, 20
 ONE_DTYPE = ".*_(bf16|e4m3)(_.*)?"    # other element types are the same protocol
 
 
-def run(*arguments, timeout=900):
-    result = subprocess.run([sys.executable, "-m", "margay.check", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=csrc().parent)
+def run(*arguments, timeout=900, env=()):
+    result = subprocess.run([sys.executable, "-m", "margay.check", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=csrc().parent,
+                            env={**os.environ, **dict(env)})
     return result.returncode, result.stdout, result.stderr
 
 
@@ -99,6 +102,99 @@ def test_each_rule_is_needed(rule, kernels):
     assert any(kernel.run_example(seed, rules_off=1 << RULES.index(rule)) is None for kernel in mine for seed in range(4))
 
 
+REFUSED = sorted((HERE / "refused").glob("*.cu"))
+
+
+def refusal(path):
+    return re.search(r"^// Refused: (.+)$", path.read_text(), re.M)[1]
+
+
+@pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
+def test_refused_by_the_checker(path):
+    """What Hopper does not have is an error of the compilation, whoever compiles."""
+    code, out, err = run(path)
+    assert code == 1 and refusal(path) in err and "does not compile" in err and "Traceback" not in err and err.count("\n") < 25, out + err
+
+
+def nvcc():
+    return os.environ.get("NVCC") or shutil.which("nvcc")
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("sm90", marks=pytest.mark.skipif(not nvcc(), reason="needs nvcc"))])
+@pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
+def test_refused_by_the_build(path, backend, tmp_path):
+    dtype, constants = options_in(path.read_text())
+    define = [f"-I{csrc()}", "-DKERNEL=refused", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}", path]
+    command = ["c++", "-x", "c++", "-std=c++17", "-fsyntax-only", "-DISA=base"] if backend == "cpu" else [nvcc(), *NVCC_FLAGS, "-o", tmp_path / "out.cubin"]
+    result = subprocess.run([*map(str, command), *map(str, define)], capture_output=True, text=True)
+    assert result.returncode and refusal(path) in result.stdout + result.stderr, result.stderr
+
+
+# ---- what reports say
+
+def text_of(name, seed=0):
+    code, out, err = run(HERE / "known_bad" / f"{name}.cu", "--seed", seed)
+    assert code == 1 and not err, err
+    return out
+
+
+def test_a_crash_names_its_line():
+    """A signal in the kernel's code is a report like any other: role, line, problem, seed."""
+    for seed in range(4):
+        assert re.search(r"division_by_zero: crash   its EXAMPLE, seed \d\n  crashes: divides an integer by zero\n  here     loader\[0\] of block 0, "
+                         r"division_by_zero\.cu:19.*\n           if \(i / p\.groups == 3\) break;", text_of("division_by_zero", seed))
+        assert re.search(r"crashes: touches address 0x\w+, where no memory is\n  here     compute\[0\] of block 0, words_beyond_end\.cu:37.*\n"
+                         r"           store\(p\.sums \+ i \* 64", text_of("words_beyond_end", seed))
+
+
+def test_a_crash_leaves_the_process_alive(kernels):
+    """Also where memory goes away under an operation that takes effect later; and the next kernel runs as before."""
+    kernel = kernels["division_by_zero"]
+    for seed in range(8):
+        assert kernel.run_example(seed)["rule"] == "crash"
+        assert kernels["early_release"].run_example(seed)["rule"] == "overwrite"
+
+
+def test_effect_that_crashes(tmp_path):
+    """A copy through a map that points nowhere: reported where it was issued."""
+    source = (HERE / "known_bad" / "early_release.cu").read_text()
+    bad = tmp_path / "nowhere.cu"
+    bad.write_text(re.sub(r"(EXAMPLE\(kernel, 1, p\.in = [^;]*;)", r"\1 ((gmap_cpu *)&p.in)->data = (char *)4096;", source))
+    assert bad.read_text() != source
+    code, out, err = run(bad)
+    assert code == 1 and "crash" in out and "when what it has issued takes effect" in out and "tma_load(s.tile" in out and not err, out + err
+
+
+def test_a_forgotten_acquire_names_the_reader(kernels):
+    """Not only the writer's own earlier write, which a wg_sync would seem to mend."""
+    kernel = kernels["producer_without_acquire"]
+    reports = [kernel.run_example(seed) for seed in range(BAD_SEEDS)]
+    read = [report for report in reports if report["rule"] == "overwrite"]
+    assert read and all("consumer[0] of block 0" in kernel.filled(report) for report in read)
+    own = [report for report in reports if report["rule"] == "elected"]
+    assert all("or an acquire of this stage is missing" in report["text"] for report in own)
+
+
+def test_reports_show_what_made_the_phase():
+    out = text_of("early_release")
+    assert re.search(r"loader\[0\] of block 0 waited last for inputs\.empty\[0\], which counts 4 arrivals a phase:\n    phase 0    4 by compute\[0\] of block 0", out)
+
+
+def test_deadlock_says_who_came_and_who_is_waited_for():
+    assert re.search(r"here     loader\[0\] of block 0, missing_release\.cu:\d+, ring_acquire", text_of("missing_release"))
+    out = text_of("cluster_peer_not_released")
+    assert re.search(r"loader\[0\] of block 0 waits for phase 0 \(parity 0\) of inputs\.empty\[0\]; .* lacks 4 of 8 arrivals and 0 bytes; arrived: compute\[0\] of block 0\n", out)
+    assert re.search(r"here     loader\[0\] of block \d, cluster_peer_not_released\.cu:\d+, ring_acquire", out)
+
+
+def test_parity_of_the_phase_before_the_first(tmp_path):
+    bad = tmp_path / "parity.cu"
+    source = (HERE / "known_bad" / "window_beyond_tile.cu").read_text()
+    bad.write_text(source.replace("sem_wait(s.full, 0)", "sem_wait(s.full, 1)").replace("c < 128; c += 48", "c < 96; c += 48"))
+    texts = {run(bad, "--seed", seed)[1].split("\n")[1] for seed in range(8)}
+    assert any("is the phase before the first: such a wait passes at once" in text for text in texts), texts
+
+
 # ---- names that the runtime, the debug build and the tool have in common
 
 def enumerators(path, name):
@@ -164,6 +260,78 @@ def test_file_in_the_place_of_a_row(tmp_path):
     good = tmp_path / "ssd_same.cu"
     good.write_text(text)
     assert run(good, "--as", "ssd_fwd_bf16_n128")[0] == 0
+
+
+def test_other_parameters_in_the_place_of_a_row(tmp_path):
+    """Read as the row's, they would be anything."""
+    other = tmp_path / "scaled_add.cu"
+    other.write_text((csrc() / "kernels" / "scaled_add.cu").read_text().replace("STAGES", "4"))    # a constant that the row does not have
+    code, out, err = run(other, "--as", "ssd_fwd_bf16_n128")
+    sizes = [rows()[name]["params_bytes"] for name in ("scaled_add_bf16", "ssd_fwd_bf16_n128")]
+    assert code == 1 and f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_fwd_bf16_n128, in whose place it shall be checked, of {sizes[1]}" in err
+    assert "Traceback" not in err and len(set(sizes)) == 2
+
+
+def test_a_new_op(tmp_path, monkeypatch):
+    """A row whose op has no problems is run on its file's EXAMPLE; without one it is named, and others are checked all the same."""
+    monkeypatch.delitem(OPS_WITH_PROBLEMS, "scaled_add")
+    options = command.parse(["--seeds", "2"])
+    runs, (finding, as_json) = command.check_kernel("scaled_add_bf16", options)
+    assert runs == 0 and as_json["kernel"] == "scaled_add_bf16"
+    assert finding == ("margay.check: scaled_add_bf16: not checked: the op scaled_add has no problems in python/margay/check/problems.py, "
+                       "and scaled_add.cu has no EXAMPLE")
+    source = tmp_path / "scaled_add.cu"
+    source.write_text((csrc() / "kernels" / "scaled_add.cu").read_text() + "EXAMPLE(kernel, 2, p.a = p.b = p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.col_blocks = 1)\n")
+    (problem,) = problems(rows()["scaled_add_bf16"], source)
+    assert problem.label == "its EXAMPLE" and problem.run(0) is None
+    assert command.check_kernel(str(source), command.parse(["--seeds", "2", "--as", "scaled_add_bf16"])) == (2, None)
+
+
+@pytest.mark.parametrize("variable, what", [("CXX", "a C++ compiler"), ("CC", "a C compiler"), ("LD", "a linker"), ("NM", "nm"), ("ADDR2LINE", "addr2line")])
+def test_missing_tool_is_one_line(variable, what):
+    code, out, err = run("scaled_add_bf16", env={variable: "/nowhere/tool"})
+    assert code == 1 and err.count("\n") == 1 and f"margay.check: needs {what}" in err and "/nowhere/tool was not found" in err
+
+
+def test_missing_sources_are_one_line(tmp_path):
+    shutil.copytree(Path(command.__file__).parents[1], tmp_path / "margay", ignore=shutil.ignore_patterns("__pycache__"))
+    result = subprocess.run([sys.executable, "-m", "margay.check", "scaled_add_bf16"], capture_output=True, text=True, cwd=tmp_path,
+                            env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "set MARGAY_CSRC" in result.stderr, result.stderr
+
+
+def test_missing_numpy_is_one_line(tmp_path):
+    hidden = "import sys, runpy, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'numpy' else f(n, *a); " \
+             "sys.argv = ['check', '--list']; runpy.run_module('margay.check', run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, cwd=csrc().parent)
+    assert result.returncode == 1 and result.stderr == "margay.check: needs NumPy, which is not installed\n"
+
+
+def test_a_reader_that_stops_reading():
+    """`margay.check ... | head -1`"""
+    path = HERE / "known_bad" / "early_release.cu"
+    reading = subprocess.Popen([sys.executable, "-u", "-m", "margay.check", str(path), str(HERE / "known_bad" / "phase_overtaken.cu"), "--jobs", "1"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=csrc().parent)
+    reading.stdout.readline()
+    reading.stdout.close()
+    assert reading.stderr.read() == "" and reading.wait() != 0
+
+
+def test_a_process_that_dies_is_named(monkeypatch):
+    monkeypatch.setattr(command, "start_cheaply", lambda: None)
+    with pytest.raises(SystemExit, match="a process died while it checked one or two"):
+        command.each(dies, ["one", "two"], command.parse(["--jobs", "2"]), lambda name, result: None)
+
+
+def dies(name, options):
+    os._exit(1)
+
+
+def test_help_says_what_the_manual_says():
+    code, out, _ = run("--help")
+    assert code == 0
+    for part in ("EXAMPLE(kernel", "// margay.check: bf16", "Exit status: 0", "docs/protocol.md", "whole name"):
+        assert part in out
 
 
 # ---- the GPU's side

@@ -230,6 +230,8 @@ SHAPE TILE void map_scalar(const op_params &p, TILES &s, int) {
   if (I == 0) map(t, [](float x) { return fast_exp2(x); });
   if (I == 1) map(t, [](float x) { return fast_log2(x); });
   if (I == 2) map(t, [](float x) { return fast_rcp(x); });
+  if (I == 3) map(t, [](float x) { return fast_rsqrt(x); });
+  if (I == 4) map(t, [](float x) { return fmaxf(sqrtf(fabsf(x)), 0.f); });   // of the C library
   store(p.out, N, t, 64, N);
 }
 SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
@@ -328,7 +330,7 @@ SHAPE TILE void row_reduction(const op_params &p, TILES &s, int) {
     bool after = exceeds(l, 1e30f);
     map_rows(y, [=](int) { return before ? 2.f : after ? 1.f : 0.f; });
   }
-  if (I == 6 || I == 7) {   // an element of row 20 rounds to 448, or is NaN
+  if constexpr (I == 6 || I == 7) {   // an element of row 20 rounds to 448, or is NaN
     rt<e4m3, N> e;
     fill(t, 431.f);
     convert(e, t);

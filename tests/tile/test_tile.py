@@ -280,7 +280,7 @@ def check_scalar(c):
         c.x[20:] = np.exp(c.x[20:])
         c.x[40:] = 1 + c.x[40:] * 1e-3
     t = c.t()
-    f = (np.exp2, np.log2, np.reciprocal)[c.I]
+    f = (np.exp2, np.log2, np.reciprocal, lambda x: 1 / np.sqrt(x), lambda x: np.fmax(np.sqrt(np.abs(x)), 0))[c.I]
     with np.errstate(all="ignore"):
         want = f(t.astype(np.float64))
         single = want.astype(np.float32)

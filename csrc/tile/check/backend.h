@@ -3,6 +3,7 @@
 #pragma once
 #pragma GCC optimize("no-trapping-math")
 #define TILE static inline __attribute__((always_inline))
+#include <math.h>
 #include <sched.h>
 #include <stddef.h>
 #include <stdlib.h>

@@ -1,8 +1,10 @@
 // From a kernel's roles to a ck_kernel, and what the tool finds in the compiled file: mg_check_run, mg_check_fields, mg_check_desc.
 #pragma once
+#include <stdio.h>
 #include <sys/mman.h>
 #include <type_traits>
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role {
+  ROLE_RULES(REGISTERS);
   enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
 template<int N> struct OCCUPANCY { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
@@ -22,6 +24,11 @@ template<class Params, class Shared, int N> static void add_role(ck_kernel &, CL
 template<class Params, class Shared> static void add_role(ck_kernel &, DEPENDENT *, int) {}
 template<class Params, class Shared> static void add_role(ck_kernel &, FOLLOWED *, int) {}
 
+template<class... Parts> static constexpr int registers_asked() {   // the first thread or warp role asks for its whole warpgroup
+  int others = 0;
+  ((others = others == 0 && (int)Parts::OTHERS > 0 ? (int)Parts::BUDGET : others), ...);
+  return (others + ... + (Parts::GROUPS * (int)Parts::BUDGET));
+}
 template<class Params, class Shared, auto INIT, class... Parts> struct block {
   typedef Params params;
   typedef Shared shared_type;
@@ -35,19 +42,16 @@ template<class Params, class Shared, auto INIT, class... Parts> struct block {
     PER_SM = BLOCKS ? BLOCKS : 1,
     SIZE = RANKS ? RANKS : 1,
     THREADS = 128 * (GROUPS + (OTHERS > 0)),
-    LAUNCHED = 65536 / (THREADS * PER_SM) / 8 * 8,
   };
+  BLOCK_RULES(Shared, registers_asked<Parts...>(), GROUPS, OTHERS, PER_SM);
   static void init(void *shared) { INIT(*(Shared *)shared); }
   static ck_kernel kernel() {
     ck_kernel k = {};
-    int index = 0, others = 0;
+    int index = 0;
     k.shared_bytes = sizeof(Shared);
     k.stride = (sizeof(Shared) + GRANULE - 1) / GRANULE * GRANULE;
     k.cluster = SIZE;
     (add_role<Params, Shared>(k, (Parts *)nullptr, index++), ...);
-    ((others = others == 0 && Parts::OTHERS ? (int)Parts::BUDGET : others), ...);
-    k.registers = (0 + ... + (Parts::GROUPS * (int)Parts::BUDGET)) + others;
-    k.register_limit = (GROUPS + (OTHERS > 0)) * LAUNCHED;
     k.dependent = WAITS;
     k.init = init;
     k.arena = set_arena;
@@ -90,16 +94,23 @@ template<class S> static const check_field *fields_of() {
   return fields;
 }
 
-// ---- a problem of the file's own, for files that are no row of kernels.def. The statements fill the parameters `p`; memory is the run's.
+// ---- a problem of the file's own, for files that are no row of kernels.def. The statements fill the parameters `p`; memory is the run's. What is
+// behind the end of a tensor or vector (to 16 bytes) is no memory: touching it is a crash.
 static char *example_memory;
 static size_t example_used;
-enum : size_t { EXAMPLE_BYTES = 64 << 20 };
+enum : size_t { EXAMPLE_BYTES = 64 << 20, EXAMPLE_PAGE = 1 << 16 };
 static void *example_take(size_t bytes) {
   if (!example_memory)
-    example_memory = (char *)mmap(nullptr, EXAMPLE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  void *p = example_memory + example_used;
-  example_used += (bytes + 255) & ~(size_t)255;
-  return example_used <= EXAMPLE_BYTES ? memset(p, 0, bytes) : nullptr;
+    example_memory = (char *)mmap(nullptr, EXAMPLE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const size_t room = (bytes + EXAMPLE_PAGE - 1) / EXAMPLE_PAGE * EXAMPLE_PAGE;
+  char *p = example_memory + example_used;
+  example_used += room + EXAMPLE_PAGE;
+  if (example_used > EXAMPLE_BYTES || mprotect(p, room, PROT_READ | PROT_WRITE)) {
+    fprintf(stderr, "margay.check: tensors and vectors of an EXAMPLE have 64 MB in all\n");
+    abort();
+  }
+  memset(p, 0, room);
+  return p + room - ((bytes + 15) & ~(size_t)15);
 }
 // A tensor [batch, heads, rows, cols] of zeros, seen in tiles.
 template<typename T> static gmap example_tensor(int batch, int heads, int rows, int cols) {

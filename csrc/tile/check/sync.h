@@ -17,14 +17,14 @@ TILE void bar_arrive(int id, int threads) { ck_bar(HERE, id, threads, false); }
 TILE void wg_sync() { ck_wg_sync(HERE); }
 TILE void fence_async() { ck_fence_async(HERE); }
 TILE void grid_wait() { ck_grid_wait(HERE); }
-template<int W> TILE void order_wait(const int *g, int value) { ck_order_wait(HERE, g, value); }
+template<int W> TILE void order_wait(const int *g, int value) { ck_order_wait(HERE, W, g, value); }
 TILE void order_pass(int *g, int value) { ck_order_pass(HERE, g, value); }
 template<int W> TILE void order_count(int *g) { ck_order_count(HERE, g); }
 
-template<int G> TILE void tma_store_wait_read() { ck_store_wait(HERE, G, false); }
-template<int G, int W> TILE void tma_store_wait() { ck_store_wait(HERE, G, true); }
-TILE void tma_prefetch(const gmap &) {}
-template<int C> TILE void tma_prefetch_rows(const gmap &, int, int, int, int) {}
+template<int G> TILE void tma_store_wait_read() { ck_store_wait(HERE, WARPGROUP, G, false); }
+template<int G, int W> TILE void tma_store_wait() { ck_store_wait(HERE, W, G, true); }
+TILE void tma_prefetch(const gmap &) { ck_called_by(HERE, THREAD); }
+template<int C> TILE void tma_prefetch_rows(const gmap &, int, int, int, int) { ck_called_by(HERE, THREAD); }
 TILE void mma_fence() { ck_mma_fence(HERE); }
 TILE void mma_commit() { ck_mma_commit(HERE); }
 template<int G, class... Tile> TILE void mma_wait(Tile &...tiles) {

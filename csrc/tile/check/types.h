@@ -10,11 +10,11 @@ struct state_of_registers : ck_register {
   state_of_registers() : ck_register{} {}
   ~state_of_registers() { ck_register_ends(this); }
 };
-template<typename T, int R, int C> struct alignas(1024) st { T d[R * C]; };
+template<typename T, int R, int C> struct alignas(1024) st { SHARED_TILE_RULES(R, C); T d[R * C]; };
 template<typename T, int K, int N> struct tt { st<T, N, K> t; };   // columns in their order
 template<int N> struct alignas(128) sv { float d[N]; };
 template<int R, int C> struct alignas(128) sm { float d[R * C]; };
-template<typename T, int N> struct rt { alignas(64) T d[64][N]; state_of_registers state; };
+template<typename T, int N> struct rt { REGISTER_TILE_RULES(T, N); alignas(64) T d[64][N]; state_of_registers state; };
 #define OVERLAY(T, N, name, other) rt<T, N> name; (void)(other)
 struct rv { alignas(64) float d[64]; state_of_registers state; };
 struct rsum { alignas(64) float d[64]; state_of_registers state; };

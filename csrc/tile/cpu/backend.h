@@ -5,6 +5,7 @@
 #pragma GCC optimize("no-trapping-math")   // else the compiler keeps a branch around arithmetic that only one side of a condition needs
 #endif
 #define TILE static inline
+#include <math.h>
 
 #include "tile/cpu/types.h"
 #include "tile/cpu/vector.h"

@@ -9,13 +9,19 @@ template<int N> struct CLUSTER;
 
 template<class Part> struct part_of;
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct part_of<role<BODY, WIDTH, COUNT, REGISTERS>> {
-  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
+  ROLE_RULES(REGISTERS);
+  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
-template<int N> struct part_of<OCCUPANCY<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
-template<int N> struct part_of<CLUSTER<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 }; };
-template<> struct part_of<DEPENDENT> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
-template<> struct part_of<FOLLOWED> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
+template<int N> struct part_of<OCCUPANCY<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
+template<int N> struct part_of<CLUSTER<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 }; };
+template<> struct part_of<DEPENDENT> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
+template<> struct part_of<FOLLOWED> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
 
+template<class... Parts> static constexpr int registers_asked() {   // the first thread or warp role asks for its whole warpgroup
+  int others = 0;
+  ((others = others == 0 && (int)part_of<Parts>::OTHERS > 0 ? (int)part_of<Parts>::BUDGET : others), ...);
+  return (others + ... + (part_of<Parts>::WARPGROUPS * (int)part_of<Parts>::BUDGET));
+}
 template<class Params, class Shared, auto INIT, class... Parts> struct block {
   enum : int {
     MEMBERS = (0 + ... + (int)part_of<Parts>::MEMBERS),
@@ -31,7 +37,7 @@ template<class Params, class Shared, auto INIT, class... Parts> struct block {
     SHARED_BYTES = sizeof(Shared),
     PARAMS_BYTES = sizeof(Params),
   };
-  static_assert(OTHERS <= 4, "thread and warp roles share one warpgroup, one warp each");
+  BLOCK_RULES(Shared, registers_asked<Parts...>(), WARPGROUPS, OTHERS, PER_SM);
   static_assert(MEMBERS * SIZE <= (int)MAX_FIBERS && SIZE <= (int)MAX_CLUSTER, "too many fibers");
 };
 

@@ -40,13 +40,13 @@ template<typename T, int R, int C, class F> TILE void each_row(const gmap &map, 
   for (int r = w.r0; r < w.r1 && w.c0 < w.c1; r++) f((T *)(w.p + r * w.row_stride) + w.c0, (w.c1 - w.c0) * sizeof(T));
 }
 template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
-  copy_column(t, col);
+  through_map(t, m, col);
   each_row<T, R, C>(m, row, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
   issue_load(t, whole(t), s, R * C * sizeof(T), [=, &t, &m] { copy_in<T, R, C>(t.d, C, m, row, col, head, batch); });
 }
 template<typename T, int R, int C>
 TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s, int row, int col, int head, int batch) {
-  copy_column(t, col);
+  through_map(t, m, col);
   for (int r = 0; r < rows; r++) each_row<T, 1, C>(m, row + r, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
   issue_load(t, part(t, r0, rows, 0, C), s, rows * C * (int)sizeof(T), [=, &t, &m] {
     for (int r = 0; r < rows; r++) copy_in<T, 1, C>(t.d + (r0 + r) * C, C, m, row + r, col, head, batch);
@@ -55,7 +55,7 @@ TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s,
 // The same part of tile t in every block of the mask
 template<int RN, int CN, typename T, int R, int C>
 TILE void multicast(st<T, R, C> &t, int r0, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
-  copy_column(t, col);
+  through_map(t, m, col);
   for (int rank = 0; mask >> rank; rank++) {
     if (!(mask >> rank & 1)) continue;
     st<T, R, C> &u = at_rank(t, rank);
@@ -72,9 +72,11 @@ TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s,
   multicast<R, CN>(t, 0, c0, m, s, row, col, head, batch, mask);
 }
 template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s) {
+  global_vector(&t, g);
   issue_load(t, whole(t), s, N * sizeof(float), [=, &t] { memcpy(t.d, g, N * sizeof(float)); });
 }
 template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+  through_map(t, m, col);
   issue_load(t, whole(t), s, R * C * sizeof(float), [=, &t, &m] { copy_in<float, R, C>(t.d, C, m, row, col, head, batch); });
 }
 template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T, R, C> &t, sem &s, int rank) {
@@ -82,43 +84,52 @@ template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T
   issue_send(whole(t), u, whole(u), at_rank(s, rank), R * C * sizeof(T), [&t, &u] { memcpy(u.d, t.d, sizeof u.d); });
 }
 template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
-  copy_column(t, col);
+  called_by<WARPGROUP>();
+  through_map(t, m, col);
   each_row<T, R, C>(m, row, col, head, batch, [](const T *p, size_t bytes) { store_writes_global(p, bytes); });
   issue_store(whole(t), [=, &t, &m] { copy_out<T, R, C>(m, t.d, row, col, head, batch); });
 }
 
 template<int N> TILE void tma_store(float *g, const sv<N> &t) {
+  called_by<THREAD>();
+  global_vector(&t, g);
   store_writes_global(g, sizeof t.d);
   issue_store(whole(t.d), [=, &t] { memcpy(g, t.d, sizeof t.d); });
 }
 
 // ---- shared <-> registers. The overloads for float settle which of the two general forms takes fp32 elements.
 template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 64, C> &s, int c0) {
+  begins_at(s, c0, 16);
   reads_shared(part(s, 0, 64, c0, N));
   writes(d);
   for (int r = 0; r < 64; r++) widen_row(d.d[r], s.d + r * C + c0, N);
 }
 template<typename T, int C, int N> TILE void load(rt<T, N> &d, const st<T, 64, C> &s, int c0) {
+  begins_at(s, c0, 16);
   reads_shared(part(s, 0, 64, c0, N));
   writes(d);
   for (int r = 0; r < 64; r++) memcpy(d.d[r], s.d + r * C + c0, N * sizeof(T));
 }
 template<int C, int N> TILE void load(rt<float, N> &d, const st<float, 64, C> &s, int c0 = 0) {
+  begins_at(s, c0, 16);
   reads_shared(part(s, 0, 64, c0, N));
   writes(d);
   for (int r = 0; r < 64; r++) memcpy(d.d[r], s.d + r * C + c0, N * sizeof(float));
 }
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<float, N> &s, int c0) {
+  begins_at(d, c0, 16);
   reads(s);
   writes_shared(d, part(d, 0, 64, c0, N));
   for (int r = 0; r < 64; r++) narrow_row(d.d + r * C + c0, s.d[r], N);
 }
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<T, N> &s, int c0) {
+  begins_at(d, c0, 16);
   reads(s);
   writes_shared(d, part(d, 0, 64, c0, N));
   for (int r = 0; r < 64; r++) memcpy(d.d + r * C + c0, s.d[r], N * sizeof(T));
 }
 template<int C, int N> TILE void store(st<float, 64, C> &d, const rt<float, N> &s, int c0 = 0) {
+  begins_at(d, c0, 16);
   reads(s);
   writes_shared(d, part(d, 0, 64, c0, N));
   for (int r = 0; r < 64; r++) memcpy(d.d + r * C + c0, s.d[r], N * sizeof(float));
@@ -139,6 +150,7 @@ template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K
   }
 }
 template<int W, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end) {
+  called_by<W>();
   first = first < 0 ? 0 : first < R ? first : R;
   end = end < first ? first : end < R ? end : R;
   if (first > 0) writes_shared(t, part(t, 0, first, 0, C));
@@ -147,6 +159,7 @@ template<int W, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, i
   memset((void *)(t.d + end * C), 0, (R - end) * C * sizeof(T));
 }
 template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n) {
+  called_by<WARPGROUP>();
   writes_shared(t, whole(t));
   memset((void *)t.d, 0, sizeof t.d);
   for (int r = 0; r < 64; r++) {
@@ -176,10 +189,12 @@ template<int N> TILE float get(const sv<N> &s, int i) {
   return s.d[i];
 }
 template<int N> TILE void clear(sv<N> &s) {
+  called_by<THREAD>();
   writes_shared(s, whole(s.d));
   memset(s.d, 0, sizeof s.d);
 }
 TILE void put(int &s, int v) {
+  called_by<THREAD>();
   writes_shared(s, whole(s));
   s = v;
 }
@@ -192,6 +207,8 @@ TILE int get(const int &s) {
   return s;
 }
 template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count) {
+  called_by<WARP>();
+  begins_at(d, k0, 64);
   for (int n0 = 16 * index; n0 < N; n0 += 16 * count) {
     reads_shared(part(s, 0, 64, n0, 16));
     writes_shared(d.t, part(d.t, n0, 16, k0, 64));
@@ -239,6 +256,7 @@ static int *lock_acc(const float *g) {
   return lock;
 }
 template<int N> TILE void add_acc_cols(float *g, int c0, const rt<float, N> &t) {
+  begins_at(t, c0, 32);
   for (int r = 0; r < 64; r++) touches_global(g + r * 64 + c0, N * sizeof(float), GLOBAL_ADD);
   reads(t);
   int *lock = lock_acc(g);
@@ -266,10 +284,12 @@ template<int N> TILE void load_acc(rt<float, N> &t, const float *g) {
     for (int r = 0; r < 64; r++) memcpy(&t.d[r][col], g + col * 64 + r * W, W * sizeof(float));
 }
 template<int N> TILE void zero_acc(float *g) {
+  called_by<WARPGROUP>();
   touches_global(g, 64 * N * sizeof(float), GLOBAL_WRITE);
   memset(g, 0, 64 * N * sizeof(float));
 }
 TILE void zero_words(int *g, int n) {
+  called_by<WARPGROUP>();
   touches_global(g, (size_t)n * sizeof(int), GLOBAL_WRITE);
   memset(g, 0, (size_t)n * sizeof(int));
 }

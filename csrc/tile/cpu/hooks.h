@@ -11,6 +11,9 @@ template<typename T, int R, int C> TILE region part(const st<T, R, C> &t, int r0
 template<typename T, int R, int C> TILE region whole(const st<T, R, C> &t) { return {t.d, 1, 0, R * C * (int)sizeof(T)}; }
 template<class Plain> TILE region whole(const Plain &t) { return {&t, 1, 0, (int)sizeof t}; }
 
+// Contracts: the width of the role that calls, and where a window of a tile begins.
+template<int W> TILE void called_by() {}
+template<class Tile> TILE void begins_at(const Tile &, int, int) {}   // a row or column that is a multiple of the second number
 // Registers of the calling role.
 template<class... X> TILE void reads(const X &...) {}
 template<class... X> TILE void writes(X &...) {}
@@ -23,7 +26,8 @@ template<int N> TILE void writes_shared(const sv<N> &, const region &) {}
 TILE void writes_shared(const int &, const region &) {}
 // Global memory, through registers: n floats from g; kind of access.
 enum global_access { GLOBAL_READ, GLOBAL_WRITE, GLOBAL_ADD };
-template<class Tile> TILE void copy_column(const Tile &, int) {}   // of a tensor map, where a copy begins
+template<class Tile> TILE void through_map(const Tile &, const gmap &, int) {}   // the column where a copy through a tensor map begins
+TILE void global_vector(const void *, const float *) {}                          // a copy of a vector, which begins at 16 bytes
 TILE void copy_reads_global(const void *, size_t, const sem &) {}
 TILE void store_writes_global(const void *, size_t) {}
 TILE void touches_global(const void *, size_t, enum global_access) {}

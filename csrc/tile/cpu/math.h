@@ -41,6 +41,7 @@ TILE float fast_log2(float x) {
   return x < infinity() ? y : x;
 }
 TILE float fast_rcp(float x) { return 1.f / x; }
+TILE float fast_rsqrt(float x) { return 1.f / __builtin_sqrtf(x); }
 
 // ---- maps
 template<int N> TILE void fill(rt<float, N> &t, float x) {
@@ -289,6 +290,7 @@ template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s
   for (int r = 0; r < 64; r++) narrow_row(d.d[r], s.d[r], N);
 }
 template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0) {
+  begins_at(s, c0, 16);
   reads(s);
   writes(d);
   for (int r = 0; r < 64; r++) narrow_row(d.d[r], s.d[r] + c0, K);

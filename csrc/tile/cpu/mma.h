@@ -69,7 +69,7 @@ template<int A, int V, int PANEL, class First, class Word> TILE void product_col
 // d (+)= a b, k words deep; consecutive panels of b are `depth` words deep, LAST is the width of the last one
 template<int A, int LAST, int N, class First, class Word>
 __attribute__((noinline)) static void product(rt<float, N> &d, First a, const Word *b, int depth, int k) {
-  static_assert(N % 16 == 0, "a product has a multiple of 16 columns");
+  PRODUCT_RULES(N);
   int n = 0;
   for (; n + PW <= N; n += PW, b += depth * PW) product_columns<A, 2, PW>(&d.d[0][n], N, a, b, k);
   if (N % PW) product_columns<A, 1, LAST>(&d.d[0][n], N, a, b, k);
@@ -165,6 +165,7 @@ template<int A, typename T, int N, int K, int R>
 TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
   static_assert(N == R || N % 32 == 0, "a window consists of whole panels");
+  begins_at(b, r0, 32);
   issue_product<A>(d, whole(a), part(b, r0, N, 0, K),
                    [=, &d, &a, &b] { product<A, VW>(d, operand(a), packed<PACK_COLS>(b) + r0 * DEPTH, DEPTH, DEPTH); });
 }
@@ -173,6 +174,7 @@ template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, con
 }
 template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
   enum { E = word_of<T>::ELEMENTS };
+  begins_at(b, k0, 64);
   issue_product<A>(d, a, part(b, 0, N, k0, K), [=, &d, &a, &b] {
     alignas(64) float scratch[scratch_floats<T, K>()];
     product<A, VW>(d, operand(a, scratch), packed<PACK_COLS>(b) + k0 / E * PW, W / E, K / E);
@@ -184,6 +186,7 @@ template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, con
 template<int A, typename T, int N, int K, int W>
 TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
+  begins_at(b, cb, 64);
   issue_product<A>(d, whole(a), part(b, 0, K, cb, N),
                    [=, &d, &a, &b] { product<A, PW>(d, operand(a), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH); });
 }
@@ -192,6 +195,7 @@ template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, cons
 }
 template<int A, typename T, int N, int K, int R> TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
   enum { E = word_of<T>::ELEMENTS };
+  begins_at(b, r0, 64);
   issue_product<A>(d, a, part(b, r0, K, 0, N), [=, &d, &a, &b] {
     alignas(64) float scratch[scratch_floats<T, K>()];
     product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b) + r0 / E * PW, R / E, K / E);
@@ -209,6 +213,8 @@ template<int A, typename T, int N, int K, int WA, int WB>
 TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb) {
   typedef typename word_of<T>::type word;
   enum { DEPTH = K / word_of<T>::ELEMENTS };
+  begins_at(a, ca, 64);
+  begins_at(b, cb, N == 32 ? 32 : 64);
   issue_product<A>(d, part(a, 0, K, ca, 64), part(b, 0, K, cb, N), [=, &d, &a, &b] {
     panel_a<word> first = {packed<PACK_ROWS>(a) + ca * DEPTH, DEPTH};
     product<A, PW>(d, first, packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);

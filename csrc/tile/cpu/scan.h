@@ -50,6 +50,7 @@ template<typename T, int N> TILE void store(T *g, const wv<N> &v, int n) {
   narrow_row(g, v.d, n < N ? n : N);
 }
 template<typename T> TILE void copy_row(T *d, const T *s, int n) {
+  called_by<WARP>();
   touches_global(s, n * sizeof(T), GLOBAL_READ);
   touches_global(d, n * sizeof(T), GLOBAL_WRITE);
   memcpy((void *)d, s, n * sizeof(T));

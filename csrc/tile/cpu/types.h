@@ -7,11 +7,11 @@ struct bf16 { uint16_t u; };
 struct fp16 { uint16_t u; };
 struct e4m3 { uint8_t u; };
 // float is an element type too (CPU_ONLY rows): rt<float, N> is then accumulator and operand alike.
-template<typename T, int R, int C> struct alignas(1024) st { T d[R * C]; };
+template<typename T, int R, int C> struct alignas(1024) st { SHARED_TILE_RULES(R, C); T d[R * C]; };
 template<typename T, int K, int N> struct tt { st<T, N, K> t; };   // columns in their order
 template<int N> struct alignas(128) sv { float d[N]; };
 template<int R, int C> struct alignas(128) sm { float d[R * C]; };
-template<typename T, int N> struct alignas(64) rt { T d[64][N]; };
+template<typename T, int N> struct alignas(64) rt { REGISTER_TILE_RULES(T, N); T d[64][N]; };
 #define OVERLAY(T, N, name, other) rt<T, N> name; (void)(other)
 struct alignas(64) rv { float d[64]; };
 struct alignas(64) rsum { float d[64]; };

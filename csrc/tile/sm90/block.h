@@ -1,6 +1,7 @@
 // A block on sm_90a: warpgroup roles first, then one warpgroup whose warps are the thread and warp roles.
 #pragma once
 template<auto Body, int Width, int Count, int Registers> struct role {
+  ROLE_RULES(Registers);
   static constexpr int groups = Width == WARPGROUP ? Count : 0, warps = Width == WARPGROUP ? 0 : Count, registers = Registers, occupancy = 0, cluster = 0, followed = 0;
   template<class P, class S> static __device__ __forceinline__ void run(const P &p, S &s, int index) {
     if (Width == WARPGROUP || Width == WARP || lane() == 0) Body(p, s, index);
@@ -13,7 +14,6 @@ template<int N> struct CLUSTER { static constexpr int groups = 0, warps = 0, reg
 
 // setmaxnreg towards `Want` from what every thread got at launch; 0 keeps that.
 template<int Want, int Launched> TILE void set_registers() {
-  static_assert(Want == 0 || (Want % 8 == 0 && Want >= 24 && Want <= 240), "registers: multiples of 8 from 24 to 240");
   if constexpr (Want > Launched) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Want));
   else if constexpr (Want != 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Want));
 }
@@ -22,12 +22,10 @@ template<class Params, class Shared, void (*Init)(Shared &), class... Role> stru
   typedef Params params;
   static constexpr int groups = (Role::groups + ...), warps = (Role::warps + ...), threads = 128 * (groups + (warps > 0));
   static constexpr int occupancy = (Role::occupancy + ...) ? (Role::occupancy + ...) : 1, cluster = (Role::cluster + ...) ? (Role::cluster + ...) : 1;
-  static constexpr int launched = 65536 / (threads * occupancy) / 8 * 8;
+  static constexpr int launched = registers_at_launch(threads, occupancy);
   static constexpr int first_registers() { int r = 0; ((r = r == 0 && Role::warps ? Role::registers : r), ...); return r; }
   static constexpr int warp_registers = first_registers();
-  static_assert(warps <= 4, "thread and warp roles share one warpgroup");
-  // Asking for more than the block received at launch never returns.
-  static_assert(((Role::groups * Role::registers) + ...) + (warps ? warp_registers : 0) <= (groups + (warps > 0)) * launched, "register pool");
+  BLOCK_RULES(Shared, ((Role::groups * Role::registers) + ...) + (warps ? warp_registers : 0), groups, warps, occupancy);
 
   template<int Group, int Warp, class R, class... Rest> static __device__ __forceinline__ void dispatch(const Params &p, Shared &s, int group, int warp) {
     if constexpr (R::groups > 0) {

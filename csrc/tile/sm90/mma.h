@@ -28,6 +28,7 @@ template<int G, class... Tile> TILE void mma_wait(Tile &...tiles) {
 }
 // Ends the live range of an accumulator's old value before an overwriting product; without it the value stays in registers.
 template<int A, int N> TILE void mma_begin(rt<float, N> &t) {
+  PRODUCT_RULES(N);
   if (A == ZERO) {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) asm volatile("" : "=f"(t.d[i]));

@@ -1,10 +1,15 @@
-"""python -m margay.check [KERNEL ...]: checks the synchronisation of kernels on the CPU.
+"""Checks the synchronisation of kernels on the CPU: races, missing fences, wrong phases and counts, deadlocks, crashes.
 
-KERNEL is a regular expression for rows of kernels.def (all rows without one), or a .cu file with an EXAMPLE.
+KERNEL is a regular expression that has to match the whole name of a row of csrc/kernels.def (without one: all rows), or a .cu file. Such a file has
+a line `// margay.check: bf16 STAGES=2` with its element type and constants, and behind its ENTRY a problem to run it on:
+  EXAMPLE(kernel, BLOCKS, p.in = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5)
+Exit status: 0 nothing reported (with --mutate: no mutant survives), 1 something reported or a tool missing, 2 a wrong option.
+Rules, reports and what it cannot see: docs/protocol.md.
 """
 
 import argparse
 import concurrent.futures
+import importlib.util
 import json
 import os
 import re
@@ -13,7 +18,7 @@ import time
 from pathlib import Path
 
 from margay.check import mutants, text
-from margay.check.compiled import RULES, Kernel, csrc, options_in, tool
+from margay.check.compiled import RULES, TOOLS, Kernel, csrc, options_in, tool
 
 HARMLESS = "harmless.txt"
 
@@ -21,7 +26,8 @@ PER_POOL = 24     # kernels until processes are replaced: a kernel's library and
 
 
 def parse(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m margay.check", description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(prog="python -m margay.check", description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1],
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="KERNEL")
     parser.add_argument("--seeds", type=int, default=4, metavar="N", help="schedules of each problem (4)")
     parser.add_argument("--seed", type=int, metavar="S", help="only this schedule")
@@ -94,8 +100,13 @@ def rules_off(options):
 
 def check_kernel(name, options):
     """(runs, finding or None) where a finding is (text, JSON)."""
+    from margay.check.problems import NoProblems
     runs = 0
-    for problem in problems_of(name, options):
+    try:
+        problems = problems_of(name, options)
+    except NoProblems as error:                # the others are checked all the same
+        return 0, (str(error), {"kernel": name, "rule": None, "text": str(error)})
+    for problem in problems:
         for seed in [options.seed] if options.seed is not None else range(options.seeds):
             found = problem.run(seed, rules_off=rules_off(options))
             runs += 1
@@ -131,8 +142,14 @@ def each(work, names, options, show):
     for first in range(0, len(names), PER_POOL):
         part = names[first:first + PER_POOL]
         with concurrent.futures.ProcessPoolExecutor(max(1, min(options.jobs, len(part)))) as pool:
-            for name, future in [(name, pool.submit(work, name, options)) for name in part]:
-                result = future.result()
+            futures = [(name, pool.submit(work, name, options)) for name in part]
+            for name, future in futures:
+                try:
+                    result = future.result()
+                except concurrent.futures.process.BrokenProcessPool:
+                    left = [name for name, future in futures if not future.done() or future.exception()]
+                    raise SystemExit(f"margay.check: a process died while it checked {' or '.join(left[:options.jobs])}: a kernel that writes where it must not, "
+                                     "or no memory left; `--jobs 1` says which") from None
                 progress.clear()
                 show(name, result)
                 progress.step(name)
@@ -141,7 +158,8 @@ def each(work, names, options, show):
 
 def start_cheaply():
     """Fail here, once, if tools are missing, instead of in every process."""
-    tool("CXX", "g++", "c++"), tool("ADDR2LINE", "addr2line"), csrc()
+    for variable in TOOLS:
+        tool(variable)
     from margay.check.compiled import runtime_object
     runtime_object()
 
@@ -191,6 +209,9 @@ def mutate(names, options):
 
 def main(arguments=None):
     options = parse(arguments)
+    if not importlib.util.find_spec("numpy"):
+        raise SystemExit("margay.check: needs NumPy, which is not installed")
+    csrc()
     names = wanted(options)
     if options.device:
         from margay.check import device
@@ -204,4 +225,8 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except BrokenPipeError:                    # of `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

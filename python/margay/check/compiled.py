@@ -18,8 +18,8 @@ MUTATIONS = ("none", "drop", "double", "phase", "bytes more", "bytes less", "cou
 OPS = ("init", "wait", "arrive", "expect", "bar_sync", "bar_arrive", "wg_sync", "fence_async", "mma_fence", "mma_commit", "mma_wait", "store_wait",
        "order_wait", "order_pass", "order_count", "load", "store", "product", "atomic", "grid_wait")
 RULES = ("uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight", "unnamed", "mma-fence", "count", "bytes", "exit", "barrier", "deadlock",
-         "bounds", "lifetime", "init", "global-race", "budget", "elected", "phase", "grid")
-FLAGS = ["-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-invalid-offsetof"]
+         "bounds", "lifetime", "init", "global-race", "crash", "elected", "phase", "grid")
+FLAGS = ["-O1", "-g1", "-fPIC", "-fasynchronous-unwind-tables", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-invalid-offsetof"]
 REPORT_BYTES = 1 << 16
 MAX_EVENTS = 1 << 18
 
@@ -37,11 +37,17 @@ def cache():
     return (root if root.is_dir() else Path(tempfile.gettempdir()) / f"margay-{os.getuid()}") / "check"
 
 
-def tool(variable, *names):
-    found = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
+TOOLS = {"CC": ("a C compiler", "gcc", "cc"), "CXX": ("a C++ compiler", "g++", "c++"), "LD": ("a linker (binutils)", "ld"), "NM": ("nm (binutils)", "nm"),
+         "ADDR2LINE": ("addr2line (binutils)", "addr2line")}
+
+
+def tool(variable):
+    what, *names = TOOLS[variable]
+    asked = os.environ.get(variable)
+    found = next(filter(None, map(shutil.which, asked.split()[:1] if asked else names)), None)
     if not found:
-        raise SystemExit(f"margay.check: needs a compiler ({' or '.join(names)}, or {variable}), none was found")
-    return found
+        raise SystemExit(f"margay.check: needs {what}: {asked or ' or '.join(names)} was not found; {variable} names another")
+    return asked or found
 
 
 # ---- the source text
@@ -96,16 +102,17 @@ def runtime_object():
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as work:
             for source in sources:
-                run([tool("CC", "gcc", "cc"), "-std=gnu17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", f"-I{csrc()}", "-c", source, "-o", f"{work}/{source.stem}.o"])
-            run([tool("LD", "ld"), "-r", *(f"{work}/{source.stem}.o" for source in sources), "-o", f"{work}/all.o"])
+                run([tool("CC"), "-std=gnu17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", f"-I{csrc()}", "-c", source, "-o", f"{work}/{source.stem}.o"])
+            run([tool("LD"), "-r", *(f"{work}/{source.stem}.o" for source in sources), "-o", f"{work}/all.o"])
             os.replace(f"{work}/all.o", out)
     return out
 
 
-def run(command):
+def run(command, doing=""):
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if result.returncode:
-        raise SystemExit(f"margay.check: {' '.join(map(str, command))}\n{result.stderr or result.stdout}")
+        errors = [line[:300] for line in (result.stderr or result.stdout).splitlines() if not doing or " error: " in line or "reduces to" in line]
+        raise SystemExit("\n".join([f"margay.check: {doing or ' '.join(map(str, command))}", *errors[:20]]))
     return result.stdout
 
 
@@ -131,9 +138,9 @@ def build(source, dtype, constants):
     if not out.exists():
         fields = " ".join(f"FIELD({name})" for name in members(text))
         with tempfile.TemporaryDirectory(dir=out.parent) as work:
-            run([tool("CXX", "g++", "c++"), "-std=gnu++17", *flags, "-fno-exceptions", "-fno-rtti", "-shared", "-x", "c++", f"-I{csrc()}", "-DCHECK",
+            run([tool("CXX"), "-std=gnu++17", *flags, "-fno-exceptions", "-fno-rtti", "-shared", "-x", "c++", f"-I{csrc()}", "-DCHECK",
                  "-DKERNEL=checked", "-DISA=check", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}", f"-DFIELDS={fields}", source, "-x", "none",
-                 runtime_object(), "-o", f"{work}/out.so"])
+                 runtime_object(), "-o", f"{work}/out.so"], f"{source.name} ({dtype}, {constants}) does not compile:")
             os.replace(f"{work}/out.so", out)
     return out
 
@@ -161,7 +168,12 @@ class Role(ctypes.Structure):
 
 class KernelDescription(ctypes.Structure):
     _fields_ = [("shared_bytes", ctypes.c_size_t), ("stride", ctypes.c_size_t), ("cluster", ctypes.c_int), ("fibers", ctypes.c_int),
-                ("registers", ctypes.c_int), ("register_limit", ctypes.c_int), ("dependent", ctypes.c_int), ("role", Role * 64)]
+                ("dependent", ctypes.c_int), ("role", Role * 64)]
+
+
+class Descriptor(ctypes.Structure):
+    """The beginning of mg_kernel_desc."""
+    _fields_ = [(name, ctypes.c_uint32) for name in ("shared_bytes", "threads", "cluster", "blocks_per_sm", "params_bytes")]
 
 
 class Frame(tuple):
@@ -189,6 +201,8 @@ class Kernel:
         self.library.ck_steps.restype = ctypes.c_long
         self.text = ctypes.create_string_buffer(REPORT_BYTES)
         self.fields = self.read_fields()
+        self.descriptor = Descriptor.in_dll(self.library, "mg_check_desc")
+        self.has_example = hasattr(self.library, "mg_check_example")
         self.members = self.read_members()                   # (name, threads) of a block's role members, in the order of the checker's fibers
         self.ordered = self.constants.get("DETERMINISTIC") == "1" if ordered is None else ordered
         self.chains = {}
@@ -211,11 +225,17 @@ class Kernel:
         addresses = (ctypes.c_void_p * max(1, len(sites)))(*sorted(sites))
         request = Request(seed, rules_off, mutation, ctypes.cast(addresses, ctypes.c_void_p), len(sites), self.ordered)
         failed = self.library.mg_check_run(ctypes.byref(request), ctypes.c_void_p(params), int(blocks), self.text, REPORT_BYTES)
-        return json.loads(self.text.value) if failed else None
+        if not failed:
+            return None
+        found = json.loads(self.text.value)
+        if "stack" in found:                                  # of a crash, the innermost line of the kernel's text
+            self.resolve(found["stack"])
+            found["pc"] = next(filter(self.where, found["stack"]), 0)
+        return found
 
     def run_example(self, seed, **options):
         """The problem that the file itself describes with EXAMPLE."""
-        if not hasattr(self.library, "mg_check_example"):
+        if not self.has_example:
             raise SystemExit(f"margay.check: {self.source.name} is no row of kernels.def and has no EXAMPLE(...), see docs/protocol.md")
         self.library.mg_check_example.restype = ctypes.c_void_p
         blocks = ctypes.c_int()
@@ -259,7 +279,7 @@ class Kernel:
         if not wanted:
             return
         base = ctypes.cast(self.library.mg_check_run, ctypes.c_void_p).value - symbol_offset(self.path, "mg_check_run")
-        text = subprocess.run([tool("ADDR2LINE", "addr2line"), "-a", "-i", "-f", "-C", "-e", str(self.path)], input="\n".join(hex(a - base - 1) for a in wanted),
+        text = subprocess.run([tool("ADDR2LINE"), "-a", "-i", "-f", "-C", "-e", str(self.path)], input="\n".join(hex(a - base - 1) for a in wanted),
                               capture_output=True, text=True, check=True).stdout
         for address, block in zip(wanted, re.split(r"^0x[0-9a-f]+\n", text, flags=re.M)[1:]):
             lines = block.splitlines()
@@ -272,7 +292,8 @@ class Kernel:
         if not outer:
             return None
         i = outer[0]
-        return chain[i].place(), chain[i - 1].function if i else "", chain[i].function
+        name = lambda frame: frame.function.replace("role_body", "")   # what an instruction between calls is said to belong to
+        return chain[i].place(), name(chain[i - 1]) if i else "", name(chain[i])
 
     def source_line(self, frame):
         """The text of a frame's line."""
@@ -311,5 +332,5 @@ def split_line(place):
 
 @functools.cache
 def symbol_offset(path, name):
-    text = run([tool("NM", "nm"), "-D", path])
+    text = run([tool("NM"), "-D", path])
     return int(re.search(rf"^([0-9a-f]+) T {name}$", text, re.M)[1], 16)

@@ -24,10 +24,6 @@ WARPS, CAPACITY, RUNS, LONGEST = 20, 4096, 24, (100, 1000, 10000)     # runs wit
 TRACED = OPS[1:15]                                                    # synchronising calls; init is not traced
 
 
-class Descriptor(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("shared_bytes", "threads", "cluster", "blocks_per_sm", "params_bytes")]
-
-
 class State(ctypes.Structure):
     _fields_ = [("events", ctypes.c_void_p), ("capacity", ctypes.c_uint32), ("delayed", ctypes.c_uint32), ("longest", ctypes.c_uint32), ("seed", ctypes.c_uint32)]
 
@@ -87,7 +83,7 @@ class Build:
         if traced:
             call("cuModuleGetGlobal_v2", ctypes.byref(symbol), ctypes.byref(size), self.module, b"mg_trace")
         self.state_at = symbol.value
-        self.descriptor = Descriptor.in_dll(kernel.library, "mg_check_desc")
+        self.descriptor = kernel.descriptor
         call("cuFuncSetAttribute", self.function, 8, self.descriptor.shared_bytes)
         self.events = None
 
@@ -239,7 +235,7 @@ def run(names, options):
     start, bad, launches = time.monotonic(), [], 0
     gpu = has_gpu()
     for name in names:
-        found = [problem for problem in problems_of(name, options) if problem.row and problem.row["has_gpu_image"]]
+        found = [problem for problem in problems_of(name, options) if problem.call and problem.row["has_gpu_image"]]
         if not found:
             continue
         row = found[0].row

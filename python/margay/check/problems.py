@@ -286,6 +286,18 @@ def intercepting(take, name, sms=SMS):
         _C.prefer(None)
 
 
+class NoProblems(SystemExit):
+    """A row that nothing here and no EXAMPLE gives a problem to."""
+
+
 def problems(row, source=None, large=False):
+    """Those of the row's op; of an op that OPS does not have, the file's EXAMPLE."""
     kernel = kernel_of(row, source)
-    return [Problem(kernel, label, call, row) for label, call in OPS[row["op"]](row, large)]
+    size = kernel.descriptor.params_bytes
+    if source and size != row["params_bytes"]:
+        raise SystemExit(f"margay.check: {source.name} takes parameters of {size} bytes, {row['name']}, in whose place it shall be checked, of {row['params_bytes']}")
+    if row["op"] in OPS:
+        return [Problem(kernel, label, call, row) for label, call in OPS[row["op"]](row, large)]
+    if not kernel.has_example:
+        raise NoProblems(f"margay.check: {row['name']}: not checked: the op {row['op']} has no problems in python/margay/check/problems.py, and {row['source']}.cu has no EXAMPLE")
+    return [Problem(kernel, "its EXAMPLE", None, row)]

@@ -41,8 +41,10 @@ def event(kernel, op, pc, offset, value):
 
 def semaphore(kernel, found):
     """What the last phases of the semaphore in question are made of."""
-    name, state = kernel.place(found["place"]), found["semaphore"]
-    lines = [f"  {name} counts {state['count']} arrivals a phase:"]
+    state = found["semaphore"]
+    name = kernel.place(state["place"])
+    lines = [f"  {kernel.fiber(found['fiber'])} waited last for {name}, which counts {state['count']} arrivals a phase:" if state["last_wait"] else
+             f"  {name} counts {state['count']} arrivals a phase:"]
     for phase, *arrivals in state["phases"]:
         by = [f"{warps} by {fiber_name(kernel, found, fiber)} {(kernel.where(pc) or ['?'])[0]}" for fiber, warps, pc in arrivals]
         lines.append(f"    phase {phase:<4} " + (", ".join(by) or "none yet"))
@@ -72,7 +74,7 @@ def access(kernel, title, description, pc):
         return [f"  {title:<9}{who}"]
     place, op, function = where
     frames = [frame for frame in kernel.chain(pc) if not frame.inner]
-    lines.append(f"  {title:<9}{bold(who)}, {bold(place)}" + (f", {op}" if op else "") + f", in {function}"
+    lines.append(f"  {title:<9}{bold(who)}, {bold(place)}" + (f", {op}" if op else "") + (f", in {function}" if function else "")
                  + "".join(f" called at {frame.place()}" for frame in frames[1:2]))
     if source := kernel.source_line(frames[0]):
         lines.append(f"           {dim(source)}")

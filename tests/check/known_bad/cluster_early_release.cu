@@ -1,7 +1,7 @@
 // Two blocks copy into each other's stages, but take a stage for free as soon as their own consumers have released it: the peer may
 // still multiply from its copy.
 // Known from: inclusionAI/humming#56 (the leader of a cluster reused memory behind its own epilogue only; wrong elements on H100 and H200).
-// Expected: race on b
+// Expected: overwrite|race on b
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 

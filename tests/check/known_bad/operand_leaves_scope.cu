@@ -1,0 +1,52 @@
+// The register operand is declared in the loop, and the wait names the accumulator only: the operand's registers are free from the product on, and the
+// compiler may fill them with something else above the wait.
+// Known from: kernels that leave the registers of inline assembly to the compiler; triton-lang/triton#7760 makes the accumulator an object for it.
+// Expected: unnamed on -
+// margay.check: bf16 STAGES=2
+#include "tile/tile.h"
+
+struct params { gmap a, b, out; int steps; };
+struct shared {
+  st<elem, 64, 64> a[STAGES], b[STAGES], out;
+  ring<STAGES> inputs;
+};
+
+TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1)); }
+
+TILE void loader(const params &p, shared &s, int) {
+  ring_pos at = {};
+  for (int i = 0; i < p.steps; i++) {
+    ring_acquire(s.inputs, at);
+    ring_expect(s.inputs, at, 2 * tile_bytes(s.out));
+    tma_load(s.a[at.stage], p.a, s.inputs.full[at.stage], 0, i * 64, 0, 0);
+    tma_load(s.b[at.stage], p.b, s.inputs.full[at.stage], i * 64, 0, 0, 0);
+    ring_next(s.inputs, at);
+  }
+}
+
+TILE void compute(const params &p, shared &s, int) {
+  ring_pos at = {};
+  rt<float, 64> c;
+  fill(c, 0.f);
+  for (int i = 0; i < p.steps; i++) {
+    rt<elem, 64> a;
+    ring_wait(s.inputs, at);
+    load(a, s.a[at.stage]);
+    mma_fence();
+    mma_AB<ACC>(c, a, s.b[at.stage]);
+    mma_commit();
+    mma_wait<0>(c);   // BAD: mma_wait<0>(c, a)
+    ring_release(s.inputs, at);
+    ring_next(s.inputs, at);
+  }
+  store(s.out, c);
+  fence_async();
+  wg_sync();
+  tma_store(p.out, s.out, 0, 0, 0, 0);
+  tma_store_wait_read();
+}
+
+typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
+ENTRY(kernel, 64, 64)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 60, 64);
+        p.steps = 5)
