@@ -94,7 +94,7 @@ typedef struct mg_decode_options {
 
 // q, out [B, Nq, Hq, D]; k_cache, v_cache [B or more, N, Hk, D] or, with a page table, [pages, page size, Hk, D]; Hq a multiple of Hk.
 // cache_seqlens [B], page_table [B, n], cache_batch_idx [B]: int32 on the same device, or NULL. Page j of a sequence holds its keys from
-// j * page size on; the page size is a multiple of 16. cache_batch_idx: the cache that a sequence has, else cache i. Lengths above the cache's size
+// j * page size on; the page size is a multiple of 16 (mg_append_kv: any). cache_batch_idx, not with pages: the cache that a sequence has, else cache i. Lengths above the cache's size
 // count as that size; a page or cache that does not exist reads as zeros.
 // sink [Hq] fp32: a logit that enters the denominator only. alibi_slopes [B or 1, Hq] fp32: score -= slope |e - key|. Both may be NULL.
 // lse [B, Hq, Nq] fp32 contiguous, natural-log log-sum-exp (sink included), or NULL. Rows without keys: 0, lse -inf (or the sink).

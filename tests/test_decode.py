@@ -17,6 +17,7 @@ from margay import _C
 LENGTHS = (0, 1, 2, 13, 63, 64, 65, 127, 128, 129, 200, 333, 500)
 DIMS = (1, 8, 40, 64, 72, 80, 128, 129, 192, 256)
 PAGES = (16, 48, 64, 128, 256)
+ODD_PAGES = (1, 2, 3, 4, 5, 8, 13, 24, 100)      # which kernels do not read in place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,12 @@ def random_case(seed):
                       r.random() < 0.3, r.choice((0, 0, 1, 2)), r.choice((0, 0, 1, 2, 3, 8)))
 
 
+def paged_case(seed):
+    """Pages of any size, and a table of which each sequence has the row that cache_batch_idx says."""
+    r = random.Random(-seed)
+    return dataclasses.replace(random_case(seed), page=r.choice(r.choice((PAGES, ODD_PAGES, ODD_PAGES))), indexed=r.random() < 0.5)
+
+
 AWKWARD = [DecodeCase(1000 + i, **change) for i, change in enumerate(
     [dict(rows=0, lengths=None), dict(batch=0, lengths=()), dict(queries=0), dict(heads=0, k_heads=0), dict(lengths=(0, 0)), dict(lengths=(0, 0), sink=True),
      dict(heads=64, k_heads=1), dict(heads=70, k_heads=1, queries=3, causal=True), dict(queries=200, rows=150, lengths=(150, 3), causal=True),
@@ -73,16 +80,18 @@ def tensors(case, device="cpu"):
     q, lengths = normal(case.batch, case.queries, case.heads, case.dim), lengths_of(case)
     table = index = None
     if case.page:
-        pages = -(-case.rows // case.page)
-        shape = (case.batch * pages + 2, case.page, case.k_heads, case.dim)
-        table = torch.randperm(shape[0], generator=g)[:case.batch * pages].view(case.batch, pages).int()
+        pages, tables = -(-case.rows // case.page), case.batch + 2 * case.indexed
+        shape = (tables * pages + 2, case.page, case.k_heads, case.dim)
+        table = torch.randperm(shape[0], generator=g)[:tables * pages].view(tables, pages).int()
+        index = torch.randperm(tables, generator=g)[:case.batch].int() if case.indexed else None
     else:
         shape = (case.batch + 2 * case.indexed, case.rows, case.k_heads, case.dim)
         index = torch.randperm(shape[0], generator=g)[:case.batch].int() if case.indexed else None
     caches = [torch.full(shape, math.nan, dtype=case.dtype) for _ in range(2)]
     for cache, b in itertools.product(caches, range(case.batch)):
         for key in range(lengths[b]):
-            place = (table[b, key // case.page], key % case.page) if case.page else (b if index is None else index[b], key)
+            row = b if index is None else index[b]
+            place = (table[row, key // case.page], key % case.page) if case.page else (row, key)
             cache[place] = normal(case.k_heads, case.dim)
     seqlens = torch.tensor(case.lengths, dtype=torch.int32) if isinstance(case.lengths, tuple) else case.lengths
     sink = torch.randn(case.heads, generator=g) if case.sink else None
@@ -102,9 +111,8 @@ def lengths_of(case):
 def sequence(case, cache, options, b):
     """Keys or values of a sequence, [n, Hk, D]."""
     n = lengths_of(case)[b]
-    if case.page:
-        return cache[options["page_table"][b].long()].flatten(0, 1)[:n]
-    return cache[b if options["cache_batch_idx"] is None else options["cache_batch_idx"][b].long(), :n]
+    row = b if options["cache_batch_idx"] is None else options["cache_batch_idx"][b].long()
+    return cache[options["page_table"][row].long()].flatten(0, 1)[:n] if case.page else cache[row, :n]
 
 
 def plain(case, q, k_cache, v_cache, options, dtype):
@@ -164,6 +172,12 @@ def test_random(case, device, poison):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [paged_case(seed) for seed in range(3000, 3080)], ids=str)
+def test_pages(case, device, poison):
+    check(case, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", AWKWARD, ids=str)
 def test_awkward(case, device, poison):
     check(case, device)
@@ -212,9 +226,10 @@ def test_strides(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_wrong_pages_do_not_fault(device):
-    """Pages and caches that do not exist read as zeros."""
-    case = DecodeCase(5, 2, 1, 4, 2, 64, 256, (256, 256), 64)
+@pytest.mark.parametrize("page", (64, 4))
+def test_wrong_pages_do_not_fault(device, page):
+    """Pages, rows of a page table and caches that do not exist read as zeros."""
+    case = DecodeCase(5, 2, 1, 4, 2, 64, 256, (256, 256), page)
     inputs, options = tensors(case, device)
     for wrong in (-1, 10**6, -2**31, 2**31 - 1):
         table = torch.full_like(options["page_table"], wrong)
@@ -224,6 +239,11 @@ def test_wrong_pages_do_not_fault(device):
         new = [torch.ones(2, 3, 2, 64, dtype=case.dtype, device=device) for _ in range(2)]
         mg.append_kv(*inputs[1:], *new, cache_seqlens=100, page_table=table)
         assert all(torch.equal(a, b) for a, b in zip(before, inputs[1:]) if not a.isnan().any())
+    index = torch.tensor([2, -1], dtype=torch.int32, device=device)
+    assert (mg.attention_decode(*inputs, **options | dict(cache_batch_idx=index)) == 0).all()
+    before = [t.nan_to_num() for t in inputs[1:]]
+    mg.append_kv(*inputs[1:], *new, cache_seqlens=100, page_table=options["page_table"], cache_batch_idx=index)
+    assert all(torch.equal(a, b.nan_to_num()) for a, b in zip(before, inputs[1:]))
     case = DecodeCase(5, 2, 1, 4, 2, 64, 256, (256, 256), indexed=True)
     inputs, options = tensors(case, device)
     index = torch.tensor([-3, 99], dtype=torch.int32, device=device)
@@ -235,25 +255,26 @@ def test_wrong_pages_do_not_fault(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32))
-@pytest.mark.parametrize("page, dim, new", ((0, 64, 1), (0, 5, 3), (16, 128, 40), (64, 72, 7)))
-def test_append(device, dtype, page, dim, new):
+@pytest.mark.parametrize("page, dim, new, indexed", ((0, 64, 1, True), (0, 5, 3, True), (16, 128, 40, False), (64, 72, 7, False), (1, 64, 3, False), (4, 40, 7, True), (16, 64, 5, True)))
+def test_append(device, dtype, page, dim, new, indexed):
     """Exactly the new rows change, and rows behind the cache's end are dropped."""
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("float32 has kernels on the CPU only")
     g = torch.Generator().manual_seed(new)
     lengths = [0, 17, 100, 127, 128, 2**31 - 1, -1]
     batch = len(lengths)
-    pages = 128 // page if page else 0
-    shape = (batch * pages + 1, page, 2, dim) if page else (batch + 1, 128, 2, dim)
+    pages, tables = 128 // page if page else 0, batch + indexed
+    shape = (tables * pages + 1, page, 2, dim) if page else (batch + 1, 128, 2, dim)
     caches = [torch.randn(shape, generator=g).to(dtype) for _ in range(2)]
     k, v = (torch.randn(batch, new, 2, dim, generator=g).to(dtype) for _ in range(2))
-    table = torch.randperm(shape[0], generator=g)[:batch * pages].view(batch, pages).int() if page else None
-    index = None if page else torch.randperm(shape[0], generator=g)[:batch].int()
+    table = torch.randperm(shape[0], generator=g)[:tables * pages].view(tables, pages).int() if page else None
+    index = torch.randperm(tables if page else shape[0], generator=g)[:batch].int() if indexed else None
+    of = range(batch) if index is None else index
     expected = [t.clone() for t in caches]
     for b, row in itertools.product(range(batch), range(new)):
         key = lengths[b] + row
         if 0 <= lengths[b] and key < 128:
-            place = (table[b, key // page], key % page) if page else (index[b], key)
+            place = (table[of[b], key // page], key % page) if page else (of[b], key)
             for cache, rows in zip(expected, (k, v)):
                 cache[place] = rows[b, row]
     to = lambda t: None if t is None else t.to(device)  # noqa: E731
@@ -278,23 +299,27 @@ def test_generation(device):
 
 
 @pytest.mark.gpu
-def test_graph():
-    """Captured once, replayed with other lengths."""
-    case = DecodeCase(9, 3, 1, 8, 2, 128, 2000, (1, 1, 1))
+@pytest.mark.parametrize("page", (0, 16, 1, 5))
+def test_graph(page):
+    """Captured once, replayed with other lengths and pages."""
+    case = DecodeCase(9, 3, 1, 8, 2, 128, 2000, (1, 1, 1), page)
     q = torch.randn(3, 1, 8, 128, device="cuda").bfloat16()
-    caches = [torch.randn(3, 2000, 2, 128, device="cuda").bfloat16() for _ in range(2)]
+    table = torch.arange(6000 // page, device="cuda", dtype=torch.int32).view(3, -1) if page else None
+    caches = [torch.randn(*((6000 // page, page) if page else (3, 2000)), 2, 128, device="cuda").bfloat16() for _ in range(2)]
     new = [torch.randn(3, 1, 2, 128, device="cuda").bfloat16() for _ in range(2)]
     lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
 
     def step():
-        mg.append_kv(*caches, *new, cache_seqlens=lengths)
-        return mg.attention_decode(q, *caches, cache_seqlens=lengths + 1)
+        mg.append_kv(*caches, *new, cache_seqlens=lengths, page_table=table)
+        return mg.attention_decode(q, *caches, cache_seqlens=lengths + 1, page_table=table)
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
     for n in (0, 5, 1234):
         lengths.copy_(torch.tensor([n, n // 2, 1999]))
+        if page:
+            table.copy_(table.roll(1, 1).clone())
         graph.replay()
         assert torch.equal(out, step()), case
 
@@ -358,7 +383,14 @@ INT = dict(dtype=torch.int32)
     (dict(cache_seqlens=101), ValueError, "attention_decode: cache_seqlens is 101, expected 0 to 100 (what the cache holds)"),
     (dict(cache_seqlens=-1), ValueError, "attention_decode: cache_seqlens is -1, expected 0 to what the cache holds"),
     (dict(cache_seqlens=2.5), TypeError, "attention_decode: cache_seqlens is float, expected an int32 tensor or an int"),
-    (dict(page_table=torch.zeros(2, 3, **INT)), NotImplementedError, "attention_decode: k_cache has pages of 100 keys, expected a multiple of 16"),
+    (dict(page_table=torch.zeros(2, 3, dtype=torch.int64)), TypeError, "attention_decode: page_table has dtype int64, expected int32"),
+    (dict(page_table=torch.zeros(3, 3, **INT)), ValueError, "attention_decode: page_table has size 3 in dimension 0, expected 2 (the batch)"),
+    (dict(page_table=torch.zeros(2, 3, **INT), cache_seqlens=301), ValueError, "attention_decode: cache_seqlens is 301, expected 0 to 300 (what the cache holds)"),
+    (dict(page_table=torch.zeros(2, 3, **INT), v_cache=torch.randn(2, 99, 2, 64).bfloat16()), ValueError,
+     "attention_decode: v_cache has size 99 in dimension 1, expected 100 (same as k_cache)"),
+    (dict(page_table=torch.zeros(5, 3, **INT), cache_batch_idx=torch.zeros(3, **INT)), ValueError,
+     "attention_decode: cache_batch_idx has size 3 in dimension 0, expected 2 (the batch)"),
+    (dict(page_table=torch.zeros(5, 3, **INT), cache_batch_idx=torch.zeros(2)), TypeError, "attention_decode: cache_batch_idx has dtype float32, expected int32"),
     (dict(page_table=torch.zeros(2, **INT), k_cache=torch.randn(9, 16, 2, 64).bfloat16(), v_cache=torch.randn(9, 16, 2, 64).bfloat16()), ValueError,
      "attention_decode: page_table has 1 dimensions, expected 2"),
     (dict(sink=torch.zeros(3)), ValueError, "attention_decode: sink has size 3 in dimension 0, expected 4 (the heads of q)"),
@@ -393,17 +425,23 @@ def test_bad_append(change, error, message):
         mg.append_kv(**call)
 
 
-def test_both_ways_to_a_cache():
+def test_raw_pages():
+    """C takes the table's rows in order, and decodes from pages of a multiple of 16 keys."""
     pages = [torch.zeros(9, 16, 2, 64).bfloat16() for _ in range(2)]
+    q, table, index = torch.zeros(2, 1, 4, 64).bfloat16(), torch.zeros(2, 3, **INT), torch.zeros(2, **INT)
+    settings = 0.0, False, -1, -1, 0.0, -1, 1
     with pytest.raises(ValueError, match="cache_batch_idx is given with page_table, expected at most one of them"):
-        mg.attention_decode(torch.zeros(2, 1, 4, 64).bfloat16(), *pages, page_table=torch.zeros(2, 3, **INT), cache_batch_idx=torch.zeros(2, **INT))
+        _C.attention_decode(q.clone(), None, q, *pages, None, table, index, None, None, None, *settings)
+    with pytest.raises(NotImplementedError, match="attention_decode: k_cache has pages of 5 keys, expected a multiple of 16"):
+        _C.attention_decode(q.clone(), None, q, *(t[:, :5] for t in pages), None, table, None, None, None, None, *settings)
 
 
 # ---- other tensors, compilation
 
 
-def test_numpy():
-    inputs, options = tensors(DecodeCase(3, dtype=torch.float32, page=16, slopes=1))
+@pytest.mark.parametrize("page, indexed", ((16, False), (16, True), (5, False), (5, True)))
+def test_numpy(page, indexed):
+    inputs, options = tensors(DecodeCase(3, dtype=torch.float32, page=page, slopes=1, indexed=indexed))
     arrays = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     out, lse = mg.attention_decode(*(t.numpy() for t in inputs), **arrays, return_lse=True)
     assert isinstance(out, numpy.ndarray)
@@ -412,14 +450,19 @@ def test_numpy():
     caches = [numpy.zeros((2, 10, 2, 64), numpy.float32) for _ in range(2)]
     mg.append_kv(*caches, *(numpy.ones((2, 1, 2, 64), numpy.float32) for _ in range(2)), cache_seqlens=3)
     assert all(cache[:, 3].all() and cache.sum() == 2 * 2 * 64 for cache in caches)
+    caches, table = [numpy.zeros((8, 3, 2, 64), numpy.float32) for _ in range(2)], numpy.arange(8, dtype=numpy.int32).reshape(4, 2)[::-1].copy()
+    index = numpy.array([3, 0], numpy.int32)
+    mg.append_kv(*caches, *(numpy.ones((2, 2, 2, 64), numpy.float32) for _ in range(2)), cache_seqlens=2, page_table=table, cache_batch_idx=index)
+    assert all(cache[[0, 6], 2].all() and cache[[1, 7], 0].all() and cache.sum() == 2 * 2 * 2 * 64 for cache in caches)
 
 
-def test_compiled():
-    inputs, options = tensors(DecodeCase(4, causal=True, page=64))
+@pytest.mark.parametrize("page, indexed", ((64, False), (4, True)))
+def test_compiled(page, indexed):
+    inputs, options = tensors(DecodeCase(4, causal=True, page=page, indexed=indexed))
     new = [torch.randn(2, 1, 2, 64).bfloat16() for _ in range(2)]
 
     def step(q, k, v):
-        mg.append_kv(k, v, *new, cache_seqlens=options["cache_seqlens"] - 1, page_table=options["page_table"])
+        mg.append_kv(k, v, *new, cache_seqlens=options["cache_seqlens"] - 1, page_table=options["page_table"], cache_batch_idx=options["cache_batch_idx"])
         return mg.attention_decode(q, k, v, **options)
     caches = [t.clone() for t in inputs[1:]]
     expected = step(inputs[0], *caches)
@@ -463,6 +506,13 @@ def test_explain(rows, num_splits, paged):
     assert size == -(-parts * 64 * 4 // 256) * 256 + -(-parts * 4 // 256) * 256
     assert splits == (num_splits or splits) and ("attention_combine_fp32 takes it" in text) == (splits > 1)
     assert f"2 key heads, 1 block of 64 rows) for the {_C.num_threads()} threads" in text
+
+
+def test_explain_pages():
+    q, k = torch.randn(2, 3, 8, 64), torch.randn(40, 5, 2, 64)
+    text = mg.explain(mg.attention_decode, q, k, k, page_table=torch.zeros(2, 20, **INT))
+    assert "k_cache and v_cache are copied first, each sequence's 100 rows in order: pages of 5 keys, and kernels read multiples of 16" in text
+    assert "attention_decode_fp32_d64 takes it" in text
 
 
 def test_explain_gpu():

@@ -56,8 +56,7 @@ SIGNATURES = {      # of flash-attn 2.8 and FlashAttention-3, without annotation
 SIZES = (1, 2, 17, 33, 63, 64, 65, 97)
 OPTIONS = ("plain", "causal", "window", "causal window", "softcap", "scale", "everything", "alibi", "batch alibi")
 FORMS = [(form, kind) for form in ("func", "qkvpacked", "kvpacked", "3") for kind in OPTIONS if form != "3" or "alibi" not in kind]
-CACHES = [(paged, extra) for paged in (False, True) for extra in ("nothing", "append", "rotary", "rotary halves", "int lengths", "leftpad", "batch idx")
-          if not paged or extra not in ("leftpad", "batch idx")]
+CACHES = [(page, extra) for page in (0, 16, 1, 4, 8) for extra in ("nothing", "append", "rotary", "rotary halves", "int lengths", "leftpad", "batch idx", "both")]
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f"{f.__module__.split('.')[-1]}.{f.__name__}")
@@ -226,35 +225,45 @@ def test_varlen_pages(device, seed):
     check_error("out", out, plain, exact, 2, (2**-19, 2**-19))
 
 
+def paged(k, v, page, r):
+    """Copies of the caches [B, N, Hk, D], in pages behind a table [B, N / page] or as they are."""
+    if not page:
+        return k.clone(), v.clone(), None
+    pages = k.shape[1] // page
+    table = torch.tensor(r.sample(range(len(k) * pages), len(k) * pages), device=k.device).reshape(len(k), pages)
+    places = [torch.empty_like(t).unflatten(1, (pages, page)).flatten(0, 1).index_copy(0, table.flatten(), t.unflatten(1, (pages, page)).flatten(0, 1)) for t in (k, v)]
+    return *places, table.int()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("version", (2, 3))
-@pytest.mark.parametrize("paged, extra", CACHES)
+@pytest.mark.parametrize("page, extra", CACHES)
 @pytest.mark.parametrize("kinds", (("plain", "softcap", "window"), ("causal", "causal window")), ids=lambda kinds: kinds[0])
-def test_cache(device, version, paged, extra, kinds, seed):
+def test_cache(device, version, page, extra, kinds, seed):
     r = random.Random(seed)
     kind = r.choice(kinds)
     dtype = torch.bfloat16
-    batch, size, pages, heads, kv_heads, dim, new = 3, 16, 4, 4, 2, 32, r.choice((1, 5))
-    capacity, rows = size * pages, new if extra != "nothing" else r.choice((1, 3))
+    batch, capacity, heads, kv_heads, dim, new = 3, 64, 4, 2, 32, r.choice((1, 5))
+    rows = new if extra != "nothing" else r.choice((1, 3))
     theirs, ours = options_of(kind, r, heads, batch, device)
     if version == 3:
         del theirs["alibi_slopes"]
-    appended = extra in ("append", "rotary", "rotary halves", "leftpad", "int lengths")
+    appended, indexed, padded = extra not in ("nothing", "batch idx"), extra in ("batch idx", "both"), extra in ("leftpad", "both")
     q, k, v = (t.detach() for t in tensors(r, device, dtype, (batch, rows, heads, dim), (batch, new, kv_heads, dim), (batch, new, kv_heads, dim)))
-    caches = batch + 2 if extra == "batch idx" else batch
+    caches = batch + 2 if indexed else batch
     cache_k, cache_v = (t.detach() for t in tensors(r, device, dtype, (caches, capacity, kv_heads, dim), (caches, capacity, kv_heads, dim)))
     lengths = [20] * batch if extra == "int lengths" else [r.randrange(rows, capacity - new) for _ in range(batch)]
-    leftpad = [r.randrange(n) for n in lengths] if extra == "leftpad" else [0] * batch
-    index = r.sample(range(caches), batch) if extra == "batch idx" else list(range(batch))
+    leftpad = [r.randrange(n) for n in lengths] if padded else [0] * batch
+    index = r.sample(range(caches), batch) if indexed else list(range(batch))
     arguments = dict(cache_seqlens=20 if extra == "int lengths" else torch.tensor(lengths, dtype=torch.int32, device=device))
     cos = sin = None
     if extra.startswith("rotary"):
         angle = torch.rand(capacity, 8, generator=torch.Generator().manual_seed(seed)) * 6
         cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
         arguments.update(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=extra == "rotary")
-    if extra == "leftpad":
+    if padded:
         arguments["cache_leftpad"] = torch.tensor(leftpad, dtype=torch.int32, device=device)
-    if extra == "batch idx":
+    if indexed:
         arguments["cache_batch_idx"] = torch.tensor(index, dtype=torch.int32, device=device)
 
     def answer(precision):
@@ -275,14 +284,9 @@ def test_cache(device, version, paged, extra, kinds, seed):
         return torch.stack(outs), torch.stack(lses), keys
 
     (plain, _, _), (exact, exact_lse, keys) = answer(dtype), answer(torch.float64)
-    table = torch.tensor(r.sample(range(batch * pages), batch * pages)).reshape(batch, pages)
-    k_cache, v_cache = cache_k.clone(), cache_v.clone()
-    if paged:
-        arguments["block_table" if version == 2 else "page_table"] = table.to(device, torch.int32)
-        for name, cache in (("k", cache_k), ("v", cache_v)):
-            held = torch.empty_like(cache).unflatten(1, (pages, size)).flatten(0, 1)
-            held[table.flatten().to(device)] = cache.unflatten(1, (pages, size)).flatten(0, 1)
-            k_cache, v_cache = (held, v_cache) if name == "k" else (k_cache, held)
+    k_cache, v_cache, table = paged(cache_k, cache_v, page, r)
+    if page:
+        arguments["block_table" if version == 2 else "page_table"] = table
     module = flash_attn if version == 2 else flash_attn_interface
     new_rows = (k, v) if appended else (None, None)
     out, lse, *rest = module.flash_attn_with_kvcache(q, k_cache, v_cache, *new_rows, return_softmax_lse=True, **arguments, **theirs)
@@ -290,12 +294,197 @@ def test_cache(device, version, paged, extra, kinds, seed):
     rounding = (2**-19, 2**-19) if cos is None else (2**-8, 2**-8)               # q and k are rounded once more behind the rotation
     check_error("out", out, plain, exact, 2, rounding)
     finite = exact_lse.isfinite()
-    assert torch.equal(lse.isfinite(), finite) and (lse - exact_lse)[finite].abs().max() < (1e-4 if cos is None else 0.05)
+    assert torch.equal(lse.isfinite(), finite) and ((lse - exact_lse)[finite].abs() < (1e-4 if cos is None else 0.05)).all()
     for i in range(batch):                                                       # what was appended is in the cache, and nothing else has changed
-        held = k_cache[table[i].to(device)].flatten(0, 1) if paged else k_cache[index[i]]
+        held = k_cache[table[index[i]].long()].flatten(0, 1) if page else k_cache[index[i]]
         end = lengths[i] + (new if appended else 0)
         assert (held[leftpad[i]:end] - keys[i]).abs().max() <= (0 if cos is None else 2**-6)
         assert torch.equal(held[end:], cache_k[index[i], end:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page", (0, 16, 4))
+@pytest.mark.parametrize("form", ("packed", "packed rotary", "packed both", "chunk", "packed chunk both", "qv", "packed qv both", "values", "chunk values", "8 bits", "packed 8 bits both"))
+@pytest.mark.parametrize("kind", ("plain", "causal", "window"))
+def test_cache_of_3(device, page, form, kind, seed):
+    """FlashAttention-3's: packed queries and new keys, chunks, qv, values of another head dim, 8 bits, each with what shifts rows (both: batch idx, leftpad)."""
+    r = random.Random(seed)
+    has = {name: name in form for name in ("packed", "rotary", "both", "chunk", "qv", "values", "8 bits")}
+    batch, capacity, heads, kv_heads, dim = 4, 64, 4, 2, 32
+    dim_v = 48 if has["values"] or has["qv"] else dim
+    dtype = held_dtype = torch.bfloat16
+    rows, new = ([r.choice((0, 1, 3, 7)) for _ in range(batch)] if has["packed"] else [r.choice((1, 5))] * batch for _ in range(2))
+    rows[0], new[0] = max(rows), max(new)
+    theirs, ours = options_of(kind, r, heads, batch, device)
+    del theirs["alibi_slopes"], ours["alibi_slopes"]
+    shapes = [(sum(rows), heads, dim), (sum(new), kv_heads, dim), (sum(new), kv_heads, dim_v), (sum(rows), heads, dim_v)]
+    caches = batch + 2 if has["both"] else batch
+    values = [t.detach() for t in tensors(r, device, dtype, *shapes, (caches, capacity, kv_heads, dim), (caches, capacity, kv_heads, dim_v))]
+    if has["8 bits"]:
+        held_dtype, values = torch.float8_e4m3fn, [t.to(torch.float8_e4m3fn).to(dtype) for t in values]
+    q, k, v, qv, cache_k, cache_v = values
+    lengths = [r.randrange(max(rows), capacity - max(new)) for _ in range(batch)]
+    leftpad = [r.randrange(n + 1) for n in lengths] if has["both"] else [0] * batch
+    index = r.sample(range(caches), batch) if has["both"] else list(range(batch))
+    chunk = r.choice((1, 7, 20, 1000)) if has["chunk"] else 0
+    descales = [torch.rand(batch, kv_heads, generator=torch.Generator().manual_seed(seed)).to(device) + 0.5 for _ in range(3)] if has["8 bits"] else [None] * 3
+    cos = sin = None
+    if has["rotary"]:
+        angle = torch.rand(capacity, 8, generator=torch.Generator().manual_seed(seed)) * 6
+        cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+    def answer(precision):
+        outs, lses, keys = [], [], []
+        new_rows = list(zip(*(t.to(precision).split(new) for t in (k, v))))
+        for i, (a, a_v) in enumerate(zip(*(t.to(precision).split(rows) for t in (q, qv)))):
+            b, c = new_rows[i]
+            if cos is not None:
+                positions = torch.arange(rows[i]) + lengths[i] if ours["causal"] or ours["window"] != (-1, -1) else torch.full((rows[i],), lengths[i])
+                a, b = reference.rotate(a, cos, sin, positions, True), reference.rotate(b, cos, sin, torch.arange(new[i]) + lengths[i], True)
+            b, c = (torch.cat((t[index[i], leftpad[i]:lengths[i]].to(precision), more)) for t, more in ((cache_k, b), (cache_v, c)))
+            keys.append(b)
+            if has["8 bits"]:
+                a, b, c = (t * s[i].to(precision).repeat_interleave(t.shape[1] // kv_heads)[:, None] for t, s in zip((a, b, c), descales))
+            visible, scale = None, ours["scale"]
+            if chunk:
+                e = torch.arange(rows[i], device=device) + len(b) - rows[i]
+                visible = torch.arange(len(b), device=device) // chunk == (e // chunk)[:, None]
+            if has["qv"]:
+                a, b = torch.cat((a, a_v), -1), torch.cat((b, c), -1)
+            out, lse = reference.rows_first(a[None], b[None], c[None], visible=visible, **ours)
+            outs.append(out[0])
+            lses.append(lse[0])
+        return torch.cat(outs), torch.cat(lses, 1), keys
+
+    (plain, _, _), (exact, exact_lse, keys) = answer(dtype), answer(torch.float64)
+    k_cache, v_cache, table = paged(cache_k, cache_v, page, r)
+    k_cache, v_cache, q, k, v, qv = (t.to(held_dtype) for t in (k_cache, v_cache, q, k, v, qv))
+    int32 = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    arguments = dict(cache_seqlens=int32(lengths), page_table=table, attention_chunk=chunk, qv=qv if has["qv"] else None, rotary_cos=cos, rotary_sin=sin,
+                     **dict(zip(("q_descale", "k_descale", "v_descale"), descales)))
+    if has["both"]:
+        arguments.update(cache_batch_idx=int32(index), cache_leftpad=int32(leftpad))
+    if has["packed"]:
+        arguments.update(cu_seqlens_q=int32([0, *rows]).cumsum(0).int(), max_seqlen_q=max(rows), cu_seqlens_k_new=int32([0, *new]).cumsum(0).int())
+    else:
+        q, k, v, arguments["qv"] = (None if t is None else t.unflatten(0, (batch, -1)) for t in (q, k, v, arguments["qv"]))
+    out, lse, *rest = flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, return_softmax_lse=True, **arguments, **theirs)
+    assert rest == [None, None] and out.dtype == torch.bfloat16
+    if not has["packed"]:
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    rounding = (2**-19, 2**-19) if cos is None and not has["8 bits"] else (2**-7, 2**-7)      # q and k are rounded once more
+    check_error("out", out, plain, exact, 2, rounding)
+    finite = exact_lse.isfinite()
+    assert torch.equal(lse.isfinite(), finite) and (lse[~finite] == -torch.inf).all()
+    assert ((lse - exact_lse)[finite].abs() < (1e-4 if rounding[0] < 2**-10 else 0.1)).all()
+    for i in range(batch):                                                       # what was appended is in the cache, and nothing else has changed
+        held = (k_cache.to(dtype)[table[index[i]].long()].flatten(0, 1) if page else k_cache.to(dtype)[index[i]])
+        assert ((held[leftpad[i]:lengths[i] + new[i]] - keys[i]).abs() <= (0 if cos is None else 2**-6)).all()
+        assert torch.equal(held[lengths[i] + new[i]:], cache_k[index[i], lengths[i] + new[i]:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("kind", ("plain", "causal", "window", "causal window", "softcap"))
+@pytest.mark.parametrize("dim_v", (32, 48, 300))
+def test_chunks(device, packed, kind, dim_v, seed):
+    """attention_chunk of FlashAttention-3, with gradients, which FlashAttention-3 has not; queries in front of all keys among them."""
+    r = random.Random(seed)
+    dtype, heads, kv_heads, dim, batch = torch.bfloat16, 4, 2, 32, 3
+    rows, columns = ([r.choice((1, 5, 31, 70)) for _ in range(batch)] if packed else [r.choice((1, 33, 70))] * batch for _ in range(2))
+    chunk = r.choice((1, 3, 16, 33, 500))
+    theirs, ours = options_of(kind, r, heads, batch, device)
+    del theirs["alibi_slopes"], ours["alibi_slopes"]
+    inputs = tensors(r, device, dtype, (sum(rows), heads, dim), (sum(columns), kv_heads, dim), (sum(columns), kv_heads, dim_v))
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (rows, columns))
+
+    def function(q, k, v):
+        if packed:
+            return flash_attn_interface.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max(rows), max(columns), attention_chunk=chunk, return_attn_probs=True, **theirs)
+        out, lse = flash_attn_interface.flash_attn_func(*(t.unflatten(0, (batch, -1)) for t in (q, k, v)), attention_chunk=chunk, return_attn_probs=True, **theirs)
+        return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+    def exact(q, k, v):
+        outs = []
+        for a, b, c in zip(q.split(rows), k.split(columns), v.split(columns)):
+            e = torch.arange(len(a), device=device) + len(b) - len(a)
+            visible = torch.arange(len(b), device=device) // chunk == (e // chunk)[:, None]
+            outs.append(reference.rows_first(a[None], b[None], c[None], visible=visible, **ours))
+        return torch.cat([out[0] for out, _ in outs]), torch.cat([lse[0] for _, lse in outs], 1)
+    compare(function, exact, inputs, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("scale", (None, 0.2))
+@pytest.mark.parametrize("dim_v", (48, 256))
+def test_qv(device, packed, scale, dim_v):
+    """Scores are scale (q k^T + qv v^T)."""
+    r = random.Random(dim_v)
+    inputs = tensors(r, device, torch.bfloat16, (40, 4, 32), (66, 2, 32), (66, 2, dim_v), (40, 4, dim_v))
+    cu_q, cu_k = (torch.tensor(n, device=device, dtype=torch.int32) for n in ((0, 20, 40), (0, 33, 66)))
+
+    def function(q, k, v, qv):
+        options = dict(softmax_scale=scale, causal=True, return_attn_probs=True)
+        if packed:
+            return flash_attn_interface.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 20, 33, qv=qv, **options)
+        q, k, v, qv = (t.unflatten(0, (2, -1)) for t in (q, k, v, qv))
+        out, lse = flash_attn_interface.flash_attn_func(q, k, v, qv=qv, **options)
+        return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+    def exact(q, k, v, qv):
+        return reference.packed(torch.cat((q, qv), -1), torch.cat((k, v), -1), v, [20, 20], [33, 33], causal=True, scale=scale)
+    compare(function, exact, inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("kind", ("causal window", "window", "softcap"))
+def test_8_bits_multiplied_out(device, packed, kind, seed):
+    r = random.Random(seed)
+    theirs, ours = options_of(kind, r, 4, 2, device)
+    del theirs["alibi_slopes"], ours["alibi_slopes"]
+    if kind != "softcap":
+        theirs["window_size"] = ours["window"] = (7, 3)           # without a window there is a kernel
+    q, k, v = (t.detach().to(torch.float8_e4m3fn) for t in tensors(r, device, torch.bfloat16, (2, 20, 4, 64), (2, 33, 2, 64), (2, 33, 2, 64)))
+    descales = [torch.rand(2, 2, generator=torch.Generator().manual_seed(i)).to(device) + 0.5 for i in range(3)]
+    names = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
+    if packed:
+        cu_q, cu_k = (torch.tensor(n, device=device, dtype=torch.int32) for n in ((0, 20, 40), (0, 33, 66)))
+        out = flash_attn_interface.flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), cu_q, cu_k, 20, 33, **names, **theirs).unflatten(0, (2, 20))
+    else:
+        out = flash_attn_interface.flash_attn_func(q, k, v, **names, **theirs)
+    exact = [t.double() * s.double().repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None] for t, s in zip((q, k, v), descales)]
+    plain, exact = (reference.rows_first(*(t.to(p) for t in exact), **ours)[0] for p in (torch.bfloat16, torch.float64))
+    assert out.dtype == torch.bfloat16 and not out.requires_grad
+    check_error("out", out, plain, exact, 2, (2**-19, 2**-19))
+
+
+@pytest.mark.parametrize("form", ("append", "pages", "packed", "chunk"))
+def test_cache_compiles(form):
+    """To one graph, and to the same bits."""
+    g = torch.Generator().manual_seed(3)
+    normal = lambda *shape: torch.randn(shape, generator=g).bfloat16()  # noqa: E731
+    int32 = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    q, k, v, caches = normal(2, 3, 4, 32), normal(2, 3, 2, 32), normal(2, 3, 2, 32), [normal(12, 4, 2, 32) for _ in range(2)]
+    table = torch.arange(12, dtype=torch.int32).view(2, 6)
+    options = dict(cache_seqlens=int32(5, 9), page_table=table, causal=True)
+    if form == "append":
+        caches, options = [t.view(2, 24, 2, 32) for t in caches], dict(cache_seqlens=int32(5, 9), causal=True)
+    elif form == "pages":
+        options.update(cache_batch_idx=int32(1, 0), cache_leftpad=int32(2, 0), rotary_cos=normal(24, 8), rotary_sin=normal(24, 8))
+    elif form == "packed":
+        q, k, v = (t.flatten(0, 1)[:4] for t in (q, k, v))
+        options.update(cu_seqlens_q=int32(0, 1, 4), cu_seqlens_k_new=int32(0, 3, 4), max_seqlen_q=3)
+    else:
+        options.update(attention_chunk=4)
+
+    def step(q, k_cache, v_cache, k, v):
+        return flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options, return_softmax_lse=True)[:2]
+    mine, theirs = ([t.clone() for t in caches] for _ in range(2))
+    expected = step(q, *mine, k, v)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(q, *theirs, k, v)
+    assert all(torch.equal(a, b) for a, b in zip((*expected, *mine), (*found, *theirs)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -389,13 +578,16 @@ def test_install_hides_what_was_imported(monkeypatch):
 # ---- refusals and fallbacks
 
 
-@pytest.mark.parametrize("argument", ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk"))
+@pytest.mark.parametrize("argument", ("q_descale", "k_descale", "v_descale"))
 def test_refuses(argument):
     q, cu = torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match=f"flash_attn_varlen_func: {argument} is given"):
-        flash_attn_interface.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, **{argument: 4 if argument == "attention_chunk" else torch.ones(1)})
-    with pytest.raises(NotImplementedError, match=f"flash_attn_func: {argument} is given"):
-        flash_attn_interface.flash_attn_func(q[None], q[None], q[None], **{argument: 4 if argument == "attention_chunk" else torch.ones(1)})
+    message = f"{argument} is given with float32, expected None"
+    with pytest.raises(NotImplementedError, match=f"flash_attn_varlen_func: {message}"):
+        flash_attn_interface.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, **{argument: torch.ones(1, 2)})
+    with pytest.raises(NotImplementedError, match=f"flash_attn_func: {message}"):
+        flash_attn_interface.flash_attn_func(q[None], q[None], q[None], **{argument: torch.ones(1, 2)})
+    with pytest.raises(NotImplementedError, match=f"flash_attn_with_kvcache: {message}"):
+        flash_attn_interface.flash_attn_with_kvcache(q[None], q[None], q[None], q[None], q[None], cache_seqlens=0, **{argument: torch.ones(1, 2)})
 
 
 def test_refuses_other_arguments():
@@ -424,6 +616,67 @@ def test_refuses_other_arguments():
         flash_attn.flash_attn_func(q[None], torch.randn(1, 5, 3, 16), torch.randn(1, 5, 3, 16))
 
 
+REFUSED = {       # arguments of flash_attn_with_kvcache, q [2, 1, 4, 16] and a cache of 2 times 8 rows with 2 heads, and what the error says
+    "heads": (dict(q=torch.randn(2, 1, 3, 16)), "q has 3 heads and k_cache has 2"),
+    "head dim": (dict(q=torch.randn(2, 1, 4, 24)), r"q has shape \[2, 1, 4, 24\], expected \[any, any, any, 16\]"),
+    "dtype": (dict(q=torch.randn(2, 1, 4, 16).bfloat16()), "k_cache has dtype float32, expected bfloat16"),
+    "batch": (dict(q=torch.randn(3, 1, 4, 16)), r"k has shape \[2, 1, 2, 16\], expected \[3, any, 2, 16\]"),
+    "k": (dict(k=torch.randn(2, 1, 2, 24)), r"k has shape \[2, 1, 2, 24\], expected \[2, any, 2, 16\]"),
+    "v rows": (dict(v=torch.randn(2, 2, 2, 16)), r"v has shape \[2, 2, 2, 16\], expected \[2, 1, 2, 16\]"),
+    "v dtype": (dict(v=torch.randn(2, 1, 2, 16).half()), "v has dtype float16, expected float32"),
+    "v dims": (dict(v=torch.randn(2, 2, 16)), r"v has shape \[2, 2, 16\], expected 4 dimensions"),
+    "v missing": (dict(v=None), "v is None"),
+    "k missing": (dict(k=None), "k is None"),
+    "no lengths": (dict(cache_seqlens=None), "cache_seqlens is None"),
+    "full": (dict(cache_seqlens=8), "cache_seqlens is 8, expected 0 to 7 .what the cache holds, less the 1 rows of k"),
+    "negative": (dict(cache_seqlens=-1), "cache_seqlens is -1, expected 0 to 7"),
+    "lengths dtype": (dict(cache_seqlens=torch.zeros(2, dtype=torch.int64)), "cache_seqlens is a tensor of dtype int64, expected a tensor of dtype int32"),
+    "lengths": (dict(cache_seqlens=torch.zeros(3, dtype=torch.int32)), r"cache_seqlens has shape \[3\], expected \[2\]"),
+    "index": (dict(cache_batch_idx=torch.zeros(3, dtype=torch.int32)), r"cache_batch_idx has shape \[3\], expected \[2\]"),
+    "leftpad": (dict(cache_leftpad=torch.zeros(3, dtype=torch.int32)), r"cache_leftpad has shape \[3\], expected \[2\]"),
+    "leftpad dtype": (dict(cache_leftpad=torch.zeros(2)), "cache_leftpad is a tensor of dtype float32"),
+    "table": (dict(block_table=torch.zeros(3, 1, dtype=torch.int32)), r"page_table has shape \[3, 1\], expected \[2, any\]"),
+    "table dtype": (dict(block_table=torch.zeros(2, 1)), "page_table is a tensor of dtype float32"),
+    "scale": (dict(softmax_scale=torch.inf), "softmax_scale is inf"),
+    "scale type": (dict(softmax_scale="x"), "scale is .x., expected a number"),
+    "softcap": (dict(softcap=-1.0), "softcap is -1.0, expected 0 or a positive finite number"),
+    "window": (dict(window_size=3), "window is 3, expected a pair of integers"),
+    "splits": (dict(num_splits=129), "num_splits is 129, expected 0"),
+    "splits type": (dict(num_splits=1.5), "num_splits is 1.5, expected an integer"),
+    "alibi": (dict(alibi_slopes=torch.zeros(3)), r"alibi_slopes has shape \[3\], expected \[4\]"),
+    "rotary": (dict(rotary_cos=torch.zeros(9, 9), rotary_sin=torch.zeros(9, 9)), r"rotary_cos has shape \[9, 9\], expected \[rows, at most 8\]"),
+    "rotary shapes": (dict(rotary_cos=torch.zeros(9, 4), rotary_sin=torch.zeros(9, 5)), r"rotary_sin has shape \[9, 5\]"),
+    "rotary half": (dict(rotary_cos=torch.zeros(9, 4)), "rotary_sin is None"),
+    "gradient": (dict(q=torch.randn(2, 1, 4, 16, requires_grad=True)), "q requires a gradient"),
+    "values": (dict(v=torch.randn(2, 1, 2, 24)), r"v has shape \[2, 1, 2, 24\], expected \[2, 1, 2, 16\]"),
+    "device": (dict(q=torch.randn(2, 1, 4, 16, device="meta")), "k_cache is on cpu, expected meta"),
+    "3 packed": (dict(cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32), q=torch.randn(2, 4, 16)), "max_seqlen_q is None"),
+    "3 packed dims": (dict(cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32), max_seqlen_q=1), r"q has shape \[2, 1, 4, 16\], expected 3 dimensions"),
+    "3 packed starts": (dict(cu_seqlens_q=torch.tensor([0, 1, 2]), q=torch.randn(2, 4, 16), max_seqlen_q=1), "cu_seqlens_q is a tensor of dtype int64"),
+    "3 packed new": (dict(cu_seqlens_k_new=torch.tensor([0, 1], dtype=torch.int32), k=torch.randn(2, 2, 16), v=torch.randn(2, 2, 16)),
+                     r"cu_seqlens_k_new has shape \[2\], expected \[3\]"),
+    "3 chunk": (dict(attention_chunk=-1), "attention_chunk is -1, expected 0"),
+    "3 qv": (dict(qv=torch.randn(2, 1, 4, 17)), r"qv has shape \[2, 1, 4, 17\], expected \[2, 1, 4, 16\]"),
+    "3 descale": (dict(k_descale=torch.ones(2, 2)), "k_descale is given with float32"),
+}
+
+
+@pytest.mark.parametrize("paged", (False, True))
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_call_leaves_the_cache(name, paged):
+    change, message = REFUSED[name]
+    module = flash_attn_interface if name.startswith("3") else flash_attn
+    caches = [torch.randn(2, 8, 2, 16) for _ in range(2)]
+    before = [t.clone() for t in caches]
+    new = [torch.randn(2, 1, 2, 16) for _ in range(2)]
+    call = dict(q=torch.randn(2, 1, 4, 16), k_cache=caches[0], v_cache=caches[1], k=new[0], v=new[1], cache_seqlens=torch.tensor([3, 4], dtype=torch.int32)) | change
+    if paged and "block_table" not in change:
+        call["page_table" if name.startswith("3") else "block_table"] = torch.tensor([[1], [0]], dtype=torch.int32)
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"flash_attn_with_kvcache: {message}"):
+        module.flash_attn_with_kvcache(**call)
+    assert all(torch.equal(a, b) for a, b in zip(before, caches))
+
+
 def test_cache_refuses():
     q = torch.randn(1, 1, 2, 16)
     cache = torch.randn(1, 8, 2, 16)
@@ -431,11 +684,8 @@ def test_cache_refuses():
                                ("rotary_sin is None", dict(k=q, v=q, cache_seqlens=3, rotary_cos=q))):
         with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: {message}"):
             flash_attn.flash_attn_with_kvcache(q, cache, cache, **arguments)
-    lengths = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="cache_leftpad"):
-        flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_leftpad=lengths, block_table=lengths[None])
-    with pytest.raises(NotImplementedError, match="cu_seqlens_q"):
-        flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, cu_seqlens_q=lengths)
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache: q has dtype float8_e4m3fn"):
+        flash_attn.flash_attn_with_kvcache(*(t.to(torch.float8_e4m3fn) for t in (q, cache, cache)))
 
 
 @pytest.mark.parametrize("reason, shape, dtype, options", [
@@ -489,7 +739,7 @@ def test_last_dimension_is_not_contiguous(module, device):
     assert torch.equal(before, k)
 
 
-@pytest.mark.parametrize("reason, size, dim_v", [("a page size that is not a multiple of 16", 6, 16), ("a cache whose keys and values differ in head dim", 16, 24)])
+@pytest.mark.parametrize("reason, size, dim_v", [("a cache whose keys and values differ in head dim", 6, 24), ("a cache whose keys and values differ in head dim", 16, 24)])
 def test_cache_falls_back(reason, size, dim_v, monkeypatch):
     monkeypatch.setattr(_fallback, "_warned", set())
     q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, dim_v)

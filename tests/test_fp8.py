@@ -240,8 +240,8 @@ CU = torch.tensor([0, 7], dtype=torch.int32)
      lambda: _C.attention_fwd_fp8(torch.empty(1, 2, 7, 64, dtype=torch.bfloat16), None, Q, Q, Q, None, None, None, torch.ones(2, 2), 0.0, False)),
     (TypeError, "attention_decode: q has dtype float8_e4m3fn", lambda: mg.attention_decode(Q, Q, Q)),
     (NotImplementedError, "flash_attn_varlen_func: q has dtype float8_e4m3fn",
-     lambda: flash_attn_interface.flash_attn_varlen_func(*[Q[0].transpose(0, 1)] * 3, CU, CU, 7, 7)),
-    (NotImplementedError, "flash_attn_with_kvcache: q has dtype float8_e4m3fn", lambda: flash_attn_interface.flash_attn_with_kvcache(Q, Q, Q)),
+     lambda: mg.flash_attn.flash_attn_varlen_func(*[Q[0].transpose(0, 1)] * 3, CU, CU, 7, 7)),
+    (NotImplementedError, "flash_attn_with_kvcache: q has dtype float8_e4m3fn", lambda: mg.flash_attn.flash_attn_with_kvcache(Q, Q, Q)),
     (NotImplementedError, "flash_attn_func: q has dtype float8_e4m3fn", lambda: mg.flash_attn.flash_attn_func(Q, Q, Q)),
 ])
 def test_refuses(error, message, call):

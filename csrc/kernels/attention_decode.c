@@ -37,15 +37,10 @@ static mg_status check_size(const char *op, const char *name, const mg_tensor *t
   return mg_fail(MG_VALUE, "%s: %s has size %lld in dimension %d, expected %lld (%s)", op, name, (long long)t->shape[dim], dim, (long long)want, meaning);
 }
 
-static mg_status read_cache(shape *x, const char *op, const mg_tensor *k_cache, const mg_tensor *page_table) {
+static void read_cache(shape *x, const mg_tensor *k_cache, const mg_tensor *page_table) {
   x->caches = k_cache->shape[0], x->cache_rows = k_cache->shape[1], x->k_heads = k_cache->shape[2], x->d = k_cache->shape[3];
-  x->keys = x->cache_rows;
-  if (!page_table) return MG_OK;
-  if (x->cache_rows % PAGE_UNIT)
-    return mg_fail(MG_UNSUPPORTED, "%s: k_cache has pages of %lld keys, expected a multiple of %d", op, (long long)x->cache_rows, PAGE_UNIT);
-  x->keys = at_most(NO_LIMIT, page_table->shape[1] * x->cache_rows);
-  x->page = x->cache_rows;
-  return MG_OK;
+  x->page = page_table ? x->cache_rows : 0;
+  x->keys = page_table ? at_most(NO_LIMIT, page_table->shape[1] * x->cache_rows) : x->cache_rows;
 }
 static mg_status check_cache(const shape *x, const char *op, const mg_tensor *v_cache, const mg_tensor *cache_seqlens, const mg_tensor *page_table,
                              const mg_tensor *cache_batch_idx) {
@@ -54,8 +49,8 @@ static mg_status check_cache(const shape *x, const char *op, const mg_tensor *v_
   mg_status status = MG_OK;
   for (int i = 0; i < 4 && !status; i++) status = check_size(op, "v_cache", v_cache, i, k_shape[i], like_k);
   if (!status) status = check_size(op, "cache_seqlens", cache_seqlens, 0, x->batch, of_batch);
-  if (!status) status = check_size(op, "page_table", page_table, 0, x->batch, of_batch);
   if (!status) status = check_size(op, "cache_batch_idx", cache_batch_idx, 0, x->batch, of_batch);
+  if (!status && !cache_batch_idx) status = check_size(op, "page_table", page_table, 0, x->batch, of_batch);
   if (status) return status;
   if (page_table && cache_batch_idx)
     return mg_fail(MG_VALUE, "%s: cache_batch_idx is given with page_table, expected at most one of them: the table names each sequence's pages", op);
@@ -68,8 +63,8 @@ static mg_status check_cache(const shape *x, const char *op, const mg_tensor *v_
 }
 
 static mg_status read_shape(shape *x, const char *op, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *page_table) {
-  mg_status status = read_cache(x, op, k_cache, page_table);
-  if (!status) status = check_size(op, "q", q, 3, x->d, "same as k_cache");
+  read_cache(x, k_cache, page_table);
+  mg_status status = check_size(op, "q", q, 3, x->d, "same as k_cache");
   if (status) return status;
   x->batch = q->shape[0], x->queries = q->shape[1], x->q_heads = q->shape[2];
   if (x->k_heads == 0 ? x->q_heads != 0 : x->q_heads % x->k_heads != 0)
@@ -244,6 +239,8 @@ mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const 
   if (!status) status = check_size(op, "sink", sink, 0, x.q_heads, "the heads of q");
   if (!status) status = check_size(op, "alibi_slopes", alibi_slopes, 1, x.q_heads, "the heads of q");
   if (!status && alibi_slopes && alibi_slopes->shape[0] != 1) status = check_size(op, "alibi_slopes", alibi_slopes, 0, x.batch, "the batch, or 1");
+  if (!status && x.page % PAGE_UNIT)
+    status = mg_fail(MG_UNSUPPORTED, "%s: k_cache has pages of %lld keys, expected a multiple of %d", op, (long long)x.page, PAGE_UNIT);
   if (status) return status;
   if ((status = mg_context_open(&c, q, stream)) || (status = make_plan(&w, &x, q, options, &c))) return status;
   if (x.batch * x.rows == 0) return MG_OK;
@@ -288,8 +285,8 @@ mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const
   mg_status status = mg_check(MG_OP_append_kv, (const mg_tensor *[]){k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx});
   if (status) return status;
   x.batch = k->shape[0];
-  status = read_cache(&x, op, k_cache, page_table);
-  if (!status) status = check_cache(&x, op, v_cache, cache_seqlens, page_table, cache_batch_idx);
+  read_cache(&x, k_cache, page_table);
+  status = check_cache(&x, op, v_cache, cache_seqlens, page_table, cache_batch_idx);
   for (int i = 2; i < 4 && !status; i++) status = check_size(op, "k", k, i, k_cache->shape[i], "same as k_cache");
   for (int i = 0; i < 4 && !status; i++) status = check_size(op, "v", v, i, k->shape[i], "same as k");
   if (!status && !cache_seqlens && (length < 0 || length > x.keys))

@@ -5,6 +5,7 @@ from margay import ops
 NAMES = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cache_batch_idx", "sink", "alibi_slopes")
 APPEND_NAMES = ("k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx")
 MOST_SPLITS = 128
+PAGE_UNIT = 16          # rows of a page that kernels read in place are a multiple of it
 
 
 def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cache_batch_idx=None, causal=False, scale=None, window=(-1, -1),
@@ -16,9 +17,9 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
 
     cache_seqlens: keys of each sequence, int32 [B] on the device of q, or one int; the whole cache if None. Whatever the cache holds behind them, NaN
         included, has no influence.
-    page_table: int32 [B, n]; page j of a sequence holds its keys from j * page size on. The page size is a multiple of 16. A page that does not exist
-        reads as zeros.
-    cache_batch_idx: int32 [B], the cache of each sequence; its own number if None.
+    page_table: int32 [B, n]; page j of a sequence holds its keys from j * page size on. A page that does not exist reads as zeros. Pages of a multiple of
+        16 keys are read in place; others are copied in order first, n * page size rows a sequence.
+    cache_batch_idx: int32 [B], the cache of each sequence, with a page_table [any, n] its row of the table; its own number if None.
     causal: query i of a sequence of n keys is at e = n - Nq + i and sees keys up to e. window: it sees keys e - left to e + right; -1 is no limit.
     scale: of the scores, positive; 1 / sqrt(D) if None. softcap: scores become softcap tanh(score / softcap); 0 leaves them.
     sink: float32 [Hq], a logit for each head that only enters the denominator (and the lse). alibi_slopes: float32 [Hq] or [B, Hq], score -= slope |e - key|.
@@ -73,7 +74,13 @@ def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_spl
     lines = ["attention_decode: " + ", ".join(f"{name} {ops._shape(t)} {ops.dtype_name(t)}" for name, t in named.items())]
     if seqlens is not None:
         lines.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
-    lines += [f"  {name} is copied first: {why}" for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)) if (why := face.why_copied(t, mapped=name != "q"))]
+    if page_table is not None and k_cache.shape[1] % PAGE_UNIT:
+        lines.append(f"  k_cache and v_cache are copied first, each sequence's {rows} rows in order: pages of {k_cache.shape[1]} keys, and kernels read multiples of {PAGE_UNIT}")
+        problem["page"] = 0
+        copied = ("q", q),
+    else:
+        copied = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
+    lines += [f"  {name} is copied first: {why}" for name, t in copied if (why := face.why_copied(t, mapped=name != "q"))]
     return "\n".join([*lines, _C.explain("attention_decode", **problem)])
 
 
@@ -101,6 +108,17 @@ def _length(op, cache_seqlens):
     return length, None
 
 
+def needs_order(page_table, cache_batch_idx, *caches):
+    """Whether what a page table names has to be brought in order before C takes it. What C refuses is left to C."""
+    if page_table is None or cache_batch_idx is None and not (caches and caches[0].ndim == 4 and caches[0].shape[1] % PAGE_UNIT):
+        return False
+    first, *others = caches or (page_table,)
+    if any(t.ndim != 4 or t.dtype != first.dtype or t.shape[:3] != first.shape[:3] for t in caches):
+        return False
+    return all(t is None or t.ndim == rank and str(t.dtype).endswith("int32") and getattr(t, "device", None) == getattr(first, "device", None)
+               for t, rank in ((page_table, 2), (cache_batch_idx, 1)))
+
+
 def check_ranks(op, **tensors):
     """Raise unless all have 4 dimensions and the first one's dtype."""
     (first, like), *_ = tensors.items()
@@ -121,9 +139,14 @@ class _Arrays:
     def attention_decode(tensors, options, want_lse):
         import numpy as np
         from margay import _C, _numpy
-        q, k_cache, v_cache, _, page_table, *_ = tensors
+        q, k_cache, v_cache, seqlens, page_table, index, *others = tensors
         _numpy._check_arrays("attention_decode", **dict(zip(NAMES, tensors)))
         check_ranks("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
+        if needs_order(page_table, index, k_cache, v_cache) and (index is None or index.shape[0] == q.shape[0]):
+            page_table = _table_rows(page_table, index)
+            if k_cache.shape[1] % PAGE_UNIT and page_table.shape[0] == q.shape[0]:
+                k_cache, v_cache, page_table = _in_order(k_cache, page_table), _in_order(v_cache, page_table), None
+            tensors = q, k_cache, v_cache, seqlens, page_table, None, *others
         out = np.empty(q.shape, q.dtype)
         lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None
         size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
@@ -136,5 +159,27 @@ class _Arrays:
         from margay import _C, _numpy
         _numpy._check_arrays("append_kv", **dict(zip(APPEND_NAMES, tensors)))
         check_ranks("append_kv", **dict(zip(APPEND_NAMES[:4], tensors)))
-        caches, rest = tensors[:2], tensors[2:]
-        _numpy.with_copies(lambda *rest: _C.append_kv(*caches, *rest, length), *rest)
+        k_cache, v_cache, k, v, seqlens, page_table, index = tensors
+        if index is not None and needs_order(page_table, index) and index.shape[0] == k.shape[0]:
+            page_table, index = _table_rows(page_table, index), None
+        _numpy.with_copies(lambda *rest: _C.append_kv(k_cache, v_cache, *rest, length), k, v, seqlens, page_table, index)
+
+
+def _table_rows(table, index):
+    """NumPy: as margay._plain.table_rows."""
+    import numpy as np
+    if index is None:
+        return table
+    there = (index >= 0) & (index < table.shape[0])
+    rows = np.full((index.shape[0], table.shape[1]), -1, np.int32)
+    rows[there] = table[index[there]]
+    return rows
+
+
+def _in_order(cache, table):
+    """NumPy: as margay._plain.cache_rows."""
+    import numpy as np
+    there = (table >= 0) & (table < cache.shape[0])
+    rows = np.zeros((*table.shape, *cache.shape[1:]), cache.dtype)
+    rows[there] = cache[table[there]]
+    return rows.reshape(table.shape[0], -1, *cache.shape[2:])

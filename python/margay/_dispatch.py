@@ -6,7 +6,6 @@ import margay
 from margay import _fallback, _plain, ops
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PAGE_UNIT = 16          # rows of a page are a multiple of it
 _gpus: dict = {}        # device index -> why no kernel runs on it, or None
 
 
@@ -19,8 +18,8 @@ def attention_varlen(op, q, k, v, *lengths, **options):
 
 
 def attention_decode(op, q, k_cache, v_cache, **options):
-    _refuse_8_bits(op, q)
-    if reason := _unsupported_cache(q, v_cache, options["page_table"] if "page_table" in options else None):
+    refuse_8_bits(op, q)
+    if reason := _unsupported_cache(q, v_cache):
         _fallback.fall_back(op, reason)
         return _plain.attention_decode(q, k_cache, v_cache, **options)
     return _call(op, "attention_decode", q, k_cache, v_cache, **options)
@@ -28,7 +27,7 @@ def attention_decode(op, q, k_cache, v_cache, **options):
 
 def append_kv(k_cache, v_cache, k, v, **options):
     """PyTorch where the attention that follows falls back as well, and says so."""
-    reason = unsupported(k, k_cache, v_cache) or _unsupported_cache(k, v_cache, options["page_table"])
+    reason = unsupported(k, k_cache, v_cache) or _unsupported_cache(k, v_cache)
     (_plain if reason else margay).append_kv(k_cache, v_cache, k, v, **options)
 
 
@@ -54,19 +53,15 @@ def unsupported(q, k, v, scale=None, dropout_p=0.0):
     return _why_not_gpu(q.device.index) if q.is_cuda else None
 
 
-def _refuse_8_bits(op, q):
+def refuse_8_bits(op, q):
     """PyTorch has no attention of them to fall back to."""
     if q.dtype.itemsize == 1:
         raise NotImplementedError(f"{op}: q has dtype {ops.dtype_name(q)}, expected bfloat16, float16 or float32; float8_e4m3fn is taken by margay.attention, "
-                                  "and by flash_attn_func and flash_attn_qkvpacked_func of margay.flash_attn_interface")
+                                  "and by margay.flash_attn_interface")
 
 
-def _unsupported_cache(q, v_cache, page_table):
-    if v_cache.shape[-1] != q.shape[-1]:
-        return "a cache whose keys and values differ in head dim"
-    if page_table is not None and v_cache.shape[1] % PAGE_UNIT:
-        return f"a page size that is not a multiple of {PAGE_UNIT}"
-    return None
+def _unsupported_cache(q, v_cache):
+    return "a cache whose keys and values differ in head dim" if v_cache.shape[-1] != q.shape[-1] else None
 
 
 def _why_not_gpu(index):
@@ -80,7 +75,7 @@ _why_not_gpu._dynamo_marked_constant = True     # torch.compiler.assume_constant
 
 
 def _call(op, name, q, k, v, *lengths, **options):
-    _refuse_8_bits(op, q)
+    refuse_8_bits(op, q)
     reason = unsupported(q, k, v, options.get("scale"), options.get("dropout_p", 0.0))
     if reason is None:
         return getattr(margay, name)(q, k, v, *lengths, **options)

@@ -37,7 +37,9 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cache_batch_idx=None, causal=False, scale=None, window=(-1, -1),
                      softcap=0.0, sink=None, alibi_slopes=None, num_splits=0, return_lse=False):
     """As `margay.attention_decode`."""
-    k, v = (_cache_rows(t, page_table, cache_batch_idx, q.shape[0]).transpose(1, 2) for t in (k_cache, v_cache))
+    if page_table is not None:
+        page_table, cache_batch_idx = table_rows(page_table, cache_batch_idx), None
+    k, v = (cache_rows(t, page_table, cache_batch_idx, q.shape[0]).transpose(1, 2) for t in (k_cache, v_cache))
     lengths = _lengths(cache_seqlens, k, q.shape[0]).clamp(0, k.shape[2])
     column = torch.arange(k.shape[2], device=q.device)
     row = torch.arange(q.shape[1], device=q.device) + (lengths - q.shape[1])[:, None]
@@ -61,6 +63,7 @@ def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_b
         row = torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx.long()
         row, there = row[:, None].expand_as(position), (position >= 0) & (position < size)
     else:
+        page_table = table_rows(page_table, cache_batch_idx)
         there = (position >= 0) & (position < size * page_table.shape[1])
         row, position = page_table.long().gather(1, (position // size).clamp(0, page_table.shape[1] - 1)), position % size
     there = (there & (lengths >= 0) & (row >= 0) & (row < caches)).flatten()
@@ -202,16 +205,40 @@ def _sequences(cu_seqlens, total):
     return sequence, row - cu_seqlens[sequence], cu_seqlens.diff()
 
 
-def _cache_rows(cache, page_table, cache_batch_idx, batch):
-    index = page_table if page_table is not None else cache_batch_idx
-    if index is None:
-        return cache[:batch]
-    if cache.shape[0] == 0:
-        rows = cache.new_zeros(*index.shape, *cache.shape[1:])
-    else:                                              # a page or cache that does not exist reads as zeros
-        there = (index >= 0) & (index < cache.shape[0])
-        rows = cache[index.long().where(there, 0)].where(there[(...,) + (None,) * (cache.ndim - 1)], 0)
-    return rows if page_table is None else rows.flatten(1, 2)
+def cache_rows(cache, page_table, cache_batch_idx, batch, first=None):
+    """[B, N, Hk, D]: each sequence's rows in order, from row `first` [B] on; zeros where a page or a cache does not exist."""
+    if first is None:
+        index = page_table if page_table is not None else cache_batch_idx
+        if index is None:
+            return cache[:batch]
+        rows = _parts(cache, (index,), index)
+        return rows if page_table is None else rows.flatten(1, 2)
+    size = cache.shape[1]
+    rows = size if page_table is None else size * page_table.shape[1]
+    place = (torch.arange(rows, device=cache.device) + first[:, None]).clamp(0, max(rows - 1, 0))
+    if page_table is not None:
+        part = page_table.gather(1, place // max(size, 1)) if rows else place
+    else:
+        part = (torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx)[:, None].expand(batch, rows)
+    return _parts(cache, (part, place % max(size, 1)), part)
+
+
+def _parts(cache, index, part):
+    if cache.shape[0] == 0 or part.numel() == 0:
+        return cache.new_zeros(*part.shape, *cache.shape[len(index):])
+    there = (part >= 0) & (part < cache.shape[0])
+    rows = cache[part.long().where(there, 0), *index[1:]]
+    return rows.masked_fill_(~there[(...,) + (None,) * (rows.ndim - there.ndim)], 0)
+
+
+def table_rows(page_table, cache_batch_idx):
+    """The rows of a page table that sequences have; a row that does not exist has no pages."""
+    if cache_batch_idx is None:
+        return page_table
+    if page_table.shape[0] == 0:
+        return page_table.new_full((cache_batch_idx.shape[0], page_table.shape[1]), -1)
+    there = (cache_batch_idx >= 0) & (cache_batch_idx < page_table.shape[0])
+    return page_table[cache_batch_idx.long().where(there, 0)].where(there[:, None], -1)
 
 
 def _lengths(cache_seqlens, cache, batch):

@@ -14,7 +14,9 @@ import types
 
 import torch
 
-from margay import _dispatch, _plain, _torch, bert_padding, ops
+from margay import _dispatch, _kvcache, _plain, _torch, bert_padding, ops
+from margay._kvcache import check_layout as _check
+from margay._kvcache import sequence_of as _sequence_of
 from margay._switch import Switch
 from margay.bert_padding import pad_input, unpad_input
 
@@ -75,13 +77,15 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     """q [B, Nq, Hq, D] against a cache, to [B, Nq, Hq, D]; forward only.
 
     k_cache, v_cache [Bc, N, Hk, D], or [pages, page size, Hk, D] with block_table int32 [B, pages]. k, v [B, Nnew, Hk, D] are written behind
-    cache_seqlens, int or int32 [B], first. rotary_cos, rotary_sin [rows, rotary dim / 2] rotate k from row cache_seqlens on, and q too, or all of q at
-    row cache_seqlens where neither causal nor a window orders its rows. cache_leftpad int32 [B]: first row of each cache that counts; a copy of the
-    cache is attended to.
+    cache_seqlens, int or int32 [B], first; all checks come before that. rotary_cos, rotary_sin [rows, rotary dim / 2] rotate k from row cache_seqlens on,
+    and q too, or all of q at row cache_seqlens where neither causal nor a window orders its rows. cache_batch_idx int32 [B]: the cache of each sequence, or
+    with block_table its row of the table. cache_leftpad int32 [B]: first row of each cache that counts; a copy of the caches' rows is attended to.
     """
-    out, lse = with_kvcache("flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_seqlens,
-                            cache_batch_idx, cache_leftpad, block_table, rotary_interleaved, return_softmax_lse, causal=causal, scale=softmax_scale,
-                            window=pair("flash_attn_with_kvcache", window_size), softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
+    op = "flash_attn_with_kvcache"
+    out, lse = _kvcache.with_kvcache(op, q, k_cache, v_cache, k, v, rotary=(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens=cache_seqlens,
+                                     rotary_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, page_table=block_table,
+                                     return_lse=return_softmax_lse, causal=causal, scale=softmax_scale, window=pair(op, window_size), softcap=softcap,
+                                     alibi_slopes=alibi_slopes, num_splits=num_splits)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -137,34 +141,6 @@ def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
     return result if return_lse else (result, None)
 
 
-def with_kvcache(op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, rotary_seqlens, cache_batch_idx, cache_leftpad, page_table,
-                 rotary_interleaved, return_lse, *, causal, window, **options):
-    """out, and lse or None. rotary_seqlens: where the rotation of new keys begins."""
-    _check(op, "[batch, rows, heads, head dim]", q=q, k_cache=k_cache, v_cache=v_cache)
-    if (k is None) != (v is None):
-        raise ValueError(f"{op}: {'k' if k is None else 'v'} is None, expected a tensor (k and v are given together)")
-    if k is not None and cache_seqlens is None:
-        raise ValueError(f"{op}: cache_seqlens is None, expected an int or a tensor where k is given")
-    if rotary_cos is not None and (k is None or rotary_sin is None):
-        raise ValueError(f"{op}: {'k' if k is None else 'rotary_sin'} is None, expected a tensor where rotary_cos is given")
-    if cache_leftpad is not None and page_table is not None:
-        raise NotImplementedError(f"{op}: cache_leftpad is not implemented for a paged cache")
-    if rotary_cos is not None:
-        ordered = causal or window != (-1, -1)
-        q = _rotate(q, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, ordered)
-        k = _rotate(k, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, True)
-    if k is not None:
-        _dispatch.append_kv(k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx)
-        cache_seqlens = cache_seqlens + k.shape[1]
-    if cache_leftpad is not None:
-        k_cache, v_cache = (_from_left(t, cache_leftpad, cache_batch_idx) for t in (k_cache, v_cache))
-        cache_batch_idx = None
-        cache_seqlens = (k_cache.shape[1] if cache_seqlens is None else cache_seqlens) - cache_leftpad
-    result = _dispatch.attention_decode(op, q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx,
-                                        causal=causal, window=window, return_lse=return_lse, **options)
-    return result if return_lse else (result, None)
-
-
 def pair(op, window_size):
     return ops._window(window_size, op)
 
@@ -175,15 +151,6 @@ def _unbind(op, name, t, dim, parts):
     if t.shape[dim] != parts:
         raise ValueError(f"{op}: {name} has shape {list(t.shape)}, expected {layout}")
     return t.unbind(dim)
-
-
-def _check(op, layout, **tensors):
-    rank = layout.count(",") + 1
-    for name, t in tensors.items():
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{op}: {name} is {type(t).__name__}, expected torch.Tensor")
-        if t.dim() != rank:
-            raise ValueError(f"{op}: {name} has shape {list(t.shape)}, expected {rank} dimensions {layout}")
 
 
 def _dense(op, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
@@ -220,31 +187,6 @@ def _kept(q, k, v, scale, dropout_p, seed, shape, plain_shape):
     if _dispatch.unsupported(q, k, v, scale, dropout_p):
         return _plain.kept(plain_shape, dropout_p, seed, q.device)
     return ops.dropout_mask(dropout_p, seed, *shape).to(q.device)
-
-
-def _rotate(x, cos, sin, first, interleaved, ordered):
-    """x [B, N, H, D] rotated at rows first, first + 1, ... of cos and sin, or all at row `first` if not ordered."""
-    row = torch.arange(x.shape[1], device=x.device) if ordered else x.new_zeros(x.shape[1], dtype=torch.int64)
-    row = (row + (first[:, None] if isinstance(first, torch.Tensor) else first)).clamp(0, cos.shape[0] - 1)     # what lies behind a cache's end is dropped
-    cos, sin = (t[row].float().unsqueeze(-2) for t in (cos, sin))
-    half = cos.shape[-1]
-    turned, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
-    pairs = turned.float().unflatten(-1, (half, 2) if interleaved else (2, half))
-    a, b = pairs.unbind(-1 if interleaved else -2)
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1 if interleaved else -2).flatten(-2).to(x.dtype)
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
-
-
-def _from_left(cache, leftpad, batch_idx):
-    """Each cache from its row leftpad on."""
-    cache = cache[:leftpad.shape[0]] if batch_idx is None else cache[batch_idx.long().clamp(0, cache.shape[0] - 1)]
-    row = (torch.arange(cache.shape[1], device=cache.device) + leftpad[:, None]).clamp(0, cache.shape[1] - 1)
-    return cache.gather(1, row[..., None, None].expand_as(cache))
-
-
-def _sequence_of(row, starts):
-    """Which sequence each row belongs to; the last one behind it."""
-    return torch.searchsorted(starts[1:].contiguous(), row.to(starts.dtype), right=True).clamp(max=starts.shape[0] - 2)
 
 
 def _rows_of_pages(pages, table, cu_seqlens):
