@@ -30,8 +30,8 @@ CHECKS = 8
 TEXT_BYTES = 1 << 20
 SEED = 1234
 SIZES = {
-    "cpu": dict(rows=512, batch=2, layers=3, width=128, heads=2, steps=300, rate=3e-3),
-    "cuda": dict(rows=2048, batch=16, layers=6, width=512, heads=8, steps=400, rate=1e-3),
+    "cpu": dict(rows=512, batch=2, layers=3, width=128, heads=2, head_dim=128, steps=300, rate=3e-3),
+    "cuda": dict(rows=2048, batch=16, layers=6, width=512, heads=8, head_dim=64, steps=400, rate=1e-3),
 }
 
 
@@ -110,9 +110,9 @@ class SelfAttention(Attention):
 
 
 class Block(torch.nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, head_dim):
         super().__init__()
-        self.norm1, self.attention = torch.nn.LayerNorm(width), SelfAttention(width, heads)
+        self.norm1, self.attention = torch.nn.LayerNorm(width), SelfAttention(width, heads, head_dim=head_dim)
         self.norm2, self.up, self.down = torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
 
     def forward(self, x):
@@ -126,11 +126,11 @@ class Transformer(torch.nn.Module):
 
     REACH = 4
 
-    def __init__(self, rows, layers, width, heads):
+    def __init__(self, rows, layers, width, heads, head_dim):
         super().__init__()
         self.rows = rows
         self.bytes, self.positions = torch.nn.Embedding(256 * self.REACH, width), torch.nn.Embedding(rows, width)
-        self.blocks = torch.nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = torch.nn.ModuleList(Block(width, heads, head_dim) for _ in range(layers))
         self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, 256)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:         # what adds to the residual stream starts smaller, the more of it there is
@@ -164,7 +164,7 @@ class Run:
     def __init__(self, name, function, size, device):
         self.name, self.device, self.losses, self.seconds = name, device, [], []
         torch.manual_seed(SEED)
-        self.model = Transformer(*(size[key] for key in ("rows", "layers", "width", "heads"))).to(device)
+        self.model = Transformer(*(size[key] for key in ("rows", "layers", "width", "heads", "head_dim"))).to(device)
         self.model.use(function)
         steps, warmup = size["steps"], size["steps"] // 10 + 1
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=size["rate"], betas=(0.9, 0.95), fused=True)
