@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -330,27 +331,73 @@ def compile_everything(cuda, python_include):
     return [job.path() for job in [*library, *cpu, tables]], module.path()
 
 
+# glibc 2.34 moved these from libpthread and libdl into libc, under new versions beside the old ones. A link against stubs of the two
+# libraries as they were asks for the old versions, which every glibc has, so that the extension runs with an older glibc than that of this machine.
+STUBS = {
+    "libpthread.so.0": ("pthread_create", "pthread_detach", "pthread_key_create", "pthread_once", "pthread_setspecific", "pthread_sigmask"),
+    "libdl.so.2": ("dlclose", "dlerror", "dlopen", "dlsym"),
+}
+OLDEST_VERSION = {"x86_64": "GLIBC_2.2.5", "aarch64": "GLIBC_2.17"}
+
+
+def glibc_stubs(cc):
+    """Files to link before libc; none where the C library is another."""
+    version = OLDEST_VERSION.get(platform.machine())
+    if platform.libc_ver()[0] != "glibc" or not version:
+        return []
+    stubs = []
+    for name, functions in STUBS.items():
+        source, exports, target = GENERATED / f"{name}.S", GENERATED / f"{name}.map", GENERATED / name
+        write(source, "".join(f".globl {f}\n.type {f}, %function\n{f}: .byte 0\n" for f in functions)
+              + '.section .note.GNU-stack, "", %progbits\n')
+        write(exports, f"{version} {{ global: {'; '.join(functions)}; local: *; }};\n")
+        run_linker(target, [*cc, "-shared", "-nostdlib", "-o", "{out}", str(source), f"-Wl,-soname,{name}", f"-Wl,--version-script={exports}"])
+        stubs.append(str(target))
+    return stubs
+
+
 def link(objects, module, target):
     cc, _ = host_compiler("CC", "cc")
     exports = GENERATED / "exports.map"
     write(exports, "{ global: PyInit__C; local: *; };\n")
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    library = ROOT / BUILD / "libmargay.a"
-    for output, command in {
-        target: [*cc, "-shared", "-o", "{out}", str(module), *map(str, objects), "-Wl,--gc-sections", "-Wl,--as-needed", "-Wl,-z,noexecstack",
-                 f"-Wl,--version-script={exports}", "-lm", "-lpthread", "-ldl"],
-        library: ["ar", "rcsD", "{out}", *map(str, objects)],
-    }.items():
-        temporary = f"{output.resolve()}.{os.getpid()}"
-        result = run([word.replace("{out}", temporary) for word in command])
-        if result.returncode:
-            raise SystemExit(f"{output}: linking failed\n{result.stderr}")
-        os.replace(temporary, output)
+    run_linker(target, [*cc, "-shared", "-o", "{out}", str(module), *map(str, objects), "-Wl,--gc-sections", "-Wl,--as-needed",
+                        "-Wl,-z,noexecstack", "-Wl,-z,relro", "-Wl,-z,now", f"-Wl,--version-script={exports}", *glibc_stubs(cc),
+                        "-lm", "-lpthread", "-ldl"])
+    run_linker(ROOT / BUILD / "libmargay.a", ["ar", "rcsD", "{out}", *map(str, objects)])
+
+
+def run_linker(output, command):
+    temporary = f"{(ROOT / output).resolve()}.{os.getpid()}"
+    result = run([word.replace("{out}", temporary) for word in command])
+    if result.returncode:
+        raise SystemExit(f"{output}: linking failed\n{result.stderr}")
+    os.replace(temporary, ROOT / output)
+
+
+# ---- the wheel
+
+def glibc_needed(path):
+    """The newest version of glibc that a linked file asks for, as (2, minor); None where it asks for none."""
+    text = run(["readelf", "--wide", "--version-info", str(path)]).stdout
+    return max((tuple(map(int, v.split("."))) for v in re.findall(r"Name: GLIBC_(\d+\.\d+)", text)), default=None)
+
+
+class Wheel(bdist_wheel):
+    """The platform's tag says what the linked extension needs, not what this machine has."""
+
+    def get_tag(self):
+        python, abi, plat = super().get_tag()
+        extension = self.get_finalized_command("build_ext").get_ext_fullpath("margay._C")
+        glibc = glibc_needed(extension)
+        if self.plat_name_supplied or not glibc or not plat.startswith("linux_"):
+            return python, abi, plat
+        return python, abi, f"manylinux_2_{max(glibc[1], 17)}_{plat.removeprefix('linux_')}"     # 2_17 is the oldest tag of this form
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)
     os.chdir(ROOT)
-    setup(ext_modules=[Extension("margay._C", sources=[], py_limited_api=True)], cmdclass={"build_ext": Build},
+    setup(ext_modules=[Extension("margay._C", sources=[], py_limited_api=True)], cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
           options={"bdist_wheel": {"py_limited_api": "cp310"}})

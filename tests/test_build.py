@@ -2,8 +2,13 @@
 import importlib.machinery
 import importlib.util
 import json
+import os
+import platform
+import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,8 +23,13 @@ EXTENSION = Path(_C.__file__)
 SYSTEM_LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 
 
-def readelf(*options):
-    return subprocess.run(["readelf", "--wide", *options, EXTENSION], check=True, capture_output=True, text=True).stdout
+def readelf(*options, file=EXTENSION):
+    return subprocess.run(["readelf", "--wide", *options, file], check=True, capture_output=True, text=True).stdout
+
+
+def newest_glibc(file):
+    """The newest minor version of glibc 2 that a symbol of the file asks for."""
+    return max(int(minor) for minor in re.findall(r"Name: GLIBC_2\.(\d+)", readelf("--version-info", file=file)))
 
 
 def test_extension_needs_only_the_c_library():
@@ -30,6 +40,17 @@ def test_extension_needs_only_the_c_library():
 def test_extension_exports_only_its_init_function():
     symbols = [line.split() for line in readelf("--dyn-syms").splitlines() if ":" in line]
     assert [s[7] for s in symbols if len(s) == 8 and s[4] in ("GLOBAL", "WEAK") and s[6] != "UND"] == ["PyInit__C"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_extension_runs_with_glibc_2_28():
+    assert newest_glibc(EXTENSION) <= 28
+
+
+def test_extension_is_read_only_once_loaded():
+    """RELRO with BIND_NOW: the table of foreign addresses is filled at load time and then protected."""
+    assert re.search(r"^\s*GNU_RELRO\b", readelf("--program-headers"), re.M)
+    assert re.search(r"\(FLAGS\).*\bBIND_NOW\b", readelf("--dynamic"))
 
 
 def test_extension_is_one_file_for_all_pythons():
@@ -85,3 +106,73 @@ def test_spills_are_in_the_rows_line(setup_py, tmp_path, monkeypatch):
 def test_cubin_reader_refuses_other_files():
     with pytest.raises(ValueError, match="not an ELF64 file"):
         cubin.kernels(b"\x50\xed\x55\xba" + bytes(100))
+
+
+# ---- source distribution and wheel
+
+def python(tree, *arguments, **environment):
+    """Runs Python in the tree with the tree's margay; returns what it prints."""
+    result = subprocess.run([sys.executable, *arguments], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree / "python"), **environment},
+                            capture_output=True, text=True)
+    assert result.returncode == 0, f"{arguments}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The source distribution, unpacked and built with the rows of one small kernel."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("sdist")
+    python(ROOT, "setup.py", "-q", "sdist", "--dist-dir", str(folder))
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    tree = folder / archive.name.removesuffix(".tar.gz")
+    python(tree, "setup.py", "-q", "egg_info", "build_ext", "--inplace", MARGAY_ROWS="scaled_add_.*", MARGAY_CUDA="0")
+    return tree
+
+
+def test_sdist_is_complete(unpacked):
+    """Every file of the folders that make and the tests use, but for what is built."""
+    names = ["LICENSE", "Makefile", "README.md", "pyproject.toml", "requirements.txt", "requirements-test.txt"]
+    for folder in ("benchmarks", "csrc", "docs", "examples", "python/margay", "tests", "tools"):
+        files = [file.relative_to(ROOT) for file in (ROOT / folder).rglob("*") if file.is_file()]
+        names += [file for file in files if "__pycache__" not in file.parts and file.suffix not in (".so", ".o", ".pyc")]
+        assert files, folder
+    assert not [str(name) for name in names if not (unpacked / name).is_file()]
+
+
+def test_sdist_tests_run(unpacked):
+    output = python(unpacked, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_numpy.py", "tests/test_import.py",
+                    "-k", "scaled_add or loads_nothing or stubs")
+    assert re.search(r"\b[1-9]\d* passed", output) and "error" not in output
+    assert python(unpacked, "-c", "import margay; print(margay.__file__)").startswith(str(unpacked))
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked):
+    folder = unpacked / "wheel"
+    python(unpacked, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(folder), MARGAY_ROWS="scaled_add_.*", MARGAY_CUDA="0")
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_wheel_is_licensed(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
+        (text,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/LICENSE"))
+    assert "License-Expression: Apache-2.0\n" in metadata and "License-File: LICENSE\n" in metadata
+    assert "Apache License" in text and "TERMS AND CONDITIONS" in text and "END OF TERMS" in text
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_wheel_says_which_glibc_it_needs(wheel, unpacked):
+    tag = re.search(rf"-cp310-abi3-manylinux_2_(\d+)_{platform.machine()}\.whl$", wheel.name)
+    assert tag and newest_glibc(unpacked / "python" / "margay" / "_C.abi3.so") <= int(tag[1]) <= 28, wheel.name
+
+
+def test_auditwheel_agrees(wheel):
+    pytest.importorskip("auditwheel")
+    output = subprocess.run([sys.executable, "-m", "auditwheel", "show", wheel], capture_output=True, text=True, check=True).stdout
+    found = re.search(r'tag:\s+"manylinux_2_(\d+)_', output)
+    assert found and int(found[1]) <= 28, output

@@ -1,11 +1,14 @@
 """python -m margay.bench FAMILY: times Margay against PyTorch on this machine and writes FAMILY-DEVICE.json."""
 import argparse
-import importlib
 import importlib.util
 import math
 from pathlib import Path
 
+from margay import _needs
+
+PROGRAM = "margay.bench"
 FAMILIES = ("attention", "decode", "features", "gemm", "cpu", "overhead", "rows")
+WITHOUT_GPU = ("cpu", "overhead")
 RESULTS = Path("benchmarks/results")                  # of the repository, when it is the current folder
 
 
@@ -30,8 +33,12 @@ def parse():
 
 def main():
     arguments = parse()
-    if not importlib.util.find_spec("torch"):
-        raise SystemExit("margay.bench: compares with PyTorch, which is not installed")
+    _needs.torch(PROGRAM)
+    if arguments.family not in WITHOUT_GPU:
+        _needs.gpu(PROGRAM, f"the family {arguments.family}", "python -m margay.bench cpu")
+    if arguments.plot and not importlib.util.find_spec("matplotlib"):
+        _needs.stop(PROGRAM, "--plot needs matplotlib, which is not installed")
+    arguments.out.mkdir(parents=True, exist_ok=True)
     from margay.bench import harness
     options = harness.Options(arguments.out, arguments.only, arguments.rounds, arguments.ms, arguments.seconds,
                               tuple(filter(None, arguments.peers.split(","))), arguments.plot)

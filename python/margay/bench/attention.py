@@ -79,7 +79,5 @@ def cases(dims=(64, 128), dtype="bfloat16"):
 
 
 def run(options, arguments):
-    if not torch.cuda.is_available():
-        raise SystemExit("attention: needs a GPU; python -m margay.bench cpu runs here")
     family = "attention" if arguments.dtype != FP8 else "attention-fp8"
     return run_family(family, cases(arguments.dims, arguments.dtype), GpuTimer(), options)

@@ -141,6 +141,4 @@ def cases():
 
 
 def run(options, arguments):
-    if not torch.cuda.is_available():
-        raise SystemExit("features: needs a GPU")
     return run_family("features", cases(), GpuTimer(), options)
