@@ -4,16 +4,21 @@ A model asks a mask function once per forward pass, and gives the result to the 
 
     None                    every query sees every key, or the causal part (module.is_causal)
     bool [B, L]             True where a key is no padding; only the first L keys count
+    bool [B, 1 + w, L]      the same, of a layer that sees w keys to either side; L = 0: there is no padding
     int32 [B, 1, 1, 1]      the number of keys that count, of a cache that is longer
     int32 [1, 1, 1, S + 1]  cu_seqlens of sequences that are packed behind one another
     bool, float, 4 dims     any other mask, which PyTorch computes
 
-Models hand masks of 4 dimensions on as they are; others they may convert and give to the mask function again, which leaves bool [B, L] as it is.
-The window comes from the layer's sliding_window, as in transformers' own flash attention.
+Models hand masks of 4 dimensions on as they are; others they may convert and give to the mask function again, which leaves those above as they are.
+What a model asks is told from the function that it gives: that is evaluated at the edges of the windows it may mean, once for each code and
+numbers of such functions. Whatever else it is, PyTorch computes. The window of causal attention comes from the layer's sliding_window, as in
+transformers' own flash attention; windows to both sides are the mask's word, since layers differ in what they call sliding_window.
+
+A padding mask carries, as an attribute, the plan that all layers share (`margay._padding`). A copy has lost it, and is still right.
 """
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from margay import _dispatch, _padding, _plain
@@ -48,15 +53,22 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = dict(scale=scaling, softcap=softcap or 0.0, sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
     causal = _is_causal(module, is_causal)
+    window = -1, -1
+    if sliding_window is not None:
+        window = sliding_window - 1, 0 if causal else sliding_window - 1
+    if attention_mask is not None and attention_mask.dim() == 3:
+        causal, window = False, (attention_mask.shape[1] - 1,) * 2
     whole = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32
     if whole or position_bias is not None:
         _dispatch.warn(_OP, "a mask that is not made of causal, window, padding and packed sequences" if whole else "position_bias")
-        mask = _whole_mask(query, key, attention_mask, causal, position_bias)
+        mask = _whole_mask(query, key, attention_mask, causal, window, position_bias)
         return _rows_first(_plain.attention(query, key, value, mask=mask, **options)), None
 
     options["causal"] = causal
-    if sliding_window is not None:
-        options["window"] = (sliding_window - 1, -1 if causal else sliding_window - 1)
+    if window[0] >= 0:
+        options["window"] = window
+    if attention_mask is not None and attention_mask.dim() == 3 and attention_mask.shape[2] == 0:
+        attention_mask = None
     if _is_cu_seqlens(attention_mask):
         cu_seqlens = attention_mask.flatten()
         out = _packed(query, key, value, cu_seqlens, cu_seqlens, query.shape[2], query.shape[2], options)
@@ -78,13 +90,18 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
         return attention_mask                                                   # made before
     every = dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
                  attention_mask=attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
-    bidirectional = "allow_is_bidirectional_skip" in kwargs or mask_function is bidirectional_mask_function
-    if use_vmap or not _is_known(mask_function, local_size, config):
+    meaning = None if use_vmap or getattr(config, "model_type", None) in _CHANGE_THEIR_MASK else _meaning(mask_function, local_size, allow_is_causal_skip, config, kwargs)
+    if meaning is None:
         return sdpa_mask(**every)
-    if bidirectional:
-        return None if attention_mask is None or _is_all_true(attention_mask) else _columns(attention_mask, kv_offset, kv_length)
-    if attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1 and mask_function is not causal_mask_function:
+    packed, left, right = meaning
+    if right:
+        if not kwargs.get("allow_is_bidirectional_skip", True) or right > 0 and not _is_aligned(q_length, kv_length, q_offset, kv_offset):
+            return sdpa_mask(**every)
+        return _padding_mask(attention_mask, kv_offset, kv_length, q_length, max(right, 0), right > 0, device)
+    if packed:
         return _cu_seqlens(mask_function, batch_size, q_length, device)
+    if not allow_is_causal_skip and q_length > 1:
+        return sdpa_mask(**every)                                               # which the model wants to change
     if isinstance(q_offset, torch.Tensor) and q_length > 1 and not _compiling_or_capturing():
         q_offset = int(q_offset)
     if isinstance(q_offset, torch.Tensor):                                      # of a static cache, whose fill is not known on the host
@@ -95,9 +112,25 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
             return sdpa_mask(**every)
         return _columns(attention_mask, kv_offset, kv_length) & (torch.arange(kv_length, device=device) < filled)
     filled = min(q_offset + q_length - kv_offset, kv_length)
-    if attention_mask is not None and (attention_mask.shape[1] < filled or not _is_all_true(attention_mask)):
-        return _columns(attention_mask, kv_offset, filled)
-    return None if filled == kv_length else torch.full((batch_size, 1, 1, 1), filled, dtype=torch.int32, device=device)
+    mask = _padding_mask(attention_mask, kv_offset, filled, q_length, 0, True, device)
+    if mask is None and filled < kv_length:
+        return torch.full((batch_size, 1, 1, 1), filled, dtype=torch.int32, device=device)
+    return mask
+
+
+def _padding_mask(mask, first, count, rows, radius, ordered, device):
+    """Columns of a mask for layers that see `radius` keys to either side, all if 0, with their plan where values can be read; None: all are seen."""
+    fixed = _compiling_or_capturing()
+    host = None if mask is None or fixed else _columns(mask.cpu(), first, count)         # the one thing that is waited for
+    if mask is None or host is not None and host.all():
+        return torch.empty((1, 1 + radius, 0), dtype=torch.bool, device=device) if radius else None
+    columns = _columns(mask, first, count)
+    columns = columns[:, None].expand(-1, 1 + radius, -1) if radius else columns.view_as(columns)
+    if not fixed:
+        ordered = ordered and 1 < rows <= count
+        plan = _padding.plan_of_runs(host, rows, ordered, device)
+        columns.margay_plans = {} if plan is None else {(rows, ordered): plan}
+    return columns
 
 
 def _is_causal(module, is_causal):
@@ -107,13 +140,127 @@ def _is_causal(module, is_causal):
     return bool(is_causal)
 
 
-def _is_known(mask_function, local_size, config):
-    """Is the function made of causal, window and packed sequences only? Told from what compiled code can see too: identity, name, arguments."""
-    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
-        return True
+_CHANGE_THEIR_MASK = "doge",     # models whose layers make a mask of their own from that of 4 dimensions, without saying so
+
+
+def _meaning(mask_function, local_size, skips, config, kwargs):
+    """(packed, left, right): are there sequences, and which keys the function lets a query see, -1 without a bound. None: something else."""
+    if torch.compiler.is_compiling():
+        return _meaning_by_name(mask_function, local_size, skips, config, kwargs)
+    inner = _inner_of_packed(mask_function)
+    bounds = _bounds(inner or mask_function)
+    if bounds is None:
+        return None
+    left, right = bounds
+    known = left == right if right else left == (-1 if local_size is None else local_size - 1)
+    return (inner is not None, left, right) if known and not (left == right == 0) else None
+
+
+def _meaning_by_name(mask_function, local_size, skips, config, kwargs):
+    """From what compiled code can see: identity, name, arguments."""
+    if mask_function is causal_mask_function:
+        return False, -1, 0
+    if mask_function is bidirectional_mask_function:
+        return False, -1, -1
+    if local_size is not None and (local_size != getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) is not None):
+        return None
+    if "allow_is_bidirectional_skip" in kwargs:
+        return None if local_size is None or local_size + _BEYOND < 1 else (False, local_size + _BEYOND, local_size + _BEYOND)
+    if local_size is not None and skips:
+        return False, local_size - 1, 0
     if not mask_function.__qualname__.startswith("and_masks."):
-        return False
-    return local_size is None or local_size == getattr(config, "sliding_window", None) and getattr(config, "attention_chunk_size", None) is None
+        return None
+    return True, -1 if local_size is None else local_size - 1, 0
+
+
+def _inner_of_packed(mask_function):
+    """What packed_sequence_compatibility_function was given, if it made this function."""
+    parts = _cell(mask_function, "mask_functions", masking_utils.and_masks)
+    if parts is None or len(parts) != 2 or not _is_made_by(parts[0], getattr(masking_utils, "packed_sequence_mask_function", None)):
+        return None
+    return _cell(parts[1], "mask_function", getattr(masking_utils, "remap_positions_for_packed_sequence", None))
+
+
+def _is_made_by(function, maker):
+    code = getattr(function, "__code__", None)
+    return maker is not None and code is not None and code in maker.__code__.co_consts
+
+
+def _cell(function, name, maker):
+    if not _is_made_by(function, maker):
+        return None
+    return dict(zip(function.__code__.co_freevars, function.__closure__))[name].cell_contents
+
+
+_known_bounds: dict = {}
+
+
+def _bounds(mask_function):
+    """(left, right) of a function of four indices that is a band along the diagonal, else None."""
+    numbers: set = set()
+    signature = _signature(mask_function, numbers)
+    if signature is None or len(numbers) > 8:
+        return None
+    if signature not in _known_bounds:
+        _known_bounds[signature] = _evaluated_bounds(mask_function, numbers)
+    return _known_bounds[signature]
+
+
+def _signature(x, numbers):
+    """Equal for functions of the same code with the same numbers; collects these. None where there is more to them: then they may read a device."""
+    if isinstance(x, int) and abs(x) < 1 << 40:
+        numbers.add(int(x))
+        return x
+    if isinstance(x, (tuple, list)):
+        parts = *x,
+    elif getattr(x, "__code__", None) is not None:
+        code = x.__code__
+        numbers.update(c for c in code.co_consts if type(c) is int)
+        of_module = (x.__globals__.get(name) for name in code.co_names)
+        parts = *(x.__defaults__ or ()), *(cell.cell_contents for cell in x.__closure__ or ()), *(v for v in of_module if isinstance(v, int))
+    else:
+        return None
+    parts = tuple(_signature(part, numbers) for part in parts)
+    return None if None in parts else (getattr(x, "__code__", None), *parts)
+
+
+def _evaluated_bounds(mask_function, numbers):
+    """The band that has the function's value where indices are small, and where they or their distance are near one of the numbers."""
+    with torch.device("cpu"), torch.no_grad():
+        near = torch.tensor([0, *numbers]).abs()[:, None] + torch.arange(-3, 4)
+        near = torch.cat((near.flatten(), torch.arange(40), 3 * near.amax() + torch.arange(2))).clamp(min=0).unique()
+        q = near[:, None, None]
+        k = torch.cat(((q + near).expand(-1, 1, -1), (q - near).expand(-1, 1, -1), near.expand(len(near), 1, -1)), 2).clamp(min=0)
+        index = torch.arange(2)
+        try:
+            seen = mask_function(index[:, None, None, None, None], index[:, None, None, None], q, k)
+        except Exception:                        # what it needs is not here
+            return None
+        if seen.dtype != torch.bool:
+            return None
+        distance = k - q
+        edges = sorted({abs(n) + i for n in numbers for i in (-1, 0, 1)} | {0})
+        for right in (0, -1, *edges):
+            for left in (-1, *edges):
+                band = ((distance >= -left) | (left < 0)) & ((distance <= right) | (right < 0))
+                if bool((seen == band).all()):
+                    return left, right
+    return None
+
+
+def _beyond():
+    """How much farther than its sliding_window a layer that looks to both sides sees."""
+    make = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
+    left, right = (0, 0) if make is None else _bounds(make(5))
+    return right - 5 if left == right else -1 << 40
+
+
+_BEYOND = _beyond()
+
+
+def _is_aligned(q_length, kv_length, q_offset, kv_offset):
+    """Is the last query at the last key?"""
+    return not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
 
 
 def _columns(padding, first, count):
@@ -134,11 +281,6 @@ def _cu_seqlens(mask_function, batch, rows, device):
     place = torch.where(begins, begins.cumsum(0) - 1, total + 1)                # of fixed size: the rest of the sequences is empty
     ends = torch.full((total + 2,), total, device=device).scatter(0, place, torch.arange(total, device=device))
     return ends[:-1].to(torch.int32)[None, None, None]
-
-
-def _is_all_true(mask):
-    """Read on the host, once per forward pass; where that cannot be done, no."""
-    return not _compiling_or_capturing() and bool(mask.all())
 
 
 def _compiling_or_capturing():
@@ -171,23 +313,31 @@ def _partly_filled(query, key, value, lengths, options):
 
 
 def _padded(query, key, value, mask, options):
-    rows, columns = query.shape[2], mask.shape[1]
+    rows, columns = query.shape[2], mask.shape[-1]
     key, value = key[:, :, :columns], value[:, :, :columns]
-    ordered = options["causal"] or "window" in options                          # then padding among the queries counts too
-    query_mask = mask[:, columns - rows:] if ordered and 1 < rows <= columns else None
-    return _padding.attention(_OP, query, key, value, mask, query_mask, **options)
+    ordered = (options["causal"] or "window" in options) and 1 < rows <= columns         # then padding among the queries counts too
+    plans = {} if torch.compiler.is_compiling() else getattr(mask, "margay_plans", {})
+    plan = plans.get((rows, ordered))
+    if plan is None:
+        mask = mask if mask.dim() == 2 else mask[:, 0]
+        plan = plans[rows, ordered] = _padding.plan(mask, mask[:, columns - rows:] if ordered else None, rows)
+    return _padding.planned_attention(_OP, query, key, value, plan, **options)
 
 
-def _whole_mask(query, key, mask, causal, bias):
+def _whole_mask(query, key, mask, causal, window, bias):
     """One mask of 4 dimensions, from any and a bias of the scores."""
     rows, columns = query.shape[2], key.shape[2]
     if _is_cu_seqlens(mask):
         raise NotImplementedError(f"{_OP}: position_bias is given for packed sequences, which is not implemented")
+    if mask is not None and mask.dim() == 3:
+        mask = mask[:, 0] if mask.shape[2] else None
     if mask is None or mask.dim() == 2 or mask.dtype == torch.int32:
         column = torch.arange(columns, device=query.device)
         filled = columns if mask is None else mask.shape[1] if mask.dim() == 2 else mask
-        last = torch.arange(rows, device=query.device)[:, None] + (filled - rows) if causal else filled - 1
-        seen = column <= last
+        diagonal = torch.arange(rows, device=query.device)[:, None] + (filled - rows)
+        seen = column <= (diagonal if causal else filled - 1)
+        if window[0] >= 0:
+            seen = seen & (column >= diagonal - window[0]) & (column <= diagonal + window[1])
         if mask is not None and mask.dim() == 2:
             seen = seen & _columns(mask, 0, columns)[:, None, None]
         mask = seen if seen.dim() == 4 else seen.expand(1, 1, rows, columns)
