@@ -32,8 +32,8 @@ def append_kv(k_cache, v_cache, k, v, **options):
     (_plain if reason else margay).append_kv(k_cache, v_cache, k, v, **options)
 
 
-def warn(op, reason):
-    _fallback.fall_back(op, reason)
+def warn(op, reason, *more):
+    _fallback.fall_back(op, reason, *more)
 
 
 def unsupported(q, k, v, scale=None, dropout_p=0.0):

@@ -4,21 +4,29 @@ A model asks a mask function once per forward pass, and gives the result to the 
 
     None                    every query sees every key, or the causal part (module.is_causal)
     bool [B, L]             True where a key is no padding; only the first L keys count
-    bool [B, 1 + w, L]      the same, of a layer that sees w keys to either side; L = 0: there is no padding
-    int32 [B, 1, 1, 1]      the number of keys that count, of a cache that is longer
-    int32 [1, 1, 1, S + 1]  cu_seqlens of sequences that are packed behind one another
+    bool [B, w, L]          the same, with a window; L = 0: there is no padding
+    int32 [B, w, 1, 1]      the number of keys that count, of a cache that is longer
+    int32 [1, w, 1, S + 1]  cu_seqlens of sequences that are packed behind one another
     bool, float, 4 dims     any other mask, which PyTorch computes
+
+w > 1 is a window, which has to be known on the host: 2 n + 1 if n keys to either side are seen, 2 n + 2 if n before the diagonal. These n are what
+the mask's function says. Layers name their windows differently, or not at all, so theirs (sliding_window, as in transformers' own flash attention)
+counts only where the mask says nothing.
 
 Models hand masks of 4 dimensions on as they are; others they may convert and give to the mask function again, which leaves those above as they are.
 What a model asks is told from the function that it gives: that is evaluated at the edges of the windows it may mean, once for each code and
-numbers of such functions. Whatever else it is, PyTorch computes. The window of causal attention comes from the layer's sliding_window, as in
-transformers' own flash attention; windows to both sides are the mask's word, since layers differ in what they call sliding_window.
+numbers of such functions. Whatever else it is, PyTorch computes.
 
 A padding mask carries, as an attribute, the plan that all layers share (`margay._padding`). A copy has lost it, and is still right.
 """
 
+import functools
+import inspect
+import re
+import sys
+
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from margay import _dispatch, _padding, _plain
@@ -28,13 +36,18 @@ _OP = "attn_implementation='margay'"
 
 
 def register(name="margay"):
-    """Make attn_implementation=name known to transformers, until `.disable()` or the end of a `with` block."""
+    """Make attn_implementation=name known to transformers, until `.disable()` or the end of a `with` block.
+
+    A model whose attention is its own code, which asks for no implementation, takes the name without effect: a FallbackWarning says so.
+    """
     interfaces = (AttentionInterface, attention), (AttentionMaskInterface, attention_mask)
     before = [interface._global_mapping.get(name) for interface, _ in interfaces]
     for interface, function in interfaces:
         interface.register(name, function)
+    _watch(name)
 
     def undo():
+        _unwatch(name)
         for (interface, _), function in zip(interfaces, before):
             if function is None:
                 interface._global_mapping.pop(name, None)
@@ -42,6 +55,69 @@ def register(name="margay"):
                 interface.register(name, function)
 
     return Switch(undo)
+
+
+# ---- models that take the name and never ask for the implementation
+
+_watched: list = []          # names, one for each register() in effect
+_watched_methods: dict = {}  # of PreTrainedModel, as they were
+
+
+def _watch(name):
+    _watched.append(name)
+    if _watched_methods:
+        return
+    for method in ("_check_and_adjust_attn_implementation", "set_attn_implementation"):
+        original = _watched_methods[method] = getattr(PreTrainedModel, method, None)
+        if original is not None:
+            setattr(PreTrainedModel, method, _warns_after(original))
+
+
+def _unwatch(name):
+    _watched.remove(name)
+    while _watched_methods and not _watched:
+        method, original = _watched_methods.popitem()
+        if original is not None:
+            setattr(PreTrainedModel, method, original)
+
+
+def _warns_after(original):
+    @functools.wraps(original)
+    def method(self, attn_implementation, *arguments, **options):
+        result = original(self, attn_implementation, *arguments, **options)
+        several = isinstance(attn_implementation, dict)          # part of a model: implementation
+        if several or attn_implementation in _watched:
+            for module in self.modules():
+                if isinstance(module, PreTrainedModel) and (not several or module.config._attn_implementation in _watched):
+                    _warn_of_own_attention(module)
+                    if not any(getattr(module, flag, True) for flag in ("_supports_sdpa", "_supports_flash_attn")):
+                        _reads_its_mask.add(module.config.model_type)
+        return result
+
+    return method
+
+
+def _warn_of_own_attention(model):
+    """Warn once of a model in whose modules attention is written and no implementation is asked for."""
+    modules = [c.__module__ for c in type(model).__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel]
+    own = [m for m in modules if _ATTENTION_CLASS.search(_source(m))]
+    alone = model.config.get_text_config() is model.config       # else it is a frame around models that are asked themselves
+    if own and alone and not any("ALL_ATTENTION_FUNCTIONS" in _source(m) or "AttentionInterface" in _source(m) for m in modules):
+        _dispatch.warn(_OP, f"{type(model).__name__} never asks for an attention implementation", "the model's own code", own[0])
+
+
+_ATTENTION_CLASS = re.compile(r"^class \w*Att(ention|n)\w*\((nn\.|torch\.nn\.)?Module\):", re.MULTILINE)
+
+
+@functools.cache
+def _source(module):
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
+# ---- the two functions
 
 
 def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, sliding_window=None, softcap=None, s_aux=None,
@@ -56,8 +132,9 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     window = -1, -1
     if sliding_window is not None:
         window = sliding_window - 1, 0 if causal else sliding_window - 1
-    if attention_mask is not None and attention_mask.dim() == 3:
-        causal, window = False, (attention_mask.shape[1] - 1,) * 2
+    if attention_mask is not None and (attention_mask.dim() == 3 or attention_mask.dtype == torch.int32):
+        causal, window = _said_window(attention_mask.shape[1], causal, window)
+        attention_mask = attention_mask[:, :1] if attention_mask.dim() == 4 else attention_mask if attention_mask.shape[2] else None
     whole = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32
     if whole or position_bias is not None:
         _dispatch.warn(_OP, "a mask that is not made of causal, window, padding and packed sequences" if whole else "position_bias")
@@ -67,8 +144,6 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     options["causal"] = causal
     if window[0] >= 0:
         options["window"] = window
-    if attention_mask is not None and attention_mask.dim() == 3 and attention_mask.shape[2] == 0:
-        attention_mask = None
     if _is_cu_seqlens(attention_mask):
         cu_seqlens = attention_mask.flatten()
         out = _packed(query, key, value, cu_seqlens, cu_seqlens, query.shape[2], query.shape[2], options)
@@ -90,47 +165,65 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
         return attention_mask                                                   # made before
     every = dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
                  attention_mask=attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
-    meaning = None if use_vmap or getattr(config, "model_type", None) in _CHANGE_THEIR_MASK else _meaning(mask_function, local_size, allow_is_causal_skip, config, kwargs)
+    meaning = None if use_vmap or getattr(config, "model_type", None) in _reads_its_mask else _meaning(mask_function, local_size, allow_is_causal_skip, config, kwargs)
     if meaning is None:
         return sdpa_mask(**every)
     packed, left, right = meaning
+    w = 1 if left < 0 else 2 * left + (1 if right else 2)
     if right:
         if not kwargs.get("allow_is_bidirectional_skip", True) or right > 0 and not _is_aligned(q_length, kv_length, q_offset, kv_offset):
             return sdpa_mask(**every)
-        return _padding_mask(attention_mask, kv_offset, kv_length, q_length, max(right, 0), right > 0, device)
+        mask = _padding_mask(attention_mask, kv_offset, kv_length, q_length, w, right > 0)
+        return _nothing_but_window(w, device) if mask is None else mask
     if packed:
-        return _cu_seqlens(mask_function, batch_size, q_length, device)
-    if not allow_is_causal_skip and q_length > 1:
+        return _cu_seqlens(mask_function, batch_size, q_length, device).expand(-1, w, -1, -1)
+    decodes_static = q_length == 1 and (local_size is not None or isinstance(q_offset, torch.Tensor))
+    if not allow_is_causal_skip and not decodes_static:                         # of which transformers says the same
         return sdpa_mask(**every)                                               # which the model wants to change
     if isinstance(q_offset, torch.Tensor) and q_length > 1 and not _compiling_or_capturing():
         q_offset = int(q_offset)
     if isinstance(q_offset, torch.Tensor):                                      # of a static cache, whose fill is not known on the host
         filled = (q_offset + (q_length - kv_offset)).to(torch.int32).clamp(max=kv_length)
         if attention_mask is None:
-            return filled.expand(batch_size)[:, None, None, None]
+            return filled.expand(batch_size)[:, None, None, None].expand(-1, w, -1, -1)
         if q_length > 1:
             return sdpa_mask(**every)
-        return _columns(attention_mask, kv_offset, kv_length) & (torch.arange(kv_length, device=device) < filled)
+        return _with_window(_columns(attention_mask, kv_offset, kv_length) & (torch.arange(kv_length, device=device) < filled), w)
     filled = min(q_offset + q_length - kv_offset, kv_length)
-    mask = _padding_mask(attention_mask, kv_offset, filled, q_length, 0, True, device)
+    mask = _padding_mask(attention_mask, kv_offset, filled, q_length, w, True)
     if mask is None and filled < kv_length:
-        return torch.full((batch_size, 1, 1, 1), filled, dtype=torch.int32, device=device)
-    return mask
+        return torch.full((batch_size, 1, 1, 1), filled, dtype=torch.int32, device=device).expand(-1, w, -1, -1)
+    return _nothing_but_window(w, device) if mask is None else mask
 
 
-def _padding_mask(mask, first, count, rows, radius, ordered, device):
-    """Columns of a mask for layers that see `radius` keys to either side, all if 0, with their plan where values can be read; None: all are seen."""
+def _padding_mask(mask, first, count, rows, w, ordered):
+    """Columns of a mask, with their plan where values can be read; None if there is no padding."""
     fixed = _compiling_or_capturing()
     host = None if mask is None or fixed else _columns(mask.cpu(), first, count)         # the one thing that is waited for
     if mask is None or host is not None and host.all():
-        return torch.empty((1, 1 + radius, 0), dtype=torch.bool, device=device) if radius else None
-    columns = _columns(mask, first, count)
-    columns = columns[:, None].expand(-1, 1 + radius, -1) if radius else columns.view_as(columns)
+        return None
+    columns = _with_window(_columns(mask, first, count), w)
     if not fixed:
         ordered = ordered and 1 < rows <= count
-        plan = _padding.plan_of_runs(host, rows, ordered, device)
+        plan = _padding.plan_of_runs(host, rows, ordered, mask.device)
         columns.margay_plans = {} if plan is None else {(rows, ordered): plan}
     return columns
+
+
+def _with_window(mask, w):
+    return mask[:, None].expand(-1, w, -1) if w > 1 else mask.view_as(mask)
+
+
+def _nothing_but_window(w, device):
+    return torch.empty((1, w, 0), dtype=torch.bool, device=device) if w > 1 else None
+
+
+def _said_window(w, causal, window):
+    """What a mask of size w in its second dimension says, or what the layer does."""
+    if w == 1:
+        return causal, window
+    n, causal = (w - 1) // 2, w % 2 == 0
+    return causal, (n, 0 if causal else n)
 
 
 def _is_causal(module, is_causal):
@@ -140,7 +233,9 @@ def _is_causal(module, is_causal):
     return bool(is_causal)
 
 
-_CHANGE_THEIR_MASK = "doge",     # models whose layers make a mask of their own from that of 4 dimensions, without saying so
+# Types of models that get masks of 4 dimensions only: their layers add to them, or are causal by the mask alone. Most say so by supporting neither
+# sdpa nor flash attention.
+_reads_its_mask = {"doge", "pegasus_x"}
 
 
 def _meaning(mask_function, local_size, skips, config, kwargs):
@@ -152,8 +247,7 @@ def _meaning(mask_function, local_size, skips, config, kwargs):
     if bounds is None:
         return None
     left, right = bounds
-    known = left == right if right else left == (-1 if local_size is None else local_size - 1)
-    return (inner is not None, left, right) if known and not (left == right == 0) else None
+    return (inner is not None, left, right) if right in (0, left) else None
 
 
 def _meaning_by_name(mask_function, local_size, skips, config, kwargs):
