@@ -27,21 +27,29 @@ def attention(op, q, k, v, key_mask, query_mask=None, **options):
     q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv], key_mask bool [B, Nk], query_mask bool [B, Nq] or None: True where there is no padding.
     A causal mask and a window count only what is no padding. Rows of queries that are padding in query_mask are 0.
     """
-    return planned_attention(op, q, k, v, plan(key_mask, query_mask, q.shape[2]), **options)
+    return planned_attention(op, q, k, v, plan(key_mask, query_mask, q.shape[2]), **options).transpose(1, 2)
 
 
 def planned_attention(op, q, k, v, plan, **options):
+    """q, k and v as in `attention`; the result is [B, Nq, Hq, Dv]."""
     batch, _, rows, _ = q.shape
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
     if plan.keys is not None:
         k, v = _ordered(k, *plan.keys), _ordered(v, *plan.keys)
     if plan.queries is not None:
         q = _ordered(q, *plan.queries[:2])
-    out = _dispatch.attention_varlen(op, q, k, v, *plan[:4], **options)
+    out = _dispatch.attention_packed(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *plan[:4], **options).transpose(1, 2)
     if plan.queries is not None:
         _, _, place, mask = plan.queries
-        out = torch.where(mask[:, None, None], out[place], 0)
-    return out.unflatten(0, (batch, rows)).transpose(1, 2)
+        out = torch.where(mask[:, None, None], out[:, place], 0)
+    return out.reshape(batch, rows, *out.shape[2:])
+
+
+def _in_rows(t):
+    """[B, H, N, D] as [1, B N, H, D], without a copy where heads lie behind one another in memory, as layers make them."""
+    batch, heads, rows, dim = t.shape
+    t = t if t.stride(3) == 1 else t.contiguous()
+    return t.transpose(1, 2).reshape(1, batch * rows, heads, dim)
 
 
 def plan(key_mask, query_mask, rows):
@@ -111,4 +119,4 @@ def pack(mask):
 
 def _ordered(t, order, real):
     """Rows of t in an order. Padding becomes 0, whatever it held, and so does its gradient."""
-    return torch.where(real[:, None, None], t[order], 0)
+    return torch.where(real[:, None, None], t[:, order], 0)

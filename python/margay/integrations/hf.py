@@ -60,50 +60,54 @@ def register(name="margay"):
 # ---- models that take the name and never ask for the implementation
 
 _watched: list = []          # names, one for each register() in effect
-_watched_methods: dict = {}  # of PreTrainedModel, as they were
+_unwatched: dict = {}        # methods of PreTrainedModel, as they were
 
 
 def _watch(name):
     _watched.append(name)
-    if _watched_methods:
-        return
-    for method in ("_check_and_adjust_attn_implementation", "set_attn_implementation"):
-        original = _watched_methods[method] = getattr(PreTrainedModel, method, None)
-        if original is not None:
-            setattr(PreTrainedModel, method, _warns_after(original))
+    for method, watched in ("_check_and_adjust_attn_implementation", _checks), ("set_attn_implementation", _sets):
+        if method not in _unwatched and hasattr(PreTrainedModel, method):
+            _unwatched[method] = getattr(PreTrainedModel, method)
+            setattr(PreTrainedModel, method, functools.wraps(_unwatched[method])(watched))
 
 
 def _unwatch(name):
     _watched.remove(name)
-    while _watched_methods and not _watched:
-        method, original = _watched_methods.popitem()
-        if original is not None:
-            setattr(PreTrainedModel, method, original)
+    while _unwatched and not _watched:
+        setattr(PreTrainedModel, *_unwatched.popitem())
 
 
-def _warns_after(original):
-    @functools.wraps(original)
-    def method(self, attn_implementation, *arguments, **options):
-        result = original(self, attn_implementation, *arguments, **options)
-        several = isinstance(attn_implementation, dict)          # part of a model: implementation
-        if several or attn_implementation in _watched:
-            for module in self.modules():
-                if isinstance(module, PreTrainedModel) and (not several or module.config._attn_implementation in _watched):
-                    _warn_of_own_attention(module)
-                    if not any(getattr(module, flag, True) for flag in ("_supports_sdpa", "_supports_flash_attn")):
-                        _reads_its_mask.add(module.config.model_type)
-        return result
-
-    return method
+def _checks(model, attn_implementation, *arguments, **options):
+    if attn_implementation in _watched and _has_own_attention(model):
+        attn_implementation = None               # then it gets what it gets where nothing is named
+    return _unwatched["_check_and_adjust_attn_implementation"](model, attn_implementation, *arguments, **options)
 
 
-def _warn_of_own_attention(model):
-    """Warn once of a model in whose modules attention is written and no implementation is asked for."""
+def _sets(model, attn_implementation, *arguments, **options):
+    result = _unwatched["set_attn_implementation"](model, attn_implementation, *arguments, **options)
+    if isinstance(attn_implementation, dict):    # by the names of parts of the configuration, "" for the whole
+        asked = [model.config if not part else getattr(model.config, part, None) for part, name in attn_implementation.items()
+                 if isinstance(name, str) and name in _watched]
+    else:
+        asked = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)] if attn_implementation in _watched else []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(module.config is config for config in asked):
+            _has_own_attention(module)
+    return result
+
+
+def _has_own_attention(model):
+    """Is attention written in the model's modules and no implementation asked for? Warns once of those; notes others that need eager's masks."""
     modules = [c.__module__ for c in type(model).__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel]
     own = [m for m in modules if _ATTENTION_CLASS.search(_source(m))]
-    alone = model.config.get_text_config() is model.config       # else it is a frame around models that are asked themselves
-    if own and alone and not any("ALL_ATTENTION_FUNCTIONS" in _source(m) or "AttentionInterface" in _source(m) for m in modules):
+    if own and not any("ALL_ATTENTION_FUNCTIONS" in _source(m) or "AttentionInterface" in _source(m) for m in modules):
+        if model.config.get_text_config() is not model.config:   # a frame around models that are asked themselves
+            return False
         _dispatch.warn(_OP, f"{type(model).__name__} never asks for an attention implementation", "the model's own code", own[0])
+        return True
+    if not any(getattr(model, flag, True) for flag in ("_supports_sdpa", "_supports_flash_attn")):
+        _reads_its_mask.add(model.config.model_type)
+    return False
 
 
 _ATTENTION_CLASS = re.compile(r"^class \w*Att(ention|n)\w*\((nn\.|torch\.nn\.)?Module\):", re.MULTILINE)
@@ -121,10 +125,17 @@ def _source(module):
 
 
 def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, sliding_window=None, softcap=None, s_aux=None,
-              position_bias=None, cu_seq_lens_q=None, cu_seq_lens_k=None, max_length_q=None, max_length_k=None, cache=None, **kwargs):
-    """query [B, Hq, Nq, D], key [B, Hk, Nk, D], value [B, Hk, Nk, Dv] to [B, Nq, Hq, Dv] and None, for the attention weights are never stored."""
+              position_bias=None, indices=None, sinks=None, block_indices=None, cu_seq_lens_q=None, cu_seq_lens_k=None, max_length_q=None, max_length_k=None,
+              cache=None, **kwargs):
+    """query [B, Hq, Nq, D], key [B, Hk, Nk, D], value [B, Hk, Nk, Dv] to [B, Nq, Hq, Dv] and None, for the attention weights are never stored.
+
+    position_bias [.., Hq, Nq, Nk] is added to the scores; indices [B, Nq, n] are the only keys that a query sees; sinks [B, Hq, Nq, 1] are logits without
+    a value. s_aux [Hq] are such logits of heads.
+    """
     if cache is not None:
         raise NotImplementedError(f"{_OP}: cache is given (continuous batching), which is not implemented")
+    if block_indices is not None:
+        raise NotImplementedError(f"{_OP}: block_indices is given (blocks of keys that an indexer chose), which is not implemented; expected None")
     if not query.dtype == key.dtype == value.dtype:
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = dict(scale=scaling, softcap=softcap or 0.0, sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
@@ -136,9 +147,15 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         causal, window = _said_window(attention_mask.shape[1], causal, window)
         attention_mask = attention_mask[:, :1] if attention_mask.dim() == 4 else attention_mask if attention_mask.shape[2] else None
     whole = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32
-    if whole or position_bias is not None:
-        _dispatch.warn(_OP, "a mask that is not made of causal, window, padding and packed sequences" if whole else "position_bias")
-        mask = _whole_mask(query, key, attention_mask, causal, window, position_bias)
+    if whole or position_bias is not None or indices is not None or sinks is not None:
+        _dispatch.warn(_OP, "a mask that is not made of causal, window, padding and packed sequences" if whole else
+                       "position_bias" if position_bias is not None else "sinks of queries" if sinks is not None else "indices of keys")
+        mask = _whole_mask(query, key, attention_mask, causal, window, position_bias, indices)
+        if sinks is not None:                    # the logits of a key more, whose value is 0
+            mask = mask.expand(*query.shape[:3], -1)
+            mask = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+            mask = torch.cat((mask, sinks.to(mask.dtype).expand(*mask.shape[:3], 1)), 3)
+            key, value = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (key, value))
         return _rows_first(_plain.attention(query, key, value, mask=mask, **options)), None
 
     options["causal"] = causal
@@ -150,7 +167,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     elif attention_mask is not None and attention_mask.dim() == 4:
         out = _partly_filled(query, key, value, attention_mask.flatten(), options)
     elif attention_mask is not None:
-        out = _padded(query, key, value, attention_mask, options)
+        return _padded(query, key, value, attention_mask, options), None
     elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         out = _packed(query, key, value, cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), max_length_q, max_length_k, options)
     else:
@@ -165,7 +182,9 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
         return attention_mask                                                   # made before
     every = dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
                  attention_mask=attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
-    meaning = None if use_vmap or getattr(config, "model_type", None) in _reads_its_mask else _meaning(mask_function, local_size, allow_is_causal_skip, config, kwargs)
+    if getattr(config, "model_type", None) in _reads_its_mask:
+        return masking_utils.eager_mask(**every, **kwargs)
+    meaning = None if use_vmap else _meaning(mask_function, local_size, allow_is_causal_skip, config, kwargs)
     if meaning is None:
         return sdpa_mask(**every)
     packed, left, right = meaning
@@ -233,7 +252,7 @@ def _is_causal(module, is_causal):
     return bool(is_causal)
 
 
-# Types of models that get masks of 4 dimensions only: their layers add to them, or are causal by the mask alone. Most say so by supporting neither
+# Types of models that get the masks of eager attention: their layers add to them, or are causal by the mask alone. Most say so by supporting neither
 # sdpa nor flash attention.
 _reads_its_mask = {"doge", "pegasus_x"}
 
@@ -408,7 +427,8 @@ def _partly_filled(query, key, value, lengths, options):
 
 def _padded(query, key, value, mask, options):
     rows, columns = query.shape[2], mask.shape[-1]
-    key, value = key[:, :, :columns], value[:, :, :columns]
+    if key.shape[2] != columns:
+        key, value = key[:, :, :columns], value[:, :, :columns]
     ordered = (options["causal"] or "window" in options) and 1 < rows <= columns         # then padding among the queries counts too
     plans = {} if torch.compiler.is_compiling() else getattr(mask, "margay_plans", {})
     plan = plans.get((rows, ordered))
@@ -418,7 +438,7 @@ def _padded(query, key, value, mask, options):
     return _padding.planned_attention(_OP, query, key, value, plan, **options)
 
 
-def _whole_mask(query, key, mask, causal, window, bias):
+def _whole_mask(query, key, mask, causal, window, bias, indices):
     """One mask of 4 dimensions, from any and a bias of the scores."""
     rows, columns = query.shape[2], key.shape[2]
     if _is_cu_seqlens(mask):
@@ -436,6 +456,9 @@ def _whole_mask(query, key, mask, causal, window, bias):
             seen = seen & _columns(mask, 0, columns)[:, None, None]
         mask = seen if seen.dim() == 4 else seen.expand(1, 1, rows, columns)
     mask = mask[..., :columns]
+    if indices is not None:
+        chosen = torch.zeros((*indices.shape[:2], columns), dtype=torch.bool, device=query.device).scatter(2, indices.long(), True)[:, None]
+        mask = mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, -torch.inf)
     if bias is None:
         return mask
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
