@@ -22,7 +22,7 @@ def computed(monkeypatch):
     """The calls that Margay computed; warnings start anew."""
     monkeypatch.setattr(_fallback, "_warned", set())
     calls = []
-    for name in ("attention", "attention_varlen"):
+    for name in ("attention", "attention_packed"):
         function = getattr(_dispatch, name)
         monkeypatch.setattr(_dispatch, name, lambda *a, function=function, name=name, **o: calls.append(name) or function(*a, **o))
     return calls
@@ -58,7 +58,7 @@ def test_computes(device, case, computed, seed):
     dout = torch.randn(inputs[0].shape[:3] + inputs[2].shape[3:], generator=torch.Generator().manual_seed(1)).to(device, dtype)
     with mg.enable_sdpa():
         out = F.scaled_dot_product_attention(*map(squeeze, inputs), **options)
-    assert computed == ["attention_varlen" if "mask" in case else "attention"]
+    assert computed == ["attention_packed" if "mask" in case else "attention"]
     gradients = torch.autograd.grad(out, inputs, squeeze(dout))
     results = []
     for precision in (dtype, torch.float64):

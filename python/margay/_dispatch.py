@@ -3,7 +3,7 @@
 import torch
 
 import margay
-from margay import _fallback, _plain, ops
+from margay import _fallback, _plain, _torch, ops
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _gpus: dict = {}        # device index -> why no kernel runs on it, or None
@@ -15,6 +15,19 @@ def attention(op, q, k, v, **options):
 
 def attention_varlen(op, q, k, v, *lengths, **options):
     return _call(op, "attention_varlen", q, k, v, *lengths, **options)
+
+
+def attention_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None,
+                     dropout_p=0.0):
+    """attention_varlen of [1, H, T, D] to [1, H, T, Dv], without its checks: the starts are margay's own, int32 and in order."""
+    reason = unsupported(q, k, v, scale, dropout_p)
+    if reason is None:
+        numbers = *window, softcap, dropout_p, longest_q, longest_k
+        return _torch.attention_with_features(q, k, v, sink, None, (cu_seqlens_q, cu_seqlens_k), numbers, None, causal, scale, False, False)
+    _fallback.fall_back(op, reason)
+    rows = (t[0].transpose(0, 1) for t in (q, k, v))
+    return _plain.attention_varlen(*rows, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=causal, scale=scale, window=window, softcap=softcap,
+                                   sink=sink, dropout_p=dropout_p).transpose(0, 1)[None]
 
 
 def attention_decode(op, q, k_cache, v_cache, **options):
@@ -31,8 +44,8 @@ def append_kv(k_cache, v_cache, k, v, **options):
     (_plain if reason else margay).append_kv(k_cache, v_cache, k, v, **options)
 
 
-def warn(op, reason):
-    _fallback.fall_back(op, reason)
+def warn(op, reason, *more):
+    _fallback.fall_back(op, reason, *more)
 
 
 def unsupported(q, k, v, scale=None, dropout_p=0.0):

@@ -10,15 +10,15 @@ class FallbackWarning(UserWarning):
     """A drop-in computed a call with PyTorch. Issued once per op and reason."""
 
 
-def fall_back(op, reason):
-    """Say once that `op` is computed by PyTorch, and why, at the line of the program that called."""
-    if (op, reason) in _warned:
+def fall_back(op, reason, by="PyTorch", of=None):
+    """Say that `op` is computed by PyTorch, and why, at the line of the program that called; once for a reason, or for what it is said of."""
+    if (op, of or reason) in _warned:
         return
-    _warned.add((op, reason))
+    _warned.add((op, of or reason))
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("margay", "torch", "transformers"):
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"{op}: {reason}; computed by PyTorch", FallbackWarning, stacklevel=level)
+    warnings.warn(f"{op}: {reason}; computed by {by}", FallbackWarning, stacklevel=level)
 
 
 fall_back._dynamo_marked_constant = True     # torch.compiler.assume_constant_result, without importing the compiler: warns when code is traced
