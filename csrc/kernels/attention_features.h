@@ -75,6 +75,36 @@ template<int N> TILE void drop(rt<float, N> &x, const attention_features &f, int
   });
 }
 
+// Forward. p = 2^(c (x - base) - top), where base is t and top is m, or 0 if the row has none; m = c max x - below when it was found, and is raised by more than
+// `slack` only, which spares o some of its scaling. A row has m or t; what it does not have is -infinity, both where no key was seen. t stands in shared memory, for
+// hardly any block needs it. l and o are to be multiplied by alpha.
+TILE void finite(rv &v) { map(v, v, [](float x) { return x == -infinity() ? 0.f : x; }); }
+template<int N> TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, sv<64> &shared_t, float c, float below, float slack) {
+  load(base, shared_t);
+  map(alpha, m, base, [=](float m, float t) { return m == -infinity() ? t : 0.f; });
+  top = m;
+  finite(top);
+  row_max(base, x);
+  map(m, m, base, [=](float m, float h) {
+    float peak = h * c - below, limit = 16777216.f;
+    return m > -infinity() && !(peak > m + slack) ? m : peak < limit && peak > -limit ? peak : -infinity();
+  });
+  map(base, m, base, [](float m, float h) { return m == -infinity() ? h : -infinity(); });
+  store(shared_t, base);
+  finite(base);
+  map(alpha, alpha, base, [=](float before, float now) { return (before - now) * c; });
+  map(alpha, alpha, top, [](float x, float y) { return x + y; });
+  top = m;
+  finite(top);
+  map(alpha, alpha, top, [](float x, float y) { return fast_exp2(x - y); });
+}
+// At the end, m of rows that have t.
+TILE void rows_maxima(rv &m, const sv<64> &shared_t, float c) {
+  rv t;
+  load(t, shared_t);
+  map(m, m, t, [=](float m, float t) { return m == -infinity() ? t * c : m; });
+}
+
 // Forward, at the end: m, the rows' maxima in units of log 2, and the sums of 2^(x - m) with the sink; o is to be multiplied by `factor`, too.
 TILE void add_sink(const attention_features &f, int head, rv &m, rv &sum, rv &factor) {
   if (!f.sink) return;

@@ -4,7 +4,7 @@
 // Any m gives the same o / l and lse = ln 2 (m + log2 l), as long as nothing leaves the numbers' range. So m is not found anew in every block: where p came out large, m is
 // raised to m' = max c x, l and o are multiplied by 2^(m - m'), and this block's p are made again.
 // Where |c x| passes 2^24, the rounding of m alone takes p out of range. Such a row has p = 2^(c (x - t)) with t = max x, and m = -infinity, so that every block's p
-// come out infinite or NaN at first, and are made again.
+// come out infinite or NaN at first, and are made again. See maximum() in attention_features.h.
 // A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j - 1 are issued before the
 // product with v_j. Warpgroups with large blocks take turns with matrix work, so that one's exponentials run under the others'; many with small blocks are better off without.
 #include "tile/tile.h"
@@ -42,29 +42,6 @@ TILE void init(shared &s) {
 
 #include "kernels/attention_fwd_loads.h"
 
-// p = 2^(c (x - base) - top), where base is t and top is m, or 0 if the row has none; m = c max x so far, or up to 8 less, which spares o some of its scaling.
-// A row has m or t; what it does not have is -infinity, both where no key was seen. t stands in shared memory, for hardly any block needs it. l and o are to
-// be multiplied by alpha.
-TILE void finite(rv &v) { map(v, v, [](float x) { return x == -infinity() ? 0.f : x; }); }
-TILE void maximum(const rt<float, BN> &x, rv &m, rv &base, rv &top, rv &alpha, sv<64> &shared_t, float c) {
-  load(base, shared_t);
-  map(alpha, m, base, [=](float m, float t) { return m == -infinity() ? t : 0.f; });
-  top = m;
-  finite(top);
-  row_max(base, x);
-  map(m, m, base, [=](float m, float h) {
-    float peak = h * c, limit = 16777216.f;
-    return m > -infinity() && !(peak > m + 8.f) ? m : peak < limit && peak > -limit ? peak : -infinity();
-  });
-  map(base, m, base, [](float m, float h) { return m == -infinity() ? h : -infinity(); });
-  store(shared_t, base);
-  finite(base);
-  map(alpha, alpha, base, [=](float before, float now) { return (before - now) * c; });
-  map(alpha, alpha, top, [](float x, float y) { return x + y; });
-  top = m;
-  finite(top);
-  map(alpha, alpha, top, [](float x, float y) { return fast_exp2(x - y); });
-}
 // y, exponentials of scores, to probabilities and their sums.
 TILE void sum_up(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &y, const attention_fwd_params &p, const task &t, int row0, int col0) {
   row_sum(sum, y);
@@ -90,8 +67,7 @@ TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<fl
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  load(lse, s.t[wg]);
-  map(m, m, lse, [c = exponent(p)](float m, float t) { return m == -infinity() ? t * c : m; });
+  rows_maxima(m, s.t[wg], exponent(p));
   fill(inverse, EVERYTHING && p.features.drop_below ? p.features.keep_scale : 1.f);
   if (PACKED) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
@@ -159,7 +135,7 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
   exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
   if (exceeds(sum, 16384.f)) {   // fp16 ends at 65504. NaN, too: where m is -infinity
     rv base, top, alpha;
-    maximum(x, m, base, top, alpha, s.t[wg], exponent(p));
+    maximum(x, m, base, top, alpha, s.t[wg], exponent(p), 0.f, 8.f);
     scale_rows(o, alpha);
     scale(l, alpha);
     exponentials(probabilities, sum, x, base, top, p, t, row0, j * BN);
@@ -199,7 +175,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     fill(o, 0.f);
     change_scores(x, p, t, row0, j * BN);
     mask(x, p, h, j * BN, wg);
-    maximum(x, m, base, top, alpha, s.t[wg], exponent(p));
+    maximum(x, m, base, top, alpha, s.t[wg], exponent(p), 0.f, 8.f);
     exponentials(probabilities, l, x, base, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
     if (PACKED) sem_wait(s.v_clean[count & 1], (count / 2) & 1);

@@ -17,6 +17,7 @@ struct shared {
   st<e4m3, 64, D> v[V_STAGES];   // parts of a block
   tt<e4m3, BN, D> turned[T_STAGES];
   st<bf16, 64, O_COLS> o[NC];
+  sv<64> t[NC];                  // of rows with scores so large that they have no m
   ring<K_STAGES, ASYNC_READS> k_ring;
   ring<V_STAGES, GENERIC_READS> v_ring;
   ring<T_STAGES, ASYNC_READS> t_ring;
@@ -35,15 +36,6 @@ TILE void init(shared &s) {
 
 #include "kernels/attention_fwd_fp8_loads.h"
 
-// m = c max x - 6 so far. top is m or, where it is -infinity, 0; alpha = 2^(m - m').
-TILE void maximum(const rt<float, BN> &x, rv &m, rv &top, rv &alpha, float c) {
-  rv old = m;
-  fill(top, -infinity());
-  row_max(top, x);
-  map(m, old, top, [=](float a, float b) { return b * c - 6.f > a ? b * c - 6.f : a; });
-  map(top, m, [=](float a) { return a == -infinity() ? 0.f : a; });
-  map(alpha, old, top, [](float a, float b) { return fast_exp2(a - b); });
-}
 // Scores to probabilities, and their sums.
 TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, const rt<float, BN> &x, const rv &m, float c) {
   rt<float, BN> y;
@@ -51,19 +43,25 @@ TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, const rt<float, B
   row_sum(sum, y);
   convert(probabilities, y);
 }
+// The same from the scores' own origin; x is lost.
+TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, rt<float, BN> &x, const rv &base, const rv &top, float c) {
+  map_row(x, base, [](float a, float b) { return a - b; });
+  exponentials(probabilities, sum, x, top, c);
+}
 
 TILE float descale(const float *of, const attention_fp8_params &p, const task &t) { return of ? of[t.batch * p.k_heads + t.head / p.fwd.group] : 1.f; }
 // The factor of scores in the exponent. Of tensors of zeros it may be 0: then too a score of -infinity is masked and others count.
 TILE float exponent(const attention_fp8_params &p, const task &t) {
   float c = p.fwd.scale_log2 * descale(p.q_descale, p, t) * descale(p.k_descale, p, t);
-  return c < 1e-30f ? 1e-30f : c;
+  return clamp(c, 1e-30f, 3e38f);
 }
 
-TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rsum &l, int wg) {
+TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rsum &l, float c, int wg) {
   int row0 = t.row0 + wg * 64;
   float factor = descale(p.v_descale, p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
+  rows_maxima(m, s.t[wg], c);
   map(inverse, sum, [=](float l) { return l == 0.f ? 0.f : factor * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
   UNROLLED for (int col = 0; col < D; col += O_COLS) {
@@ -119,11 +117,11 @@ TILE void step(const attention_fp8_params &p, shared &s, places &at, const held 
   ring_done(s.t_ring, at.v);
   exponentials(probabilities, sum, x, m, c);
   if (saturated(probabilities)) {
-    rv top, alpha;
-    maximum(x, m, top, alpha, c);
+    rv base, top, alpha;
+    maximum(x, m, base, top, alpha, s.t[wg], c, 6.f, 0.f);
     scale_rows(o, alpha);
     scale(l, alpha);
-    exponentials(probabilities, sum, x, top, c);
+    exponentials(probabilities, sum, x, base, top, c);
   }
   add(l, sum);
 }
@@ -140,7 +138,7 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     rt<float, BN> x;
     rt<e4m3, BN> probabilities;
     rt<float, D> o;
-    rv m, top, alpha;
+    rv m, base, top, alpha;
     rsum l;
     for (; j >= mine.seen; j--) pass_over(s, at, wg);
     sem_wait(s.q_full[wg], count & 1);
@@ -150,10 +148,11 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     ring_done(s.k_ring, at.k);
     if (j == 0) sem_arrive(s.q_free[wg]);
     fill(m, -infinity());
+    store(s.t[wg], m);
     fill(o, 0.f);
     mask(x, p.fwd, h, j * BN, wg);
-    maximum(x, m, top, alpha, c);
-    exponentials(probabilities, l, x, top, c);
+    maximum(x, m, base, top, alpha, s.t[wg], c, 6.f, 0.f);
+    exponentials(probabilities, l, x, base, top, c);
     if (j > 0) ring_wait(s.k_ring, at.k);
     j--;
     for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(p, s, at, h, x, probabilities, o, m, l, c, j, 1, wg);
@@ -161,7 +160,7 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.t_ring, at.v);
-    finish(p, s, t, o, m, l, wg);
+    finish(p, s, t, o, m, l, c, wg);
     queue_release(s.queue, count);
   }
   if (TURNS) turn_end<NC>(wg);
