@@ -67,7 +67,7 @@ TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_
     float to_cap = fast_rcp(f.softcap);   // c x / (softcap log2 e) times 2 log2 e is c x to_cap 2
     int bh = get(at.head), batch = bh / p.q_heads;
     if (f.softcap != 0.f) map(g, x, [=](float, float y) {   // 1 - tanh^2, which is 0 far out
-      float e = fast_exp2(-2.f * absolute(y * c * to_cap)), r = fast_rcp(1.f + e);
+      float e = fast_exp2(-2.f * fabsf(y * c * to_cap)), r = fast_rcp(1.f + e);
       return 4.f * e * r * r;
     });
     cap_scores(x, f, c);

@@ -7,7 +7,6 @@ TILE float fast_rcp(float x);
 TILE float fast_rsqrt(float x);                         // 1 / sqrt(x): infinity at 0, NaN below
 TILE float fused(float a, float b, float c);            // a * b + c, one rounding
 TILE float clamp(float x, float low, float high);       // NaN stays NaN
-TILE float absolute(float x);
 TILE float infinity();
 // Beside these a lambda may use the C library's functions of floats, with the precision that each side's has: sqrtf, expf, logf, tanhf, erff, sinf, cosf,
 // powf, fabsf, fminf, fmaxf, floorf, rintf. On the CPU most of them keep a loop from being vectorised. CUDA's own (rsqrtf, __expf) do not compile there.

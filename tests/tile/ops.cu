@@ -232,6 +232,8 @@ SHAPE TILE void map_scalar(const op_params &p, TILES &s, int) {
   if (I == 2) map(t, [](float x) { return fast_rcp(x); });
   if (I == 3) map(t, [](float x) { return fast_rsqrt(x); });
   if (I == 4) map(t, [](float x) { return fmaxf(sqrtf(fabsf(x)), 0.f); });   // of the C library
+  if (I == 5) map(t, [](float x) { return fast_tanh(x); });
+  if (I == 6) map(t, [](float x) { return clamp(x, -0.75f, 2.f); });
   store(p.out, N, t, 64, N);
 }
 SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
@@ -350,6 +352,12 @@ SHAPE TILE void vectors(const op_params &p, TILES &s, int) {
   float third = get(s.v, 3);
   map(w, y, z, [=](float a, float b) { return a * b + third; });
   map(w, w, [](float a) { return a * 2.f; });
+  if (I == 1) {
+    wg_sync();   // all have read the third
+    store(s.v, w);
+    fill(w, 0.f);
+    load(w, s.v);
+  }
   store(p.out, w, p.n);
 }
 SHAPE TILE void columns(const op_params &p, TILES &s, int) {

@@ -280,7 +280,8 @@ def check_scalar(c):
         c.x[20:] = np.exp(c.x[20:])
         c.x[40:] = 1 + c.x[40:] * 1e-3
     t = c.t()
-    f = (np.exp2, np.log2, np.reciprocal, lambda x: 1 / np.sqrt(x), lambda x: np.fmax(np.sqrt(np.abs(x)), 0))[c.I]
+    f = (np.exp2, np.log2, np.reciprocal, lambda x: 1 / np.sqrt(x), lambda x: np.fmax(np.sqrt(np.abs(x)), 0),
+         np.tanh, lambda x: np.clip(x, -0.75, 2))[c.I]
     with np.errstate(all="ignore"):
         want = f(t.astype(np.float64))
         single = want.astype(np.float32)
@@ -293,7 +294,7 @@ def check_scalar(c):
     usual = np.isfinite(single) & ~small
     # log2 has a zero at 1 that the GPU's instruction meets with an absolute error
     scale = np.abs(want) + (0.5 if c.I == 1 and c.ops.target == "sm90" else 0)
-    close(got[usual], want[usual], scale[usual], 2.0**-22)
+    close(got[usual], want[usual], scale[usual], 2.0**-21 if c.I == 5 else 2.0**-22)
     tiny = np.abs(want[small]) < 2.0**-126
     assert np.all(np.abs(got[small][tiny]) <= 2.0**-126)
 

@@ -12,7 +12,6 @@ TILE float fused(float a, float b, float c) {
   return (float)((double)a * b + c);   // the product is exact
 #endif
 }
-TILE float absolute(float x) { return __builtin_fabsf(x); }
 TILE float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 TILE float fast_exp2(float x) {
   x = x < -127.f ? -127.f : x;         // NaN passes

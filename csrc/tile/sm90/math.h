@@ -9,7 +9,6 @@ TILE float clamp(float x, float low, float high) {
   asm("max.NaN.f32 %0, %0, %1;\nmin.NaN.f32 %0, %0, %2;" : "+f"(x) : "f"(low), "f"(high));
   return x;
 }
-TILE float absolute(float x) { return fabsf(x); }
 TILE float infinity() { return __int_as_float(0x7f800000); }
 
 template<int N> TILE void fill(rt<float, N> &t, float x) {
