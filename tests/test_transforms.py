@@ -1,5 +1,6 @@
 """torch.func and its relatives: grad, vmap, Jacobians, per-sample gradients; what is refused; tracers; the count of writes that autograd keeps."""
 
+import copy
 import warnings
 
 import pytest
@@ -231,16 +232,34 @@ def test_per_sample_gradients(device):
             q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+    def gradients(layer, precision, x):
+        """Of torch's attention, sample by sample."""
+        layer = copy.deepcopy(layer).to(precision)
+        layer.attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        each = [torch.autograd.grad(layer(t.to(precision)).square().sum(), list(layer.parameters())) for t in x]
+        return [torch.stack(ts) for ts in zip(*each)]
+
     x, = tensors(device, (4, 1, 9, 16), seed=1)
-    with mg.enable_sdpa():
-        for layer in (mg.nn.Attention(16, 2, 1), Block()):
-            layer = layer.to(device, dtype)
-            parameters = {name: t.detach() for name, t in layer.named_parameters()}
-            found = vmap(grad(lambda p, x: functional_call(layer, p, (x,)).float().square().sum()), (None, 0))(parameters, x)
-            for i in range(4):
-                expected = torch.autograd.grad(layer(x[i]).float().square().sum(), list(layer.parameters()))
-                for name, t in zip(parameters, expected):
-                    torch.testing.assert_close(found[name][i], t, rtol=1.6e-2 if device == "cuda" else 1e-5, atol=1e-2 if device == "cuda" else 1e-5)
+    for layer in (mg.nn.Attention(16, 2, 1), Block()):
+        layer = layer.to(device, dtype)
+        parameters = {name: t.detach() for name, t in layer.named_parameters()}
+        with mg.enable_sdpa():
+            found = vmap(grad(lambda p, x: functional_call(layer, p, (x,)).square().sum()), (None, 0))(parameters, x)
+        for name, *results in zip(parameters, found.values(), gradients(layer, dtype, x), gradients(layer, torch.float64, x)):
+            check_error(name, *results, 3, ROUNDING)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fallback_in_a_transform(device):
+    """What enable_sdpa leaves to PyTorch is PyTorch's under a transform as well."""
+    inputs = tensors(device, *[(3, 2, 2, 9, 8)] * 3)
+    mask = torch.ones(9, 9, dtype=torch.bool, device=device).tril()
+    f = vmap(grad(loss(lambda *inputs: F.scaled_dot_product_attention(*inputs, mask)), ALL))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")               # of torch's batching rules
+        expected = f(*inputs)
+        with mg.enable_sdpa():
+            assert all(map(torch.equal, f(*inputs), expected))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -36,7 +36,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     they have no gradient and none of window, softcap, sink, alibi_slopes and dropout.
 
     The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's. On CUDA, a tensor whose address or strides are not multiples of
-    16 bytes is copied first; `explain` says so. Gradients of gradients are not implemented.
+    16 bytes is copied first; `explain` says so. Gradients of gradients and forward-mode derivatives are not implemented.
     """
     face = _face("attention", "q", q)
     if q_descale is not None or k_descale is not None or v_descale is not None:
