@@ -205,6 +205,7 @@ def test_modes(computed):
             out = F.scaled_dot_product_attention(q, k, v)
         assert out.dtype == torch.bfloat16 and len(computed) == 3
         torch.testing.assert_close(torch.vmap(F.scaled_dot_product_attention)(q, k, v), expected)
+        assert len(computed) == 4
         computed.clear()
         layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
         layer(*(torch.randn(2, 9, 32) for _ in range(3)), need_weights=False)

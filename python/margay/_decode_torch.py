@@ -2,7 +2,7 @@
 
 import torch
 
-from margay import _C, _plain, _torch, ops
+from margay import _C, _plain, _torch, _transforms, ops
 from margay._decode import APPEND_NAMES, NAMES, PAGE_UNIT, check_ranks, needs_order
 from margay._torch import as_float32
 
@@ -21,7 +21,10 @@ def append_kv(tensors, length):
     _refuse_gradient("append_kv", tensors)
     if torch.compiler.is_compiling() or not _torch._plain(*tensors):
         _torch._check_tensors("append_kv", **dict(zip(APPEND_NAMES, tensors)))
-        torch.ops.margay.append_kv(*tensors, length)
+        read = tensors if torch.compiler.is_compiling() else [t if t is None else t.resolve_neg() for t in tensors]
+        torch.ops.margay.append_kv(*read, length)
+        for cache, t in zip(tensors[:2], read):        # torch negates no argument that is written beside one that is None
+            _torch._copy_back(cache, t)
     else:
         _append(tensors, length)
 
@@ -81,6 +84,7 @@ def _append(tensors, length):
         _C.append_kv(*tensors, length)
     except Exception:
         _append_of_copies(tensors, length)
+    _torch.written(tensors[:2])
 
 
 @ops.one_exception
@@ -120,7 +124,9 @@ _torch._library.define(f"attention_decode(Tensor q, Tensor k_cache, Tensor v_cac
                        "bool causal, int left, int right, float softcap, SymInt length, int num_splits) -> (Tensor, Tensor)", tags=_torch._TAGS)
 _torch._library.define(f"append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_OPTIONAL}, SymInt length) -> ()", tags=_torch._TAGS)
 for _device in ("CPU", "CUDA"):
-    _torch._library.impl("attention_decode", lambda *a: _decode(a[:8], a[8:]), _device)
-    _torch._library.impl("append_kv", lambda *a: _append(a[:7], a[7]), _device)
+    _torch._library.impl("attention_decode", _transforms.without_tangents("attention_decode", lambda *a: _decode(a[:8], a[8:])), _device)
+    _torch._library.impl("append_kv", _transforms.without_tangents("append_kv", lambda *a: _append(a[:7], a[7])), _device)
 torch.library.register_fake("margay::attention_decode", _decode_fake, lib=_torch._library)
 torch.library.register_fake("margay::append_kv", lambda *arguments: _check_append(*arguments[:7]), lib=_torch._library)
+_transforms.install(_torch._library, "attention_decode", _transforms.one_by_one)
+_transforms.install(_torch._library, "append_kv", None)

@@ -1,15 +1,16 @@
 """PyTorch tensors.
 
 Two ways to the same kernels. Plain tensors in eager mode call `_C` directly, through an autograd.Function where a gradient is asked. Everything
-that wants to see the call (torch.compile, export, modes, functorch, subclasses, the meta device) gets an operator of `torch.ops.margay`.
+that wants to see the call (torch.compile, export, tracers, modes, transforms, subclasses, the meta device) gets an operator of `torch.ops.margay`.
 """
 
 import os
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
-from margay import _C, ops
+from margay import _C, _transforms, ops
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -18,7 +19,11 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _autocast_anywhere = torch._C._is_any_autocast_enabled
 _function_modes = torch._C._is_torch_function_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
+_transforms_active = torch._C._are_functorch_transforms_active
+_tracing = torch._C._is_tracing
+_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+_has_storage = torch._C._has_storage
 _library = torch.library.Library("margay", "FRAGMENT")
 _threads = 0
 CHECK_STARTS = os.environ.get("MARGAY_SYNC") == "1"
@@ -30,7 +35,7 @@ CHECK_STARTS = os.environ.get("MARGAY_SYNC") == "1"
 def attention(q, k, v, causal, scale, return_lse, deterministic):
     if q.dtype is _E4M3:
         return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
-    if not torch.compiler.is_compiling() and _unseen(q, k, v):
+    if not _compiling() and _unseen(q, k, v):
         try:
             return _attention_directly(q, k, v, causal, scale, return_lse, deterministic)
         except Exception:
@@ -44,7 +49,7 @@ def attention(q, k, v, causal, scale, return_lse, deterministic):
 def _attention_directly(q, k, v, causal, scale, return_lse, deterministic):
     if _autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _record_attention(q, k, v, scale, causal, deterministic, return_lse)
     out, lse = _attention(q, k, v, scale, causal, return_lse)
     return (out, lse) if return_lse else out
@@ -63,7 +68,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
-        return *_attention_gradient(ctx, dout, dlse), None
+        return *_attention_gradient(ctx, dout, dlse, _attention_backward), None
 
 
 # Function.apply, but for its check for transforms, which `_unseen` and `_plain` make.
@@ -77,15 +82,16 @@ def _save_attention(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _attention_gradient(ctx, dout, dlse):
+def _attention_gradient(ctx, dout, dlse, direct=None):
+    """direct: what to call instead of the operator where it may be. What an operator saved may be a transform's that is over."""
     if dout is None and dlse is None:
         return (None,) * 6
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    direct = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _plain(dout, q)
-    backward = _attention_backward if direct else torch.ops.margay.attention_backward
-    return *backward(dout, dlse, q, k, v, out, lse, *ctx.options), None, None, None
+    if direct is None or _grad_enabled() or _compiling() or not _plain(dout, dlse, q):
+        direct = torch.ops.margay.attention_backward
+    return *direct(dout, dlse, q, k, v, out, lse, *ctx.options), None, None, None
 
 
 # C checks its arguments. What it refuses may be computed by way of copies, and if not, is refused again in the terms of the Python arguments:
@@ -184,12 +190,6 @@ def _attention_backward_fake(dout, dlse, q, k, v, *_):
 def _attention_autocast(q, k, v, *options):
     with _without_autocast_keys():
         return torch.ops.margay.attention(*_autocast(q.device.type, q, k, v), *options)
-
-
-def _attention_vmap(vmap, in_dims, q, k, v, *options):
-    size = vmap.batch_size
-    folded = [_batch_first(t, dim, size).flatten(0, 1) for t, dim in zip((q, k, v), in_dims)]
-    return tuple(t.unflatten(0, (size, -1)) for t in torch.ops.margay.attention(*folded, *options)), (0, 0)
 
 
 def _attention_no_second_order(ctx, *grads):
@@ -300,7 +300,7 @@ class _AttentionWithFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
-        return *_features_gradient(ctx, dout, dlse)[:7], *(None,) * 6
+        return *_features_gradient(ctx, dout, dlse, direct=_features_backward)[:7], *(None,) * 6
 
 
 _record_features = super(torch.autograd.Function, _AttentionWithFeatures).apply
@@ -314,16 +314,16 @@ def _save_features(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _features_gradient(ctx, dout, dlse, *_):
+def _features_gradient(ctx, dout, dlse, *_, direct=None):
     if dout is None and dlse is None:
         return (None,) * 17
     *inputs, out, lse, used = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     q, sink = inputs[0], inputs[3]
-    direct = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _plain(dout, q)
-    backward = _features_backward if direct else torch.ops.margay.attention_features_backward
-    dq, dk, dv = backward(dout, dlse, *inputs, out, lse, used, *ctx.options)
+    if direct is None or _grad_enabled() or _compiling() or not _plain(dout, dlse, q):
+        direct = torch.ops.margay.attention_features_backward
+    dq, dk, dv = direct(dout, dlse, *inputs, out, lse, used, *ctx.options)
     dsink = None
     if sink is not None and ctx.needs_input_grad[3]:   # the sink's probability times -delta, as of any score
         delta = (dout.float() * out.float()).sum(-1)
@@ -415,8 +415,10 @@ def matmul(a, b, bias, activation, out):
         return _matmul_out(a, b, bias, activation, out)
     if torch.compiler.is_compiling() or b is None or not _plain(a, b, bias):
         _check_tensors("matmul", a=a, b=b, bias=bias)
-        ops.check_matmul(a, b, bias)
-        return torch.ops.margay.matmul(a.flatten(0, -2), b, bias, activation).unflatten(0, a.shape[:-1])
+        if not torch.jit.is_tracing():                         # whose sizes are tensors, not to be asked for their value
+            ops.check_matmul(a, b, bias)
+        result = torch.ops.margay.matmul(a if a.ndim == 2 else a.flatten(0, -2), b, bias, activation)
+        return result if a.ndim == 2 else result.unflatten(0, a.shape[:-1])
     if torch.is_autocast_enabled(a.device.type):
         a, b, bias = _autocast(a.device.type, a, b, bias)
     ops.check_matmul(a, b, bias)
@@ -443,6 +445,7 @@ def _matmul_out(a, b, bias, activation, out):
     target = _mappable_empty(rows) if rows.is_cuda else rows
     _matmul_into(target, a.flatten(0, -2), b, bias, activation)
     _copy_back(rows, target)
+    written((out,))
     return out
 
 
@@ -482,6 +485,9 @@ def _activation_gradient(activation, dout, x):
     if activation == ops.ACTIVATIONS["relu"]:
         return torch.ops.aten.threshold_backward(dout, x, 0)
     if activation == ops.ACTIVATIONS["silu"]:
+        if torch.is_grad_enabled():                            # of its operator, torch has no second derivative
+            x, s = x.float(), torch.sigmoid(x.float())
+            return (dout * s * (1 + x * (1 - s))).to(dout.dtype)
         return torch.ops.aten.silu_backward(dout, x)
     approximate = "tanh" if activation == ops.ACTIVATIONS["gelu_tanh"] else "none"
     return torch.ops.aten.gelu_backward(dout, x, approximate=approximate)
@@ -554,18 +560,18 @@ def is_transposed(t):
 def _unseen(q, k, v):
     """As much of `_plain` as a call of C is not refused for. No complex type is made of bfloat16, whose negative bit is therefore never set."""
     return (type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES and
-            not (_function_modes() or _dispatch_modes() or _transforms() or forward_ad._current_level >= 0) and
+            not (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing() or forward_ad._current_level >= 0) and
             (q.dtype is torch.bfloat16 or not (q.is_neg() or k.is_neg() or v.is_neg())))
 
 
 def _plain(*tensors):
-    """May C read these tensors now, with nothing in torch that would have to see the call?"""
+    """May C read these tensors now, with nothing in torch that would have to see the call? Sparse tensors and those of a transform have no storage."""
     for t in tensors:
         if t is None:
             continue
-        if type(t) not in _PLAIN_TYPES or t.layout is not torch.strided or t.is_neg() or not (t.is_cpu or t.is_cuda):
+        if type(t) not in _PLAIN_TYPES or not _has_storage(t) or t.is_neg() or not (t.is_cpu or t.is_cuda):
             return False
-    return not (_function_modes() or _dispatch_modes() or _transforms() or forward_ad._current_level >= 0)
+    return not (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing() or forward_ad._current_level >= 0)
 
 
 def _check_tensors(op, **tensors):
@@ -630,10 +636,6 @@ def _rows_contiguous(t):
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _batch_first(t, dim, size):
-    return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-
-
 # TMA reads and writes a tensor whose address and strides are multiples of 16 bytes. Others go through copies in padded rows. A copy may be
 # freed before the kernel ran: torch hands its memory out again in the order of the stream that the kernel is on.
 
@@ -694,36 +696,50 @@ def _use_torch_threads():
         _threads = threads
 
 
+def _find_increment():
+    """increment_version, of several tensors, of which inference mode's keep no count: torch's own, but for releases where it takes one and refuses those."""
+    with torch.inference_mode():
+        sample = torch.empty(0)
+    try:
+        increment_version((sample,))
+    except (RuntimeError, TypeError):
+        return lambda tensors: [increment_version(t) for t in tensors if not t.is_inference()]
+    return increment_version
+
+
+written = _find_increment()     # tells autograd what C wrote, as torch's own operators in place do: a backward that needs what was there raises
+
+
 # ---- operators
 
 
-def _register(schema, kernel, fake, gradient=None, save=None, autocast=None, tags=()):
+def _register(schema, kernel, fake, rule, gradient, save=None, autocast=None, tags=()):
     name = schema[:schema.index("(")]
     _library.define(schema, tags=(*_TAGS, *tags))
     for device in ("CPU", "CUDA"):
-        _library.impl(name, kernel, device)
+        _library.impl(name, _transforms.without_tangents(name, kernel), device)
         if autocast is not None:
             _library.impl(name, autocast, "Autocast" + device)
     torch.library.register_fake(f"margay::{name}", fake, lib=_library)
     torch.library.register_autograd(f"margay::{name}", gradient, setup_context=save, lib=_library)
+    _transforms.install(_library, name, rule, gradient, save, autocast)
 
 
 _register("attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causal=False, bool deterministic=False) -> (Tensor, Tensor)",
           lambda q, k, v, scale=None, causal=False, deterministic=False: _attention(q, k, v, scale, causal),
-          _attention_fake, _attention_gradient, _save_attention, _attention_autocast)
+          _attention_fake, _transforms.samples_in_batch, _attention_gradient, _save_attention, _attention_autocast)
 _register("attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float? scale, bool causal, "
           "bool deterministic) -> (Tensor, Tensor, Tensor)",
-          _attention_backward, _attention_backward_fake, _attention_no_second_order)
+          _attention_backward, _attention_backward_fake, _transforms.samples_in_batch, _attention_no_second_order)
 _register("attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, "
-          "bool causal=False) -> (Tensor, Tensor)", _attention_fp8, _attention_fp8_fake, _attention_fp8_no_gradient, lambda *_, **__: None)
+          "bool causal=False) -> (Tensor, Tensor)", _attention_fp8, _attention_fp8_fake, _transforms.samples_in_batch, _attention_fp8_no_gradient, lambda *_, **__: None)
 _FEATURES = "Tensor? sink, Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _NUMBERS = "SymInt left, SymInt right, float softcap, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_k"
 _register(f"attention_features(Tensor q, Tensor k, Tensor v, {_FEATURES}, {_NUMBERS}, int? seed, float? scale, bool causal, bool deterministic) "
           "-> (Tensor, Tensor, Tensor)", lambda *arguments: _features_forward(*arguments[:-1]),
-          _features_fake, _features_gradient, _save_features, _features_autocast, (torch.Tag.nondeterministic_seeded,))
+          _features_fake, _transforms.samples_in_batch_or_heads, _features_gradient, _save_features, _features_autocast, (torch.Tag.nondeterministic_seeded,))
 _register(f"attention_features_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_FEATURES}, Tensor out, Tensor lse, Tensor seed, "
           f"{_NUMBERS}, float? scale, bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)",
-          _features_backward, _features_backward_fake, _attention_no_second_order)
+          _features_backward, _features_backward_fake, _transforms.samples_in_batch_or_heads, _attention_no_second_order)
 _register("matmul(Tensor a, Tensor b, Tensor? bias=None, int activation=0) -> Tensor",
-          _matmul, _matmul_fake, _matmul_gradient, _save_matmul, _matmul_autocast)
-torch.library.register_vmap("margay::attention", _attention_vmap, lib=_library)
+          _matmul, _matmul_fake, _transforms.samples_in_rows, _matmul_gradient, _save_matmul, _matmul_autocast)

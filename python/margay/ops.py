@@ -41,7 +41,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
 
     The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's, head dim last. Any strides are taken, but a tensor whose last dimension is
     not contiguous, or has negative strides, and on CUDA one whose address or strides are not multiples of 16 bytes, is copied first; `explain` says so.
-    Gradients of gradients are not implemented.
+    Gradients of gradients and forward-mode derivatives are not implemented.
     """
     face = _face("attention", "q", q)
     if q_descale is not None or k_descale is not None or v_descale is not None:

@@ -17,7 +17,7 @@ from margay._switch import Switch
 _OP = torch.ops.aten.scaled_dot_product_attention.default
 _SCHEMA = ("aten::scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., "
            "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor")
-_KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
+_KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "FuncTorchDynamicLayerFrontMode")     # the last: before a transform of torch.func sees the call
 _TYPES = {"Tensor", "Parameter", "Buffer", "FakeTensor", "FunctionalTensor"}
 _lock = threading.Lock()
 _library = None
