@@ -73,7 +73,8 @@ def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_spl
     lines = ["attention_decode: " + ", ".join(f"{name} {ops._shape(t)} {ops.dtype_name(t)}" for name, t in named.items())]
     if seqlens is not None:
         lines.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
-    lines += [f"  {name} is copied first: {why}" for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)) if (why := face.why_copied(t, mapped=name != "q"))]
+    lines += [f"  {name} is copied first: {why}" for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
+              if (why := face.why_copied(t, mapped=name != "q"))]
     return "\n".join([*lines, _C.explain("attention_decode", **problem)])
 
 
