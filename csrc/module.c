@@ -235,8 +235,8 @@ static bool is_masked(PyObject *object) {
 static bool add_export(args *a, int i, PyObject *object, const char *name, mg_stream stream) {
   PyObject *method = attribute_of_type(object, "__dlpack__");
   if (!method || PyType_Check(object) || is_masked(object)) {
-    PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected a tensor (an object with __dlpack__)%s", a->op, name, (PyObject *)Py_TYPE(object),
-                 method && !PyType_Check(object) ? " without a mask, which would be ignored" : "");
+    PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected a tensor (an object with __dlpack__)%s", a->op, name,
+                 (PyObject *)Py_TYPE(object), method && !PyType_Check(object) ? " without a mask, which would be ignored" : "");
     Py_XDECREF(method);
     return false;
   }
@@ -261,14 +261,18 @@ static bool add_by_table(args *a, int i, const dl_exchange *table, PyObject *obj
 static bool add_exports(args *a, const dl_exchange *const *table, const char *const *names, PyObject *const *objects, mg_stream stream) {
   for (int builtin = 0; builtin < 2; builtin++)
     for (int i = 0; i < a->count; i++)
-      if (objects[i] != Py_None && !table[i] && is_python_class(objects[i]) != builtin && !add_export(a, i, objects[i], names[i], stream)) return false;
+      if (objects[i] != Py_None && !table[i] && is_python_class(objects[i]) != builtin &&
+          !add_export(a, i, objects[i], names[i], stream))
+        return false;
   return true;
 }
 
 static bool add_views(args *a, const dl_exchange *const *table, const char *const *names, PyObject *const *objects) {
   for (int i = 0; i < a->count; i++) {
     if (objects[i] == Py_None) continue;
-    if (!(table[i] ? add_by_table(a, i, table[i], objects[i], names[i]) : read_capsule(&a->tensor[i], a->capsule[i], a->op, names[i]))) return false;
+    if (!(table[i] ? add_by_table(a, i, table[i], objects[i], names[i])
+                   : read_capsule(&a->tensor[i], a->capsule[i], a->op, names[i])))
+      return false;
     a->view[i] = &a->tensor[i];
   }
   return true;
@@ -372,12 +376,12 @@ static bool read_features(const char *op, PyObject *object, mg_attention_feature
   long long left, right, max_q, max_k;
   double softcap, dropout;
   if (!PyTuple_Check(object)) {
-    PyErr_Format(PyExc_TypeError, "%s: features is %R, expected None or a tuple (left, right, softcap, dropout, seed, sink, alibi_slopes, cu_seqlens_q, "
-                 "cu_seqlens_k, max_seqlen_q, max_seqlen_k)", op, (PyObject *)Py_TYPE(object));
+    PyErr_Format(PyExc_TypeError, "%s: features is %R, expected None or a tuple (left, right, softcap, dropout, seed, sink, "
+                 "alibi_slopes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)", op, (PyObject *)Py_TYPE(object));
     return false;
   }
-  if (!PyArg_ParseTuple(object, "LLddKOOOOLL:features", &left, &right, &softcap, &dropout, &seed, &tensors[0], &tensors[1], &tensors[2], &tensors[3],
-                        &max_q, &max_k) ||
+  if (!PyArg_ParseTuple(object, "LLddKOOOOLL:features", &left, &right, &softcap, &dropout, &seed, &tensors[0], &tensors[1],
+                        &tensors[2], &tensors[3], &max_q, &max_k) ||
       !to_float(op, "softcap", softcap, &f->softcap) || !to_float(op, "dropout", dropout, &f->dropout))
     return false;
   f->window = left >= 0 || right >= 0;

@@ -46,7 +46,9 @@ static bool writes_zeros(const plan *w) {
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512
 // columns (found by measuring: 0.87 of the speed with 1024), the heads are dealt out to tasks whose dk and dv are added up in fp32.
 static int parts_of(const attention_shape *x, const mg_problem *problem, const plan *w, int64_t k_blocks, const mg_context *c) {
-  int64_t group = x->q_heads / at_least(1, x->k_heads), blocks = at_most(NO_DIAGONAL, mg_times(x->batch * x->k_heads, k_blocks * mg_desc(w->main)->cluster)), parts = 1;
+  const int64_t group = x->q_heads / at_least(1, x->k_heads);
+  const int64_t blocks = at_most(NO_DIAGONAL, mg_times(x->batch * x->k_heads, k_blocks * mg_desc(w->main)->cluster));
+  int64_t parts = 1;
   if (problem->deterministic || !adds_parts(w->main)) return 1;
   while (parts < group && (2 * blocks * parts < 3 * c->sms || (problem->gpu && group / parts * w->width > 512)))
     do parts++; while (group % parts);
@@ -87,9 +89,9 @@ static mg_status make_plan(plan *w, const attention_shape *x, const mg_problem *
   // `parts` of the accumulators' blocks of 64 keys are less than these
   const int64_t key_tasks = mg_times(x->batch * x->k_heads, w->parts * k_blocks);
   if (key_tasks > INT32_MAX / 2)
-    return mg_fail(MG_VALUE, "attention_backward: %lld blocks of keys (%lld %s, %lld heads, %lld blocks for up to %lld keys), at most 2^30 are accepted",
-                   (long long)key_tasks, (long long)x->batch, packed ? "packed sequences" : "batch", (long long)x->k_heads * w->parts, (long long)k_blocks,
-                   (long long)x->k_rows);
+    return mg_fail(MG_VALUE, "attention_backward: %lld blocks of keys (%lld %s, %lld heads, %lld blocks for up to %lld keys), "
+                   "at most 2^30 are accepted", (long long)key_tasks, (long long)x->batch, packed ? "packed sequences" : "batch",
+                   (long long)x->k_heads * w->parts, (long long)k_blocks, (long long)x->k_rows);
   if (x->batch * x->q_heads * w->blocks64 > INT32_MAX / 8 || heads * w->head_blocks > INT32_MAX / 8) return mg_fail(MG_VALUE, "attention_backward: %lld row blocks, too many", (long long)(heads * w->blocks64));
   return MG_OK;
 }
@@ -100,7 +102,9 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
   mg_context c;
   mg_status status = q && k && v ? MG_OK : mg_fail(MG_TYPE, "attention_backward: q, k or v is missing, expected tensors");
   if (!status && (q->dims != 4 || k->dims != 4 || v->dims != 4)) status = mg_fail(MG_VALUE, "attention_backward: q, k, v must have 4 dimensions");
-  for (int i = 0; i < 3 && !status; i++) status = mg_check_sizes("attention_backward", (const char *[]){"q", "k", "v"}[i], (const mg_tensor *[]){q, k, v}[i]);
+  const mg_tensor *const tensors[] = {q, k, v};
+  for (int i = 0; i < 3 && !status; i++)
+    status = mg_check_sizes("attention_backward", (const char *[]){"q", "k", "v"}[i], tensors[i]);
   if (!status) status = attention_read(&x, "attention_backward", q, k, v, options);
   if (!status) status = mg_context_open(&c, q, NULL);
   if (status) return status;

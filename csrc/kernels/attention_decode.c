@@ -105,7 +105,8 @@ static work work_of(const mg_kernel *row, const mg_problem *p) {
   const int copies = p->page > 0 ? desc->tile_n / greatest_divisor((int)at_most(NO_LIMIT, p->page), desc->tile_n) : 0;
   const int64_t row_blocks = p->heads_k ? ceil_div(p->heads_q / p->heads_k * p->nq, 64) : 0;
   return (work){.units = p->sms, .slots = (int64_t)p->sms * (p->gpu ? desc->blocks_per_sm : 1),
-                .tasks = at_most(MOST_WORK, mg_times(p->batch * p->heads_k, row_blocks)), .rows = at_most(MOST_WORK, mg_times(p->batch * p->heads_q, p->nq)), .key_blocks = ceil_div(p->nk, desc->tile_n), .copies = copies, .gpu = p->gpu};
+                .tasks = at_most(MOST_WORK, mg_times(p->batch * p->heads_k, row_blocks)),
+                .rows = at_most(MOST_WORK, mg_times(p->batch * p->heads_q, p->nq)), .key_blocks = ceil_div(p->nk, desc->tile_n), .copies = copies, .gpu = p->gpu};
 }
 
 // Estimated microseconds, the launch included. A key block takes `alone` in a block that has its multiprocessor for itself, `shared` for each of several,

@@ -47,8 +47,8 @@ static mg_status read_features(attention_shape *x, const char *op, const mg_atte
   if (status) return status;
   if (!(f->dropout >= 0 && f->dropout < 1)) return mg_fail(MG_VALUE, "%s: dropout_p is %g, expected 0 to less than 1", op, (double)f->dropout);
   if (dropped_of_65536(f) == 65536)
-    return mg_fail(MG_VALUE, "%s: dropout_p is %.9g, which is rounded to a multiple of 1 / 65536 and becomes 1, expected at most 65535 / 65536", op,
-                   (double)f->dropout);
+    return mg_fail(MG_VALUE, "%s: dropout_p is %.9g, which is rounded to a multiple of 1 / 65536 and becomes 1, "
+                   "expected at most 65535 / 65536", op, (double)f->dropout);
   if (!f->q_start != !f->k_start)
     return mg_fail(MG_TYPE, "%s: cu_seqlens_%s is missing, expected both or none", op, f->q_start ? "k" : "q");
   if (f->q_start) {

@@ -63,7 +63,7 @@ static int default_threads(void) {
   const char *openmp = getenv("OMP_NUM_THREADS");
   char *end = NULL;                 // of a number; a list has one for each level of nesting
   const long wish = openmp ? strtol(openmp, &end, 10) : 0;
-  if (wish > 0 && wish <= MAX_THREADS && strchr(", \t", *end)) n = (int)wish;   // strchr finds the end of the text too
+  if (wish > 0 && wish <= MAX_THREADS && strchr(", \t", *end)) n = (int)wish;   // strchr finds the text's end too
 #ifdef __linux__
   cpu_set_t cores;
   if (n < 1 && !sched_getaffinity(0, sizeof cores, &cores)) n = CPU_COUNT(&cores);
@@ -106,7 +106,8 @@ static pool the_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTH
 
 extern _Thread_local size_t mg_machine_lacks;   // of tile/cpu/fiber.h
 
-// False without the memory that a cluster needs. A thread gets it before it takes one: what was taken has to run, for others may wait for it.
+// False without the memory that a cluster needs. A thread gets it before it takes one: what was taken has to run, for others may
+// wait for it.
 static bool take_part(job *j) {
   const int cluster = (int)j->desc->cluster;
   mg_machine_lacks = 0;
@@ -161,7 +162,8 @@ static void grow(int threads) {
 
 static mg_status outcome(const job *j, const mg_kernel *row) {
   if (atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters) return MG_OK;
-  return mg_fail(MG_MEMORY, "%s: out of memory, the kernel %s on the CPU could not get %zu bytes", mg_op_name(row->op), row->name, atomic_load(&j->lacks));
+  return mg_fail(MG_MEMORY, "%s: out of memory, the kernel %s on the CPU could not get %zu bytes", mg_op_name(row->op), row->name,
+                 atomic_load(&j->lacks));
 }
 
 mg_status mg_cpu_run(const mg_kernel *row, const void *params, int blocks) {

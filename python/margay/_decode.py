@@ -75,7 +75,8 @@ def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_spl
     if seqlens is not None:
         lines.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
     if page_table is not None and k_cache.shape[1] % PAGE_UNIT:
-        lines.append(f"  k_cache and v_cache are copied first, each sequence's {rows} rows in order: pages of {k_cache.shape[1]} keys, and kernels read multiples of {PAGE_UNIT}")
+        lines.append(f"  k_cache and v_cache are copied first, each sequence's {rows} rows in order: pages of {k_cache.shape[1]} keys, "
+                     f"and kernels read multiples of {PAGE_UNIT}")
         problem["page"] = 0
         copied = ("q", q),
     else:

@@ -13,7 +13,10 @@ def attention(q, k, v, causal, scale, return_lse, deterministic):
     out = _empty_ordered(q, v.shape[3])
     lse = np.empty(q.shape[:3], np.float32) if return_lse else None
     scale = ops.attention_scale(scale)
-    with_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, bool(causal)), q, k, v)
+    try:
+        _C.attention_fwd(out, lse, q, k, v, scale, bool(causal))
+    except ValueError:
+        _of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, bool(causal)), q, k, v)
     return (out, lse) if return_lse else out
 
 
@@ -80,12 +83,17 @@ def matmul(a, b, bias, activation, out):
 def with_copies(call, *arrays):
     """call(*arrays); where C refuses their strides, with copies of those that it does not read in place."""
     try:
-        return call(*arrays)
+        call(*arrays)
     except ValueError:
-        copies = [a if a is None or why_copied(a) is None else np.ascontiguousarray(a) for a in arrays]
-        if all(a is b for a, b in zip(arrays, copies)):
-            raise
-    return call(*copies)
+        _of_copies(call, *arrays)
+
+
+@ops.one_exception
+def _of_copies(call, *arrays):
+    copies = [a if a is None or why_copied(a) is None else np.ascontiguousarray(a) for a in arrays]
+    if all(a is b for a, b in zip(arrays, copies)):
+        raise
+    call(*copies)
 
 
 def is_gpu(a):
@@ -111,7 +119,7 @@ def _rows(a):
 
 def _check_arrays(op, **arrays):
     for name, a in arrays.items():
-        if a is None and name not in ops.REQUIRED:
+        if type(a) is np.ndarray or a is None and name not in ops.REQUIRED:
             continue
         if not isinstance(a, np.ndarray):
             raise TypeError(f"{op}: {name} is {type(a).__name__}, expected numpy.ndarray (same as {next(iter(arrays))})")

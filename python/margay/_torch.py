@@ -672,9 +672,10 @@ def _mappable_matrix(t):
 
 
 def _mappable_empty(out):
-    """out if kernels can write it and nothing beside it, else an empty tensor to write instead and to copy back. One that `_C` refuses to write, with
-    gaps in its last dimension, stays as it is."""
-    return out if not out.is_cuda or _has_gaps(out) or _aligned(out) and out.shape[-1] * out.element_size() % 16 == 0 else _padded_empty(out)
+    """out if kernels can write it and nothing beside it, else an empty tensor to write instead and to copy back. One that `_C` refuses
+    to write, with gaps in its last dimension, stays as it is."""
+    whole = not out.is_cuda or _has_gaps(out) or _aligned(out) and out.shape[-1] * out.element_size() % 16 == 0
+    return out if whole else _padded_empty(out)
 
 
 def _padded_empty(t):

@@ -81,8 +81,9 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 
 def dropout_mask(p, seed, batch, heads, rows, keys):
     """What `attention` with dropout_p = p and dropout_seed = seed keeps: bool [batch, heads, rows, keys], a CPU tensor. Heads are q's."""
-    sizes = [_integer("dropout_mask", name, n) for name, n in (("batch", batch), ("heads", heads), ("rows", rows), ("keys", keys))]
-    return importlib.import_module("margay._torch").dropout_mask(_dropout(p), _integer("dropout_mask", "seed", seed), *sizes)
+    integers = dict(seed=seed, batch=batch, heads=heads, rows=rows, keys=keys)
+    integers = [_integer("dropout_mask", name, n) for name, n in integers.items()]
+    return importlib.import_module("margay._torch").dropout_mask(_dropout(p), *integers)
 
 
 _FAR = 1 << 30     # more keys than a sequence can have
@@ -100,7 +101,8 @@ def _number(op, name, x):
     try:
         return float(x)
     except OverflowError:
-        raise ValueError(f"{op}: {name} is an integer of {x.bit_length()} bits, expected a number that float32 can hold") from None
+        found = f"an integer of {x.bit_length()} bits" if isinstance(x, int) else "too large"
+        raise ValueError(f"{op}: {name} is {found}, expected a number that float32 can hold") from None
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} is {x!r}, expected a number") from None
 
@@ -131,7 +133,8 @@ def _dropout(p):
     if not 0 <= p < 1:
         raise ValueError(f"attention: dropout_p is {p:g}, expected 0 to less than 1")
     if p >= DROPS_ALL:
-        raise ValueError(f"attention: dropout_p is {p!r}, which is rounded to a multiple of 1 / 65536 and becomes 1, expected at most 65535 / 65536 = {65535 / 65536}")
+        raise ValueError(f"attention: dropout_p is {p!r}, which is rounded to a multiple of 1 / 65536 and becomes 1, "
+                         f"expected at most 65535 / 65536 = {65535 / 65536}")
     return drawn_dropout(p)
 
 
@@ -209,7 +212,8 @@ def info():
 def activation_code(name):
     known = name is None or isinstance(name, str)
     if not known or name not in ACTIVATIONS:
-        raise (ValueError if known else TypeError)(f"matmul: activation is {name!r}, expected one of {', '.join(map(repr, ACTIVATIONS))}")
+        error = ValueError if known else TypeError
+        raise error(f"matmul: activation is {name!r}, expected one of {', '.join(map(repr, ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 
@@ -384,4 +388,5 @@ def _explain_call(op, tensors, options):
         problem.update(m=math.prod(a.shape[:-1]), n=b.shape[1], k=b.shape[0], trans_a=face.is_transposed(a), trans_b=face.is_transposed(b))
     lines = [f"{op}: " + ", ".join(f"{name} {_shape(t)} {dtype_name(t)}" for name, t in zip(names, tensors))]
     lines += [f"  {name} is copied first: {why}" for name, t in zip(names, tensors) if (why := face.why_copied(t, op == "matmul"))]
-    return "\n".join(lines + [_C.explain(part, **problem, **({"features": _feature_class(part, options, problem["dtype"])} if op == "attention" else {})) for part in parts])
+    features = (lambda part: {"features": _feature_class(part, options, problem["dtype"])}) if op == "attention" else lambda part: {}
+    return "\n".join(lines + [_C.explain(part, **problem, **features(part)) for part in parts])

@@ -46,7 +46,8 @@ struct machine {
 inline thread_local machine *mg_machine;
 inline pthread_key_t mg_machine_key;
 inline pthread_once_t mg_machine_once = PTHREAD_ONCE_INIT;
-inline thread_local size_t mg_machine_lacks;   // bytes that this thread asked for last and did not get; runtime/cpu.c reads and clears it
+// Bytes that this thread asked for last and did not get; runtime/cpu.c reads and clears it.
+inline thread_local size_t mg_machine_lacks;
 
 TILE void *map_pages(size_t bytes) {
   void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
