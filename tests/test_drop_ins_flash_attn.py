@@ -460,6 +460,17 @@ def test_8_bits_multiplied_out(device, packed, kind, seed):
     check_error("out", out, plain, exact, 2, (2**-19, 2**-19))
 
 
+@pytest.mark.parametrize("options", ({}, dict(window_size=(3, 0)), dict(attention_chunk=5)))
+def test_8_bits_have_no_gradient(options):
+    """As FlashAttention-3's: the forward takes tensors that want one, the backward raises."""
+    q = torch.randn(1, 20, 2, 64).to(torch.float8_e4m3fn).requires_grad_()
+    starts = torch.tensor([0, 20], dtype=torch.int32)
+    for out in (flash_attn_interface.flash_attn_func(q, q, q, **options),
+                flash_attn_interface.flash_attn_varlen_func(q[0], q[0], q[0], starts, starts, 20, 20, **options)):
+        with pytest.raises(NotImplementedError, match="backward of attention of float8_e4m3fn tensors is not implemented"):
+            out.float().sum().backward()
+
+
 @pytest.mark.parametrize("form", ("append", "pages", "packed", "chunk"))
 def test_cache_compiles(form):
     """To one graph, and to the same bits."""
@@ -664,6 +675,11 @@ REFUSED = {       # arguments of flash_attn_with_kvcache, q [2, 1, 4, 16] and a 
 @pytest.mark.parametrize("paged", (False, True))
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_call_leaves_the_cache(name, paged):
+    with torch.set_grad_enabled(paged or name == "gradient"):
+        _check_refused(name, paged)
+
+
+def _check_refused(name, paged):
     change, message = REFUSED[name]
     module = flash_attn_interface if name.startswith("3") else flash_attn
     caches = [torch.randn(2, 8, 2, 16) for _ in range(2)]
