@@ -232,14 +232,14 @@ def check_layout(op, layout, **tensors):
 
 def _is_usual(q, k_cache, v_cache, k, v, seqlens, table, descales, options):
     """Whether _check_call would accept a call that brings no more than this: what programs ask for in every layer, a tenth of its time."""
-    if k is None or v is None or type(seqlens) is not torch.Tensor or torch.is_grad_enabled():
+    if not (type(k) is type(v) is type(seqlens) is torch.Tensor) or table is not None and type(table) is not torch.Tensor or torch.is_grad_enabled():
         return False
     shape, held, new, dtype, device, scale = q.shape, k_cache.shape, k.shape, q.dtype, q.device, options["scale"]
-    return (v_cache.shape == held and v.shape == new and len(new) == 4 and new[0] == shape[0] == seqlens.shape[0] and new[2:] == held[2:] and shape[3] == held[3]
+    return (v_cache.shape == held and v.shape == new and len(new) == 4 and seqlens.ndim == 1 and new[0] == shape[0] == seqlens.shape[0] and new[2:] == held[2:] and shape[3] == held[3]
             and held[2] > 0 and shape[2] % held[2] == 0 and dtype == k_cache.dtype == v_cache.dtype == k.dtype == v.dtype and dtype.is_floating_point
-            and device == k_cache.device == v_cache.device == k.device == v.device == seqlens.device and seqlens.dtype == torch.int32 and seqlens.ndim == 1
+            and device == k_cache.device == v_cache.device == k.device == v.device == seqlens.device and seqlens.dtype == torch.int32
             and (held[0] >= shape[0] if table is None else table.dtype == torch.int32 and table.ndim == 2 and table.shape[0] == shape[0] and table.device == device)
-            and max(held[0], held[1] if table is None else held[1] * table.shape[1]) < 1 << 30 and descales in (None, (None, None, None))
+            and max(held[0], held[1] if table is None else held[1] * table.shape[1]) < 1 << 30 and (descales is None or all(t is None for t in descales))
             and (scale is None or type(scale) is float and math.isfinite(scale)) and options["softcap"] == 0.0 and options["num_splits"] in (0, 1)
             and options.get("alibi_slopes") is None)
 
