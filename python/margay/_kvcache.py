@@ -272,6 +272,8 @@ def _check_call(op, given):
         if not cu_seqlens_q.numel():
             raise ValueError(f"{op}: cu_seqlens_q has shape [0], expected [batch + 1]")
     batch = cu_seqlens_q.shape[0] - 1 if packed_q else q.shape[0]
+    indexed = given["cache_batch_idx"] is not None
+    _check_tensor(op, "page_table", table, q, torch.int32, (None if indexed else batch, None), "[batch, pages]")
     caches, rows, heads, dim = k_cache.shape
     dim_v, total = v_cache.shape[3], rows if table is None else rows * table.shape[-1]
     _check_shape(op, "v_cache", v_cache, (caches, rows, heads, None), "same as k_cache but for the head dim")
@@ -301,8 +303,6 @@ def _check_call(op, given):
         raise ValueError(f"{op}: cache_seqlens is {seqlens}, expected 0 to {total - new} (what the cache holds{f', less the {new} rows of k' if new else ''})")
     for name in ("cache_batch_idx", "cache_leftpad"):
         _check_tensor(op, name, given[name], q, torch.int32, (batch,), "[batch]")
-    indexed = given["cache_batch_idx"] is not None
-    _check_tensor(op, "page_table", table, q, torch.int32, (None if indexed else batch, None), "[batch, pages]")
     if table is None and not indexed and caches < batch:
         raise ValueError(f"{op}: k_cache has shape {list(k_cache.shape)}, expected at least {batch} in dimension 0 (the batch)")
     if max(caches, total) >= 1 << 30:
