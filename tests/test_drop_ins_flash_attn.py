@@ -460,6 +460,17 @@ def test_8_bits_multiplied_out(device, packed, kind, seed):
     check_error("out", out, plain, exact, 2, (2**-19, 2**-19))
 
 
+@pytest.mark.parametrize("options", ({}, dict(window_size=(3, 0)), dict(attention_chunk=5)))
+def test_8_bits_have_no_gradient(options):
+    """As FlashAttention-3's: the forward takes tensors that want one, the backward raises."""
+    q = torch.randn(1, 20, 2, 64).to(torch.float8_e4m3fn).requires_grad_()
+    starts = torch.tensor([0, 20], dtype=torch.int32)
+    for out in (flash_attn_interface.flash_attn_func(q, q, q, **options),
+                flash_attn_interface.flash_attn_varlen_func(q[0], q[0], q[0], starts, starts, 20, 20, **options)):
+        with pytest.raises(NotImplementedError, match="backward of attention of float8_e4m3fn tensors is not implemented"):
+            out.float().sum().backward()
+
+
 @pytest.mark.parametrize("form", ("append", "pages", "packed", "chunk"))
 def test_cache_compiles(form):
     """To one graph, and to the same bits."""
@@ -620,11 +631,15 @@ REFUSED = {       # arguments of flash_attn_with_kvcache, q [2, 1, 4, 16] and a 
     "heads": (dict(q=torch.randn(2, 1, 3, 16)), "q has 3 heads and k_cache has 2"),
     "head dim": (dict(q=torch.randn(2, 1, 4, 24)), r"q has shape \[2, 1, 4, 24\], expected \[any, any, any, 16\]"),
     "dtype": (dict(q=torch.randn(2, 1, 4, 16).bfloat16()), "k_cache has dtype float32, expected bfloat16"),
-    "batch": (dict(q=torch.randn(3, 1, 4, 16)), r"k has shape \[2, 1, 2, 16\], expected \[3, any, 2, 16\]"),
+    "batch": (dict(q=torch.randn(3, 1, 4, 16)), r"(k has shape \[2, 1, 2, 16\], expected \[3, any, 2, 16\]|page_table has shape \[2, 1\], expected \[3, any\])"),
     "k": (dict(k=torch.randn(2, 1, 2, 24)), r"k has shape \[2, 1, 2, 24\], expected \[2, any, 2, 16\]"),
     "v rows": (dict(v=torch.randn(2, 2, 2, 16)), r"v has shape \[2, 2, 2, 16\], expected \[2, 1, 2, 16\]"),
     "v dtype": (dict(v=torch.randn(2, 1, 2, 16).half()), "v has dtype float16, expected float32"),
     "v dims": (dict(v=torch.randn(2, 2, 16)), r"v has shape \[2, 2, 16\], expected 4 dimensions"),
+    "v list": (dict(v=[1.0]), "v is list, expected torch.Tensor"),
+    "table list": (dict(block_table=[[0], [1]]), "page_table is list, expected a tensor of dtype int32"),
+    "lengths dims": (dict(cache_seqlens=torch.tensor(3, dtype=torch.int32)), r"cache_seqlens has shape \[\], expected \[2\]"),
+    "lengths float": (dict(cache_seqlens=3.0), "cache_seqlens is float, expected an int or an int32 tensor"),
     "v missing": (dict(v=None), "v is None"),
     "k missing": (dict(k=None), "k is None"),
     "no lengths": (dict(cache_seqlens=None), "cache_seqlens is None"),
@@ -664,6 +679,11 @@ REFUSED = {       # arguments of flash_attn_with_kvcache, q [2, 1, 4, 16] and a 
 @pytest.mark.parametrize("paged", (False, True))
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_call_leaves_the_cache(name, paged):
+    with torch.set_grad_enabled(paged or name == "gradient"):
+        _check_refused(name, paged)
+
+
+def _check_refused(name, paged):
     change, message = REFUSED[name]
     module = flash_attn_interface if name.startswith("3") else flash_attn
     caches = [torch.randn(2, 8, 2, 16) for _ in range(2)]

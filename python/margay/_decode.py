@@ -116,7 +116,7 @@ def needs_order(page_table, cache_batch_idx, *caches):
     first, *others = caches or (page_table,)
     if any(t.ndim != 4 or t.dtype != first.dtype or t.shape[:3] != first.shape[:3] for t in caches):
         return False
-    return all(t is None or t.ndim == rank and str(t.dtype).endswith("int32") and getattr(t, "device", None) == getattr(first, "device", None)
+    return all(t is None or t.ndim == rank and ops.dtype_name(t) == "int32" and getattr(t, "device", None) == getattr(first, "device", None)
                for t, rank in ((page_table, 2), (cache_batch_idx, 1)))
 
 

@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
                             rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False):
     """q [B, Nq, Hq, D] against a cache, to [B, Nq, Hq, D]; forward only.
 
-    k_cache, v_cache [Bc, N, Hk, D], or [pages, page size, Hk, D] with block_table int32 [B, pages]. k, v [B, Nnew, Hk, D] are written behind
+    k_cache, v_cache [Bc, N, Hk, D], or [pages, any page size, Hk, D] with block_table int32 [B, pages]. k, v [B, Nnew, Hk, D] are written behind
     cache_seqlens, int or int32 [B], first; all checks come before that. rotary_cos, rotary_sin [rows, rotary dim / 2] rotate k from row cache_seqlens on,
     and q too, or all of q at row cache_seqlens where neither causal nor a window orders its rows. cache_batch_idx int32 [B]: the cache of each sequence, or
     with block_table its row of the table. cache_leftpad int32 [B]: first row of each cache that counts; a copy of the caches' rows is attended to.

@@ -7,7 +7,7 @@ and change no result: they are accepted and not used, except num_splits with a c
 
 attention_chunk: query i is at e = i + Nk - Nq and sees keys of the chunk e // attention_chunk only; 0 for no chunks. qv [B, Nq, Hq, Dv]: scores are
 scale (q k^T + qv v^T), the scale by default 1 / sqrt(D + Dv); it is q and k that are joined with qv and v first. torch.float8_e4m3fn tensors, with q_descale,
-k_descale, v_descale float32 [B, Hk] or None, give bfloat16 and have no gradient; where 8 bits have no kernel (packed rows, a cache, every option but
+k_descale, v_descale float32 [B, Hk] or None, give bfloat16, whose backward raises NotImplementedError; where 8 bits have no kernel (packed rows, a cache, every option but
 causal) they are multiplied out to bfloat16 first.
 """
 
@@ -47,7 +47,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     op = "flash_attn_varlen_func"
     places, descales = None, (q_descale, k_descale, v_descale)
     chunk = _chunk(op, attention_chunk)
-    is_8_bit = getattr(q, "dtype", None) == _kvcache.FLOAT8
+    is_8_bit, inputs = getattr(q, "dtype", None) == _kvcache.FLOAT8, (q, k, v)
     if seqused_q is not None or seqused_k is not None or qv is not None or chunk or is_8_bit:
         flash_attn.check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
     _check_descales(op, q, descales)
@@ -72,6 +72,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                                  causal=causal, window=flash_attn.pair(op, window_size), softcap=softcap, deterministic=deterministic)
     if places is not None:
         out, lse = out[places], lse[:, places] if return_attn_probs else None
+    out = _without_gradient(out, *inputs) if is_8_bit else out
     return (out, lse) if return_attn_probs else out
 
 
@@ -112,16 +113,21 @@ def _dense(op, q, k, v, qv, descales, attention_chunk, return_lse, **options):
     _kvcache.check_layout(op, _kvcache.CACHE_LAYOUT, q=q, k=k, v=v)
     _check_descales(op, q, descales)
     chunk = _chunk(op, attention_chunk)
-    if q.dtype == _kvcache.FLOAT8 and k.dtype == v.dtype == q.dtype:
+    is_8_bit, inputs = q.dtype == k.dtype == v.dtype == _kvcache.FLOAT8, (q, k, v)
+    if is_8_bit:
+        q, k, v = (t.detach() for t in inputs)
         if qv is None and not chunk and options["window"] == (-1, -1) and not options["softcap"] and q.shape[3] == v.shape[3]:
             result = attention(*(t.transpose(1, 2) for t in (q, k, v)), q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
                                causal=options["causal"], scale=options["scale"], return_lse=return_lse)
-            return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
+            out, lse = result if return_lse else (result, None)
+            out = _without_gradient(out.transpose(1, 2), *inputs)
+            return (out, lse) if return_lse else out
         qv = None if qv is None else _kvcache.dequantized(qv, descales[0])
-        q, k, v = (_kvcache.dequantized(t.detach(), scale) for t, scale in zip((q, k, v), descales))
+        q, k, v = (_kvcache.dequantized(t, scale) for t, scale in zip((q, k, v), descales))
     q, k, options["scale"] = _joined(op, q, k, v, qv, options["scale"])
-    out = _kvcache.chunked(op, q, k, v, chunk, return_lse, **options) if chunk else flash_attn.dense(op, q, k, v, return_lse, **options)
-    return out if return_lse else out[0]
+    out, lse = _kvcache.chunked(op, q, k, v, chunk, return_lse, **options) if chunk else flash_attn.dense(op, q, k, v, return_lse, **options)
+    out = _without_gradient(out, *inputs) if is_8_bit else out
+    return (out, lse) if return_lse else out
 
 
 def _joined(op, q, k, v, qv, scale):
@@ -137,6 +143,26 @@ def _joined(op, q, k, v, qv, scale):
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{op}: v has shape {list(v.shape)}, expected {[*k.shape[:-1], v.shape[-1]]} (same as k but for the head dim)")
     return torch.cat((q, qv), -1), torch.cat((k, v), -1), (q.shape[-1] + v.shape[-1]) ** -0.5 if scale is None else scale
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """out, whose backward says that there is none."""
+
+    @staticmethod
+    def forward(out, *inputs):
+        return out
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("the backward of attention of float8_e4m3fn tensors is not implemented; expected bfloat16 or float16")
+
+
+def _without_gradient(out, *inputs):
+    return _WithoutGradient.apply(out, *inputs) if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) else out
 
 
 def _dequantized(t, descale, starts):
