@@ -22,6 +22,7 @@ A padding mask carries, as an attribute, the plan that all layers share (`margay
 
 import functools
 import inspect
+import operator
 import re
 import sys
 
@@ -217,16 +218,16 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
 
 def _padding_mask(mask, first, count, rows, w, ordered):
     """Columns of a mask, with their plan where values can be read; None if there is no padding."""
-    fixed = _compiling_or_capturing()
-    host = None if mask is None or fixed else _columns(mask.cpu(), first, count)         # the one thing that is waited for
-    if mask is None or host is not None and host.all():
+    if mask is None:
         return None
-    columns = _with_window(_columns(mask, first, count), w)
-    if not fixed:
-        ordered = ordered and 1 < rows <= count
-        plan = _padding.plan_of_runs(host, rows, ordered, mask.device)
-        columns.margay_plans = {} if plan is None else {(rows, ordered): plan}
-    return columns
+    if _compiling_or_capturing():
+        return _with_window(_columns(mask, first, count), w)
+    runs = _padding.runs(_columns(mask.cpu(), first, count))     # the one thing that is waited for
+    if runs is not None and not any(runs[0]) and min(runs[1]) == count:
+        return None
+    mask = _with_window(_columns(mask, first, count), w)
+    mask.margay_runs, mask.margay_plans = runs, {}
+    return mask
 
 
 def _with_window(mask, w):
@@ -430,12 +431,28 @@ def _padded(query, key, value, mask, options):
     if key.shape[2] != columns:
         key, value = key[:, :, :columns], value[:, :, :columns]
     ordered = (options["causal"] or "window" in options) and 1 < rows <= columns         # then padding among the queries counts too
-    plans = {} if torch.compiler.is_compiling() else getattr(mask, "margay_plans", {})
+    compiling = torch.compiler.is_compiling()
+    runs, plans = (None, {}) if compiling else (getattr(mask, "margay_runs", None), getattr(mask, "margay_plans", {}))
+    if runs is not None and columns <= _SHORT and not ordered and _is_faster_in_torch(query, key, value, options) and min(map(operator.sub, runs[1], runs[0])):
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None, None], options["dropout_p"], scale=options["scale"])
+        return _rows_first(out)
     plan = plans.get((rows, ordered))
+    if plan is None and runs is not None and not _compiling_or_capturing():
+        plan = plans[rows, ordered] = _padding.plan_of_runs(*runs, rows, columns, ordered, query.device)
     if plan is None:
         mask = mask if mask.dim() == 2 else mask[:, 0]
         plan = plans[rows, ordered] = _padding.plan(mask, mask[:, columns - rows:] if ordered else None, rows)
     return _padding.planned_attention(_OP, query, key, value, plan, **options)
+
+
+_SHORT = 128         # keys
+
+
+def _is_faster_in_torch(q, k, v, options):
+    """Measured on Hopper: a backward pass of short rows, which fill no block of the kernels."""
+    return (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and q.shape[1] == k.shape[1] and q.shape[3] <= 64 and
+            not (options["causal"] or "window" in options or options["softcap"]) and options["sink"] is None and
+            _dispatch.unsupported(q, k, v, options["scale"]) is None)
 
 
 def _whole_mask(query, key, mask, causal, window, bias, indices):
