@@ -193,7 +193,7 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
     if right:
         if not kwargs.get("allow_is_bidirectional_skip", True) or right > 0 and not _is_aligned(q_length, kv_length, q_offset, kv_offset):
             return sdpa_mask(**every)
-        mask = _padding_mask(attention_mask, kv_offset, kv_length, q_length, w, right > 0)
+        mask = _padding_mask(attention_mask, kv_offset, kv_length, w)
         return _nothing_but_window(w, device) if mask is None else mask
     if packed:
         return _cu_seqlens(mask_function, batch_size, q_length, device).expand(-1, w, -1, -1)
@@ -210,13 +210,13 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
             return sdpa_mask(**every)
         return _with_window(_columns(attention_mask, kv_offset, kv_length) & (torch.arange(kv_length, device=device) < filled), w)
     filled = min(q_offset + q_length - kv_offset, kv_length)
-    mask = _padding_mask(attention_mask, kv_offset, filled, q_length, w, True)
+    mask = _padding_mask(attention_mask, kv_offset, filled, w)
     if mask is None and filled < kv_length:
         return torch.full((batch_size, 1, 1, 1), filled, dtype=torch.int32, device=device).expand(-1, w, -1, -1)
     return _nothing_but_window(w, device) if mask is None else mask
 
 
-def _padding_mask(mask, first, count, rows, w, ordered):
+def _padding_mask(mask, first, count, w):
     """Columns of a mask, with their plan where values can be read; None if there is no padding."""
     if mask is None:
         return None
@@ -449,8 +449,9 @@ _SHORT = 128         # keys
 
 
 def _is_faster_in_torch(q, k, v, options):
-    """Measured on Hopper: a backward pass of short rows, which fill no block of the kernels."""
-    return (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and q.shape[1] == k.shape[1] and q.shape[3] <= 64 and
+    """As measured: on the CPU, and on Hopper where there will be a backward pass. Short rows fill no block of the kernels."""
+    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return ((wants_gradient or q.is_cpu) and q.shape[1] == k.shape[1] and q.shape[3] <= 64 and
             not (options["causal"] or "window" in options or options["softcap"]) and options["sink"] is None and
             _dispatch.unsupported(q, k, v, options["scale"]) is None)
 
