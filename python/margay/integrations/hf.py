@@ -288,11 +288,16 @@ def _meaning_by_name(mask_function, local_size, skips, config, kwargs):
 
 
 def _inner_of_packed(mask_function):
-    """What packed_sequence_compatibility_function was given, if it made this function."""
-    parts = _cell(mask_function, "mask_functions", masking_utils.and_masks)
-    if parts is None or len(parts) != 2 or not _is_made_by(parts[0], getattr(masking_utils, "packed_sequence_mask_function", None)):
+    """The function of one sequence, where transformers has joined it with the one that keeps packed sequences apart; else None.
+
+    In newer releases it counts within its sequence, which for a band makes no difference.
+    """
+    parts = _cell(mask_function, "mask_functions", masking_utils.and_masks) or ()
+    apart = [_is_made_by(part, getattr(masking_utils, "packed_sequence_mask_function", None)) for part in parts]
+    if len(parts) != 2 or sum(apart) != 1:
         return None
-    return _cell(parts[1], "mask_function", getattr(masking_utils, "remap_positions_for_packed_sequence", None))
+    inner = parts[apart.index(False)]
+    return _cell(inner, "mask_function", getattr(masking_utils, "remap_positions_for_packed_sequence", None)) or inner
 
 
 def _is_made_by(function, maker):
