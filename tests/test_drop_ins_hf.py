@@ -29,8 +29,9 @@ NAMES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Conf
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch, one_thread):
-    """And a fallback is an error."""
+    """And a fallback is an error. Short rows are computed by kernels too, but in the test of that rule."""
     monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(hf, "_SHORT", 0)
     with hf.register(), warnings.catch_warnings():
         warnings.simplefilter("error", mg.FallbackWarning)
         yield
@@ -248,6 +249,113 @@ def test_compiled(padded):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+# ---- what models ask for
+
+
+def tiny(config, model, device="cpu", **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, config)(**dict(pad_token_id=0, bos_token_id=1, eos_token_id=2) | options)
+    model = getattr(transformers, model)(config).eval()
+    for parameter in model.parameters():
+        parameter.data *= 1.5 if parameter.dim() > 1 else 1
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+T5GEMMA = GROUPED | dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=16, attention_dropout=0.0, dropout_rate=0.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_t5gemma(device):
+    """Its encoder's mask sees sliding_window keys to either side, one more than other layers of the same name."""
+    model = tiny("T5GemmaConfig", "T5GemmaForConditionalGeneration", device, encoder=T5GEMMA, decoder=T5GEMMA | dict(cross_attention_hidden_size=48), vocab_size=99,
+                 dropout_rate=0.0, attention_dropout=0.0)
+    ids, decoder_ids = tokens(3, 19, device=device), tokens(3, 7, device=device)
+    both(model, lambda m: m(ids, decoder_input_ids=decoder_ids).logits)
+    for side in ("left", "right"):
+        both(model, lambda m: m(ids, attention_mask=padding(3, 19, side, device), decoder_input_ids=decoder_ids).logits[1:])
+
+
+def test_t5gemma_compiled():
+    model = tiny("T5GemmaConfig", "T5GemmaForConditionalGeneration", encoder=T5GEMMA, decoder=T5GEMMA | dict(cross_attention_hidden_size=48), vocab_size=99,
+                 dropout_rate=0.0, attention_dropout=0.0)
+    ids, mask = tokens(3, 19), padding(3, 19, "left")
+    encoder = model.get_encoder()
+    encoder.set_attn_implementation("margay")
+    compiled = torch.compile(lambda mask: encoder(ids, attention_mask=mask).last_hidden_state, fullgraph=True, backend="aot_eager")
+    for given in (None, mask):
+        expected = encoder(ids, attention_mask=given).last_hidden_state
+        kept = torch.ones_like(mask) if given is None else mask
+        torch.testing.assert_close(compiled(given)[kept.bool()], expected[kept.bool()], rtol=1e-3, atol=1e-5)
+
+
+def test_windows_that_layers_do_not_name():
+    """Phimoe's mask has a window, its layers have none."""
+    model = tiny("PhimoeConfig", "PhimoeForCausalLM", **WINDOW, num_local_experts=2, num_experts_per_tok=2)
+    ids = tokens(3, 19)
+    both(model, lambda m: m(ids).logits)
+    for side in ("left", "right"):
+        mask = padding(3, 19, side)
+        both(model, lambda m: m(ids, attention_mask=mask).logits[mask.bool()])
+
+
+@pytest.mark.filterwarnings("default::margay.FallbackWarning")
+@pytest.mark.parametrize("name", ("Doge", "BigBirdPegasus"))
+def test_models_that_read_their_mask(name):
+    """Doge's layers make another mask of theirs; those of BigBirdPegasus are causal by their mask alone, and say they are not."""
+    if name == "Doge":
+        model = tiny("DogeConfig", "DogeForCausalLM", **GROUPED, keep_window_size=8)
+    else:
+        model = tiny("BigBirdPegasusConfig", "BigBirdPegasusForCausalLM", vocab_size=99, d_model=48, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
+                     max_position_embeddings=128, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
+    ids = tokens(3, 19)
+    with pytest.warns(mg.FallbackWarning, match="not made of causal, window"):
+        both(model, lambda m: m(ids).logits)
+    for side in ("left", "right"):
+        mask = padding(3, 19, side)
+        both(model, lambda m: m(ids, attention_mask=mask).logits[mask.bool()])
+    found = {}
+    for implementation in ("eager", "margay"):
+        model.set_attn_implementation(implementation)
+        found[implementation] = model.generate(ids, attention_mask=padding(3, 19, "left"), max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert torch.equal(found["eager"], found["margay"])
+
+
+OWN = {
+    "GPTJ": dict(n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4), "Falcon": dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4),
+    "Bloom": dict(hidden_size=48, n_layer=2, n_head=4), "Mpt": dict(d_model=48, n_layers=2, n_heads=4, max_seq_len=64),
+    "CodeGen": dict(n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("way", ("set", "config"))
+def test_models_that_never_ask(name, way):
+    """One warning, which names the model; and its attention is what it is without the name."""
+    config = getattr(transformers, name + "Config")(vocab_size=99, bos_token_id=1, eos_token_id=2, **OWN[name])
+    kind = getattr(transformers, name + "ForCausalLM")
+    model = kind(config).eval()
+    ids, mask = tokens(3, 9), padding(3, 9, "left")
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if way == "set":
+            model.set_attn_implementation("margay")
+        else:
+            other = kind._from_config(type(config)(**config.to_dict()), attn_implementation="margay").eval()
+            other.load_state_dict(model.state_dict())
+            model = other
+        found = model(ids, attention_mask=mask).logits[mask.bool()]
+    ours = [str(w.message) for w in caught if issubclass(w.category, mg.FallbackWarning)]
+    assert len(ours) == 1 and f"{name}ForCausalLM never asks" in ours[0] and "the model's own code" in ours[0], ours
+    torch.testing.assert_close(found, expected)
+
+
+def test_models_that_ask_are_not_warned_of():
+    decoder("Llama").set_attn_implementation("margay")           # warnings are errors here
+    decoder("Llama").set_attn_implementation({"": "margay"})
+    transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**GROUPED), attn_implementation="margay")
+
+
 # ---- the two functions
 
 
@@ -370,6 +478,194 @@ def test_position_bias(mask, causal):
     torch.testing.assert_close(found, (weights @ k).transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
+BANDS = {
+    "causal": (lambda m: m.causal_mask_function, (-1, 0)), "all": (lambda m: m.bidirectional_mask_function, (-1, -1)),
+    "window": (lambda m: m.sliding_window_causal_mask_function(6), (5, 0)), "wide window": (lambda m: m.sliding_window_causal_mask_function(4096), (4095, 0)),
+    "both sides": (lambda m: m.sliding_window_bidirectional_mask_function(6), (6, 6)),
+    "both sides, exclusive": (lambda m: m.and_masks(lambda b, h, i, j: abs(i - j) < 6, m.bidirectional_mask_function), (5, 5)),
+    "unequal sides": (lambda m: m.and_masks(lambda b, h, i, j: (i - j <= 3) & (j - i <= 7)), (3, 7)),
+    "chunks": (lambda m: m.and_masks(m.causal_mask_function, lambda b, h, i, j: i // 300 == j // 300), None),
+    "prefix": (lambda m: m.or_masks(m.causal_mask_function, lambda b, h, i, j: j < 3), None),
+    "by head": (lambda m: m.and_masks(m.causal_mask_function, lambda b, h, i, j: (h == 0) | (j == 0)), None),
+    "a tensor": (lambda m: m.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)), None),
+    "a far hole": (lambda m: m.and_masks(m.causal_mask_function, lambda b, h, i, j: i - j != 1000), None),
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_of_mask_functions(name):
+    make, expected = BANDS[name]
+    assert hf._bounds(make(transformers.masking_utils)) == expected == hf._bounds(make(transformers.masking_utils))
+
+
+@pytest.mark.parametrize("name", ("window", "both sides", "both sides, exclusive", "wide window"))
+@pytest.mark.parametrize("kind", ("plain", "padded"))
+@pytest.mark.parametrize("named", (None, 3, 7))
+def test_the_window_is_the_masks(name, kind, named):
+    """Whatever a layer calls its sliding_window."""
+    m = transformers.masking_utils
+    make, _ = BANDS[name]
+    arguments = dict(batch_size=2, q_length=19, kv_length=19, mask_function=make(m))
+    kept = torch.ones(2, 19, dtype=torch.bool)
+    if kind == "padded":
+        kept[0, 11:] = False
+        arguments["attention_mask"] = kept
+    mask = hf.attention_mask(**arguments, local_size=6, config=transformers.MistralConfig(sliding_window=6))
+    whole = m.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    q = torch.randn(2, 4, 19, 16)
+    out, _ = hf.attention(Layer(), q, q, q, mask, sliding_window=named)
+    exact = reference.attention(*(q.double(),) * 3, visible=whole)[0].transpose(1, 2).float()
+    torch.testing.assert_close(out[kept], exact[kept])
+
+
+@pytest.mark.parametrize("kind", ("left", "right", "both sides", "holes", "none kept"))
+@pytest.mark.parametrize("causal, window", ((False, None), (True, None), (True, 4)))
+@pytest.mark.parametrize("rows, columns", ((37, 37), (5, 37), (1, 37), (37, 20)))
+@pytest.mark.parametrize("shared", (False, True))
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_plans(device, kind, causal, window, rows, columns, shared, seed):
+    """Runs that stay in place, other masks that are put in order, with the plan of the mask function and without."""
+    if causal and rows > columns:
+        return
+    r, batch = random.Random(seed), 4
+    mask = torch.zeros(batch, columns, dtype=torch.bool)
+    for i in range(batch):
+        first, end = sorted(r.sample(range(columns + 1), 2))
+        first, end = 0 if kind == "right" else first, columns if kind == "left" or causal and rows == 1 else end
+        mask[i, first:end] = True
+        if kind == "holes":
+            mask[i, [r.randrange(columns) for _ in range(5)]] ^= True
+            mask[i, -1] |= causal and rows == 1                   # the one query is no padding
+    if kind == "none kept":
+        mask[2] = False
+    m = transformers.masking_utils
+    seen = mask[:, None, None].expand(-1, 1, rows, -1)
+    place = mask.cumsum(1)
+    kept = torch.ones(batch, rows, dtype=torch.bool)
+    if causal:
+        row, column = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
+        seen = seen & (column <= row)
+        if rows > 1:
+            kept = mask[:, columns - rows:]
+        if window:
+            distance = place[:, columns - rows:, None] - place[:, None]
+            seen = seen & (distance < window)[:, None]
+    given = mask.to(device)
+    if shared:
+        given = hf._padding_mask(given, 0, columns, 1)            # None: nothing is padding
+        assert kind == "holes" or given is None or given.margay_runs is not None
+    layer = Layer()
+    layer.is_causal = causal
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, n, h, 16, generator=g).to(device, dtype).transpose(1, 2) for n, h in ((rows, 4), (columns, 2), (columns, 2)))
+    nothing = (~kept if rows > 1 and causal else torch.zeros_like(kept)).to(device)
+    results = []
+    for precision in (dtype, torch.float64):
+        leaves = [t.detach().to(precision).requires_grad_() for t in (q, k, v)]
+        out = reference.attention(*leaves, visible=seen.to(device))[0].transpose(1, 2)
+        out = torch.where(nothing[:, :, None, None], 0, out)
+        results.append((out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)))
+    rounding = (2**-19, 2**-19) if device == "cpu" else (2**-8, 2**-8)
+    for needs_gradient in (True, False):
+        leaves = [t.detach().requires_grad_(needs_gradient) for t in (q, k, v)]
+        out, _ = hf.attention(layer, *leaves, given, sliding_window=window)
+        assert out.shape == (batch, rows, 4, 16) and out.is_contiguous()
+        check_error("out", out.detach(), results[0][0], results[1][0], 2, rounding)
+        if needs_gradient:
+            for name, found, plain, exact in zip("qkv", torch.autograd.grad(out.float().square().sum(), leaves), results[0][1:], results[1][1:]):
+                check_error("d" + name, found, plain, exact, 3, tuple(2 * x for x in rounding))
+
+
+def test_padding_is_worked_out_once():
+    """Layers do nothing but look at their tensors differently and call the kernel; they read no values."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            if not function.is_view:
+                seen.append(function.name())
+            return function(*arguments, **(options or {}))
+
+    seen: list = []
+    mask = padding(4, 33, "right").bool()
+    made = hf.attention_mask(batch_size=4, q_length=33, kv_length=33, mask_function=transformers.masking_utils.bidirectional_mask_function, attention_mask=mask)
+    layer = Layer()
+    layer.is_causal = False
+    q, k, v = (torch.randn(4, 33, 4, 16).transpose(1, 2) for _ in range(3))
+    hf.attention(layer, q, k, v, made)
+    with Operators():
+        hf.attention(layer, q, k, v, made)
+    assert seen == ["margay::attention_features"], seen
+
+
+@pytest.mark.gpu
+def test_layers_do_not_wait():
+    model = tiny("BertConfig", "BertModel", "cuda", **TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model.set_attn_implementation("margay")
+    ids, mask = tokens(3, 19, device="cuda"), padding(3, 19, "right", "cuda")
+    made = hf.attention_mask(batch_size=3, q_length=19, kv_length=19, mask_function=transformers.masking_utils.bidirectional_mask_function, attention_mask=mask.bool())
+    hidden = model.embeddings(ids)
+    model.encoder(hidden, attention_mask=made)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.encoder(hidden, attention_mask=made)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_short_rows(device, monkeypatch):
+    """PyTorch computes short padded batches where it is faster; a sequence without keys still gives 0, and gradients that are finite."""
+    monkeypatch.setattr(hf, "_SHORT", 128)
+    model = tiny("BertConfig", "BertForMaskedLM", device, **TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    ids, mask = tokens(3, 19, device=device), padding(3, 19, "right", device)
+    calls = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    model.set_attn_implementation("margay")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or sdpa(*a, **o))
+    model(ids, attention_mask=mask).logits
+    assert calls
+    both(model, lambda m: m(ids, attention_mask=mask).logits[mask.bool()])
+    calls.clear()
+    mask[1] = 0
+    model.set_attn_implementation("margay")
+    model.zero_grad()
+    model(ids, attention_mask=mask).logits.float().square().mean().backward()
+    assert not calls and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.filterwarnings("default::margay.FallbackWarning")
+@pytest.mark.parametrize("given", ("indices", "sinks", "both", "bias and window"))
+def test_other_arguments_of_layers(given):
+    """The keys that an indexer chose, logits of queries without a value, a bias of scores beside a window: never lost."""
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    arguments, scores = {}, q @ k.repeat_interleave(2, 1).mT / 4
+    if given in ("indices", "both"):
+        indices = torch.stack([torch.stack([torch.randperm(9)[:4] for _ in range(9)]) for _ in range(2)])
+        indices[:, :, 0] = 0
+        arguments["indices"] = indices.int()
+        seen = seen & torch.zeros(2, 9, 9, dtype=torch.bool).scatter(2, indices, True)[:, None]
+    if given == "bias and window":
+        arguments.update(position_bias=torch.randn(1, 4, 9, 9), sliding_window=3)
+        scores = scores + arguments["position_bias"]
+        seen = seen & torch.ones(9, 9, dtype=torch.bool).triu(-2)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if given in ("sinks", "both"):
+        arguments["sinks"] = torch.randn(2, 4, 9, 1)
+        scores = torch.cat((scores, arguments["sinks"]), 3)
+    with pytest.warns(mg.FallbackWarning):
+        found, _ = hf.attention(Layer(), q, k, k, None, **arguments)
+    torch.testing.assert_close(found, (scores.softmax(3)[..., :9] @ k.repeat_interleave(2, 1)).transpose(1, 2))
+
+
+def test_refuses_blocks_of_keys():
+    q = torch.randn(1, 2, 3, 16)
+    with pytest.raises(NotImplementedError, match="block_indices is given"):
+        hf.attention(Layer(), q, q, q, None, block_indices=torch.zeros(1, 1, 3, 1, dtype=torch.int32))
+
+
 def test_refuses_continuous_batching():
     q = torch.randn(1, 2, 3, 16)
     with pytest.raises(NotImplementedError, match="cache is given"):
@@ -384,6 +680,14 @@ def test_register_is_undone():
         assert attention["sdpa"] is hf.attention
         switch.disable()
     assert "margay test" not in attention and "margay test" not in mask and attention["sdpa"] is not hf.attention
+    model = transformers.PreTrainedModel
+    hf._unwatch("margay")
+    try:
+        assert "margay" not in model.set_attn_implementation.__code__.co_filename
+        assert "margay" not in model._check_and_adjust_attn_implementation.__code__.co_filename
+    finally:
+        hf._watch("margay")
+    assert "margay" in model.set_attn_implementation.__code__.co_filename
 
 
 @pytest.mark.parametrize("device", DEVICES)

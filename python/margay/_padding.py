@@ -5,11 +5,12 @@ is packed already: what is padding belongs to sequences that have keys and no qu
 fixed size only and brings the rows in another order: nothing waits for the device, graphs can be captured and compiled.
 """
 
+import operator
 from typing import NamedTuple
 
 import torch
 
-from margay import _dispatch
+from margay import _dispatch, _torch
 
 
 class Plan(NamedTuple):
@@ -33,6 +34,8 @@ def attention(op, q, k, v, key_mask, query_mask=None, **options):
 def planned_attention(op, q, k, v, plan, **options):
     """q, k and v as in `attention`; the result is [B, Nq, Hq, Dv]."""
     batch, _, rows, _ = q.shape
+    if plan.keys is None and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _records(op, q, k, v, **options):
+        return _InPlace.apply(q, k, v, options["sink"], plan, options)
     q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
     if plan.keys is not None:
         k, v = _ordered(k, *plan.keys), _ordered(v, *plan.keys)
@@ -46,10 +49,36 @@ def planned_attention(op, q, k, v, plan, **options):
 
 
 def _in_rows(t):
-    """[B, H, N, D] as [1, B N, H, D], without a copy where heads lie behind one another in memory, as layers make them."""
+    """[B, H, N, D] as [1, B N, H, D], without a copy where the heads of a row lie behind one another in memory, as layers make them."""
     batch, heads, rows, dim = t.shape
     t = t if t.stride(3) == 1 else t.contiguous()
     return t.transpose(1, 2).reshape(1, batch * rows, heads, dim)
+
+
+def _records(op, q, k, v, sink=None, scale=None, dropout_p=0.0, **options):
+    """Is a gradient wanted of a call that kernels compute and nothing in torch has to see?"""
+    return ((q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad) and _torch._plain(q, k, v, sink) and
+            not _torch._autocast_anywhere() and _dispatch.unsupported(q, k, v, scale, dropout_p) is None)
+
+
+class _InPlace(torch.autograd.Function):
+    """One node of the graph in place of one for each view."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink, plan, options):
+        batch, _, rows, _ = q.shape
+        ctx.rows = rows, k.shape[2]
+        numbers = *options.get("window", (-1, -1)), options["softcap"], options["dropout_p"], plan.longest_q, plan.longest_k
+        q, k, v = (_in_rows(t).transpose(1, 2) for t in (q, k, v))
+        out = _torch._AttentionWithFeatures.forward(ctx, q, k, v, sink, None, *plan[:2], numbers, None, options["scale"], options["causal"], False, False)
+        return out.transpose(1, 2).reshape(batch, rows, out.shape[1], out.shape[3])
+
+    @staticmethod
+    def backward(ctx, dout):
+        batch, rows, heads, dim = dout.shape
+        grads = _torch._AttentionWithFeatures.backward(ctx, dout.reshape(1, batch * rows, heads, dim).transpose(1, 2))
+        in_batches = (g.transpose(1, 2).reshape(batch, -1, g.shape[1], g.shape[3]).transpose(1, 2) for g in grads[:3])
+        return *in_batches, grads[3], None, None
 
 
 def plan(key_mask, query_mask, rows):
@@ -69,38 +98,40 @@ def plan(key_mask, query_mask, rows):
     return Plan(cu_seqlens_q, cu_seqlens_k, rows, key_mask.shape[1], keys, queries)
 
 
-def plan_of_runs(key_mask, rows, ordered, device):
-    """The plan of a mask bool [B, Nk] on the CPU for queries [B, rows], or None where the True ones of a batch row are not one run.
+def runs(mask):
+    """Where the True ones of each row of a mask bool [B, N] on the CPU begin and end, two lists; None where those of a row are not one run."""
+    if not mask.numel():
+        return None
+    mask = mask.view(torch.uint8)
+    count, first, behind = mask.sum(1).tolist(), mask.argmax(1).tolist(), mask.flip(1).argmax(1).tolist()
+    columns = mask.shape[1]
+    if any(n and f + n + b != columns for n, f, b in zip(count, first, behind)):
+        return None
+    return first, [f + n for f, n in zip(first, count)]
+
+
+def plan_of_runs(first, end, rows, columns, ordered, device):
+    """The plan of a mask [B, columns] whose rows are True from first to end, for queries [B, rows].
 
     ordered: only queries that are no padding count, the last `rows` of the mask.
     """
-    batch, columns = key_mask.shape
-    if not key_mask.numel():
-        return None
-    column = torch.arange(columns)
-    end = torch.where(key_mask, column + 1, 0).amax(1)
-    first = torch.where(key_mask, column, columns).amin(1).minimum(end)
-    if not torch.equal(end - first, key_mask.sum(1)):
-        return None
-    row = torch.arange(batch)
-    q_first, q_end = row * rows, (row + 1) * rows
-    if ordered:
-        q_first, q_end = (q_first + (t - (columns - rows)).clamp(0, rows) for t in (first, end))
-    first, end = first + row * columns, end + row * columns
-    total_q, total_k, last = batch * rows, batch * columns, int(end[-1])
+    batch = len(first)
     if ordered:                                  # sequences: queries of padding, keys of padding, a batch row, queries of padding, ...
-        q = _starts((q_first, q_first, q_end), (total_q, total_q))
-        k = _starts((torch.cat((end.new_zeros(1), end[:-1])), first, end), (last, total_k))
+        skipped = columns - rows
+        q, k, last = [0], [0], 0
+        for i, (f, e) in enumerate(zip(first, end)):
+            q_first, q_end = i * rows + max(f - skipped, 0), i * rows + max(e - skipped, 0)
+            q += q_first, q_first, q_end
+            k += last, i * columns + f, i * columns + e
+            last = i * columns + e
+        q += batch * rows, batch * rows
+        k += last, batch * columns
     else:                                        # keys of padding, a batch row, keys of padding, ...
-        q, k = _starts((q_first, q_end), (total_q,)), _starts((first, end), (total_k,))
-    starts = torch.stack((q, k))
-    longest = starts.diff(dim=1).amax(1).tolist()
-    starts = starts.to(torch.int32).to(device, non_blocking=True)
+        q = [i * rows for i in range(batch + 1) for _ in range(2)]
+        k = [0, *(i * columns + x for i, run in enumerate(zip(first, end)) for x in run), batch * columns]
+    longest = (max(map(operator.sub, starts[1:], starts)) for starts in (q, k))
+    starts = torch.tensor((q, k), dtype=torch.int32).to(device, non_blocking=True)
     return Plan(starts[0], starts[1], *longest)
-
-
-def _starts(of_a_row, behind):
-    return torch.cat((torch.zeros(1, dtype=torch.int64), torch.stack(of_a_row, 1).flatten(), torch.tensor(behind)))
 
 
 def pack(mask):

@@ -22,6 +22,7 @@ A padding mask carries, as an attribute, the plan that all layers share (`margay
 
 import functools
 import inspect
+import operator
 import re
 import sys
 
@@ -192,7 +193,7 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
     if right:
         if not kwargs.get("allow_is_bidirectional_skip", True) or right > 0 and not _is_aligned(q_length, kv_length, q_offset, kv_offset):
             return sdpa_mask(**every)
-        mask = _padding_mask(attention_mask, kv_offset, kv_length, q_length, w, right > 0)
+        mask = _padding_mask(attention_mask, kv_offset, kv_length, w)
         return _nothing_but_window(w, device) if mask is None else mask
     if packed:
         return _cu_seqlens(mask_function, batch_size, q_length, device).expand(-1, w, -1, -1)
@@ -209,24 +210,24 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
             return sdpa_mask(**every)
         return _with_window(_columns(attention_mask, kv_offset, kv_length) & (torch.arange(kv_length, device=device) < filled), w)
     filled = min(q_offset + q_length - kv_offset, kv_length)
-    mask = _padding_mask(attention_mask, kv_offset, filled, q_length, w, True)
+    mask = _padding_mask(attention_mask, kv_offset, filled, w)
     if mask is None and filled < kv_length:
         return torch.full((batch_size, 1, 1, 1), filled, dtype=torch.int32, device=device).expand(-1, w, -1, -1)
     return _nothing_but_window(w, device) if mask is None else mask
 
 
-def _padding_mask(mask, first, count, rows, w, ordered):
+def _padding_mask(mask, first, count, w):
     """Columns of a mask, with their plan where values can be read; None if there is no padding."""
-    fixed = _compiling_or_capturing()
-    host = None if mask is None or fixed else _columns(mask.cpu(), first, count)         # the one thing that is waited for
-    if mask is None or host is not None and host.all():
+    if mask is None:
         return None
-    columns = _with_window(_columns(mask, first, count), w)
-    if not fixed:
-        ordered = ordered and 1 < rows <= count
-        plan = _padding.plan_of_runs(host, rows, ordered, mask.device)
-        columns.margay_plans = {} if plan is None else {(rows, ordered): plan}
-    return columns
+    if _compiling_or_capturing():
+        return _with_window(_columns(mask, first, count), w)
+    runs = _padding.runs(_columns(mask.cpu(), first, count))     # the one thing that is waited for
+    if runs is not None and not any(runs[0]) and min(runs[1]) == count:
+        return None
+    mask = _with_window(_columns(mask, first, count), w)
+    mask.margay_runs, mask.margay_plans = runs, {}
+    return mask
 
 
 def _with_window(mask, w):
@@ -287,11 +288,16 @@ def _meaning_by_name(mask_function, local_size, skips, config, kwargs):
 
 
 def _inner_of_packed(mask_function):
-    """What packed_sequence_compatibility_function was given, if it made this function."""
-    parts = _cell(mask_function, "mask_functions", masking_utils.and_masks)
-    if parts is None or len(parts) != 2 or not _is_made_by(parts[0], getattr(masking_utils, "packed_sequence_mask_function", None)):
+    """The function of one sequence, where transformers has joined it with the one that keeps packed sequences apart; else None.
+
+    In newer releases it counts within its sequence, which for a band makes no difference.
+    """
+    parts = _cell(mask_function, "mask_functions", masking_utils.and_masks) or ()
+    apart = [_is_made_by(part, getattr(masking_utils, "packed_sequence_mask_function", None)) for part in parts]
+    if len(parts) != 2 or sum(apart) != 1:
         return None
-    return _cell(parts[1], "mask_function", getattr(masking_utils, "remap_positions_for_packed_sequence", None))
+    inner = parts[apart.index(False)]
+    return _cell(inner, "mask_function", getattr(masking_utils, "remap_positions_for_packed_sequence", None)) or inner
 
 
 def _is_made_by(function, maker):
@@ -430,12 +436,29 @@ def _padded(query, key, value, mask, options):
     if key.shape[2] != columns:
         key, value = key[:, :, :columns], value[:, :, :columns]
     ordered = (options["causal"] or "window" in options) and 1 < rows <= columns         # then padding among the queries counts too
-    plans = {} if torch.compiler.is_compiling() else getattr(mask, "margay_plans", {})
+    compiling = torch.compiler.is_compiling()
+    runs, plans = (None, {}) if compiling else (getattr(mask, "margay_runs", None), getattr(mask, "margay_plans", {}))
+    if runs is not None and columns <= _SHORT and not ordered and _is_faster_in_torch(query, key, value, options) and min(map(operator.sub, runs[1], runs[0])):
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None, None], options["dropout_p"], scale=options["scale"])
+        return _rows_first(out)
     plan = plans.get((rows, ordered))
+    if plan is None and runs is not None and not _compiling_or_capturing():
+        plan = plans[rows, ordered] = _padding.plan_of_runs(*runs, rows, columns, ordered, query.device)
     if plan is None:
         mask = mask if mask.dim() == 2 else mask[:, 0]
         plan = plans[rows, ordered] = _padding.plan(mask, mask[:, columns - rows:] if ordered else None, rows)
     return _padding.planned_attention(_OP, query, key, value, plan, **options)
+
+
+_SHORT = 128         # keys
+
+
+def _is_faster_in_torch(q, k, v, options):
+    """As measured: on the CPU, and on Hopper where there will be a backward pass. Short rows fill no block of the kernels."""
+    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return ((wants_gradient or q.is_cpu) and q.shape[1] == k.shape[1] and q.shape[3] <= 64 and
+            not (options["causal"] or "window" in options or options["softcap"]) and options["sink"] is None and
+            _dispatch.unsupported(q, k, v, options["scale"]) is None)
 
 
 def _whole_mask(query, key, mask, causal, window, bias, indices):
