@@ -1,9 +1,16 @@
 """The benchmark's arithmetic, on times that are given."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from margay.bench import harness, report
+from margay.bench.__main__ import FAMILIES
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class GivenTimes:
@@ -46,3 +53,20 @@ def test_a_wrong_peer_is_not_timed(value):
 def test_the_table_has_a_graphs_time_by_layers():
     """16 layers of 134 MB in 16 * 36 us are 3.73 TB/s."""
     assert report.decode_cell({"ms": {"margay": 16 * 0.036}, "layers": 16, "bytes": 16 << 27, "speed_ratio": {"torch": 1.25}}) == "36, 86% (1.2)"
+
+
+def bench(*arguments):
+    result = subprocess.run([sys.executable, "-m", "margay.bench", *arguments], capture_output=True, text=True, cwd=ROOT)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_help_says_what_a_family_measures_and_what_the_defaults_are():
+    code, out, _ = bench("--help")
+    assert code == 0 and "(default: 20)" in out and all(f"  {family} " in out for family in FAMILIES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("family", ["attention", "decode", "features", "gemm", "rows"])
+def test_a_family_that_needs_a_gpu_says_so(family):
+    code, out, err = bench(family)
+    assert code == 1 and "needs a GPU" in err and err.count("\n") == 1

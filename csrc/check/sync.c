@@ -170,11 +170,11 @@ void arrive(const void *pc, int sem, int warps, bool remote) {
   sem_step(pc, s);
 }
 
-// Who calls: an operation for one thread called by a warpgroup would be made 128 times.
+// Who calls: an operation for one thread called by a warpgroup would be made 128 times, and a warpgroup's by a thread hangs or does a part.
+static const char *width_name(int width) { return width == 1 ? "one thread" : width == GROUP_WIDTH ? "a warpgroup" : "a warp"; }
 bool called_by(const void *pc, int width) {
   if (ck.failed || ck.current < 0 || self()->role->width == width || !rule_on(CK_ELECTED)) return !ck.failed;
-  report(CK_ELECTED, pc, NULL, -1, "is an operation of %s, called by a role of %d threads", width == 1 ? "one thread" : width == 32 ? "a warp" : "a warpgroup",
-         self()->role->width);
+  report(CK_ELECTED, pc, NULL, -1, "is an operation of %s, called by a role of %s", width_name(width), width_name(self()->role->width));
   return false;
 }
 

@@ -237,6 +237,12 @@ def test_one_problem_of_a_row():
     assert code == 0 and "1 kernel, 1 runs, 0 reported" in out
 
 
+def test_one_thread():
+    """Kernels in front of the checked one have blocks that wait for each other."""
+    code, out, err = run("attention_bwd_pre_bf16_d192", "--seed", 0, env={"OMP_NUM_THREADS": "1"}, timeout=120)
+    assert code == 0 and "0 reported" in out, out + err
+
+
 @pytest.mark.parametrize("arguments, message", [
     (("nothing",), "no row of kernels.def is called nothing"),
     (("absent.cu",), "there is no file absent.cu"),

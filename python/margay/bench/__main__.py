@@ -7,18 +7,29 @@ from pathlib import Path
 from margay import _needs
 
 PROGRAM = "margay.bench"
-FAMILIES = ("attention", "decode", "features", "gemm", "cpu", "overhead", "rows")
+FAMILIES = {
+    "attention": "forward and backward, against cuDNN's and the flash attention of PyTorch's SDPA (GPU)",
+    "decode": "one query a sequence over its cache, plain and paged, against SDPA (GPU)",
+    "features": "grouped queries, windows, packed sequences, sinks, softcap, ALiBi, dropout, against dense attention of the same work (GPU)",
+    "gemm": "matrix products against torch.mm, that is cuBLASLt (GPU)",
+    "cpu": "attention on the CPU against SDPA",
+    "overhead": "the host's time of a small call, of the first call, of the import",
+    "rows": "the rows of kernels.def that take a case of attention or gemm, one against the other (GPU); prints, writes nothing",
+}
 WITHOUT_GPU = ("cpu", "overhead")
 RESULTS = Path("benchmarks/results")                  # of the repository, when it is the current folder
 
 
 def parse():
-    parser = argparse.ArgumentParser(prog="python -m margay.bench", description=__doc__)
-    parser.add_argument("family", choices=FAMILIES)
+    class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        pass
+    families = "\n".join(f"  {name:<10} {what}" for name, what in FAMILIES.items())
+    parser = argparse.ArgumentParser(prog="python -m margay.bench", description=f"{__doc__}\n\nfamilies:\n{families}", formatter_class=Help)
+    parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help="one of those above")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches, for instance 'backward .* D=128'")
-    parser.add_argument("--peers", default="", help="names of the peers to run, with commas; default all")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ms", type=float, default=20, help="length of one measurement")
+    parser.add_argument("--peers", default="", help="names of the peers to run, with commas; none: all")
+    parser.add_argument("--rounds", type=int, default=5, help="in each of which all runners are timed in turn")
+    parser.add_argument("--ms", type=float, default=20, help="length of one measurement in milliseconds")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
     parser.add_argument("--out", type=Path, default=RESULTS if RESULTS.is_dir() else Path("."), help="folder of the result file")
     parser.add_argument("--plot", action="store_true", help="also write a PNG beside the result file")

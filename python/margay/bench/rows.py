@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import re
 
+import torch
+
 from margay import _C
 from margay.bench import attention, gemm
 from margay.bench.harness import GpuTimer, check, measure, result_of
@@ -46,6 +48,8 @@ def preferring(name, call):
 
 
 def run(options, arguments):
+    if not torch.cuda.is_available():
+        raise SystemExit("rows: needs a GPU")
     timer = GpuTimer()
     for case in itertools.chain(attention.cases(arguments.dims, arguments.dtype), gemm.cases(arguments.dtypes, arguments.layouts)):
         if not re.search(options.only, case.name) or case.fields.get("direction") == "backward":

@@ -277,11 +277,14 @@ class Problem:
 
 @contextlib.contextmanager
 def intercepting(take, name, sms=SMS):
+    threads = _C.num_threads()
     _C.prefer(name)
     _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, sms)
+    _C.set_num_threads(max(threads, 2 * sms))      # blocks of the rows that run as usual may wait for each other: two for each of `sms` at most
     try:
         yield
     finally:
+        _C.set_num_threads(threads)
         _C.intercept(0, 0)
         _C.prefer(None)
 
