@@ -37,8 +37,8 @@ CHECKS = 8
 TEXT_BYTES = 1 << 20
 SEED = 1234
 SIZES = {
-    "cpu": dict(rows=512, batch=2, layers=3, width=128, heads=2, head_dim=128, steps=300, rate=3e-3),
-    "cuda": dict(rows=2048, batch=16, layers=6, width=512, heads=8, head_dim=64, steps=400, rate=1e-3),
+    "cpu": dict(rows=512, batch=2, layers=3, width=128, heads=2, head_dim=128, steps=400, rate=2e-3),
+    "cuda": dict(rows=2048, batch=16, layers=6, width=512, heads=8, head_dim=64, steps=400, rate=5e-4),
 }
 
 
