@@ -33,7 +33,7 @@ import torch.nn.functional as F  # noqa: E402
 import margay as mg  # noqa: E402
 from margay.nn import Attention  # noqa: E402
 
-TWINS = 4
+TWINS = 6
 FACTOR = 8           # 64 times as many independent roundings lead 8 times as far; a score alone has head_dim of them
 CHECKS = 8
 TEXT_BYTES = 1 << 20
