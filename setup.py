@@ -331,10 +331,12 @@ def compile_everything(cuda, python_include):
     return [job.path() for job in [*library, *cpu, tables]], module.path()
 
 
-# glibc 2.34 moved these from libpthread and libdl into libc, under new versions beside the old ones. A link against stubs of the two
-# libraries as they were asks for the old versions, which every glibc has, so that the extension runs with an older glibc than that of this machine.
+# glibc 2.34 moved these from libpthread and libdl into libc, under new versions beside the old ones. A link against stubs
+# of the two libraries as they were asks for the old versions, which every glibc has: the extension then runs with an
+# older glibc than that of this machine.
 STUBS = {
-    "libpthread.so.0": ("pthread_create", "pthread_detach", "pthread_key_create", "pthread_once", "pthread_setspecific", "pthread_sigmask"),
+    "libpthread.so.0": ("pthread_create", "pthread_detach", "pthread_key_create", "pthread_once", "pthread_setspecific",
+                        "pthread_sigmask"),
     "libdl.so.2": ("dlclose", "dlerror", "dlopen", "dlsym"),
 }
 OLDEST_VERSION = {"x86_64": "GLIBC_2.2.5", "aarch64": "GLIBC_2.17"}
@@ -351,7 +353,8 @@ def glibc_stubs(cc):
         write(source, "".join(f".globl {f}\n.type {f}, %function\n{f}: .byte 0\n" for f in functions)
               + '.section .note.GNU-stack, "", %progbits\n')
         write(exports, f"{version} {{ global: {'; '.join(functions)}; local: *; }};\n")
-        run_linker(target, [*cc, "-shared", "-nostdlib", "-o", "{out}", str(source), f"-Wl,-soname,{name}", f"-Wl,--version-script={exports}"])
+        run_linker(target, [*cc, "-shared", "-nostdlib", "-o", "{out}", str(source), f"-Wl,-soname,{name}",
+                            f"-Wl,--version-script={exports}"])
         stubs.append(str(target))
     return stubs
 
@@ -393,7 +396,8 @@ class Wheel(bdist_wheel):
         glibc = glibc_needed(extension)
         if self.plat_name_supplied or not glibc or not plat.startswith("linux_"):
             return python, abi, plat
-        return python, abi, f"manylinux_2_{max(glibc[1], 17)}_{plat.removeprefix('linux_')}"     # 2_17 is the oldest tag of this form
+        machine = plat.removeprefix("linux_")
+        return python, abi, f"manylinux_2_{max(glibc[1], 17)}_{machine}"        # 2_17 is the oldest that pip knows
 
 
 if __name__ == "__main__":

@@ -147,13 +147,16 @@ def test_without_torch(name, arguments, monkeypatch, capsys):
     assert program(monkeypatch, capsys, name, *arguments) == (2, [f"{name}: torch is not installed, expected torch >= 2.4"])
 
 
-@pytest.mark.parametrize("name, arguments", (("margay.demo", ("--device", "cuda")), ("margay.bench", ("attention",)), ("margay.bench", ("rows",))))
+@pytest.mark.parametrize("name, arguments", (("margay.demo", ("--device", "cuda")), ("margay.bench", ("attention",)),
+                                             ("margay.bench", ("rows",))))
 def test_without_gpu(name, arguments, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, lines = program(monkeypatch, capsys, name, *arguments)
-    assert status == 2 and len(lines) == 1 and lines[0].startswith(f"{name}: ") and "needs a GPU" in lines[0] and lines[0].endswith("runs without")
+    assert status == 2 and len(lines) == 1
+    assert lines[0].startswith(f"{name}: ") and "needs a GPU" in lines[0] and lines[0].endswith("runs without")
 
 
 def test_bench_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert program(monkeypatch, capsys, "margay.bench", "cpu", "--plot") == (2, ["margay.bench: --plot needs matplotlib, which is not installed"])
+    line = "margay.bench: --plot needs matplotlib, which is not installed"
+    assert program(monkeypatch, capsys, "margay.bench", "cpu", "--plot") == (2, [line])
