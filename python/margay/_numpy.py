@@ -16,8 +16,12 @@ def attention(q, k, v, causal, scale, return_lse, deterministic):
     try:
         _C.attention_fwd(out, lse, q, k, v, scale, bool(causal))
     except ValueError:
-        _of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, bool(causal)), q, k, v)
+        _attention_of_copies(out, lse, q, k, v, scale, bool(causal))
     return (out, lse) if return_lse else out
+
+
+def _attention_of_copies(out, lse, q, k, v, *options):     # not in `attention`: what a lambda captures would cost every call
+    _of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, *options), q, k, v)
 
 
 def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal, scale, return_lse, deterministic):
@@ -133,6 +137,9 @@ def check_kinds(op, **arrays):
 
 def _empty_ordered(like, last):
     """Dense array of like's shape but for the last dimension, the others in like's order in memory."""
-    order = ops.memory_order([abs(stride) for stride in like.strides])
+    strides = like.strides
+    if min(strides) < 0:
+        strides = [abs(stride) for stride in strides]
+    order = ops.memory_order(strides)
     out = np.empty([like.shape[i] for i in order] + [last], like.dtype)
     return out.transpose([order.index(i) for i in range(3)] + [3])
