@@ -17,7 +17,8 @@ Models hand masks of 4 dimensions on as they are; others they may convert and gi
 What a model asks is told from the function that it gives: that is evaluated at the edges of the windows it may mean, once for each code and
 numbers of such functions. Whatever else it is, PyTorch computes.
 
-A padding mask carries, as an attribute, the plan that all layers share (`margay._padding`). A copy has lost it, and is still right.
+A padding mask carries, as attributes, what is known of it on the host and the plans that its layers share (`margay._padding`). A copy has lost them, and
+is still right.
 """
 
 import functools
@@ -227,6 +228,7 @@ def _padding_mask(mask, first, count, w):
         return None
     mask = _with_window(_columns(mask, first, count), w)
     mask.margay_runs, mask.margay_plans = runs, {}
+    mask.margay_short = count <= _SHORT and runs is not None and min(map(operator.sub, runs[1], runs[0])) > 0
     return mask
 
 
@@ -438,7 +440,7 @@ def _padded(query, key, value, mask, options):
     ordered = (options["causal"] or "window" in options) and 1 < rows <= columns         # then padding among the queries counts too
     compiling = torch.compiler.is_compiling()
     runs, plans = (None, {}) if compiling else (getattr(mask, "margay_runs", None), getattr(mask, "margay_plans", {}))
-    if runs is not None and columns <= _SHORT and not ordered and _is_faster_in_torch(query, key, value, options) and min(map(operator.sub, runs[1], runs[0])):
+    if not compiling and not ordered and getattr(mask, "margay_short", False) and _is_faster_in_torch(query, key, value, options):
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None, None], options["dropout_p"], scale=options["scale"])
         return _rows_first(out)
     plan = plans.get((rows, ordered))
