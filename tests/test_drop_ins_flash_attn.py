@@ -258,7 +258,7 @@ def test_cache(device, version, page, extra, kinds, seed):
     arguments = dict(cache_seqlens=20 if extra == "int lengths" else torch.tensor(lengths, dtype=torch.int32, device=device))
     cos = sin = None
     if extra.startswith("rotary"):
-        angle = torch.rand(capacity, 8, generator=torch.Generator().manual_seed(seed)) * 6
+        angle = torch.rand(capacity + 8, 8, generator=torch.Generator().manual_seed(seed)) * 6
         cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
         arguments.update(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=extra == "rotary")
     if padded:
@@ -330,7 +330,7 @@ def test_cache_of_3(device, page, form, kind, seed):
     descales = [torch.rand(batch, kv_heads, generator=torch.Generator().manual_seed(seed)).to(device) + 0.5 for _ in range(3)] if has["8 bits"] else [None] * 3
     cos = sin = None
     if has["rotary"]:
-        angle = torch.rand(capacity, 8, generator=torch.Generator().manual_seed(seed)) * 6
+        angle = torch.rand(capacity + 8, 8, generator=torch.Generator().manual_seed(seed)) * 6
         cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
     def answer(precision):

@@ -9,7 +9,8 @@ TILE float slope_at(const attention_features &f, const attention_bwd_params &p, 
 // Scores as the softmax sees them, up to the factor that is returned.
 template<int N> TILE float change_scores(rt<float, N> &x, const attention_bwd_params &p, const place &at, int key0, int row0) {
   if (!EVERYTHING || !changes_scores(p.features)) return p.scale;
-  cap_scores(x, p.features, p.scale);
+  if (p.features.softcap != 0.f) cap_usual_scores(x, p.features.softcap, p.scale);
+  else map(x, [c = p.scale](float y) { return y * c; });
   bias_scores(x, slope_at(p.features, p, at), key0 - row0 - get(at.distance));
   return 1.f;
 }

@@ -73,12 +73,13 @@ mg_status attention_check_starts(const attention_shape *x, const char *op, const
   mg_status status = f && f->q_start ? mg_check_starts(op, 'q', f->q_start, x->q_total, f->max_q) : MG_OK;
   return !status && f && f->k_start ? mg_check_starts(op, 'k', f->k_start, x->k_total, f->max_k) : status;
 }
-// The fast backward kernels have the cap's slope from the probabilities, to |lse| 2^-22 / softcap. For fp32, and below this, those that have the scores compute it.
-#define SMALL_SOFTCAP 4
-// As in WINDOWS, PACKED, EVERYTHING of attention_features.h; without the sink, which the backward finds in the lse. 4: 3 with a softcap whose slope must be exact.
+// Soft caps that models have. The fast backward kernels take no others, and none of fp32: they find the cap's slope in the probabilities, to |lse| 2^-22 / softcap.
+// As is_usual() of attention_features.h.
+static const float CAP_LEAST = 4, CAP_MOST = 256;
+// As in WINDOWS, PACKED, EVERYTHING of attention_features.h; without the sink, which the backward finds in the lse. 4: 3 with another softcap than those.
 static int feature_class(const mg_attention_features *f, mg_dtype dtype) {
   if (!f) return 0;
-  if (f->softcap != 0 && (f->softcap < SMALL_SOFTCAP || dtype == MG_FP32)) return 4;
+  if (f->softcap != 0 && (f->softcap < CAP_LEAST || f->softcap > CAP_MOST || dtype == MG_FP32)) return 4;
   if (f->softcap != 0 || f->dropout != 0 || f->slopes) return 3;
   return f->q_start ? 2 : f->window && (f->left >= 0 || f->right >= 0);
 }

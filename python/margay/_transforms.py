@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 _functorch = torch._C._functorch
+_AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}     # excluded where autocast is off
 
 
 def install(library, name, rule, gradient=None, save=None, autocast=None):
@@ -48,7 +49,7 @@ def install(library, name, rule, gradient=None, save=None, autocast=None):
             return _functionalized(op, inputs)
         if rule is None:
             return _outside(op, title, inputs)
-        if autocast is not None and torch.is_autocast_enabled(inputs[0].device.type) and not excluded(torch._C.DispatchKey.AutocastCPU):
+        if autocast is not None and not excluded(_AUTOCAST_KEYS.get(inputs[0].device.type, _AUTOCAST_KEYS["cpu"])):
             return autocast(*inputs)
         return Transformed.apply(*inputs, *defaults[len(inputs):])
 

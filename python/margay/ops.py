@@ -348,7 +348,7 @@ def _mismatch(op, name, t, what, dim, other_name, other):
 
 def _feature_class(part, options, dtype):
     """As feature_class() in csrc/kernels/attention_problem.c, and what attention.c adds: the forward's kernels with sinks are those of packed sequences."""
-    if 0 < (softcap := options.get("softcap", 0.0)) and (softcap < 4 or dtype == "float32"):
+    if (softcap := options.get("softcap", 0.0)) and (not 4 <= softcap <= 256 or dtype == "float32"):
         return 4
     if options.get("softcap") or options.get("dropout_p") or options.get("alibi_slopes") is not None:
         return 3
