@@ -5,7 +5,6 @@ is packed already: what is padding belongs to sequences that have keys and no qu
 fixed size only and brings the rows in another order: nothing waits for the device, graphs can be captured and compiled.
 """
 
-import operator
 from typing import NamedTuple
 
 import torch
@@ -99,15 +98,14 @@ def plan(key_mask, query_mask, rows):
 
 
 def runs(mask):
-    """Where the True ones of each row of a mask bool [B, N] on the CPU begin and end, two lists; None where those of a row are not one run."""
+    """Where the True ones of each row of a mask bool [B, N] on the CPU begin and end, NumPy arrays [B]; None where those of a row are not one run."""
     if not mask.numel():
         return None
-    mask = mask.view(torch.uint8)
-    count, first, behind = mask.sum(1).tolist(), mask.argmax(1).tolist(), mask.flip(1).argmax(1).tolist()
-    columns = mask.shape[1]
-    if any(n and f + n + b != columns for n, f, b in zip(count, first, behind)):
+    mask = mask.numpy()
+    count, first, behind = mask.sum(1), mask.argmax(1), mask[:, ::-1].argmax(1)
+    if ((count > 0) & (first + count + behind != mask.shape[1])).any():
         return None
-    return first, [f + n for f, n in zip(first, count)]
+    return first, first + count
 
 
 def plan_of_runs(first, end, rows, columns, ordered, device):
@@ -115,22 +113,22 @@ def plan_of_runs(first, end, rows, columns, ordered, device):
 
     ordered: only queries that are no padding count, the last `rows` of the mask.
     """
-    batch = len(first)
+    import numpy as np                           # transformers, which asks for such plans, has it
+    batch, parts = len(first), 3 if ordered else 2
+    row = np.arange(batch)
+    starts = np.empty((2, parts * batch + parts), np.int32)
+    starts[:, 0], starts[:, -1] = 0, (batch * rows, batch * columns)
+    inner = starts[:, 1:parts * batch + 1].reshape(2, batch, parts)
     if ordered:                                  # sequences: queries of padding, keys of padding, a batch row, queries of padding, ...
-        skipped = columns - rows
-        q, k, last = [0], [0], 0
-        for i, (f, e) in enumerate(zip(first, end)):
-            q_first, q_end = i * rows + max(f - skipped, 0), i * rows + max(e - skipped, 0)
-            q += q_first, q_first, q_end
-            k += last, i * columns + f, i * columns + e
-            last = i * columns + e
-        q += batch * rows, batch * rows
-        k += last, batch * columns
+        inner[0] = row[:, None] * rows + np.maximum(np.stack((first, first, end), 1) - (columns - rows), 0)
+        inner[1, :, 1:] = row[:, None] * columns + np.stack((first, end), 1)
+        inner[1, 1:, 0], inner[1, :1, 0] = inner[1, :-1, 2], 0
+        starts[:, -2] = batch * rows, inner[1, -1, 2]
     else:                                        # keys of padding, a batch row, keys of padding, ...
-        q = [i * rows for i in range(batch + 1) for _ in range(2)]
-        k = [0, *(i * columns + x for i, run in enumerate(zip(first, end)) for x in run), batch * columns]
-    longest = (max(map(operator.sub, starts[1:], starts)) for starts in (q, k))
-    starts = torch.tensor((q, k), dtype=torch.int32).to(device, non_blocking=True)
+        inner[0] = np.stack((row * rows, row * rows + rows), 1)
+        inner[1] = row[:, None] * columns + np.stack((first, end), 1)
+    longest = np.diff(starts).max(1).tolist()
+    starts = torch.from_numpy(starts).to(device, non_blocking=True)
     return Plan(starts[0], starts[1], *longest)
 
 

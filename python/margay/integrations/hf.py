@@ -23,7 +23,6 @@ is still right.
 
 import functools
 import inspect
-import operator
 import re
 import sys
 
@@ -224,11 +223,11 @@ def _padding_mask(mask, first, count, w):
     if _compiling_or_capturing():
         return _with_window(_columns(mask, first, count), w)
     runs = _padding.runs(_columns(mask.cpu(), first, count))     # the one thing that is waited for
-    if runs is not None and not any(runs[0]) and min(runs[1]) == count:
+    if runs is not None and not runs[0].any() and (runs[1] == count).all():
         return None
     mask = _with_window(_columns(mask, first, count), w)
     mask.margay_runs, mask.margay_plans = runs, {}
-    mask.margay_short = count <= _SHORT and runs is not None and min(map(operator.sub, runs[1], runs[0])) > 0
+    mask.margay_short = count <= _SHORT and runs is not None and bool((runs[0] < runs[1]).all())
     return mask
 
 
