@@ -77,8 +77,8 @@ def test_any_magnitude(dtype, device, part, one_thread):
         on_device = {name: x.to(device) if name == "sink" else x for name, x in options.items()}
         found = gradients(lambda *t: mg.attention(*t, **on_device), [place(t, layout, device) for t in inputs], dout.to(device))
         for name, a, b, c in zip(("out", "dq", "dk", "dv"), found, plain, exact):
-            if c.numel() and not c.abs().max() < most:
-                continue                                   # there is no right answer of this dtype
+            if c.numel() and not c.abs().max() < most or name != "out" and not b.isfinite().all():
+                continue                                   # no answer of this dtype is right, or PyTorch's gradient has none
             try:
                 assert a.isfinite().all(), f"{name}: {int((~a.isfinite()).sum())} of {a.numel()} elements are not finite"
                 of_output, of_gradient = rounding(tensors, options, bool(b.isfinite().all()))

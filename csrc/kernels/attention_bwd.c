@@ -115,9 +115,9 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
 }
 
 // out = scale * acc. acc_blocks: allocated blocks of 64 rows of a head. behind: three, or NULL.
-// ds carries the softmax scale, so that no product with k or q leaves the range of fp32 that the gradient is in; but where the scale is above 1, k and q are
-// what is small. fp16 has no such range, and few bits for a small ds.
-static float ds_scale_of(const attention_shape *x, mg_dtype dtype) { return dtype == MG_FP16 || x->scale > 1 ? 1.0f : x->scale; }
+// ds carries the softmax scale, so that no product with k or q leaves the range of fp32 that the gradient is in. Of a scale above 2^10 the rest comes later:
+// dout v^T may be as large as k and q are small. fp16 has no such range, and few bits for a small ds.
+static float ds_scale_of(const attention_shape *x, mg_dtype dtype) { return dtype == MG_FP16 ? 1.0f : fminf(x->scale, 1024); }
 
 static mg_status round_acc(const mg_context *c, const mg_kernel *post, const char *name, const mg_tensor *out, const float *acc, float scale,
                            int64_t batch, int64_t rows, int64_t acc_blocks, packed_rows packed, const rows_behind *behind) {

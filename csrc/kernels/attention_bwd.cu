@@ -149,7 +149,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
     mma_wait<0>(dq);
     dq_add(dq, p, s, n - 1, wg);
   }
-  map(a.dk, [=](float x) { return gradient(x, scale); });
+  scale_gradient(a.dk, scale);
   tma_store_wait_read();
   sem_arrive(s.v_free);
   bar_sync(NC + 1, 128 * NC);   // both have done with k

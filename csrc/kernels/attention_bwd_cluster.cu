@@ -150,7 +150,7 @@ TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n,
   dq_add(dq, p, s, last);
   tma_store_wait_read();
   sem_arrive(s.v_free);
-  map(a.dk, [=](float x) { return gradient(x, scale); });
+  scale_gradient(a.dk, scale);
   bar_sync(NC + 1, 128 * NC);   // both have done with k
   leave(p.dk, s.k[wg], a.dk, p, s, count, wg);
   tma_store_wait_read();

@@ -153,7 +153,7 @@ TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<flo
   float scale = p.out_scale, keep = p.features.drop_below ? p.features.keep_scale : 1.f;
   int row = get(t.row), head = key_head(t, p), keys = get(t.keys), col = wg * HALF;
   bool whole = !p.features.q_start || keys >= BN;   // else the next sequence's keys follow
-  map(dk, [=](float x) { return gradient(x, scale); });
+  scale_gradient(dk, scale);
   map(dv, [=](float x) { return x * keep; });
   if (!whole) {
     store_first((elem *)p.dk.data + row * p.dk.row + head * p.dk.head + col, p.dk.row, dk, keys, p.dk.columns - col);

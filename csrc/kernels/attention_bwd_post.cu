@@ -29,7 +29,7 @@ TILE void compute(const attention_bwd_post_params &p, shared &s, int) {
     wg_sync();
     for (int c = 0; c < DQ_TILES; c++) {
       load_acc(x, acc + c * 64 * 64);
-      map(x, [=](float a) { return gradient(a, scale); });
+      scale_gradient(x, scale);
       if (rows < 64) store_first(out + c * 64, p.out_row, x, rows, p.columns - c * 64);
       else store(s.dq, x, c * 64);
     }

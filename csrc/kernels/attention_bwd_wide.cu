@@ -180,7 +180,7 @@ TILE void keys(const attention_bwd_params &p, shared &s, int) {
     key_step<ZERO, true>(dk, dp, p, s, n++);
     for (; n < last; n++) key_step<ACC, true>(dk, dp, p, s, n);
     key_step<ACC, false>(dk, dp, p, s, n++);
-    map(dk, [=](float x) { return gradient(x, scale); });
+    scale_gradient(dk, scale);
     sem_arrive(s.k_read);
     sem_wait(s.k_read, count & 1);
     leave(p.dk, s.k, dk, p, s, count, s.k_free);

@@ -84,21 +84,23 @@ template<int N> TILE void drop(rt<float, N> &x, const attention_features &f, int
 }
 
 // Forward. p = 2^(c (x - base) - top), where base is t and top is m, or 0 if the row has none; m = c max x - below when it was found, and is raised by more than
-// `slack` only, which spares o some of its scaling. A row has m or t; what it does not have is -infinity, both where no key was seen. t stands in shared memory, for
-// hardly any block needs it. l and o are to be multiplied by alpha.
+// `slack` only, which spares o some of its scaling. A row has m or t; what it does not have is -infinity, both where no key was seen. l and o are to be multiplied
+// by alpha. t is in registers, or in shared memory where a kernel has none to spare: hardly any block needs it.
 TILE void finite(rv &v) { map(v, v, [](float x) { return x == -infinity() ? 0.f : x; }); }
-template<int N> TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, sv<64> &shared_t, float c, float below, float slack) {
-  load(base, shared_t);
+TILE void load(rv &v, const rv &t) { v = t; }
+TILE void store(rv &t, const rv &v) { t = v; }
+template<int N, class T> TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T &t, float c, float below, float slack) {
+  load(base, t);
   map(alpha, m, base, [=](float m, float t) { return m == -infinity() ? t : 0.f; });
   top = m;
   finite(top);
   row_max(base, x);
   map(m, m, base, [=](float m, float h) {
-    float peak = h * c - below, limit = 16777216.f;
+    float peak = h * c - below, limit = 16384.f;
     return m > -infinity() && !(peak > m + slack) ? m : peak < limit && peak > -limit ? peak : -infinity();
   });
   map(base, m, base, [](float m, float h) { return m == -infinity() ? h : -infinity(); });
-  store(shared_t, base);
+  store(t, base);
   finite(base);
   map(alpha, alpha, base, [=](float before, float now) { return (before - now) * c; });
   map(alpha, alpha, top, [](float x, float y) { return x + y; });
@@ -107,9 +109,9 @@ template<int N> TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &to
   map(alpha, alpha, top, [](float x, float y) { return fast_exp2(x - y); });
 }
 // At the end, m of rows that have t.
-TILE void rows_maxima(rv &m, const sv<64> &shared_t, float c) {
+template<class T> TILE void rows_maxima(rv &m, const T &kept, float c) {
   rv t;
-  load(t, shared_t);
+  load(t, kept);
   map(m, m, t, [=](float m, float t) { return m == -infinity() ? t * c : m; });
 }
 
@@ -126,9 +128,12 @@ TILE void add_sink(const attention_features &f, int head, rv &m, rv &sum, rv &fa
   map(sum, sum, old, [](float l, float g) { return l + g; });
 }
 
-// Backward: an element of dq or dk, x times what of the softmax scale ds did not have. Rounding of delta times a large scale must not become an infinity;
-// one that is in x becomes NaN.
-TILE float gradient(float x, float scale) { return clamp(x * scale, -3.38e38f, 3.38e38f) + (x - x); }
+// Backward: dq or dk, times what of the softmax scale ds did not have, mostly 1. Rounding of delta times a large scale must not become an infinity; one that is
+// there before becomes NaN.
+template<int N> TILE void scale_gradient(rt<float, N> &x, float scale) {
+  if (scale > 1.f) map(x, [=](float a) { return clamp(a * scale, -3.38e38f, 3.38e38f) + (a - a); });
+  else if (scale < 1.f) map(x, [=](float a) { return a * scale; });
+}
 
 // Backward, packed sequences: a head's blocks of `tile` rows in the workspace are the sequences', each with room for its rows rounded up to
 // blocks and for a block of padding. The first one of a sequence:

@@ -3,14 +3,14 @@
 //   x = q k_j^T;  p = 2^(c x - m);  l = l + sum p;  o = o + p v_j,  c = scale log2 e
 // Any m gives the same o / l and lse = ln 2 (m + log2 l), as long as nothing leaves the numbers' range. So m is not found anew in every block: where p came out large, m is
 // raised to m' = max c x, l and o are multiplied by 2^(m - m'), and this block's p are made again.
-// Where |c x| passes 2^24, the rounding of m alone takes p out of range. Such a row has p = 2^(c (x - t)) with t = max x, and m = -infinity, so that every block's p
-// come out infinite or NaN at first, and are made again. See maximum() in attention_features.h.
+// Where |c x| passes 2^14, the rounding of m shows in p, and takes it out of range at last. Such a row has p = 2^(c (x - t)) with t = max x, and m = -infinity, so
+// that every block's p come out infinite or NaN at first, and are made again. See maximum() in attention_features.h.
 // A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j - 1 are issued before the
 // product with v_j. Warpgroups with large blocks take turns with matrix work, so that one's exponentials run under the others'; many with small blocks are better off without.
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { BM = 64 * NC };   // D (columns of q and k), DV (of v and o), BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
+enum { BM = 64 * NC, T_SHARED = FEATURES == 2 && NC == 4 };   // D (columns of q and k), DV (of v and o), BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
 #include "kernels/attention_features.h"
 #include "kernels/attention_fwd_tasks.h"
 
@@ -22,7 +22,7 @@ struct shared {
   st<elem, BN, D> k[STAGES];
   st<elem, BN, DV> v[STAGES];
   st<elem, 64, O_COLS> o[NC];
-  sv<64> t[NC];                // of rows with scores so large that they have no m
+  sv<64> t[NC];                // T_SHARED: of rows with scores so large that they have no m
   kv_ring k_ring, v_ring;
   sem q_full[NC], q_free[NC];
   sem v_clean[2];              // of even and odd tasks: no other sequence's rows in v
@@ -62,12 +62,18 @@ TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &x,
   sum_up(probabilities, sum, x, p, t, row0, col0);
 }
 
-TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rsum &l, int wg) {
+TILE void raise_maximum(const attention_fwd_params &p, shared &s, const rt<float, BN> &x, rv &m, rv &t, rv &base, rv &top, rv &alpha, int wg) {
+  if constexpr (T_SHARED) maximum(x, m, base, top, alpha, s.t[wg], exponent(p), 0.f, 8.f);
+  else maximum(x, m, base, top, alpha, t, exponent(p), 0.f, 8.f);
+}
+
+TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rv &kept, const rsum &l, int wg) {
   task t = get_held(s.task_of[count & 1], p);   // again, rather than in registers for the whole task
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  rows_maxima(m, s.t[wg], exponent(p));
+  if constexpr (T_SHARED) rows_maxima(m, s.t[wg], exponent(p));
+  else rows_maxima(m, kept, exponent(p));
   fill(inverse, EVERYTHING && p.features.drop_below ? p.features.keep_scale : 1.f);
   if (PACKED) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
@@ -116,7 +122,7 @@ TILE void pass_over(shared &s, places &at) {
 }
 // x: scores with key block j; probabilities and v: block j + 1
 TILE void step(const attention_fwd_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<elem, BN> &probabilities, rt<float, DV> &o,
-               rv &m, rsum &l, int j, int low, int masked, int wg) {
+               rv &m, rv &kept, rsum &l, int j, int low, int masked, int wg) {
   rsum sum;
   task t = {};
   if (EVERYTHING) t = get_held(h, p);
@@ -135,7 +141,7 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
   exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
   if (exceeds(sum, 16384.f)) {   // fp16 ends at 65504. NaN, too: where m is -infinity
     rv base, top, alpha;
-    maximum(x, m, base, top, alpha, s.t[wg], exponent(p), 0.f, 8.f);
+    raise_maximum(p, s, x, m, kept, base, top, alpha, wg);
     scale_rows(o, alpha);
     scale(l, alpha);
     exponentials(probabilities, sum, x, base, top, p, t, row0, j * BN);
@@ -156,7 +162,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, DV> o;
-    rv m, base, top, alpha;
+    rv m, kept, base, top, alpha;
     rsum l;
     if (PACKED && wg == 0) clear_tail(p, s, at, t, count);
     int idle = TURNS ? t.rounds - (mine.seen - mine.low) : 0;
@@ -171,24 +177,26 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     mma_wait<0>(x);
     scores_done(s, at, j == mine.low, wg);
     fill(m, -infinity());
-    store(s.t[wg], m);
+    if (T_SHARED) store(s.t[wg], m);
+    kept = m;
     fill(o, 0.f);
     change_scores(x, p, t, row0, j * BN);
     mask(x, p, h, j * BN, wg);
-    maximum(x, m, base, top, alpha, s.t[wg], exponent(p), 0.f, 8.f);
-    exponentials(probabilities, l, x, base, top, p, t, row0, j * BN);
+    raise_maximum(p, s, x, m, kept, base, top, alpha, wg);
+    exponentials(probabilities, l, x, m, p, t, row0, j * BN);
+    if (exceeds(l, 16384.f)) exponentials(probabilities, l, x, base, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
     if (PACKED) sem_wait(s.v_clean[count & 1], (count / 2) & 1);
     j--;
     do {   // windows have masked blocks at both ends
-      for (; j >= mine.low && ((j + 1) * BN > mine.open || (WINDOWS && j < mine.closed)); j--) step(p, s, at, h, x, probabilities, o, m, l, j, mine.low, 1, wg);
-      for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--) step(p, s, at, h, x, probabilities, o, m, l, j, mine.low, 0, wg);
+      for (; j >= mine.low && ((j + 1) * BN > mine.open || (WINDOWS && j < mine.closed)); j--) step(p, s, at, h, x, probabilities, o, m, kept, l, j, mine.low, 1, wg);
+      for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--) step(p, s, at, h, x, probabilities, o, m, kept, l, j, mine.low, 0, wg);
     } while (WINDOWS && j >= mine.low);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.v_ring, at.v);
     if (WINDOWS) for (; j >= t.first; j--) pass_over(s, at);
-    finish(p, s, count, o, m, l, wg);
+    finish(p, s, count, o, m, kept, l, wg);
     queue_release(s.queue, count);
   }
   if (TURNS) turn_end<NC>(wg);

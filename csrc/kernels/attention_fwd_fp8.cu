@@ -17,7 +17,6 @@ struct shared {
   st<e4m3, 64, D> v[V_STAGES];   // parts of a block
   tt<e4m3, BN, D> turned[T_STAGES];
   st<bf16, 64, O_COLS> o[NC];
-  sv<64> t[NC];                  // of rows with scores so large that they have no m
   ring<K_STAGES, ASYNC_READS> k_ring;
   ring<V_STAGES, GENERIC_READS> v_ring;
   ring<T_STAGES, ASYNC_READS> t_ring;
@@ -56,12 +55,12 @@ TILE float exponent(const attention_fp8_params &p, const task &t) {
   return clamp(c, 1e-30f, 3e38f);
 }
 
-TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rsum &l, float c, int wg) {
+TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rv &kept, const rsum &l, float c, int wg) {
   int row0 = t.row0 + wg * 64;
   float factor = descale(p.v_descale, p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  rows_maxima(m, s.t[wg], c);
+  rows_maxima(m, kept, c);
   map(inverse, sum, [=](float l) { return l == 0.f ? 0.f : factor * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
   UNROLLED for (int col = 0; col < D; col += O_COLS) {
@@ -101,7 +100,7 @@ TILE void pass_over(shared &s, places &at, int wg) {
 }
 
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fp8_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rsum &l, float c, int j,
+TILE void step(const attention_fp8_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rv &kept, rsum &l, float c, int j,
                int masked, int wg) {
   rsum sum;
   my_turn(wg);
@@ -118,7 +117,7 @@ TILE void step(const attention_fp8_params &p, shared &s, places &at, const held 
   exponentials(probabilities, sum, x, m, c);
   if (saturated(probabilities)) {
     rv base, top, alpha;
-    maximum(x, m, base, top, alpha, s.t[wg], c, 6.f, 0.f);
+    maximum(x, m, base, top, alpha, kept, c, 6.f, 0.f);
     scale_rows(o, alpha);
     scale(l, alpha);
     exponentials(probabilities, sum, x, base, top, c);
@@ -138,7 +137,7 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     rt<float, BN> x;
     rt<e4m3, BN> probabilities;
     rt<float, D> o;
-    rv m, base, top, alpha;
+    rv m, kept, base, top, alpha;
     rsum l;
     for (; j >= mine.seen; j--) pass_over(s, at, wg);
     sem_wait(s.q_full[wg], count & 1);
@@ -148,19 +147,20 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     ring_done(s.k_ring, at.k);
     if (j == 0) sem_arrive(s.q_free[wg]);
     fill(m, -infinity());
-    store(s.t[wg], m);
+    kept = m;
     fill(o, 0.f);
     mask(x, p.fwd, h, j * BN, wg);
-    maximum(x, m, base, top, alpha, s.t[wg], c, 6.f, 0.f);
-    exponentials(probabilities, l, x, base, top, c);
+    maximum(x, m, base, top, alpha, kept, c, 6.f, 0.f);
+    exponentials(probabilities, l, x, m, c);
+    if (saturated(probabilities)) exponentials(probabilities, l, x, base, top, c);
     if (j > 0) ring_wait(s.k_ring, at.k);
     j--;
-    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(p, s, at, h, x, probabilities, o, m, l, c, j, 1, wg);
-    for (; j >= 0; j--) step(p, s, at, h, x, probabilities, o, m, l, c, j, 0, wg);
+    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(p, s, at, h, x, probabilities, o, m, kept, l, c, j, 1, wg);
+    for (; j >= 0; j--) step(p, s, at, h, x, probabilities, o, m, kept, l, c, j, 0, wg);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.t_ring, at.v);
-    finish(p, s, t, o, m, l, c, wg);
+    finish(p, s, t, o, m, kept, l, c, wg);
     queue_release(s.queue, count);
   }
   if (TURNS) turn_end<NC>(wg);
