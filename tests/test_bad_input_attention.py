@@ -510,7 +510,7 @@ def test_bad_39_attention_values():
             refused(TypeError, f"flash_attn_func: window is {window!r}, expected a pair", module.flash_attn_func, *qkv(), window_size=window)
     for call, arguments in ((mg.attention, qkv()), (mg.attention_varlen, packed()), (mg.attention_decode, decode())):
         op = "attention_decode" if call is mg.attention_decode else "attention"
-        for softcap in (math.nan, math.inf, -1.0, 1e300):
+        for softcap in (math.nan, math.inf, -1.0, 1e300, 1e-300):
             refused(ValueError, f"{op}: softcap", call, *arguments, softcap=softcap)
         for softcap in (1e-45, 1e-38, 1e38):
             assert call(*arguments, softcap=softcap).isfinite().all()

@@ -78,7 +78,8 @@ def check(case, found, a, b, bias):
     exact = formula(case, a.double(), b.double(), None if bias is None else bias.double())
     # Sums in float32 differ in their order. An activation's slope is at most 1.13, that of gelu.
     rounding = 2**-22 * float(a.double().norm(dim=1).max() * b.double().norm(dim=0).max()) if exact.numel() and case.k else 0.0
-    check_error("out", found, formula(case, a, b, bias), exact, rounding=(0.0, rounding))
+    plain = formula(case, *(t.contiguous() if t.is_cpu else t for t in (a, b)), bias)    # some CPUs' bf16 product in PyTorch reads the NaN between rows
+    check_error("out", found, plain, exact, rounding=(0.0, rounding))
 
 
 def guarded(case, device="cpu"):

@@ -260,7 +260,7 @@ mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const 
     .queries = (int)x.queries, .dim = (int)x.d, .keys = (int)(options->length >= 0 && !cache_seqlens ? options->length : x.keys), .caches = (int)x.caches,
     .page_size = paged ? (int)x.cache_rows : NO_LIMIT, .left = options->window_left < 0 ? NO_LIMIT : (int)at_most(NO_LIMIT, options->window_left),
     .right = options->causal ? 0 : options->window_right < 0 ? NO_LIMIT : (int)at_most(NO_LIMIT, options->window_right),
-    .scale_log2 = (float)fmin(scale * LOG2E, FLT_MAX), .cap_log2 = (float)(options->softcap * LOG2E)};
+    .scale_log2 = (float)fmin(scale * LOG2E, FLT_MAX), .cap_log2 = (float)(mg_softcap(options->softcap) * LOG2E)};
   p.box = paged ? greatest_divisor(p.page_size, mg_desc(w.main)->tile_n) : mg_desc(w.main)->tile_n;
   copy_strides(p.q_stride, q);
   copy_strides(p.out_stride, out);

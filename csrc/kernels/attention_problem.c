@@ -111,7 +111,7 @@ attention_features attention_features_of(const attention_shape *x, const mg_atte
     k.slopes = f->slopes->data;
     k.slope_batch = f->slopes->shape[0] > 1 ? (int)x->q_heads : 0;
   }
-  k.softcap = f->softcap;
+  k.softcap = mg_softcap(f->softcap);
   k.drop_below = dropped_of_65536(f);
   k.keep_scale = (float)(65536.0 / (65536 - k.drop_below));   // of the probability that is drawn: the mean stays
   k.seed[0] = (uint32_t)f->seed;

@@ -1,5 +1,6 @@
 // Rows of ops.def as checks: every bad input that can be seen in one argument, or in the memory of two, ends here with its message.
 // Only mg_check_starts reads the tensors' data.
+#include <float.h>
 #include <stdio.h>
 #include <string.h>
 #include "runtime/runtime.h"
@@ -226,8 +227,8 @@ mg_status mg_check(mg_op op, const mg_tensor *const *args) {
 }
 
 mg_status mg_check_softcap(const char *op, float softcap) {
-  if (softcap == 0 || (softcap >= 0x1p-126f && softcap <= 0x1p120f)) return MG_OK;
-  return mg_fail(MG_VALUE, "%s: softcap is %g, expected 0 (none) or 2^-126 to 2^120", op, (double)softcap);
+  if (softcap >= 0 && softcap <= FLT_MAX) return MG_OK;
+  return mg_fail(MG_VALUE, "%s: softcap is %g, expected 0 (none) or a positive number", op, (double)softcap);
 }
 
 mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen) {

@@ -32,8 +32,9 @@ mg_status mg_check_sizes(const char *op, const char *name, const mg_tensor *t);
 // and no sequence has more than max_seqlen rows. Reads the CPU's tensors; what a GPU holds is not looked at.
 mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen);
 
-// 0, or what has a reciprocal in fp32 and, times log2 e, a place there: 2^-126 to 2^120.
 mg_status mg_check_softcap(const char *op, float softcap);
+// As kernels take it: with a reciprocal in fp32, and room for log2 e. Scores below 2^-126 are 0 to a softmax, and none is above 2^125.
+static inline float mg_softcap(float x) { return x == 0 ? 0 : x < 0x1p-126f ? 0x1p-126f : x > 0x1p125f ? 0x1p125f : x; }
 
 const char *mg_op_name(mg_op op);                                     // as in messages: "attention", "attention_backward"
 const char *mg_op_row(mg_op op);                                      // as in ops.def

@@ -26,7 +26,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     causal: query i sees keys up to i + Nk - Nq (bottom-right aligned). A row without keys is 0, its lse -inf.
     scale: of the scores, positive; 1 / sqrt(D) if None.
     window: (left, right): query i sees keys i + Nk - Nq - left to i + Nk - Nq + right only; negative or None: no bound.
-    softcap: scaled scores x become softcap tanh(x / softcap), if not 0; 2^-126 to 2^120.
+    softcap: scaled scores x become softcap tanh(x / softcap), if not 0.
     sink: float32 [Hq], a logit of each head that is part of the softmax's sum, and of lse, and has no value; differentiable.
     alibi_slopes: float32 [Hq] or [B, Hq]: scores fall by slope |i + Nk - Nq - j|.
     dropout_p: probability of each softmax probability to become 0, rounded to a multiple of 1 / 65536, which must be less than 1; the others grow by
@@ -108,10 +108,10 @@ def _number(op, name, x):
 
 
 def _softcap(op, x):
-    """As mg_check_softcap in csrc/runtime/check.c, before float32 makes 0 of it."""
+    """As mg_check_softcap in csrc/runtime/check.c, before float32 makes 0 or infinity of it."""
     x = _number(op, "softcap", x)
-    if x != 0 and not SMALLEST_SCALE <= x <= 2.0**120:
-        raise ValueError(f"{op}: softcap is {x:g}, expected 0 (none) or 2^-126 to 2^120")
+    if x != 0 and not 2.0**-150 < x < 2.0**128 - 2.0**103:
+        raise ValueError(f"{op}: softcap is {x:g}, expected 0 (none) or a positive number that float32 holds")
     return x
 
 

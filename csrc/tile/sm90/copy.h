@@ -252,8 +252,9 @@ TILE void load(rv &v, const sv<64> &s) {
   v.d[0] = row[0];
   v.d[1] = row[8];
 }
-TILE void store(sv<64> &d, const rv &v) {   // four threads hold a row, each with the same value, and read what they wrote
+TILE void store(sv<64> &d, const rv &v) {   // four threads hold a row, each with the same value
   float *row = d.d + row_here();
+  __syncwarp();                             // until all four have read what was there: lanes may be apart
   row[0] = v.d[0];
   row[8] = v.d[1];
 }
