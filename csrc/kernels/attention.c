@@ -37,7 +37,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   if (x.k_total == 0 || x.batch * x.q_rows == 0) {   // no keys; or packed, and no sequence with rows
     status = mg_is_empty(out) ? MG_OK : attention_fill(&c, out, 0);
     if (status || !lse) return status;
-    const bool sink = options->features && options->features->sink && x.batch * x.q_rows;
+    const bool sink = options->features && options->features->sink && x.batch * x.q_rows > 0;
     if (!sink) return attention_fill(&c, lse, 0xff800000u);   // -inf
     k = v = out;   // lse becomes the sink: the kernel knows how, and sees no key of these zeros
   }
