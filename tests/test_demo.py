@@ -134,7 +134,6 @@ def test_without_matplotlib(small, tmp_path, monkeypatch, capsys):
 def program(monkeypatch, capsys, name, *arguments):
     """The status and the lines on stderr of python -m name."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")      # the demo sets it
     with pytest.raises(SystemExit) as stop, monkeypatch.context() as patch:
         patch.delitem(sys.modules, name, raising=False)
         runpy.run_module(name, run_name="__main__")

@@ -1,6 +1,8 @@
 """The torch face: operators, compilation, autocast, checkpointing, modes, the layers."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -285,3 +287,30 @@ def test_layer_compiled(device):
     layer = mg.nn.Attention(64, 4, 2).to(device, torch.bfloat16)
     x = torch.randn(2, 19, 64, device=device, dtype=torch.bfloat16)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+@pytest.mark.parametrize("before", ("torch", "margay"))
+def test_one_team_of_threads(before):
+    """Kernels run on the threads that PyTorch's OpenMP has; a forked process, where those are gone, has threads of its own."""
+    program = f"""
+import os, numpy, {before}
+import torch, margay as mg
+from margay import _C
+torch.set_num_threads(3)
+team = lambda: len(os.listdir("/proc/self/task"))
+a = torch.randn(2, 4, 300, 64)
+torch.randn(1 << 22).exp_()
+alone = team()
+out = mg.attention(a, a, a)
+assert _C.num_threads() == 3
+assert team() == alone, (team(), alone)
+child = os.fork()
+if child == 0:
+    again = torch.empty_like(a)
+    _C.attention_fwd(again, None, a, a, a, 0.125, False)
+    os._exit(0 if team() == 3 and (again.numpy() == out.numpy()).all() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

@@ -243,6 +243,11 @@ void ck_writes_shared(const void *pc, const ck_region *r) {
   if (ck.failed) return;
   shadow_access(pc, r, ACCESS_WRITE, component(ck.current, GENERIC), self()->seen[component(ck.current, GENERIC)]);
 }
+void ck_parked(const void *pc, const ck_region *r, bool writes) {
+  if (ck.failed) return;
+  const int flags = ACCESS_OWN | (writes ? ACCESS_WRITE : 0);
+  shadow_access(pc, r, flags, component(ck.current, GENERIC), self()->seen[component(ck.current, GENERIC)]);
+}
 void ck_bounds(const void *pc, bool inside, const char *what, const void *tile) {
   if (ck.failed || inside || !rule_on(CK_BOUNDS)) return;
   report_place(in_shared(tile) ? offset_in_block(tile) : -1);

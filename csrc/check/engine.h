@@ -132,7 +132,7 @@ void words_reset(void);
 void words_restore(void);                        // as they were before the run
 
 // ---- shadow.c
-enum access_flags { ACCESS_WRITE = 1, ACCESS_ASYNC = 2, ACCESS_LEADER = 4 };
+enum access_flags { ACCESS_WRITE = 1, ACCESS_ASYNC = 2, ACCESS_LEADER = 4, ACCESS_OWN = 8 };
 bool shadow_open(size_t bytes);
 void shadow_reset(void);
 // An access by the current fiber that is over at `value` of component `who`. False, with a report, if it breaks a rule.

@@ -68,6 +68,7 @@ static const char *kind_of(touch t) {
 static bool knows(const fiber *f, touch t, int flags) {
   if (flags & ACCESS_LEADER) return f->leader_seen[t.who] >= (int)t.value;
   if (f->seen[t.who] < (int)t.value) return false;
+  if ((flags & ACCESS_OWN) && fiber_of(t.who) == ck.current) return true;
   return !f->group || f->leader_seen[t.who] >= (int)t.value;
 }
 static bool fence_covers(const fiber *f, touch t, int flags) {

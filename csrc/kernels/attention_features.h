@@ -85,10 +85,12 @@ template<int N> TILE void drop(rt<float, N> &x, const attention_features &f, int
 
 // Forward. p = 2^(c (x - base) - top), where base is t and top is m, or 0 if the row has none; m = c max x - below when it was found, and is raised by more than
 // `slack` only, which spares o some of its scaling. A row has m or t; what it does not have is -infinity, both where no key was seen. l and o are to be multiplied
-// by alpha.
+// by alpha. t is in registers, or in shared memory where a kernel has none to spare: hardly any block needs it.
 TILE void finite(rv &v) { map(v, v, [](float x) { return x == -infinity() ? 0.f : x; }); }
-template<int N> TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, rv &t, float c, float below, float slack) {
-  base = t;
+TILE void load(rv &v, const rv &t) { v = t; }
+TILE void store(rv &t, const rv &v) { t = v; }
+template<int N, class T> TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T &t, float c, float below, float slack) {
+  load(base, t);
   map(alpha, m, base, [=](float m, float t) { return m == -infinity() ? t : 0.f; });
   top = m;
   finite(top);
@@ -98,7 +100,7 @@ template<int N> TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &to
     return m > -infinity() && !(peak > m + slack) ? m : peak < limit && peak > -limit ? peak : -infinity();
   });
   map(base, m, base, [](float m, float h) { return m == -infinity() ? h : -infinity(); });
-  t = base;
+  store(t, base);
   finite(base);
   map(alpha, alpha, base, [=](float before, float now) { return (before - now) * c; });
   map(alpha, alpha, top, [](float x, float y) { return x + y; });
@@ -107,7 +109,9 @@ template<int N> TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &to
   map(alpha, alpha, top, [](float x, float y) { return fast_exp2(x - y); });
 }
 // At the end, m of rows that have t.
-TILE void rows_maxima(rv &m, const rv &t, float c) {
+template<class T> TILE void rows_maxima(rv &m, const T &kept, float c) {
+  rv t;
+  load(t, kept);
   map(m, m, t, [=](float m, float t) { return m == -infinity() ? t * c : m; });
 }
 

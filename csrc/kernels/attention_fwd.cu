@@ -10,7 +10,7 @@
 #include "tile/tile.h"
 #include "kernels/attention.h"
 
-enum { BM = 64 * NC };   // D (columns of q and k), DV (of v and o), BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
+enum { BM = 64 * NC, T_SHARED = FEATURES == 2 && NC == 4 };   // D (columns of q and k), DV (of v and o), BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), STAGES, O_COLS (columns of o that leave at a time), FEATURES, *_REGS
 #include "kernels/attention_features.h"
 #include "kernels/attention_fwd_tasks.h"
 
@@ -22,6 +22,7 @@ struct shared {
   st<elem, BN, D> k[STAGES];
   st<elem, BN, DV> v[STAGES];
   st<elem, 64, O_COLS> o[NC];
+  parked t[NC];                // T_SHARED: of rows with scores so large that they have no m
   kv_ring k_ring, v_ring;
   sem q_full[NC], q_free[NC];
   sem v_clean[2];              // of even and odd tasks: no other sequence's rows in v
@@ -61,12 +62,18 @@ TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &x,
   sum_up(probabilities, sum, x, p, t, row0, col0);
 }
 
+TILE void raise_maximum(const attention_fwd_params &p, shared &s, const rt<float, BN> &x, rv &m, rv &t, rv &base, rv &top, rv &alpha, int wg) {
+  if constexpr (T_SHARED) maximum(x, m, base, top, alpha, s.t[wg], exponent(p), 0.f, 8.f);
+  else maximum(x, m, base, top, alpha, t, exponent(p), 0.f, 8.f);
+}
+
 TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rv &kept, const rsum &l, int wg) {
   task t = get_held(s.task_of[count & 1], p);   // again, rather than in registers for the whole task
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  rows_maxima(m, kept, exponent(p));
+  if constexpr (T_SHARED) rows_maxima(m, s.t[wg], exponent(p));
+  else rows_maxima(m, kept, exponent(p));
   fill(inverse, EVERYTHING && p.features.drop_below ? p.features.keep_scale : 1.f);
   if (PACKED) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
@@ -134,7 +141,7 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
   exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
   if (exceeds(sum, 16384.f)) {   // fp16 ends at 65504. NaN, too: where m is -infinity
     rv base, top, alpha;
-    maximum(x, m, base, top, alpha, kept, exponent(p), 0.f, 8.f);
+    raise_maximum(p, s, x, m, kept, base, top, alpha, wg);
     scale_rows(o, alpha);
     scale(l, alpha);
     exponentials(probabilities, sum, x, base, top, p, t, row0, j * BN);
@@ -170,11 +177,12 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     mma_wait<0>(x);
     scores_done(s, at, j == mine.low, wg);
     fill(m, -infinity());
+    if (T_SHARED) store(s.t[wg], m);
     kept = m;
     fill(o, 0.f);
     change_scores(x, p, t, row0, j * BN);
     mask(x, p, h, j * BN, wg);
-    maximum(x, m, base, top, alpha, kept, exponent(p), 0.f, 8.f);
+    raise_maximum(p, s, x, m, kept, base, top, alpha, wg);
     exponentials(probabilities, l, x, m, p, t, row0, j * BN);
     if (exceeds(l, 16384.f)) exponentials(probabilities, l, x, base, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);

@@ -1,5 +1,8 @@
-// The CPU backend: clusters of blocks over a pool of threads. The pool grows on demand, never shrinks, and starts anew after a fork.
+// The CPU backend: clusters of blocks over threads. In a process with OpenMP (PyTorch has loaded one) they are OpenMP's: two pools
+// would compete for the cores, since OpenMP's threads spin for a while after each piece of work. Elsewhere they are a pool of our
+// own, which grows on demand, never shrinks, and starts anew after a fork.
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -74,6 +77,19 @@ static int default_threads(void) {
   return n;
 }
 
+typedef void parallel_fn(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+static atomic_bool in_a_fork;       // GNU's runtime waits forever there for its parent's threads
+
+// OpenMP's entry point for a parallel region; GNU's, LLVM's and Intel's runtimes have it. NULL in a process without OpenMP. It may be
+// loaded after us, so its absence is not remembered.
+static parallel_fn *find_openmp(void) {
+  static atomic_uintptr_t known;
+  if (atomic_load_explicit(&in_a_fork, memory_order_relaxed)) return NULL;
+  uintptr_t at = atomic_load_explicit(&known, memory_order_relaxed);
+  if (!at) atomic_store_explicit(&known, at = (uintptr_t)dlsym(RTLD_DEFAULT, "GOMP_parallel"), memory_order_relaxed);
+  return (parallel_fn *)at;
+}
+
 void mg_set_num_threads(int n) {
   atomic_store_explicit(&wanted_threads, n < 0 ? 0 : n > MAX_THREADS ? MAX_THREADS : n, memory_order_relaxed);
 }
@@ -146,13 +162,14 @@ static void *helper(void *unused) {
 }
 
 // In the child of a fork only the calling thread exists; the lock may have been held by another one.
-static void after_fork(void) { the_pool = empty_pool; }
-static void watch_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
+static void after_fork(void) {
+  the_pool = empty_pool;
+  atomic_store_explicit(&in_a_fork, true, memory_order_relaxed);
+}
+__attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
 
 // Under the lock. Fewer threads than asked for, where the system gives no more, are no error: the caller works too.
 static void grow(int threads) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, watch_fork);
   sigset_t all, old;                // signals are for the application's own threads
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
@@ -166,6 +183,8 @@ static mg_status outcome(const job *j, const mg_kernel *row) {
                  atomic_load(&j->lacks));
 }
 
+static void member(void *j) { take_part(j); }
+
 mg_status mg_cpu_run(const mg_kernel *row, const void *params, int blocks) {
   const mg_kernel_desc *desc = mg_desc(row);
   const int threads = mg_num_threads();
@@ -173,6 +192,11 @@ mg_status mg_cpu_run(const mg_kernel *row, const void *params, int blocks) {
   j.helpers_wanted = (threads < j.clusters ? threads : j.clusters) - 1;
   if (j.helpers_wanted < 1) {
     take_part(&j);
+    return outcome(&j, row);
+  }
+  parallel_fn *parallel = find_openmp();
+  if (parallel) {
+    parallel(member, &j, (unsigned)j.helpers_wanted + 1, 0);
     return outcome(&j, row);
   }
   pthread_mutex_lock(&the_pool.lock);

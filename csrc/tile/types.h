@@ -6,6 +6,8 @@
 //   tt<T, K, N>         shared tile K x N that is kept transposed: transpose_part() writes it and mma_AB reads it, nothing else. Matrix
 //                       instructions take 8-bit operands along the reduction only, so that a product with v as it comes is not to be had
 //   sv<N>               shared vector of N floats
+//   parked              an rv in shared memory, put there by its warpgroup to have its registers back: a thread sees its own part only, so that
+//                       nothing need be ordered; any other warpgroup's access is an error
 //   sm<R, C>            shared matrix of floats, plain rows, no matrix instructions
 //   rt<T, N>            register tile of a warpgroup, 64 x N: T = float is an accumulator, any other T a matrix operand. N a multiple of 16, of e4m3 of 32;
 //                       of a product one of 32, 64, 80, 96, 128, 160, 176, 192, 256. A thread holds N / 2 words of an accumulator, N / 4 of an operand

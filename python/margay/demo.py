@@ -23,9 +23,6 @@ from margay import _needs
 PROGRAM = "margay.demo"
 if __name__ == "__main__":
     _needs.torch(PROGRAM)
-    # PyTorch's threads and Margay's share the cores: those that wait have to sleep, or the time of one is charged to
-    # the other. OpenMP reads this when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -378,8 +375,7 @@ def main(arguments=None):
         _needs.stop(PROGRAM, f"the text has {len(data)} bytes, expected more than {size['rows']}")
     options.out.mkdir(parents=True, exist_ok=True)
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    where = torch.cuda.get_device_name() if device == "cuda" else (
-        f"{torch.get_num_threads()} CPU threads of {os.cpu_count()}, OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'unset')}")
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads of {os.cpu_count()}"
     print(f"{len(data):,} bytes of text, {'bfloat16 autocast' if device == 'cuda' else 'float32'}, {where}")
     ours, theirs, checks = train(text, size, device)
     wrong = report(ours, theirs, checks, size)

@@ -407,6 +407,7 @@ SHAPE TILE void scalars(const op_params &p, TILES &s, int) {
 struct scan_shared {
   sm<64, 4> m;
   sv<64> sums, products, total;
+  parked aside;
   sem full, done;
 };
 TILE void scan_init(scan_shared &s) {
@@ -435,6 +436,9 @@ TILE void scan_out(const op_params &p, scan_shared &s, int) {
   rv y;
   sem_wait(s.done, 0);
   load(y, s.sums);
+  store(s.aside, y);
+  fill(y, 0.f);
+  load(y, s.aside);
   store(p.out, y, 64);
   load(y, s.products);
   store(p.out + 64, y, 64);

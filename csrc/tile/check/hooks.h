@@ -44,6 +44,8 @@ template<class... X> TILE void writes(X &...x) { (ck_writes(HERE, WIDTH_OF<X>, &
 template<class... X> TILE void changes(X &...x) { ((ck_reads(HERE, WIDTH_OF<X>, &x.state), ck_writes(HERE, WIDTH_OF<X>, &x.state)), ...); }
 TILE void reads_shared(const region &r) { ck_reads_shared(HERE, &r); }
 template<class Tile> TILE void writes_shared(const Tile &, const region &r) { ck_writes_shared(HERE, &r); }
+TILE void reads_parked(const region &r) { ck_parked(HERE, &r, false); }
+TILE void writes_parked(const region &r) { ck_parked(HERE, &r, true); }
 enum global_access { GLOBAL_READ, GLOBAL_WRITE, GLOBAL_ADD };
 TILE void copy_reads_global(const void *p, size_t bytes, const sem &s) { ck_global_load(HERE, p, bytes, &s); }
 TILE void store_writes_global(const void *p, size_t bytes) { ck_global_store(HERE, p, bytes); }

@@ -179,6 +179,16 @@ TILE void store(sv<64> &d, const rv &v) {
   writes_shared(d, whole(d));
   memcpy(d.d, v.d, sizeof v.d);
 }
+TILE void load(rv &v, const parked &s) {
+  reads_parked(whole(s));
+  writes(v);
+  memcpy(v.d, s.d, sizeof v.d);
+}
+TILE void store(parked &d, const rv &v) {
+  reads(v);
+  writes_parked(whole(d));
+  memcpy(d.d, v.d, sizeof v.d);
+}
 template<int N> TILE void load(cv<N> &v, const sv<N> &s) {
   reads_shared(whole(s));
   writes(v);

@@ -21,6 +21,8 @@ template<class... X> TILE void changes(X &...) {}            // reads and writes
 // Shared memory, through registers.
 TILE void reads_shared(const region &) {}
 TILE void tile_written(const void *p) { mg_machine->written[((const char *)p - mg_machine->shared) / GRANULE]++; }
+TILE void reads_parked(const region &) {}
+TILE void writes_parked(const region &) {}
 template<class Tile> TILE void writes_shared(const Tile &t, const region &) { tile_written(&t); }
 template<int N> TILE void writes_shared(const sv<N> &, const region &) {}
 TILE void writes_shared(const int &, const region &) {}

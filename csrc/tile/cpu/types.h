@@ -10,6 +10,7 @@ struct e4m3 { uint8_t u; };
 template<typename T, int R, int C> struct alignas(1024) st { SHARED_TILE_RULES(R, C); T d[R * C]; };
 template<typename T, int K, int N> struct tt { st<T, N, K> t; };   // columns in their order
 template<int N> struct alignas(128) sv { float d[N]; };
+struct alignas(128) parked { float d[64], unused[64]; };   // as many bytes as on the GPU
 template<int R, int C> struct alignas(128) sm { float d[R * C]; };
 template<typename T, int N> struct alignas(64) rt { REGISTER_TILE_RULES(T, N); T d[64][N]; };
 #define OVERLAY(T, N, name, other) rt<T, N> name; (void)(other)

@@ -18,6 +18,7 @@ template<typename T, int R, int C> struct alignas(1024) st {
 // Its columns, the keys of attention, are in the order of a register operand's, see rt<e4m3, N>.
 template<typename T, int K, int N> struct tt { st<T, N, K> t; };
 template<int N> struct alignas(128) sv { float d[N]; };
+struct alignas(128) parked { float d[128]; };   // of the four threads that hold two rows the even ones keep the first, the odd ones the second
 template<int R, int C> struct alignas(128) sm { float d[R * C]; };
 
 // wgmma's accumulator: a warp holds 16 rows, a thread d[4i..4i+3] = rows r, r, r + 8, r + 8, columns c, c + 1, c, c + 1 of 8-column group i.

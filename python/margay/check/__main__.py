@@ -53,7 +53,7 @@ def file_problems(path, options):
     from margay.check.problems import Problem
     found = options_in(path.read_text()) or (None, None)
     dtype, constants = options.type or found[0], options.constants or found[1]
-    if not dtype or not constants:
+    if not dtype or constants is None:
         raise SystemExit(f"margay.check: {path} needs --type and --constants, or a line `// margay.check: bf16 NAME=1, ...`")
     return [Problem(Kernel(path, dtype, constants), "its EXAMPLE")]
 

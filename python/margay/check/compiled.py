@@ -86,7 +86,7 @@ def role_names(text):
 
 def options_in(text):
     """The line `// margay.check: bf16 NAME=value, ...` of a file that is no row of kernels.def."""
-    found = re.search(r"^// margay\.check:\s*(bf16|fp16|e4m3|float)\s+(.+?)\s*$", text, re.M)
+    found = re.search(r"^// margay\.check:[ \t]*(bf16|fp16|e4m3|float)\b[ \t]*(.*?)[ \t]*$", text, re.M)
     return (found[1], found[2]) if found else None
 
 
