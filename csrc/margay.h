@@ -1,45 +1,24 @@
 // Margay's public C interface. Usable without Python: link the library, hand in tensor views, check the status.
 // Every function runs on the device of its tensors and on the given stream, never synchronises and never allocates device memory.
 #pragma once
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
+#include "margay_types.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
 #define MG_API __attribute__((visibility("default")))
-#define MG_MAX_DIMS 8
 
-typedef enum mg_status {
-  MG_OK = 0,
-  MG_TYPE,          // wrong kind of argument: dtype, tensors on different kinds of device
-  MG_VALUE,         // right kind, wrong shape, stride, alignment or range
-  MG_UNSUPPORTED,   // valid, but no kernel computes it; the message lists why each refused
-  MG_BUFFER,        // memory that may not be used this way: read-only, overlapping
-  MG_MEMORY,
-  MG_RUNTIME        // driver, device, threads
-} mg_status;
+// ---- ops by their rows in ops.def: a struct of arguments each, and a function that takes it. What is not named is absent, or zero:
+//   mg_scaled_add(&(mg_scaled_add_args){.out = &out, .a = &a, .b = &b, .scale = 0.5f, .stream = stream})
+#define TENSOR(name, role, dtype, ...) const mg_tensor *name;
+#define NUM(type, name, value) type name;
+#define OP(op, ...) \
+  typedef struct mg_##op##_args { __VA_ARGS__ mg_stream stream; } mg_##op##_args; \
+  MG_API mg_status mg_##op(const mg_##op##_args *);
+#include "ops.def"
+// The names of sizes that rows use.
+#define MG_SIZES(X) X(B) X(T) X(H) X(G) X(P) X(M) X(N) X(K)
 
-typedef enum mg_dtype { MG_BF16, MG_FP16, MG_FP32, MG_FP64, MG_INT32, MG_INT64, MG_UINT8, MG_E4M3, MG_DTYPE_COUNT } mg_dtype;
-typedef enum mg_device { MG_CPU, MG_CUDA } mg_device;
-typedef enum mg_activation { MG_NONE, MG_RELU, MG_GELU, MG_GELU_TANH, MG_SILU } mg_activation;
-
-// A view of memory somebody else owns. Strides in elements.
-// On the GPU the address and all strides of a tensor are multiples of 16 bytes, and rows of an output are written in units of 16 bytes: where
-// its last dimension is not a multiple of that, the elements behind each row, up to the next multiple, are overwritten too.
-typedef struct mg_tensor {
-  void *data;
-  mg_dtype dtype;
-  mg_device device;
-  int device_index;
-  int dims;
-  bool read_only;
-  int64_t shape[MG_MAX_DIMS], stride[MG_MAX_DIMS];
-} mg_tensor;
-
-typedef void *mg_stream;    // a CUstream; NULL is the legacy default stream; ignored on the CPU
-
-// What attention computes besides; zeros and NULL: nothing of it.
+// ---- ops with an interface by hand. What attention computes besides; zeros and NULL: nothing of it.
 typedef struct mg_attention_features {
   bool window;              // query i sees keys i + Nk - Nq - left .. i + Nk - Nq + right; negative: no bound. Besides causal, not instead of it
   int64_t left, right;
@@ -78,10 +57,6 @@ MG_API mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, c
 MG_API mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout, const mg_tensor *q,
                                   const mg_tensor *k, const mg_tensor *v, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *dlse,
                                   const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream);
-// out [M, N] = activation(a b + bias), a [M, K], b [K, N], either may be a transposed view; bias [N] or NULL.
-MG_API mg_status mg_matmul(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b, const mg_tensor *bias, mg_activation activation,
-                           mg_stream stream);
-
 // Attention of new queries to a cache of keys and values, for generation.
 typedef struct mg_decode_options {
   float scale;              // softmax scale; 0 means 1 / sqrt(D)

@@ -10,11 +10,9 @@
 #include <stddef.h>
 #include <string.h>
 #include "dlpack.h"
-#include "kernels/scaled_add.h"
-#include "kernels/ssd.h"
 #include "runtime/driver.h"
 
-enum { MAX_TYPES = 8, MAX_TENSORS = 15 };
+enum { MAX_TYPES = 8, MAX_TENSORS = MG_MAX_ARGS };
 
 typedef struct state {
   atomic_int types;                 // entries published; an entry never changes, and holds its type for ever
@@ -279,15 +277,20 @@ static bool add_views(args *a, const dl_exchange *const *table, const char *cons
 }
 
 static void release(args *a) {
-  for (int i = 0; i < MAX_TENSORS; i++) Py_XDECREF(a->capsule[i]);   // their destructors free what was never taken over
+  for (int i = 0; i < a->count; i++) Py_XDECREF(a->capsule[i]);   // their destructors free what was never taken over
 }
 
 // Read the `count` tensors that `objects` begins with. False with an exception, and then nothing is left to release.
 static bool read_tensors(args *a, PyObject *module, const char *op, const char *const *names, PyObject *const *objects, int count,
                          mg_stream stream) {
-  memset(a, 0, sizeof *a);
   a->op = op;
   a->count = count;
+  a->stream_table = NULL;
+  for (int i = 0; i < count; i++) {
+    a->view[i] = NULL;
+    a->capsule[i] = NULL;
+    a->tensor[i].read_only = false;
+  }
   state *s = PyModule_GetState(module);
   const dl_exchange *table[MAX_TENSORS];
   bool all = true;
@@ -515,40 +518,82 @@ static PyObject *append_kv(PyObject *module, PyObject *const *objects, Py_ssize_
   RUN(mg_append_kv(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], length, stream));
 }
 
-static PyObject *matmul(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"out", "a", "b", "bias"};
-  args a;
-  mg_stream stream;
-  int activation;
-  if (!check_count("matmul", count, 5, 6) || !read_stream(objects, count, 5, &stream) || !read_int(objects[4], &activation) ||
-      !read_tensors(&a, module, "matmul", names, objects, 4, stream))
-    return NULL;
-  if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_matmul(a.view[0], a.view[1], a.view[2], a.view[3], (mg_activation)activation, stream));
+// ---- ops by their rows in ops.def
+
+typedef union any_args {
+#define OP(op, ...) mg_##op##_args op;
+#include "ops.def"
+} any_args;
+typedef mg_status runner(const void *args);
+
+// A number of a row; `object` NULL: its default.
+static bool set_number(const char *op, const mg_field *f, PyObject *object, void *to) {
+  static const char *const kinds[] = {[KIND_float] = "a number", [KIND_int] = "an integer of 32 bits", [KIND_bool] = "True or False"};
+  if (!object) {
+    if (f->kind == KIND_float) *(float *)to = (float)f->low;
+    else if (f->kind == KIND_int) *(int *)to = (int)f->low;
+    else *(bool *)to = f->low != 0;
+    return true;
+  }
+  if (f->kind == KIND_float ? read_float(op, f->name, object, to) : f->kind == KIND_int ? read_int(object, to) : read_bool(object, to)) return true;
+  if (f->kind == KIND_float && PyErr_ExceptionMatches(PyExc_ValueError)) return false;   // says which, and why
+  PyErr_Clear();
+  PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected %s", op, f->name, object, kinds[f->kind]);
+  return false;
 }
 
-static PyObject *scaled_add(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"out", "a", "b"};
-  args a;
-  mg_stream stream;
-  float scale;
-  if (!check_count("scaled_add", count, 4, 5) || !read_stream(objects, count, 4, &stream) || !read_float("scaled_add", "scale", objects[3], &scale) ||
-      !read_tensors(&a, module, "scaled_add", names, objects, 3, stream))
-    return NULL;
-  if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_scaled_add(a.view[0], a.view[1], a.view[2], scale, stream));
+// The objects that stand for the row's arguments, and behind them the stream; those by name follow the others, as in every vectorcall.
+static bool sort_arguments(const mg_row *row, PyObject *const *objects, Py_ssize_t count, PyObject *names, PyObject **sorted) {
+  const int n = row->arguments;
+  const Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+  if (count > n + 1) return PyErr_Format(PyExc_TypeError, "%s takes at most %d arguments, got %zd", row->name, n + 1, count), false;
+  for (int i = 0; i <= n; i++) sorted[i] = i < count ? objects[i] : NULL;
+  for (Py_ssize_t k = 0; k < named; k++) {
+    PyObject *name = PyTuple_GetItem(names, k);
+    int i = 0;
+    while (i < n && PyUnicode_CompareWithASCIIString(name, row->field[i].name)) i++;
+    if (i == n && PyUnicode_CompareWithASCIIString(name, "stream")) return PyErr_Format(PyExc_TypeError, "%s has no argument %U", row->name, name), false;
+    if (sorted[i]) return PyErr_Format(PyExc_TypeError, "%s: %U is given twice", row->name, name), false;
+    sorted[i] = objects[count + k];
+  }
+  return true;
 }
 
-static PyObject *ssd_fwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"y", "state", "x", "dt", "b", "c", "a", "d"};
+static PyObject *call_row(PyObject *module, mg_op op, runner *run, PyObject *const *objects, Py_ssize_t count, PyObject *keywords) {
+  const mg_row *row = mg_row_of(op);
+  const char *name = mg_op_name(op), *names[MAX_TENSORS];
+  const mg_field *field[MAX_TENSORS];
+  PyObject *sorted[MG_MAX_ARGS + 1], *tensors[MAX_TENSORS];
+  any_args values;
   args a;
   mg_stream stream;
-  if (!check_count("ssd_fwd", count, 8, 9) || !read_stream(objects, count, 8, &stream) ||
-      !read_tensors(&a, module, "ssd_fwd", names, objects, 8, stream))
+  int n = 0;
+  if (!sort_arguments(row, objects, count, keywords, sorted) ||
+      !read_stream(sorted, sorted[row->arguments] ? row->arguments + 1 : 0, row->arguments, &stream))
     return NULL;
+  for (int i = 0; i < row->arguments; i++) {
+    const mg_field *f = &row->field[i];
+    if (!mg_is_tensor(f)) {
+      if (!set_number(name, f, sorted[i], (char *)&values + f->offset)) return NULL;
+      continue;
+    }
+    field[n] = f;
+    names[n] = f->name;
+    tensors[n++] = sorted[i] ? sorted[i] : Py_None;   // what must not be absent is found by mg_check
+  }
+  if (!read_tensors(&a, module, name, names, tensors, n, stream)) return NULL;
   if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_ssd_fwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], stream));
+  for (int i = 0; i < n; i++) *(const mg_tensor **)(void *)((char *)&values + field[i]->offset) = a.view[i];
+  *(mg_stream *)(void *)((char *)&values + row->stream) = stream;
+  RUN(run(&values));
 }
+
+#define OP(op, ...) \
+  static mg_status run_##op(const void *args) { return mg_##op(args); } \
+  static PyObject *py_##op(PyObject *module, PyObject *const *objects, Py_ssize_t count, PyObject *keywords) { \
+    return call_row(module, MG_OP_##op, run_##op, objects, count, keywords); \
+  }
+#include "ops.def"
 
 // ---- what there is, and what would be used
 
@@ -612,7 +657,8 @@ static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywo
     if (!check_size(names[7 + i], v[i])) return NULL;
   if (!check_size("sms", p.sms) || !check_size("features", p.features) || !check_size("page", page)) return NULL;
   p = (mg_problem){.dtype = p.dtype, .gpu = gpu, .causal = causal, .deterministic = deterministic, .trans_a = trans_a, .trans_b = trans_b,
-                   .d = v[0], .dv = dv < 0 ? v[0] : dv, .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5], .m = v[6], .n = v[7], .k = v[8],
+                   .d = v[0], .dv = dv < 0 ? v[0] : dv, .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5],
+                   .size = {.M = v[6], .N = v[7], .K = v[8], .B = v[1], .H = v[2], .G = v[3], .T = v[4], .P = v[0]},
                    .span = span < 0 || span > v[5] ? v[5] : span, .page = page, .features = p.features, .sms = p.sms};
   if (splits < 0 || splits > 128) return PyErr_Format(PyExc_ValueError, "explain: splits is %d, expected 0 (chosen) to 128", splits);
   return explain_problem(op, &p, splits);
@@ -643,6 +689,34 @@ static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t 
     Py_XDECREF(row);
   }
   return list;
+}
+
+static PyObject *field_dict(const mg_field *f) {
+  static const char *const roles[] = {"end", "out", "optout", "save", "work", "in", "opt", "mat", "num", "let", "needs", "draw"};
+  static const char *const kinds[] = {"half", "float32", "int32", "uint8", "bfloat16", "float8_e4m3fn", "float", "int", "bool"};
+  const int n = f->role == ROLE_LET ? 1 : f->dims;
+  PyObject *sizes = PyTuple_New(n);
+  for (int i = 0; sizes && i < n; i++) PyTuple_SetItem(sizes, i, text(mg_size_names[f->size[i]]));
+  return Py_BuildValue("{s:s, s:s, s:s, s:N, s:d, s:d}", "name", f->name, "role", roles[f->role], "kind", kinds[f->kind], "sizes", sizes,
+                       "low", f->low, "high", f->high);
+}
+
+static PyObject *ops(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module, (void)objects;
+  if (!check_count("ops", count, 0, 0)) return NULL;
+  PyObject *all = PyDict_New();
+  for (int i = 0; all && i < MG_OP_COUNT; i++) {
+    const mg_row *row = mg_row_of((mg_op)i);
+    if (row->by_hand) continue;
+    PyObject *list = PyList_New(0);
+    for (const mg_field *f = row->field; list && f->role; f++) {
+      PyObject *dict = field_dict(f);
+      if (!dict || PyList_Append(list, dict)) Py_CLEAR(list);
+      Py_XDECREF(dict);
+    }
+    if (!put(all, row->name, list)) Py_CLEAR(all);
+  }
+  return all;
 }
 
 static PyObject *device_dict(const mg_gpu *gpu) {
@@ -744,9 +818,11 @@ static PyMethodDef methods[] = {
    "attention_decode_workspace(q, k_cache, page_table, scale, causal, left, right, softcap, length, splits) -> bytes"},
   {"append_kv", FUNCTION(append_kv), METH_FASTCALL,
    "append_kv(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, length, stream=0)"},
-  {"matmul", FUNCTION(matmul), METH_FASTCALL, "matmul(out, a, b, bias, activation, stream=0)"},
-  {"scaled_add", FUNCTION(scaled_add), METH_FASTCALL, "scaled_add(out, a, b, scale, stream=0)"},
-  {"ssd_fwd", FUNCTION(ssd_fwd), METH_FASTCALL, "ssd_fwd(y, state, x, dt, b, c, a, d, stream=0)"},
+#define TENSOR(name, ...) #name ", "
+#define NUM(type, name, value) #name "=" #value ", "
+#define OP(op, ...) {#op, FUNCTION(py_##op), METH_FASTCALL | METH_KEYWORDS, #op "(" __VA_ARGS__ "stream=0)"},
+#include "ops.def"
+  {"ops", FUNCTION(ops), METH_FASTCALL, "ops() -> rows of ops.def that name their sizes: {op: [{name, role, kind, sizes, low, high}]}"},
   {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS, "explain(op, *, dtype, gpu, ...) -> which kernel, and why not the others"},
   {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},
   {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},

@@ -74,7 +74,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
 mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
   const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
-  mg_status status = mg_check(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace, f->sink, f->slopes, f->q_start, f->k_start});
+  mg_status status = mg_check_by_hand(MG_OP_attention_fwd, (const mg_tensor *[]){out, lse, q, k, v, workspace, f->sink, f->slopes, f->q_start, f->k_start});
   return status ? status : forward(MG_OP_attention_fwd, out, lse, q, k, v, workspace, NULL, options, stream);
 }
 
@@ -82,7 +82,7 @@ mg_status mg_attention_fwd_fp8(const mg_tensor *out, const mg_tensor *lse, const
                                const mg_tensor *workspace, const mg_tensor *q_descale, const mg_tensor *k_descale, const mg_tensor *v_descale,
                                const mg_attention_options *options, mg_stream stream) {
   const mg_tensor *const descale[] = {q_descale, k_descale, v_descale};
-  mg_status status = mg_check(MG_OP_attention_fwd_fp8, (const mg_tensor *[]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
+  mg_status status = mg_check_by_hand(MG_OP_attention_fwd_fp8, (const mg_tensor *[]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
   if (!status && options->features) status = mg_fail(MG_UNSUPPORTED, "attention: features are given, which exist for bfloat16 and float16, not for float8_e4m3fn");
   return status ? status : forward(MG_OP_attention_fwd_fp8, out, lse, q, k, v, workspace, descale, options, stream);
 }

@@ -136,7 +136,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   static const char op[] = "attention_backward";
   attention_shape x = {0};
   const mg_attention_features none = {0}, *f = options->features ? options->features : &none;
-  mg_status status = mg_check(MG_OP_attention_bwd, (const mg_tensor *[]){dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, f->sink, f->slopes,
+  mg_status status = mg_check_by_hand(MG_OP_attention_bwd, (const mg_tensor *[]){dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, f->sink, f->slopes,
                                                                          f->q_start, f->k_start});
   if (!status) status = attention_read(&x, op, q, k, v, options);
   if (!status) status = attention_check_starts(&x, op, options->features);

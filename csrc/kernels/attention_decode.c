@@ -230,7 +230,7 @@ mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const 
   shape x = {0};
   plan w;
   mg_context c;
-  mg_status status = mg_check(MG_OP_attention_decode, (const mg_tensor *[]){out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink,
+  mg_status status = mg_check_by_hand(MG_OP_attention_decode, (const mg_tensor *[]){out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink,
                                                                             alibi_slopes, workspace});
   if (!status) status = read_shape(&x, op, q, k_cache, page_table);
   if (!status) status = check_cache(&x, op, v_cache, cache_seqlens, page_table, cache_batch_idx);
@@ -283,7 +283,7 @@ mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const
   shape x = {0};
   mg_context c;
   const mg_kernel *row;
-  mg_status status = mg_check(MG_OP_append_kv, (const mg_tensor *[]){k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx});
+  mg_status status = mg_check_by_hand(MG_OP_append_kv, (const mg_tensor *[]){k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx});
   if (status) return status;
   x.batch = k->shape[0];
   read_cache(&x, k_cache, page_table);

@@ -6,7 +6,7 @@
 #include "tile/tile.h"
 #include "kernels/activation.h"
 #include "kernels/gemm.h"
-#include "margay.h"
+#include "margay_types.h"
 
 // From the row: NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, PER_SM, TA, TB, *_REGS.
 // PART: columns of b that each block of a cluster loads, rows of b as stored where TB.

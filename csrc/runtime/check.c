@@ -1,56 +1,118 @@
-// Rows of ops.def as checks: every bad input that can be seen in one argument, or in the memory of two, ends here with its message.
+// Rows of ops.def as data and as checks: every bad input that can be seen in one argument, or in the memory of two, ends here with its message.
 // Only mg_check_starts reads the tensors' data.
 #include <float.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 #include "runtime/runtime.h"
 
-enum { MAX_ARGS = 15 };
-typedef enum role { ROLE_OUT, ROLE_OPTOUT, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT } role;
-typedef enum kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3 } kind;
-typedef struct arg_rule { const char *name; role role; int dims; kind kind; } arg_rule;
-typedef struct op_rule { const char *name; arg_rule args[MAX_ARGS + 1]; } op_rule;   // the last argument is followed by one without a name
+// ---- rows as data
 
-static const op_rule rules[MG_OP_COUNT] = {
-#define ARG(name, role, dims, kind) {#name, ROLE_##role, dims, KIND_##kind},
-#define OP(name, ...) {#name, {__VA_ARGS__ {NULL, ROLE_OUT, 0, KIND_HALF}}},
-#include "ops.def"
-#undef OP
-#undef ARG
+const char *const mg_size_names[] = {
+#define SIZE(name) #name,
+  MG_SIZES(SIZE)
+#undef SIZE
 };
 
-const char *mg_op_row(mg_op op) { return rules[op].name; }
+// LET and NEEDS as functions that see sizes and numbers by name.
+#define SEEN(name) const int64_t name = n->name; (void)name;
+#define LET(size, ...) { MG_SIZES(SEEN) n->size = __VA_ARGS__; }
+#define OP(op, ...) static void op##_let(mg_sizes *n) { (void)n; __VA_ARGS__ }
+#include "ops.def"
+
+#define NUM(type, name, value) const type name = a->name; (void)name;
+#define NEEDS(...) if (!(__VA_ARGS__)) return #__VA_ARGS__;
+#define OP(op, ...) \
+  static const char *op##_broken(const void *args, const mg_sizes *n) { \
+    const mg_##op##_args *a = args; \
+    MG_SIZES(SEEN) (void)a; \
+    __VA_ARGS__ return NULL; \
+  }
+#include "ops.def"
+#undef SEEN
+
+enum {
+#define TENSOR(...) + 1
+#define NUM(...) + 1
+#define OP(op, ...) op##_arguments = 0 __VA_ARGS__,
+#include "ops.def"
+};
+
+// Each in a function of its own: there `self` is the op's struct, and the names of sizes are their places in mg_sizes.
+#define SIZE(name) name,
+#define TENSOR(name, role, dtype, ...) {#name, ROLE_##role, KIND_##dtype, sizeof((const char[]){__VA_ARGS__}), offsetof(self, name), {__VA_ARGS__}, 0, 0},
+#define NUM(type, name, value) {#name, ROLE_NUM, KIND_##type, 0, offsetof(self, name), {0}, value, value},
+#define LET(size, ...) {#__VA_ARGS__, ROLE_LET, KIND_int, 0, 0, {size}, 0, 0},
+#define NEEDS(...) {#__VA_ARGS__, ROLE_NEEDS, KIND_bool, 0, 0, {0}, 0, 0},
+#define DRAW(name, low, high) {#name, ROLE_DRAW, KIND_float, 0, 0, {0}, low, high},
+#define OP(op, ...) \
+  static const mg_row *op##_row(void) { \
+    typedef mg_##op##_args self; \
+    _Static_assert(op##_arguments <= MG_MAX_ARGS, "MG_MAX_ARGS of runtime.h"); \
+    enum { MG_SIZES(SIZE) }; \
+    static const mg_field fields[] = {__VA_ARGS__ {.role = ROLE_END}}; \
+    static const mg_row row = {#op, fields, op##_arguments, false, offsetof(self, stream), sizeof(self), op##_let, op##_broken}; \
+    return &row; \
+  }
+#include "ops.def"
+#undef SIZE
+
+// Rows by hand: an array of views.
+#define OP(op, ...)
+#define ARG(name, role, dims, kind) const mg_tensor *name;
+#define BY_HAND(op, ...) typedef struct op##_views { __VA_ARGS__ const mg_tensor *end; } op##_views;
+#include "ops.def"
+#undef ARG
+#define OP(op, ...)
+#define ARG(name, role, dims, kind) {#name, ROLE_##role, KIND_##kind, dims, offsetof(self, name), {0}, 0, 0},
+#define BY_HAND(op, ...) \
+  static const mg_row *op##_row(void) { \
+    typedef op##_views self; \
+    static const mg_field fields[] = {__VA_ARGS__ {.role = ROLE_END}}; \
+    static const mg_row row = {#op, fields, sizeof fields / sizeof *fields - 1, true, 0, sizeof(self), NULL, NULL}; \
+    return &row; \
+  }
+#include "ops.def"
+#undef ARG
+
+static const mg_row *(*const rows[MG_OP_COUNT])(void) = {
+#define OP(op, ...) op##_row,
+#define BY_HAND(op, ...) op##_row,
+#include "ops.def"
+};
+const mg_row *mg_row_of(mg_op op) { return rows[op](); }
+
+const char *mg_op_row(mg_op op) { return mg_row_of(op)->name; }
 const char *mg_op_name(mg_op op) {
   switch (op) {
     case MG_OP_attention_fwd: case MG_OP_attention_fwd_fp8: return "attention";
     case MG_OP_attention_bwd: case MG_OP_attention_bwd_pre: case MG_OP_attention_bwd_post: return "attention_backward";
     case MG_OP_attention_combine: return "attention_decode";
-    default: return rules[op].name;
+    default: return mg_op_row(op);
   }
 }
 
 mg_status mg_op_find(mg_op *op, const char *name) {
   char known[512] = "";
   for (int i = 0; i < MG_OP_COUNT; i++) {
-    if (!strcmp(rules[i].name, name)) {
+    if (!strcmp(mg_op_row((mg_op)i), name)) {
       *op = (mg_op)i;
       return MG_OK;
     }
-    snprintf(known + strlen(known), sizeof known - strlen(known), "%s%s", i ? ", " : "", rules[i].name);
+    snprintf(known + strlen(known), sizeof known - strlen(known), "%s%s", i ? ", " : "", mg_op_row((mg_op)i));
   }
   return mg_fail(MG_VALUE, "there is no op %s, expected one of %s", name, known);
 }
 
+// ---- checks
+
 // What the checks of one call share.
 typedef struct call {
   const char *op;
-  const arg_rule *rule;             // of the argument under check
-  const arg_rule *like;             // the first IN or MAT argument, which the others are compared with
+  const mg_field *rule;             // of the argument under check
+  const mg_field *like;             // the first IN or MAT argument, which the others are compared with
   const mg_tensor *like_tensor;
 } call;
-
-static bool written(role r) { return r == ROLE_OUT || r == ROLE_OPTOUT || r == ROLE_WORK; }
-static bool optional(role r) { return r == ROLE_OPTOUT || r == ROLE_OPT; }
 
 typedef struct list_text { char chars[200]; } list_text;
 static list_text list(const int64_t *v, int n) {
@@ -102,7 +164,8 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
   const char *wanted = NULL;
   for (int i = 0; i < t->dims; i++)
     if (t->shape[i] > 1 && t->stride[i] < 0) wanted = "no negative ones";
-  const bool rows = c->rule->kind != KIND_F32 && c->rule->kind != KIND_U8;
+  const bool dense = c->rule->role == ROLE_SAVE || c->rule->role == ROLE_WORK;
+  const bool rows = !dense && c->rule->kind != KIND_F32 && c->rule->kind != KIND_U8;
   if (!wanted && !rows && !contiguous(t)) wanted = "a contiguous tensor";
   if (!wanted && rows && !unit(t, t->dims - 1)) {
     if (c->rule->role != ROLE_MAT) wanted = "a contiguous last dimension";
@@ -186,21 +249,21 @@ static bool disjoint(const mg_tensor *a, span x, const mg_tensor *b, span y) {
   return x.end <= y.first || y.end <= x.first || interleaved(a, b) || interleaved(b, a);
 }
 
-static mg_status check_outputs(const call *c, const arg_rule *args, int n, const mg_tensor *const *t, const span *s) {
+static mg_status check_outputs(const call *c, const mg_field *args, int n, const mg_tensor *const *t, const span *s) {
   for (int i = 0; i < n; i++) {
-    if (!t[i] || !written(args[i].role) || s[i].first == s[i].end) continue;
+    if (!t[i] || !mg_is_written(&args[i]) || s[i].first == s[i].end) continue;
     if (t[i]->read_only) return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only", c->op, args[i].name);
     if (!distinct(t[i]))
       return mg_fail(MG_BUFFER, "%s: %s is written, but with shape %s and strides %s its elements may share memory", c->op, args[i].name,
                      list(t[i]->shape, t[i]->dims).chars, list(t[i]->stride, t[i]->dims).chars);
     for (int j = 0; j < n; j++)
-      if (j != i && t[j] && s[j].first != s[j].end && (j > i || !written(args[j].role)) && !disjoint(t[i], s[i], t[j], s[j]))
+      if (j != i && t[j] && s[j].first != s[j].end && (j > i || !mg_is_written(&args[j])) && !disjoint(t[i], s[i], t[j], s[j]))
         return mg_fail(MG_BUFFER, "%s: %s is written, but shares memory with %s", c->op, args[i].name, args[j].name);
   }
   return MG_OK;
 }
 
-static mg_status check_arg(call *c, const arg_rule *rule, const mg_tensor *t, span *s) {
+static mg_status check_arg(call *c, const mg_field *rule, const mg_tensor *t, span *s) {
   mg_status status;
   c->rule = rule;
   if (t->dims != rule->dims) return mg_fail(MG_VALUE, "%s: %s has %d dimensions, expected %d", c->op, rule->name, t->dims, rule->dims);
@@ -208,23 +271,98 @@ static mg_status check_arg(call *c, const arg_rule *rule, const mg_tensor *t, sp
   return check_memory(c, t, s);
 }
 
-mg_status mg_check(mg_op op, const mg_tensor *const *args) {
-  const arg_rule *rule = rules[op].args;
+// ---- sizes that arguments share
+
+typedef struct bound { const mg_field *field; int dim; } bound;   // where a size was seen first
+
+static mg_status compare(const char *op, const mg_field *f, const mg_tensor *t, int64_t *n, bound *first) {
+  for (int i = 0; i < f->dims; i++) {
+    const int s = f->size[i];
+    if (!first[s].field) {
+      first[s] = (bound){f, i};
+      n[s] = t->shape[i];
+    } else if (t->shape[i] != n[s]) {
+      const bool let = first[s].field->role == ROLE_LET;
+      return mg_fail(MG_VALUE, "%s: %s has size %lld in dimension %d, expected %lld (%s %s %s)", op, f->name, (long long)t->shape[i], i,
+                     (long long)n[s], mg_size_names[s], let ? "=" : "of", first[s].field->name);
+    }
+  }
+  return MG_OK;
+}
+
+static bool in_word(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_'; }
+static bool mentions(const char *expression, const char *name) {
+  const size_t length = strlen(name);
+  for (const char *at = expression; (at = strstr(at, name)); at += length)
+    if ((at == expression || !in_word(at[-1])) && !in_word(at[length])) return true;
+  return false;
+}
+
+// "ssd_fwd: H = 4 (dimension 2 of x), G = 3 (dimension 2 of b), expected H == 0 || ..."
+static mg_status refuse(const char *op, const mg_row *row, const void *args, const char *expression, const int64_t *n, const bound *first) {
+  char found[400] = "";
+  size_t at = 0;
+#define FOUND(...) at += (size_t)snprintf(found + at, at < sizeof found ? sizeof found - at : 0, __VA_ARGS__)
+  for (int s = 0; s < MG_SIZE_COUNT; s++) {
+    if (!first[s].field || !mentions(expression, mg_size_names[s])) continue;
+    FOUND("%s%s = %lld", at ? ", " : "", mg_size_names[s], (long long)n[s]);
+    if (first[s].field->role != ROLE_LET) FOUND(" (dimension %d of %s)", first[s].dim, first[s].field->name);
+  }
+  for (const mg_field *f = row->field; f->role; f++) {
+    const char *p = (const char *)args + f->offset;
+    if (f->role != ROLE_NUM || !mentions(expression, f->name)) continue;
+    if (f->kind == KIND_float) FOUND("%s%s is %g", at ? ", " : "", f->name, (double)*(const float *)(const void *)p);
+    else FOUND("%s%s is %d", at ? ", " : "", f->name, f->kind == KIND_bool ? *(const bool *)p : *(const int *)(const void *)p);
+  }
+#undef FOUND
+  return mg_fail(MG_VALUE, "%s: %s, expected %s", op, found, expression);
+}
+
+// What is read decides, then LET; results are compared with both. NEEDS come before them: a LET may divide by what they ask for.
+static mg_status check_sizes(const char *op, const mg_row *row, const void *args, const mg_tensor *const *t, mg_sizes *sizes) {
+  int64_t *n = (int64_t *)sizes;
+  bound first[MG_SIZE_COUNT] = {0};
+  mg_status status = MG_OK;
+  for (int s = 0; s < MG_SIZE_COUNT; s++) n[s] = -1;
+  for (int i = 0; i < row->arguments && !status; i++)
+    if (t[i] && !mg_is_written(&row->field[i])) status = compare(op, &row->field[i], t[i], n, first);
+  const char *broken = status ? NULL : row->broken(args, sizes);
+  if (broken) status = refuse(op, row, args, broken, n, first);
+  if (status) return status;
+  row->let(sizes);
+  for (const mg_field *f = row->field; f->role; f++)
+    if (f->role == ROLE_LET) first[f->size[0]] = (bound){f, 0};
+  for (int i = 0; i < row->arguments && !status; i++)
+    if (t[i] && mg_is_written(&row->field[i])) status = compare(op, &row->field[i], t[i], n, first);
+  return status;
+}
+
+static mg_status check_row(mg_op op, const void *args, mg_sizes *sizes) {
+  const mg_row *row = mg_row_of(op);
+  const mg_field *rule = row->field;
+  const int n = row->arguments;
   call c = {.op = mg_op_name(op)};
-  span spans[MAX_ARGS];
-  int n = 0;
-  for (; rule[n].name; n++) {
-    if (!args[n] && !optional(rule[n].role)) return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, rule[n].name);
-    if (!c.like && (rule[n].role == ROLE_IN || rule[n].role == ROLE_MAT)) {
-      c.like = &rule[n];
-      c.like_tensor = args[n];
+  const mg_tensor *t[MG_MAX_ARGS];
+  span spans[MG_MAX_ARGS];
+  for (int i = 0; i < n; i++) {
+    t[i] = NULL;
+    if (!mg_is_tensor(&rule[i])) continue;
+    t[i] = mg_arg(args, &rule[i]);
+    if (!t[i] && !mg_may_miss(&rule[i])) return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, rule[i].name);
+    if (!c.like && (rule[i].role == ROLE_IN || rule[i].role == ROLE_MAT)) {
+      c.like = &rule[i];
+      c.like_tensor = t[i];
     }
   }
   mg_status status = check_arg(&c, c.like, c.like_tensor, spans);   // first, so that the others are not blamed for its faults
   for (int i = 0; i < n && !status; i++)
-    if (args[i]) status = check_arg(&c, &rule[i], args[i], &spans[i]);
-  return status ? status : check_outputs(&c, rule, n, args, spans);
+    if (t[i]) status = check_arg(&c, &rule[i], t[i], &spans[i]);
+  if (!status && sizes) status = check_sizes(c.op, row, args, t, sizes);
+  return status ? status : check_outputs(&c, rule, n, t, spans);
 }
+
+mg_status mg_check(mg_op op, const void *args, mg_sizes *n) { return check_row(op, args, n); }
+mg_status mg_check_by_hand(mg_op op, const mg_tensor *const *args) { return check_row(op, args, NULL); }
 
 mg_status mg_check_softcap(const char *op, float softcap) {
   if (softcap >= 0 && softcap <= FLT_MAX) return MG_OK;

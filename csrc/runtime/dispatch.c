@@ -13,18 +13,22 @@
 #include "kernels.def"
 #undef KERNEL
 
-// Conditions see the fields of the problem as plain names.
+// Conditions see the fields of the problem and its sizes as plain names.
 #define FIELDS(X) \
   X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, dv) X(int64_t, batch) \
-  X(int64_t, heads_q) X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, m) X(int64_t, n) X(int64_t, k) X(int64_t, span) X(int, features) X(int64_t, sms)
+  X(int64_t, heads_q) X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, span) X(int, features) X(int64_t, sms)
 #define UNPACK(type, field) \
   const type field = problem->field; \
   (void)field;
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  static bool name##_when(const mg_problem *problem) { FIELDS(UNPACK) return condition; }
+  static bool name##_when(const mg_problem *problem) { FIELDS(UNPACK) MG_SIZES(UNPACK_SIZE) return condition; }
+#define UNPACK_SIZE(name) \
+  const int64_t name = problem->size.name; \
+  (void)name;
 #include "kernels.def"
 #undef KERNEL
 #undef UNPACK
+#undef UNPACK_SIZE
 
 #ifdef MARGAY_CUDA
 #define IMAGE_ANY(name) name##_image, name##_image_end
@@ -108,12 +112,23 @@ static const mg_kernel *first_taker(mg_op op, const mg_problem *p, const mg_cont
   return NULL;
 }
 
-static void append_problem(text *t, const mg_problem *p) {
+static bool has_size(mg_op op, int size) {
+  const mg_row *row = mg_row_of(op);
+  for (const mg_field *f = row->field; !row->by_hand && f->role; f++)
+    for (int i = 0; i < f->dims; i++)
+      if (f->size[i] == size) return true;
+  return false;
+}
+
+static void append_problem(text *t, mg_op op, const mg_problem *p) {
+  const int64_t *sizes = (const int64_t *)&p->size;
   append(t, "%s", mg_dtype_name(p->dtype));
 #define FIELD(type, field) \
   if (p->field && strcmp(#field, "gpu") && strcmp(#field, "sms") && (strcmp(#field, "dv") || p->dv != p->d)) append(t, ", %s=%lld", #field, (long long)p->field);
   FIELDS(FIELD)
 #undef FIELD
+  for (int i = 0; i < MG_SIZE_COUNT; i++)
+    if (has_size(op, i)) append(t, ", %s=%lld", mg_size_names[i], (long long)sizes[i]);
   append(t, p->gpu ? ", on the GPU" : ", on the CPU");
 }
 
@@ -136,7 +151,7 @@ mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const 
   if ((*row = first_taker(op, p, c))) return MG_OK;
   char chars[6144] = "";
   text t = {chars, sizeof chars, 0};
-  append_problem(&t, p);
+  append_problem(&t, op, p);
   append_reasons(&t, op, p, c, NULL);
   return mg_fail(MG_UNSUPPORTED, "%s: no kernel for %s%s", mg_op_name(op), chars,
                  p->gpu && !mg_has_images ? "\n  (this build has no GPU kernels: nvcc was not found, or MARGAY_CUDA=0)" : "");
@@ -147,7 +162,7 @@ size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf,
   if (n) *buf = 0;
   const mg_kernel *row = first_taker(op, p, c);
   append(&t, "%s for ", mg_op_name(op));
-  append_problem(&t, p);
+  append_problem(&t, op, p);
   append(&t, ": %s", row ? row->name : "no kernel");
   append_reasons(&t, op, p, c, row);
   if (!row) return t.length;

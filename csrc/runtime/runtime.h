@@ -19,13 +19,51 @@ static inline int64_t mg_times(int64_t a, int64_t b) {
 // ---- check.c: rows of ops.def
 typedef enum mg_op {
 #define OP(name, ...) MG_OP_##name,
+#define BY_HAND(name, ...) MG_OP_##name,
 #include "ops.def"
-#undef OP
   MG_OP_COUNT
 } mg_op;
-// Ranks, dtypes, devices, strides, overlap and read-only outputs of `args` as the op's row in ops.def says; args in the row's order,
-// NULL for an absent optional one. What several arguments have to agree on beyond that is the op's own check.
-mg_status mg_check(mg_op op, const mg_tensor *const *args);
+
+typedef struct mg_sizes {           // by name: sizes.T; -1 where no argument has one
+#define SIZE(name) int64_t name;
+  MG_SIZES(SIZE)
+#undef SIZE
+} mg_sizes;
+enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 32 };
+
+// A row as data. The sizes of rows by hand have no names.
+typedef enum mg_role { ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS, ROLE_DRAW } mg_role;
+typedef enum mg_kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float, KIND_int, KIND_bool } mg_kind;
+typedef struct mg_field {
+  const char *name;                 // LET, NEEDS: the expression
+  mg_role role;
+  mg_kind kind;
+  int dims;
+  size_t offset;                    // in the op's struct of arguments
+  unsigned char size[MG_MAX_DIMS];  // which one each dimension is, as a place in mg_sizes. LET: the one that it computes
+  double low, high;                 // NUM: its default, twice; DRAW: the range
+} mg_field;
+typedef struct mg_row {
+  const char *name;
+  const mg_field *field;            // tensors and numbers in order, then the rest, then one of ROLE_END
+  int arguments;                    // tensors and numbers
+  bool by_hand;
+  size_t stream, bytes;             // offset of the stream in the struct of arguments, and its size
+  void (*let)(mg_sizes *n);
+  const char *(*broken)(const void *args, const mg_sizes *n);   // the first of NEEDS that does not hold, or NULL
+} mg_row;
+const mg_row *mg_row_of(mg_op op);
+extern const char *const mg_size_names[];
+
+static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) { return *(const mg_tensor *const *)((const char *)args + f->offset); }
+static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
+static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_WORK; }
+static inline bool mg_may_miss(const mg_field *f) { return f->role == ROLE_OPTOUT || f->role == ROLE_SAVE || f->role == ROLE_OPT; }
+
+// Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row in ops.def says.
+mg_status mg_check(mg_op op, const void *args, mg_sizes *n);
+// The same of a row by hand: args in the row's order, NULL for an absent one. Its sizes are the op's own check.
+mg_status mg_check_by_hand(mg_op op, const mg_tensor *const *args);
 // Only the sizes of one argument: 0 to 2^31 - 1 in each dimension.
 mg_status mg_check_sizes(const char *op, const char *name, const mg_tensor *t);
 // The starts of packed sequences, `name`_{q,k}, an int32 vector that mg_check has passed: they begin with 0, do not fall and end with at most `total`,
@@ -47,11 +85,11 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int64_t d;                  // attention: larger of the head dims of q and v
   int64_t dv;                 // attention: of v
   int64_t batch, heads_q, heads_k, nq, nk;
-  int64_t m, n, k;
   int64_t span;               // attention: keys that a row sees at most
   int64_t page;               // attention_decode: keys of a page of the cache, 0 where it is not paged
   int features;               // attention: 0 none, 1 windows, 2 packed sequences or sinks, 3 others, 4 these with an unusual softcap (attention_problem.c)
   int sms;                    // multiprocessors of the device
+  mg_sizes size;              // of rows that name theirs: conditions see them by name
 } mg_problem;
 
 typedef enum mg_isa { MG_ISA_BASE, MG_ISA_AVX2, MG_ISA_AVX512, MG_ISA_COUNT } mg_isa;   // AVX512: F, BW, VL, DQ and BF16
@@ -116,6 +154,33 @@ void mg_intercept(mg_launch_taker take, int sms);
 bool mg_intercepted(void);
 // Fill n 16- or 32-bit words; GPU: asynchronously on the stream.
 mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_bytes, int64_t n);
+
+// ---- call.c: a call of an op, as its host half sees it. A failure sticks: what follows it does nothing, and mg_run returns it
+typedef struct mg_call {
+  mg_status status;
+  mg_op op;
+  const void *args;
+  mg_sizes n;                 // c.n.T
+  mg_context context;
+  mg_problem problem;
+  const mg_kernel *kernel;
+  const mg_kernel_desc *desc;
+} mg_call;
+// Checks, sizes, device, problem. False where nothing is left to do: a failure, or no result has an element. Then mg_choose, behind what the host half
+// adds to c->problem for the conditions of kernels.def. mg_open is both.
+bool mg_begin(mg_call *c, mg_op op, const void *args);
+bool mg_choose(mg_call *c);
+static inline bool mg_open(mg_call *c, mg_op op, const void *args) { return mg_begin(c, op, args) && mg_choose(c); }
+// The same for another kernel of the call: a row of `op`, which may be the row's own or one by hand without arguments.
+bool mg_choose_other(mg_call *c, mg_op op);
+// t as a map: its last two dimensions are rows and columns, those before them batch and head.
+void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
+void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);   // a matrix, transposed
+void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);     // [batch, row, head, column]
+int mg_tasks(mg_call *c, int64_t tasks);    // as an int; too many are refused
+static inline int64_t mg_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+mg_status mg_run(mg_call *c, const void *params, int64_t blocks);
+mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks);   // as many blocks as are resident together, at most one for each task
 
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
 // c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU).

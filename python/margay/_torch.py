@@ -413,21 +413,12 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
 def matmul(a, b, bias, activation, out):
     if out is not None:
         return _matmul_out(a, b, bias, activation, out)
-    if torch.compiler.is_compiling() or b is None or not _plain(a, b, bias):
-        _check_tensors("matmul", a=a, b=b, bias=bias)
-        if not torch.jit.is_tracing():                         # whose sizes are tensors, not to be asked for their value
-            ops.check_matmul(a, b, bias)
-        result = torch.ops.margay.matmul(a if a.ndim == 2 else a.flatten(0, -2), b, bias, activation)
-        return result if a.ndim == 2 else result.unflatten(0, a.shape[:-1])
-    if torch.is_autocast_enabled(a.device.type):
-        a, b, bias = _autocast(a.device.type, a, b, bias)
-    ops.check_matmul(a, b, bias)
-    rows = a if a.ndim == 2 else a.flatten(0, -2)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or bias is not None and bias.requires_grad):
-        result = _record_matmul(rows, b, bias, activation)
-    else:
-        result = _matmul(rows, b, bias, activation)
-    return result if a.ndim == 2 else result.unflatten(0, a.shape[:-1])
+    if a.ndim == 2:
+        return _matmul(a, b, bias, activation)
+    _check_tensors("matmul", a=a, b=b, bias=bias)
+    if not torch.jit.is_tracing():                             # whose sizes are tensors, not to be asked for their value
+        ops.check_matmul(a, b, bias)
+    return _matmul(a.flatten(0, -2), b, bias, activation).unflatten(0, a.shape[:-1])
 
 
 def _matmul_out(a, b, bias, activation, out):
@@ -449,31 +440,14 @@ def _matmul_out(a, b, bias, activation, out):
     return out
 
 
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a, b, bias, activation):
-        _save_matmul(ctx, (a, b, bias, activation), None)
-        return _matmul(a, b, bias, activation)
-
-    @staticmethod
-    def backward(ctx, dout):
-        return _matmul_gradient(ctx, dout)
-
-
-_record_matmul = super(torch.autograd.Function, _Matmul).apply
-
-
-def _save_matmul(ctx, inputs, output):
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _matmul_gradient(ctx, dout):
-    a, b, bias = ctx.saved_tensors
+    if dout is None:
+        return None, None, None, None
+    (a, b, bias), (activation,) = ctx.saved_tensors, ctx.numbers
     need_a, need_b = ctx.needs_input_grad[:2]
     need_bias = bias is not None and ctx.needs_input_grad[2]   # the dispatcher leaves out arguments that equal their defaults
-    if ctx.activation:
-        dout = _activation_gradient(ctx.activation, dout, matmul(a, b, bias, 0, None))
+    if activation:
+        dout = _activation_gradient(activation, dout, matmul(a, b, bias, 0, None))
     dout = dout if dout.is_contiguous() else dout.contiguous()
     da = matmul(dout, b.t(), None, 0, None) if need_a else None
     db = matmul(a.t(), dout, None, 0, None) if need_b else None
@@ -491,12 +465,6 @@ def _activation_gradient(activation, dout, x):
         return torch.ops.aten.silu_backward(dout, x)
     approximate = "tanh" if activation == ops.ACTIVATIONS["gelu_tanh"] else "none"
     return torch.ops.aten.gelu_backward(dout, x, approximate=approximate)
-
-
-def _matmul(a, b, bias=None, activation=0):
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    _matmul_into(out, a, b, bias, activation)
-    return out
 
 
 def _matmul_into(out, a, b, bias, activation):
@@ -517,18 +485,6 @@ def _matmul_of_copies(out, a, b, bias, activation):
     target = _mappable_empty(out)
     _C.matmul(target, _mappable_matrix(a), _mappable_matrix(b), None if bias is None else bias.contiguous(), activation)
     _copy_back(out, target)
-
-
-def _matmul_fake(a, b, bias=None, activation=0):
-    ops.check_matmul(a, b, bias)
-    _check_devices("matmul", a=a, b=b, bias=bias)
-    return a.new_empty((a.shape[0], b.shape[1]))
-
-
-def _matmul_autocast(a, b, *options):
-    bias, *activation = options or (None,)
-    with _without_autocast_keys():
-        return torch.ops.margay.matmul(*_autocast(a.device.type, a, b, bias), *activation)
 
 
 # ---- what explain() and attention_varlen ask
@@ -742,5 +698,8 @@ _register(f"attention_features(Tensor q, Tensor k, Tensor v, {_FEATURES}, {_NUMB
 _register(f"attention_features_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_FEATURES}, Tensor out, Tensor lse, Tensor seed, "
           f"{_NUMBERS}, float? scale, bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)",
           _features_backward, _features_backward_fake, _transforms.samples_in_batch_or_heads, _attention_no_second_order)
-_register("matmul(Tensor a, Tensor b, Tensor? bias=None, int activation=0) -> Tensor",
-          _matmul, _matmul_fake, _transforms.samples_in_rows, _matmul_gradient, _save_matmul, _matmul_autocast)
+
+from margay import _op  # noqa: E402  its functions are made of this module's
+
+_matmul = _op.function("matmul", gradient=_matmul_gradient, rule=_transforms.samples_in_rows)
+OF_ROWS = _op.make_torch_functions()

@@ -58,7 +58,9 @@ def install(library, name, rule, gradient=None, save=None, autocast=None):
 
 def title_of(name):
     """The public function that an operator belongs to."""
-    return "attention" if name in ("attention_backward", "attention_fp8", "attention_features", "attention_features_backward") else name
+    if name in ("attention_backward", "attention_fp8", "attention_features", "attention_features_backward"):
+        return "attention"
+    return name.removesuffix("_bwd")
 
 
 def without_tangents(name, kernel):
@@ -112,6 +114,14 @@ def samples_in_batch(op, info, in_dims, inputs):
     """Every tensor begins with the batch: the samples become part of it."""
     folded = [_fold(t, dim, info.batch_size, 0) if isinstance(t, torch.Tensor) else t for t, dim in zip(inputs, in_dims)]
     return tuple(_unfold(t, info.batch_size, 0) for t in op(*folded)), 0
+
+
+def samples_in_batch_of(op, info, in_dims, inputs, batched):
+    """The tensors for which `batched` holds begin with the batch; the others are shared by all samples."""
+    size = info.batch_size
+    folded = [_fold(t, dim, size, 0) if has and isinstance(t, torch.Tensor) else t for t, dim, has in zip(inputs, in_dims, [*batched, *(False,) * len(inputs)])]
+    outputs = op(*folded)
+    return (_unfold(outputs, size, 0), 0) if isinstance(outputs, torch.Tensor) else (tuple(_unfold(t, size, 0) for t in outputs), 0)
 
 
 def samples_in_batch_or_heads(op, info, in_dims, inputs):

@@ -183,6 +183,11 @@ def matmul(a, b, *, bias=None, activation=None, out=None):
     return _face("matmul", "a", a).matmul(a, b, bias, activation_code(activation), out)
 
 
+def scaled_add(a, b, scale=1.0):
+    """a + scale b, both [M, N] of one dtype: bfloat16 or float16, on the CPU also float32. Differentiable in a and b."""
+    return (_functions.get("scaled_add") or _of_row("scaled_add"))(a, b, scale)
+
+
 def explain(op, *tensors, **options):
     """Say which kernel computes a call and why the kernels before it do not.
 
@@ -303,6 +308,15 @@ def dtype_name(t):
 def memory_order(strides):
     """The dimensions before the last from the outermost to the innermost in memory."""
     return sorted(range(len(strides) - 1), key=lambda i: -strides[i])
+
+
+_functions: dict = {}   # of rows of ops.def
+
+
+def _of_row(name):
+    from margay import _op
+
+    return _functions.setdefault(name, _op.function(name))
 
 
 _faces: dict = {}   # type of a tensor -> module that computes with it

@@ -3,8 +3,6 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
-#include "kernels/scaled_add.h"
-#include "kernels/ssd.h"
 #include "runtime/runtime.h"
 
 typedef struct params { int magic; atomic_int *hits; } params;   // hits[i]: how often block i ran
@@ -52,7 +50,7 @@ static mg_status launch(mg_op op, const mg_tensor *t, mg_problem p, mg_stream st
 mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
   const mg_tensor *const args[15] = {out, lse, q, k, v, workspace};   // the optional ones behind these: absent
-  mg_status status = mg_check(MG_OP_attention_fwd, args);
+  mg_status status = mg_check_by_hand(MG_OP_attention_fwd, args);
   if (status) return status;
   return launch(MG_OP_attention_fwd, q, (mg_problem){.d = q->shape[3], .causal = options->causal}, stream, q->shape[0] * q->shape[1]);
 }
@@ -61,7 +59,7 @@ mg_status mg_attention_fwd_fp8(const mg_tensor *out, const mg_tensor *lse, const
                                const mg_tensor *workspace, const mg_tensor *q_descale, const mg_tensor *k_descale, const mg_tensor *v_descale,
                                const mg_attention_options *options, mg_stream stream) {
   (void)options, (void)stream;
-  return mg_check(MG_OP_attention_fwd_fp8, (const mg_tensor *const[15]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
+  return mg_check_by_hand(MG_OP_attention_fwd_fp8, (const mg_tensor *const[15]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
 }
 
 mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
@@ -77,7 +75,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
   const mg_tensor *const args[15] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};   // the optional ones behind these: absent
   (void)options, (void)stream;
-  return mg_check(MG_OP_attention_bwd, args);
+  return mg_check_by_hand(MG_OP_attention_bwd, args);
 }
 
 mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *v_cache,
@@ -85,7 +83,7 @@ mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const 
                               const mg_tensor *alibi_slopes, const mg_tensor *workspace, const mg_decode_options *options, mg_stream stream) {
   const mg_tensor *const args[] = {out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink, alibi_slopes, workspace};
   (void)options, (void)stream;
-  return mg_check(MG_OP_attention_decode, args);
+  return mg_check_by_hand(MG_OP_attention_decode, args);
 }
 
 mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *page_table,
@@ -99,28 +97,23 @@ mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const
                        const mg_tensor *page_table, const mg_tensor *cache_batch_idx, int length, mg_stream stream) {
   const mg_tensor *const args[] = {k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx};
   (void)length, (void)stream;
-  return mg_check(MG_OP_append_kv, args);
+  return mg_check_by_hand(MG_OP_append_kv, args);
 }
 
-mg_status mg_matmul(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b, const mg_tensor *bias, mg_activation activation,
-                    mg_stream stream) {
-  const mg_tensor *const args[] = {out, a, b, bias};
-  (void)activation;
-  mg_status status = mg_check(MG_OP_matmul, args);
-  return status ? status : launch(MG_OP_matmul, a, (mg_problem){.n = out->shape[1]}, stream, 1);
+// Rows that name their sizes: matmul launches, the others only check.
+static mg_status check_only(mg_op op, const void *args) {
+  mg_sizes n;
+  return mg_check(op, args, &n);
 }
-
-mg_status mg_scaled_add(const mg_tensor *out, const mg_tensor *a, const mg_tensor *b, float scale, mg_stream stream) {
-  const mg_tensor *const args[] = {out, a, b};
-  (void)scale, (void)stream;
-  return mg_check(MG_OP_scaled_add, args);
-}
-
-mg_status mg_ssd_fwd(const mg_tensor *y, const mg_tensor *state, const mg_tensor *x, const mg_tensor *dt, const mg_tensor *b,
-                     const mg_tensor *c, const mg_tensor *a, const mg_tensor *d, mg_stream stream) {
-  const mg_tensor *const args[] = {y, state, x, dt, b, c, a, d};
-  (void)stream;
-  return mg_check(MG_OP_ssd_fwd, args);
+#define mg_matmul mg_matmul_checked
+#define OP(op, ...) mg_status mg_##op(const mg_##op##_args *a) { return check_only(MG_OP_##op, a); }
+#include "ops.def"
+#undef mg_matmul
+mg_status mg_matmul(const mg_matmul_args *a) {
+  mg_call c;
+  const params params = {.magic = 42};
+  if (!mg_open(&c, MG_OP_matmul, a)) return c.status;
+  return mg_run(&c, &params, 1);
 }
 
 size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n) {

@@ -1,0 +1,422 @@
+"""Python functions of an op, made from its row in csrc/ops.def.
+
+`function(name)` takes the op's inputs and numbers in the order of the row and returns its results. NumPy arrays give NumPy
+arrays. PyTorch tensors: plain ones in eager mode go straight to `_C`; whatever wants to see the call (compile, export, modes,
+subclasses, transforms, the meta device) gets the operator torch.ops.margay.<name>. A row `<name>_bwd` makes the op
+differentiable: it reads d<result>, and inputs, results and saved tensors by their names, and writes d<input>.
+
+The functions are made as text and compiled once: loops over a row's arguments in every call would cost microseconds.
+"""
+
+import re
+import sys
+
+from margay import _C, ops
+
+ROWS = _C.ops()
+_HALF = "bfloat16, float16 or, on the CPU, float32"
+_KINDS = {"float": float, "int": int, "bool": bool}
+_made: dict = {}        # (op, type of the first argument) -> function
+_gradients: dict = {}   # op -> a gradient written by hand
+_rules: dict = {}       # op -> a rule of vmap written by hand
+_direct: dict = {}      # op -> what computes it on plain PyTorch tensors
+
+
+class Row:
+    """A row of ops.def. Its entries are dicts: name, role, kind, sizes, low, high."""
+
+    def __init__(self, name):
+        entries = ROWS[name]
+        role = lambda *roles: [f for f in entries if f["role"] in roles]  # noqa: E731
+        self.name = name
+        self.arguments = role("out", "optout", "save", "work", "in", "opt", "mat", "num")
+        self.results, self.saves, self.work = role("out", "optout"), role("save"), role("work")
+        self.inputs, self.numbers = role("in", "opt", "mat"), role("num")
+        self.optional = role("optout", "save")                     # what a call may leave out, in the order of `want`
+        self.lets = [(f["sizes"][0], f["name"], _python(f["name"])) for f in role("let")]
+        self.needs = [(f["name"], _python(f["name"])) for f in role("needs")]
+        self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
+        self.first = self.inputs[0]["name"]
+        self.halves = [f["name"] for f in self.inputs if f["kind"] == "half"]
+
+    # ---- pieces of generated text
+
+    def size(self, name):
+        """Where a size is read: from the first input that has it and is always there. LET: its expression."""
+        for f in self.inputs:
+            if f["role"] != "opt" and name in f["sizes"]:
+                return f"{f['name']}.shape[{f['sizes'].index(name)}]"
+        for let, expression, _ in self.lets:
+            if let == name:
+                return "(" + re.sub(r"\b[A-Z]\w*\b", lambda m: self.size(m[0]), _text(expression)) + ")"
+        raise TypeError(f"{self.name}: no input that is always there has the size {name}")
+
+    def shape(self, f):
+        return "(" + "".join(self.size(name) + ", " for name in f["sizes"]) + ")"
+
+    def twin(self, f):
+        """An input of the same sizes and dtype: the result lies in memory as it does."""
+        alike = (r["name"] for r in self.inputs if r["role"] == "in" and r["kind"] == f["kind"] == "half" and r["sizes"] == f["sizes"])
+        return next(alike, None) if f["role"] in ("out", "optout") else None
+
+    def new(self, f, place=""):
+        dtype = f"{self.halves[0]}.dtype" if f["kind"] == "half" else f"dtypes[{f['kind']!r}]"
+        twin = self.twin(f)
+        return f"empty_like({twin})" if twin else f"empty({self.shape(f)}, dtype={dtype}{place})"
+
+    def signature(self, tensor="", optional="", numbers=False):
+        """Inputs and numbers, with defaults once all that follow have one."""
+        words, late = [], True
+        for f in reversed([*self.inputs, *self.numbers]):
+            late = late and f["role"] in ("opt", "num")
+            kind = {"num": f["kind"] if numbers else "", "opt": optional}.get(f["role"], tensor)
+            words.append(f"{kind} {f['name']}".strip() + (f"={default(f)!r}" if late else ""))
+        return ", ".join(reversed(words))
+
+    def schema(self):
+        written = ["Tensor"] * len(self.results + self.saves)
+        return f"{self.name}({self.signature('Tensor', 'Tensor?', True)}) -> {written[0] if len(written) == 1 else '(' + ', '.join(written) + ')'}"
+
+    def stub(self):
+        """The line of _C.pyi."""
+        kinds = dict.fromkeys(("in", "mat", "out", "work"), "_Tensor") | dict.fromkeys(("opt", "optout", "save"), "_Tensor | None")
+        words = [f"{f['name']}: {kinds.get(f['role'], f['kind'])}" for f in self.arguments]
+        last = max((i for i, f in enumerate(self.arguments) if f["role"] != "num"), default=-1)
+        words = [word + (f" = {default(f)!r}" if i > last else "") for i, (word, f) in enumerate(zip(words, self.arguments))]
+        return f"def {self.name}({', '.join(words)}, stream: int = 0) -> None: ..."
+
+
+def names(fields):
+    return ", ".join(f["name"] for f in fields)
+
+
+def default(f):
+    return _KINDS[f["kind"]](f["low"]) if f["role"] == "num" else None
+
+
+def _text(expression):
+    """A condition of C in Python: only what means the same in both, or has a plain translation."""
+    if "?" in expression:
+        raise SyntaxError(f"{expression}: a conditional expression has no translation")
+    return re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("/", "//")).strip()
+
+
+def _python(expression):
+    return compile(_text(expression), expression, "eval")
+
+
+def compiled(name, text, **known):
+    exec(compile(text, f"<margay {name}>", "exec"), known)
+    return known
+
+
+def check(row, tensors, numbers, dtype_name, halves):
+    """What C checks of dtypes and sizes, in its words, of tensors by name that may have no memory."""
+    sizes, like = {}, None
+    for f in row.inputs:
+        name, t = f["name"], tensors[f["name"]]
+        if t is None:
+            if f["role"] != "opt":
+                raise TypeError(f"{row.name}: {name} is missing, expected a tensor")
+            continue
+        if t.ndim != len(f["sizes"]):
+            raise ValueError(f"{row.name}: {name} has {t.ndim} dimensions, expected {len(f['sizes'])}")
+        found = dtype_name(t)
+        if f["kind"] == "half" and like is None:
+            like = name, found
+            if found not in halves:
+                raise TypeError(f"{row.name}: {name} has dtype {found}, expected {_HALF}")
+        expected = like[1] if f["kind"] == "half" else f["kind"]
+        if found != expected:
+            same = f" (same as {like[0]})" if f["kind"] == "half" else ""
+            raise TypeError(f"{row.name}: {name} has dtype {found}, expected {expected}{same}")
+        for i, size in enumerate(f["sizes"]):
+            n, first, _ = sizes.setdefault(size, (t.shape[i], name, i))
+            if t.shape[i] != n:
+                raise ValueError(f"{row.name}: {name} has size {t.shape[i]} in dimension {i}, expected {n} ({size} of {first})")
+    for text, code in row.needs:
+        if not eval(code, {}, {size: n for size, (n, _, _) in sizes.items()} | numbers):
+            found = [f"{size} = {n} (dimension {i} of {first})" for size, (n, first, i) in sorted(sizes.items()) if _mentions(text, size)]
+            found += [f"{name} is {value:g}" for name, value in numbers.items() if _mentions(text, name)]
+            raise ValueError(f"{row.name}: {', '.join(found)}, expected {text}")
+
+
+def _mentions(text, name):
+    return re.search(rf"\b{name}\b", text)
+
+
+def _named(fields, values):
+    return dict(zip((f["name"] for f in fields), values))
+
+
+# One body for all libraries: results from `empty`, then C. `want` leaves out what may be absent: by default, what a backward reads.
+_MAKE = """
+def make({signature}{want}):
+    try:
+        {allocate}
+        {threads}C({arguments})
+    except Exception:
+        {written} = again(({inputs}){want_given})
+    return {written}
+"""
+
+
+def _make(row, place="", threads="", **known):
+    lines = [f"{f['name']} = {row.new(f, place)}" + (f" if want[{row.optional.index(f)}] else None" if f in row.optional else "")
+             for f in (*row.results, *row.saves, *row.work)]
+    want = tuple(f["role"] == "optout" for f in row.optional)
+    text = _MAKE.format(signature=row.signature(), want=f", want={want}" if want else "", allocate="\n        ".join(lines),
+                        threads=threads, arguments=names(row.arguments), written=written(row),
+                        inputs="".join(f["name"] + ", " for f in (*row.inputs, *row.numbers)), want_given=", want" if want else ", ()")
+    return compiled(row.name, text, C=getattr(_C, row.name), **known)["make"]
+
+
+def written(row):
+    return names([*row.results, *row.saves])
+
+
+def _again(row, inputs, want, verify, empty, copied, writable, copy_back):
+    """After a refusal by C: the reason in Python's words; or, where only an address or a stride was refused, the same on copies."""
+    verify(inputs)
+    tensors, values = _named(row.inputs, inputs), _named(row.numbers, inputs[len(row.inputs):])
+    wanted = dict(zip((f["name"] for f in row.optional), want))
+    made = {f["name"]: empty(f, inputs) if wanted.get(f["name"], True) else None for f in (*row.results, *row.saves, *row.work)}
+    copies = {f["name"]: t if t is None else copied(f, t) for f in row.inputs for t in (tensors[f["name"]],)}
+    targets = {name: t if t is None else writable(t) for name, t in made.items()}
+    if all(copies[name] is t for name, t in tensors.items()) and all(targets[name] is t for name, t in made.items()):
+        raise
+    known = copies | targets | values
+    getattr(_C, row.name)(*(known[f["name"]] for f in row.arguments))
+    for name, t in made.items():
+        if t is not None:
+            copy_back(t, targets[name])
+    results = [made[f["name"]] for f in (*row.results, *row.saves)]
+    return results if len(results) > 1 else results[0]
+
+
+_again = ops.one_exception(_again)
+
+
+# ---- NumPy
+
+
+def _numpy_function(row):
+    import numpy as np
+
+    from margay import _numpy
+
+    def verify(inputs):
+        tensors = _named(row.inputs, inputs)
+        _numpy.check_kinds(row.name, **tensors)
+        check(row, tensors, _named(row.numbers, inputs[len(row.inputs):]), lambda a: str(a.dtype), ("float16", "float32"))
+
+    def copied(f, a):
+        reason = _numpy.why_copied(a, f["role"] == "mat") if f["kind"] == "half" else None if a.flags.c_contiguous else "gaps"
+        return a if reason is None else np.ascontiguousarray(a)
+
+    known = dict(empty=np.empty, empty_like=np.empty_like, dtypes={"float32": np.float32})
+    shapes = {f["name"]: _new_alone(row, f, dict(known, empty_like=lambda a: np.empty(a.shape, a.dtype))) for f in (*row.results, *row.saves, *row.work)}
+
+    def again(inputs, want):
+        return _again(row, inputs, want, verify, lambda f, inputs: shapes[f["name"]](*inputs), copied, lambda a: a, None)
+
+    made = _make(row, again=again, **known)
+    return _only_results(row, made)
+
+
+def _new_alone(row, f, known, place=""):
+    return compiled(row.name, f"def new({row.signature()}):\n    return {row.new(f, place)}", **known)["new"]
+
+
+def _only_results(row, made):
+    if not row.saves:
+        return made
+    n = len(row.results)
+    return lambda *inputs: made(*inputs)[0] if n == 1 else made(*inputs)[:n]
+
+
+# ---- PyTorch
+
+_CALL = """
+def call({signature}):
+    if is_compiling() or not plain({tensors}):
+        check_tensors({name!r}, {required})
+        {results} = seen({all})
+        return {returned}
+    if autocast_anywhere() and is_autocast_enabled({first}.device.type):
+        {halves} = autocast({first}.device.type, {halves})
+    if is_grad_enabled() and ({gradient}):
+        return record({all})
+    {results} = make({all})
+    return {returned}
+"""
+
+_FORWARD = """
+def forward(ctx, {all}):
+    {written} = make({all}{want})
+    ctx.save_for_backward({saved})
+    ctx.numbers = ({numbers})
+    ctx.set_materialize_grads(False)
+    return {returned}
+"""
+
+
+def _torch_function(row):
+    import torch
+
+    from margay import _torch as t
+    from margay import _transforms
+
+    inputs, numbers = [f["name"] for f in row.inputs], [f["name"] for f in row.numbers]
+    every, tensors = ", ".join(inputs + numbers), ", ".join(inputs)
+    known = dict(empty=torch.empty, empty_like=torch.empty_like, dtypes={"float32": torch.float32})
+    place = f", device={row.first}.device"
+
+    def verify(values):
+        given = _named(row.inputs, values)
+        t._check_tensors(row.name, **given)
+        check(row, given, _named(row.numbers, values[len(inputs):]), ops.dtype_name, ("bfloat16", "float16", "float32"))
+        t._check_devices(row.name, **{name: given[name] for name in row.halves})
+        t._check_same_device(row.name, **given)
+
+    def copied(f, x):
+        return x.contiguous() if f["kind"] != "half" else t._mappable_matrix(x) if f["role"] == "mat" else t._mappable(x)
+
+    dense = dict(known, empty_like=t._dense_like)
+    shapes = {f["name"]: _new_alone(row, f, dense, place) for f in (*row.results, *row.saves, *row.work)}
+
+    def again(values, want):
+        return _again(row, values, want, verify, lambda f, values: shapes[f["name"]](*values), copied, t._mappable_empty, t._copy_back)
+
+    direct = _direct[row.name] = _make(row, place, f"{row.first}.is_cuda or use_threads(); ", again=again, use_threads=t._use_torch_threads, **known)
+    made = ", ".join(row.new(f, place) for f in (*row.results, *row.saves))
+    fake = compiled(row.name, f"def fake({row.signature()}):\n    verify(({every}, ))\n    return {made}", verify=verify, **dense)["fake"]
+
+    backward = Row(row.name + "_bwd") if row.name + "_bwd" in ROWS else None
+    if row.name in _gradients:
+        gradient, saved = _gradients[row.name], inputs
+    elif backward:
+        gradient, saved = _gradient_by_names(torch, t, row, backward, shapes)
+    else:
+        gradient, saved = _no_gradient(row), []
+
+    def save(ctx, inputs, output):
+        values = (*inputs, *(default(f) for f in row.numbers[len(inputs) - len(row.inputs):]))    # the dispatcher leaves out defaults
+        kept = _named(row.inputs, values) | _named((*row.results, *row.saves), output if isinstance(output, tuple) else (output,))
+        ctx.save_for_backward(*(kept[name] for name in saved))
+        ctx.numbers = values[len(row.inputs):]
+        ctx.set_materialize_grads(False)
+
+    wanted = f", want={(True,) * len(row.optional)}" if row.saves else ""
+    text = _FORWARD.format(all=every, written=written(row), want=wanted, saved=", ".join(saved), returned=names(row.results),
+                           numbers="".join(name + ", " for name in numbers))
+
+    class Record(torch.autograd.Function):
+        forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
+        backward = staticmethod(gradient)
+
+    def autocast(*values):
+        with t._without_autocast_keys():
+            given = _named(row.inputs, values)
+            cast = dict(zip(row.halves, t._autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
+            return seen(*(cast.get(name, x) for name, x in given.items()), *values[len(inputs):])
+
+    def of_all(*values):
+        return direct(*values, want=(True,) * len(row.optional)) if row.optional else direct(*values)
+
+    t._register(row.schema(), of_all, fake, _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
+    seen = getattr(torch.ops.margay, row.name)
+    optional = {f["name"] for f in row.inputs if f["role"] == "opt"}
+    text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first, results=written(row), returned=names(row.results),
+                        required=", ".join(f"{name}={name}" for name in inputs), halves="".join(name + ", " for name in row.halves),
+                        gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in optional else f"{name}.requires_grad" for name in inputs))
+    return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t._plain, seen=seen, check_tensors=t._check_tensors,
+                    autocast_anywhere=t._autocast_anywhere, is_autocast_enabled=torch.is_autocast_enabled, autocast=t._autocast,
+                    is_grad_enabled=torch.is_grad_enabled, record=super(torch.autograd.Function, Record).apply, make=direct)["call"]
+
+
+def _samples_by_row(transforms, row):
+    """vmap: samples become part of the batch where all tensors that have any begin with B."""
+    batched = [f["sizes"][:1] == ("B",) for f in row.inputs]
+    always = all(f["sizes"][:1] == ("B",) for f in (*row.results, *row.saves))
+
+    def rule(op, info, in_dims, inputs):
+        if not always or any(dim is not None and not has for dim, has in zip(in_dims, batched)):
+            return transforms.one_by_one(op, info, in_dims, inputs)
+        return transforms.samples_in_batch_of(op, info, in_dims, inputs, batched)
+    return rule
+
+
+def _no_gradient(row):
+    backward = row.name.endswith("_bwd")
+
+    def gradient(ctx, *_):
+        what = f"{row.name[:-4]}: gradients of gradients (create_graph=True)" if backward else f"{row.name}: gradients"
+        raise NotImplementedError(f"{what} are not implemented")
+    return gradient
+
+
+def _gradient_by_names(torch, t, row, backward, shapes):
+    """The gradient that the row <op>_bwd computes, and the names of what it wants saved."""
+    direct, seen = _direct[backward.name], getattr(torch.ops.margay, backward.name)
+    incoming = {"d" + f["name"]: f for f in row.results}
+    saved = [f["name"] for f in backward.inputs if f["name"] not in incoming]
+    arguments = [f["name"] for f in (*row.inputs, *row.numbers)]
+    places = [next((i for i, f in enumerate(backward.results) if f["name"] == "d" + name), None) for name in arguments]
+    optional = [arguments.index(f["name"][1:]) for f in backward.optional]
+    none = (None,) * len(arguments)
+
+    def gradient(ctx, *grads):
+        if all(grad is None for grad in grads[:len(row.results)]):
+            return none
+        known = dict(zip(saved, ctx.saved_tensors)) | _named(row.numbers, ctx.numbers)
+        for (name, f), grad in zip(incoming.items(), grads):
+            known[name] = grad if grad is None or grad.stride(-1) == 1 else grad.contiguous()
+        for f in backward.inputs:
+            if known[f["name"]] is None and f["role"] != "opt":        # of a result that nothing depends on
+                known[f["name"]] = torch.zeros_like(shapes[incoming[f["name"]]["name"]](*(known[name] for name in arguments)))
+        given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
+        need = ctx.needs_input_grad
+        if not torch.is_grad_enabled() and not t._compiling() and t._plain(*given[:len(backward.inputs)]):
+            made = direct(*given, want=[need[i] for i in optional]) if optional else direct(*given)
+        else:
+            made = seen(*given)
+        made = made if isinstance(made, (tuple, list)) else (made,)
+        return tuple(None if i is None or not (k < len(need) and need[k]) else made[i] for k, i in enumerate(places))
+    return gradient, saved
+
+
+# ---- the function
+
+
+def function(name, gradient=None, rule=None):
+    """The op's function. gradient(ctx, *grads): where no row <name>_bwd says it; ctx.saved_tensors are the inputs, ctx.numbers the
+    numbers. rule: of vmap, see _transforms."""
+    if gradient:
+        _gradients[name] = gradient
+    if rule:
+        _rules[name] = rule
+
+    def call(first, *others):
+        return (_made.get((name, type(first))) or _find(name, type(first)))(first, *others)
+    return call
+
+
+def make_torch_functions():
+    """Of all rows at once, backward ones first: torch.compile can trace an import, but not how functions are made."""
+    return {name: _torch_function(Row(name)) for name in sorted(ROWS, key=lambda name: not name.endswith("_bwd"))}
+
+
+def _find(name, kind):
+    """Looks only at libraries that are imported."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        from margay import _torch
+
+        made = _torch.OF_ROWS[name]
+    elif numpy is not None and issubclass(kind, numpy.ndarray):
+        made = _numpy_function(Row(name))
+    else:
+        raise TypeError(f"{name}: {Row(name).first} is {kind.__name__}, expected torch.Tensor or numpy.ndarray")
+    _made[name, kind] = made
+    return made
