@@ -12,6 +12,8 @@ import torch
 
 import margay
 from margay import _C
+from margay.check.device import on_gpu
+from margay.check.problems import from_row, owner
 
 
 def tensor(dtype, *shape):
@@ -57,16 +59,6 @@ def matmul(dtype, row, m, n, k):
     return out,
 
 
-def ssd(dtype, n, row=None):
-    _C.prefer(row)
-    x, b, c = tensor(dtype, 1, 130, 4, 64), tensor(dtype, 1, 130, 1, n), tensor(dtype, 1, 130, 1, n)
-    dt, a, d = torch.rand(1, 130, 4, device="cuda"), -torch.rand(4, device="cuda"), torch.randn(4, device="cuda")
-    y, state = torch.empty_like(x), torch.empty(1, 4, 64, n, device="cuda")
-    _C.ssd_fwd(y, state, x, dt, b, c, a, d)
-    _C.prefer(None)
-    return y, state
-
-
 def decode(dtype, d, queries, page, splits):
     """Ragged lengths, every option, pages and lengths that do not exist."""
     cache = (9, page, 2, d) if page else (4, 300, 2, d)
@@ -84,11 +76,11 @@ def decode(dtype, d, queries, page, splits):
     return out,
 
 
-def scaled_add(dtype):
-    a, b = tensor(dtype, 70, 200), tensor(dtype, 70, 200)
-    out = torch.empty_like(a)
-    _C.scaled_add(out, a, b, 2.0)
-    return out,
+def of_row(row, call):
+    _C.prefer(row["name"])
+    results = call()
+    _C.prefer(None)
+    return results
 
 
 def problems(dtype, name):
@@ -107,13 +99,12 @@ def problems(dtype, name):
             m, n, k = {"64x128": (56, 200, 104), "64x128_pair": (240, 200, 104), "128x128": (240, 200, 104), "128x256": (1592, 2104, 104),
                        "128x256_pair": (1720, 2104, 104)}[row["name"].split("_", 3)[3]]
             yield lambda row=row, m=m, n=n, k=k: matmul(dtype, row, m, n, k)
-    if dtype is torch.bfloat16:
-        yield lambda: ssd(dtype, 64)
-        yield lambda: ssd(dtype, 128)
-        yield lambda: ssd(dtype, 128, "ssd_fwd_bf16_n128_x2")
     for d, queries, page, splits in itertools.product((40, 128, 256), (1, 30), (0, 16, 64), (1, 3)):
         yield lambda d=d, n=queries, page=page, splits=splits: decode(dtype, d, n, page, splits)
-    yield lambda: scaled_add(dtype)
+    for row in _C.kernels():
+        if row["op"] != "matmul" and owner(row["op"]) and row["dtype"] == name and row["has_gpu_image"]:
+            for _, call in from_row(row, False):
+                yield lambda row=row, call=call: of_row(row, call)
 
 
 def main():
@@ -121,10 +112,11 @@ def main():
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     name = parser.parse_args().dtype
     count = 0
-    for problem in problems(getattr(torch, name), name):
-        results = problem()
-        assert not any(t.float().abs().sum().item() == math.inf or t.isnan().any() for t in results)
-        count += 1
+    with on_gpu():
+        for problem in problems(getattr(torch, name), name):
+            results = problem()
+            assert not any(t.float().abs().sum().item() == math.inf or t.isnan().any() for t in results)
+            count += 1
     print(f"{count} problems computed")
 
 

@@ -55,6 +55,17 @@ void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_
       box_rows, box_cols);
 }
 
+void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
+  const int d = t->dims;
+  int64_t batch = 1;
+  for (int i = d - 4; i >= 0; batch *= t->shape[i--])
+    if (!c->status && t->shape[i] != 1 && t->stride[i] != batch * t->stride[d - 4])
+      c->status = mg_fail(MG_VALUE, "%s: %s has a stride of %lld elements in dimension %d, expected a dense tensor", mg_op_name(c->op), name_of(c, t),
+                          (long long)t->stride[i], i);
+  map(c, m, t, (int64_t[4]){batch, t->shape[d - 3], t->shape[d - 2], t->shape[d - 1]},
+      (int64_t[4]){t->stride[d - 4], t->stride[d - 3], t->stride[d - 2], 1}, box_rows, box_cols);
+}
+
 int mg_tasks(mg_call *c, int64_t tasks) {
   if (!c->status && tasks > INT32_MAX / 2) c->status = mg_fail(MG_UNSUPPORTED, "%s: more than 2^30 tiles", mg_op_name(c->op));
   return (int)tasks;

@@ -58,7 +58,7 @@ extern const char *const mg_size_names[];
 static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) { return *(const mg_tensor *const *)((const char *)args + f->offset); }
 static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
 static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_WORK; }
-static inline bool mg_may_miss(const mg_field *f) { return f->role == ROLE_OPTOUT || f->role == ROLE_SAVE || f->role == ROLE_OPT; }
+static inline bool mg_may_miss(const mg_field *f) { return f->role == ROLE_OPTOUT || f->role == ROLE_OPT; }
 
 // Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row in ops.def says.
 mg_status mg_check(mg_op op, const void *args, mg_sizes *n);
@@ -177,6 +177,7 @@ bool mg_choose_other(mg_call *c, mg_op op);
 void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
 void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);   // a matrix, transposed
 void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);     // [batch, row, head, column]
+void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);    // dense; [batch ..., head, row, column]
 int mg_tasks(mg_call *c, int64_t tasks);    // as an int; too many are refused
 static inline int64_t mg_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 mg_status mg_run(mg_call *c, const void *params, int64_t blocks);

@@ -61,7 +61,9 @@ template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, i
 TILE void load(rv &v, const float *g, int n, float pad);   // rows >= n become pad and are not read
 TILE void store(float *g, const rv &v, int n);             // rows >= n are not written
 template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n);   // columns >= n become 0
-// fp32 row-major, `ld` floats per row; rows >= m and columns >= n are not written
+// fp32 row-major, `ld` floats per row; rows >= m and columns >= n are not read and become 0
+template<int N> TILE void load(rt<float, N> &t, const float *g, int64_t ld, int m, int n);
+// ... and are not written
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n);
 // Rounds to T; row r goes to f(r), a T *, or nowhere where that is NULL; columns >= n are not written.
 template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n);

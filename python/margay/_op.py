@@ -32,9 +32,9 @@ class Row:
         self.arguments = role("out", "optout", "save", "work", "in", "opt", "mat", "num")
         self.results, self.saves, self.work = role("out", "optout"), role("save"), role("work")
         self.inputs, self.numbers = role("in", "opt", "mat"), role("num")
-        self.optional = role("optout", "save")                     # what a call may leave out, in the order of `want`
-        self.lets = [(f["sizes"][0], f["name"], _python(f["name"])) for f in role("let")]
-        self.needs = [(f["name"], _python(f["name"])) for f in role("needs")]
+        self.optional = role("optout")                             # what a call may leave out, in the order of `want`
+        self.lets = [(f["sizes"][0], f["name"], condition(f["name"])) for f in role("let")]
+        self.needs = [(f["name"], condition(f["name"])) for f in role("needs")]
         self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
         self.first = self.inputs[0]["name"]
         self.halves = [f["name"] for f in self.inputs if f["kind"] == "half"]
@@ -79,7 +79,7 @@ class Row:
 
     def stub(self):
         """The line of _C.pyi."""
-        kinds = dict.fromkeys(("in", "mat", "out", "work"), "_Tensor") | dict.fromkeys(("opt", "optout", "save"), "_Tensor | None")
+        kinds = dict.fromkeys(("in", "mat", "out", "save", "work"), "_Tensor") | dict.fromkeys(("opt", "optout"), "_Tensor | None")
         words = [f"{f['name']}: {kinds.get(f['role'], f['kind'])}" for f in self.arguments]
         last = max((i for i, f in enumerate(self.arguments) if f["role"] != "num"), default=-1)
         words = [word + (f" = {default(f)!r}" if i > last else "") for i, (word, f) in enumerate(zip(words, self.arguments))]
@@ -101,7 +101,7 @@ def _text(expression):
     return re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("/", "//")).strip()
 
 
-def _python(expression):
+def condition(expression):
     return compile(_text(expression), expression, "eval")
 
 
@@ -149,7 +149,7 @@ def _named(fields, values):
     return dict(zip((f["name"] for f in fields), values))
 
 
-# One body for all libraries: results from `empty`, then C. `want` leaves out what may be absent: by default, what a backward reads.
+# One body for all libraries: results from `empty`, then C. `want` leaves out results that may be absent.
 _MAKE = """
 def make({signature}{want}):
     try:
@@ -164,7 +164,7 @@ def make({signature}{want}):
 def _make(row, place="", threads="", **known):
     lines = [f"{f['name']} = {row.new(f, place)}" + (f" if want[{row.optional.index(f)}] else None" if f in row.optional else "")
              for f in (*row.results, *row.saves, *row.work)]
-    want = tuple(f["role"] == "optout" for f in row.optional)
+    want = (True,) * len(row.optional)
     text = _MAKE.format(signature=row.signature(), want=f", want={want}" if want else "", allocate="\n        ".join(lines),
                         threads=threads, arguments=names(row.arguments), written=written(row),
                         inputs="".join(f["name"] + ", " for f in (*row.inputs, *row.numbers)), want_given=", want" if want else ", ()")
@@ -218,7 +218,7 @@ def _numpy_function(row):
     shapes = {f["name"]: _new_alone(row, f, dict(known, empty_like=lambda a: np.empty(a.shape, a.dtype))) for f in (*row.results, *row.saves, *row.work)}
 
     def again(inputs, want):
-        return _again(row, inputs, want, verify, lambda f, inputs: shapes[f["name"]](*inputs), copied, lambda a: a, None)
+        return _again(row, inputs, want, verify, lambda f, inputs: shapes[f["name"]](*inputs), copied, lambda a: a, lambda a, target: None)
 
     made = _make(row, again=again, **known)
     return _only_results(row, made)
@@ -253,7 +253,7 @@ def call({signature}):
 
 _FORWARD = """
 def forward(ctx, {all}):
-    {written} = make({all}{want})
+    {written} = make({all})
     ctx.save_for_backward({saved})
     ctx.numbers = ({numbers})
     ctx.set_materialize_grads(False)
@@ -307,8 +307,7 @@ def _torch_function(row):
         ctx.numbers = values[len(row.inputs):]
         ctx.set_materialize_grads(False)
 
-    wanted = f", want={(True,) * len(row.optional)}" if row.saves else ""
-    text = _FORWARD.format(all=every, written=written(row), want=wanted, saved=", ".join(saved), returned=names(row.results),
+    text = _FORWARD.format(all=every, written=written(row), saved=", ".join(saved), returned=names(row.results),
                            numbers="".join(name + ", " for name in numbers))
 
     class Record(torch.autograd.Function):
@@ -321,10 +320,7 @@ def _torch_function(row):
             cast = dict(zip(row.halves, t._autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
             return seen(*(cast.get(name, x) for name, x in given.items()), *values[len(inputs):])
 
-    def of_all(*values):
-        return direct(*values, want=(True,) * len(row.optional)) if row.optional else direct(*values)
-
-    t._register(row.schema(), of_all, fake, _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
+    t._register(row.schema(), direct, fake, _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
     seen = getattr(torch.ops.margay, row.name)
     optional = {f["name"] for f in row.inputs if f["role"] == "opt"}
     text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first, results=written(row), returned=names(row.results),
@@ -374,7 +370,7 @@ def _gradient_by_names(torch, t, row, backward, shapes):
             known[name] = grad if grad is None or grad.stride(-1) == 1 else grad.contiguous()
         for f in backward.inputs:
             if known[f["name"]] is None and f["role"] != "opt":        # of a result that nothing depends on
-                known[f["name"]] = torch.zeros_like(shapes[incoming[f["name"]]["name"]](*(known[name] for name in arguments)))
+                known[f["name"]] = torch.zeros_like(shapes[incoming[f["name"]]["name"]](*map(known.get, arguments)))
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
         if not torch.is_grad_enabled() and not t._compiling() and t._plain(*given[:len(backward.inputs)]):

@@ -394,6 +394,14 @@ SHAPE TILE void accumulators(const op_params &p, TILES &s, int) {
   load_acc(u, acc);
   store(p.out, N, u, 64, N);
 }
+SHAPE TILE void float_rows(const op_params &p, TILES &s, int) {
+  rt<float, N> t, u;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  store(p.out, N, t, 64, N);
+  load(u, p.out, N, 50, N - 3);
+  store(p.out, N, u, 64, N);
+}
 SHAPE TILE void scalars(const op_params &p, TILES &s, int) {
   rv y;
   sem_wait(s.full, 0);

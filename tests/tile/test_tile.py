@@ -384,13 +384,19 @@ def check_accumulators(c):
     same(c.matrix(), want)
 
 
+def check_float_rows(c):
+    want = c.t()
+    want[50:], want[:, -3:] = 0, 0
+    same(c.matrix(), want)
+
+
 def check_scalars(c):
     same(c.run()[:64], np.full(64, c.limits["m"] + c.limits["n"], np.float32))
     same(c.result["counter"], [5, 0, 0])
 
 
 CHECKS = {"map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
-          "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced, "accumulators": check_accumulators, "scalars": check_scalars}
+          "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced, "accumulators": check_accumulators, "scalars": check_scalars, "float_rows": check_float_rows}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: "_".join(map(str, r)))

@@ -242,6 +242,14 @@ template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n) {
   writes(v);
   for (int c = 0; c < N; c++) v.d[c] = c < n ? widen(g[c]) : 0.f;
 }
+template<int N> TILE void load(rt<float, N> &t, const float *g, int64_t ld, int m, int n) {
+  writes(t);
+  for (int r = 0; r < 64; r++) {
+    const int columns = r < m && n > 0 ? n < N ? n : N : 0;
+    touches_global(g + r * ld, columns * sizeof(float), GLOBAL_READ);
+    for (int c = 0; c < N; c++) t.d[r][c] = c < columns ? g[r * ld + c] : 0.f;
+  }
+}
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n) {
   reads(t);
   for (int r = 0; r < 64 && r < m; r++) {

@@ -314,6 +314,25 @@ template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n) {
     v.d[i] = c < n ? to_float(g[c]) : 0.f;
   }
 }
+template<int N> TILE void load(rt<float, N> &t, const float *g, int64_t ld, int m, int n) {
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float *from = g + (r + 8 * h) * ld + c;
+    bool there = r + 8 * h < m, whole = n == N && ((uintptr_t)from & 7) == 0;
+#pragma unroll
+    for (int i = 0; i < N / 8; i++) {
+      float2 x = make_float2(0.f, 0.f);
+      if (there && whole) x = *(const float2 *)(from + 8 * i);
+      else if (there) {
+        if (c + 8 * i < n) x.x = from[8 * i];
+        if (c + 8 * i + 1 < n) x.y = from[8 * i + 1];
+      }
+      t.d[4 * i + 2 * h] = x.x;
+      t.d[4 * i + 2 * h + 1] = x.y;
+    }
+  }
+}
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n) {
   int r = thread_row(), c = thread_col();
 #pragma unroll

@@ -3,10 +3,12 @@ function on random tensors; the launch of the row in question is handed to the c
 
 import contextlib
 import ctypes
+import random
+import zlib
 
 import numpy as np
 
-from margay import _C
+from margay import _C, _op
 from margay.check.compiled import Kernel, csrc
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3", "float32": "float"}
@@ -234,10 +236,53 @@ def scaled_add(row, large):
         yield "large" if m == 3000 else f"{m}x{n}", call
 
 
+def from_row(kernel, large):
+    """Random problems from the op's row in ops.def: sizes for which NEEDS and the kernel's condition hold, values in the ranges of DRAW."""
+    op, r = _op.Row(owner(kernel["op"])), random.Random(zlib.crc32(kernel["name"].encode()))
+    drawn = sorted({size for f in op.inputs for size in f["sizes"]} - {let for let, _, _ in op.lets})
+    whole = {f["sizes"][-1] for f in op.inputs if f["kind"] == "half"}      # rows of 16 bytes, which the GPU's maps ask for
+    conditions = [code for _, code in op.needs] + [_op.condition(kernel["when"])]
+    facts = dict(true=True, gpu=False, sms=SMS) | {f["name"]: _op.default(f) for f in op.numbers}
+    for i in range(5 if large else 3):
+        label = ("large", "few blocks")[i] if large and i < 2 else None
+        for _ in range(10000):
+            n = {size: r.randint(*(int(end) for end in op.draw.get(size, (1, 3000 if label == "large" else 300)))) for size in drawn}
+            n = {size: -(-x // 8) * 8 if size in whole else x for size, x in n.items()}
+            if all(eval(code, {}, facts | n) for code in conditions):
+                break
+        else:
+            raise RuntimeError(f"{kernel['name']}: no sizes were found for which {kernel['when']} holds")
+        for let, _, code in op.lets:
+            n[let] = eval(code, {}, n)
+
+        def call(n=n):
+            given = {f["name"]: drawn_tensor(op, f, n, kernel["dtype"]) for f in op.arguments if f["role"] != "num"}
+            getattr(_C, op.name)(**given)
+            return [given[f["name"]] for f in op.results]
+        yield label or ", ".join(f"{size}={x}" for size, x in n.items()), call
+
+
+def drawn_tensor(op, f, n, dtype):
+    shape = [n[size] for size in f["sizes"]]
+    values = np.random.default_rng(0).uniform(*op.draw[f["name"]], shape) if f["name"] in op.draw else None
+    return new(*shape, dtype=dtype if f["kind"] == "half" else f["kind"], values=values)
+
+
+def owner(op):
+    """The op with a row of its own that launches the kernels of `op`, or None."""
+    return max((name for name in _op.ROWS if op == name or op.startswith(name + "_")), key=len, default=None)
+
+
 OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
        "attention_bwd": lambda row, large: attention(row, True, large),
        "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
        "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add}
+
+
+def of_op(row, large):
+    """Those that somebody chose, or else random ones, or None."""
+    choose = OPS.get(row["op"]) or owner(row["op"]) and from_row
+    return choose and choose(row, large)
 
 
 def rows():
@@ -299,8 +344,9 @@ def problems(row, source=None, large=False):
     size = kernel.descriptor.params_bytes
     if source and size != row["params_bytes"]:
         raise SystemExit(f"margay.check: {source.name} takes parameters of {size} bytes, {row['name']}, in whose place it shall be checked, of {row['params_bytes']}")
-    if row["op"] in OPS:
-        return [Problem(kernel, label, call, row) for label, call in OPS[row["op"]](row, large)]
+    found = of_op(row, large)
+    if found:
+        return [Problem(kernel, label, call, row) for label, call in found]
     if not kernel.has_example:
-        raise NoProblems(f"margay.check: {row['name']}: not checked: the op {row['op']} has no problems in python/margay/check/problems.py, and {row['source']}.cu has no EXAMPLE")
+        raise NoProblems(f"margay.check: {row['name']}: not checked: the op {row['op']} has no row in ops.def and no problems in python/margay/check/problems.py, and {row['source']}.cu has no EXAMPLE")
     return [Problem(kernel, "its EXAMPLE", None, row)]
