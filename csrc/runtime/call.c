@@ -42,8 +42,8 @@ static void map(mg_call *c, gmap *m, const mg_tensor *t, const int64_t *shape, c
 
 void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
   const int d = t->dims, row = d - 2;
-  map(c, m, t, (int64_t[4]){d > 3 ? t->shape[0] : 1, d > 2 ? t->shape[row - 1] : 1, t->shape[row], t->shape[row + 1]},
-      (int64_t[4]){d > 3 ? t->stride[0] : 0, d > 2 ? t->stride[row - 1] : 0, t->stride[row], 1}, box_rows, box_cols);
+  map(c, m, t, (int64_t[4]){d > 2 ? t->shape[0] : 1, d > 3 ? t->shape[1] : 1, t->shape[row], t->shape[row + 1]},
+      (int64_t[4]){d > 2 ? t->stride[0] : 0, d > 3 ? t->stride[1] : 0, t->stride[row], 1}, box_rows, box_cols);
 }
 
 void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {

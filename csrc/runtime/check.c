@@ -48,7 +48,7 @@ enum {
 #define OP(op, ...) \
   static const mg_row *op##_row(void) { \
     typedef mg_##op##_args self; \
-    _Static_assert(op##_arguments <= MG_MAX_ARGS, "MG_MAX_ARGS of runtime.h"); \
+    _Static_assert((int)op##_arguments <= (int)MG_MAX_ARGS, "MG_MAX_ARGS of runtime.h"); \
     enum { MG_SIZES(SIZE) }; \
     static const mg_field fields[] = {__VA_ARGS__ {.role = ROLE_END}}; \
     static const mg_row row = {#op, fields, op##_arguments, false, offsetof(self, stream), sizeof(self), op##_let, op##_broken}; \

@@ -173,7 +173,7 @@ bool mg_choose(mg_call *c);
 static inline bool mg_open(mg_call *c, mg_op op, const void *args) { return mg_begin(c, op, args) && mg_choose(c); }
 // The same for another kernel of the call: a row of `op`, which may be the row's own or one by hand without arguments.
 bool mg_choose_other(mg_call *c, mg_op op);
-// t as a map: its last two dimensions are rows and columns, those before them batch and head.
+// t as a map: its last two dimensions are rows and columns, one before them is the batch, two are batch and head.
 void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
 void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);   // a matrix, transposed
 void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);     // [batch, row, head, column]
