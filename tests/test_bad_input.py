@@ -1,4 +1,4 @@
-"""Bad input at the public functions, one test per row of docs/bad_inputs.md. The raw layer's and the mock driver's are in test_runtime.py."""
+"""Bad input at the public functions, one test per row of docs/bad_inputs.md. The raw layer's and the mock driver's are in tests/runtime."""
 
 import math
 import mmap
@@ -16,7 +16,7 @@ import margay as mg
 import reference
 from cases import DEVICES, AttentionCase, attention_inputs, check_error, exact_attention
 from margay import _C
-from test_runtime import Fake
+from mocked import Fake
 
 
 def tensors(*shapes, dtype=torch.bfloat16, device="cpu", seed=0):
