@@ -7,11 +7,13 @@ plus rounding. The same holds for the mean error, and for the mean error towards
 import dataclasses
 import math
 import random
+import re
 
 import pytest
 import torch
 
 import reference
+from margay import _C
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALF = (torch.bfloat16, torch.float16)
@@ -92,6 +94,14 @@ def place(t, layout, device):
         wide[..., 8:8 + t.shape[3]] = t.to(device)
         return wide[..., 8:8 + t.shape[3]]
     return t.to(device)
+
+
+# ---- rows
+
+
+def row_taken(op, **problem):
+    """The name of the row that takes a problem, as `explain` is asked of one."""
+    return re.search(r"(\w+) takes it", _C.explain(op, **problem)).group(1)
 
 
 # ---- outputs

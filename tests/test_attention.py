@@ -10,7 +10,7 @@ import torch
 import margay as mg
 import reference
 from cases import (DEVICES, AttentionCase, Guarded, attention_cases, attention_inputs, awkward_attention_cases, check_error, check_lse,
-                   exact_attention, float32_rounding, plain_gradients)
+                   exact_attention, float32_rounding, plain_gradients, row_taken)
 from margay import _C
 
 RANDOM = attention_cases(200, seed=2)
@@ -194,12 +194,11 @@ def test_values_narrower_than_keys(case, deterministic, device, request):
 
 def test_values_narrower_than_keys_have_their_rows():
     constants = {row["name"]: row["constants"] for row in _C.kernels()}
-    taken = lambda op, **problem: re.search(r"(\w+) takes it", _C.explain(op, **problem)).group(1)
     for gpu in {False, bool(_C.info()["cuda_built"])}:
         for dtype in ("bfloat16", "float16"):
             for op in ("attention_fwd", "attention_bwd_pre", "attention_bwd", "attention_bwd_post"):
                 for deterministic in (False, True):
-                    columns = lambda d, dv: re.search(r"\bD=(\d+)", constants[taken(op, dtype=dtype, gpu=gpu, d=d, dv=dv, deterministic=deterministic)]).group(1)
+                    columns = lambda d, dv: re.search(r"\bD=(\d+)", constants[row_taken(op, dtype=dtype, gpu=gpu, d=d, dv=dv, deterministic=deterministic)]).group(1)
                     assert [columns(d, dv) for d, dv in ((129, 1), (192, 128), (192, 129), (193, 128), (129, 129))] == ["192", "192", "256", "256", "256"]
 
 

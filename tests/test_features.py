@@ -1,6 +1,7 @@
 """Windows, softcap, sinks, ALiBi, dropout and packed sequences, forward and backward, against float64."""
 
 import dataclasses
+import itertools
 import math
 import random
 import re
@@ -10,7 +11,7 @@ import torch
 
 import margay as mg
 import reference
-from cases import DEVICES, DIMS, HALF, check_error, largest_score
+from cases import DEVICES, DIMS, HALF, check_error, largest_score, row_taken
 from margay import _C, _plain, _torch, flash_attn_interface
 
 CASES = 100
@@ -295,13 +296,13 @@ def test_bad_starts():
 def test_the_backward_kernels_agree_on_the_head_dim(dtype):
     """The accumulator of dq is laid out by the first, filled by the second and read by the third kernel."""
     constants = {row["name"]: row["constants"] for row in _C.kernels()}
-    gpu = dtype != "float32" and bool(_C.info()["cuda_built"])
-    for d in (1, 64, 65, 128, 129, 256):
-        for features in (0, 1, 2):
-            for deterministic in (False, True):
-                rows = [re.search(r"(\w+) takes it", _C.explain(op, dtype=dtype, gpu=gpu, d=d, features=features, deterministic=deterministic)).group(1)
-                        for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
-                assert len({re.search(r"\bD=(\d+)", constants[name]).group(1) for name in rows}) == 1, rows
+    for gpu in {False, dtype != "float32" and bool(_C.info()["cuda_built"])}:
+        for d, dv in [(d, dv) for d in (1, 64, 65, 128, 129, 192, 193, 256) for dv in {d, 1, 128, 129}]:
+            for features in (0, 1, 2, 3, 4):
+                for deterministic, n in itertools.product((False, True), (100, 700, 9000)):
+                    problem = dict(dtype=dtype, gpu=gpu, d=d, dv=dv, nq=n, nk=n, features=features, deterministic=deterministic)
+                    rows = [row_taken(op, **problem) for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
+                    assert len({re.search(r"\bD=(\d+)", constants[name]).group(1) for name in rows}) == 1, (rows, problem)
 
 
 # ---- what packed sequences must not see of each other. The library is called with outputs that hold NaN, so that what it does not write shows.
