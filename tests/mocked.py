@@ -1,4 +1,5 @@
-"""The library over tests/mock/kernels.def and a driver that records its calls (tests/mock/libcuda.c), and tensors of any kind for the module."""
+"""The library over tests/mock/kernels.def and a driver that records its calls (tests/mock/libcuda.c); tensors of any kind
+for the module."""
 import ctypes
 import importlib.machinery
 import importlib.util
@@ -15,7 +16,8 @@ ROWS = ["plain", "clustered", "on_cpu", "huge", "misnamed", "forward", "forward_
 OK, TYPE, VALUE, UNSUPPORTED, BUFFER, MEMORY, RUNTIME = range(7)
 BF16, FP16, FP32, FP64, INT32, INT64, UINT8, E4M3 = range(8)
 CPU, CUDA = range(2)
-OPS = ["attention_fwd", "attention_bwd", "attention_bwd_pre", "attention_bwd_post", "matmul", "scaled_add"]      # the numbers of mg_check
+# Numbered as ops.def has them.
+OPS = ["attention_fwd", "attention_bwd", "attention_bwd_pre", "attention_bwd_post", "matmul", "scaled_add"]
 
 
 def compile_c(*words):

@@ -26,9 +26,10 @@ def attention_scores(q, k, *, causal=False, scale=None, window=(-1, -1), softcap
 
 
 def attention(q, k, v, *, sink=None, dropout=0.0, kept=None, **options):
-    """out [B, Hq, Nq, Dv] and lse [B, Hq, Nq] of q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv]; rows without keys: 0 and -inf.
+    """out [B, Hq, Nq, Dv] and lse [B, Hq, Nq] of q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv].
 
-    visible: bool, broadcast to [B, Hq, Nq, Nk], besides the causal mask and the window, which are aligned to the bottom right.
+    Rows without keys are 0, and -inf in lse.
+    visible: bool, broadcast to [B, Hq, Nq, Nk], besides the causal mask and the window, which end at the bottom right.
     kept: bool, broadcast to [B, Hq, Nq, Nk], what a dropout of probability `dropout` keeps."""
     scores = attention_scores(q, k, **options)
     columns = scores.shape[3]

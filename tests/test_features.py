@@ -85,8 +85,8 @@ def by_formula(case, dtype, q, k, v, dout, sink, slopes, dlse):
     drawn = round(case.dropout * 65536) / 65536
     kept = [mg.dropout_mask(case.dropout, case.seed, len(case.lengths), case.heads, n, m)[i:i + 1].to(q.device)
             for i, (n, m) in enumerate(case.lengths)] if case.dropout else None
-    out, lse = reference.packed(q, k, v, *([pair[i] for pair in case.lengths] for i in (0, 1)), slopes, kept, sink=sink, dropout=drawn,
-                                causal=case.causal, window=case.window, softcap=case.softcap)
+    out, lse = reference.packed(q, k, v, *([pair[i] for pair in case.lengths] for i in (0, 1)), slopes, kept, sink=sink,
+                                dropout=drawn, causal=case.causal, window=case.window, softcap=case.softcap)
     leaves = [q, k, v] + ([sink] if sink is not None else [])
     results, sent = [out], [dout.to(dtype)]
     if dlse is not None and lse.requires_grad:
@@ -296,13 +296,14 @@ def test_bad_starts():
 def test_the_backward_kernels_agree_on_the_head_dim(dtype):
     """The accumulator of dq is laid out by the first, filled by the second and read by the third kernel."""
     constants = {row["name"]: row["constants"] for row in _C.kernels()}
-    for gpu in {False, dtype != "float32" and bool(_C.info()["cuda_built"])}:
-        for d, dv in [(d, dv) for d in (1, 64, 65, 128, 129, 192, 193, 256) for dv in {d, 1, 128, 129}]:
-            for features in (0, 1, 2, 3, 4):
-                for deterministic, n in itertools.product((False, True), (100, 700, 9000)):
-                    problem = dict(dtype=dtype, gpu=gpu, d=d, dv=dv, nq=n, nk=n, features=features, deterministic=deterministic)
-                    rows = [row_taken(op, **problem) for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
-                    assert len({re.search(r"\bD=(\d+)", constants[name]).group(1) for name in rows}) == 1, (rows, problem)
+    head_dim = lambda row: re.search(r"\bD=(\d+)", constants[row]).group(1)
+    places = {False, dtype != "float32" and bool(_C.info()["cuda_built"])}
+    dims = [(d, dv) for d in (1, 64, 65, 128, 129, 192, 193, 256) for dv in {d, 1, 128, 129}]
+    kinds = itertools.product(places, dims, range(5), (False, True), (100, 700, 9000))
+    for gpu, (d, dv), features, deterministic, n in kinds:
+        problem = dict(dtype=dtype, gpu=gpu, d=d, dv=dv, nq=n, nk=n, features=features, deterministic=deterministic)
+        rows = [row_taken(op, **problem) for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
+        assert len(set(map(head_dim, rows))) == 1, (rows, problem)
 
 
 # ---- what packed sequences must not see of each other. The library is called with outputs that hold NaN, so that what it does not write shows.

@@ -17,7 +17,8 @@ def arrays(*shapes, dtype="float32"):
 def exact_attention(q, k, v, **options):
     torch = pytest.importorskip("torch")
     import reference
-    return [t.numpy() for t in reference.attention(*(torch.from_numpy(a.astype("float64")) for a in (q, k, v)), **options)]
+    inputs = [torch.from_numpy(a.astype("float64")) for a in (q, k, v)]
+    return [t.numpy() for t in reference.attention(*inputs, **options)]
 
 
 @pytest.mark.parametrize("dtype, tolerance", (("float32", 2e-6), ("float16", 2e-3)))

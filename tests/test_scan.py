@@ -1,7 +1,7 @@
 """The Mamba-2 scan against its recurrence in float64.
 
-An answer may have twice the error of the same scan in PyTorch, by chunks, with the operands of its products rounded to 16 bits, plus rounding: see
-`check_error`."""
+An answer may have twice the error of the same scan in PyTorch, by chunks, with the operands of its products rounded
+to 16 bits, plus rounding: see `check_error`."""
 
 import dataclasses
 import math
@@ -27,10 +27,11 @@ class Case:
     groups: int = 1
     dim: int = 64
     state: int = 64
-    layout: str = "dense"        # "fused": x, b and c are columns of one tensor; "gaps": NaN between the rows of x, b and c
+    layout: str = "dense"        # "fused": x, b, c are columns of one tensor; "gaps": NaN between their rows
 
     def __str__(self):
-        return f"seed{self.seed}-t{self.steps}-b{self.batch}-h{self.heads}x{self.groups}-p{self.dim}-n{self.state}-{self.layout}"
+        return (f"seed{self.seed}-t{self.steps}-b{self.batch}-h{self.heads}x{self.groups}-p{self.dim}-n{self.state}"
+                f"-{self.layout}")
 
 
 def random_case(seed):
@@ -38,18 +39,21 @@ def random_case(seed):
     r = random.Random(seed)
     groups = r.choice((1, 1, 2, 4))
     heads = math.lcm(groups, 4) * r.choice((1, 1, 2, 3))
-    return Case(seed, r.choice(STEPS) if r.random() < 0.8 else r.randrange(500), r.choice((1, 1, 2, 3)), heads, groups, 8 * r.randint(1, 8),
-                8 * r.randint(1, 16), r.choice(LAYOUTS))
+    steps = r.choice(STEPS) if r.random() < 0.8 else r.randrange(500)
+    dim, state = 8 * r.randint(1, 8), 8 * r.randint(1, 16)
+    return Case(seed, steps, r.choice((1, 1, 2, 3)), heads, groups, dim, state, r.choice(LAYOUTS))
 
 
 AWKWARD = [Case(i, **change) for i, change in enumerate(
     [dict(steps=t, state=n, groups=g, batch=2) for t in (0, 1, 64, 65, 300, 1000) for n in (64, 128) for g in (1, 2)]
-    + [dict(heads=8, state=128), dict(heads=8, groups=2, dim=40, state=96), dict(steps=70, groups=4, state=128), dict(steps=200, dim=16, state=24),
-       dict(batch=0), dict(heads=0), dict(dim=8, state=8), dict(heads=12, groups=3, dim=8, state=120, layout="gaps")])]
+    + [dict(heads=8, state=128), dict(heads=8, groups=2, dim=40, state=96), dict(steps=70, groups=4, state=128),
+       dict(steps=200, dim=16, state=24), dict(batch=0), dict(heads=0), dict(dim=8, state=8),
+       dict(heads=12, groups=3, dim=8, state=120, layout="gaps")])]
 # Rows of "gaps" begin at multiples of 16 bytes whatever they hold: sizes that are multiples of nothing.
 ODD = [Case(100 + i, layout="gaps", **change) for i, change in enumerate(
-    [dict(dim=1, state=1), dict(dim=5, state=7, heads=3), dict(dim=63, state=65, heads=6, groups=2, batch=2), dict(dim=33, state=127, heads=1),
-     dict(dim=64, state=127, heads=8, steps=129), dict(dim=7, state=3, heads=5, groups=5, steps=65)])]
+    [dict(dim=1, state=1), dict(dim=5, state=7, heads=3), dict(dim=63, state=65, heads=6, groups=2, batch=2),
+     dict(dim=33, state=127, heads=1), dict(dim=64, state=127, heads=8, steps=129),
+     dict(dim=7, state=3, heads=5, groups=5, steps=65)])]
 
 
 def inputs_of(case, device="cpu"):
@@ -71,7 +75,8 @@ def inputs_of(case, device="cpu"):
 def widened(t, device):
     """A copy of t whose rows begin 16 bytes and more behind one another."""
     unit = 16 // t.element_size()
-    wide = torch.full((*t.shape[:-1], -(-t.shape[-1] // unit) * unit + 2 * unit), math.nan, dtype=t.dtype, device=device)
+    columns = -(-t.shape[-1] // unit) * unit + 2 * unit
+    wide = torch.full((*t.shape[:-1], columns), math.nan, dtype=t.dtype, device=device)
     view = wide[..., unit:unit + t.shape[-1]]
     return view.copy_(t)
 
@@ -89,7 +94,7 @@ def recurrence(x, dt, b, c, a, d):
 
 
 def by_chunks(x, dt, b, c, a, d):
-    """y and the last state as one computes them with products of 16-bit numbers: what products read is rounded, sums are float32."""
+    """y and the last state by products of 16-bit numbers: what products read is rounded, sums are float32."""
     half, heads = x.dtype, x.shape[2]
     x, b, c = (t.float() for t in (x, b, c))
     b, c = (t.repeat_interleave(heads // max(t.shape[2], 1), 2).transpose(1, 2) for t in (b, c))        # [B, H, T, N]
@@ -109,7 +114,8 @@ def by_chunks(x, dt, b, c, a, d):
 def run(inputs, dim, n):
     x = inputs[0]
     batch, _, heads, _ = x.shape
-    y = torch.full((*x.shape[:3], -(-dim // 8) * 8), math.nan, dtype=x.dtype, device=x.device)[..., :dim]       # rows of 16 bytes
+    rows = *x.shape[:3], -(-dim // 8) * 8          # of whole 16 bytes
+    y = torch.full(rows, math.nan, dtype=x.dtype, device=x.device)[..., :dim]
     state = torch.full((batch, heads, dim, n), math.nan, device=x.device)
     _C.ssd_fwd(y, state, *inputs)
     return y, state
@@ -118,7 +124,7 @@ def run(inputs, dim, n):
 def check_results(inputs, y, state):
     x, dt, _, _, a, _ = inputs
     relative = 0.0
-    if x.numel():        # the exponent of a weight is the difference of two sums of dt a over a chunk; e^-150 is nothing
+    if x.numel():        # a weight's exponent is the difference of two sums of dt a over a chunk; e^-150 is nothing
         longest = (dt * -a).double().unfold(1, min(CHUNK, x.shape[1]), 1).sum(3).clamp(max=150).max()
         relative = 2**-23 * (16 + float(longest))
     for name, found, plain, exact in zip(("y", "state"), (y, state), by_chunks(*inputs), recurrence(*inputs)):
@@ -126,8 +132,11 @@ def check_results(inputs, y, state):
 
 
 # The GPU copies dt by rows of 4 heads.
-@pytest.mark.parametrize("case, device", [(case, "cpu") for case in AWKWARD + ODD]
-                         + [pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in AWKWARD + ODD if case.heads % 4 == 0], ids=str)
+WHERE = [(case, "cpu") for case in AWKWARD + ODD]
+WHERE += [pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in AWKWARD + ODD if case.heads % 4 == 0]
+
+
+@pytest.mark.parametrize("case, device", WHERE, ids=str)
 def test_awkward(case, device, one_thread):
     inputs = inputs_of(case, device)
     check_results(inputs, *run(inputs, case.dim, case.state))

@@ -16,7 +16,9 @@ from cases import DEVICES, check_error, check_lse
 from margay import _torch
 
 DTYPES = (torch.bfloat16, torch.float32)
-ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+PRECISIONS = torch.bfloat16, torch.float64       # of the formula: what is allowed, what is exact
+ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+               "silu": F.silu}
 
 
 def skip_float32_on_cuda(device, dtype):
@@ -88,7 +90,7 @@ def test_operator_and_function_agree(device):
 
 
 def results_of(function, inputs, *sent):
-    """The results of a function, one or several, and its gradients where `sent` comes back; ones come back to those beside."""
+    """The results of a function and its gradients where `sent` comes back to them, and ones to the results beside."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     results = function(*leaves)
     results = results if isinstance(results, tuple) else (results,)
@@ -111,7 +113,7 @@ def test_compile_attention(device, dynamic):
     for rows in (33, 21):
         inputs = [t.detach()[:, :, :rows].clone() for t in qkv(device)]
         dout = torch.randn(2, rows, 4 * 48, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(2))
-        plain, exact = (results_of(formula, [t.to(dtype) for t in inputs], dout) for dtype in (torch.bfloat16, torch.float64))
+        plain, exact = (results_of(formula, [t.to(dtype) for t in inputs], dout) for dtype in PRECISIONS)
         for function in (f, compiled):
             found = results_of(function, inputs, dout)
             check_error("out", found[0], plain[0], exact[0])
@@ -131,7 +133,7 @@ def test_compile_matmul(device, activation):
     def formula(a, b, bias):
         return ACTIVATIONS[activation](a @ b + bias).unflatten(0, (2, 12))
 
-    plain, exact = (results_of(formula, [t.to(dtype) for t in (a, b, bias)]) for dtype in (torch.bfloat16, torch.float64))
+    plain, exact = (results_of(formula, [t.to(dtype) for t in (a, b, bias)]) for dtype in PRECISIONS)
     for function in (f, torch.compile(f, fullgraph=True)):
         for i, (name, found) in enumerate(zip(("out", "da", "db", "dbias"), results_of(function, (a, b, bias)))):
             check_error(name, found, plain[i], exact[i], 3 if i else 2)
@@ -225,7 +227,8 @@ def test_matmul_double_backward():
 
     formula = lambda a, b, bias: a @ b + bias
     found = second(lambda a, b, bias: mg.matmul(a, b, bias=bias), torch.float32)
-    for name, x, plain, exact in zip(("da", "db"), found, second(formula, torch.float32), second(formula, torch.float64)):
+    plain, exact = second(formula, torch.float32), second(formula, torch.float64)
+    for name, x, plain, exact in zip(("da", "db"), found, plain, exact):
         check_error(name, x, plain, exact, 3)
 
 
@@ -236,7 +239,7 @@ def test_matmul_gradient(device, activation):
     dout = torch.randn(24, 56, generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
     formula = lambda a, b, bias: ACTIVATIONS[activation](a @ b + bias)
     found = results_of(lambda a, b, bias: mg.matmul(a, b, bias=bias, activation=activation), inputs, dout)
-    plain, exact = (results_of(formula, [t.to(dtype) for t in inputs], dout) for dtype in (torch.bfloat16, torch.float64))
+    plain, exact = (results_of(formula, [t.to(dtype) for t in inputs], dout) for dtype in PRECISIONS)
     for name, x, y, z in zip(("da", "db", "dbias"), found[1:], plain[1:], exact[1:]):
         check_error(name, x, y, z, 3)
 
@@ -273,7 +276,7 @@ def test_layer(device, options):
 
 
 def check_layer(layer, function, x, options):
-    """A function that is to be the layer, its gradients of input and weights too, against the same layer with attention as a formula."""
+    """A function that is to be the layer, with its gradients, against the same layer with attention as a formula."""
     def results(function, layer, x):
         x = x.detach().requires_grad_()
         out = function(x)
@@ -286,7 +289,8 @@ def check_layer(layer, function, x, options):
         return results(other, other, x.to(dtype))
 
     names = "out", "dx", *(f"gradient of {name}" for name, _ in layer.named_parameters())
-    for i, (name, found, plain, exact) in enumerate(zip(names, results(function, layer, x), formula(x.dtype), formula(torch.float64), strict=True)):
+    three = results(function, layer, x), formula(x.dtype), formula(torch.float64)
+    for i, (name, found, plain, exact) in enumerate(zip(names, *three, strict=True)):
         check_error(name, found, plain, exact, 3 if i else 2)
 
 
