@@ -7,9 +7,13 @@ plus rounding. The same holds for the mean error, and for the mean error towards
 import dataclasses
 import math
 import random
+import re
 
 import pytest
 import torch
+
+import reference
+from margay import _C
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALF = (torch.bfloat16, torch.float16)
@@ -92,57 +96,42 @@ def place(t, layout, device):
     return t.to(device)
 
 
+# ---- rows
+
+
+def row_taken(op, **problem):
+    """The name of the row that takes a problem, as `explain` is asked of one."""
+    return re.search(r"(\w+) takes it", _C.explain(op, **problem)).group(1)
+
+
+# ---- outputs
+
+
+GUARD = 64
+
+
+class Guarded:
+    """An uninitialised output, NaN all through, in the middle of a NaN-filled buffer; `transposed`: its rows outside its heads."""
+
+    def __init__(self, shape, dtype, device, transposed=False):
+        count = math.prod(shape)
+        self.buffer = torch.full((count + 2 * GUARD,), math.nan, dtype=dtype, device=device)
+        self.view = self.buffer[GUARD:GUARD + count].view((shape[0], shape[2], shape[1], shape[3]) if transposed else shape)
+        if transposed:
+            self.view = self.view.transpose(1, 2)
+
+    def check(self, name):
+        for guard in (self.buffer[:GUARD], self.buffer[-GUARD:]):
+            assert guard.isnan().all(), f"{name}: memory beside the output was written"
+
+
 # ---- exact answers
-
-
-def attention_scores(q, k, scale, causal):
-    group = q.shape[1] // max(k.shape[1], 1)
-    scores = (q @ k.repeat_interleave(group, 1).mT) * (q.shape[3] ** -0.5 if scale is None else scale)
-    if causal:
-        rows, columns = scores.shape[2:]
-        visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
-        scores = scores.masked_fill(~visible, -math.inf)
-    return scores
-
-
-def plain_attention(q, k, v, scale=None, causal=False):
-    """The formula as one writes it in PyTorch, in the precision of its inputs; rows without keys are 0."""
-    scores = attention_scores(q, k, scale, causal)
-    empty = (scores == -math.inf).all(3, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(empty, 0.0), 3).masked_fill(empty, 0.0)
-    return weights @ v.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
-
-
-class ExactAttention(torch.autograd.Function):
-    """out and lse with the gradient that the kernels compute, in the precision of its inputs: float64 for an exact answer."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, scale=None, causal=False):
-        scores = attention_scores(q, k, scale, causal)
-        lse = torch.logsumexp(scores, 3)
-        weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-        out = weights @ v.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
-        ctx.save_for_backward(q, k, v, weights, out)
-        ctx.scale = q.shape[3] ** -0.5 if scale is None else scale
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        q, k, v, weights, out = ctx.saved_tensors
-        heads = k.shape[1]
-        group = q.shape[1] // max(heads, 1)
-        dv = weights.mT @ dout
-        dweights = dout @ v.repeat_interleave(group, 1).mT
-        dscores = weights * (dweights - (out * dout).sum(3, keepdim=True) + dlse[..., None]) * ctx.scale
-        dq = dscores @ k.repeat_interleave(group, 1)
-        dk = dscores.mT @ q
-        return dq, *(t.unflatten(1, (heads, group)).sum(2) if heads else t for t in (dk, dv)), None, None
 
 
 def exact_attention(case, q, k, v, dout, dlse=None):
     """out, lse, dq, dk, dv in float64."""
     inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    out, lse = ExactAttention.apply(*inputs, case.scale, case.causal)
+    out, lse = reference.attention(*inputs, scale=case.scale, causal=case.causal)
     dlse = torch.zeros_like(lse) if dlse is None else dlse.double()
     return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), inputs, (dout.double(), dlse))
 
@@ -150,7 +139,7 @@ def exact_attention(case, q, k, v, dout, dlse=None):
 def plain_gradients(case, q, k, v, dout):
     """out, dq, dk, dv of the plain formulation."""
     inputs = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    out = plain_attention(*inputs, case.scale, case.causal)
+    out, _ = reference.attention(*inputs, scale=case.scale, causal=case.causal)
     return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
 

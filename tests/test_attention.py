@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import margay as mg
-from cases import (DEVICES, AttentionCase, ExactAttention, attention_cases, attention_inputs, awkward_attention_cases, check_error, check_lse,
-                   exact_attention, float32_rounding, plain_attention, plain_gradients)
+import reference
+from cases import (DEVICES, AttentionCase, Guarded, attention_cases, attention_inputs, awkward_attention_cases,
+                   check_error, check_lse, exact_attention, float32_rounding, plain_gradients, row_taken)
 from margay import _C
 
 RANDOM = attention_cases(200, seed=2)
@@ -55,24 +56,6 @@ def test_float32(case, poison):
 
 
 # ---- the raw functions write every element of their outputs and nothing else
-
-
-GUARD = 64
-
-
-class Guarded:
-    """An uninitialised output, NaN all through, in the middle of a NaN-filled buffer; `transposed`: its rows outside its heads."""
-
-    def __init__(self, shape, dtype, device, transposed=False):
-        count = math.prod(shape)
-        self.buffer = torch.full((count + 2 * GUARD,), math.nan, dtype=dtype, device=device)
-        self.view = self.buffer[GUARD:GUARD + count].view((shape[0], shape[2], shape[1], shape[3]) if transposed else shape)
-        if transposed:
-            self.view = self.view.transpose(1, 2)
-
-    def check(self, name):
-        for guard in (self.buffer[:GUARD], self.buffer[-GUARD:]):
-            assert guard.isnan().all(), f"{name}: memory beside the output was written"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -129,8 +112,8 @@ def test_large_scores(device):
     """Scores in the thousands: exp must not overflow."""
     q, k, v, _ = attention_inputs(AttentionCase(6, rows=65, kv_rows=130), device)
     out, lse = mg.attention(q * 30, k * 30, v, return_lse=True)
-    exact, exact_lse = ExactAttention.apply(*(t.double() for t in (q * 30, k * 30, v)))
-    check_error("out", out, plain_attention(q * 30, k * 30, v), exact)
+    exact, exact_lse = reference.attention(*(t.double() for t in (q * 30, k * 30, v)))
+    check_error("out", out, reference.attention(q * 30, k * 30, v)[0], exact)
     check_lse(lse, exact_lse, q * 30, k * 30, None)
 
 
@@ -211,12 +194,12 @@ def test_values_narrower_than_keys(case, deterministic, device, request):
 
 def test_values_narrower_than_keys_have_their_rows():
     constants = {row["name"]: row["constants"] for row in _C.kernels()}
-    taken = lambda op, **problem: re.search(r"(\w+) takes it", _C.explain(op, **problem)).group(1)
     for gpu in {False, bool(_C.info()["cuda_built"])}:
         for dtype in ("bfloat16", "float16"):
             for op in ("attention_fwd", "attention_bwd_pre", "attention_bwd", "attention_bwd_post"):
                 for deterministic in (False, True):
-                    columns = lambda d, dv: re.search(r"\bD=(\d+)", constants[taken(op, dtype=dtype, gpu=gpu, d=d, dv=dv, deterministic=deterministic)]).group(1)
+                    row = lambda d, dv: row_taken(op, dtype=dtype, gpu=gpu, d=d, dv=dv, deterministic=deterministic)
+                    columns = lambda d, dv: re.search(r"\bD=(\d+)", constants[row(d, dv)]).group(1)
                     assert [columns(d, dv) for d, dv in ((129, 1), (192, 128), (192, 129), (193, 128), (129, 129))] == ["192", "192", "256", "256", "256"]
 
 
@@ -259,20 +242,29 @@ def test_threads_agree(device):
 
 
 @pytest.mark.parametrize("causal", (False, True))
-def test_reference_gradient(causal):
-    """The closed form of the gradient, lse's included, is the derivative of the formula."""
+def test_reference(causal):
+    """The reference is PyTorch's formula, and its gradient, lse's included, the derivative; rows without keys are 0."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(shape, dtype=torch.float64, generator=g, requires_grad=True) for shape in ((1, 4, 4, 3), (1, 2, 5, 3), (1, 2, 5, 2)))
-    assert torch.autograd.gradcheck(lambda q, k, v: ExactAttention.apply(q, k, v, 0.7, causal), (q, k, v))
-    plain = plain_attention(q, k, v, 0.7, causal)
-    assert torch.allclose(ExactAttention.apply(q, k, v, 0.7, causal)[0], plain, rtol=1e-12)
+    assert torch.autograd.gradcheck(lambda q, k, v: reference.attention(q, k, v, scale=0.7, causal=causal), (q, k, v))
+    seen = torch.ones(4, 5, dtype=torch.bool).tril(1) if causal else None
+    wide_k, wide_v = (t.repeat_interleave(2, 1) for t in (k, v))
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, wide_k, wide_v, seen, scale=0.7)
+    assert torch.allclose(reference.attention(q, k, v, scale=0.7, causal=causal)[0], theirs, rtol=1e-12)
+    leaves = [t.detach()[:, :, :n].requires_grad_() for t, n in ((q, 4), (k, 2), (v, 2))]
+    out, lse = reference.attention(*leaves, causal=causal)
+    hidden = 2 * causal
+    assert (out[:, :, :hidden] == 0).all() and (lse[:, :, :hidden] == -math.inf).all()
+    assert lse[:, :, hidden:].isfinite().all()
+    gradients = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+    assert not any(t.isnan().any() for t in gradients) and (gradients[0][:, :, :hidden] == 0).all()
 
 
 def test_check_can_fail():
     """A small error anywhere is found."""
     case = AttentionCase(9, 2, 2, 2, 128, 128)
     q, k, v, dout = attention_inputs(case)
-    exact, plain = exact_attention(case, q, k, v, dout)[0], plain_attention(q, k, v)
+    exact, plain = exact_attention(case, q, k, v, dout)[0], reference.attention(q, k, v)[0]
     check_error("plain", plain, plain, exact)
     for wrong in (plain * 1.02, torch.nextafter(plain, plain * 0), plain.clone().index_fill_(2, torch.tensor(5), 0.0), plain.clone()):
         if torch.equal(wrong, plain):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from margay.bench import harness, report
+from cases import row_taken
+from margay.bench import harness, report, rows
 from margay.bench.__main__ import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +54,21 @@ def test_a_wrong_peer_is_not_timed(value):
 def test_the_table_has_a_graphs_time_by_layers():
     """16 layers of 134 MB in 16 * 36 us are 3.73 TB/s."""
     assert report.decode_cell({"ms": {"margay": 16 * 0.036}, "layers": 16, "bytes": 16 << 27, "speed_ratio": {"torch": 1.25}}) == "36, 86% (1.2)"
+
+
+def test_a_preference_ends_with_its_call():
+    """Also where the call fails, as a peer's or a row's may."""
+    chosen = lambda: row_taken("attention_fwd", dtype="bfloat16", d=64)
+    usual, other = chosen(), "attention_fwd_bf16_d128"
+    assert rows.preferring(other, chosen)() == other != usual == chosen()
+
+    def fails():
+        assert chosen() == other
+        raise RuntimeError("not today")
+
+    with pytest.raises(RuntimeError, match="not today"):
+        rows.preferring(other, fails)()
+    assert chosen() == usual
 
 
 def bench(*arguments):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import margay as mg
-from cases import DEVICES, HALF, check_error, check_lse, largest_score
+import reference
+from cases import DEVICES, HALF, check_error, largest_score
 from margay import _C
 
 LENGTHS = (0, 1, 2, 13, 63, 64, 65, 127, 128, 129, 200, 333, 500)
@@ -118,27 +119,13 @@ def sequence(case, cache, options, b):
 def plain(case, q, k_cache, v_cache, options, dtype):
     """out and lse, the formula as one writes it in PyTorch, in the precision of dtype."""
     out, lse = torch.zeros(q.shape, dtype=dtype, device=q.device), torch.full((case.batch, case.heads, case.queries), -math.inf, dtype=dtype, device=q.device)
-    for b, n in enumerate(lengths_of(case)):
-        k, v = (sequence(case, cache, options, b).to(dtype).repeat_interleave(case.heads // max(case.k_heads, 1), 1).transpose(0, 1) for cache in (k_cache, v_cache))
-        scores = q[b].to(dtype).transpose(0, 1) @ k.mT * (case.dim**-0.5 if case.scale is None else case.scale)
-        if case.softcap:
-            scores = case.softcap * torch.tanh(scores / case.softcap)
-        distance = torch.arange(case.queries, device=q.device)[:, None] + n - case.queries - torch.arange(n, device=q.device)
-        if case.slopes:
-            slopes = options["alibi_slopes"] if case.slopes == 1 else options["alibi_slopes"][b]
-            scores = scores - (slopes[:, None, None] * distance.abs()).to(dtype)
-        left, right = case.window[0], 0 if case.causal else case.window[1]
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        hidden |= distance > left if left >= 0 else hidden
-        hidden |= -distance > right if right >= 0 else hidden
-        scores = scores.masked_fill(hidden, -math.inf)
-        sink = options["sink"].to(dtype)[:, None, None].expand(-1, case.queries, 1) if case.sink else scores[..., :0]
-        every = torch.cat([scores, sink], 2)
-        if every.shape[2] == 0 or case.queries == 0 or case.heads == 0:
-            continue
-        lse[b] = torch.logsumexp(every, 2)
-        weights = torch.softmax(every.masked_fill((every == -math.inf).all(2, keepdim=True), 0.0), 2).masked_fill((every == -math.inf).all(2, keepdim=True), 0.0)
-        out[b] = (weights[..., :n] @ v).transpose(0, 1)
+    for b in range(case.batch):
+        rows = q[b], *(sequence(case, cache, options, b) for cache in (k_cache, v_cache))
+        slopes = options["alibi_slopes"][b] if case.slopes == 2 else options["alibi_slopes"]
+        found = reference.rows_first(*(t[None].to(dtype) for t in rows), causal=case.causal, scale=case.scale,
+                                     window=case.window, softcap=case.softcap, sink=options["sink"],
+                                     alibi_slopes=slopes)
+        out[b], lse[b] = (t[0] for t in found)
     return out, lse
 
 

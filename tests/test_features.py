@@ -1,6 +1,7 @@
 """Windows, softcap, sinks, ALiBi, dropout and packed sequences, forward and backward, against float64."""
 
 import dataclasses
+import itertools
 import math
 import random
 import re
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 import margay as mg
-from cases import DEVICES, DIMS, HALF, check_error, largest_score
+import reference
+from cases import DEVICES, DIMS, HALF, check_error, largest_score, row_taken
 from margay import _C, _plain, _torch, flash_attn_interface
 
 CASES = 100
@@ -62,35 +64,6 @@ def draw(seed, dtypes=HALF):
                 r.choice(("heads", "batch")) if some(0.3) else "", r.choice((0.1, 0.5)) if some(0.25) else 0.0, some(0.3), some(0.3))
 
 
-# ---- the formula, for one sequence: q [Hq, n, D], k [Hk, m, D], v [Hk, m, Dv]
-
-def formula(q, k, v, sink, slopes, kept, case):
-    group = q.shape[0] // k.shape[0]
-    n, m = q.shape[1], k.shape[1]
-    x = (q @ k.repeat_interleave(group, 0).mT) * q.shape[2]**-0.5
-    if case.softcap:
-        x = case.softcap * torch.tanh(x / case.softcap)
-    i, j = torch.arange(n, device=q.device)[:, None] + m - n, torch.arange(m, device=q.device)
-    if slopes is not None:
-        x = x - slopes[:, None, None].to(x.dtype) * (i - j).abs()
-    visible = torch.ones(n, m, dtype=torch.bool, device=q.device)
-    left, right = case.window
-    if case.causal:
-        visible &= j <= i
-    if left >= 0:
-        visible &= j >= i - left
-    if right >= 0:
-        visible &= j <= i + right
-    x = x.masked_fill(~visible, -math.inf)
-    logits = x if sink is None else torch.cat([x, sink.to(x.dtype)[:, None, None].expand(-1, n, 1)], 2)
-    empty = (logits == -math.inf).all(2, keepdim=True) if logits.shape[2] else torch.ones(*logits.shape[:2], 1, dtype=torch.bool, device=q.device)
-    weights = torch.softmax(logits.masked_fill(empty, 0), 2).masked_fill(empty, 0)[..., :m]
-    lse = torch.logsumexp(logits.masked_fill(empty, 0), 2).masked_fill(empty[..., 0], -math.inf) if logits.shape[2] else logits.new_full(logits.shape[:2], -math.inf)
-    if case.dropout:
-        weights = weights * kept.to(weights.dtype) / (1 - round(case.dropout * 65536) / 65536)      # the probability that is drawn
-    return weights @ v.repeat_interleave(group, 0), lse
-
-
 def inputs_of(case, device):
     g = torch.Generator().manual_seed(case.seed)
     rows, keys = (sum(n for n, _ in case.lengths), sum(m for _, m in case.lengths))
@@ -109,17 +82,11 @@ def by_formula(case, dtype, q, k, v, dout, sink, slopes, dlse):
     """out [rows, Hq, Dv], lse [Hq, rows], dq, dk, dv, dsink in `dtype`."""
     q, k, v = (t.detach().to(dtype).requires_grad_() for t in (q, k, v))
     sink = None if sink is None else sink.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
-    outs, lses, a, b = [], [], 0, 0
-    kept = None
-    for i, (n, m) in enumerate(case.lengths):
-        if case.dropout:
-            kept = mg.dropout_mask(case.dropout, case.seed, len(case.lengths), case.heads, n, m)[i].to(q.device)
-        of = lambda t, at, size: t[at:at + size].transpose(0, 1)
-        out, lse = formula(of(q, a, n), of(k, b, m), of(v, b, m), sink, None if slopes is None else slopes if slopes.ndim == 1 else slopes[i], kept, case)
-        outs.append(out.transpose(0, 1))
-        lses.append(lse)
-        a, b = a + n, b + m
-    out, lse = torch.cat(outs), torch.cat(lses, 1)
+    drawn = round(case.dropout * 65536) / 65536
+    kept = [mg.dropout_mask(case.dropout, case.seed, len(case.lengths), case.heads, n, m)[i:i + 1].to(q.device)
+            for i, (n, m) in enumerate(case.lengths)] if case.dropout else None
+    out, lse = reference.packed(q, k, v, *([pair[i] for pair in case.lengths] for i in (0, 1)), slopes, kept, sink=sink,
+                                dropout=drawn, causal=case.causal, window=case.window, softcap=case.softcap)
     leaves = [q, k, v] + ([sink] if sink is not None else [])
     results, sent = [out], [dout.to(dtype)]
     if dlse is not None and lse.requires_grad:
@@ -329,13 +296,14 @@ def test_bad_starts():
 def test_the_backward_kernels_agree_on_the_head_dim(dtype):
     """The accumulator of dq is laid out by the first, filled by the second and read by the third kernel."""
     constants = {row["name"]: row["constants"] for row in _C.kernels()}
-    gpu = dtype != "float32" and bool(_C.info()["cuda_built"])
-    for d in (1, 64, 65, 128, 129, 256):
-        for features in (0, 1, 2):
-            for deterministic in (False, True):
-                rows = [re.search(r"(\w+) takes it", _C.explain(op, dtype=dtype, gpu=gpu, d=d, features=features, deterministic=deterministic)).group(1)
-                        for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
-                assert len({re.search(r"\bD=(\d+)", constants[name]).group(1) for name in rows}) == 1, rows
+    head_dim = lambda row: re.search(r"\bD=(\d+)", constants[row]).group(1)
+    places = {False, dtype != "float32" and bool(_C.info()["cuda_built"])}
+    dims = [(d, dv) for d in (1, 64, 65, 128, 129, 192, 193, 256) for dv in {d, 1, 128, 129}]
+    kinds = itertools.product(places, dims, range(5), (False, True), (100, 700, 9000))
+    for gpu, (d, dv), features, deterministic, n in kinds:
+        problem = dict(dtype=dtype, gpu=gpu, d=d, dv=dv, nq=n, nk=n, features=features, deterministic=deterministic)
+        rows = [row_taken(op, **problem) for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
+        assert len(set(map(head_dim, rows))) == 1, (rows, problem)
 
 
 # ---- what packed sequences must not see of each other. The library is called with outputs that hold NaN, so that what it does not write shows.

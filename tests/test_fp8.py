@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import margay as mg
-from cases import DEVICES, LAYOUTS, ROWS, ExactAttention, attention_scores, check_error, largest_score, place
+import reference
+from cases import DEVICES, LAYOUTS, ROWS, check_error, largest_score, place
 from margay import _C, flash_attn_interface
 
 E4M3 = torch.float8_e4m3fn
@@ -52,7 +53,7 @@ def dequantised(t, factor, heads_k):
 
 def rounded_attention(q, k, v, scale, causal):
     """The formula in float32 with probabilities rounded as the kernel rounds them."""
-    scores = attention_scores(q.float(), k.float(), scale, causal)
+    scores = reference.attention_scores(q.float(), k.float(), scale=scale, causal=causal)
     largest = scores.amax(3, keepdim=True)
     weights = torch.exp(scores - largest.masked_fill(largest == -math.inf, 0.0))
     total = weights.sum(3, keepdim=True)
@@ -63,11 +64,11 @@ def rounded_attention(q, k, v, scale, causal):
 def check_results(q, k, v, factors, scale, causal, out, lse):
     heads = k.shape[1]
     q, k, v = (dequantised(t, f, heads) for t, f in zip((q, k, v), factors))
-    exact, exact_lse = ExactAttention.apply(q, k, v, scale, causal)
+    exact, exact_lse = reference.attention(q, k, v, scale=scale, causal=causal)
     assert out.dtype == torch.bfloat16
     if k.shape[2]:
         plain = rounded_attention(q, k, v, scale, causal)
-        few = ExactAttention.apply(q, k, v.abs(), scale, causal)[0].amax() if out.numel() else 0.0
+        few = reference.attention(q, k, v.abs(), scale=scale, causal=causal)[0].amax() if out.numel() else 0.0
         relative = 2**-23 * (8 + largest_score(q, k, scale) / 2) + (2**-9 if out.is_cuda else 0.0)
         visible = max(1, (k.shape[2] - q.shape[2] + 1) if causal else k.shape[2])
         check_error("out", out, plain, exact, 2, (relative, float(few) * ROUNDING / 4 / visible**0.5))
@@ -135,7 +136,7 @@ def test_peaked_rows(device, one_thread):
     k, v = q.flip(2).clone(), torch.randn(1, 2, 300, 64, generator=g).to(E4M3)
     q, k, v = (t.to(device) for t in (q, k, v))
     out = mg.attention(q, k, v, scale=4.0)
-    exact, _ = ExactAttention.apply(q.double(), k.double(), v.double(), 4.0)
+    exact, _ = reference.attention(q.double(), k.double(), v.double(), scale=4.0)
     assert not out.isnan().any() and ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14).all()
 
 

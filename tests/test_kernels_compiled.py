@@ -1,4 +1,6 @@
 """Every row's GPU image: no spills, no stack, no serialised matrix instructions, matrix and tensor-copy instructions where the source has them."""
+import collections
+import functools
 import re
 import sys
 from pathlib import Path
@@ -6,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
 sys.path.insert(0, str(ROOT / "tools"))
 import cubin  # noqa: E402
 
@@ -21,6 +24,32 @@ with_images = pytest.mark.skipif(not _C.info()["cuda_built"], reason=NO_IMAGES)
 
 def constants(kernel):
     return {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)", kernel["constants"])}
+
+
+@functools.cache
+def reached(source, folder=CSRC / "kernels", root=CSRC):
+    """The text of a kernel file and of the functions that it calls from its headers, but for the tile layer's."""
+    file = folder / f"{source}.cu"
+    called, files, todo = [], {file}, [file]
+    functions = collections.defaultdict(list)
+    while todo:
+        at = todo.pop()
+        text = re.sub(r"//.*", "", at.read_text())
+        for name in re.findall(r'^#include "([^"]+)"', text, re.M):
+            header = next(path for path in (at.parent / name, root / name) if path.exists())
+            if header not in files and root / "tile" not in header.parents:
+                files.add(header)
+                todo.append(header)
+        if at == file:
+            called.append(text)
+        else:
+            for part in re.split(r"\n(?=[A-Za-z])", text):      # a function, a struct, a macro's use
+                if name := re.search(r"(\w+)\s*\(", part):
+                    functions[name[1]].append(part)
+    for text in called:                                         # grows meanwhile
+        for word in set(re.findall(r"\w+", text)) & set(functions):
+            called += functions.pop(word)
+    return "\n".join(called)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +79,9 @@ class TestImage:
         assert all(24 <= value <= 240 and value % 8 == 0 for value in budgets.values() if value), budgets
 
     def test_matrix_instructions_are_where_the_source_has_products(self, name, kernels):
-        source = (ROOT / "csrc" / "kernels" / f"{kernels[name]['source']}.cu").read_text()
         panel = 4                    # a product over one 64-wide panel is four instructions; a lone commit leaves a single placeholder
         wanted, other = ("QGMMA", "HGMMA") if kernels[name]["dtype"] == "float8_e4m3fn" else ("HGMMA", "QGMMA")
-        if re.search(r"\bmma(_A\w+)?<", source):
+        if re.search(r"\bmma(_A\w+)?<", reached(kernels[name]["source"])):
             assert ROWS[name][wanted] >= panel
         else:
             assert ROWS[name][wanted] == 0
@@ -61,6 +89,13 @@ class TestImage:
         assert ROWS[name]["HMMA"] == 0
 
     def test_tiles_come_by_tensor_copies(self, name, kernels):
-        source = (ROOT / "csrc" / "kernels" / f"{kernels[name]['source']}.cu").read_text()
-        included = [(ROOT / "csrc" / path).read_text() for path in re.findall(r'#include "(kernels/.*)"', source)]
-        assert (ROWS[name]["UTMALDG"] > 0) == any("tma_load" in text for text in [source, *included])
+        assert (ROWS[name]["UTMALDG"] > 0) == ("tma_load" in reached(kernels[name]["source"]))
+
+
+@pytest.mark.parametrize("top, found", (("mma<2>(0);", True), ("of_a(1);", True), ("// of_a(1);", False), ("", False)))
+def test_reached_follows_includes_and_calls(top, found, tmp_path):
+    """A product counts where the kernel has it or calls it, in headers of headers too; not where a header offers it."""
+    (tmp_path / "a.h").write_text('#include "b.h"\ntemplate<int N> TILE int of_a(int x) {\n  return of_b(x);\n}\n')
+    (tmp_path / "b.h").write_text("TILE int of_b(int x) {\n  mma<1>(x);  // a product\n  return x;\n}\n")
+    (tmp_path / "k.cu").write_text(f'#include "a.h"\nTILE void run() {{\n  {top}\n}}\n')
+    assert ("mma<" in reached("k", tmp_path, tmp_path)) == found

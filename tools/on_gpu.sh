@@ -27,7 +27,7 @@ tests drop-ins tests/test_drop_ins_*.py &
 tests decode tests/test_decode.py &
 tests matmul tests/test_matmul.py tests/test_scan.py &
 tests torch tests/test_torch.py tests/test_numpy.py tests/test_import.py tests/test_demo.py &
-tests rest tests/test_bad_input.py tests/test_runtime.py tests/test_docs.py &
+tests rest tests/test_bad_input.py tests/runtime tests/test_docs.py &
 tests attention-rest tests/test_bad_input_attention.py tests/test_deterministic.py &
 tests tile tests/tile &
 tests fp8 tests/test_fp8.py &

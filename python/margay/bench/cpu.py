@@ -2,24 +2,11 @@
 import functools
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-import margay
-from margay.bench.attention import gradient
-from margay.bench.harness import Case, CpuTimer, Problem, run_family
+from margay.bench.attention import build
+from margay.bench.harness import Case, CpuTimer, run_family
 
 BATCH, HEADS, N = 1, 8, 2048
-
-
-def build(d, causal, dtype, backward):
-    torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(BATCH, HEADS, N, d).to(dtype) for _ in range(4))
-    functions = {"margay": margay.attention, "torch": lambda q, k, v, *, causal: scaled_dot_product_attention(q, k, v, is_causal=causal)}
-    work = 4 * BATCH * HEADS * N * N * d * (0.5 if causal else 1)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    if not backward:
-        return Problem({name: functools.partial(f, q, k, v, causal=causal) for name, f in functions.items()}, tolerance, work)
-    return Problem({name: gradient(f, q, k, v, dout, causal) for name, f in functions.items()}, 2 * tolerance, 2.5 * work)
 
 
 def cases():
@@ -29,7 +16,8 @@ def cases():
                 for mask in ("full", "causal"):
                     fields = {"group": f"{direction} {dtype}", "direction": direction, "dtype": dtype, "d": d, "mask": mask, "n": N}
                     yield Case(f"{direction} {dtype} D={d} {mask}", fields,
-                               functools.partial(build, d, mask == "causal", getattr(torch, dtype), direction == "backward"))
+                               functools.partial(build, N, d, mask == "causal", getattr(torch, dtype), direction == "backward",
+                                                 BATCH, HEADS, "cpu"))
 
 
 def run(options, arguments):

@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import margay
-from margay.bench.harness import FLUSH_BYTES, HIDE_CYCLES, Case, GpuTimer, Problem, run_family
+from margay.bench.harness import FLUSH_BYTES, HIDE_CYCLES, Case, CpuTimer, GpuTimer, Problem, run_family
 
+HEADS_PAGES = ((4, 0), (4, 64), (4, 16), (32, 0))        # key heads, rows of a page; 0: no pages
 BATCHES = (1, 8, 32, 128)
 CONTEXTS = (1024, 8192, 32768, 131072)
 Q_HEADS, D = 32, 128
@@ -26,15 +27,15 @@ def sdpa(q, k, v):
         return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
 
 
-def layer(batch, context, k_heads, page, seed=0):
+def layer(batch, context, k_heads, page, seed=0, device="cuda"):
     """(ours, torch's) of one layer."""
     torch.manual_seed(seed)
-    q = torch.randn(batch, 1, Q_HEADS, D, device="cuda").bfloat16()
-    k, v = (torch.empty(batch, context, k_heads, D, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2))
-    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, 1, Q_HEADS, D, device=device).bfloat16()
+    k, v = (torch.empty(batch, context, k_heads, D, device=device, dtype=torch.bfloat16).normal_() for _ in range(2))
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
     caches, table = (k, v), None
     if page:
-        table = torch.randperm(batch * context // page, device="cuda").view(batch, -1)
+        table = torch.randperm(batch * context // page, device=device).view(batch, -1)
         caches = [torch.empty_like(t).view(-1, page, k_heads, D).index_copy_(0, table.flatten(), t.view(-1, page, k_heads, D)) for t in (k, v)]
         table = table.int()
     return functools.partial(margay.attention_decode, q, *caches, cache_seqlens=lengths, page_table=table), functools.partial(sdpa, q, k, v)
@@ -54,9 +55,9 @@ def captured(calls):
     return replay
 
 
-def build(batch, context, k_heads, page, layers):
+def build(batch, context, k_heads, page, layers, device="cuda"):
     names = "margay", "torch"
-    calls = zip(*(layer(batch, context, k_heads, page, i) for i in range(max(1, layers))))
+    calls = zip(*(layer(batch, context, k_heads, page, i, device) for i in range(max(1, layers))))
     runners = {name: captured(each) if layers else each[0] for name, each in zip(names, calls)}
     flops, size = 4 * batch * Q_HEADS * context * D, 4 * batch * context * k_heads * D
     return Problem(runners, 1e-2, flops * max(1, layers), size * max(1, layers))
@@ -67,11 +68,11 @@ def layers_of(size):
     return max(4, min(32, GRAPH_BYTES // size)) if 16 << 20 <= size <= 600 << 20 else 0
 
 
-def cases():
-    for graph in (False, True):
-        for k_heads, page in ((4, 0), (4, 64), (4, 16), (32, 0)):
-            for batch in BATCHES:
-                for context in CONTEXTS:
+def cases(batches=BATCHES, contexts=CONTEXTS, heads_pages=HEADS_PAGES, device="cuda"):
+    for graph in (False, True) if device == "cuda" else (False,):
+        for k_heads, page in heads_pages:
+            for batch in batches:
+                for context in contexts:
                     size = 4 * batch * context * k_heads * D
                     layers = layers_of(size) if graph else 0
                     if size * (1 + bool(page)) > MOST_BYTES or (graph and not layers):
@@ -80,7 +81,8 @@ def cases():
                     fields = {"group": group, "batch": batch, "n": context, "k_heads": k_heads, "page": page, "mask": f"B={batch}", "bytes": size * max(1, layers)}
                     if graph:
                         fields["layers"] = layers
-                    yield Case(f"decode {group} B={batch} N={context}", fields, functools.partial(build, batch, context, k_heads, page, layers))
+                    call = functools.partial(build, batch, context, k_heads, page, layers, device)
+                    yield Case(f"decode {group} B={batch} N={context}", fields, call)
 
 
 class ReadingTimer(GpuTimer):
@@ -96,6 +98,10 @@ class ReadingTimer(GpuTimer):
         call()
         end.record()
         return start, end
+
+
+def timer_for(device):
+    return ReadingTimer() if device == "cuda" else CpuTimer()
 
 
 def run(options, arguments):

@@ -11,7 +11,7 @@ import random
 import torch
 
 import margay
-from margay.bench.attention import gradient, sdpa
+from margay.bench.attention import gradient
 from margay.bench.harness import Case, GpuTimer, Problem, run_family
 from torch.nn.attention import SDPBackend
 

@@ -133,6 +133,10 @@ class CpuTimer:
         return max(3, min(1000, int(measure_ms / ms)))
 
 
+def timer_for(device):
+    return GpuTimer() if device == "cuda" else CpuTimer()
+
+
 # ---- one case
 
 def relative_error(ours, peer):
@@ -228,20 +232,24 @@ def run_case(case, timer, options, clock):
     return result
 
 
+def described(family, results, options, device):
+    """Results with what they were measured on, and how: the content of a result file."""
+    method = {"rounds": options.rounds, "ms_per_measurement": options.measure_ms, "inputs": "normal, seed 0"}
+    return {"family": family, "environment": environment(device != margay.info()["isa"]), "method": method, "cases": results}
+
+
 def save(family, results, options, device):
     """Results of cases that were not run now are kept."""
     path = options.out / f"{family}-{device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(path.read_text())["cases"] if path.exists() else []
     cases = {case["name"]: case for case in [*old, *results]}
-    content = {"family": family, "environment": environment(device != margay.info()["isa"]),
-               "method": {"rounds": options.rounds, "ms_per_measurement": options.measure_ms, "inputs": "normal, seed 0"}, "cases": list(cases.values())}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(described(family, list(cases.values()), options, device), indent=1) + "\n")
     return path
 
 
-def run_family(family, cases, timer, options):
-    """Writes FAMILY-DEVICE.json. Returns whether every case ran and was right."""
+def run_cases(cases, timer, options):
+    """The results, the names of cases that failed, and of those for which there was no time."""
     start, results, failed, left = time.monotonic(), [], [], []
     with Clock() as clock:
         for case in cases:
@@ -255,6 +263,13 @@ def run_family(family, cases, timer, options):
             except (ArithmeticError, NotImplementedError, RuntimeError, ValueError, TypeError) as error:
                 failed.append(case.name)
                 print(f"{case.name}: FAILED: {error}", flush=True)
+    return results, failed, left
+
+
+def run_family(family, cases, timer, options):
+    """Writes FAMILY-DEVICE.json. Returns whether every case ran and was right."""
+    start = time.monotonic()
+    results, failed, left = run_cases(cases, timer, options)
     if results:
         path = save(family, results, options, timer.device)
         print(f"{report.summary(results)}\n{len(results)} cases to {path} in {time.monotonic() - start:.0f} s")

@@ -150,9 +150,19 @@ def plot(content, path):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    drawn = figure(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(drawn)
+
+
+def figure(content):
+    """A panel a group, TFLOP/s over sizes, a line a runner."""
+    import matplotlib.pyplot as plt
     found = list(panels(content))
     columns = 2 if len(found) > 1 else 1
-    figure, axes = plt.subplots(-(-len(found) // columns), columns, figsize=(5.5 * columns, 3.2 * -(-len(found) // columns)), squeeze=False)
+    rows = -(-len(found) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.2 * rows), squeeze=False, layout="constrained")
     for axis, (title, labels, series) in zip(axes.flat, found):
         for name, values in series.items():
             axis.plot(labels, values, marker="o", label=name, linewidth=2.5 if name == "margay" else 1.2)
@@ -164,7 +174,24 @@ def plot(content, path):
         axis.set_visible(False)
     axes.flat[0].legend()
     figure.suptitle(caption(content), fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    return figure
+
+
+def figure_of_ratios(content):
+    """How many times as fast as each peer, case by case: a dot a round, a line at the median, which is what tables show."""
+    import matplotlib.pyplot as plt
+    cases = content["cases"]
+    figure, axis = plt.subplots(figsize=(9, 0.8 + 0.25 * len(cases)), layout="constrained")
+    for i, peer in enumerate(unique(peer for case in cases for peer in case["speed_ratio"])):
+        for y, case in enumerate(cases):
+            if peer in case["speed_ratio"]:
+                ours, theirs = next(iter(case["rounds_ms"].values())), case["rounds_ms"][peer]
+                ratios = [b / a for a, b in zip(ours, theirs)]
+                axis.plot(ratios, [y] * len(ratios), "o", color=f"C{i + 1}", markersize=3, label=peer if y == 0 else None)
+                axis.plot(case["speed_ratio"][peer], y, "|", color=f"C{i + 1}", markersize=12)
+    axis.axvline(1, color="gray", linewidth=0.8)
+    axis.set_yticks(range(len(cases)), [case["name"] for case in cases], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel("times as fast as the peer")
+    axis.legend()
+    return figure

@@ -2,6 +2,7 @@
 those of the families attention (forward only: a preference holds for one thread, and autograd has its own) and gemm; --rows names the rows by a
 regular expression. Prints, writes nothing.
 """
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -31,19 +32,26 @@ def takers(case, pattern):
     names = []
     for row in _C.kernels():
         if row["op"] == op and re.search(pattern, row["name"]):
-            _C.prefer(row["name"])
-            if f": {row['name']}\n" in _C.explain(op, **problem):
-                names.append(row["name"])
-    _C.prefer(None)
+            with preferred(row["name"]):
+                if f": {row['name']}\n" in _C.explain(op, **problem):
+                    names.append(row["name"])
     return names
+
+
+@contextlib.contextmanager
+def preferred(name):
+    """This thread's calls go to the row of that name where it takes them."""
+    _C.prefer(name)
+    try:
+        yield
+    finally:
+        _C.prefer(None)
 
 
 def preferring(name, call):
     def run():
-        _C.prefer(name)
-        result = call()
-        _C.prefer(None)
-        return result
+        with preferred(name):
+            return call()
     return run
 
 
