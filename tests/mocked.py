@@ -16,8 +16,6 @@ ROWS = ["plain", "clustered", "on_cpu", "huge", "misnamed", "forward", "forward_
 OK, TYPE, VALUE, UNSUPPORTED, BUFFER, MEMORY, RUNTIME = range(7)
 BF16, FP16, FP32, FP64, INT32, INT64, UINT8, E4M3 = range(8)
 CPU, CUDA = range(2)
-# Numbered as ops.def has them.
-OPS = ["attention_fwd", "attention_bwd", "attention_bwd_pre", "attention_bwd_post", "matmul", "scaled_add"]
 
 
 def compile_c(*words):
@@ -96,9 +94,13 @@ class Runtime:
         return self.c.mg_attention_fwd(*views, None, ctypes.byref(Options(1.0, causal, False)), None)
 
     def check(self, op, tensors):
-        tensors = [*tensors, *[None] * 4]      # attention's last four are optional
-        array = (ctypes.POINTER(Tensor) * len(tensors))(*(None if t is None else ctypes.pointer(t) for t in tensors))
-        return self.c.mg_check(OPS.index(op), array)
+        """Of an op's arguments, which begin with its tensors; numbers behind them are 0, and so are optional tensors."""
+        number = ctypes.c_int()
+        assert self.c.mg_op_find(ctypes.byref(number), op.encode()) == 0
+        args = (ctypes.POINTER(Tensor) * (len(tensors) + 8))(*(None if t is None else ctypes.pointer(t) for t in tensors))
+        if op.startswith("attention"):
+            return self.c.mg_check_by_hand(number, args)
+        return self.c.mg_check(number, args, (ctypes.c_int64 * 64)())
 
 
 def in_child(function):

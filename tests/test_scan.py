@@ -212,8 +212,8 @@ def test_repeats_bitwise(n):
 
 
 @pytest.mark.parametrize("wrong, message", [
-    (dict(groups=3), "ssd_fwd: x has 4 heads, expected a multiple of the 3 groups of b"),
-    (dict(state=0), r"ssd_fwd: b has a last dimension \(the state's\) of 0, expected at least 1"),
+    (dict(groups=3), r"ssd_fwd: H = 4 \(dimension 2 of x\), G = 3 \(dimension 2 of b\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
+    (dict(state=0), r"ssd_fwd: N = 0 \(dimension 3 of b\), expected N > 0"),
 ])
 def test_refused(wrong, message):
     case = Case(0, **dict(steps=5, dim=8, state=16) | wrong)
@@ -222,5 +222,5 @@ def test_refused(wrong, message):
 
 
 def test_no_kernel():
-    with pytest.raises(NotImplementedError, match="(?s)ssd_fwd: no kernel for bfloat16.*ssd_fwd_bf16_n128 needs d <= 64 && n <= 128"):
+    with pytest.raises(NotImplementedError, match="(?s)ssd_fwd: no kernel for bfloat16.*ssd_fwd_bf16_n128 needs P <= 64 && N <= 128"):
         run(inputs_of(Case(0, steps=5, dim=8, state=129)), 8, 129)

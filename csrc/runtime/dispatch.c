@@ -128,7 +128,7 @@ static void append_problem(text *t, mg_op op, const mg_problem *p) {
   FIELDS(FIELD)
 #undef FIELD
   for (int i = 0; i < MG_SIZE_COUNT; i++)
-    if (has_size(op, i)) append(t, ", %s=%lld", mg_size_names[i], (long long)sizes[i]);
+    if (has_size(op, i) && sizes[i] > 0) append(t, ", %s=%lld", mg_size_names[i], (long long)sizes[i]);
   append(t, p->gpu ? ", on the GPU" : ", on the CPU");
 }
 

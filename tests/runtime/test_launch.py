@@ -61,7 +61,7 @@ def test_preload(rt):
     assert rt.launch(index=1) == OK
     assert not [line for line in rt.log() if "cuLibraryLoadData" in line]
     assert rt.c.mg_preload(b"nonsense", 0) == VALUE
-    assert "there is no op nonsense, expected one of attention_fwd, attention_bwd" in rt.error()
+    assert "there is no op nonsense, expected one of scaled_add, scaled_add_bwd, matmul, " in rt.error()
 
 
 def test_image_without_its_kernel(rt):
