@@ -22,6 +22,17 @@ def summary(cases):
     return "\n".join(lines)
 
 
+def headline(content):
+    """Two lines: each direction's geometric mean against the first peer, and its range."""
+    cases, peer = content["cases"], next(iter(content["cases"][0]["speed_ratio"]))
+    means = []
+    for direction in unique(case["direction"] for case in cases):
+        ratios = [case["speed_ratio"][peer] for case in cases if case["direction"] == direction]
+        means.append(f"{direction} {geomean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    return (f"Times as fast as {peer} on an {content['environment']['gpu']}, {', '.join(unique(case['dtype'] for case in cases))}, "
+            f"geometric mean and range:\n{', '.join(means)}.")
+
+
 # ---- Markdown
 
 def markdown(header, rows):
@@ -138,12 +149,17 @@ def panels(content):
             cases = [case for case in calls if case["group"] == group and case.get("mask", "") == mask]
             if cases:
                 runners = unique(name for case in cases for name in case["tflops"])
-                yield f"{group} {mask}".strip(), list(map(x_label, cases)), {
+                yield f"{group}\n{mask}".strip(), x_labels(cases), {
                     name: [case["tflops"].get(name, math.nan) for case in cases] for name in runners}
 
 
-def x_label(case):
-    return str(case["n"]) if "m" not in case else "{m}\n{n}\n{k}".format(**case)
+def x_labels(cases):
+    """What differs from case to case: the shapes of products, head dims where all have one length, else lengths."""
+    if "m" in cases[0]:
+        return ["{m}\n{n}\n{k}".format(**case) for case in cases]
+    if len({case["n"] for case in cases}) == 1 and "d" in cases[0]:
+        return [f"D={case['d']}" for case in cases]
+    return [f"{case['n'] // 1024}k" if case["n"] % 1024 == 0 else str(case["n"]) for case in cases]
 
 
 def plot(content, path):
@@ -151,20 +167,21 @@ def plot(content, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     found = list(panels(content))
-    columns = 2 if len(found) > 1 else 1
-    figure, axes = plt.subplots(-(-len(found) // columns), columns, figsize=(5.5 * columns, 3.2 * -(-len(found) // columns)), squeeze=False)
+    columns = next(n for n in (6, 4, 3, 2, 1) if len(found) % n == 0)        # rows of equal length: forward above backward
+    rows = len(found) // columns
+    size = (min(12, 5 * columns), 2.3 * rows + 0.4)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis, (title, labels, series) in zip(axes.flat, found):
         for name, values in series.items():
-            axis.plot(labels, values, marker="o", label=name, linewidth=2.5 if name == "margay" else 1.2)
-        axis.set_title(title, fontsize=10)
-        axis.set_ylabel("TFLOP/s")
+            axis.plot(labels, values, marker="o", markersize=4, label=name, linewidth=2.5 if name == "margay" else 1.2)
+        axis.set_title(title, fontsize=8)
         axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
-    for axis in list(axes.flat)[len(found):]:
-        axis.set_visible(False)
-    axes.flat[0].legend()
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s", fontsize=8)
+    axes.flat[0].legend(fontsize=8)
     figure.suptitle(caption(content), fontsize=8)
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
