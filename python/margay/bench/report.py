@@ -59,8 +59,7 @@ def attention(content):
             rows.append([dtype, d, mask, *cells, f"{geomean(case['speed_ratio'][peer] for case in row.values()):.2f}",
                          roofline(row.values())])
         header = ["dtype", "D", "mask", *(f"N={n}" for n in lengths), "mean", "roofline"]
-        parts.append(f"Attention {direction}: TFLOP/s (times as fast as {peer}); mean: geometric, of the ratios; roofline: best share of "
-                     f"what the card reaches\n\n{markdown(header, rows)}")
+        parts.append(f"Attention {direction}: TFLOP/s (times as fast as {peer})\n\n{markdown(header, rows)}")
     return "\n\n".join(parts)
 
 
@@ -94,8 +93,7 @@ def decode(content):
         row = {case["n"]: case for case in content["cases"] if (case["group"], case["batch"]) == (group, batch)}
         rows.append([group, batch, *(decode_cell(row[n]) if n in row else "" for n in contexts)])
     header = ["", "B", *(f"N={n}" for n in contexts)]
-    return ("Attention for generation, one query a sequence: us, share of 4.35 TB/s (times as fast as torch). Graph: a CUDA graph of 4 to 32 layers, us a layer\n\n"
-            f"{markdown(header, rows)}")
+    return f"Attention for generation: us, share of 4.35 TB/s (times as fast as torch)\n\n{markdown(header, rows)}"
 
 
 def decode_cell(case):
@@ -113,7 +111,7 @@ def cpu(content):
 def overhead(content):
     """A row per measurement."""
     rows = [[case["name"], f"{case['us']:.1f}" if case["us"] < 1000 else f"{case['us'] / 1000:.1f} ms"] for case in content["cases"]]
-    return "Overheads\n\n" + markdown(["", "us"], rows)
+    return "Host time\n\n" + markdown(["", "us"], rows)
 
 
 def features(content):
@@ -129,7 +127,7 @@ def features(content):
         return f"{case['tflops']['margay']:.0f}" + (f" ({', '.join(notes)})" if notes else "")
     rows = [[kind, *(cell(kind, *column) for column in columns)] for kind in unique(case["kind"] for case in content["cases"])]
     header = ["causal, bfloat16", *(f"{direction} D={d}" for direction, d in columns)]
-    return f"Grouped queries, windows, packed sequences, other features: TFLOP/s of the visible pairs\n\n{markdown(header, rows)}"
+    return f"Features of attention: TFLOP/s of the visible pairs (of the dense rate, times as fast as others)\n\n{markdown(header, rows)}"
 
 
 TABLES = {"attention": attention, "attention-fp8": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead}
