@@ -1,7 +1,7 @@
-"""Writes the tables of docs/speed.md, the headline of README.md and the plots in docs/img from benchmarks/results/*.json.
+"""Writes docs/speed.md's tables, README.md's headline and the plots in docs/img from benchmarks/results/*.json.
 
-A page holds pairs of lines  <!-- results: NAME -->  and  <!-- end -->;  what stands between them is the table of NAME.json.
-Between  <!-- headline: NAME -->  and  <!-- end -->  stands its one sentence.
+A page holds pairs of lines  <!-- results: NAME -->  and  <!-- end -->.  Between them stands the table of NAME.json.
+Between  <!-- headline: NAME -->  and  <!-- end -->  stand its means in two lines.
 With --check nothing is written, and the exit status says whether the pages are up to date.
 """
 import json

@@ -29,8 +29,9 @@ def headline(content):
     for direction in unique(case["direction"] for case in cases):
         ratios = [case["speed_ratio"][peer] for case in cases if case["direction"] == direction]
         means.append(f"{direction} {geomean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    return (f"Times as fast as {peer} on an {content['environment']['gpu']}, {', '.join(unique(case['dtype'] for case in cases))}, "
-            f"geometric mean and range:\n{', '.join(means)}.")
+    dtypes = ", ".join(unique(case["dtype"] for case in cases))
+    return (f"Times as fast as {peer}, geometric mean and range ({content['environment']['gpu']}, {dtypes}):\n"
+            f"{', '.join(means)}.")
 
 
 # ---- Markdown
