@@ -165,6 +165,15 @@ def plot(content, path):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    drawn = figure(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(drawn)
+
+
+def figure(content):
+    """A panel a group, TFLOP/s over sizes, a line a runner."""
+    import matplotlib.pyplot as plt
     found = list(panels(content))
     columns = next(n for n in (6, 4, 3, 2, 1) if len(found) % n == 0)        # rows of equal length: forward above backward
     rows = len(found) // columns
@@ -181,6 +190,4 @@ def plot(content, path):
         axis.set_ylabel("TFLOP/s", fontsize=8)
     axes.flat[0].legend(fontsize=8)
     figure.suptitle(caption(content), fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    return figure
