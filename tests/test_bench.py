@@ -1,5 +1,6 @@
 """The benchmark's arithmetic, on times that are given."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_a_preference_ends_with_its_call():
     with pytest.raises(RuntimeError, match="not today"):
         rows.preferring(other, fails)()
     assert chosen() == usual
+
+
+@pytest.mark.parametrize("name", ("attention-h200", "attention-fp8-h200", "cpu-avx512", "decode-h200", "gemm-h200"))
+def test_a_panel_has_a_label_for_each_case(name):
+    found = list(report.panels(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())))
+    assert found
+    for title, labels, series in found:
+        assert len(set(labels)) == len(labels), title
+        assert all(len(values) == len(labels) for values in series.values()), title
+
+
+def test_the_headline_has_the_mean_and_the_range():
+    cases = [{"direction": "forward", "dtype": "bfloat16", "speed_ratio": {"peer": ratio}} for ratio in (0.5, 2.0, 1.0)]
+    line = report.headline({"cases": cases, "environment": {"gpu": "GPU"}})
+    assert line == "Times as fast as peer, geometric mean and range (GPU, bfloat16):\nforward 1.00 (0.50 to 2.00)."
 
 
 def bench(*arguments):

@@ -1,4 +1,4 @@
-"""The built extension and what surrounds it: what it needs and exports, its size, clean C code, README tables that match the results."""
+"""The built extension and what surrounds it: what it needs and exports, its size, clean C code, tables that match the results."""
 import importlib.machinery
 import importlib.util
 import json
@@ -70,7 +70,9 @@ def test_library_for_c_programs_was_built():
     assert (ROOT / "build" / "libmargay.a").stat().st_size > 0
 
 
-def test_readme_tables_match_the_results():
+def test_docs_tables_match_the_results():
+    shown = re.findall(r"^<!-- results: (\S+) -->$", (ROOT / "docs" / "speed.md").read_text(), re.M)
+    assert sorted(shown) == sorted(path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json"))
     check = subprocess.run([sys.executable, ROOT / "tools" / "tables.py", "--check"], capture_output=True, text=True)
     assert check.returncode == 0, check.stderr
 

@@ -1,10 +1,11 @@
 """Times rows of kernels.def for the attention backward against each other, in one process, in turns:
 
-    python tools/backward_rows.py attention_bwd_bf16_d128 attention_bwd_bf16_d128_x2 [--rounds 5] [--lengths 512,4096] [--group 1] [--deterministic]
+    python tools/backward_rows.py attention_bwd_bf16_d128 attention_bwd_bf16_d128_x2 [--rounds 5] [--lengths 512,4096]
+                                  [--group 1] [--deterministic]
 
-batch * N = 16384, heads * D = 2048. Prints ms and TFLOP/s of the whole backward (three kernels), the first row's time over each row's, and the largest
-difference of gradients to the first row's, relative to the largest gradient. A row whose condition does not hold is replaced by dispatch: its name is
-then printed with a question mark.
+batch * N = 16384, heads * D = 2048. Prints ms and TFLOP/s of the whole backward (three kernels), the first row's time
+over each row's, and the largest difference of gradients to the first row's, relative to the largest gradient. Dispatch
+replaces a row whose condition does not hold: its name is then printed with a question mark.
 """
 
 import argparse

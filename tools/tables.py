@@ -1,7 +1,8 @@
-"""Writes the tables of README.md and the plots in docs/img from benchmarks/results/*.json.
+"""Writes docs/speed.md's tables, README.md's headline and the plots in docs/img from benchmarks/results/*.json.
 
-README.md holds pairs of lines  <!-- results: NAME -->  and  <!-- end -->;  what stands between them is the table of NAME.json.
-With --check nothing is written, and the exit status says whether the tables are up to date.
+A page holds pairs of lines  <!-- results: NAME -->  and  <!-- end -->.  Between them stands the table of NAME.json.
+Between  <!-- headline: NAME -->  and  <!-- end -->  stand its means in two lines.
+With --check nothing is written, and the exit status says whether the pages are up to date.
 """
 import json
 import re
@@ -12,19 +13,23 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 from margay.bench import report  # noqa: E402
 
-RESULTS, README, IMAGES = ROOT / "benchmarks" / "results", ROOT / "README.md", ROOT / "docs" / "img"
-BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
+RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "img"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "speed.md")
+BLOCK = re.compile(r"(<!-- (results|headline): (\S+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def fill(text):
     def block(match):
-        path = RESULTS / f"{match[2]}.json"
-        return f"{match[1]}\n{body(json.loads(path.read_text()), match[2]) if path.exists() else 'Not measured yet.'}\n\n{match[3]}"
+        begin, kind, name, end = match.groups()
+        path = RESULTS / f"{name}.json"
+        return f"{begin}\n{body(json.loads(path.read_text()), kind, name) if path.exists() else 'Not measured yet.'}\n\n{end}"
     return BLOCK.sub(block, text)
 
 
-def body(content, name):
-    image = f"\n\n![{content['family']}](docs/img/{name}.png)" if plotted(content) else ""
+def body(content, kind, name):
+    if kind == "headline":
+        return report.headline(content)
+    image = f"\n\n![{content['family']}](img/{name}.png)" if plotted(content) else ""
     return report.table(content) + image
 
 
@@ -33,11 +38,15 @@ def plotted(content):
 
 
 def main():
-    old = README.read_text()
-    new = fill(old)
+    for page in PAGES:
+        old = page.read_text()
+        new = fill(old)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(new)
+        elif old != new:
+            raise SystemExit(f"{page.name}: differs from benchmarks/results; run python tools/tables.py")
     if "--check" in sys.argv[1:]:
-        raise SystemExit(old != new and "README.md: the tables differ from benchmarks/results; run python tools/tables.py")
-    README.write_text(new)
+        return
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
         if plotted(content):

@@ -1,4 +1,6 @@
-"""Writes csrc/tile/sm90/wgmma.h: the operand lists of wgmma for every width N that the tile layer offers (the preprocessor cannot count)."""
+"""Writes csrc/tile/sm90/wgmma.h: the operand lists of wgmma for every width N that the tile layer offers.
+
+The preprocessor cannot count."""
 import pathlib
 
 WIDTHS = (32, 64, 80, 96, 128, 160, 176, 192, 256)

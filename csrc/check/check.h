@@ -1,10 +1,13 @@
-// The protocol checker's runtime. A kernel compiled with the backend tile/check calls it for everything that synchronises or touches memory.
+// The protocol checker's runtime. A kernel compiled with the backend tile/check calls it for everything that
+// synchronises or touches memory.
 //
-// All blocks of a launch run on one thread, every member of a role as a fiber. A seeded scheduler picks what goes on: a fiber, or an
-// asynchronous operation (copy, store, matrix product) that has been issued and now takes effect. What an access must be ordered after is
-// decided by vector clocks, not by who was fast: see engine.h for the components and shadow.c for the rules. docs/protocol.md explains both.
+// All blocks of a launch run on one thread, every member of a role as a fiber. A seeded scheduler picks what goes on: a
+// fiber, or an asynchronous operation (copy, store, matrix product) that has been issued and now takes effect. Vector
+// clocks decide what an access must be ordered after, not who was fast. engine.h has the components, shadow.c the
+// rules, and docs/protocol.md explains both.
 //
-// `pc` is the address of the call in the kernel's code, inlined as it is: its debug information gives the chain of source lines.
+// `pc` is the address of the call in the kernel's code, inlined as it is. Its debug information gives the chain of
+// source lines.
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>

@@ -167,8 +167,8 @@ static void fiber_main(void) {
 
 static int arrivals_of(const semaphore *s) { return s->count - s->pending; }
 
-// Who waits on a semaphore that some have arrived at mostly lacks what the mistake left out; next, who has all arrivals and lacks bytes; then, who waits
-// for the earliest phase. The others follow.
+// Who mostly lacks what the mistake left out. First, who waits on a semaphore that some have arrived at. Next, who has
+// all arrivals and lacks bytes. Then, who waits for the earliest phase. The others follow.
 static const fiber *cause_of_deadlock(void) {
   const fiber *cause = NULL;
   int best = -1;

@@ -4,9 +4,13 @@
 
 enum { GROUP_WIDTH = 128, MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192, MAX_GROUPS = 1 << 14, MAX_FRAMES = 48 };
 
-// Components of a clock. A fiber has its own accesses, made by all of its threads; its product groups, once for operands of which a warp's part of
-// the product reads only the warp's rows (a in shared memory) and once for those that all warps' parts read (b); its store groups, when they have read shared
-// memory and when they have WRITTEN global memory. Every semaphore has the phases it has completed. PROGRESS counts what a fiber has passed on, arrivals at other blocks included.
+// Components of a clock. Every semaphore has the phases it has completed. Every fiber has
+//   GENERIC      its own accesses, made by all of its threads
+//   PRODUCTS_A   its product groups, for operands of which a warp's part of the product reads only the warp's rows: a
+//   PRODUCTS     the same for operands that all warps' parts read: b
+//   STORES       its store groups, when they have read shared memory
+//   WRITTEN      the same, when they have written global memory
+//   PROGRESS     what it has passed on, arrivals at other blocks included
 enum { GENERIC, PRODUCTS_A, PRODUCTS, STORES, WRITTEN, PROGRESS, PER_FIBER };
 typedef int32_t *clock;
 

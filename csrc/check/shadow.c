@@ -1,4 +1,5 @@
-// Shadow of shared memory: per cell the last write and the reads since. And of global memory, for what kernels exchange through it.
+// Shadow of shared memory: per cell the last write and the reads since. And shadow of global memory, for what kernels
+// exchange through it.
 //
 // Rules, for an access by a fiber that has seen clock `seen` and fenced `fenced`:
 //   a read sees the last write;                                  a write sees the last write and all reads since it
@@ -64,7 +65,8 @@ static const char *kind_of(touch t) {
   }
 }
 
-// Does the clock pair of the accessing threads know of t? For a warpgroup its elected thread too, which knows what others did after a sync.
+// Does the clock pair of the accessing threads know of t? For a warpgroup its elected thread has to know too. It knows
+// what others did after a sync.
 static bool knows(const fiber *f, touch t, int flags) {
   if (flags & ACCESS_LEADER) return f->leader_seen[t.who] >= (int)t.value;
   if (f->seen[t.who] < (int)t.value) return false;
@@ -108,7 +110,8 @@ static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) 
     report(CK_UNINITIALISED, pc, NULL, -1, "reads shared memory that nothing has written");
     return false;
   }
-  // Another role that still reads comes first: whose acquire or wait for it is missing mostly finds its own earlier write there, too.
+  // Another role that still reads comes first. A role whose acquire or wait for it is missing mostly finds its own
+  // earlier write there, too.
   for (int i = 0; write && i < READERS && c->read[i].used; i++)
     if (fiber_of(c->read[i].who) != ck.current && !knows(f, c->read[i], flags) && rule_on(CK_OVERWRITE)) return overwrites(pc, c->read[i], CK_OVERWRITE, async);
   if (!knows(f, c->write, flags) && rule_on(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE)) {
@@ -181,7 +184,8 @@ static global_word *global_at(uintptr_t at) {
   return &globals[i];
 }
 
-// Accesses through registers are known by `seen`, what the elected thread's stores have written by that thread until it tells.
+// `seen` knows of accesses through registers. Only the elected thread knows what its stores have written, until it
+// tells.
 static bool unordered(const fiber *f, touch t) {
   return t.used && fiber_of(t.who) != ck.current && f->seen[t.who] < (int)t.value && f->leader_seen[t.who] < (int)t.value;
 }

@@ -19,7 +19,8 @@ bool mutated(const void *pc, enum ck_mutation kind) {
   return false;
 }
 
-// Begins every synchronising call: notes it, and lets the next call's arrival go first where it is mutated to come early. False: leave it out.
+// Begins every synchronising call: notes it, and lets the next call's arrival go first where it is mutated to come
+// early. False: leave it out.
 bool begin(const void *pc, enum ck_op op, const void *at, int value) {
   if (ck.failed) return false;
   if (ck.current < 0) return true;
@@ -111,8 +112,8 @@ void ck_sem_init(const void *pc, const void *at, int count) {
   ck.sem[ck.sems++] = (semaphore){.at = at, .block = block_of(at), .count = count, .pending = count};
 }
 
-// A wait names a phase's parity only. Whoever completes phase k has to know, through what arrived, that all who wait on the semaphore have seen phase
-// k - 1: else one of them may still look for it, and take k for k - 2.
+// A wait names a phase's parity only. Whoever completes phase k has to know, through what arrived, that all who wait on
+// the semaphore have seen phase k - 1. Else one of them may still look for it, and take k for k - 2.
 static void check_watchers(const void *pc, const semaphore *s) {
   for (int i = 0; i < ck.fibers && rule_on(CK_PHASE_SEEN); i++) {
     const watcher *w = &ck.watcher[s - ck.sem][i];
@@ -170,7 +171,8 @@ void arrive(const void *pc, int sem, int warps, bool remote) {
   sem_step(pc, s);
 }
 
-// Who calls: an operation for one thread called by a warpgroup would be made 128 times, and a warpgroup's by a thread hangs or does a part.
+// Who calls. An operation for one thread would be made 128 times by a warpgroup. A warpgroup's operation hangs, or
+// does a part, when a thread calls it.
 static const char *width_name(int width) { return width == 1 ? "one thread" : width == GROUP_WIDTH ? "a warpgroup" : "a warp"; }
 bool called_by(const void *pc, int width) {
   if (ck.failed || ck.current < 0 || self()->role->width == width || !rule_on(CK_ELECTED)) return !ck.failed;

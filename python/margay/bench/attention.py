@@ -1,6 +1,8 @@
-"""Attention forward and backward against PyTorch's scaled_dot_product_attention with its cuDNN and its flash backend: batch * N = 16384,
-heads * D = 2048. FLOP: 4 B H N^2 D forward, half of it when causal; backward 2.5 times that. Of float8_e4m3fn, which PyTorch has no attention of, the
-forward against margay's and cuDNN's of the same numbers in bfloat16.
+"""Attention forward and backward against PyTorch's scaled_dot_product_attention, by cuDNN and by its flash backend.
+
+batch * N = 16384, heads * D = 2048. FLOP: 4 B H N^2 D forward, half of it when causal; backward 2.5 times that.
+PyTorch has no attention of float8_e4m3fn. There, only the forward is timed, against margay's and cuDNN's of the same
+numbers in bfloat16.
 """
 import functools
 

@@ -1,4 +1,7 @@
-"""Attention on the CPU against PyTorch's scaled_dot_product_attention, same dtype, same threads (two unless --threads says otherwise)."""
+"""Attention on the CPU against PyTorch's scaled_dot_product_attention: same dtype, same threads.
+
+Two threads unless --threads says otherwise.
+"""
 import functools
 
 import torch

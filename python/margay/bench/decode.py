@@ -1,9 +1,11 @@
-"""Attention for generation: one query for each of B sequences, 32 query heads, 4 key heads (or 32: MHA), D = 128, bfloat16, against PyTorch's
-scaled_dot_product_attention (flash backend), which reads the same caches. Bound by memory: keys and values are read once, and `of memory` is their bytes over the time,
-relative to 4.35 TB/s. `pages of n`: in random order; PyTorch reads the unpaged cache. The L2 is emptied by reading, not by writing: lines that were written would
-have to leave it while the caches come in.
-`graph`: as generation runs, a CUDA graph of several layers' attention, each with caches of its own, which together are many times the L2; the time is the graph's
-over its layers, and between two layers there is what two kernels cost each other.
+"""Attention for generation against PyTorch's flash attention, which reads the same caches.
+
+One query for each of B sequences, 32 query heads, 4 key heads (or 32: MHA), D = 128, bfloat16. Memory bounds it: keys
+and values are read once. `of memory` is their bytes over the time, relative to 4.35 TB/s.
+`pages of n`: in random order; PyTorch reads the unpaged cache.
+`graph`: as generation runs. A CUDA graph holds several layers' attention, each with caches of its own, which together
+are many times the L2. The time is the graph's over its layers, and includes what two kernels cost each other.
+The L2 is emptied by reading, not by writing: lines that were written would have to leave it while the caches come in.
 """
 import functools
 
@@ -64,7 +66,10 @@ def build(batch, context, k_heads, page, layers, device="cuda"):
 
 
 def layers_of(size):
-    """Of a graph whose layers read `size` bytes each, so many that its own launch hardly counts; 0, no graph, for what takes long enough alone, or would stay in the L2."""
+    """Layers of a graph whose layers read `size` bytes each: so many that its own launch hardly counts.
+
+    0, no graph, where one call takes long enough alone, or the caches would stay in the L2.
+    """
     return max(4, min(32, GRAPH_BYTES // size)) if 16 << 20 <= size <= 600 << 20 else 0
 
 

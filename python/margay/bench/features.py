@@ -1,8 +1,9 @@
-"""Grouped queries, windows, packed sequences, sinks, softcap, ALiBi and dropout against the dense rate for the same work, and against PyTorch's own paths for them.
+"""Attention's features against the dense rate for the same work, and against PyTorch's own paths for them.
 
-FLOP count the pairs of row and key that are visible: 4 D Hq each forward, 2.5 times that backward. Beside each case, in the same rounds, the dense one of
-the same work is timed, whose rate it is to reach: as many rows, and as many visible keys a row. cuDNN drops other probabilities than we do: there, results
-are not compared.
+Features are grouped queries, windows, packed sequences, sinks, softcap, ALiBi and dropout. FLOP count the visible pairs
+of row and key: 4 D Hq each forward, 2.5 times that backward. Beside each case, in the same rounds, the dense one of the
+same work is timed, with as many rows, and as many visible keys a row. The case is to reach its rate.
+cuDNN drops other probabilities than we do. There, results are not compared.
 """
 import functools
 import math
@@ -44,7 +45,7 @@ def dense(d, n, kv_heads, sequences):
 
 
 def flash(q, k, v, causal, window):
-    """PyTorch's own flash attention, of which windows are not reached through scaled_dot_product_attention."""
+    """PyTorch's own flash attention: scaled_dot_product_attention does not reach its windows."""
     rows_first = (t.transpose(1, 2) for t in (q, k, v))
     out = torch.ops.aten._flash_attention_forward(*rows_first, None, None, q.shape[2], k.shape[2], 0.0, causal, False, window_size_left=window, window_size_right=0)[0]
     return out.transpose(1, 2)

@@ -1,4 +1,7 @@
-"""Matrix products against torch.mm (cuBLASLt). FLOP: 2 M N K. Layouts: nn is a b, nt is a b^T with b stored [N, K], as nn.Linear has it."""
+"""Matrix products against torch.mm (cuBLASLt).
+
+FLOP: 2 M N K. Layouts: nn is a b; nt is a b^T with b stored [N, K], as nn.Linear has it.
+"""
 import functools
 
 import torch

@@ -1,6 +1,8 @@
-"""Interleaved measurements. A case is one problem with several runners, Margay's first. Their results are compared before anything is timed;
-then every round times every runner once, in rotating order, so that clocks and temperature treat all alike. A runner's time is the median of
-its rounds, a ratio the median of the rounds' ratios.
+"""Interleaved measurements.
+
+A case is one problem with several runners, Margay's first. Their results are compared before anything is timed. Then
+every round times every runner once, in rotating order, so that clocks and temperature treat all alike. A runner's time
+is the median of its rounds, a ratio the median of the rounds' ratios.
 """
 import contextlib
 import dataclasses

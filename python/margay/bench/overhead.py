@@ -1,5 +1,7 @@
-"""What a call costs besides the computation: host time of an eager call on a small problem, the first call of a fresh process after torch's own
-start, the time of `import margay`.
+"""What a call costs besides the computation.
+
+The host's time of an eager call on a small problem; the first call of a fresh process, after torch's own start; the
+time of `import margay`.
 """
 import statistics
 import subprocess

@@ -22,6 +22,18 @@ def summary(cases):
     return "\n".join(lines)
 
 
+def headline(content):
+    """Two lines: each direction's geometric mean against the first peer, and its range."""
+    cases, peer = content["cases"], next(iter(content["cases"][0]["speed_ratio"]))
+    means = []
+    for direction in unique(case["direction"] for case in cases):
+        ratios = [case["speed_ratio"][peer] for case in cases if case["direction"] == direction]
+        means.append(f"{direction} {geomean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    dtypes = ", ".join(unique(case["dtype"] for case in cases))
+    return (f"Times as fast as {peer}, geometric mean and range ({content['environment']['gpu']}, {dtypes}):\n"
+            f"{', '.join(means)}.")
+
+
 # ---- Markdown
 
 def markdown(header, rows):
@@ -48,8 +60,7 @@ def attention(content):
             rows.append([dtype, d, mask, *cells, f"{geomean(case['speed_ratio'][peer] for case in row.values()):.2f}",
                          roofline(row.values())])
         header = ["dtype", "D", "mask", *(f"N={n}" for n in lengths), "mean", "roofline"]
-        parts.append(f"Attention {direction}: TFLOP/s (times as fast as {peer}); mean: geometric, of the ratios; roofline: best share of "
-                     f"what the card reaches\n\n{markdown(header, rows)}")
+        parts.append(f"Attention {direction}: TFLOP/s (times as fast as {peer})\n\n{markdown(header, rows)}")
     return "\n\n".join(parts)
 
 
@@ -83,8 +94,7 @@ def decode(content):
         row = {case["n"]: case for case in content["cases"] if (case["group"], case["batch"]) == (group, batch)}
         rows.append([group, batch, *(decode_cell(row[n]) if n in row else "" for n in contexts)])
     header = ["", "B", *(f"N={n}" for n in contexts)]
-    return ("Attention for generation, one query a sequence: us, share of 4.35 TB/s (times as fast as torch). Graph: a CUDA graph of 4 to 32 layers, us a layer\n\n"
-            f"{markdown(header, rows)}")
+    return f"Attention for generation: us, share of 4.35 TB/s (times as fast as torch)\n\n{markdown(header, rows)}"
 
 
 def decode_cell(case):
@@ -102,7 +112,7 @@ def cpu(content):
 def overhead(content):
     """A row per measurement."""
     rows = [[case["name"], f"{case['us']:.1f}" if case["us"] < 1000 else f"{case['us'] / 1000:.1f} ms"] for case in content["cases"]]
-    return "Overheads\n\n" + markdown(["", "us"], rows)
+    return "Host time\n\n" + markdown(["", "us"], rows)
 
 
 def features(content):
@@ -118,7 +128,7 @@ def features(content):
         return f"{case['tflops']['margay']:.0f}" + (f" ({', '.join(notes)})" if notes else "")
     rows = [[kind, *(cell(kind, *column) for column in columns)] for kind in unique(case["kind"] for case in content["cases"])]
     header = ["causal, bfloat16", *(f"{direction} D={d}" for direction, d in columns)]
-    return f"Grouped queries, windows, packed sequences, other features: TFLOP/s of the visible pairs\n\n{markdown(header, rows)}"
+    return f"Features of attention: TFLOP/s of the visible pairs (of the dense rate, times as fast as others)\n\n{markdown(header, rows)}"
 
 
 TABLES = {"attention": attention, "attention-fp8": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead}
@@ -138,12 +148,17 @@ def panels(content):
             cases = [case for case in calls if case["group"] == group and case.get("mask", "") == mask]
             if cases:
                 runners = unique(name for case in cases for name in case["tflops"])
-                yield f"{group} {mask}".strip(), list(map(x_label, cases)), {
+                yield f"{group}\n{mask}".strip(), x_labels(cases), {
                     name: [case["tflops"].get(name, math.nan) for case in cases] for name in runners}
 
 
-def x_label(case):
-    return str(case["n"]) if "m" not in case else "{m}\n{n}\n{k}".format(**case)
+def x_labels(cases):
+    """What differs from case to case: the shapes of products, head dims where all have one length, else lengths."""
+    if "m" in cases[0]:
+        return ["{m}\n{n}\n{k}".format(**case) for case in cases]
+    if len({case["n"] for case in cases}) == 1 and "d" in cases[0]:
+        return [f"D={case['d']}" for case in cases]
+    return [f"{case['n'] // 1024}k" if case["n"] % 1024 == 0 else str(case["n"]) for case in cases]
 
 
 def plot(content, path):
@@ -160,19 +175,20 @@ def figure(content):
     """A panel a group, TFLOP/s over sizes, a line a runner."""
     import matplotlib.pyplot as plt
     found = list(panels(content))
-    columns = 2 if len(found) > 1 else 1
-    rows = -(-len(found) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.2 * rows), squeeze=False, layout="constrained")
+    columns = next(n for n in (6, 4, 3, 2, 1) if len(found) % n == 0)        # rows of equal length: forward above backward
+    rows = len(found) // columns
+    size = (min(12, 5 * columns), 2.3 * rows + 0.4)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis, (title, labels, series) in zip(axes.flat, found):
         for name, values in series.items():
-            axis.plot(labels, values, marker="o", label=name, linewidth=2.5 if name == "margay" else 1.2)
-        axis.set_title(title, fontsize=10)
-        axis.set_ylabel("TFLOP/s")
+            axis.plot(labels, values, marker="o", markersize=4, label=name, linewidth=2.5 if name == "margay" else 1.2)
+        axis.set_title(title, fontsize=8)
         axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
-    for axis in list(axes.flat)[len(found):]:
-        axis.set_visible(False)
-    axes.flat[0].legend()
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s", fontsize=8)
+    axes.flat[0].legend(fontsize=8)
     figure.suptitle(caption(content), fontsize=8)
     return figure
 

@@ -1,6 +1,8 @@
-"""The rows of kernels.def that take a case, one against the other and against the first peer: what a condition in kernels.def rests on. Cases are
-those of the families attention (forward only: a preference holds for one thread, and autograd has its own) and gemm; --rows names the rows by a
-regular expression. Prints, writes nothing.
+"""The rows of kernels.def that take a case, against each other and against the first peer.
+
+Conditions in kernels.def rest on this. Cases are those of the families attention and gemm; --rows names the rows by a
+regular expression. Of attention it times the forward only: a preference holds for one thread, and autograd has its own.
+Prints, writes nothing.
 """
 import contextlib
 import dataclasses

@@ -1,5 +1,6 @@
-"""The protocol checker: runs kernels on the CPU under a scheduler that lets every asynchronous operation come late, and reports accesses that no
-synchronisation orders, wrong phases and counts, missing fences, deadlocks. `python -m margay.check`; docs/protocol.md explains it.
+"""The protocol checker: `python -m margay.check`; docs/protocol.md is its manual.
 
-Needs the sources (csrc) beside the package, or MARGAY_CSRC, a C++ compiler, and addr2line (binutils) for source lines.
+It runs kernels on the CPU under a scheduler that delays every asynchronous operation. It reports races, wrong phases
+and counts, missing fences and deadlocks, with both source lines.
+It needs the sources (csrc) beside the package, or MARGAY_CSRC, C and C++ compilers, ld, nm and addr2line (binutils).
 """

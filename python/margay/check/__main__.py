@@ -1,10 +1,11 @@
-"""Checks the synchronisation of kernels on the CPU: races, missing fences, wrong phases and counts, deadlocks, crashes.
+"""Checks kernels' synchronisation on the CPU: races, missing fences, wrong phases and counts, deadlocks, crashes.
 
-KERNEL is a regular expression that has to match the whole name of a row of csrc/kernels.def (without one: all rows), or a .cu file. Such a file has
-a line `// margay.check: bf16 STAGES=2` with its element type and constants, and behind its ENTRY a problem to run it on:
+KERNEL is a regular expression that has to match the whole name of a row of csrc/kernels.def, or a .cu file. Without
+one, all rows are checked. A .cu file has a line `// margay.check: bf16 STAGES=2` with its element type and constants,
+and behind its ENTRY a problem to run it on:
   EXAMPLE(kernel, BLOCKS, p.in = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5)
-Exit status: 0 nothing reported (with --mutate: no mutant survives), 1 something reported or a tool missing, 2 a wrong option.
-Rules, reports and what it cannot see: docs/protocol.md.
+Exit status: 0 nothing reported (with --mutate: no mutant survives), 1 something reported or a tool missing, 2 a wrong
+option. Rules, reports and what it cannot see: docs/protocol.md.
 """
 
 import argparse

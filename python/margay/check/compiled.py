@@ -318,7 +318,7 @@ class Kernel:
 
 
 def frame_of(name, file, line):
-    """The innermost function of an address has no name of its own in the debug information: it is in its line of tile/check."""
+    """The innermost function of an address has no name in the debug information. Its line of tile/check has it."""
     if "/tile/check/" in file and Path(file).is_file():
         found = re.findall(r"TILE \S+ (\w+)\(", "\n".join(Path(file).read_text().splitlines()[max(0, line - 5):line]))
         name = found[-1] if found else name

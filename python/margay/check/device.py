@@ -1,9 +1,10 @@
-"""The hardware's answer to the checker's question. Each kernel is launched on the GPU many times, as it is and as a debug build (TRACED:
-csrc/tile/sm90/trace.h):
+"""The hardware's answer to the checker's question.
 
-- results of all launches are compared bitwise; debug builds run with random delays in one role at a time. A race that timing can show, shows;
-- with every role's synchronising calls written down, and compared with the same role's calls in the checker's run of the same problem on one
-  multiprocessor: what was checked is what runs.
+Each kernel is launched on the GPU many times, as it is and as a debug build (TRACED: csrc/tile/sm90/trace.h).
+- Results of all launches are compared bitwise. Debug builds run with random delays in one role at a time. A race that
+  timing can show, shows.
+- Every role's synchronising calls are written down, and compared with the same role's calls in the checker's run of the
+  same problem on one multiprocessor. So what was checked is what runs.
 """
 
 import ctypes
@@ -38,7 +39,10 @@ class Config(ctypes.Structure):
 
 
 def cubin_of(kernel, dtype, constants, traced):
-    """Path of the cubin of the kernel's file, of a debug build if `traced`; made with nvcc unless it was made before, perhaps on another machine."""
+    """Path of the cubin of the kernel's file, of a debug build if `traced`.
+
+    nvcc makes it unless it was made before, perhaps on another machine.
+    """
     flags = NVCC_FLAGS + ["-DTRACED"] * traced
     text = repr((flags, dtype, constants)).encode() + b"".join(path.read_bytes() for path in included(kernel.source) if not {"cpu", "check"} & set(path.parts[-2:]))
     out = cache() / f"{kernel.source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.cubin"

@@ -1,5 +1,6 @@
-"""Mutation campaign: every synchronising call of a kernel is dropped, doubled, shifted and so on, one at a time. A mutant that no run reports is a
-hole in the checker, or synchronisation that the kernel does not need."""
+"""Mutation campaign: every synchronising call of a kernel is dropped, doubled, shifted and so on, one at a time.
+
+A mutant that no run reports is a hole in the checker, or synchronisation that the kernel does not need."""
 
 import collections
 import re
