@@ -3,9 +3,11 @@
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
 // With FEATURES_ALL scores are capped and biased and probabilities dropped, as attention_bwd_full.cu's head has it.
 // Each of two warpgroups owns 64 keys: p^T and ds^T are then register operands, and dk, dv stay in registers for the
-// whole walk. dq needs the ds of both warpgroups, which go through shared memory; it lags two steps behind, so that
-// neither waits for the other. A step's matrix work is dq(i - 2), dv and dk(i - 1), s and dp(i), in turns (TURNS) or as
-// it comes; the arithmetic of i runs under the other warpgroup's.
+// whole walk.
+// dq needs the ds of both warpgroups, which go through shared memory. It lags two steps behind, so that neither waits
+// for the other.
+// A step's matrix work is dq(i - 2), dv and dk(i - 1), s and dp(i), in turns (TURNS) or as it comes; the arithmetic of
+// i runs under the other warpgroup's.
 #include "kernels/attention_bwd.h"
 
 // From the row: D, M (query rows a step), TURNS (1: the warpgroups' matrix work in turns), STAGES (of q and dout),
@@ -164,6 +166,7 @@ TILE void uncap(rt<float, N> &ds, const rt<float, N> &prob, const attention_bwd_
     return a * (less > 0.f ? less : 0.f);
   });
 }
+
 // ---- steps
 
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };

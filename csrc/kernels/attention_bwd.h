@@ -170,7 +170,7 @@ template<int M, int C>
 TILE void load_step_of_pair(st<elem, M, C> &tile, sv<M> &numbers, const gmap &map, sem &full, int row, int head,
                             int batch, const float *from, int64_t first) {
   static_assert(C == D, "the halves are those of dq");
-  tma_load_cols_multicast<C / 2>(tile, first_column(), map, full, row, first_column(), head, batch, 3);
+  tma_load_cols_multicast<C / 2>(tile, first_column(), map, full, row, first_column(), head, batch, 3);   // 3: to both
   tma_load(numbers, from + first, full);
 }
 

@@ -3,11 +3,13 @@
 //   s^T = k q_i^T;  p^T = 2^(c s^T - lse2);  dp^T = v dout_i^T;  ds^T = p^T (dp^T - delta)
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
 // Each of two warpgroups owns 64 keys, as in attention_bwd.cu: p^T and ds^T are register operands, dk and dv stay in
-// registers. Additions to dq are what the L2 can bear least. The two blocks of a cluster therefore exchange their ds,
-// and each adds half of the columns of dq for the keys of both. Of q and dout each loads half of the columns for both.
+// registers.
+// Additions to dq are what the L2 can bear least. The two blocks of a cluster therefore exchange their ds, and each
+// adds half of the columns of dq for the keys of both. Of q and dout each loads half of the columns for both.
 // One 64 x 64 tile of dq a step: the warpgroups take turns at it, w has the steps n with n % 2 = w and their stages of
-// ds. It lags two steps behind, which is what the exchange needs. One turn of matrix work is dq(n - 2), dv and dk(n -
-// 1), s and dp(n). Its rows are named _x2, for the two blocks.
+// ds. It lags two steps behind, which is what the exchange needs.
+// One turn of matrix work is dq(n - 2), dv and dk(n - 1), s and dp(n).
+// The rows of this kernel are named _x2, for the two blocks.
 #include "kernels/attention_bwd.h"
 
 // From the row: D, M (query rows a step), Q_STAGES, DOUT_STAGES, DETERMINISTIC, FEATURES (0), *_REGS
@@ -99,6 +101,7 @@ TILE void sender(const attention_bwd_params &p, shared &s, int) {
     cluster_queue_release<THREAD>(s.queue, count);
   }
 }
+
 // ---- steps
 
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p; };

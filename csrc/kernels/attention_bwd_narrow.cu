@@ -5,8 +5,9 @@
 // Each of two warpgroups owns 64 keys, as in attention_bwd.cu. Their dk and dv leave registers for one more 64 x 64
 // tile only, and for p: s, dp and dq follow each other there, and ds is an operand in shared memory. A step therefore
 // waits for each of its products, while the other warpgroup's run; but dk of the step before runs under the
-// exponentials, and dv under the additions to dq. dq's columns are one panel of 64 for each warpgroup and half of a
-// third; it lags a step behind, so that the other's ds is there.
+// exponentials, and dv under the additions to dq.
+// dq's columns are one panel of 64 for each warpgroup and half of a third; it lags a step behind, so that the other's
+// ds is there.
 #include "kernels/attention_bwd.h"
 
 // From the row: D (of q and k), DV (of v), Q_STAGES, DOUT_STAGES, DETERMINISTIC, FEATURES (0), *_REGS
@@ -90,6 +91,7 @@ TILE void key_loader(const attention_bwd_params &p, shared &s, int) {
     queue_release<THREAD>(s.queue, count);
   }
 }
+
 // ---- steps
 
 struct state { rt<float, D> dk; rt<float, DV> dv; rt<elem, M> p; };

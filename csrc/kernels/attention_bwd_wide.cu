@@ -4,8 +4,9 @@
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
 // dk and dv of 64 keys fill the registers of two warpgroups: one computes p and dv, the other ds and dk. p^T and ds^T
 // are register operands where they are made; p^T goes to the other warpgroup through shared memory, and ds^T takes its
-// place there. Additions to dq are what the L2 can bear least. The two blocks of a cluster therefore exchange their ds,
-// and each adds half of the columns of dq for the keys of both. Of q and dout each loads half of the columns for both.
+// place there.
+// Additions to dq are what the L2 can bear least. The two blocks of a cluster therefore exchange their ds, and each
+// adds half of the columns of dq for the keys of both. Of q and dout each loads half of the columns for both.
 #include "kernels/attention_bwd.h"
 
 // From the row: D (256), DETERMINISTIC, FEATURES (0), *_REGS
@@ -98,6 +99,7 @@ TILE void sender(const attention_bwd_params &p, shared &s, int) {
     cluster_queue_release<THREAD>(s.queue, count);
   }
 }
+
 // ---- steps
 
 // 64 columns of dq of step n, for the keys of both blocks; `also`: what else is in flight.

@@ -4,12 +4,14 @@
 //   x = q k_j^T;  p = 2^(c x - m);  l = l + sum p;  o = o + p v_j,  c = scale log2 e
 // Any m gives the same o / l and lse = ln 2 (m + log2 l), as long as nothing leaves the numbers' range. So m is not
 // found anew in every block: where p came out large, m is raised to m' = max c x, l and o are multiplied by 2^(m - m'),
-// and this block's p are made again. Where |c x| passes 2^14, the rounding of m shows in p, and takes it out of range
-// at last. Such a row has p = 2^(c (x - t)) with t = max x, and m = -infinity, so that every block's p come out
-// infinite or NaN at first, and are made again. See maximum() in attention_fwd.h. A block owns 64 NC query rows of one
-// head, a warpgroup 64 of them, and walks from the last key block that it sees to the first. The scores of key block j
-// - 1 are issued before the product with v_j. Warpgroups with large blocks take turns with matrix work, so that one's
-// exponentials run under the others'; many with small blocks are better off without.
+// and this block's p are made again.
+// Where |c x| passes 2^14, the rounding of m shows in p, and takes it out of range at last. Such a row has
+// p = 2^(c (x - t)) with t = max x, and m = -infinity, so that every block's p come out infinite or NaN at first, and
+// are made again. See maximum() in attention_fwd.h.
+// A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to
+// the first. The scores of key block j - 1 are issued before the product with v_j. Warpgroups with large blocks take
+// turns with matrix work, so that one's exponentials run under the others'; many with small blocks are better off
+// without.
 #include "kernels/attention_fwd.h"
 
 // From the row: D (columns of q and k), DV (of v and o), BN (keys a block), NC (compute warpgroups), TURNS (1: matrix
@@ -47,8 +49,8 @@ TILE void init(shared &s) {
 // ---- what feeds the compute warpgroups
 
 template<int C>
-TILE void load(const gmap &m, st<elem, BN, C> (&tiles)[STAGES], kv_ring &r, ring_pos &at, int row, int head, int batch)
-  {
+TILE void load(const gmap &m, st<elem, BN, C> (&tiles)[STAGES], kv_ring &r, ring_pos &at, int row, int head,
+               int batch) {
   ring_acquire(r, at);
   ring_expect(r, at, tile_bytes(tiles[0]));
   tma_load(tiles[at.stage], m, r.full[at.stage], row, 0, head, batch);
@@ -105,6 +107,7 @@ TILE void clear_tail(const attention_fwd_params &p, shared &s, const places &at,
   }
   sem_arrive(s.v_clean[ring_at<2>(count).stage]);
 }
+
 // ---- blocks of scores
 
 // y, exponentials of scores, to probabilities and their sums.

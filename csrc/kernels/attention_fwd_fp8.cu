@@ -1,7 +1,8 @@
-// Attention forward of 8-bit floats:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T),  q = q_descale q8, k
-// = k_descale k8, v = v_descale v8 The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale.
-// Probabilities are rounded to e4m3 on their way into the product with v, which ends at 448: m is 6 less than the
-// maximum when it was found, so that more of the format's range is used, and is found again where p reaches its end.
+// Attention forward of 8-bit floats:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
+//   q = q_descale q8,  k = k_descale k8,  v = v_descale v8
+// The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale. Probabilities are rounded to
+// e4m3 on their way into the product with v, which ends at 448: m is 6 less than the maximum when it was found, so that
+// more of the format's range is used, and is found again where p reaches its end.
 // Products of 8-bit operands want both along the reduction: v along the keys. Warps beside the loader turn every block
 // of v, from the loader's ring into one of their own.
 #include "kernels/attention_fwd.h"
@@ -88,6 +89,7 @@ TILE void turner(const attention_fp8_params &p, shared &s, int index) {
     }
   }
 }
+
 // ---- blocks of scores
 
 // Scores to probabilities, and their sums.
