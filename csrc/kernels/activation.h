@@ -1,5 +1,7 @@
 // Activation functions of an epilogue, on floats; mg_activation in margay.h names them.
 #pragma once
+#include "tile/tile.h"
+
 TILE float relu(float x) { return x < 0.f ? 0.f : x; }   // NaN stays NaN
 TILE float sigmoid(float x) { return fast_rcp(1.f + fast_exp2(x * -1.4426950408889634f)); }
 TILE float silu(float x) { return x * sigmoid(x); }

@@ -31,7 +31,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   const mg_kernel *row;
   if ((status = mg_context_open(&c, q, stream))) return status;
   mg_problem problem = attention_problem_of(&x, options, q, c.sms);
-  if (options->features && options->features->sink) problem.features = (int)at_least(2, problem.features);
+  if (options->features && options->features->sink) problem.features = (int)at_least(FEATURES_PACKED, problem.features);
   if ((status = mg_select(&row, which, &problem, &c))) return status;
   if (x.q_heads * x.out[0] * x.q_total == 0) return MG_OK;
   if (x.k_total == 0 || x.batch * x.q_rows == 0) {   // no keys; or packed, and no sequence with rows
@@ -45,7 +45,7 @@ static mg_status forward(mg_op which, const mg_tensor *out, const mg_tensor *lse
   const mg_kernel_desc *desc = mg_desc(row);
   attention_fp8_params all = {.fwd = {
     .lse = lse ? lse->data : NULL, .q_blocks = (int)ceil_div(x.q_rows, desc->tile_m), .batch = (int)x.batch, .q_heads = (int)x.q_heads,
-    .group = (int)(x.q_heads / x.k_heads), .q_rows = (int)x.q_total, .k_rows = (int)x.k_rows,
+    .group = (int)(x.q_heads / x.k_heads), .q_total = (int)x.q_total, .k_rows = (int)x.k_rows,
     .diagonal = attention_upper_diagonal(&x, options), .scale_log2 = attention_log2_scale(&x), .features = attention_features_of(&x, options->features),
     .out = out->data, .out_row = out->stride[2], .out_head = out->stride[1], .out_columns = (int)x.dv}};
   if (descale) {

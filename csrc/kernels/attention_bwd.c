@@ -67,7 +67,7 @@ static mg_status make_plan(plan *w, const attention_shape *x, const mg_problem *
   w->q_blocks = w->q_real + 1;
   w->blocks64 = w->q_blocks * (w->tile / 64);
   w->head_blocks = w->blocks64;
-  if (packed) {   // see padded_block() in attention_features.h
+  if (packed) {   // see padded_block() in attention_rows.h
     heads = x->q_heads;
     w->blocks64 += w->tile / 64;
     w->head_blocks = (x->q_total / w->tile + 2 * x->batch) * (w->tile / 64);
@@ -188,7 +188,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   if (writes_zeros(&w)) p.lag = backward_lag(&c, &p);
   attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,
                                   .zero_blocks = p.lag ? p.lag * p.group * w.blocks64 : INT64_MAX, .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
-                                  .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_rows = (int)x.q_total,
+                                  .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_total = (int)x.q_total,
                                   .packed = packed, .ds_scale = ds_scale};
   if ((status = map_once(&pre.o, &c, "attention_backward: out", out)) || (status = map_once(&pre.dout, &c, "attention_backward: dout", dout)) ||
       (status = mg_launch(&c, w.pre, &pre, attention_grid(&c, w.pre, pre.tasks))))

@@ -1,25 +1,25 @@
-// Attention backward with all features for wide heads (Dao 2023, algorithm 2), for a block of 64 keys that walks over the blocks of 64 query rows i:
+// Attention backward with all features for wide heads (Dao 2023, algorithm 2), for a block of 64 keys that walks over
+// the blocks of 64 query rows i:
 //   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T;  ds = p (dp - delta) cap'(q_i k^T)
 //   dv += (keep * p)^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0 or 1 / (1 - dropout)
-// dk and dv of 64 keys fill the registers of two warpgroups: each owns half of the columns of dk, dv and dq, and computes p and ds for half
-// of the keys, which both then read from shared memory.
-#include "tile/tile.h"
-#include "kernels/attention.h"
+// dk and dv of 64 keys fill the registers of two warpgroups: each owns half of the columns of dk, dv and dq, and
+// computes p and ds for half of the keys, which both then read from shared memory.
+#include "kernels/attention_bwd.h"
 
-enum { NC = 2, BN = 64, M = 64, STAGES = 2, HALF = D / NC, KEYS = BN / NC };   // D (256), DETERMINISTIC, FEATURES (3), *_REGS
-#include "kernels/attention_features.h"
-#include "kernels/attention_bwd_tasks.h"
+// From the row: D (256), DETERMINISTIC, FEATURES (3), *_REGS
+enum { NC = 2, BN = 64, M = 64, STAGES = 2, HALF = D / NC, KEYS = BN / NC };
 
 struct shared {
   st<elem, BN, D> k, v;
   st<elem, M, D> q[STAGES], dout[STAGES];
   st<elem, M, BN> p[2], ds[2];         // of even and odd steps
   sv<M> lse2[STAGES], delta[STAGES];
-  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before the fence in softmax); also hands out the stages of dout
+  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before the fence in softmax); also hands out the stages of
+                                       // dout
   sem dout_full[STAGES];               // dout and delta
   place at[SLOTS];                     // of step n, from the loader
-  held task_of[2];
-  sem kv_full, kv_free;
+  held task_of[2];                     // of even and odd tasks, as in the queue
+  ring<1, ASYNC_READS> ring_kv;
   task_queue queue;
 };
 
@@ -27,39 +27,38 @@ TILE void init(shared &s) {
   ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
   for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
   queue_init(s.queue, arrivals(0, 0, NC));
-  sem_init(s.kv_full, arrivals(1, 0, 0));
-  sem_init(s.kv_free, arrivals(0, 0, 1));
+  ring_init(s.ring_kv, arrivals(1, 0, 0), arrivals(0, 0, 1));
 }
 
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;
-  for (uint32_t count = 0; (next = draw(p, s.queue, count, next)) < p.tasks; count++) {
-    held &t = s.task_of[count & 1];
-    put_held(t, p, task_at(p, next));
+  for (uint32_t count = 0; (next = draw<M, BN>(p, s.queue, count, next)) < p.tasks; count++) {
+    held &t = s.task_of[count % 2];
+    put_held<BN>(t, p, task_at<M, BN>(p, next));
     int steps = get(t.steps), batch = get(t.batch);
-    sem_wait(s.kv_free, ~count & 1);
-    sem_expect(s.kv_full, tile_bytes(s.k) + tile_bytes(s.v));
-    tma_load(s.k, p.k, s.kv_full, get(t.row), 0, key_head(t, p), batch);
-    tma_load(s.v, p.v, s.kv_full, get(t.row), 0, key_head(t, p), batch);
+    ring_pos kv = ring_at<1>(count);
+    ring_acquire(s.ring_kv, kv);
+    ring_expect(s.ring_kv, kv, tile_bytes(s.k) + tile_bytes(s.v));
+    tma_load(s.k, p.k, s.ring_kv.full[0], get(t.row), 0, key_head(t, p), batch);
+    tma_load(s.v, p.v, s.ring_kv.full[0], get(t.row), 0, key_head(t, p), batch);
     for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n);
       int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M;
       int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
       ring_acquire(s.ring_q, at);
-      put_place(s.at[n % SLOTS], p, t, head, block);
+      put_place<M, BN>(s.at[n % SLOTS], p, t, head, block);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
-      tma_load(s.q[at.stage], p.q, s.ring_q.full[at.stage], row, 0, head, batch);
-      tma_load(s.lse2[at.stage], p.lse2 + stats, s.ring_q.full[at.stage]);
+      load_step(s.q[at.stage], s.lse2[at.stage], p.q, s.ring_q.full[at.stage], row, head, batch, p.lse2, stats);
       sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
-      tma_load(s.dout[at.stage], p.dout, s.dout_full[at.stage], row, 0, head, batch);
-      tma_load(s.delta[at.stage], p.delta + stats, s.dout_full[at.stage]);
+      load_step(s.dout[at.stage], s.delta[at.stage], p.dout, s.dout_full[at.stage], row, head, batch, p.delta, stats);
     }
   }
 }
 
 // Scores to probabilities; g becomes what the gradient of the scores is to be multiplied by, where they are capped.
-TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_bwd_params &p, const place &at, const rv &lse2, int key0) {
+TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_bwd_params &p, const place &at,
+                        const rv &lse2, int key0) {
   const attention_features &f = p.features;
   int keys = get(at.keys) - key0, diagonal = get(at.diagonal) - key0, lower = get(at.lower) - key0;
   float c = p.scale;
@@ -80,7 +79,8 @@ TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_
   map_row(x, lse2, [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
 }
 
-// Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be NaN. A tile for each warpgroup.
+// Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be
+// NaN. A tile for each warpgroup.
 TILE void clear_both(st<elem, 64, D> &a, st<elem, 64, D> &b, int rows, int wg) {
   clear_rows(wg == 0 ? a : b, 0, rows);
   fence_async();
@@ -138,18 +138,18 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
 TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) {
   rt<float, 64> dq;
   const place &at = s.at[n % SLOTS];
-  int turn = DETERMINISTIC ? get(at.turn) : -1;
+  int turn = turn_of(at);
   int64_t tile = (int64_t)get(at.dq_block) * (D / 64) + col / 64;
   mma_fence();
   mma_AB_cols<ZERO>(dq, s.ds[n % 2], s.k, col);
   mma_commit();
   mma_wait<0>(dq);
-  if (turn >= 0) order_wait(p.order + tile, turn);
-  add_acc(p.dq_acc + tile * 64 * 64, dq);
-  if (turn >= 0) order_pass(p.order + tile, turn + 1);
+  add_dq(p, tile, turn, dq);
 }
 
-TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<float, HALF> &dk, rt<float, HALF> &dv, int wg) {
+TILE void finish(const attention_bwd_params &p, shared &s, uint32_t count, rt<float, HALF> &dk, rt<float, HALF> &dv,
+                 int wg) {
+  const held &t = s.task_of[count % 2];
   float scale = p.out_scale, keep = p.features.drop_below ? p.features.keep_scale : 1.f;
   int row = get(t.row), head = key_head(t, p), keys = get(t.keys), col = wg * HALF;
   bool whole = !p.features.q_start || keys >= BN;   // else the next sequence's keys follow
@@ -159,7 +159,8 @@ TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<flo
     store_first((elem *)p.dk.data + row * p.dk.row + head * p.dk.head + col, p.dk.row, dk, keys, p.dk.columns - col);
     store_first((elem *)p.dv.data + row * p.dv.row + head * p.dv.head + col, p.dv.row, dv, keys, p.dv.columns - col);
   }
-  wg_sync();   // all warps' products have read this half of k and v; since softmax's barrier the other warpgroup reads its own only
+  // all warps' products have read this half of k and v; since softmax's barrier the other warpgroup reads its own only
+  wg_sync();
   store(s.k, dk, col);
   store(s.v, dv, col);
   fence_async();
@@ -170,18 +171,18 @@ TILE void finish(const attention_bwd_params &p, shared &s, const held &t, rt<flo
     tma_store(p.dv.map, s.v, row, 0, head, get(t.batch));
   }
   tma_store_wait_read();
-  sem_arrive(s.kv_free);
+  ring_release(s.ring_kv, ring_at<1>(count));
 }
 
 TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
   uint32_t n = 0;
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     rt<float, HALF> dk, dv;
-    sem_wait(s.kv_full, count & 1);
-    if (get(s.task_of[count & 1].own) < BN) clear_both(s.k, s.v, get(s.task_of[count & 1].own), wg);
+    ring_wait(s.ring_kv, ring_at<1>(count));
+    if (get(s.task_of[count % 2].own) < BN) clear_both(s.k, s.v, get(s.task_of[count % 2].own), wg);
     fill(dk, 0.f);
     fill(dv, 0.f);
-    uint32_t end = n + get(s.task_of[count & 1].steps);
+    uint32_t end = n + get(s.task_of[count % 2].steps);
     for (; n < end; n++) {
       ring_pos at = ring_at<STAGES>(n);
       softmax(p, s, n, wg);
@@ -193,10 +194,11 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
       for (int col = 0; col < HALF; col += 64) dq_add(p, s, n, wg * HALF + col);
       ring_release(s.ring_q, at);
     }
-    finish(p, s, s.task_of[count & 1], dk, dv, wg);
+    finish(p, s, count, dk, dv, wg);
     queue_release(s.queue, count);
   }
 }
 
-typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>> kernel;
+typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>,
+              role<loader, THREAD, 1, LOAD_REGS>> kernel;
 ENTRY(kernel, M, BN)

@@ -1,7 +1,7 @@
-// After attention backward: dq = scale * accumulator, rounded, for each block of 64 query rows; zeros in gradients behind the last packed sequence.
+// After attention backward: dq = scale * accumulator, rounded, for each block of 64 query rows; zeros in gradients
+// behind the last packed sequence.
 #include "tile/tile.h"
-#include "kernels/attention.h"
-#include "kernels/attention_features.h"
+#include "kernels/attention_rows.h"
 
 enum { DQ_TILES = D / 64 };
 
@@ -15,8 +15,10 @@ TILE void compute(const attention_bwd_post_params &p, shared &s, int) {
   float scale = p.scale;
   grid_wait();
   for (int i = block_index(); i < p.tasks; i += block_count()) {
-    int bh = i / p.q_blocks, block = i - bh * p.q_blocks, batch = bh / p.q_heads, head = bh - batch * p.q_heads, row0 = block * 64, rows = 64;
-    const float *acc = p.dq_acc + (int64_t)(blocks_of(p.packed, batch, head, p.q_heads, p.acc_blocks).first + block) * DQ_TILES * 64 * 64;
+    int bh = i / p.q_blocks, block = i - bh * p.q_blocks, batch = bh / p.q_heads, head = bh - batch * p.q_heads,
+        row0 = block * 64, rows = 64;
+    const float *acc = p.dq_acc + (int64_t)(blocks_of(p.packed, batch, head, p.q_heads, p.acc_blocks).first + block)
+      * DQ_TILES * 64 * 64;
     rt<float, 64> x;
     if (p.packed.start) {
       rows = p.packed.start[batch + 1] - p.packed.start[batch] - row0;
@@ -41,5 +43,6 @@ TILE void compute(const attention_bwd_post_params &p, shared &s, int) {
   for (int i = 0; i < 3; i++) clear_behind<elem>(p.behind[i], nullptr, block_index(), block_count());
 }
 
-typedef block<attention_bwd_post_params, shared, init, role<compute, WARPGROUP, 1, 0>, OCCUPANCY<BLOCKS>, DEPENDENT> kernel;
+typedef block<attention_bwd_post_params, shared, init, role<compute, WARPGROUP, 1, 0>, OCCUPANCY<BLOCKS>,
+              DEPENDENT> kernel;
 ENTRY(kernel, 64, D)

@@ -4,8 +4,7 @@
 //          From 2^24 on its rounding exceeds one power of two. Then more than that is added, so that 2^(x - lse2) stays below 1 and finite.
 // and zeros in dq's accumulator and the main kernel's counters.
 #include "tile/tile.h"
-#include "kernels/attention.h"
-#include "kernels/attention_features.h"
+#include "kernels/attention_rows.h"
 
 enum { DQ_TILES = D / 64 };   // D (of q and k), DV (of v and o), STAGES, BLOCKS
 
@@ -18,7 +17,8 @@ TILE void init(shared &s) {
   ring_init(s.loaded, arrivals(1, 0, 0), arrivals(0, 0, 1));
 }
 
-struct task { int batch, head, row0, rows; int64_t block, row; };   // block of the workspace; row of lse and its map; rows from there on
+// block of the workspace; row of lse and its map; rows from there on
+struct task { int batch, head, row0, rows; int64_t block, row; };
 TILE bool task_at(task &t, const attention_bwd_pre_params &p, int i) {
   int bh = i / p.q_blocks, block = i - bh * p.q_blocks;
   t.batch = bh / p.q_heads;
@@ -26,13 +26,13 @@ TILE bool task_at(task &t, const attention_bwd_pre_params &p, int i) {
   row_blocks all = blocks_of(p.packed, t.batch, t.head, p.q_heads, p.q_blocks);
   t.block = all.first + block;
   t.row0 = block * 64;
-  t.rows = p.q_rows - t.row0;
+  t.rows = p.q_total - t.row0;
   if (p.packed.start) {
     t.rows = p.packed.start[t.batch + 1] - p.packed.start[t.batch] - t.row0;
     t.row0 += p.packed.start[t.batch];
     t.batch = 0;
   }
-  t.row = (int64_t)(t.batch * p.q_heads + t.head) * p.q_rows + t.row0;
+  t.row = (int64_t)(t.batch * p.q_heads + t.head) * p.q_total + t.row0;
   return block < all.count;
 }
 
@@ -61,7 +61,8 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
     load(lse, p.lse + t.row, t.rows, infinity());
     fill(dlse, 0.f);
     if (p.dlse) load(dlse, p.dlse + t.row, t.rows, 0.f);
-    for (int c = 0; c < DQ_TILES && t.rows > 0 && p.zero_blocks > t.block; c++) zero_acc<64>(p.dq_acc + (t.block * DQ_TILES + c) * 64 * 64);
+    for (int c = 0; c < DQ_TILES && t.rows > 0 && p.zero_blocks > t.block; c++)
+      zero_acc<64>(p.dq_acc + (t.block * DQ_TILES + c) * 64 * 64);
     fill(dot, 0.f);
     ring_wait(s.loaded, at);
     for (int c = 0; c < DV; c += 32) {
@@ -76,11 +77,13 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
       float y = x == -infinity() ? infinity() : x * 1.4426950408889634f, size = y < 0.f ? -y : y;
       return y + (size > 2.4e7f ? size * 4.8e-7f : 0.f);
     });
-    map(delta, delta, lse, [](float d, float l) { return l == infinity() ? 0.f : d; });   // o of padding may be anything
+    // o of padding may be anything
+    map(delta, delta, lse, [](float d, float l) { return l == infinity() ? 0.f : d; });
     store(p.lse2 + t.block * 64, lse, 64);
     store(p.delta + t.block * 64, delta, 64);
   }
 }
 
-typedef block<attention_bwd_pre_params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>, OCCUPANCY<BLOCKS>> kernel;
+typedef block<attention_bwd_pre_params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>,
+              OCCUPANCY<BLOCKS>> kernel;
 ENTRY(kernel, 64, D)

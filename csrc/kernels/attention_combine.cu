@@ -4,7 +4,7 @@
 #include "tile/tile.h"
 #include "kernels/attention_decode.h"
 
-// MOST: splits that there may be, a multiple of LOADS
+// From the row: MOST (splits that there may be, a multiple of LOADS), LOADS (of them at a time), WARPS (of a block)
 
 struct shared { int nothing; };
 TILE void init(shared &) {}

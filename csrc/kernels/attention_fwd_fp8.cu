@@ -1,15 +1,16 @@
-// Attention forward of 8-bit floats:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T),  q = q_descale q8, k = k_descale k8, v = v_descale v8
-// The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale. Probabilities are rounded to e4m3 on their way into the product
-// with v, which ends at 448: m is 6 less than the maximum when it was found, so that more of the format's range is used, and is found again where p reaches its end.
-// Products of 8-bit operands want both along the reduction: v along the keys. Warps beside the loader turn every block of v, from the loader's ring
-// into one of their own.
-#include "tile/tile.h"
-#include "kernels/attention.h"
+// Attention forward of 8-bit floats:  o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
+//   q = q_descale q8,  k = k_descale k8,  v = v_descale v8
+// The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale. Probabilities are rounded to
+// e4m3 on their way into the product with v, which ends at 448: m is 6 less than the maximum when it was found, so that
+// more of the format's range is used, and is found again where p reaches its end.
+// Products of 8-bit operands want both along the reduction: v along the keys. Warps beside the loader turn every block
+// of v, from the loader's ring into one of their own.
+#include "kernels/attention_fwd.h"
 
-// D, BN (keys a block), NC (compute warpgroups), TURNS (0 or 1), stages of the rings, O_COLS (columns of o that leave at a time), *_REGS
-enum { BM = 64 * NC, TURNERS = 3 };
-#include "kernels/attention_features.h"
-#include "kernels/attention_fwd_tasks.h"
+// From the row: D, BN (keys a block), NC (compute warpgroups), TURNS (1: matrix work in turns), K_STAGES, V_STAGES (of
+// 64 keys), T_STAGES (of turned v), O_COLS (columns of o that leave at a time: fewer take less shared memory), FEATURES
+// (0), *_REGS
+enum { TURNERS = 3 };
 
 struct shared {
   st<e4m3, 64, D> q[NC];
@@ -20,8 +21,8 @@ struct shared {
   ring<K_STAGES, ASYNC_READS> k_ring;
   ring<V_STAGES, GENERIC_READS> v_ring;
   ring<T_STAGES, ASYNC_READS> t_ring;
-  sem q_full[NC], q_free[NC];
-  held task_of[2];
+  ring<NC, ASYNC_READS> q_ring;
+  held task_of[2];               // of even and odd tasks, as in the queue
   task_queue queue;
 };
 struct places { ring_pos k, v; };   // a role's in its rings of k and of v
@@ -30,10 +31,66 @@ TILE void init(shared &s) {
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, TURNERS, 0));
   ring_init(s.t_ring, arrivals(0, TURNERS, 0), arrivals(0, 0, NC));
   queue_init(s.queue, arrivals(0, TURNERS, NC));
-  for (int w = 0; w < NC; w++) sem_init(s.q_full[w], arrivals(1, 0, 0)), sem_init(s.q_free[w], arrivals(0, 0, 1));
+  ring_init(s.q_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
 }
 
-#include "kernels/attention_fwd_fp8_loads.h"
+// ---- what feeds the compute warpgroups
+
+TILE void load_keys(const attention_fp8_params &p, shared &s, ring_pos &at, int row, int head, int batch) {
+  ring_acquire(s.k_ring, at);
+  ring_expect(s.k_ring, at, tile_bytes(s.k[0]));
+  tma_load(s.k[at.stage], p.fwd.k, s.k_ring.full[at.stage], row, 0, head, batch);
+  ring_next(s.k_ring, at);
+}
+TILE void load_values(const attention_fp8_params &p, shared &s, ring_pos &at, int row, int head, int batch) {
+  for (int part = 0; part < BN; part += 64) {
+    ring_acquire(s.v_ring, at);
+    ring_expect(s.v_ring, at, tile_bytes(s.v[0]));
+    tma_load(s.v[at.stage], p.fwd.v, s.v_ring.full[at.stage], row + part, 0, head, batch);
+    ring_next(s.v_ring, at);
+  }
+}
+TILE void loader(const attention_fp8_params &p, shared &s, int) {
+  places at = {};
+  task t, following;
+  int next = next_task(p.fwd, 0, 0, t);
+  for (uint32_t count = 0; hand_out(p.fwd, s.queue, s.task_of, count, next, t); count++) {
+    int j = t.steps - 1, k_head = t.head / p.fwd.group;
+    for (int w = 0; w < NC; w++) {
+      ring_pos q = q_stage(count, w);
+      ring_acquire(s.q_ring, q);
+      ring_expect(s.q_ring, q, tile_bytes(s.q[w]));
+      tma_load(s.q[w], p.fwd.q, s.q_ring.full[w], t.row0 + w * 64, 0, t.head, t.batch);
+      if (w == 0) load_keys(p, s, at.k, j * BN, k_head, t.batch);   // right behind its q: the first warpgroup can begin
+    }
+    for (; j >= 0; j--) {   // v ahead of the next keys: it has further to go
+      if (j == 0) next = next_task(p.fwd, count + 1, next, following);   // here, where stages are to be waited for
+      load_values(p, s, at.v, j * BN, k_head, t.batch);
+      if (j > 0) load_keys(p, s, at.k, (j - 1) * BN, k_head, t.batch);
+    }
+    t = following;
+  }
+}
+TILE void turner(const attention_fp8_params &p, shared &s, int index) {
+  uint32_t block = 0;   // of all tasks: what is kept instead of places, for want of registers
+  for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
+    uint32_t end = block + (uint32_t)get(s.task_of[count % 2].steps);
+    queue_release<WARP>(s.queue, count);
+    for (; block < end; block++) {
+      ring_pos to = ring_at<T_STAGES>(block);
+      ring_acquire(s.t_ring, to);
+      for (int part = 0; part < BN; part += 64) {
+        ring_pos from = ring_at<V_STAGES>(block * (BN / 64) + part / 64);
+        ring_wait(s.v_ring, from);
+        transpose_part(s.turned[to.stage], part, s.v[from.stage], index, TURNERS);
+        ring_release<WARP>(s.v_ring, from);
+      }
+      ring_fill<WARP>(s.t_ring, to);
+    }
+  }
+}
+
+// ---- blocks of scores
 
 // Scores to probabilities, and their sums.
 TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, const rt<float, BN> &x, const rv &m, float c) {
@@ -43,19 +100,24 @@ TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, const rt<float, B
   convert(probabilities, y);
 }
 // The same from the scores' own origin; x is lost.
-TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, rt<float, BN> &x, const rv &base, const rv &top, float c) {
+TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, rt<float, BN> &x, const rv &base, const rv &top,
+                       float c) {
   map_row(x, base, [](float a, float b) { return a - b; });
   exponentials(probabilities, sum, x, top, c);
 }
 
-TILE float descale(const float *of, const attention_fp8_params &p, const task &t) { return of ? of[t.batch * p.k_heads + t.head / p.fwd.group] : 1.f; }
-// The factor of scores in the exponent. Of tensors of zeros it may be 0: then too a score of -infinity is masked and others count.
+TILE float descale(const float *of, const attention_fp8_params &p, const task &t) {
+  return of ? of[t.batch * p.k_heads + t.head / p.fwd.group] : 1.f;
+}
+// The factor of scores in the exponent. Of tensors of zeros it may be 0: then too a score of -infinity is masked and
+// others count.
 TILE float exponent(const attention_fp8_params &p, const task &t) {
   float c = p.fwd.scale_log2 * descale(p.q_descale, p, t) * descale(p.k_descale, p, t);
   return clamp(c, 1e-30f, 3e38f);
 }
 
-TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rv &kept, const rsum &l, float c, int wg) {
+TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rv &kept,
+                 const rsum &l, float c, int wg) {
   int row0 = t.row0 + wg * 64;
   float factor = descale(p.v_descale, p, t);
   rv sum, inverse, lse;
@@ -75,7 +137,7 @@ TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<flo
   }
   if (p.fwd.lse) {
     map(lse, m, sum, [](float a, float l) { return (a + fast_log2(l)) * 0.6931471805599453f; });   // ln 2
-    store(p.fwd.lse + (int64_t)(t.batch * p.fwd.q_heads + t.head) * p.fwd.q_rows + row0, lse, p.fwd.q_rows - row0);
+    store(p.fwd.lse + (int64_t)(t.batch * p.fwd.q_heads + t.head) * p.fwd.q_total + row0, lse, p.fwd.q_total - row0);
   }
 }
 
@@ -100,7 +162,8 @@ TILE void pass_over(shared &s, places &at, int wg) {
 }
 
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fp8_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rv &kept, rsum &l, float c, int j,
+TILE void step(const attention_fp8_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<e4m3,
+               BN> &probabilities, rt<float, D> &o, rv &m, rv &kept, rsum &l, float c, int j,
                int masked, int wg) {
   rsum sum;
   my_turn(wg);
@@ -109,7 +172,7 @@ TILE void step(const attention_fp8_params &p, shared &s, places &at, const held 
   next_turn(wg);
   mma_wait<1>(x);
   ring_done(s.k_ring, at.k);
-  if (j == 0) sem_arrive(s.q_free[wg]);   // the last scores with q are there
+  if (j == 0) ring_release(s.q_ring, {wg, 0});   // the last scores with q are there
   if (masked) mask(x, p.fwd, h, j * BN, wg);
   if (j > 0) ring_wait(s.k_ring, at.k);
   mma_wait<0>(o, probabilities);
@@ -129,7 +192,7 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
   places at = {};
   if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
-    const held &h = s.task_of[count & 1];
+    const held &h = s.task_of[count % 2];
     task t = get_held(h, p.fwd);
     int j = t.steps - 1;
     float c = exponent(p, t);
@@ -140,12 +203,12 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     rv m, kept, base, top, alpha;
     rsum l;
     for (; j >= mine.seen; j--) pass_over(s, at, wg);
-    sem_wait(s.q_full[wg], count & 1);
+    ring_wait(s.q_ring, q_stage(count, wg));
     ring_wait(s.k_ring, at.k);
     scores(s, at, x, wg);
     mma_wait<0>(x);
     ring_done(s.k_ring, at.k);
-    if (j == 0) sem_arrive(s.q_free[wg]);
+    if (j == 0) ring_release(s.q_ring, {wg, 0});
     fill(m, -infinity());
     kept = m;
     fill(o, 0.f);
@@ -167,6 +230,6 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
   tma_store_wait_read();
 }
 
-typedef block<attention_fp8_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<turner, WARP, TURNERS, LOAD_REGS>> kernel;
+typedef block<attention_fp8_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>,
+              role<loader, THREAD, 1, LOAD_REGS>, role<turner, WARP, TURNERS, LOAD_REGS>> kernel;
 ENTRY(kernel, BM, BN)

@@ -76,12 +76,12 @@ mg_status attention_check_starts(const attention_shape *x, const char *op, const
 // Soft caps that models have. The fast backward kernels take no others, and none of fp32: they find the cap's slope in the probabilities, to |lse| 2^-22 / softcap.
 // As is_usual() of attention_features.h.
 static const float CAP_LEAST = 4, CAP_MOST = 256;
-// As in WINDOWS, PACKED, EVERYTHING of attention_features.h; without the sink, which the backward finds in the lse. 4: 3 with another softcap than those.
+// One of FEATURES_* of attention.h; without the sink, which the backward finds in the lse.
 static int feature_class(const mg_attention_features *f, mg_dtype dtype) {
-  if (!f) return 0;
-  if (f->softcap != 0 && (f->softcap < CAP_LEAST || f->softcap > CAP_MOST || dtype == MG_FP32)) return 4;
-  if (f->softcap != 0 || f->dropout != 0 || f->slopes) return 3;
-  return f->q_start ? 2 : f->window && (f->left >= 0 || f->right >= 0);
+  if (!f) return FEATURES_NONE;
+  if (f->softcap != 0 && (f->softcap < CAP_LEAST || f->softcap > CAP_MOST || dtype == MG_FP32)) return FEATURES_ANY_SOFTCAP;
+  if (f->softcap != 0 || f->dropout != 0 || f->slopes) return FEATURES_ALL;
+  return f->q_start ? FEATURES_PACKED : f->window && (f->left >= 0 || f->right >= 0) ? FEATURES_WINDOWS : FEATURES_NONE;
 }
 int attention_upper_diagonal(const attention_shape *x, const mg_attention_options *options) {
   const mg_attention_features *f = options->features;

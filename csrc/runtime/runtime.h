@@ -87,7 +87,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int64_t batch, heads_q, heads_k, nq, nk;
   int64_t span;               // attention: keys that a row sees at most
   int64_t page;               // attention_decode: keys of a page of the cache, 0 where it is not paged
-  int features;               // attention: 0 none, 1 windows, 2 packed sequences or sinks, 3 others, 4 these with an unusual softcap (attention_problem.c)
+  int features;               // attention: FEATURES_* of kernels/attention.h, the least set that the problem needs
   int sms;                    // multiprocessors of the device
   mg_sizes size;              // of rows that name theirs: conditions see them by name
 } mg_problem;
