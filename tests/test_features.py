@@ -10,7 +10,8 @@ import torch
 
 import margay as mg
 from cases import DEVICES, DIMS, HALF, check_error, largest_score
-from margay import _C, _plain, _torch, flash_attn_interface
+from margay import _C, _torch, flash_attn_interface
+from margay.drop_ins import torch_attention
 
 CASES = 100
 
@@ -221,7 +222,7 @@ def test_dropout_near_1_keeps_the_mean(p, device):
     rounding = torch.finfo(dtype).eps
     q, k, v = (torch.full((1, 2, n, 8), float(n == 701), dtype=dtype, device=device) for n in (300, 700, 701))
     share = mg.dropout_mask(p, 5, 1, 2, 300, 700).double().mean(3) / (1 - drawn)
-    for module in (mg, _plain):
+    for module in (mg, torch_attention):
         out = module.attention(q, k, v[:, :, :700], dropout_p=p, dropout_seed=5)
         if module is mg:
             assert torch.allclose(out.double()[..., 0].cpu(), share, rtol=rounding)

@@ -167,7 +167,7 @@ class _Arrays:
 
 
 def _table_rows(table, index):
-    """NumPy: as margay._plain.table_rows."""
+    """NumPy: as margay.drop_ins.torch_attention.table_rows."""
     import numpy as np
     if index is None:
         return table
@@ -178,7 +178,7 @@ def _table_rows(table, index):
 
 
 def _in_order(cache, table):
-    """NumPy: as margay._plain.cache_rows."""
+    """NumPy: as margay.drop_ins.torch_attention.cache_rows."""
     import numpy as np
     there = (table >= 0) & (table < cache.shape[0])
     rows = np.zeros((*table.shape, *cache.shape[1:]), cache.dtype)

@@ -2,7 +2,8 @@
 
 import torch
 
-from margay import _C, _plain, _torch, _transforms, ops
+from margay import _C, _torch, _transforms, ops
+from margay.drop_ins import torch_attention
 from margay._decode import APPEND_NAMES, NAMES, PAGE_UNIT, check_ranks, needs_order
 from margay._torch import as_float32
 
@@ -66,10 +67,10 @@ def _without_gaps(t):
 def _in_order(q, k_cache, v_cache, seqlens, page_table, index, *others):
     """The call with pages that kernels read: the table's rows in the order of the sequences, and keys and values in order where pages are of another size."""
     if needs_order(page_table, index, k_cache, v_cache) and q.ndim == 4 and (page_table if index is None else index).shape[0] == q.shape[0]:
-        page_table, index = _plain.table_rows(page_table, index), None
+        page_table, index = torch_attention.table_rows(page_table, index), None
         if k_cache.shape[1] % PAGE_UNIT:
             with torch.no_grad():
-                k_cache, v_cache = (_plain.cache_rows(t, page_table, None, q.shape[0]) for t in (k_cache, v_cache))
+                k_cache, v_cache = (torch_attention.cache_rows(t, page_table, None, q.shape[0]) for t in (k_cache, v_cache))
             page_table = None
     return q, k_cache, v_cache, seqlens, page_table, index, *others
 
@@ -77,7 +78,7 @@ def _in_order(q, k_cache, v_cache, seqlens, page_table, index, *others):
 def _append(tensors, length):
     *caches, seqlens, page_table, index = tensors
     if index is not None and needs_order(page_table, index) and index.shape[0] == caches[2].shape[0]:
-        tensors = *caches, seqlens, _plain.table_rows(page_table, index), None
+        tensors = *caches, seqlens, torch_attention.table_rows(page_table, index), None
     if not tensors[0].is_cuda:
         _torch._use_torch_threads()
     try:

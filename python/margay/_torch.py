@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from margay import _C, _transforms, ops
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _E4M3 = torch.float8_e4m3fn
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _autocast_anywhere = torch._C._is_any_autocast_enabled
@@ -373,7 +373,7 @@ def _as_int32(name, t):
 
 
 def as_float32(op, name, t):
-    if not isinstance(t, torch.Tensor) or t.dtype not in (*_DTYPES, torch.float64):
+    if not isinstance(t, torch.Tensor) or t.dtype not in (*DTYPES, torch.float64):
         raise TypeError(f"{op}: {name} is {_kind(t)}, expected a float32 tensor")
     _check_tensors(op, **{name: t})
     return t.to(torch.float32).contiguous()
@@ -587,7 +587,7 @@ def _check_tensors(op, **tensors):
 def _check_devices(op, **tensors):
     """One device, one that has kernels, and a dtype that it has kernels for."""
     first, like = _check_same_device(op, **tensors)
-    if like.dtype not in _DTYPES:
+    if like.dtype not in DTYPES:
         raise TypeError(f"{op}: {first} has dtype {ops.dtype_name(like)}, expected bfloat16, float16 or, on the CPU, float32")
     if like.dtype is torch.float32 and like.is_cuda:
         raise NotImplementedError(f"{op}: {first} has dtype float32, which has kernels on the CPU only; on CUDA expected bfloat16 or float16")
@@ -605,7 +605,7 @@ def _check_same_device(op, **tensors):
 
 def _autocast(device, *tensors):
     dtype = torch.get_autocast_dtype(device)
-    return [t.to(dtype) if t is not None and t.dtype in _DTYPES else t for t in tensors]
+    return [t.to(dtype) if t is not None and t.dtype in DTYPES else t for t in tensors]
 
 
 def _without_autocast_keys():

@@ -11,8 +11,9 @@ import threading
 import torch
 from torch.autograd import forward_ad
 
-from margay import _dispatch, _padding
-from margay._switch import Switch
+from margay.drop_ins import kernel_or_torch, padding
+from margay.drop_ins.fallback import fall_back
+from margay.drop_ins.switch import Switch
 
 _OP = torch.ops.aten.scaled_dot_product_attention.default
 _SCHEMA = ("aten::scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., "
@@ -74,7 +75,7 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
         return original()                         # which has its own opinion, or its own error
     reason = _unsupported(query, key, value, attn_mask, is_causal, scale, dropout_p)
     if reason is not None:
-        _dispatch.warn("scaled_dot_product_attention", reason)
+        fall_back("scaled_dot_product_attention", reason)
         return original()
     q, k, v = query, key, value
     if q.dim() == 3:
@@ -83,10 +84,10 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
         k, v = k[:, :, :q.shape[2]], v[:, :, :q.shape[2]]
     options = dict(scale=scale, dropout_p=dropout_p)
     if attn_mask is None:
-        out = _dispatch.attention("scaled_dot_product_attention", q, k, v, causal=is_causal, **options)
+        out = kernel_or_torch.attention("scaled_dot_product_attention", q, k, v, causal=is_causal, **options)
     else:
         key_mask = attn_mask[:, 0, 0].expand(q.shape[0], -1)
-        out = _padding.attention("scaled_dot_product_attention", q, k, v, key_mask, **options)
+        out = padding.attention("scaled_dot_product_attention", q, k, v, key_mask, **options)
     return out.squeeze(1) if query.dim() == 3 else out
 
 
@@ -115,4 +116,4 @@ def _unsupported(q, k, v, mask, is_causal, scale, dropout_p):
         return "attn_mask"
     if forward_ad._current_level >= 0:
         return "forward-mode derivatives"
-    return _dispatch.unsupported(q, k, v, scale, dropout_p)
+    return kernel_or_torch.unsupported(q, k, v, scale, dropout_p)

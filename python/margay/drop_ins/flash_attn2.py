@@ -14,11 +14,12 @@ import types
 
 import torch
 
-from margay import _dispatch, _kvcache, _plain, _torch, bert_padding, ops
-from margay._kvcache import check_layout as _check
-from margay._kvcache import sequence_of as _sequence_of
-from margay._switch import Switch
-from margay.bert_padding import pad_input, unpad_input
+from margay import _torch, ops
+from margay.drop_ins import bert_padding, kernel_or_torch, kvcache, torch_attention
+from margay.drop_ins.bert_padding import pad_input, unpad_input
+from margay.drop_ins.kvcache import check_layout as _check
+from margay.drop_ins.kvcache import sequence_of as _sequence_of
+from margay.drop_ins.switch import Switch
 
 __version__ = "2.8.3"     # whose functions these are; programs ask for it
 
@@ -82,7 +83,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     with block_table its row of the table. cache_leftpad int32 [B]: first row of each cache that counts; a copy of the caches' rows is attended to.
     """
     op = "flash_attn_with_kvcache"
-    out, lse = _kvcache.with_kvcache(op, q, k_cache, v_cache, k, v, rotary=(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens=cache_seqlens,
+    out, lse = kvcache.with_kvcache(op, q, k_cache, v_cache, k, v, rotary=(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens=cache_seqlens,
                                      rotary_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, page_table=block_table,
                                      return_lse=return_softmax_lse, causal=causal, scale=softmax_scale, window=pair(op, window_size), softcap=softcap,
                                      alibi_slopes=alibi_slopes, num_splits=num_splits)
@@ -99,13 +100,13 @@ def install_as_flash_attn():
     hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] in names}
     for name in hidden:
         del sys.modules[name]
-    from margay import flash_attn_interface
+    from margay.drop_ins import flash_attn3
 
     this = sys.modules[__name__]
     package = _stand_in("flash_attn", this, is_package=True)
     package.flash_attn_interface = _stand_in("flash_attn.flash_attn_interface", this)
     package.bert_padding = _stand_in("flash_attn.bert_padding", bert_padding)
-    _stand_in("flash_attn_interface", flash_attn_interface)
+    _stand_in("flash_attn_interface", flash_attn3)
 
     def undo():
         for name in [name for name in sys.modules if name.split(".")[0] in names]:
@@ -121,7 +122,7 @@ def install_as_flash_attn():
 def dense(op, q, k, v, return_lse, **options):
     """out, and lse or None; rows first."""
     _check(op, "[batch, rows, heads, head dim]", q=q, k=k, v=v)
-    result = _dispatch.attention(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=return_lse, **options)
+    result = kernel_or_torch.attention(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=return_lse, **options)
     out, lse = result if return_lse else (result, None)
     return out.transpose(1, 2), lse
 
@@ -137,7 +138,7 @@ def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
     """out, and lse or None. A largest length that is a tensor would have to be read on the host: the number of rows takes its place."""
     check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
     max_seqlen_q, max_seqlen_k = (t.shape[0] if isinstance(n, torch.Tensor) else n for n, t in ((max_seqlen_q, q), (max_seqlen_k, k)))
-    result = _dispatch.attention_varlen(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=return_lse, **options)
+    result = kernel_or_torch.attention_varlen(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=return_lse, **options)
     return result if return_lse else (result, None)
 
 
@@ -162,7 +163,7 @@ def _dense(op, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, 
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     shape = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     kept = _kept(q, k, v, softmax_scale, dropout_p, seed, shape, shape)
-    return out, lse, _plain.dropped_probabilities(q, k, kept, **options)
+    return out, lse, torch_attention.dropped_probabilities(q, k, kept, **options)
 
 
 def _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
@@ -175,7 +176,7 @@ def _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         return (out, lse, None) if return_attn_probs else out
     lengths = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
     kept = _kept(q, k, v, softmax_scale, dropout_p, seed, (cu_seqlens_q.shape[0] - 1, q.shape[1], *lengths[2:]), (1, q.shape[1], q.shape[0], k.shape[0]))
-    return out, lse, _plain.dropped_probabilities_varlen(q, k, *lengths, kept, **options)
+    return out, lse, torch_attention.dropped_probabilities_varlen(q, k, *lengths, kept, **options)
 
 
 def _drawn_seed():
@@ -184,8 +185,8 @@ def _drawn_seed():
 
 def _kept(q, k, v, scale, dropout_p, seed, shape, plain_shape):
     """What the call has kept: the kernels' choice, or that of PyTorch where it has computed."""
-    if _dispatch.unsupported(q, k, v, scale, dropout_p):
-        return _plain.kept(plain_shape, dropout_p, seed, q.device)
+    if kernel_or_torch.unsupported(q, k, v, scale, dropout_p):
+        return torch_attention.kept(plain_shape, dropout_p, seed, q.device)
     return ops.dropout_mask(dropout_p, seed, *shape).to(q.device)
 
 
@@ -225,7 +226,7 @@ def used_rows(op, name, used, starts, rows):
 
 def _stand_in(name, source, is_package=False):
     module = types.ModuleType(name, source.__doc__)
-    module.__dict__.update({key: value for key, value in vars(source).items() if not key.startswith("_")}, __version__=__version__)
+    module.__dict__.update({name: getattr(source, name) for name in source.__all__}, __version__=__version__)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
     if is_package:
         module.__path__ = []

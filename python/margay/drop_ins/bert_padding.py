@@ -41,3 +41,6 @@ def pad_input(hidden_states, indices, batch, seqlen):
 
 def _unpadded(kept, lengths):
     return kept.flatten().nonzero().flatten(), F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
+
+
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences"]

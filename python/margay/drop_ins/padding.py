@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from margay import _dispatch, _torch
+from margay import _torch
+from margay.drop_ins import kernel_or_torch
 
 
 class Plan(NamedTuple):
@@ -40,7 +41,7 @@ def planned_attention(op, q, k, v, plan, **options):
         k, v = _ordered(k, *plan.keys), _ordered(v, *plan.keys)
     if plan.queries is not None:
         q = _ordered(q, *plan.queries[:2])
-    out = _dispatch.attention_packed(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *plan[:4], **options).transpose(1, 2)
+    out = kernel_or_torch.attention_packed(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *plan[:4], **options).transpose(1, 2)
     if plan.queries is not None:
         _, _, place, mask = plan.queries
         out = torch.where(mask[:, None, None], out[:, place], 0)
@@ -57,7 +58,7 @@ def _in_rows(t):
 def _records(op, q, k, v, sink=None, scale=None, dropout_p=0.0, **options):
     """Is a gradient wanted of a call that kernels compute and nothing in torch has to see?"""
     return ((q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad) and _torch._plain(q, k, v, sink) and
-            not _torch._autocast_anywhere() and _dispatch.unsupported(q, k, v, scale, dropout_p) is None)
+            not _torch._autocast_anywhere() and kernel_or_torch.unsupported(q, k, v, scale, dropout_p) is None)
 
 
 class _InPlace(torch.autograd.Function):

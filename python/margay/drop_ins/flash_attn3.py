@@ -13,7 +13,8 @@ causal) they are multiplied out to bfloat16 first.
 
 import torch
 
-from margay import _kvcache, attention, flash_attn, ops
+from margay import attention, ops
+from margay.drop_ins import flash_attn2, kvcache
 
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
@@ -21,7 +22,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
     """q [B, Nq, Hq, D], k [B, Nk, Hk, D], v [B, Nk, Hk, Dv] to [B, Nq, Hq, Dv]."""
     op = "flash_attn_func"
     return _dense(op, q, k, v, qv, (q_descale, k_descale, v_descale), attention_chunk, return_attn_probs, scale=softmax_scale, causal=causal,
-                  window=flash_attn.pair(op, window_size), softcap=softcap, deterministic=deterministic)
+                  window=flash_attn2.pair(op, window_size), softcap=softcap, deterministic=deterministic)
 
 
 def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
@@ -36,7 +37,7 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
         heads_k = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split((num_heads_q, heads_k, heads_k), 2)
     return _dense(op, q, k, v, None, (q_descale, k_descale, v_descale), attention_chunk, return_attn_probs, scale=softmax_scale, causal=causal,
-                  window=flash_attn.pair(op, window_size), softcap=softcap, deterministic=deterministic)
+                  window=flash_attn2.pair(op, window_size), softcap=softcap, deterministic=deterministic)
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
@@ -47,9 +48,9 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     op = "flash_attn_varlen_func"
     places, descales = None, (q_descale, k_descale, v_descale)
     chunk = _chunk(op, attention_chunk)
-    is_8_bit, inputs = getattr(q, "dtype", None) == _kvcache.FLOAT8, (q, k, v)
+    is_8_bit, inputs = getattr(q, "dtype", None) == kvcache.FLOAT8, (q, k, v)
     if seqused_q is not None or seqused_k is not None or qv is not None or chunk or is_8_bit:
-        flash_attn.check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
+        flash_attn2.check_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k)
     _check_descales(op, q, descales)
     if is_8_bit:
         starts = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k
@@ -57,19 +58,19 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         q, k, v = (_dequantized(t, scale, at) for t, scale, at in zip((q, k, v), descales, starts))
     q, k, softmax_scale = _joined(op, q, k, v, qv, softmax_scale)
     if seqused_q is not None:
-        cu_seqlens_q, rows, places = flash_attn.used_rows(op, "q", seqused_q, cu_seqlens_q, q.shape[0])
+        cu_seqlens_q, rows, places = flash_attn2.used_rows(op, "q", seqused_q, cu_seqlens_q, q.shape[0])
         q = q[rows]
     if seqused_k is not None:
         if v.shape[0] != k.shape[0]:
             raise ValueError(f"{op}: v has {v.shape[0]} rows, expected {k.shape[0]} (same as k)")
-        cu_seqlens_k, rows, _ = flash_attn.used_rows(op, "k", seqused_k, cu_seqlens_k, k.shape[0])
+        cu_seqlens_k, rows, _ = flash_attn2.used_rows(op, "k", seqused_k, cu_seqlens_k, k.shape[0])
         k, v = k[rows], v[rows]
     if chunk:
         max_seqlen_k = k.shape[0] if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k
-        cu_seqlens_q, cu_seqlens_k = _kvcache.chunked_starts(cu_seqlens_q, cu_seqlens_k, chunk, max_seqlen_k)
+        cu_seqlens_q, cu_seqlens_k = kvcache.chunked_starts(cu_seqlens_q, cu_seqlens_k, chunk, max_seqlen_k)
         max_seqlen_k = min(chunk, max_seqlen_k)
-    out, lse = flash_attn.packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, scale=softmax_scale,
-                                 causal=causal, window=flash_attn.pair(op, window_size), softcap=softcap, deterministic=deterministic)
+    out, lse = flash_attn2.packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs, scale=softmax_scale,
+                                 causal=causal, window=flash_attn2.pair(op, window_size), softcap=softcap, deterministic=deterministic)
     if places is not None:
         out, lse = out[places], lse[:, places] if return_attn_probs else None
     out = _without_gradient(out, *inputs) if is_8_bit else out
@@ -85,10 +86,10 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     [B + 1] and max_seqlen_q, q is packed rows [Tq, Hq, D], and so are the results; with cu_seqlens_k_new, k and v are packed. With return_softmax_lse:
     (out, lse, None, None)."""
     op = "flash_attn_with_kvcache"
-    out, lse = _kvcache.with_kvcache(op, q, k_cache, v_cache, k, v, rotary=(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens=cache_seqlens,
+    out, lse = kvcache.with_kvcache(op, q, k_cache, v_cache, k, v, rotary=(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens=cache_seqlens,
                                      rotary_seqlens=cache_seqlens if rotary_seqlens is None else rotary_seqlens, cache_batch_idx=cache_batch_idx,
                                      cache_leftpad=cache_leftpad, page_table=page_table, return_lse=return_softmax_lse, causal=causal,
-                                     window=flash_attn.pair(op, window_size), qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+                                     window=flash_attn2.pair(op, window_size), qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
                                      max_seqlen_q=max_seqlen_q, descales=(q_descale, k_descale, v_descale), attention_chunk=attention_chunk,
                                      scale=softmax_scale, softcap=softcap, num_splits=num_splits)
     return (out, lse, None, None) if return_softmax_lse else out
@@ -110,10 +111,10 @@ def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, 
 
 
 def _dense(op, q, k, v, qv, descales, attention_chunk, return_lse, **options):
-    _kvcache.check_layout(op, _kvcache.CACHE_LAYOUT, q=q, k=k, v=v)
+    kvcache.check_layout(op, kvcache.CACHE_LAYOUT, q=q, k=k, v=v)
     _check_descales(op, q, descales)
     chunk = _chunk(op, attention_chunk)
-    is_8_bit, inputs = q.dtype == k.dtype == v.dtype == _kvcache.FLOAT8, (q, k, v)
+    is_8_bit, inputs = q.dtype == k.dtype == v.dtype == kvcache.FLOAT8, (q, k, v)
     if is_8_bit:
         q, k, v = (t.detach() for t in inputs)
         if qv is None and not chunk and options["window"] == (-1, -1) and not options["softcap"] and q.shape[3] == v.shape[3]:
@@ -122,10 +123,10 @@ def _dense(op, q, k, v, qv, descales, attention_chunk, return_lse, **options):
             out, lse = result if return_lse else (result, None)
             out = _without_gradient(out.transpose(1, 2), *inputs)
             return (out, lse) if return_lse else out
-        qv = None if qv is None else _kvcache.dequantized(qv, descales[0])
-        q, k, v = (_kvcache.dequantized(t, scale) for t, scale in zip((q, k, v), descales))
+        qv = None if qv is None else kvcache.dequantized(qv, descales[0])
+        q, k, v = (kvcache.dequantized(t, scale) for t, scale in zip((q, k, v), descales))
     q, k, options["scale"] = _joined(op, q, k, v, qv, options["scale"])
-    out, lse = _kvcache.chunked(op, q, k, v, chunk, return_lse, **options) if chunk else flash_attn.dense(op, q, k, v, return_lse, **options)
+    out, lse = kvcache.chunked(op, q, k, v, chunk, return_lse, **options) if chunk else flash_attn2.dense(op, q, k, v, return_lse, **options)
     out = _without_gradient(out, *inputs) if is_8_bit else out
     return (out, lse) if return_lse else out
 
@@ -170,8 +171,8 @@ def _dequantized(t, descale, starts):
     t = t.detach()
     if descale is None or starts.shape[0] < 2:
         return t.to(torch.bfloat16)
-    sequence = _kvcache.sequence_of(torch.arange(t.shape[0], device=t.device), starts)
-    return _kvcache.dequantized(t[None].transpose(0, 1), descale.to(t.device)[sequence])[:, 0]
+    sequence = kvcache.sequence_of(torch.arange(t.shape[0], device=t.device), starts)
+    return kvcache.dequantized(t[None].transpose(0, 1), descale.to(t.device)[sequence])[:, 0]
 
 
 def _chunk(op, attention_chunk):
@@ -183,7 +184,7 @@ def _chunk(op, attention_chunk):
 
 def _check_descales(op, q, descales):
     for name, t in zip(("q_descale", "k_descale", "v_descale"), descales):
-        if t is not None and getattr(q, "dtype", None) != _kvcache.FLOAT8:
+        if t is not None and getattr(q, "dtype", None) != kvcache.FLOAT8:
             raise NotImplementedError(f"{op}: {name} is given with {str(getattr(q, 'dtype', None)).removeprefix('torch.')}, expected None "
                                       "(it is for float8_e4m3fn)")
 

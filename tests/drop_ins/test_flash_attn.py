@@ -12,7 +12,8 @@ import torch
 import margay as mg
 import reference
 from cases import DEVICES, check_error
-from margay import _fallback, bert_padding, flash_attn, flash_attn_interface
+from margay import bert_padding, flash_attn, flash_attn_interface
+from margay.drop_ins import fallback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -715,7 +716,7 @@ def test_cache_refuses():
     ("a dropout probability of 1", (1, 7, 2, 16), torch.float32, dict(dropout_p=1.0)),
     ("a dropout probability of 1", (1, 7, 2, 16), torch.float32, dict(dropout_p=1 - 1e-8))])
 def test_falls_back_with_one_warning(reason, shape, dtype, options, monkeypatch):
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
     with pytest.warns(mg.FallbackWarning, match=f"flash_attn_func: {reason}; computed by PyTorch") as caught:
         out = flash_attn.flash_attn_func(q, k, v, **options)
@@ -761,7 +762,7 @@ def test_last_dimension_is_not_contiguous(module, device):
 
 @pytest.mark.parametrize("reason, size, dim_v", [("a cache whose keys and values differ in head dim", 6, 24), ("a cache whose keys and values differ in head dim", 16, 24)])
 def test_cache_falls_back(reason, size, dim_v, monkeypatch):
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, dim_v)
     pages_k, pages_v, table = torch.randn(4, size, 2, 16), torch.randn(4, size, 2, dim_v), torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
     with pytest.warns(mg.FallbackWarning, match=f"flash_attn_with_kvcache: {reason}") as caught:

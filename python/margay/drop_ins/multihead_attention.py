@@ -1,47 +1,10 @@
-"""Layers for torch.nn models."""
+"""The layer torch.nn.MultiheadAttention on Margay's kernels."""
 
 import torch
 import torch.nn.functional as F
 
-from margay import _dispatch, _padding
-from margay.ops import attention
-
-
-class Attention(torch.nn.Module):
-    """Self-attention: one projection to queries, keys and values, attention, one projection back. x [batch, rows, embed_dim] to the same shape.
-
-    num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads query heads; num_heads if None.
-    head_dim: embed_dim / num_heads if None.
-    The heads are read and the result is written in the layout of the projections: nothing is copied or transposed.
-    """
-
-    def __init__(self, embed_dim, num_heads, num_kv_heads=None, head_dim=None, *, bias=False, causal=True, scale=None, deterministic=False,
-                 device=None, dtype=None):
-        super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"Attention: num_heads is {num_heads}, expected a multiple of num_kv_heads, which is {num_kv_heads}")
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(f"Attention: embed_dim is {embed_dim}, expected a multiple of num_heads, which is {num_heads}, or a head_dim")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.causal, self.scale, self.deterministic = causal, scale, deterministic
-        self.qkv_proj = torch.nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim, bias, device, dtype)
-        self.out_proj = torch.nn.Linear(num_heads * self.head_dim, embed_dim, bias, device, dtype)
-
-    def forward(self, x):
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        out = self.attend(q, k, v)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
-
-    def attend(self, q, k, v):
-        """The attention of the layer, for a subclass to do something before or instead of it."""
-        return attention(q, k, v, causal=self.causal, scale=self.scale, deterministic=self.deterministic)
-
-    def extra_repr(self):
-        return (f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-                f"causal={self.causal}")
+from margay.drop_ins import kernel_or_torch, padding
+from margay.drop_ins.fallback import fall_back
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -52,12 +15,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     and a FallbackWarning says so.
     """
 
+    __module__ = "margay.nn"      # which pickles name
+
     def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True, is_causal=False):
         if is_causal and attn_mask is None:
             raise RuntimeError("MultiheadAttention: is_causal is True and attn_mask is None, expected the causal mask as well")
         reason = self._unsupported(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         if reason is not None:
-            _dispatch.warn("MultiheadAttention", reason)
+            fall_back("MultiheadAttention", reason)
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         rows = 1 if query.dim() == 3 and self.batch_first else 0
         q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in self._project(query, key, value))
@@ -66,10 +31,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             k, v = k[:, :, :q.shape[2]], v[:, :, :q.shape[2]]
         dropout_p = self.dropout if self.training else 0.0
         if key_padding_mask is None:
-            out = _dispatch.attention("MultiheadAttention", q, k, v, causal=is_causal, dropout_p=dropout_p)
+            out = kernel_or_torch.attention("MultiheadAttention", q, k, v, causal=is_causal, dropout_p=dropout_p)
         else:
             mask = ~key_padding_mask if key_padding_mask.dim() == 2 else ~key_padding_mask[None]
-            out = _padding.attention("MultiheadAttention", q, k, v, mask, dropout_p=dropout_p)
+            out = padding.attention("MultiheadAttention", q, k, v, mask, dropout_p=dropout_p)
         out = out[0].transpose(0, 1) if query.dim() == 2 else out.transpose(1, 2) if rows else out.permute(2, 0, 1, 3)
         return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
 
@@ -98,4 +63,4 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         rows = 1 if query.dim() == 3 and self.batch_first else 0
         if is_causal and query.shape[rows] > key.shape[rows]:
             return "is_causal with more queries than keys"
-        return None                       # of dtype, device and head dim, _dispatch decides
+        return None                       # of dtype, device and head dim, kernel_or_torch decides

@@ -17,7 +17,7 @@ Models hand masks of 4 dimensions on as they are; others they may convert and gi
 What a model asks is told from the function that it gives: that is evaluated at the edges of the windows it may mean, once for each code and
 numbers of such functions. Whatever else it is, PyTorch computes.
 
-A padding mask carries, as attributes, what is known of it on the host and the plans that its layers share (`margay._padding`). A copy has lost them, and
+A padding mask carries, as attributes, what is known of it on the host and the plans that its layers share (`margay.drop_ins.padding`). A copy has lost them, and
 is still right.
 """
 
@@ -30,8 +30,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from margay import _dispatch, _padding, _plain
-from margay._switch import Switch
+from margay.drop_ins import kernel_or_torch, padding, torch_attention
+from margay.drop_ins.fallback import fall_back
+from margay.drop_ins.switch import Switch
 
 _OP = "attn_implementation='margay'"
 
@@ -104,7 +105,7 @@ def _has_own_attention(model):
     if own and not any("ALL_ATTENTION_FUNCTIONS" in _source(m) or "AttentionInterface" in _source(m) for m in modules):
         if model.config.get_text_config() is not model.config:   # a frame around models that are asked themselves
             return False
-        _dispatch.warn(_OP, f"{type(model).__name__} never asks for an attention implementation", "the model's own code", own[0])
+        fall_back(_OP, f"{type(model).__name__} never asks for an attention implementation", "the model's own code", own[0])
         return True
     if not any(getattr(model, flag, True) for flag in ("_supports_sdpa", "_supports_flash_attn")):
         _reads_its_mask.add(model.config.model_type)
@@ -149,7 +150,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         attention_mask = attention_mask[:, :1] if attention_mask.dim() == 4 else attention_mask if attention_mask.shape[2] else None
     whole = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32
     if whole or position_bias is not None or indices is not None or sinks is not None:
-        _dispatch.warn(_OP, "a mask that is not made of causal, window, padding and packed sequences" if whole else
+        fall_back(_OP, "a mask that is not made of causal, window, padding and packed sequences" if whole else
                        "position_bias" if position_bias is not None else "sinks of queries" if sinks is not None else "indices of keys")
         mask = _whole_mask(query, key, attention_mask, causal, window, position_bias, indices)
         if sinks is not None:                    # the logits of a key more, whose value is 0
@@ -157,7 +158,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
             mask = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
             mask = torch.cat((mask, sinks.to(mask.dtype).expand(*mask.shape[:3], 1)), 3)
             key, value = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (key, value))
-        return _rows_first(_plain.attention(query, key, value, mask=mask, **options)), None
+        return _rows_first(torch_attention.attention(query, key, value, mask=mask, **options)), None
 
     options["causal"] = causal
     if window[0] >= 0:
@@ -172,7 +173,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         out = _packed(query, key, value, cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), max_length_q, max_length_k, options)
     else:
-        out = _dispatch.attention(_OP, query, key, value, **options)
+        out = kernel_or_torch.attention(_OP, query, key, value, **options)
     return _rows_first(out), None
 
 
@@ -222,7 +223,7 @@ def _padding_mask(mask, first, count, w):
         return None
     if _compiling_or_capturing():
         return _with_window(_columns(mask, first, count), w)
-    runs = _padding.runs(_columns(mask.cpu(), first, count))     # the one thing that is waited for
+    runs = padding.runs(_columns(mask.cpu(), first, count))     # the one thing that is waited for
     if runs is not None and not runs[0].any() and (runs[1] == count).all():
         return None
     mask = _with_window(_columns(mask, first, count), w)
@@ -383,11 +384,11 @@ def _is_aligned(q_length, kv_length, q_offset, kv_offset):
     return not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
 
 
-def _columns(padding, first, count):
+def _columns(mask, first, count):
     """Columns first .. first + count of a padding mask; False behind its end. A mask without the columns before `first` is taken as it is."""
-    if padding.shape[1] != count:
-        padding = padding[:, first:first + count]
-    return padding if padding.shape[1] == count else torch.nn.functional.pad(padding, (0, count - padding.shape[1]))
+    if mask.shape[1] != count:
+        mask = mask[:, first:first + count]
+    return mask if mask.shape[1] == count else torch.nn.functional.pad(mask, (0, count - mask.shape[1]))
 
 
 def _cu_seqlens(mask_function, batch, rows, device):
@@ -419,17 +420,17 @@ def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_length_q, max_len
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     # a length on the device would have to be read: that of a row bounds it
     longest_q, longest_k = (n if isinstance(n, int) else t.shape[0] for n, t in ((max_length_q, q), (max_length_k, k)))
-    out = _dispatch.attention_varlen(_OP, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, **options)
+    out = kernel_or_torch.attention_varlen(_OP, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
 def _partly_filled(query, key, value, lengths, options):
     wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if wants_gradient or options["dropout_p"]:
-        return _padding.attention(_OP, query, key, value, torch.arange(key.shape[2], device=key.device) < lengths[:, None], **options)
+        return padding.attention(_OP, query, key, value, torch.arange(key.shape[2], device=key.device) < lengths[:, None], **options)
     options = {name: value for name, value in options.items() if name != "dropout_p"}
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    return _dispatch.attention_decode(_OP, q, k, v, cache_seqlens=lengths, **options).transpose(1, 2)
+    return kernel_or_torch.attention_decode(_OP, q, k, v, cache_seqlens=lengths, **options).transpose(1, 2)
 
 
 def _padded(query, key, value, mask, options):
@@ -444,11 +445,11 @@ def _padded(query, key, value, mask, options):
         return _rows_first(out)
     plan = plans.get((rows, ordered))
     if plan is None and runs is not None and not _compiling_or_capturing():
-        plan = plans[rows, ordered] = _padding.plan_of_runs(*runs, rows, columns, ordered, query.device)
+        plan = plans[rows, ordered] = padding.plan_of_runs(*runs, rows, columns, ordered, query.device)
     if plan is None:
         mask = mask if mask.dim() == 2 else mask[:, 0]
-        plan = plans[rows, ordered] = _padding.plan(mask, mask[:, columns - rows:] if ordered else None, rows)
-    return _padding.planned_attention(_OP, query, key, value, plan, **options)
+        plan = plans[rows, ordered] = padding.plan(mask, mask[:, columns - rows:] if ordered else None, rows)
+    return padding.planned_attention(_OP, query, key, value, plan, **options)
 
 
 _SHORT = 128         # keys
@@ -459,7 +460,7 @@ def _is_faster_in_torch(q, k, v, options):
     wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return ((wants_gradient or q.is_cpu) and q.shape[1] == k.shape[1] and q.shape[3] <= 64 and
             not (options["causal"] or "window" in options or options["softcap"]) and options["sink"] is None and
-            _dispatch.unsupported(q, k, v, options["scale"]) is None)
+            kernel_or_torch.unsupported(q, k, v, options["scale"]) is None)
 
 
 def _whole_mask(query, key, mask, causal, window, bias, indices):
