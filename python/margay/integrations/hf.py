@@ -1,0 +1,1 @@
+from margay.drop_ins.hf import __doc__, attention, attention_mask, register  # noqa: F401

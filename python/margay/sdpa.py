@@ -1,0 +1,1 @@
+from margay.drop_ins.sdpa import __doc__, enable_sdpa  # noqa: F401
