@@ -13,7 +13,7 @@ import margay as mg
 import reference
 from cases import DEVICES, check_error
 from margay import bert_padding, flash_attn, flash_attn_interface
-from margay.drop_ins import fallback
+from margay.drop_ins import fallback, flash_attn2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -208,7 +208,7 @@ def test_varlen_used(device, which, seed):
 @pytest.mark.parametrize("device", DEVICES)
 def test_used_rows_have_places_of_their_own(device):
     starts, used = (torch.tensor(t, dtype=torch.int32, device=device) for t in ((0, 5, 5, 20, 30), (2, 3, 99, -1)))
-    behind, source, place = flash_attn.used_rows("f", "q", used, starts, 40)
+    behind, source, place = flash_attn2.used_rows("f", "q", used, starts, 40)
     assert behind.tolist() == [0, 2, 2, 17, 17] and torch.equal(source[place], torch.arange(40, device=device))
     assert place[:5].tolist() == [0, 1, 17, 18, 19] and place[5:20].tolist() == [*range(2, 17)] and place[20:].tolist() == [*range(20, 40)]
 
