@@ -50,6 +50,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int64_t m, n, k;
   int64_t span;               // attention: keys that a row sees at most
   int64_t page;               // attention_decode: keys of a page of the cache, 0 where it is not paged
+  int splits;                 // attention_decode: parts that the caller wants the keys cut into, 0 to choose
   int features;               // attention: 0 none, 1 windows, 2 packed sequences or sinks, 3 others, 4 these with an unusual softcap (attention_problem.c)
   int sms;                    // multiprocessors of the device
 } mg_problem;
@@ -89,6 +90,9 @@ typedef struct mg_context {
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream);
 // First row of `op` that takes the problem on this device; MG_UNSUPPORTED with the reason of every row for its dtype and device when none does.
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c);
+// This thread's calls end, with MG_UNSUPPORTED, where they would choose a row; what the first of them asks is kept in `run`. NULL ends that.
+typedef struct mg_dry_run { bool asked; mg_op op; mg_problem problem; mg_context context; } mg_dry_run;
+void mg_run_dry(mg_dry_run *run);
 // For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others; NULL ends that.
 mg_status mg_prefer(const char *name);
 const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the running CPU's best instruction set
@@ -118,7 +122,7 @@ bool mg_intercepted(void);
 mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_bytes, int64_t n);
 
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
-// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU).
-size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
-// attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up. wanted: num_splits, 0 to choose.
-size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n);
+// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU). *row: what takes the problem, or NULL.
+size_t mg_explain(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
+// attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up.
+size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n);

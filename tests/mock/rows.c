@@ -123,8 +123,8 @@ mg_status mg_ssd_fwd(const mg_tensor *y, const mg_tensor *state, const mg_tensor
   return mg_check(MG_OP_ssd_fwd, args);
 }
 
-size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n) {
-  (void)p, (void)c, (void)wanted, (void)buf, (void)n;
+size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n) {
+  (void)p, (void)c, (void)buf, (void)n;
   return 0;
 }
 
