@@ -334,7 +334,7 @@ def test_the_backward_kernels_agree_on_the_head_dim(dtype):
     for d in (1, 64, 65, 128, 129, 256):
         for features in (0, 1, 2):
             for deterministic in (False, True):
-                rows = [re.search(r"(\w+) takes it", _C.explain(op, dtype=dtype, gpu=gpu, d=d, features=features, deterministic=deterministic)).group(1)
+                rows = [_C.explain(op, dtype=dtype, gpu=gpu, d=d, features=features, deterministic=deterministic)[0]
                         for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
                 assert len({re.search(r"\bD=(\d+)", constants[name]).group(1) for name in rows}) == 1, rows
 
@@ -365,12 +365,12 @@ def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slo
     starts, _ = packed_places(lengths)
     heads = q.shape[1]
     sinks, slope = (torch.linspace(-1, 1, heads, device=device), torch.full((1, heads), 0.01, device=device))
-    features = _torch._feature_tuple(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
+    features = _torch._features_of(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
                                      -1, softcap, dropout, *(max((pair[i] for pair in lengths), default=0) for i in (0, 1)), 11)
     nans = lambda t, *shape: torch.full(shape or t.shape, math.nan, dtype=t.dtype, device=device)
     out, lse, grads = nans(v, *q.shape[:3], v.shape[3]), nans(dlse), [nans(t) for t in (q, k, v)]
-    _torch._attention_into(out, lse, q, k, v, 0.0, causal, features)
-    _torch._attention_backward_into(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
+    _torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
+    _torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
     return out, lse, *grads
 
 

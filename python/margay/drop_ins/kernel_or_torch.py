@@ -4,6 +4,7 @@ import torch
 
 import margay
 from margay import _torch, ops
+from margay._features import Features
 from margay.drop_ins import torch_attention
 from margay.drop_ins.fallback import fall_back
 
@@ -23,8 +24,8 @@ def attention_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest
     """attention_varlen of [1, H, T, D] to [1, H, T, Dv], without its checks: the starts are margay's own, int32 and in order."""
     reason = unsupported(q, k, v, scale, dropout_p)
     if reason is None:
-        numbers = *window, softcap, dropout_p, longest_q, longest_k
-        return _torch.attention_with_features(q, k, v, sink, None, (cu_seqlens_q, cu_seqlens_k), numbers, None, causal, scale, False, False)
+        features = Features(*window, softcap, dropout_p, None, sink, None, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+        return _torch.attention_features(q, k, v, features, causal, scale, False, False)
     fall_back(op, reason)
     rows = (t[0].transpose(0, 1) for t in (q, k, v))
     return torch_attention.attention_varlen(*rows, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=causal, scale=scale, window=window, softcap=softcap,
@@ -52,7 +53,7 @@ def unsupported(q, k, v, scale=None, dropout_p=0.0):
     dtype = q.dtype
     if torch.is_autocast_enabled(q.device.type) and dtype in _torch.DTYPES:
         dtype = torch.get_autocast_dtype(q.device.type)
-    if dtype not in _torch.DTYPES or dtype == torch.float32 and q.is_cuda:
+    if not _torch.has_kernels(dtype, q.is_cuda):
         return f"dtype {ops.dtype_name(q)} on {q.device.type}"
     if max(q.shape[-1], v.shape[-1]) > ops.MAX_HEAD_DIM:
         return f"a head dim over {ops.MAX_HEAD_DIM}"

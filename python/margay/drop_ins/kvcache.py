@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from margay import ops
+from margay import _decode_torch, ops
 from margay.drop_ins import kernel_or_torch, torch_attention
 from margay.drop_ins.fallback import fall_back
 
@@ -196,7 +196,7 @@ def _append_packed(k_cache, v_cache, k, v, rows, cache_seqlens, page_table, cach
         cache = (sequence if cache_batch_idx is None else cache_batch_idx[sequence]).int()
     else:
         size, columns = max(k_cache.shape[1], 1), page_table.shape[1]
-        table = torch_attention.table_rows(page_table, cache_batch_idx)
+        table = _decode_torch.table_rows(page_table, cache_batch_idx)
         page = table[sequence, (place // size).clamp(0, max(columns - 1, 0))] if columns else place
         page_table, cache, place = page.where((place >= 0) & (place < size * columns), -1).int()[:, None], None, place % size
     _append(k_cache, v_cache, k[:, None], v[:, None], place.int(), page_table, cache)
@@ -206,9 +206,9 @@ def _copied(q, qv, k_cache, v_cache, lengths, page_table, cache_batch_idx, leftp
     """q, keys, values [B, N, Hk, D] and their lengths."""
     batch = q.shape[0]
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = torch_attention.table_rows(page_table, cache_batch_idx), None
+        page_table, cache_batch_idx = _decode_torch.table_rows(page_table, cache_batch_idx), None
     caches = [t.view(torch.uint8) if is_8_bit(t) else t for t in (k_cache, v_cache)]
-    keys, values = (torch_attention.cache_rows(t, page_table, cache_batch_idx, batch, leftpad) for t in caches)
+    keys, values = (_decode_torch.cache_rows(t, page_table, cache_batch_idx, batch, leftpad) for t in caches)
     if lengths is None or isinstance(lengths, int):
         lengths = torch.full((batch,), keys.shape[1] if lengths is None else lengths, dtype=torch.int32, device=q.device)
     lengths = lengths if leftpad is None else lengths - leftpad
