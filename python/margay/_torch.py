@@ -95,7 +95,7 @@ def _attention_gradient(ctx, dout, dlse, direct=None):
     return direct(dout, dlse, q, k, v, out, lse, *ctx.options)
 
 
-# C checks its arguments. What it refuses may be computed by way of copies, and if not, is refused again in the terms of the Python arguments:
+# C checks its arguments. What it refuses may be computed by way of copies, and if not, is refused again in the terms of the Python arguments.
 # Calls that need neither pay nothing.
 
 
