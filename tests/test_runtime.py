@@ -1002,6 +1002,17 @@ def test_module_explain(module):
         module.explain("matmul", colour=1)
 
 
+def test_module_dry_run(module):
+    name, text = module.dry_run(lambda: call(module, fakes()))
+    assert name == "forward" and "forward takes it" in text and not any("cuLaunch" in line for line in module.log())
+    with pytest.raises(RuntimeError, match="^dry_run: the call asked for no kernel"):
+        module.dry_run(lambda: None)
+    with pytest.raises(TypeError):                            # of the call, before it has asked
+        module.dry_run(lambda: call(module, {**fakes(), "q": None}))
+    call(module, fakes())
+    assert any("cuLaunchKernelEx forward" in line for line in module.log())
+
+
 @pytest.mark.parametrize("size", ("d", "batch", "heads_q", "heads_k", "nq", "nk", "m", "n", "k", "page"))
 def test_bad_39_explain_sizes(module, size):
     for absurd in (-2**63, -1, 2**31, 2**63 - 1):
