@@ -616,19 +616,26 @@ static bool parse_dtype(const char *name, mg_dtype *dtype) {
   return false;
 }
 
-static PyObject *explain_problem(mg_op op, mg_problem *p, int splits) {
-  mg_context c;
-  const mg_tensor there = {.device = p->gpu ? MG_CUDA : MG_CPU};
-  const bool known = !mg_context_open(&c, &there, NULL);
-  if (!p->sms) p->sms = known ? c.sms : 132;
-  if (!known && !p->gpu) return raise_status(MG_VALUE);
-  char chars[8192], reason[1024];
-  snprintf(reason, sizeof reason, "%s", known ? "" : mg_last_error());
-  size_t length = mg_explain(op, p, known ? &c : NULL, chars, sizeof chars);
-  if (op == MG_OP_attention_decode && length < sizeof chars)
-    length += mg_explain_splits(p, known ? &c : NULL, splits, chars + length, sizeof chars - length);
-  if (known) return PyUnicode_FromStringAndSize(chars, (Py_ssize_t)(length < sizeof chars ? length : sizeof chars - 1));
-  return PyUnicode_FromFormat("%s\n  (for an H100, because here: %s)", chars, reason);
+// (name of the row that takes the problem or None, text). behind: of the text.
+static PyObject *explain_problem(mg_op op, const mg_problem *p, const mg_context *c, const char *behind) {
+  char chars[8192];
+  const mg_kernel *row;
+  size_t length = mg_explain(&row, op, p, c, chars, sizeof chars);
+  if (op == MG_OP_attention_decode && length < sizeof chars) mg_explain_splits(p, c, chars + length, sizeof chars - length);
+  return Py_BuildValue("zN", row ? row->name : NULL, PyUnicode_FromFormat("%s%s", chars, behind));
+}
+
+static PyObject *dry_run(PyObject *module, PyObject *call) {
+  (void)module;
+  mg_dry_run run = {0};
+  mg_run_dry(&run);
+  PyObject *result = PyObject_CallObject(call, NULL);
+  mg_run_dry(NULL);
+  Py_XDECREF(result);
+  if (result && !run.asked) return PyErr_Format(PyExc_RuntimeError, "dry_run: the call asked for no kernel: its tensors have no memory, or something other than Margay computes it");
+  if (!result && !(run.asked && PyErr_ExceptionMatches(PyExc_NotImplementedError))) return NULL;
+  PyErr_Clear();
+  return explain_problem(run.op, &run.problem, &run.context, "");
 }
 
 static bool check_size(const char *name, long long found) {
@@ -661,7 +668,15 @@ static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywo
                    .size = {.M = v[6], .N = v[7], .K = v[8], .B = v[1], .H = v[2], .G = v[3], .T = v[4], .P = v[0]},
                    .span = span < 0 || span > v[5] ? v[5] : span, .page = page, .features = p.features, .sms = p.sms};
   if (splits < 0 || splits > 128) return PyErr_Format(PyExc_ValueError, "explain: splits is %d, expected 0 (chosen) to 128", splits);
-  return explain_problem(op, &p, splits);
+  mg_context c;
+  const mg_tensor there = {.device = gpu ? MG_CUDA : MG_CPU};
+  const bool known = !mg_context_open(&c, &there, NULL);
+  if (!known && !gpu) return raise_status(MG_VALUE);
+  if (!p.sms) p.sms = known ? c.sms : 132;
+  p.splits = splits;
+  char behind[1024] = "";
+  if (!known) snprintf(behind, sizeof behind, "\n  (for an H100, because here: %s)", mg_last_error());
+  return explain_problem(op, &p, known ? &c : NULL, behind);
 }
 
 static PyObject *kernel_dict(const mg_kernel *row) {
@@ -823,7 +838,8 @@ static PyMethodDef methods[] = {
 #define OP(op, ...) {#op, FUNCTION(py_##op), METH_FASTCALL | METH_KEYWORDS, #op "(" __VA_ARGS__ "stream=0)"},
 #include "ops.def"
   {"ops", FUNCTION(ops), METH_FASTCALL, "ops() -> rows of ops.def that name their sizes: {op: [{name, role, kind, sizes, low, high}]}"},
-  {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS, "explain(op, *, dtype, gpu, ...) -> which kernel, and why not the others"},
+  {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS, "explain(op, *, dtype, gpu, ...) -> (row or None, why and why not the others)"},
+  {"dry_run", FUNCTION(dry_run), METH_O, "dry_run(call) -> what explain says of the first kernel that a function without arguments would launch; nothing is launched"},
   {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},
   {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},
   {"preload", FUNCTION(preload), METH_FASTCALL, "preload(op or None, device)"},

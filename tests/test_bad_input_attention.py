@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import margay as mg
 from cases import DEVICES
-from margay import _C, _plain, flash_attn, flash_attn_interface, ops
+from margay import _C, flash_attn, flash_attn_interface, ops
+from margay.drop_ins import torch_attention
 from test_bad_input import Wrapped, refused, run_python, tensors
 
 INT32 = dict(dtype=torch.int32)
@@ -361,7 +362,7 @@ WILD = (-1, 100_000, 2_147_480_000, -2_147_480_000, 6, 7)      # of 6 pages
 @pytest.mark.parametrize("plain", (False, True))
 def test_bad_21_pages_lengths_caches(device, plain):
     """Numbers on the device that name nothing: a page or cache that does not exist reads as zeros and takes no writes, a length is cut to what there is."""
-    module = _plain if plain else mg
+    module = torch_attention if plain else mg
     q, k, v = decode(device)
     pages, values = tensors((6, 16, 2, 64), (6, 16, 2, 64), device=device, seed=3)
     table = numbers(*WILD, device=device).view(2, 3)

@@ -12,7 +12,8 @@ import torch
 import margay as mg
 import reference
 from cases import DEVICES, DIMS, HALF, check_error, largest_score, row_taken
-from margay import _C, _plain, _torch, flash_attn_interface
+from margay import _C, _torch, flash_attn_interface
+from margay.drop_ins import torch_attention
 
 CASES = 100
 
@@ -188,7 +189,7 @@ def test_dropout_near_1_keeps_the_mean(p, device):
     rounding = torch.finfo(dtype).eps
     q, k, v = (torch.full((1, 2, n, 8), float(n == 701), dtype=dtype, device=device) for n in (300, 700, 701))
     share = mg.dropout_mask(p, 5, 1, 2, 300, 700).double().mean(3) / (1 - drawn)
-    for module in (mg, _plain):
+    for module in (mg, torch_attention):
         out = module.attention(q, k, v[:, :, :700], dropout_p=p, dropout_seed=5)
         if module is mg:
             assert torch.allclose(out.double()[..., 0].cpu(), share, rtol=rounding)
@@ -332,12 +333,12 @@ def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slo
     starts, _ = packed_places(lengths)
     heads = q.shape[1]
     sinks, slope = (torch.linspace(-1, 1, heads, device=device), torch.full((1, heads), 0.01, device=device))
-    features = _torch._feature_tuple(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
+    features = _torch._features_of(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
                                      -1, softcap, dropout, *(max((pair[i] for pair in lengths), default=0) for i in (0, 1)), 11)
     nans = lambda t, *shape: torch.full(shape or t.shape, math.nan, dtype=t.dtype, device=device)
     out, lse, grads = nans(v, *q.shape[:3], v.shape[3]), nans(dlse), [nans(t) for t in (q, k, v)]
-    _torch._attention_into(out, lse, q, k, v, 0.0, causal, features)
-    _torch._attention_backward_into(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
+    _torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
+    _torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
     return out, lse, *grads
 
 

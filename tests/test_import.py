@@ -56,6 +56,12 @@ def test_public_names():
         mg.softmax
 
 
+def test_every_package_is_installed():
+    named = re.search(r"^packages = (\[.*\])$", (Path(__file__).parent.parent / "pyproject.toml").read_text(), re.M)
+    folders = [path.parent.name for path in Path(mg.__file__).parent.glob("*/__init__.py")]
+    assert set(ast.literal_eval(named.group(1))) == {"margay", *(f"margay.{name}" for name in folders)}
+
+
 # ---- stubs
 
 

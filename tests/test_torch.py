@@ -1,4 +1,4 @@
-"""The torch face: operators, compilation, autocast, checkpointing, modes, the layers."""
+"""PyTorch tensors: operators, compilation, autocast, checkpointing, modes, the layers."""
 
 import gc
 import subprocess

@@ -72,7 +72,7 @@ def main():
                 reference = reference or results
                 worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(results, reference))
                 worst = float("nan") if any(t.isnan().any() for t in results) else worst
-                ms, doubt = statistics.median(times[row]), "" if f": {row}\n" in _C.explain("attention_bwd", **fields) else "?"
+                ms, doubt = statistics.median(times[row]), "" if _C.explain("attention_bwd", **fields)[0] == row else "?"
                 ratio = statistics.median(a / b for a, b in zip(times[options.rows[0]], times[row]))
                 texts.append(f"{row}{doubt} {ms:.3f} ms {flop / ms / 1e9:.0f} TF x{ratio:.3f} diff {worst:.1e}")
             _C.prefer(None)

@@ -131,13 +131,13 @@ static int choose_splits(const work *w) {
   return best;
 }
 
-size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n) {
+size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n) {
   const mg_kernel *row;
   if (n) *buf = 0;
   if (!p->batch || !p->heads_q || !p->heads_k || !p->nq || p->heads_q % p->heads_k || mg_select(&row, MG_OP_attention_decode, p, c)) return 0;
   const work w = work_of(row, p);
   const int64_t row_blocks = w.tasks / (p->batch * p->heads_k);
-  const int splits = wanted ? wanted : choose_splits(&w);
+  const int splits = p->splits ? p->splits : choose_splits(&w);
   char *end = buf;
   size_t left = n, length = 0;
 #define ADD(...) do { \
@@ -146,7 +146,7 @@ size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, c
     end = buf + (length < n ? length : n), left = length < n ? n - length : 0; \
   } while (0)
   ADD("\n  %d split%s, %s: %lld task%s each (batch %lld, %lld key heads, %lld block%s of 64 rows) for the %lld %s there are; %lld key block%s of %d", splits,
-      splits == 1 ? "" : "s", wanted ? "as num_splits says" : "chosen", (long long)w.tasks, w.tasks == 1 ? "" : "s", (long long)p->batch, (long long)p->heads_k,
+      splits == 1 ? "" : "s", p->splits ? "as num_splits says" : "chosen", (long long)w.tasks, w.tasks == 1 ? "" : "s", (long long)p->batch, (long long)p->heads_k,
       (long long)row_blocks, row_blocks == 1 ? "" : "s", (long long)w.slots, p->gpu ? "resident blocks" : "threads", (long long)w.key_blocks,
       w.key_blocks == 1 ? "" : "s", mg_desc(row)->tile_n);
   for (int at = 1; at <= MOST_SPLITS && at <= w.key_blocks; at *= 2) {
@@ -156,13 +156,13 @@ size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, c
 #undef ADD
   if (splits == 1) return length;
   if (left > 1) *end++ = '\n', left--;
-  return length + 1 + mg_explain(MG_OP_attention_combine, p, c, end, left);
+  return length + 1 + mg_explain(&row, MG_OP_attention_combine, p, c, end, left);
 }
 
 static mg_status make_plan(plan *w, const shape *x, const mg_tensor *q, const mg_decode_options *options, const mg_context *c) {
   const int64_t heads = x->batch * x->k_heads, keys = options->length >= 0 ? options->length : x->keys;
   const mg_problem problem = {.dtype = q->dtype, .gpu = q->device == MG_CUDA, .causal = options->causal, .d = x->d, .batch = x->batch, .heads_q = x->q_heads,
-                              .heads_k = x->k_heads, .nq = x->queries, .nk = keys, .page = x->page, .sms = c->sms};
+                              .heads_k = x->k_heads, .nq = x->queries, .nk = keys, .page = x->page, .splits = options->splits, .sms = c->sms};
   mg_status status = mg_select(&w->main, MG_OP_attention_decode, &problem, c);
   if (!status) status = mg_select(&w->combine, MG_OP_attention_combine, &problem, c);
   if (status) return status;

@@ -147,7 +147,15 @@ static void append_reasons(text *t, mg_op op, const mg_problem *p, const mg_cont
   if (elsewhere) append(t, "\n  %d more for other dtypes or devices", elsewhere);
 }
 
+static _Thread_local mg_dry_run *dry_run;
+
+void mg_run_dry(mg_dry_run *run) { dry_run = run; }
+
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c) {
+  if (dry_run) {
+    if (!dry_run->asked) *dry_run = (mg_dry_run){true, op, *p, *c};
+    return mg_fail(MG_UNSUPPORTED, "%s: a dry run ends here", mg_op_name(op));
+  }
   if ((*row = first_taker(op, p, c))) return MG_OK;
   char chars[6144] = "";
   text t = {chars, sizeof chars, 0};
@@ -157,10 +165,10 @@ mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const 
                  p->gpu && !mg_has_images ? "\n  (this build has no GPU kernels: nvcc was not found, or MARGAY_CUDA=0)" : "");
 }
 
-size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n) {
+size_t mg_explain(const mg_kernel **taken, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n) {
   text t = {buf, n, 0};
   if (n) *buf = 0;
-  const mg_kernel *row = first_taker(op, p, c);
+  const mg_kernel *row = *taken = first_taker(op, p, c);
   append(&t, "%s for ", mg_op_name(op));
   append_problem(&t, op, p);
   append(&t, ": %s", row ? row->name : "no kernel");

@@ -87,6 +87,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int64_t batch, heads_q, heads_k, nq, nk;
   int64_t span;               // attention: keys that a row sees at most
   int64_t page;               // attention_decode: keys of a page of the cache, 0 where it is not paged
+  int splits;                 // attention_decode: parts that the caller wants the keys cut into, 0 to choose
   int features;               // attention: FEATURES_* of kernels/attention.h, the least set that the problem needs
   int sms;                    // multiprocessors of the device
   mg_sizes size;              // of rows that name theirs: conditions see them by name
@@ -127,6 +128,9 @@ typedef struct mg_context {
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream);
 // First row of `op` that takes the problem on this device; MG_UNSUPPORTED with the reason of every row for its dtype and device when none does.
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c);
+// This thread's calls end, with MG_UNSUPPORTED, where they would choose a row; what the first of them asks is kept in `run`. NULL ends that.
+typedef struct mg_dry_run { bool asked; mg_op op; mg_problem problem; mg_context context; } mg_dry_run;
+void mg_run_dry(mg_dry_run *run);
 // For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others; NULL ends that.
 mg_status mg_prefer(const char *name);
 const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the running CPU's best instruction set
@@ -184,7 +188,7 @@ mg_status mg_run(mg_call *c, const void *params, int64_t blocks);
 mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks);   // as many blocks as are resident together, at most one for each task
 
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
-// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU).
-size_t mg_explain(mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
-// attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up. wanted: num_splits, 0 to choose.
-size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n);
+// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU). *row: what takes the problem, or NULL.
+size_t mg_explain(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
+// attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up.
+size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n);

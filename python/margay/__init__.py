@@ -1,12 +1,12 @@
 """Fast kernels for attention-like layers. Importing loads no tensor library and makes no CUDA call."""
 
 from margay._decode import append_kv, attention_decode
-from margay._fallback import FallbackWarning
+from margay.drop_ins.fallback import FallbackWarning
 from margay.ops import attention, attention_varlen, dropout_mask, explain, info, linear_attention, matmul, scaled_add
 
 __version__ = "0.1.0"
 _MODULES = ("flash_attn", "flash_attn_interface", "integrations", "nn")
-_FUNCTIONS = {"enable_sdpa": "margay.sdpa", "install_as_flash_attn": "margay.flash_attn"}     # of modules that need torch
+_FUNCTIONS = {"enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}     # of modules that need torch
 __all__ = ["FallbackWarning", "append_kv", "attention", "attention_decode", "attention_varlen", "dropout_mask", "explain", "info", "linear_attention", "matmul", "scaled_add", *_MODULES, *_FUNCTIONS]
 
 

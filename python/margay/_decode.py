@@ -31,16 +31,16 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
     CUDA those whose address or strides are not multiples of 16 bytes, are copied first, all of them in every call: that costs far more than the attention.
     `explain` says so.
     """
-    face = _face("attention_decode", "q", q)
+    library = _library_of("attention_decode", "q", q)
     length, seqlens = _length("attention_decode", cache_seqlens)
     left, right = ops._window(window, "attention_decode")
     scale = ops.attention_scale(scale, "attention_decode")
-    sink, alibi_slopes = ops._feature_tensors(face, "attention_decode", sink, alibi_slopes)
+    sink, alibi_slopes = ops._feature_tensors(library, "attention_decode", sink, alibi_slopes)
     softcap = ops._softcap("attention_decode", softcap)
     num_splits = ops._integer("attention_decode", "num_splits", num_splits)
     if not 0 <= num_splits <= MOST_SPLITS:
         raise ValueError(f"attention_decode: num_splits is {num_splits}, expected 0 (chosen) to {MOST_SPLITS}")
-    out, lse = face.attention_decode((q, k_cache, v_cache, seqlens, page_table, cache_batch_idx, sink, alibi_slopes),
+    out, lse = library.attention_decode((q, k_cache, v_cache, seqlens, page_table, cache_batch_idx, sink, alibi_slopes),
                                      (scale, bool(causal), left, right, softcap, length, num_splits), return_lse)
     return (out, lse) if return_lse else out
 
@@ -51,45 +51,34 @@ def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_b
     The caches, page_table and cache_batch_idx are those of `attention_decode`; the last dimension of a cache, which is written, must be contiguous. What would land behind a cache's end or on a page that does not exist is
     dropped. Sequences must not share the places they write to.
     """
-    face = _face("append_kv", "k_cache", k_cache)
+    library = _library_of("append_kv", "k_cache", k_cache)
     if cache_seqlens is None:
         raise TypeError("append_kv: cache_seqlens is None, expected an int32 tensor or an int")
     length, seqlens = _length("append_kv", cache_seqlens)
-    face.append_kv((k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx), length)
+    library.append_kv((k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx), length)
 
 
-def explain(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, num_splits=0, **others):
-    """`margay.explain` of an attention_decode."""
-    from margay import _C
-
-    face = ops._face("attention_decode", "q", q)
-    face.check_kinds("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
-    check_ranks("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
-    length, seqlens = _length("attention_decode", cache_seqlens)
+def explain(named, cache_seqlens=None, page_table=None, **_):
+    """What `margay.explain` says of a call, lines and the tensors that may be copied as they are; a page table joins those that are named."""
+    k_cache, lines = named["k_cache"], []
+    if page_table is not None:
+        named["page_table"] = page_table
     rows = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
-    problem = dict(dtype=ops.dtype_name(q), gpu=face.is_gpu(q), d=q.shape[3], batch=q.shape[0], heads_q=q.shape[2], heads_k=k_cache.shape[2], nq=q.shape[1],
-                   nk=rows if length < 0 else length, causal=bool(others.get("causal", False)), splits=ops._integer("attention_decode", "num_splits", num_splits),
-                   page=0 if page_table is None else k_cache.shape[1])
-    named = dict(q=q, k_cache=k_cache, v_cache=v_cache, **({} if page_table is None else dict(page_table=page_table)))
-    lines = ["attention_decode: " + ", ".join(f"{name} {ops._shape(t)} {ops.dtype_name(t)}" for name, t in named.items())]
-    if seqlens is not None:
+    if hasattr(cache_seqlens, "shape"):
         lines.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
-    if page_table is not None and k_cache.shape[1] % PAGE_UNIT:
-        lines.append(f"  k_cache and v_cache are copied first, each sequence's {rows} rows in order: pages of {k_cache.shape[1]} keys, "
-                     f"and kernels read multiples of {PAGE_UNIT}")
-        problem["page"] = 0
-        copied = ("q", q),
-    else:
-        copied = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
-    lines += [f"  {name} is copied first: {why}" for name, t in copied if (why := face.why_copied(t, mapped=name != "q"))]
-    return "\n".join([*lines, _C.explain("attention_decode", **problem)])
+    if page_table is None or k_cache.shape[1] % PAGE_UNIT == 0:
+        return lines, {name: named[name] for name in NAMES[:3]}
+    lines.append(f"  k_cache and v_cache are copied first, each sequence's {rows} rows in order: pages of {k_cache.shape[1]} keys, "
+                 f"and kernels read multiples of {PAGE_UNIT}")
+    return lines, {"q": named["q"]}
 
 
-def _face(op, name, x):
-    if ops._face(op, name, x).__name__ == "margay._torch":
-        from margay import _decode_torch
-        return _decode_torch
-    return _Arrays
+def _library_of(op, name, x):
+    """As that of ops; PyTorch's half of this family is a module of its own, whose operators are registered with the first call."""
+    library = ops._library_of(op, name, x)
+    if library.__name__ == "margay._torch":
+        from margay import _decode_torch as library
+    return library
 
 
 def _length(op, cache_seqlens):
@@ -126,61 +115,3 @@ def check_ranks(op, **tensors):
     for name, t in tensors.items():
         ops._check_rank(op, name, t, 4, "[batch, rows, heads, head dim]")
         ops._check_dtype(op, name, t, first, like)
-
-
-class _Arrays:
-    """NumPy."""
-
-    @staticmethod
-    def as_float32(*arguments):
-        from margay import _numpy
-        return _numpy.as_float32(*arguments)
-
-    @staticmethod
-    def attention_decode(tensors, options, want_lse):
-        import numpy as np
-        from margay import _C, _numpy
-        q, k_cache, v_cache, seqlens, page_table, index, *others = tensors
-        _numpy._check_arrays("attention_decode", **dict(zip(NAMES, tensors)))
-        check_ranks("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
-        if needs_order(page_table, index, k_cache, v_cache) and (index is None or index.shape[0] == q.shape[0]):
-            page_table = _table_rows(page_table, index)
-            if k_cache.shape[1] % PAGE_UNIT and page_table.shape[0] == q.shape[0]:
-                k_cache, v_cache, page_table = _in_order(k_cache, page_table), _in_order(v_cache, page_table), None
-            tensors = q, k_cache, v_cache, seqlens, page_table, None, *others
-        out = np.empty(q.shape, q.dtype)
-        lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None
-        size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
-        workspace = np.empty(size // 8 + 2, np.int64).view(np.uint8)[:size] if size else None
-        _numpy.with_copies(lambda *tensors: _C.attention_decode(out, lse, *tensors, workspace, *options), *tensors)
-        return out, lse
-
-    @staticmethod
-    def append_kv(tensors, length):
-        from margay import _C, _numpy
-        _numpy._check_arrays("append_kv", **dict(zip(APPEND_NAMES, tensors)))
-        check_ranks("append_kv", **dict(zip(APPEND_NAMES[:4], tensors)))
-        k_cache, v_cache, k, v, seqlens, page_table, index = tensors
-        if index is not None and needs_order(page_table, index) and index.shape[0] == k.shape[0]:
-            page_table, index = _table_rows(page_table, index), None
-        _numpy.with_copies(lambda *rest: _C.append_kv(k_cache, v_cache, *rest, length), k, v, seqlens, page_table, index)
-
-
-def _table_rows(table, index):
-    """NumPy: as margay._plain.table_rows."""
-    import numpy as np
-    if index is None:
-        return table
-    there = (index >= 0) & (index < table.shape[0])
-    rows = np.full((index.shape[0], table.shape[1]), -1, np.int32)
-    rows[there] = table[index[there]]
-    return rows
-
-
-def _in_order(cache, table):
-    """NumPy: as margay._plain.cache_rows."""
-    import numpy as np
-    there = (table >= 0) & (table < cache.shape[0])
-    rows = np.zeros((*table.shape, *cache.shape[1:]), cache.dtype)
-    rows[there] = cache[table[there]]
-    return rows.reshape(table.shape[0], -1, *cache.shape[2:])

@@ -2,7 +2,7 @@
 
 import torch
 
-from margay import _C, _plain, _torch, _transforms, ops
+from margay import _C, _torch, _transforms, ops
 from margay._decode import APPEND_NAMES, NAMES, PAGE_UNIT, check_ranks, needs_order
 from margay._torch import as_float32
 
@@ -11,15 +11,15 @@ _OPTIONAL = "Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx"
 
 def attention_decode(tensors, options, want_lse):
     _refuse_gradient("attention_decode", tensors)
-    if torch.compiler.is_compiling() or not _torch._plain(*tensors):
+    if torch.compiler.is_compiling() or not _torch._c_may_read(*tensors):
         _torch._check_tensors("attention_decode", **dict(zip(NAMES, tensors)))
         return torch.ops.margay.attention_decode(*tensors, *options)
-    return _decode(tensors, options, want_lse)
+    return _decode_forward(tensors, options, want_lse)
 
 
 def append_kv(tensors, length):
     _refuse_gradient("append_kv", tensors)
-    if torch.compiler.is_compiling() or not _torch._plain(*tensors):
+    if torch.compiler.is_compiling() or not _torch._c_may_read(*tensors):
         _torch._check_tensors("append_kv", **dict(zip(APPEND_NAMES, tensors)))
         read = tensors if torch.compiler.is_compiling() else [t if t is None else t.resolve_neg() for t in tensors]
         torch.ops.margay.append_kv(*read, length)
@@ -34,9 +34,9 @@ def _refuse_gradient(op, tensors):
         raise NotImplementedError(f"{op}: an argument requires a gradient, which this op does not have; call it under torch.no_grad(), or margay.attention")
 
 
-def _decode(tensors, options, want_lse=True):
+def _decode_forward(tensors, options, want_lse=True):
     if tensors[4] is not None:
-        tensors = _in_order(*tensors)
+        tensors = _pages_in_order(*tensors)
     q, k_cache, v_cache, _, page_table, *_ = tensors
     if not q.is_cuda:
         _torch._use_torch_threads()
@@ -46,30 +46,30 @@ def _decode(tensors, options, want_lse=True):
         out, lse = _outputs(q, want_lse)
         _C.attention_decode(out, lse, *tensors, workspace, *options)
     except Exception:
-        return _decode_of_copies(tensors, options, want_lse)
+        return _decode_forward_of_copies(tensors, options, want_lse)
     return out, lse
 
 
 @ops.one_exception
-def _decode_of_copies(tensors, options, want_lse):
+def _decode_forward_of_copies(tensors, options, want_lse):
     _check_decode(*tensors)
     copies = _without_gaps(tensors[0]), *map(_torch._mappable, tensors[1:3]), *map(_without_gaps, tensors[3:])
     if all(a is b for a, b in zip(copies, tensors)):
         raise
-    return _decode(copies, options, want_lse)
+    return _decode_forward(copies, options, want_lse)
 
 
 def _without_gaps(t):
     return t.contiguous() if t is not None and t.ndim and _torch._has_gaps(t) else t
 
 
-def _in_order(q, k_cache, v_cache, seqlens, page_table, index, *others):
+def _pages_in_order(q, k_cache, v_cache, seqlens, page_table, index, *others):
     """The call with pages that kernels read: the table's rows in the order of the sequences, and keys and values in order where pages are of another size."""
     if needs_order(page_table, index, k_cache, v_cache) and q.ndim == 4 and (page_table if index is None else index).shape[0] == q.shape[0]:
-        page_table, index = _plain.table_rows(page_table, index), None
+        page_table, index = table_rows(page_table, index), None
         if k_cache.shape[1] % PAGE_UNIT:
             with torch.no_grad():
-                k_cache, v_cache = (_plain.cache_rows(t, page_table, None, q.shape[0]) for t in (k_cache, v_cache))
+                k_cache, v_cache = (cache_rows(t, page_table, None, q.shape[0]) for t in (k_cache, v_cache))
             page_table = None
     return q, k_cache, v_cache, seqlens, page_table, index, *others
 
@@ -77,7 +77,7 @@ def _in_order(q, k_cache, v_cache, seqlens, page_table, index, *others):
 def _append(tensors, length):
     *caches, seqlens, page_table, index = tensors
     if index is not None and needs_order(page_table, index) and index.shape[0] == caches[2].shape[0]:
-        tensors = *caches, seqlens, _plain.table_rows(page_table, index), None
+        tensors = *caches, seqlens, table_rows(page_table, index), None
     if not tensors[0].is_cuda:
         _torch._use_torch_threads()
     try:
@@ -120,11 +120,47 @@ def _decode_fake(*arguments):
     return _outputs(arguments[0])
 
 
+def cache_rows(cache, page_table, cache_batch_idx, batch, first=None):
+    """[B, N, Hk, D]: each sequence's rows in order, from row `first` [B] on; zeros where a page or a cache does not exist."""
+    if first is None:
+        index = page_table if page_table is not None else cache_batch_idx
+        if index is None:
+            return cache[:batch]
+        rows = _parts(cache, (index,), index)
+        return rows if page_table is None else rows.flatten(1, 2)
+    size = cache.shape[1]
+    rows = size if page_table is None else size * page_table.shape[1]
+    place = (torch.arange(rows, device=cache.device) + first[:, None]).clamp(0, max(rows - 1, 0))
+    if page_table is not None:
+        part = page_table.gather(1, place // max(size, 1)) if rows else place
+    else:
+        part = (torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx)[:, None].expand(batch, rows)
+    return _parts(cache, (part, place % max(size, 1)), part)
+
+
+def _parts(cache, index, part):
+    if cache.shape[0] == 0 or part.numel() == 0:
+        return cache.new_zeros(*part.shape, *cache.shape[len(index):])
+    there = (part >= 0) & (part < cache.shape[0])
+    rows = cache[part.long().where(there, 0), *index[1:]]
+    return rows.masked_fill_(~there[(...,) + (None,) * (rows.ndim - there.ndim)], 0)
+
+
+def table_rows(page_table, cache_batch_idx):
+    """The rows of a page table that sequences have; a row that does not exist has no pages."""
+    if cache_batch_idx is None:
+        return page_table
+    if page_table.shape[0] == 0:
+        return page_table.new_full((cache_batch_idx.shape[0], page_table.shape[1]), -1)
+    there = (cache_batch_idx >= 0) & (cache_batch_idx < page_table.shape[0])
+    return page_table[cache_batch_idx.long().where(there, 0)].where(there[:, None], -1)
+
+
 _torch._library.define(f"attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONAL}, Tensor? sink, Tensor? alibi_slopes, float scale, "
                        "bool causal, int left, int right, float softcap, SymInt length, int num_splits) -> (Tensor, Tensor)", tags=_torch._TAGS)
 _torch._library.define(f"append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_OPTIONAL}, SymInt length) -> ()", tags=_torch._TAGS)
 for _device in ("CPU", "CUDA"):
-    _torch._library.impl("attention_decode", _transforms.without_tangents("attention_decode", lambda *a: _decode(a[:8], a[8:])), _device)
+    _torch._library.impl("attention_decode", _transforms.without_tangents("attention_decode", lambda *a: _decode_forward(a[:8], a[8:])), _device)
     _torch._library.impl("append_kv", _transforms.without_tangents("append_kv", lambda *a: _append(a[:7], a[7])), _device)
 torch.library.register_fake("margay::attention_decode", _decode_fake, lib=_torch._library)
 torch.library.register_fake("margay::append_kv", lambda *arguments: _check_append(*arguments[:7]), lib=_torch._library)

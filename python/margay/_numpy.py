@@ -1,41 +1,50 @@
 """NumPy arrays in, NumPy arrays out, on the CPU. Knows nothing of torch."""
 
+import contextlib
 import math
 
 import numpy as np
 
-from margay import _C, ops
+from margay import _C, _decode, ops
+from margay._features import Features  # noqa: F401, for ops
 
 
 def attention(q, k, v, causal, scale, return_lse, deterministic):
     _check_arrays("attention", q=q, k=k, v=v)
-    ops.check_attention(q, k, v)
-    out = _empty_ordered(q, v.shape[3])
-    lse = np.empty(q.shape[:3], np.float32) if return_lse else None
-    scale = ops.attention_scale(scale)
+    return _attention_forward(q, k, v, None, causal, scale, return_lse)
+
+
+def attention_features(q, k, v, features, causal, scale, return_lse, deterministic):
+    _check_arrays("attention", q=q, k=k, v=v, sink=features.sink, alibi_slopes=features.alibi_slopes, cu_seqlens_q=features.cu_seqlens_q,
+                  cu_seqlens_k=features.cu_seqlens_k)
+    if features.seed is None:
+        features = features._replace(seed=int(np.random.randint(0, 1 << 63)))
+    return _attention_forward(q, k, v, features, causal, scale, return_lse)
+
+
+# As in _torch: C checks its arguments, and what it refuses is computed by way of copies or refused again in the terms of the Python arguments.
+
+
+def _attention_forward(q, k, v, features, causal, scale, want_lse):
+    scale, causal = ops.attention_scale(scale), bool(causal)
     try:
-        _C.attention_fwd(out, lse, q, k, v, scale, bool(causal))
-    except ValueError:
-        _attention_of_copies(out, lse, q, k, v, scale, bool(causal))
-    return (out, lse) if return_lse else out
+        out, lse = _attention_outputs(q, v, want_lse)
+        _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, None, features)
+    except Exception:
+        out, lse = _attention_forward_of_copies(q, k, v, features, causal, scale, want_lse)
+    return (out, lse) if want_lse else out
 
 
-def _attention_of_copies(out, lse, q, k, v, *options):     # not in `attention`: what a lambda captures would cost every call
-    _of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, *options), q, k, v)
-
-
-def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal, scale, return_lse, deterministic):
-    _check_arrays("attention", q=q, k=k, v=v, sink=sink, alibi_slopes=slopes, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+@ops.one_exception
+def _attention_forward_of_copies(q, k, v, features, causal, scale, want_lse):
     ops.check_attention(q, k, v)
-    left, right, softcap, dropout, max_q, max_k = numbers
-    if dropout and seed is None:
-        seed = int(np.random.randint(0, 1 << 63))
-    out = _empty_ordered(q, v.shape[3])
-    lse = np.empty(q.shape[:3], np.float32) if return_lse else None
-    features = left, right, softcap, dropout, (seed or 0) & 0xFFFFFFFFFFFFFFFF, sink, slopes, *starts, max_q, max_k
-    scale = ops.attention_scale(scale)
-    with_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, bool(causal), 0, None, features), q, k, v)
-    return (out, lse) if return_lse else out
+    out, lse = _attention_outputs(q, v, want_lse)
+    _of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, None, features), q, k, v)
+    return out, lse
+
+
+def _attention_outputs(q, v, want_lse):
+    return _empty_ordered(q, v.shape[3]), np.empty(q.shape[:3], np.float32) if want_lse else None
 
 
 def attention_fp8(q, k, v, descales, causal, scale, return_lse):
@@ -84,6 +93,50 @@ def matmul(a, b, bias, activation, out):
     return out
 
 
+def attention_decode(tensors, options, want_lse):
+    q, k_cache, v_cache, seqlens, page_table, index, *others = tensors
+    _check_arrays("attention_decode", **dict(zip(_decode.NAMES, tensors)))
+    _decode.check_ranks("attention_decode", q=q, k_cache=k_cache, v_cache=v_cache)
+    if _decode.needs_order(page_table, index, k_cache, v_cache) and (index is None or index.shape[0] == q.shape[0]):
+        page_table = _table_rows(page_table, index)
+        if k_cache.shape[1] % _decode.PAGE_UNIT and page_table.shape[0] == q.shape[0]:
+            k_cache, v_cache, page_table = _pages_in_order(k_cache, page_table), _pages_in_order(v_cache, page_table), None
+        tensors = q, k_cache, v_cache, seqlens, page_table, None, *others
+    out = np.empty(q.shape, q.dtype)
+    lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None
+    size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
+    workspace = np.empty(size // 8 + 2, np.int64).view(np.uint8)[:size] if size else None
+    with_copies(lambda *tensors: _C.attention_decode(out, lse, *tensors, workspace, *options), *tensors)
+    return out, lse
+
+
+def append_kv(tensors, length):
+    _check_arrays("append_kv", **dict(zip(_decode.APPEND_NAMES, tensors)))
+    _decode.check_ranks("append_kv", **dict(zip(_decode.APPEND_NAMES[:4], tensors)))
+    k_cache, v_cache, k, v, seqlens, page_table, index = tensors
+    if index is not None and _decode.needs_order(page_table, index) and index.shape[0] == k.shape[0]:
+        page_table, index = _table_rows(page_table, index), None
+    with_copies(lambda *rest: _C.append_kv(k_cache, v_cache, *rest, length), k, v, seqlens, page_table, index)
+
+
+def _table_rows(table, index):
+    """As _decode_torch.table_rows."""
+    if index is None:
+        return table
+    there = (index >= 0) & (index < table.shape[0])
+    rows = np.full((index.shape[0], table.shape[1]), -1, np.int32)
+    rows[there] = table[index[there]]
+    return rows
+
+
+def _pages_in_order(cache, table):
+    """As _decode_torch.cache_rows."""
+    there = (table >= 0) & (table < cache.shape[0])
+    rows = np.zeros((*table.shape, *cache.shape[1:]), cache.dtype)
+    rows[there] = cache[table[there]]
+    return rows.reshape(table.shape[0], -1, *cache.shape[2:])
+
+
 def with_copies(call, *arrays):
     """call(*arrays); where C refuses their strides, with copies of those that it does not read in place."""
     try:
@@ -100,8 +153,8 @@ def _of_copies(call, *arrays):
     call(*copies)
 
 
-def is_gpu(a):
-    return False
+without_gradients = contextlib.nullcontext
+backward_workspace = _C.attention_bwd_workspace
 
 
 def why_copied(a, matrix=False, mapped=True):
@@ -111,10 +164,6 @@ def why_copied(a, matrix=False, mapped=True):
     if a.shape[-1] < 2 or a.strides[-1] == a.itemsize or matrix and (a.shape[-2] < 2 or a.strides[-2] == a.itemsize):
         return None
     return "neither of its last two dimensions is contiguous" if matrix else "its last dimension is not contiguous"
-
-
-def is_transposed(a):
-    return a.strides[-1] != a.itemsize
 
 
 def _rows(a):

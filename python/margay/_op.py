@@ -326,7 +326,7 @@ def _torch_function(row):
     text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first, results=written(row), returned=names(row.results),
                         required=", ".join(f"{name}={name}" for name in inputs), halves="".join(name + ", " for name in row.halves),
                         gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in optional else f"{name}.requires_grad" for name in inputs))
-    return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t._plain, seen=seen, check_tensors=t._check_tensors,
+    return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t._c_may_read, seen=seen, check_tensors=t._check_tensors,
                     autocast_anywhere=t._autocast_anywhere, is_autocast_enabled=torch.is_autocast_enabled, autocast=t._autocast,
                     is_grad_enabled=torch.is_grad_enabled, record=super(torch.autograd.Function, Record).apply, make=direct)["call"]
 
@@ -373,7 +373,7 @@ def _gradient_by_names(torch, t, row, backward, shapes):
                 known[f["name"]] = torch.zeros_like(shapes[incoming[f["name"]]["name"]](*map(known.get, arguments)))
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
-        if not torch.is_grad_enabled() and not t._compiling() and t._plain(*given[:len(backward.inputs)]):
+        if not torch.is_grad_enabled() and not t._compiling() and t._c_may_read(*given[:len(backward.inputs)]):
             made = direct(*given, want=[need[i] for i in optional]) if optional else direct(*given)
         else:
             made = seen(*given)

@@ -11,9 +11,10 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from margay import _C, _transforms, ops
+from margay._features import Features
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _E4M3 = torch.float8_e4m3fn
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _autocast_anywhere = torch._C._is_any_autocast_enabled
@@ -35,30 +36,30 @@ CHECK_STARTS = os.environ.get("MARGAY_SYNC") == "1"
 def attention(q, k, v, causal, scale, return_lse, deterministic):
     if q.dtype is _E4M3:
         return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
-    if not _compiling() and _unseen(q, k, v):
+    if not _compiling() and _c_may_be_asked(q, k, v):
         try:
-            return _attention_directly(q, k, v, causal, scale, return_lse, deterministic)
+            return _attention_eager(q, k, v, causal, scale, return_lse, deterministic)
         except Exception:
-            if _plain(q, k, v):
+            if _c_may_read(q, k, v):
                 raise
     _check_tensors("attention", q=q, k=k, v=v)
     out, lse = torch.ops.margay.attention(q, k, v, scale, causal, deterministic)
     return (out, lse) if return_lse else out
 
 
-def _attention_directly(q, k, v, causal, scale, return_lse, deterministic):
+def _attention_eager(q, k, v, causal, scale, return_lse, deterministic):
     if _autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
     if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _record_attention(q, k, v, scale, causal, deterministic, return_lse)
-    out, lse = _attention(q, k, v, scale, causal, return_lse)
+        return _apply_attention(q, k, v, scale, causal, deterministic, return_lse)
+    out, lse = _attention_forward(q, k, v, scale, causal, return_lse)
     return (out, lse) if return_lse else out
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, causal, deterministic, return_lse):
-        out, lse = _attention(q, k, v, scale, causal)
+        out, lse = _attention_forward(q, k, v, scale, causal)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = scale, causal, deterministic
         if not return_lse:
@@ -68,11 +69,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
-        return *_attention_gradient(ctx, dout, dlse, _attention_backward), None
+        return *_attention_gradient(ctx, dout, dlse, _attention_backward), None, None, None, None    # scale, causal, deterministic, return_lse
 
 
-# Function.apply, but for its check for transforms, which `_unseen` and `_plain` make.
-_record_attention = super(torch.autograd.Function, _Attention).apply
+# Function.apply, but for its check for transforms, which `_c_may_be_asked` and `_c_may_read` make.
+_apply_attention = super(torch.autograd.Function, _AttentionFunction).apply
 
 
 def _save_attention(ctx, inputs, output):
@@ -83,41 +84,41 @@ def _save_attention(ctx, inputs, output):
 
 
 def _attention_gradient(ctx, dout, dlse, direct=None):
-    """direct: what to call instead of the operator where it may be. What an operator saved may be a transform's that is over."""
+    """dq, dk, dv. direct: what to call instead of the operator where it may be. What an operator saved may be a transform's that is over."""
     if dout is None and dlse is None:
-        return (None,) * 6
+        return None, None, None
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    if direct is None or _grad_enabled() or _compiling() or not _plain(dout, dlse, q):
+    if direct is None or _grad_enabled() or _compiling() or not _c_may_read(dout, dlse, q):
         direct = torch.ops.margay.attention_backward
-    return *direct(dout, dlse, q, k, v, out, lse, *ctx.options), None, None, None
+    return direct(dout, dlse, q, k, v, out, lse, *ctx.options)
 
 
-# C checks its arguments. What it refuses may be computed by way of copies, and if not, is refused again in the terms of the Python arguments:
-# neither costs a call that needs none of it anything.
+# C checks its arguments. What it refuses may be computed by way of copies, and if not, is refused again in the terms of the Python arguments.
+# Calls that need neither pay nothing.
 
 
-def _attention(q, k, v, scale, causal, want_lse=True, features=None):
+def _attention_forward(q, k, v, scale, causal, want_lse=True, features=None):
     scale = ops.attention_scale(scale)
     try:
         out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1])
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if want_lse else None
-        _attention_into(out, lse, q, k, v, scale, causal, features)
+        _call_attention_fwd(out, lse, q, k, v, scale, causal, features)
     except Exception:
-        return _attention_of_copies(q, k, v, scale, causal, want_lse, features)
+        return _attention_forward_of_copies(q, k, v, scale, causal, want_lse, features)
     return out, lse
 
 
 @ops.one_exception
-def _attention_of_copies(q, k, v, scale, causal, want_lse, features):
+def _attention_forward_of_copies(q, k, v, scale, causal, want_lse, features):
     _check_tensors("attention", q=q, k=k, v=v)
     _check_attention(q, k, v)
     out, lse = _attention_outputs(q, v, want_lse)
     if _all_mappable(q, k, v, out):
         raise
     target = _mappable_empty(out)
-    _attention_into(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal, features)
+    _call_attention_fwd(target, lse, _mappable(q), _mappable(k), _mappable(v), scale, causal, features)
     _copy_back(out, target)
     return out, lse
 
@@ -125,7 +126,7 @@ def _attention_of_copies(q, k, v, scale, causal, want_lse, features):
 _ONE_WAVE = 1 << 20   # elements of out; smaller problems have at most about one task for each multiprocessor
 
 
-def _attention_into(out, lse, q, k, v, scale, causal, features=None):
+def _call_attention_fwd(out, lse, q, k, v, scale, causal, features=None):
     balance = None
     if not q.is_cuda:
         _use_torch_threads()
@@ -141,7 +142,7 @@ def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, determinis
     dlse = None if dlse is None else dlse.contiguous()
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     try:
-        _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
+        _call_attention_bwd(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
     except ValueError:                     # the forward's arguments were right: only addresses and strides can be wrong
         return _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
     return grads
@@ -154,13 +155,13 @@ def _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, *options
     grads = [_dense_like(t) for t in (q, k, v)]
     targets = [_mappable_empty(t) for t in grads]
     dout, q, k, v, out = map(_mappable, (dout, q, k, v, out))
-    _attention_backward_into(targets, dout, dlse, q, k, v, out, lse, *options)
+    _call_attention_bwd(targets, dout, dlse, q, k, v, out, lse, *options)
     for grad, target in zip(grads, targets):
         _copy_back(grad, target)
     return tuple(grads)
 
 
-def _attention_backward_into(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features):
+def _call_attention_bwd(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features):
     if not q.is_cuda:
         _use_torch_threads()
     size = _C.attention_bwd_workspace(q, k, v, causal, deterministic, features)
@@ -205,7 +206,7 @@ def attention_fp8(q, k, v, descales, causal, scale, return_lse):
     for name, t in named.items():
         if torch.is_grad_enabled() and t is not None and t.requires_grad:
             raise NotImplementedError(f"attention: {name} requires a gradient, which float8_e4m3fn does not have; expected a call under torch.no_grad()")
-    if torch.compiler.is_compiling() or not _plain(*named.values()):
+    if torch.compiler.is_compiling() or not _c_may_read(*named.values()):
         out, lse = torch.ops.margay.attention_fp8(q, k, v, *descales, scale, causal)
     else:
         out, lse = _attention_fp8(q, k, v, *descales, scale, causal, return_lse)
@@ -246,40 +247,54 @@ def _attention_fp8_no_gradient(ctx, *_):
 
 # ---- attention with windows, softcap, sinks, ALiBi, dropout; packed sequences
 #
-# q, k, v are [1, heads, total, dim] where sequences are packed. `numbers`: left, right, softcap, dropout_p, max_seqlen_q, max_seqlen_k.
+# q, k, v are [1, heads, total, dim] where sequences are packed. `features`: margay._features.Features, whose seed of dropout is drawn here if None.
 
 
-def attention_with_features(q, k, v, sink, slopes, starts, numbers, seed, causal, scale, return_lse, deterministic):
-    tensors = q, k, v, sink, slopes, *starts
+def attention_features(q, k, v, features, causal, scale, return_lse, deterministic):
+    sink, slopes = features.sink, features.alibi_slopes
+    tensors = q, k, v, sink, slopes, features.cu_seqlens_q, features.cu_seqlens_k
     if q.dtype is _E4M3:
-        ops.check_no_features(numbers[:2], *numbers[2:3], sink, slopes, numbers[3], starts[0])
+        ops.check_no_features(features)
         return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("attention: alibi_slopes requires a gradient, which is not computed; pass alibi_slopes.detach()")
-    if torch.compiler.is_compiling() or k is None or v is None or not _plain(*tensors):
-        _check_tensors("attention", q=q, k=k, v=v, sink=sink, alibi_slopes=slopes, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
-        out, lse, _ = torch.ops.margay.attention_features(*tensors, *numbers, seed, scale, causal, deterministic)
+    if torch.compiler.is_compiling() or k is None or v is None or not _c_may_read(*tensors):
+        _check_tensors("attention", **dict(zip(_FEATURE_TENSORS, tensors)))
+        out, lse, _ = torch.ops.margay.attention_features(q, k, v, *_operator_order(features), scale, causal, deterministic)
         return (out, lse) if return_lse else out
     if _autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad):
-        return _record_features(q, k, v, sink, slopes, *starts, numbers, seed, scale, causal, deterministic, return_lse)
-    out, lse, _ = _features_forward(q, k, v, sink, slopes, *starts, *numbers, seed, scale, causal, return_lse)
+        return _apply_features(q, k, v, sink, features, scale, causal, deterministic, return_lse)
+    out, lse, _ = _features_forward(q, k, v, features, scale, causal, return_lse)
     return (out, lse) if return_lse else out
 
 
-def _feature_tuple(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, seed):
-    return left, right, softcap, dropout, seed & 0xFFFFFFFFFFFFFFFF, sink, slopes, q_start, k_start, max_q, max_k
+_FEATURE_TENSORS = "q", "k", "v", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"
 
 
-def _features_forward(q, k, v, sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, seed, scale, causal, want_lse=True):
+def _operator_order(f):
+    return f.sink, f.alibi_slopes, f.cu_seqlens_q, f.cu_seqlens_k, f.left, f.right, f.softcap, f.dropout_p, f.max_seqlen_q, f.max_seqlen_k, f.seed
+
+
+def _features_of(sink, slopes, q_start, k_start, left, right, softcap, dropout_p, max_q, max_k, seed):
+    """Of the operator's arguments."""
+    return Features(left, right, softcap, dropout_p, seed, sink, slopes, q_start, k_start, max_q, max_k)
+
+
+def _features_forward(q, k, v, features, scale, causal, want_lse=True):
     """out, lse, and the seed of dropout as a CPU tensor; drawn from torch's generator where none is given."""
-    used = torch.zeros(1, dtype=torch.int64) if not dropout else torch.randint(-2**63, 2**63 - 1, (1,)) if seed is None else torch.tensor([_signed(seed)])
-    features = _feature_tuple(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, used.item())
-    if CHECK_STARTS and q_start is not None and q.is_cuda:
-        ops.check_starts("q", q_start.tolist(), q.shape[2], max_q)
-        ops.check_starts("k", k_start.tolist(), k.shape[2], max_k)
-    return *_attention(q, k, v, scale, causal, want_lse, features), used
+    if features.dropout_p:
+        used = torch.randint(-2**63, 2**63 - 1, (1,)) if features.seed is None else torch.tensor([_signed(features.seed)])
+        features = features._replace(seed=used.item())
+    else:
+        used = torch.zeros(1, dtype=torch.int64)
+        features = features._replace(seed=0) if features.seed is None else features
+    starts = features.cu_seqlens_q, features.cu_seqlens_k
+    if CHECK_STARTS and starts[0] is not None and q.is_cuda:
+        ops.check_starts("q", starts[0].tolist(), q.shape[2], features.max_seqlen_q)
+        ops.check_starts("k", starts[1].tolist(), k.shape[2], features.max_seqlen_k)
+    return *_attention_forward(q, k, v, scale, causal, want_lse, features), used
 
 
 def _signed(seed):
@@ -287,23 +302,20 @@ def _signed(seed):
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-class _AttentionWithFeatures(torch.autograd.Function):
+class _FeaturesFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, slopes, q_start, k_start, numbers, seed, scale, causal, deterministic, return_lse):
-        out, lse, used = _features_forward(q, k, v, sink, slopes, q_start, k_start, *numbers, seed, scale, causal)
-        ctx.save_for_backward(q, k, v, sink, slopes, q_start, k_start, out, lse, used)
-        ctx.options = *numbers, scale, causal, deterministic
-        if not return_lse:
-            return out
-        ctx.set_materialize_grads(False)
-        return out, lse
+    def forward(ctx, q, k, v, sink, features, scale, causal, deterministic, return_lse):
+        """sink: that of features, for autograd to see."""
+        out, lse, used = _features_forward(q, k, v, features, scale, causal)
+        _save_features(ctx, (q, k, v, *_operator_order(features), scale, causal, deterministic), (out, lse, used))
+        return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
-        return *_features_gradient(ctx, dout, dlse, direct=_features_backward)[:7], *(None,) * 6
+        return *_features_gradient(ctx, dout, dlse, direct=_features_backward), None, None, None, None, None    # features and what follows
 
 
-_record_features = super(torch.autograd.Function, _AttentionWithFeatures).apply
+_apply_features = super(torch.autograd.Function, _FeaturesFunction).apply
 
 
 def _save_features(ctx, inputs, output):
@@ -315,28 +327,28 @@ def _save_features(ctx, inputs, output):
 
 
 def _features_gradient(ctx, dout, dlse, *_, direct=None):
+    """dq, dk, dv, dsink."""
     if dout is None and dlse is None:
-        return (None,) * 17
-    *inputs, out, lse, used = ctx.saved_tensors
+        return None, None, None, None
+    q, k, v, sink, slopes, q_start, k_start, out, lse, used = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    q, sink = inputs[0], inputs[3]
-    if direct is None or _grad_enabled() or _compiling() or not _plain(dout, dlse, q):
+    if direct is None or _grad_enabled() or _compiling() or not _c_may_read(dout, dlse, q):
         direct = torch.ops.margay.attention_features_backward
-    dq, dk, dv = direct(dout, dlse, *inputs, out, lse, used, *ctx.options)
+    dq, dk, dv = direct(dout, dlse, q, k, v, sink, slopes, q_start, k_start, out, lse, used, *ctx.options)
     dsink = None
     if sink is not None and ctx.needs_input_grad[3]:   # the sink's probability times -delta, as of any score
         delta = (dout.float() * out.float()).sum(-1)
         share = torch.exp(sink[:, None] - lse) * (delta if dlse is None else delta - dlse)
-        if inputs[5] is not None:                        # rows behind the last sequence see no sink
-            share = share.where(torch.arange(share.shape[2], device=share.device) < inputs[5][-1], 0)
+        if q_start is not None:                          # rows behind the last sequence see no sink
+            share = share.where(torch.arange(share.shape[2], device=share.device) < q_start[-1], 0)
         dsink = -share.sum((0, 2))
-    return dq, dk, dv, dsink, *(None,) * 13
+    return dq, dk, dv, dsink
 
 
 def _features_backward(dout, dlse, q, k, v, sink, slopes, q_start, k_start, out, lse, used, left, right, softcap, dropout, max_q, max_k, scale, causal,
                        deterministic):
-    features = _feature_tuple(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, used.item())
+    features = _features_of(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, used.item())
     return _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
 
 
@@ -344,6 +356,11 @@ def _features_fake(q, k, v, sink, slopes, q_start, k_start, *_):
     _check_attention(q, k, v)
     _check_devices("attention", q=q, sink=sink, alibi_slopes=slopes, cu_seqlens_q=q_start, cu_seqlens_k=k_start)
     return *_attention_outputs(q, v), torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _features_kernel(q, k, v, *features_and_options):
+    *features, scale, causal, _ = features_and_options
+    return _features_forward(q, k, v, _features_of(*features), scale, causal)
 
 
 def _features_backward_fake(dout, dlse, q, k, v, *_):
@@ -367,13 +384,13 @@ def as_starts(name, t):
 def _as_int32(name, t):
     """Values that int32 does not have become the nearest that it has, which no sequence has either; on the CPU they are refused."""
     starts = t.clamp(-2**31, 2**31 - 1)
-    if t.is_cpu and not torch.compiler.is_compiling() and _plain(t) and not torch.equal(starts, t):
+    if t.is_cpu and not torch.compiler.is_compiling() and _c_may_read(t) and not torch.equal(starts, t):
         ops.refuse_start(name, t.flatten().tolist())
     return starts.to(torch.int32)
 
 
 def as_float32(op, name, t):
-    if not isinstance(t, torch.Tensor) or t.dtype not in (*_DTYPES, torch.float64):
+    if not isinstance(t, torch.Tensor) or t.dtype not in (*DTYPES, torch.float64):
         raise TypeError(f"{op}: {name} is {_kind(t)}, expected a float32 tensor")
     _check_tensors(op, **{name: t})
     return t.to(torch.float32).contiguous()
@@ -427,7 +444,7 @@ def _matmul_out(a, b, bias, activation, out):
         raise RuntimeError("matmul: out is given, which supports no gradient, but an argument requires one")
     ops.check_matmul(a, b, bias)
     ops.check_out(out, a, b)
-    if torch.compiler.is_compiling() or not _plain(a, b, bias, out):
+    if torch.compiler.is_compiling() or not _c_may_read(a, b, bias, out):
         return out.copy_(matmul(a, b, bias, activation, None))
     try:
         rows = out.view(-1 if out.numel() else a.shape[:-1].numel(), out.shape[-1])
@@ -490,37 +507,38 @@ def _matmul_of_copies(out, a, b, bias, activation):
 # ---- what explain() and attention_varlen ask
 
 
+without_gradients = torch.no_grad
+
+
+def backward_workspace(q, k, v, causal, deterministic, features):
+    if _autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q.device.type, q, k, v)
+    return _C.attention_bwd_workspace(q, k, v, causal, deterministic or torch.are_deterministic_algorithms_enabled(), features)
+
+
 def check_kinds(op, **tensors):
     _check_tensors(op, **tensors)
 
 
-def is_gpu(t):
-    return t.is_cuda
-
-
 def why_copied(t, matrix=False, mapped=True):
     """Why kernels cannot read t where it is, or None. mapped: by TMA, on CUDA."""
-    t = t.mT if matrix and is_transposed(t) and t.stride(-2) == 1 else t
+    t = t.mT if matrix and t.stride(-1) != 1 and t.stride(-2) == 1 else t
     if _has_gaps(t):
         return "neither of its last two dimensions is contiguous" if matrix else "its last dimension is not contiguous"
     return None if not mapped or _readable(t) else "its address or strides are not multiples of 16 bytes"
 
 
-def is_transposed(t):
-    return t.stride(-1) != 1
-
-
 # ---- tensors
 
 
-def _unseen(q, k, v):
-    """As much of `_plain` as a call of C is not refused for. No complex type is made of bfloat16, whose negative bit is therefore never set."""
+def _c_may_be_asked(q, k, v):
+    """As much of `_c_may_read` as a call of C is not refused for. No complex type is made of bfloat16, whose negative bit is therefore never set."""
     return (type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES and
             not (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing() or forward_ad._current_level >= 0) and
             (q.dtype is torch.bfloat16 or not (q.is_neg() or k.is_neg() or v.is_neg())))
 
 
-def _plain(*tensors):
+def _c_may_read(*tensors):
     """May C read these tensors now, with nothing in torch that would have to see the call? Sparse tensors and those of a transform have no storage."""
     for t in tensors:
         if t is None:
@@ -543,10 +561,16 @@ def _check_tensors(op, **tensors):
 def _check_devices(op, **tensors):
     """One device, one that has kernels, and a dtype that it has kernels for."""
     first, like = _check_same_device(op, **tensors)
-    if like.dtype not in _DTYPES:
-        raise TypeError(f"{op}: {first} has dtype {ops.dtype_name(like)}, expected bfloat16, float16 or, on the CPU, float32")
-    if like.dtype is torch.float32 and like.is_cuda:
+    if has_kernels(like.dtype, like.is_cuda):
+        return
+    if like.dtype is torch.float32:
         raise NotImplementedError(f"{op}: {first} has dtype float32, which has kernels on the CPU only; on CUDA expected bfloat16 or float16")
+    raise TypeError(f"{op}: {first} has dtype {ops.dtype_name(like)}, expected bfloat16, float16 or, on the CPU, float32")
+
+
+def has_kernels(dtype, is_cuda):
+    """The one place in Python that says which dtypes have kernels where; of float8_e4m3fn, attention_fp8 says more."""
+    return dtype in DTYPES and not (is_cuda and dtype is torch.float32)
 
 
 def _check_same_device(op, **tensors):
@@ -561,7 +585,7 @@ def _check_same_device(op, **tensors):
 
 def _autocast(device, *tensors):
     dtype = torch.get_autocast_dtype(device)
-    return [t.to(dtype) if t is not None and t.dtype in _DTYPES else t for t in tensors]
+    return [t.to(dtype) if t is not None and t.dtype in DTYPES else t for t in tensors]
 
 
 def _without_autocast_keys():
@@ -670,6 +694,14 @@ written = _find_increment()     # tells autograd what C wrote, as torch's own op
 # ---- operators
 
 
+def _of_the_first(gradient):
+    """A backward formula of an operator: what `gradient` computes is of its first arguments; the others have none."""
+    def padded(ctx, *grads):
+        found = gradient(ctx, *grads)
+        return *found, *(None,) * (len(ctx.needs_input_grad) - len(found))
+    return padded
+
+
 def _register(schema, kernel, fake, rule, gradient, save=None, autocast=None, tags=()):
     name = schema[:schema.index("(")]
     _library.define(schema, tags=(*_TAGS, *tags))
@@ -683,8 +715,8 @@ def _register(schema, kernel, fake, rule, gradient, save=None, autocast=None, ta
 
 
 _register("attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causal=False, bool deterministic=False) -> (Tensor, Tensor)",
-          lambda q, k, v, scale=None, causal=False, deterministic=False: _attention(q, k, v, scale, causal),
-          _attention_fake, _transforms.samples_in_batch, _attention_gradient, _save_attention, _attention_autocast)
+          lambda q, k, v, scale=None, causal=False, deterministic=False: _attention_forward(q, k, v, scale, causal),
+          _attention_fake, _transforms.samples_in_batch, _of_the_first(_attention_gradient), _save_attention, _attention_autocast)
 _register("attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float? scale, bool causal, "
           "bool deterministic) -> (Tensor, Tensor, Tensor)",
           _attention_backward, _attention_backward_fake, _transforms.samples_in_batch, _attention_no_second_order)
@@ -693,8 +725,8 @@ _register("attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale=None, T
 _FEATURES = "Tensor? sink, Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _NUMBERS = "SymInt left, SymInt right, float softcap, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_k"
 _register(f"attention_features(Tensor q, Tensor k, Tensor v, {_FEATURES}, {_NUMBERS}, int? seed, float? scale, bool causal, bool deterministic) "
-          "-> (Tensor, Tensor, Tensor)", lambda *arguments: _features_forward(*arguments[:-1]),
-          _features_fake, _transforms.samples_in_batch_or_heads, _features_gradient, _save_features, _features_autocast, (torch.Tag.nondeterministic_seeded,))
+          "-> (Tensor, Tensor, Tensor)", _features_kernel,
+          _features_fake, _transforms.samples_in_batch_or_heads, _of_the_first(_features_gradient), _save_features, _features_autocast, (torch.Tag.nondeterministic_seeded,))
 _register(f"attention_features_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_FEATURES}, Tensor out, Tensor lse, Tensor seed, "
           f"{_NUMBERS}, float? scale, bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)",
           _features_backward, _features_backward_fake, _transforms.samples_in_batch_or_heads, _attention_no_second_order)

@@ -1,11 +1,10 @@
 """The public functions.
 
-A call goes to the face of the library its tensors come from, `_torch` or `_numpy`, which allocates the outputs and calls the C function of the
+A call goes to the module of the library its tensors come from, `_torch` or `_numpy`, which allocates the outputs and calls the C function of the
 op. `_C` checks all that it is given; the checks here say what the arguments must agree on in the terms of these functions.
 """
 
 import importlib
-import math
 import sys
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -43,15 +42,14 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     not contiguous, or has negative strides, and on CUDA one whose address or strides are not multiples of 16 bytes, is copied first; `explain` says so.
     Gradients of gradients and forward-mode derivatives are not implemented.
     """
-    face = _face("attention", "q", q)
+    library = _library_of("attention", "q", q)
     if q_descale is not None or k_descale is not None or v_descale is not None:
-        check_no_features(_window(window), softcap, sink, alibi_slopes, dropout_p)
-        return face.attention_fp8(q, k, v, (q_descale, k_descale, v_descale), causal, scale, return_lse)
+        check_no_features(_features(library, window, softcap, sink, alibi_slopes, dropout_p, dropout_seed))
+        return library.attention_fp8(q, k, v, (q_descale, k_descale, v_descale), causal, scale, return_lse)
     if type(window) is tuple and window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and dropout_p == 0.0:
-        return face.attention(q, k, v, causal, scale, return_lse, deterministic)
-    numbers = *_window(window), _softcap("attention", softcap), _dropout(dropout_p), 0, 0
-    return face.attention_with_features(q, k, v, *_feature_tensors(face, "attention", sink, alibi_slopes), (None, None), numbers, _seed(dropout_seed), causal, scale, return_lse,
-                                        deterministic)
+        return library.attention(q, k, v, causal, scale, return_lse, deterministic)
+    features = _features(library, window, softcap, sink, alibi_slopes, dropout_p, dropout_seed)
+    return library.attention_features(q, k, v, features, causal, scale, return_lse, deterministic)
 
 
 def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, scale=None, window=(-1, -1), softcap=0.0,
@@ -65,18 +63,16 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     Everything else as in `attention`, for each sequence by itself: NaN in one does not reach another. Rows behind the last sequence may hold anything; their
     results and gradients are 0, their lse is -inf. Returns [Tq, Hq, Dv], and lse [Hq, Tq].
     """
-    face = _face("attention", "q", q)
+    library = _library_of("attention", "q", q)
     if type(k) is not type(q) or type(v) is not type(q):
-        face.check_kinds("attention", q=q, k=k, v=v)
+        library.check_kinds("attention", q=q, k=k, v=v)
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_rank("attention", name, t, 3, "[rows of all sequences, heads, head dim]")
-    starts = face.as_starts("cu_seqlens_q", cu_seqlens_q), face.as_starts("cu_seqlens_k", cu_seqlens_k)
-    numbers = (*_window(window), _softcap("attention", softcap), _dropout(dropout_p), _integer("attention", "max_seqlen_q", max_seqlen_q),
-               _integer("attention", "max_seqlen_k", max_seqlen_k))
-    q, k, v = map(face.packed, (q, k, v))
-    result = face.attention_with_features(q, k, v, *_feature_tensors(face, "attention", sink, alibi_slopes), starts, numbers, _seed(dropout_seed), causal, scale, return_lse,
-                                          deterministic)
-    return (face.unpacked(result[0]), result[1][0]) if return_lse else face.unpacked(result)
+    starts = library.as_starts("cu_seqlens_q", cu_seqlens_q), library.as_starts("cu_seqlens_k", cu_seqlens_k)
+    longest = _integer("attention", "max_seqlen_q", max_seqlen_q), _integer("attention", "max_seqlen_k", max_seqlen_k)
+    features = _features(library, window, softcap, sink, alibi_slopes, dropout_p, dropout_seed, *starts, *longest)
+    result = library.attention_features(*map(library.packed, (q, k, v)), features, causal, scale, return_lse, deterministic)
+    return (library.unpacked(result[0]), result[1][0]) if return_lse else library.unpacked(result)
 
 
 def dropout_mask(p, seed, batch, heads, rows, keys):
@@ -123,10 +119,6 @@ def _integer(op, name, x):
     return int(x)
 
 
-def _seed(seed):
-    return None if seed is None else _integer("attention", "dropout_seed", seed)
-
-
 def _dropout(p):
     """The probability that is drawn."""
     p = _number("attention", "dropout_p", p)
@@ -143,14 +135,25 @@ def drawn_dropout(p):
     return round(p * 65536) / 65536
 
 
-def _feature_tensors(face, op, sink, slopes):
+def _features(library, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, seed=None, cu_seqlens_q=None, cu_seqlens_k=None,
+              max_seqlen_q=0, max_seqlen_k=0):
+    """margay._features.Features; its seed is None where one is to be drawn."""
+    left, right = _window(window)
+    softcap, dropout_p = _softcap("attention", softcap), _dropout(dropout_p)
+    sink, alibi_slopes = _feature_tensors(library, "attention", sink, alibi_slopes)
+    if seed is not None:
+        seed = _integer("attention", "dropout_seed", seed)
+    return library.Features(left, right, softcap, dropout_p, seed if dropout_p else 0, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+def _feature_tensors(library, op, sink, slopes):
     if slopes is not None:
-        slopes = face.as_float32(op, "alibi_slopes", slopes)
+        slopes = library.as_float32(op, "alibi_slopes", slopes)
         if slopes.ndim == 1:
             slopes = slopes[None]
         elif slopes.ndim != 2:
             raise ValueError(f"{op}: alibi_slopes has shape {_shape(slopes)}, expected [heads of q] or [batch, heads of q]")
-    return None if sink is None else face.as_float32(op, "sink", sink), slopes
+    return None if sink is None else library.as_float32(op, "sink", sink), slopes
 
 
 def refuse_start(name, starts):
@@ -180,7 +183,14 @@ def matmul(a, b, *, bias=None, activation=None, out=None):
     last two dimensions is contiguous, or with negative strides, and on CUDA one whose address or strides are not multiples of 16 bytes, is copied first;
     `explain` says so.
     """
-    return _face("matmul", "a", a).matmul(a, b, bias, activation_code(activation), out)
+    return _library_of("matmul", "a", a).matmul(a, b, bias, activation_code(activation), out)
+
+
+class Explanation(str):
+    """Text, and `kernels`: the names of the rows of kernels.def that compute the parts of a call, None where no kernel does."""
+
+
+_EXPLAINED = {"attention": ("q", "k", "v"), "attention_decode": ("q", "k_cache", "v_cache"), "matmul": ("a", "b")}
 
 
 def scaled_add(a, b, scale=1.0):
@@ -208,18 +218,48 @@ def explain(op, *tensors, **options):
 
     `explain(mg.attention, q, k, v, causal=True)` for a call, or `explain("attention_fwd", dtype="bfloat16", gpu=True, d=128)` for any problem.
     `explain(mg.attention_decode, q, k_cache, v_cache, cache_seqlens=1000)` also says into how many splits the keys are cut, and why.
+    The result is a string whose `kernels` are the kernels' names: of attention the forward's, and the backward's if it has one.
     """
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    if tensors:
-        if name == "attention_decode":
-            return importlib.import_module("margay._decode").explain(*tensors, **options)
-        if name not in ("attention", "matmul"):
-            raise ValueError(f"explain: op is {name}, expected attention, attention_decode or matmul where tensors are given")
-        return _explain_call(name, tensors, options)
     from margay import _C
 
-    parts = _attention_parts(options.get("dtype")) if name == "attention" else (name,)
-    return "\n".join(_C.explain(part, **options) for part in parts)
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if tensors:
+        lines, parts = _explain_call(name, tensors, options)
+    else:
+        names = (name,) if name != "attention" else ("attention_fwd_fp8",) if options.get("dtype") == "float8_e4m3fn" else ("attention_fwd", "attention_bwd")
+        lines, parts = [], [_C.explain(part, **options) for part in names]
+    explanation = Explanation("\n".join([*lines, *(text for _, text in parts)]))
+    explanation.kernels = [kernel for kernel, _ in parts]
+    return explanation
+
+
+def _explain_call(op, tensors, options):
+    """Of a dry run of the call, which ends where it has chosen a kernel."""
+    from margay import _C
+
+    if op not in _EXPLAINED:
+        raise ValueError(f"explain: op is {op}, expected attention, attention_decode or matmul where tensors are given")
+    *names, last = _EXPLAINED[op]
+    if len(tensors) != len(names) + 1:
+        raise TypeError(f"explain: {len(tensors)} tensors are given, expected {', '.join(names)} and {last} for {op}")
+    named = dict(zip((*names, last), tensors))
+    library = _library_of(op, names[0], tensors[0])
+    library.check_kinds(op, **named)
+    if options.get("dropout_p"):
+        options = {**options, "dropout_seed": 0}               # none is drawn
+    with library.without_gradients():
+        parts = [_C.dry_run(lambda: getattr(importlib.import_module("margay"), op)(*tensors, **options))]
+        if op == "attention" and dtype_name(tensors[0]) != "float8_e4m3fn":
+            given = {name: options[name] for name in ("window", "softcap", "sink", "alibi_slopes", "dropout_p") if name in options}
+            features = _features(library, **given, seed=0) if given else None
+            parts.append(_C.dry_run(lambda: library.backward_workspace(*tensors, options.get("causal", False), options.get("deterministic", False), features)))
+    if op == "attention_decode":
+        more, copied = importlib.import_module("margay._decode").explain(named, **options)
+    else:
+        more, copied = [], named
+    lines = [f"{op}: " + ", ".join(f"{name} {_shape(t)} {dtype_name(t)}" for name, t in named.items()), *more]
+    lines += [f"  {name} is copied first: {why}" for name, t in copied.items() if (why := library.why_copied(t, op == "matmul", (op, name) != ("attention_decode", "q")))]
+    return lines, parts
 
 
 def info():
@@ -276,10 +316,10 @@ def check_attention(q, k, v):
             raise NotImplementedError(f"attention: {name} has head dim {size}, kernels exist up to {MAX_HEAD_DIM}")
 
 
-def check_no_features(window=(-1, -1), softcap=0.0, sink=None, slopes=None, dropout_p=0.0, starts=None):
+def check_no_features(f):
     """Raise if one is given: 8-bit attention has none of them."""
-    for name, given in (("window", max(window) >= 0), ("softcap", softcap), ("sink", sink is not None), ("alibi_slopes", slopes is not None),
-                        ("dropout_p", dropout_p), ("cu_seqlens_q", starts is not None)):
+    for name, given in (("window", max(f.left, f.right) >= 0), ("softcap", f.softcap), ("sink", f.sink is not None),
+                        ("alibi_slopes", f.alibi_slopes is not None), ("dropout_p", f.dropout_p), ("cu_seqlens_q", f.cu_seqlens_q is not None)):
         if given:
             raise NotImplementedError(f"attention: {name} is given, which exists for bfloat16 and float16, not for float8_e4m3fn")
 
@@ -334,25 +374,25 @@ def _of_row(name):
     return _functions.setdefault(name, _op.function(name))
 
 
-_faces: dict = {}   # type of a tensor -> module that computes with it
+_libraries: dict = {}   # type of a tensor -> module that computes with it
 
 
-def _face(op, name, x):
-    return _faces.get(type(x)) or _find_face(op, name, x)
+def _library_of(op, name, x):
+    return _libraries.get(type(x)) or _find_library(op, name, x)
 
 
-def _find_face(op, name, x):
+def _find_library(op, name, x):
     """Looks only at libraries that are imported: x would not exist without its own."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(x, torch.Tensor):      # imported by statements, which torch.compile can trace
-        from margay import _torch as face
+        from margay import _torch as library
     elif numpy is not None and isinstance(x, numpy.ndarray):
-        from margay import _numpy as face
+        from margay import _numpy as library
     else:
-        face = None
-    if face is not None:
-        _faces[type(x)] = face
-        return face
+        library = None
+    if library is not None:
+        _libraries[type(x)] = library
+        return library
     raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
 
 
@@ -373,49 +413,3 @@ def _check_dtype(op, name, t, other_name, other):
 def _mismatch(op, name, t, what, dim, other_name, other):
     raise ValueError(f"{op}: {name} has shape {_shape(t)}, expected {what} {other.shape[dim]} in dimension {dim} "
                      f"(same as {other_name}, which has shape {_shape(other)})")
-
-
-def _feature_class(part, options, dtype):
-    """As feature_class() in csrc/kernels/attention_problem.c, and what attention.c adds: the forward's kernels with sinks are those of packed sequences."""
-    if (softcap := options.get("softcap", 0.0)) and (not 4 <= softcap <= 256 or dtype == "float32"):
-        return 4
-    if options.get("softcap") or options.get("dropout_p") or options.get("alibi_slopes") is not None:
-        return 3
-    if part == "attention_fwd" and options.get("sink") is not None:
-        return 2
-    return int(max(_window(options.get("window", (-1, -1)))) >= 0)
-
-
-def _attention_parts(dtype):
-    return ("attention_fwd_fp8",) if dtype == "float8_e4m3fn" else ("attention_fwd", "attention_bwd")
-
-
-def _explain_call(op, tensors, options):
-    from margay import _C
-
-    face = _face(op, "q" if op == "attention" else "a", tensors[0])
-    problem = {"dtype": dtype_name(tensors[0]), "gpu": face.is_gpu(tensors[0])}
-    if op == "attention":
-        if len(tensors) != 3:
-            raise TypeError(f"explain: {len(tensors)} tensors are given, expected q, k and v for attention")
-        q, k, v = tensors
-        face.check_kinds("attention", q=q, k=k, v=v)
-        check_attention(q, k, v)
-        names, parts = "qkv", _attention_parts(problem["dtype"])
-        problem.update(d=max(q.shape[3], v.shape[3]), dv=v.shape[3], batch=q.shape[0], heads_q=q.shape[1], heads_k=k.shape[1], nq=q.shape[2], nk=k.shape[2],
-                       causal=bool(options.get("causal", False)), deterministic=bool(options.get("deterministic", False)))
-        left, right = _window(options.get("window", (-1, -1)))
-        if left >= 0 and (right >= 0 or problem["causal"]):
-            problem["span"] = min(k.shape[2], left + 1 + (0 if problem["causal"] else right))
-    else:
-        if len(tensors) != 2:
-            raise TypeError(f"explain: {len(tensors)} tensors are given, expected a and b for matmul")
-        a, b = tensors
-        face.check_kinds("matmul", a=a, b=b)
-        check_matmul(a, b, options.get("bias"))
-        names, parts = "ab", ("matmul",)
-        problem.update(m=math.prod(a.shape[:-1]), n=b.shape[1], k=b.shape[0], trans_a=face.is_transposed(a), trans_b=face.is_transposed(b))
-    lines = [f"{op}: " + ", ".join(f"{name} {_shape(t)} {dtype_name(t)}" for name, t in zip(names, tensors))]
-    lines += [f"  {name} is copied first: {why}" for name, t in zip(names, tensors) if (why := face.why_copied(t, op == "matmul"))]
-    features = (lambda part: {"features": _feature_class(part, options, problem["dtype"])}) if op == "attention" else lambda part: {}
-    return "\n".join(lines + [_C.explain(part, **problem, **features(part)) for part in parts])

@@ -116,8 +116,8 @@ mg_status mg_matmul(const mg_matmul_args *a) {
   return mg_run(&c, &params, 1);
 }
 
-size_t mg_explain_splits(const mg_problem *p, const mg_context *c, int wanted, char *buf, size_t n) {
-  (void)p, (void)c, (void)wanted, (void)buf, (void)n;
+size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n) {
+  (void)p, (void)c, (void)buf, (void)n;
   return 0;
 }
 

@@ -107,10 +107,12 @@ def test_module_info(module):
 
 
 def test_module_explain(module):
-    text = module.explain("scaled_add", gpu=True, d=100)
+    name, text = module.explain("scaled_add", gpu=True, d=100)
+    assert name == "clustered"
     assert text.startswith("scaled_add for bfloat16, d=100, on the GPU: clustered\n  plain needs d <= 64 && !causal\n  clustered takes it")
-    assert "no kernel\n" in module.explain("scaled_add", dtype="float16", gpu=True, d=100)
-    assert "huge needs 300000 bytes of shared memory, a block has 232448" in module.explain("scaled_add", dtype="float16", gpu=True, d=100)
+    name, text = module.explain("scaled_add", dtype="float16", gpu=True, d=100)
+    assert name is None and "no kernel\n" in text
+    assert "huge needs 300000 bytes of shared memory, a block has 232448" in text
     with pytest.raises(ValueError, match="there is no op nonsense"):
         module.explain("nonsense")
     with pytest.raises(ValueError, match="explain: dtype is int8"):
@@ -119,19 +121,30 @@ def test_module_explain(module):
         module.explain("matmul", colour=1)
 
 
+def test_module_dry_run(module):
+    name, text = module.dry_run(lambda: call(module, fakes()))
+    assert name == "forward" and "forward takes it" in text and not any("cuLaunch" in line for line in module.log())
+    with pytest.raises(RuntimeError, match="^dry_run: the call asked for no kernel"):
+        module.dry_run(lambda: None)
+    with pytest.raises(TypeError):                            # of the call, before it has asked
+        module.dry_run(lambda: call(module, {**fakes(), "q": None}))
+    call(module, fakes())
+    assert any("cuLaunchKernelEx forward" in line for line in module.log())
+
+
 @pytest.mark.parametrize("size", ("d", "batch", "heads_q", "heads_k", "nq", "nk", "m", "n", "k", "page"))
 def test_bad_39_explain_sizes(module, size):
     for absurd in (-2**63, -1, 2**31, 2**63 - 1):
         with pytest.raises(ValueError, match=re.escape(f"explain: {size} is {absurd}, expected 0 to 2^31 - 1")):
             module.explain("scaled_add", **{size: absurd})
-    assert "scaled_add for" in module.explain("scaled_add", **{size: 2**31 - 1})
+    assert "scaled_add for" in module.explain("scaled_add", **{size: 2**31 - 1})[1]
 
 
 def test_module_without_driver(module, monkeypatch):
     monkeypatch.setenv("MARGAY_DRIVER", "libcuda_absent.so")
     info = module.info()
     assert info["driver"] is None and info["devices"] == [] and "no NVIDIA driver" in info["gpu_reason"]
-    assert "(for an H100, because here: no NVIDIA driver" in module.explain("scaled_add", gpu=True, d=100)
+    assert "(for an H100, because here: no NVIDIA driver" in module.explain("scaled_add", gpu=True, d=100)[1]
     with pytest.raises(RuntimeError, match="no NVIDIA driver"):
         call(module, fakes())
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import margay as mg
-from margay import _fallback, _padding, flash_attn, flash_attn_interface
+from margay import flash_attn, flash_attn_interface
+from margay.drop_ins import fallback, padding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WINDOW = dict(causal=True, window_size=(5, 0), softcap=4.0)
@@ -49,7 +50,7 @@ def make(device="cpu", dtype=torch.float32, rows=20):
         "sdpa, key mask": lambda x: sdpa(x, attn_mask=mask[:, None, None]),
         "layer": lambda x: layer(x.flatten(2), x.flatten(2), x.flatten(2), need_weights=False)[0],
         "layer, padding": lambda x: layer(x.flatten(2), x.flatten(2), x.flatten(2), key_padding_mask=~mask, need_weights=False)[0],
-        "padding": lambda x: _padding.attention("test", *[x.transpose(1, 2)] * 3, mask, mask, causal=True),
+        "padding": lambda x: padding.attention("test", *[x.transpose(1, 2)] * 3, mask, mask, causal=True),
     }
 
 
@@ -62,7 +63,7 @@ def inputs(device="cpu", dtype=torch.float32, rows=20):
 
 @pytest.fixture(autouse=True)
 def no_fallback(monkeypatch):
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     with mg.enable_sdpa(), warnings.catch_warnings():
         warnings.simplefilter("error", mg.FallbackWarning)
         yield
@@ -175,7 +176,7 @@ def test_padding_may_hold_nan(masks):
     for _ in range(20):
         rubbish = [torch.full((n,), math.nan) for n in (160, 640, 1280, 2560, 5120) for _ in range(6)]
         del rubbish
-        out = _padding.attention("test", q, x, x, mask, mask if masks == "both" else None, causal=masks == "both")
+        out = padding.attention("test", q, x, x, mask, mask if masks == "both" else None, causal=masks == "both")
         gradients = torch.autograd.grad(out.float().square().sum(), {q, x})
         assert out.isfinite().all() and all(g.isfinite().all() for g in gradients)
         assert masks == "keys" or (out.transpose(1, 2)[~mask] == 0).all()

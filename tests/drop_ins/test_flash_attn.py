@@ -12,7 +12,8 @@ import torch
 import margay as mg
 import reference
 from cases import DEVICES, check_error
-from margay import _fallback, bert_padding, flash_attn, flash_attn_interface
+from margay import bert_padding, flash_attn, flash_attn_interface
+from margay.drop_ins import fallback, flash_attn2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,7 +208,7 @@ def test_varlen_used(device, which, seed):
 @pytest.mark.parametrize("device", DEVICES)
 def test_used_rows_have_places_of_their_own(device):
     starts, used = (torch.tensor(t, dtype=torch.int32, device=device) for t in ((0, 5, 5, 20, 30), (2, 3, 99, -1)))
-    behind, source, place = flash_attn.used_rows("f", "q", used, starts, 40)
+    behind, source, place = flash_attn2.used_rows("f", "q", used, starts, 40)
     assert behind.tolist() == [0, 2, 2, 17, 17] and torch.equal(source[place], torch.arange(40, device=device))
     assert place[:5].tolist() == [0, 1, 17, 18, 19] and place[5:20].tolist() == [*range(2, 17)] and place[20:].tolist() == [*range(20, 40)]
 
@@ -715,7 +716,7 @@ def test_cache_refuses():
     ("a dropout probability of 1", (1, 7, 2, 16), torch.float32, dict(dropout_p=1.0)),
     ("a dropout probability of 1", (1, 7, 2, 16), torch.float32, dict(dropout_p=1 - 1e-8))])
 def test_falls_back_with_one_warning(reason, shape, dtype, options, monkeypatch):
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
     with pytest.warns(mg.FallbackWarning, match=f"flash_attn_func: {reason}; computed by PyTorch") as caught:
         out = flash_attn.flash_attn_func(q, k, v, **options)
@@ -761,7 +762,7 @@ def test_last_dimension_is_not_contiguous(module, device):
 
 @pytest.mark.parametrize("reason, size, dim_v", [("a cache whose keys and values differ in head dim", 6, 24), ("a cache whose keys and values differ in head dim", 16, 24)])
 def test_cache_falls_back(reason, size, dim_v, monkeypatch):
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, dim_v)
     pages_k, pages_v, table = torch.randn(4, size, 2, 16), torch.randn(4, size, 2, dim_v), torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
     with pytest.warns(mg.FallbackWarning, match=f"flash_attn_with_kvcache: {reason}") as caught:

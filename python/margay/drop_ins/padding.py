@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from margay import _dispatch, _torch
+from margay import _torch
+from margay._features import Features
+from margay.drop_ins import kernel_or_torch
 
 
 class Plan(NamedTuple):
@@ -40,7 +42,7 @@ def planned_attention(op, q, k, v, plan, **options):
         k, v = _ordered(k, *plan.keys), _ordered(v, *plan.keys)
     if plan.queries is not None:
         q = _ordered(q, *plan.queries[:2])
-    out = _dispatch.attention_packed(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *plan[:4], **options).transpose(1, 2)
+    out = kernel_or_torch.attention_packed(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *plan[:4], **options).transpose(1, 2)
     if plan.queries is not None:
         _, _, place, mask = plan.queries
         out = torch.where(mask[:, None, None], out[:, place], 0)
@@ -56,8 +58,8 @@ def _in_rows(t):
 
 def _records(op, q, k, v, sink=None, scale=None, dropout_p=0.0, **options):
     """Is a gradient wanted of a call that kernels compute and nothing in torch has to see?"""
-    return ((q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad) and _torch._plain(q, k, v, sink) and
-            not _torch._autocast_anywhere() and _dispatch.unsupported(q, k, v, scale, dropout_p) is None)
+    return ((q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad) and _torch._c_may_read(q, k, v, sink) and
+            not _torch._autocast_anywhere() and kernel_or_torch.unsupported(q, k, v, scale, dropout_p) is None)
 
 
 class _InPlace(torch.autograd.Function):
@@ -67,17 +69,18 @@ class _InPlace(torch.autograd.Function):
     def forward(ctx, q, k, v, sink, plan, options):
         batch, _, rows, _ = q.shape
         ctx.rows = rows, k.shape[2]
-        numbers = *options.get("window", (-1, -1)), options["softcap"], options["dropout_p"], plan.longest_q, plan.longest_k
+        features = Features(*options.get("window", (-1, -1)), options["softcap"], options["dropout_p"], None, sink, None, plan.cu_seqlens_q,
+                            plan.cu_seqlens_k, plan.longest_q, plan.longest_k)
         q, k, v = (_in_rows(t).transpose(1, 2) for t in (q, k, v))
-        out = _torch._AttentionWithFeatures.forward(ctx, q, k, v, sink, None, *plan[:2], numbers, None, options["scale"], options["causal"], False, False)
+        out = _torch._FeaturesFunction.forward(ctx, q, k, v, sink, features, options["scale"], options["causal"], False, False)
         return out.transpose(1, 2).reshape(batch, rows, out.shape[1], out.shape[3])
 
     @staticmethod
     def backward(ctx, dout):
         batch, rows, heads, dim = dout.shape
-        grads = _torch._AttentionWithFeatures.backward(ctx, dout.reshape(1, batch * rows, heads, dim).transpose(1, 2))
-        in_batches = (g.transpose(1, 2).reshape(batch, -1, g.shape[1], g.shape[3]).transpose(1, 2) for g in grads[:3])
-        return *in_batches, grads[3], None, None
+        *grads, dsink = _torch._features_gradient(ctx, dout.reshape(1, batch * rows, heads, dim).transpose(1, 2), None, direct=_torch._features_backward)
+        in_batches = (g.transpose(1, 2).reshape(batch, -1, g.shape[1], g.shape[3]).transpose(1, 2) for g in grads)
+        return *in_batches, dsink, None, None
 
 
 def plan(key_mask, query_mask, rows):

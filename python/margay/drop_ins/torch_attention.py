@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from margay import ops
+from margay._decode_torch import cache_rows, table_rows
 
 
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
@@ -203,42 +204,6 @@ def _sequences(cu_seqlens, total):
     row = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
     return sequence, row - cu_seqlens[sequence], cu_seqlens.diff()
-
-
-def cache_rows(cache, page_table, cache_batch_idx, batch, first=None):
-    """[B, N, Hk, D]: each sequence's rows in order, from row `first` [B] on; zeros where a page or a cache does not exist."""
-    if first is None:
-        index = page_table if page_table is not None else cache_batch_idx
-        if index is None:
-            return cache[:batch]
-        rows = _parts(cache, (index,), index)
-        return rows if page_table is None else rows.flatten(1, 2)
-    size = cache.shape[1]
-    rows = size if page_table is None else size * page_table.shape[1]
-    place = (torch.arange(rows, device=cache.device) + first[:, None]).clamp(0, max(rows - 1, 0))
-    if page_table is not None:
-        part = page_table.gather(1, place // max(size, 1)) if rows else place
-    else:
-        part = (torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx)[:, None].expand(batch, rows)
-    return _parts(cache, (part, place % max(size, 1)), part)
-
-
-def _parts(cache, index, part):
-    if cache.shape[0] == 0 or part.numel() == 0:
-        return cache.new_zeros(*part.shape, *cache.shape[len(index):])
-    there = (part >= 0) & (part < cache.shape[0])
-    rows = cache[part.long().where(there, 0), *index[1:]]
-    return rows.masked_fill_(~there[(...,) + (None,) * (rows.ndim - there.ndim)], 0)
-
-
-def table_rows(page_table, cache_batch_idx):
-    """The rows of a page table that sequences have; a row that does not exist has no pages."""
-    if cache_batch_idx is None:
-        return page_table
-    if page_table.shape[0] == 0:
-        return page_table.new_full((cache_batch_idx.shape[0], page_table.shape[1]), -1)
-    there = (cache_batch_idx >= 0) & (cache_batch_idx < page_table.shape[0])
-    return page_table[cache_batch_idx.long().where(there, 0)].where(there[:, None], -1)
 
 
 def _lengths(cache_seqlens, cache, batch):

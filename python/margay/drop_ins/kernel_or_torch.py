@@ -1,11 +1,13 @@
-"""A drop-in's call: the kernels, or PyTorch with a warning where no kernel computes it."""
+"""A drop-in's call: a kernel computes it, or PyTorch with a warning where none does."""
 
 import torch
 
 import margay
-from margay import _fallback, _plain, _torch, ops
+from margay import _torch, ops
+from margay._features import Features
+from margay.drop_ins import torch_attention
+from margay.drop_ins.fallback import fall_back
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _gpus: dict = {}        # device index -> why no kernel runs on it, or None
 
 
@@ -22,30 +24,26 @@ def attention_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest
     """attention_varlen of [1, H, T, D] to [1, H, T, Dv], without its checks: the starts are margay's own, int32 and in order."""
     reason = unsupported(q, k, v, scale, dropout_p)
     if reason is None:
-        numbers = *window, softcap, dropout_p, longest_q, longest_k
-        return _torch.attention_with_features(q, k, v, sink, None, (cu_seqlens_q, cu_seqlens_k), numbers, None, causal, scale, False, False)
-    _fallback.fall_back(op, reason)
+        features = Features(*window, softcap, dropout_p, None, sink, None, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+        return _torch.attention_features(q, k, v, features, causal, scale, False, False)
+    fall_back(op, reason)
     rows = (t[0].transpose(0, 1) for t in (q, k, v))
-    return _plain.attention_varlen(*rows, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=causal, scale=scale, window=window, softcap=softcap,
+    return torch_attention.attention_varlen(*rows, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=causal, scale=scale, window=window, softcap=softcap,
                                    sink=sink, dropout_p=dropout_p).transpose(0, 1)[None]
 
 
 def attention_decode(op, q, k_cache, v_cache, **options):
     refuse_8_bits(op, q)
     if reason := _unsupported_cache(q, v_cache):
-        _fallback.fall_back(op, reason)
-        return _plain.attention_decode(q, k_cache, v_cache, **options)
+        fall_back(op, reason)
+        return torch_attention.attention_decode(q, k_cache, v_cache, **options)
     return _call(op, "attention_decode", q, k_cache, v_cache, **options)
 
 
 def append_kv(k_cache, v_cache, k, v, **options):
     """PyTorch where the attention that follows falls back as well, and says so."""
     reason = unsupported(k, k_cache, v_cache) or _unsupported_cache(k, v_cache)
-    (_plain if reason else margay).append_kv(k_cache, v_cache, k, v, **options)
-
-
-def warn(op, reason, *more):
-    _fallback.fall_back(op, reason, *more)
+    (torch_attention if reason else margay).append_kv(k_cache, v_cache, k, v, **options)
 
 
 def unsupported(q, k, v, scale=None, dropout_p=0.0):
@@ -53,9 +51,9 @@ def unsupported(q, k, v, scale=None, dropout_p=0.0):
     if not (q.is_cpu or q.is_cuda):
         return f"device {q.device.type}"
     dtype = q.dtype
-    if torch.is_autocast_enabled(q.device.type) and dtype in _DTYPES:
+    if torch.is_autocast_enabled(q.device.type) and dtype in _torch.DTYPES:
         dtype = torch.get_autocast_dtype(q.device.type)
-    if dtype not in _DTYPES or dtype == torch.float32 and q.is_cuda:
+    if not _torch.has_kernels(dtype, q.is_cuda):
         return f"dtype {ops.dtype_name(q)} on {q.device.type}"
     if max(q.shape[-1], v.shape[-1]) > ops.MAX_HEAD_DIM:
         return f"a head dim over {ops.MAX_HEAD_DIM}"
@@ -92,5 +90,5 @@ def _call(op, name, q, k, v, *lengths, **options):
     reason = unsupported(q, k, v, options.get("scale"), options.get("dropout_p", 0.0))
     if reason is None:
         return getattr(margay, name)(q, k, v, *lengths, **options)
-    _fallback.fall_back(op, reason)
-    return getattr(_plain, name)(q, k, v, *lengths, **options)
+    fall_back(op, reason)
+    return getattr(torch_attention, name)(q, k, v, *lengths, **options)

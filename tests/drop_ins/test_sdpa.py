@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import margay as mg
 import reference
 from cases import DEVICES, check_error
-from margay import _dispatch, _fallback
+from margay.drop_ins import fallback, kernel_or_torch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def computed(monkeypatch):
     """The calls that Margay computed; warnings start anew."""
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     calls = []
     for name in ("attention", "attention_packed"):
-        function = getattr(_dispatch, name)
-        monkeypatch.setattr(_dispatch, name, lambda *a, function=function, name=name, **o: calls.append(name) or function(*a, **o))
+        function = getattr(kernel_or_torch, name)
+        monkeypatch.setattr(kernel_or_torch, name, lambda *a, function=function, name=name, **o: calls.append(name) or function(*a, **o))
     return calls
 
 
@@ -230,7 +230,7 @@ def test_dropout(computed):
 
 
 def test_refuses_another_schema(monkeypatch):
-    from margay import sdpa
+    from margay.drop_ins import sdpa
 
     monkeypatch.setattr(sdpa, "_SCHEMA", "aten::something()")
     with pytest.raises(RuntimeError, match="enable_sdpa: torch .* has aten::scaled_dot_product_attention.*, expected aten::something"):

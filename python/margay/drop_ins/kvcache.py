@@ -7,7 +7,9 @@ import math
 
 import torch
 
-from margay import _dispatch, _plain, ops
+from margay import _decode_torch, ops
+from margay.drop_ins import kernel_or_torch, torch_attention
+from margay.drop_ins.fallback import fall_back
 
 FLOAT8 = torch.float8_e4m3fn
 CACHE_LAYOUT = "[batch, rows, heads, head dim]"
@@ -55,7 +57,7 @@ def with_kvcache(op, q, k_cache, v_cache, k, v, *, rotary, cache_seqlens, rotary
     if attention_chunk:
         out, lse = _chunked_cache(op, q, k_cache, v_cache, cache_seqlens, attention_chunk, causal=causal, window=window, return_lse=True, **options)
     else:
-        result = _dispatch.attention_decode(op, q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx,
+        result = kernel_or_torch.attention_decode(op, q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx,
                                             causal=causal, window=window, return_lse=return_lse, **options)
         out, lse = result if return_lse else (result, None)
     if cu_seqlens_q is not None:
@@ -91,15 +93,15 @@ def chunked(op, q, k, v, size, return_lse, **options):
     """out, and lse or None; q [B, Nq, Hq, D], k [B, Nk, Hk, D], v [B, Nk, Hk, Dv]."""
     batch, rows, heads, _ = q.shape
     keys = k.shape[1]
-    if reason := _dispatch.unsupported(q, k, v, options.get("scale")):
-        _dispatch.warn(op, reason)
+    if reason := kernel_or_torch.unsupported(q, k, v, options.get("scale")):
+        fall_back(op, reason)
         chunk = torch.arange(keys, device=q.device) // size == (torch.arange(keys - rows, keys, device=q.device) // size)[:, None]
-        out, lse = _plain.attention(*(t.transpose(1, 2) for t in (q, k, v)), mask=chunk, return_lse=True, **options)
+        out, lse = torch_attention.attention(*(t.transpose(1, 2) for t in (q, k, v)), mask=chunk, return_lse=True, **options)
         return out.transpose(1, 2), lse if return_lse else None
     sequence = torch.arange(batch, device=q.device)
     starts = chunk_starts(sequence * rows, torch.full_like(sequence, rows), sequence * keys, torch.full_like(sequence, keys), size, keys)
     starts = (t.int() if batch else t.new_zeros(1).int() for t in starts)
-    out, lse = _dispatch.attention_varlen(op, *(t.flatten(0, 1) for t in (q, k, v)), *starts, min(rows, max(size, rows - keys)), min(size, keys),
+    out, lse = kernel_or_torch.attention_varlen(op, *(t.flatten(0, 1) for t in (q, k, v)), *starts, min(rows, max(size, rows - keys)), min(size, keys),
                                           return_lse=True, **options)
     return out.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1) if return_lse else None
 
@@ -119,7 +121,7 @@ def _chunked_cache(op, q, k, v, lengths, size, num_splits=0, **options):
     sequence = torch.arange(batch, device=q.device)
     starts = chunk_starts(sequence * rows, torch.full_like(sequence, rows), sequence * keys, lengths.long().clamp(0, keys), min(size, keys + rows + 1), keys)
     starts = (t.int() if batch else t.new_zeros(1).int() for t in starts)
-    out, lse = _dispatch.attention_varlen(op, *(t.flatten(0, 1) for t in (q, k, v)), *starts, rows, keys, **options)
+    out, lse = kernel_or_torch.attention_varlen(op, *(t.flatten(0, 1) for t in (q, k, v)), *starts, rows, keys, **options)
     return out.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1)
 
 
@@ -181,7 +183,7 @@ def _rotate(x, rotary, first, ordered):
 def _append(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx):
     if is_8_bit(k):
         k_cache, v_cache, k, v = (t.view(torch.uint8) for t in (k_cache, v_cache, k, v))
-    _dispatch.append_kv(k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    kernel_or_torch.append_kv(k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx)
 
 
 def _append_packed(k_cache, v_cache, k, v, rows, cache_seqlens, page_table, cache_batch_idx):
@@ -194,7 +196,7 @@ def _append_packed(k_cache, v_cache, k, v, rows, cache_seqlens, page_table, cach
         cache = (sequence if cache_batch_idx is None else cache_batch_idx[sequence]).int()
     else:
         size, columns = max(k_cache.shape[1], 1), page_table.shape[1]
-        table = _plain.table_rows(page_table, cache_batch_idx)
+        table = _decode_torch.table_rows(page_table, cache_batch_idx)
         page = table[sequence, (place // size).clamp(0, max(columns - 1, 0))] if columns else place
         page_table, cache, place = page.where((place >= 0) & (place < size * columns), -1).int()[:, None], None, place % size
     _append(k_cache, v_cache, k[:, None], v[:, None], place.int(), page_table, cache)
@@ -204,9 +206,9 @@ def _copied(q, qv, k_cache, v_cache, lengths, page_table, cache_batch_idx, leftp
     """q, keys, values [B, N, Hk, D] and their lengths."""
     batch = q.shape[0]
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = _plain.table_rows(page_table, cache_batch_idx), None
+        page_table, cache_batch_idx = _decode_torch.table_rows(page_table, cache_batch_idx), None
     caches = [t.view(torch.uint8) if is_8_bit(t) else t for t in (k_cache, v_cache)]
-    keys, values = (_plain.cache_rows(t, page_table, cache_batch_idx, batch, leftpad) for t in caches)
+    keys, values = (_decode_torch.cache_rows(t, page_table, cache_batch_idx, batch, leftpad) for t in caches)
     if lengths is None or isinstance(lengths, int):
         lengths = torch.full((batch,), keys.shape[1] if lengths is None else lengths, dtype=torch.int32, device=q.device)
     lengths = lengths if leftpad is None else lengths - leftpad
@@ -260,7 +262,7 @@ def _check_call(op, given):
         if torch.is_grad_enabled() and t.requires_grad:
             raise NotImplementedError(f"{op}: {name} requires a gradient, which this function does not have; call it under torch.no_grad()")
     if q.dtype == FLOAT8 and given["descales"] is None:
-        _dispatch.refuse_8_bits(op, q)
+        kernel_or_torch.refuse_8_bits(op, q)
     if not q.dtype.is_floating_point:
         raise TypeError(f"{op}: q has dtype {ops.dtype_name(q)}, expected bfloat16, float16 or float32")
     if packed_q:

@@ -11,8 +11,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import margay as mg
 import reference
 from cases import DEVICES, check_error
-from margay import _fallback
-from margay.integrations import hf
+from margay.drop_ins import fallback, hf
 
 TEXT = dict(vocab_size=99, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
 GROUPED = TEXT | dict(num_key_value_heads=2, head_dim=16)
@@ -30,7 +29,7 @@ NAMES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Conf
 @pytest.fixture(autouse=True)
 def registered(monkeypatch, one_thread):
     """And a fallback is an error. Short rows are computed by kernels too, but in the test of that rule."""
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(hf, "_SHORT", 0)
     with hf.register(), warnings.catch_warnings():
         warnings.simplefilter("error", mg.FallbackWarning)
@@ -435,7 +434,7 @@ def test_other_masks_fall_back():
     prefix = m.or_masks(m.causal_mask_function, lambda b, h, i, j: j < 3)
     chunked = m.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
     for function, options in ((prefix, dict(use_vmap=True)), (prefix, {}), (chunked, dict(local_size=4, config=transformers.Llama4TextConfig(attention_chunk_size=4)))):
-        _fallback._warned.clear()
+        fallback._warned.clear()
         arguments = dict(batch_size=2, q_length=9, kv_length=9, mask_function=function)
         mask = hf.attention_mask(**arguments, **options)
         whole = m.sdpa_mask(**arguments, allow_is_causal_skip=False)

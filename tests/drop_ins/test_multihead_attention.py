@@ -9,7 +9,7 @@ import torch
 
 import margay as mg
 from cases import DEVICES
-from margay import _fallback
+from margay.drop_ins import fallback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +25,7 @@ def same_precision():
 
 @pytest.fixture(autouse=True)
 def warnings_anew(monkeypatch):
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
 
 
 def layers(device="cpu", dtype=torch.float32, **options):

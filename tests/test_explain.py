@@ -1,0 +1,102 @@
+"""explain is a dry run of the call: what it names is what the call launches, and it leaves no trace."""
+
+import ctypes
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import margay as mg
+from cases import DEVICES
+from margay import _C
+
+
+def launched(call):
+    """Names of the rows that a call on the CPU launches, on as many threads as usual."""
+    names = []
+    take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)(lambda row, params, blocks: names.append(row.decode()) or False)
+    _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, _C.num_threads())
+    try:
+        call()
+    finally:
+        _C.intercept(0, 0)
+    return names
+
+
+CALLS = {       # of mg.attention: dtype, head dims of q and of v, options
+    "plain": ("bfloat16", 64, 64, {}),
+    "causal": ("float32", 128, 128, dict(causal=True)),
+    "narrow values": ("bfloat16", 192, 128, {}),
+    "deterministic": ("bfloat16", 64, 64, dict(deterministic=True)),
+    "window": ("float16", 64, 64, dict(window=(9, 3))),
+    "causal window": ("bfloat16", 256, 256, dict(causal=True, window=(9, -1))),
+    "softcap": ("bfloat16", 128, 128, dict(softcap=30.0)),
+    "unusual softcap": ("bfloat16", 64, 64, dict(softcap=1e-3)),
+    "sink": ("bfloat16", 64, 64, dict(sink=torch.zeros(4))),
+    "slopes": ("float32", 64, 64, dict(alibi_slopes=torch.ones(4))),
+    "dropout": ("bfloat16", 64, 64, dict(dropout_p=0.25)),
+    "gaps": ("bfloat16", 64, 64, {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attention(name):
+    dtype, dim, dim_v, options = CALLS[name]
+    q, k, v = (torch.randn(2, heads, rows, d, dtype=getattr(torch, dtype), requires_grad=True) for heads, rows, d in ((4, 70, dim), (2, 90, dim), (2, 90, dim_v)))
+    if name == "gaps":
+        k = k.detach().mT.contiguous().mT.requires_grad_()
+    forward, backward = mg.explain(mg.attention, q, k, v, **options).kernels
+    out = []
+    assert launched(lambda: out.append(mg.attention(q, k, v, **options))) == [forward]
+    rows = launched(lambda: torch.autograd.grad(out[0].sum(), (q, k, v)))
+    assert backward in rows and [row["name"] for row in _C.kernels() if row["op"] == "attention_bwd" and row["name"] in rows] == [backward]
+
+
+def test_attention_decode():
+    q, cache = torch.randn(2, 1, 4, 64), torch.randn(2, 5000, 2, 64)
+    for options in (dict(num_splits=1), dict(num_splits=3), dict(cache_seqlens=40, num_splits=1)):
+        (kernel,) = mg.explain(mg.attention_decode, q, cache, cache, **options).kernels
+        assert launched(lambda: mg.attention_decode(q, cache, cache, **options))[0] == kernel
+
+
+@pytest.mark.parametrize("layouts", ("nn", "nt", "tn", "tt"))
+def test_matmul(layouts):
+    a, b = (torch.randn(70, 70).bfloat16() if layout == "n" else torch.randn(70, 70).bfloat16().T for layout in layouts)
+    (kernel,) = mg.explain(mg.matmul, a, b, activation="relu").kernels
+    assert launched(lambda: mg.matmul(a, b, activation="relu")) == [kernel]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_leaves_no_trace(device):
+    q = torch.randn(1, 2, 40, 64, device=device, dtype=torch.bfloat16)
+    cache = torch.randn(1, 40, 2, 64, device=device, dtype=torch.bfloat16)
+    expected = mg.attention(q, q, q)
+    state = torch.get_rng_state(), numpy.random.get_state()[1].copy()
+    calls = []
+    if device == "cpu":
+        calls = launched(lambda: [mg.explain(mg.attention, q, q, q, dropout_p=0.5), mg.explain(mg.matmul, q[0, 0], q[0, 0].T),
+                                  mg.explain(mg.attention_decode, cache[:, :1], cache, cache), mg.explain(mg.attention, *[q.float().numpy()] * 3, dropout_p=0.5)])
+    assert calls == [] and torch.equal(torch.get_rng_state(), state[0]) and (numpy.random.get_state()[1] == state[1]).all()
+    with pytest.raises(ValueError, match="^attention: k has shape"):
+        mg.explain(mg.attention, q, q[:, :, :, :8], q)
+    with pytest.raises(ZeroDivisionError):
+        _C.dry_run(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="^dry_run: the call asked for no kernel"):
+        _C.dry_run(lambda: None)
+    assert torch.equal(mg.attention(q, q, q), expected)          # no later call is dry
+
+
+def test_explanations_are_strings():
+    text = mg.explain("attention", dtype="bfloat16", gpu=True, d=128)
+    assert isinstance(text, str) and all(name in text for name in text.kernels) and len(text.kernels) == 2
+    assert mg.explain("attention", dtype="bfloat16", gpu=True, d=300).kernels == [None, None]
+    (kernel,) = mg.explain("attention", dtype="float8_e4m3fn", gpu=True, d=64).kernels
+    assert kernel.startswith("attention_fwd_e4m3_d64")
+
+
+@pytest.mark.gpu
+def test_no_kernel_for_the_dtype_on_the_gpu():
+    q = torch.randn(1, 2, 40, 64, device="cuda")
+    text = mg.explain(mg.attention, q, q, q)
+    assert text.kernels == [None, None] and text.count(": no kernel\n") == 2
