@@ -2,6 +2,7 @@
 
 A page holds pairs of lines  <!-- results: NAME -->  and  <!-- end -->.  Between them stands the table of NAME.json.
 Between  <!-- headline: NAME -->  and  <!-- end -->  stand its means in two lines.
+docs/ops.md's table, and the lines of python/margay/_C.pyi, are those of the rows of csrc/ops.def.
 With --check nothing is written, and the exit status says whether the pages are up to date.
 """
 import json
@@ -11,11 +12,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
+from margay import _op  # noqa: E402
 from margay.bench import report  # noqa: E402
 
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "img"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "speed.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "ops.md", ROOT / "python" / "margay" / "_C.pyi")
 BLOCK = re.compile(r"(<!-- (results|headline): (\S+) -->\n).*?(<!-- end -->)", re.S)
+ROWS = re.compile(r"(<!-- rows -->\n).*?(<!-- end -->)", re.S)
+STUBS = re.compile(r"(# Rows of ops.def, written by tools/tables.py.\n).*?(# End of the rows.\n)", re.S)
 
 
 def fill(text):
@@ -23,7 +27,28 @@ def fill(text):
         begin, kind, name, end = match.groups()
         path = RESULTS / f"{name}.json"
         return f"{begin}\n{body(json.loads(path.read_text()), kind, name) if path.exists() else 'Not measured yet.'}\n\n{end}"
+    text = ROWS.sub(lambda match: match[1] + table_of_rows() + "\n" + match[2], text)
+    text = STUBS.sub(lambda match: match[1] + "".join(_op.Row(name).stub() + "\n" for name in _op.ROWS) + match[2], text)
     return BLOCK.sub(block, text)
+
+
+def table_of_rows():
+    """Arguments in C's order; an argument in brackets may be absent."""
+    lines = ["| op | writes | reads | numbers | must hold |", "|---|---|---|---|---|"]
+    for row in map(_op.Row, _op.ROWS):
+        tensors = lambda fields: ", ".join(described(f) for f in fields)  # noqa: E731
+        numbers = ", ".join(f"{f['name']} = {_op.default(f):g}" for f in row.numbers)
+        needs = ", ".join(f"`{text}`".replace("|", "\\|") for text, _ in row.needs)
+        needs += "".join(f"{', ' if needs or i else ''}{let} = `{text}`" for i, (let, text, _) in enumerate(row.lets))
+        lines.append(f"| `{row.name}` | {tensors([*row.results, *row.saves, *row.work])} | {tensors(row.inputs)} | {numbers} | {needs} |")
+    return "\n".join(lines) + "\n"
+
+
+def described(f):
+    kind = "" if f["kind"] == "half" else f" {f['kind']}"
+    text = f"{f['name']}{kind} [{', '.join(f['sizes'])}]"
+    note = {"save": " (kept for the backward)", "work": " (scratch)"}.get(f["role"], "")
+    return f"({text})" if f["role"] in ("opt", "optout") else text + note
 
 
 def body(content, kind, name):

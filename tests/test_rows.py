@@ -1,0 +1,126 @@
+"""What follows from the rows of csrc/ops.def: stubs, the table in docs, and two checkers, C's and Python's, that say the same."""
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from margay import _C, _op
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFINITION = (ROOT / "csrc" / "ops.def").read_text()
+ROWS = [_op.Row(name) for name in _op.ROWS]
+DTYPES = {"half": np.float32, "float32": np.float32, "int32": np.int32}
+
+
+def test_every_row_is_seen():
+    assert list(_op.ROWS) == re.findall(r"^OP\((\w+),", DEFINITION, re.M)
+
+
+def test_pages_and_stubs_are_up_to_date():
+    result = subprocess.run([sys.executable, str(ROOT / "tools" / "tables.py"), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def sizes_of(row, r):
+    """Sizes for which NEEDS holds, as the row's DRAW has them."""
+    names = sorted({size for f in row.inputs for size in f["sizes"]} - {let for let, _, _ in row.lets})
+    numbers = {f["name"]: _op.default(f) for f in row.numbers}
+    while True:
+        n = {size: r.randint(*(int(x) for x in row.draw.get(size, (1, 40)))) for size in names}
+        if all(eval(code, {}, n | numbers) for _, code in row.needs):
+            return n | {let: eval(code, {}, n) for let, _, code in row.lets}
+
+
+def tensors_of(row, n):
+    return {f["name"]: np.zeros([n[size] for size in f["sizes"]], DTYPES[f["kind"]]) for f in row.arguments if f["role"] != "num"}
+
+
+def both(row, tensors, numbers):
+    """What C says, and what Python says of the tensors that are read."""
+    words = []
+    for call in (lambda: getattr(_C, row.name)(**tensors, **numbers),
+                 lambda: _op.check(row, {f["name"]: tensors[f["name"]] for f in row.inputs},
+                                   {f["name"]: _op.default(f) for f in row.numbers} | numbers, lambda a: str(a.dtype), ("float16", "float32"))):
+        try:
+            call()
+            words.append(None)
+        except (TypeError, ValueError) as error:
+            words.append((type(error), str(error)))
+        except NotImplementedError:                           # right, and no kernel for it
+            words.append(None)
+    return words
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_both_checkers_say_the_same(row):
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    r = random.Random(seed)
+    refused = 0
+    for _ in range(30):
+        n = sizes_of(row, r)
+        tensors = tensors_of(row, n)
+        assert both(row, tensors, {}) == [None, None]
+        f = r.choice(row.inputs)
+        kind = r.randrange(4)
+        if kind == 0 and f["role"] != "opt":
+            tensors[f["name"]] = None
+        elif kind == 1:
+            shape = list(tensors[f["name"]].shape)
+            at = r.randrange(len(shape))
+            shape[at] = r.choice((0, shape[at] + 1))
+            tensors[f["name"]] = np.zeros(shape, tensors[f["name"]].dtype)
+        elif kind == 2:
+            tensors[f["name"]] = np.zeros((1, *tensors[f["name"]].shape), tensors[f["name"]].dtype)
+        else:
+            tensors[f["name"]] = np.zeros(tensors[f["name"]].shape, np.float16)
+        inputs = {f["name"] for f in row.inputs}
+        in_c, in_python = both(row, tensors, {})
+        if in_python is not None or in_c is not None and any(f"{row.name}: {name} " in in_c[1] for name in inputs):
+            assert in_c == in_python, n
+            refused += 1
+    assert refused > 5
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_results_have_the_row_s_sizes(row):
+    """A written tensor of another size, dtype or memory is refused, and named."""
+    n = sizes_of(row, random.Random(1))
+    for f in (*row.results, *row.saves, *row.work):
+        tensors = tensors_of(row, n)
+        shape = list(tensors[f["name"]].shape)
+        for at in range(len(shape)):
+            other = [size + (i == at) for i, size in enumerate(shape)]
+            with pytest.raises(ValueError, match=f"^{row.name}: {f['name']} has size {other[at]} in dimension {at}, expected {shape[at]} \\("):
+                getattr(_C, row.name)(**tensors | {f["name"]: np.zeros(other, tensors[f["name"]].dtype)})
+        with pytest.raises(TypeError, match=f"^{row.name}: {f['name']} has dtype float64, expected "):
+            getattr(_C, row.name)(**tensors | {f["name"]: np.zeros(shape)})
+        read_only = np.zeros(shape, tensors[f["name"]].dtype)
+        read_only.flags.writeable = False
+        with pytest.raises(BufferError, match=f"{row.name}: {f['name']}"):
+            getattr(_C, row.name)(**tensors | {f["name"]: read_only})
+
+
+def test_arguments_by_position_and_by_name():
+    a = np.ones((2, 3), np.float32)
+    out = np.zeros_like(a)
+    _C.scaled_add(out, a, b=a, scale=2)
+    assert (out == 3).all()
+    _C.scaled_add(out, a, a)
+    assert (out == 2).all()
+    for call, words in ((lambda: _C.scaled_add(out, a, c=a), "scaled_add has no argument c"),
+                        (lambda: _C.scaled_add(out, a, a, a=a), "scaled_add: a is given twice"),
+                        (lambda: _C.scaled_add(out, a), "scaled_add: b is missing, expected a tensor"),
+                        (lambda: _C.scaled_add(out, a, a, 1, 0, 0), "scaled_add takes at most 5 arguments, got 6"),
+                        (lambda: _C.scaled_add(out, a, a, "x"), "scaled_add: scale is 'x', expected a number"),
+                        (lambda: _C.matmul(out, a, a.T, None, 1 << 40), f"matmul: activation is {1 << 40}, expected an integer of 32 bits")):
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert str(raised.value) == words
+    with pytest.raises(ValueError, match=r"matmul: activation is 5, expected activation >= 0 && activation <= 4"):
+        _C.matmul(np.zeros((2, 2), np.float32), a, a.T, None, 5)
