@@ -154,18 +154,9 @@ TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<fl
   if (PACKED && p.features.q_start && row0 + 64 > t.seq.rows)   // the next sequence's rows follow
     store_first((elem *)p.out + (t.seq.q0 + row0) * p.out_row + t.head * p.out_head, p.out_row, o, t.seq.rows - row0,
                 p.out_columns);
-  else UNROLLED for (int col = 0; col < DV; col += O_COLS) {
-    rt<elem, O_COLS> part;
-    convert_part(part, o, col);
-    tma_store_wait_read();
-    wg_sync();
-    store(s.o[wg], part);
-    fence_async();
-    wg_sync();
-    tma_store(p.o, s.o[wg], t.seq.q0 + row0, col, t.head, batch);
-  }
+  else store_output(p.o, s.o[wg], o, t.seq.q0 + row0, t.head, batch);
   if (p.lse) {
-    map(lse, m, sum, [](float a, float l) { return (a + fast_log2(l)) * 0.6931471805599453f; });   // ln 2
+    log_sum(lse, m, sum);
     store(p.lse + (int64_t)(batch * p.q_heads + t.head) * p.q_total + t.seq.q0 + row0, lse, t.seq.rows - row0);
   }
 }

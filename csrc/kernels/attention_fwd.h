@@ -197,3 +197,24 @@ TILE void add_sink(const attention_features &f, int head, rv &m, rv &sum, rv &fa
   map(old, m, [=](float b) { return b == -infinity() ? 0.f : fast_exp2(sink - b); });
   map(sum, sum, old, [](float l, float g) { return l + g; });
 }
+
+// ---- results
+
+// 64 rows of o, rounded, leave C columns at a time through a tile whose last store is left running.
+template<typename T, int C, int N>
+TILE void store_output(const gmap &map, st<T, 64, C> &tile, const rt<float, N> &o, int row, int head, int batch) {
+  UNROLLED for (int col = 0; col < N; col += C) {
+    rt<T, C> part;
+    convert_part(part, o, col);
+    tma_store_wait_read();
+    wg_sync();
+    store(tile, part);
+    fence_async();
+    wg_sync();
+    tma_store(map, tile, row, col, head, batch);
+  }
+}
+// lse = ln 2 (m + log2 sum)
+TILE void log_sum(rv &lse, const rv &m, const rv &sum) {
+  map(lse, m, sum, [](float a, float l) { return (a + fast_log2(l)) * 0.6931471805599453f; });
+}

@@ -125,18 +125,9 @@ TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<flo
   rows_maxima(m, kept, c);
   map(inverse, sum, [=](float l) { return l == 0.f ? 0.f : factor * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
-  UNROLLED for (int col = 0; col < D; col += O_COLS) {
-    rt<bf16, O_COLS> part;
-    convert_part(part, o, col);
-    tma_store_wait_read();
-    wg_sync();
-    store(s.o[wg], part);
-    fence_async();
-    wg_sync();
-    tma_store(p.fwd.o, s.o[wg], row0, col, t.head, t.batch);
-  }
+  store_output(p.fwd.o, s.o[wg], o, row0, t.head, t.batch);
   if (p.fwd.lse) {
-    map(lse, m, sum, [](float a, float l) { return (a + fast_log2(l)) * 0.6931471805599453f; });   // ln 2
+    log_sum(lse, m, sum);
     store(p.fwd.lse + (int64_t)(t.batch * p.fwd.q_heads + t.head) * p.fwd.q_total + row0, lse, p.fwd.q_total - row0);
   }
 }
