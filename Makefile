@@ -37,6 +37,7 @@ bench: $(READY_TEST)
 	$(RUN) -m margay.bench features $(BENCH)
 	$(RUN) -m margay.bench decode $(BENCH)
 	$(RUN) -m margay.bench gemm $(BENCH)
+	$(RUN) -m margay.bench linear_attention $(BENCH)
 	$(RUN) -m margay.bench cpu $(BENCH)
 	$(RUN) -m margay.bench overhead $(BENCH)
 	$(RUN) tools/tables.py

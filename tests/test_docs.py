@@ -126,3 +126,9 @@ def test_every_bad_input_row_has_a_test_and_every_test_a_row():
     names = re.findall(r"^\s*(?:def|class) (test_bad_[\d_]+|TestBad[\d_]+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), re.M)
     tested = {int(number) for name in names for number in re.findall(r"\d+", name)}
     assert rows == tested
+
+
+def test_the_chapter_shows_rows_of_ops_def():
+    definition = (ROOT / "csrc" / "ops.def").read_text()
+    shown = [row for block in re.findall(r"^```c\n(.*?)^```", CHAPTER, re.M | re.S) for row in re.findall(r"^OP\(.*?\)\)\n", block, re.M | re.S)]
+    assert len(shown) == 3 and all(row in definition for row in shown)

@@ -12,6 +12,7 @@ $python -m margay.bench attention --dtype float8_e4m3fn --dims 64,128,256 --out 
 $python -m margay.bench features --out "$out" --rounds 4 --ms 8 > "$out/features.log" 2>&1
 $python -m margay.bench decode --out "$out" --rounds 3 --ms 8 > "$out/decode.log" 2>&1
 $python -m margay.bench gemm --out "$out" --rounds 5 --ms 10 > "$out/gemm.log" 2>&1
+$python -m margay.bench linear_attention --out "$out" --rounds 3 --ms 8 > "$out/linear_attention.log" 2>&1
 $python -m margay.bench overhead --out "$out" --rounds 5 > "$out/overhead.log" 2>&1
 $python -m margay.demo --out "$out/demo" > "$out/demo.log" 2>&1
 

@@ -59,7 +59,7 @@ def body(content, kind, name):
 
 
 def plotted(content):
-    return content["family"] not in ("overhead", "features")
+    return content["family"] not in ("overhead", "features", "linear_attention")
 
 
 def main():

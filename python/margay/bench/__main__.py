@@ -12,6 +12,7 @@ FAMILIES = {
     "decode": "one query a sequence over its cache, plain and paged, against SDPA (GPU)",
     "features": "grouped queries, windows, packed sequences, sinks, softcap, ALiBi, dropout, against dense attention of the same work (GPU)",
     "gemm": "matrix products against torch.mm, that is cuBLASLt (GPU)",
+    "linear_attention": "forward and backward, against PyTorch's products in chunks (GPU)",
     "cpu": "attention on the CPU against SDPA",
     "overhead": "the host's time of a small call, of the first call, of the import",
     "rows": "the rows of kernels.def that take a case of attention or gemm, one against the other (GPU); prints, writes nothing",
@@ -23,7 +24,7 @@ RESULTS = Path("benchmarks/results")                  # of the repository, when 
 def parse():
     class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         pass
-    families = "\n".join(f"  {name:<10} {what}" for name, what in FAMILIES.items())
+    families = "\n".join(f"  {name:<16} {what}" for name, what in FAMILIES.items())
     parser = argparse.ArgumentParser(prog="python -m margay.bench", description=f"{__doc__}\n\nfamilies:\n{families}", formatter_class=Help)
     parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help="one of those above")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches, for instance 'backward .* D=128'")

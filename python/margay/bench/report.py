@@ -131,7 +131,15 @@ def features(content):
     return f"Features of attention: TFLOP/s of the visible pairs (of the dense rate, times as fast as others)\n\n{markdown(header, rows)}"
 
 
-TABLES = {"attention": attention, "attention-fp8": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead}
+def by_case(content):
+    """A row per case."""
+    peer = next(iter(content["cases"][0]["speed_ratio"]))
+    rows = [[case["name"], f"{case['ms']['margay']:.3f}", f"{case['tflops']['margay']:.0f}", f"{case['speed_ratio'][peer]:.2f}"] for case in content["cases"]]
+    return markdown(["", "ms", "TFLOP/s", f"times as fast as {peer}"], rows)
+
+
+TABLES = {"attention": attention, "attention-fp8": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead,
+          "linear_attention": by_case}
 
 
 def table(content):
