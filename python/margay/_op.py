@@ -10,6 +10,7 @@ The functions are made as text and compiled once: loops over a row's arguments i
 
 import re
 import sys
+import types
 
 from margay import _C, ops
 
@@ -182,7 +183,8 @@ def _again(row, inputs, want, verify, empty, copied, writable, copy_back):
     wanted = dict(zip((f["name"] for f in row.optional), want))
     made = {f["name"]: empty(f, inputs) if wanted.get(f["name"], True) else None for f in (*row.results, *row.saves, *row.work)}
     copies = {f["name"]: t if t is None else copied(f, t) for f in row.inputs for t in (tensors[f["name"]],)}
-    targets = {name: t if t is None else writable(t) for name, t in made.items()}
+    halves = {f["name"] for f in row.arguments if f["kind"] == "half" and f["role"] in ("out", "optout")}      # the others are dense, and not in tiles
+    targets = {name: writable(t) if name in halves and t is not None else t for name, t in made.items()}
     if all(copies[name] is t for name, t in tensors.items()) and all(targets[name] is t for name, t in made.items()):
         raise
     known = copies | targets | values
@@ -239,8 +241,8 @@ def _only_results(row, made):
 
 _CALL = """
 def call({signature}):
-    if is_compiling() or not plain({tensors}):
-        check_tensors({name!r}, {required})
+    if is_compiling() or {absent}not plain({tensors}):
+{missing}        check_tensors({name!r}, {required})
         {results} = seen({all})
         return {returned}
     if autocast_anywhere() and is_autocast_enabled({first}.device.type):
@@ -323,8 +325,12 @@ def _torch_function(row):
     t._register(row.schema(), direct, fake, _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
     seen = getattr(torch.ops.margay, row.name)
     optional = {f["name"] for f in row.inputs if f["role"] == "opt"}
+    needed = [name for name in inputs[1:] if name not in optional]
+    missing = "".join(f"        if {name} is None:\n            raise TypeError('{row.name}: {name} is NoneType, expected torch.Tensor (same as {row.first})')\n"
+                      for name in needed)
     text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first, results=written(row), returned=names(row.results),
-                        required=", ".join(f"{name}={name}" for name in inputs), halves="".join(name + ", " for name in row.halves),
+                        required=", ".join(f"{name}={name}" for name in inputs), missing=missing,
+                        absent="".join(f"{name} is None or " for name in needed), halves="".join(name + ", " for name in row.halves),
                         gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in optional else f"{name}.requires_grad" for name in inputs))
     return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t._c_may_read, seen=seen, check_tensors=t._check_tensors,
                     autocast_anywhere=t._autocast_anywhere, is_autocast_enabled=torch.is_autocast_enabled, autocast=t._autocast,
@@ -394,25 +400,34 @@ def function(name, gradient=None, rule=None):
         _rules[name] = rule
 
     def call(first, *others):
-        return (_made.get((name, type(first))) or _find(name, type(first)))(first, *others)
+        made = _made.get((name, type(first)))
+        return _first_call(name, first, others) if made is None else made(first, *others)
     return call
 
 
-def make_torch_functions():
-    """Of all rows at once, backward ones first: torch.compile can trace an import, but not how functions are made."""
-    return {name: _torch_function(Row(name)) for name in sorted(ROWS, key=lambda name: not name.endswith("_bwd"))}
-
-
-def _find(name, kind):
+def _first_call(name, first, others):
     """Looks only at libraries that are imported."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    torch, numpy, kind = sys.modules.get("torch"), sys.modules.get("numpy"), type(first)
     if torch is not None and issubclass(kind, torch.Tensor):
-        from margay import _torch
-
-        made = _torch.OF_ROWS[name]
+        for_torch(name)
+        made = getattr(_for_torch, name)
+        if torch.compiler.is_compiling():         # which has looked at _made, and would find it changed
+            return made(first, *others)
     elif numpy is not None and issubclass(kind, numpy.ndarray):
         made = _numpy_function(Row(name))
     else:
         raise TypeError(f"{name}: {Row(name).first} is {kind.__name__}, expected torch.Tensor or numpy.ndarray")
     _made[name, kind] = made
-    return made
+    return made(first, *others)
+
+
+def for_torch(name):
+    """Makes the function for PyTorch tensors, and torch.ops.margay.<name>, when they are first wanted: that takes some 2 ms."""
+    if not hasattr(_for_torch, name):
+        if name + "_bwd" in ROWS:
+            for_torch(name + "_bwd")
+        setattr(_for_torch, name, _torch_function(Row(name)))
+
+
+for_torch._dynamo_marked_constant = True          # called, not traced; as torch.compiler.assume_constant_result, without the compiler
+_for_torch = types.ModuleType("margay._for_torch")
