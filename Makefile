@@ -6,6 +6,7 @@
 #
 # PYTHON=python3.12   the interpreter        VENV=   none: use PYTHON's own packages and the extension built in place (make test VENV=)
 # MARGAY_CUDA=0|1|auto, NVCC, CC, CXX, MAX_JOBS: see setup.py        DEMO, TEST, BENCH: more arguments for the programs that are run
+# WORKERS=2    test processes at a time (default: the cores, at most 4)
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?=
@@ -28,8 +29,13 @@ endif
 demo: $(READY_DEMO)
 	$(RUN) -m margay.demo --out build/demo $(DEMO)
 
+# Files of tests side by side, where pytest-xdist is installed. Each process computes with two threads, as one alone would on two
+# cores: races between threads stay in what is tested. Threads that wait sleep, because another process wants the core.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
+test: export OMP_NUM_THREADS ?= 2
+test: export OMP_WAIT_POLICY ?= passive
 test: $(READY_TEST)
-	$(RUN) -m pytest $(TEST)
+	$(RUN) -m pytest $$($(RUN) -c 'import xdist' 2>/dev/null && printf %s '-n $(WORKERS) --dist loadfile') $(TEST)
 
 bench: $(READY_TEST)
 	$(RUN) -m margay.bench attention --dims 64,128,256 $(BENCH)

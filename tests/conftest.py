@@ -9,6 +9,7 @@ import pytest
 import margay
 
 SEED = int(os.environ.get("MARGAY_TEST_SEED") or random.SystemRandom().randrange(2**31))
+os.environ["MARGAY_TEST_SEED"] = str(SEED)        # processes that run tests side by side inherit it, and name the same tests
 
 
 def pytest_configure(config):

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import cubin  # noqa: E402
 
 from margay import _C  # noqa: E402
+from trees import share_cache  # noqa: E402
 
 EXTENSION = Path(_C.__file__)
 SYSTEM_LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
@@ -130,6 +131,7 @@ def unpacked(tmp_path_factory):
     with tarfile.open(archive) as tar:
         tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     tree = folder / archive.name.removesuffix(".tar.gz")
+    share_cache(tree)
     python(tree, "setup.py", "-q", "egg_info", "build_ext", "--inplace", MARGAY_ROWS="scaled_add_.*", MARGAY_CUDA="0")
     return tree
 

@@ -24,7 +24,7 @@ from margay.check.problems import problems, rows
 
 HERE = Path(__file__).resolve().parent
 BAD = sorted((HERE / "known_bad").glob("*.cu"))
-CLEAN_SEEDS, BAD_SEEDS = 20, 20
+CLEAN_SEEDS, TWIN_SEEDS, BAD_SEEDS = 20, 2, 20
 ONE_DTYPE = ".*_(bf16|e4m3)(_.*)?"    # other element types are the same protocol
 
 
@@ -42,12 +42,23 @@ def expected(path):
 
 # ---- the library
 
-def test_library_is_clean():
-    """Every kernel, at least three problems each that wrap their rings."""
-    code, out, err = run("--seeds", CLEAN_SEEDS)
+def clean(seeds, pattern):
+    """How many kernels were found clean."""
+    code, out, err = run("--seeds", seeds, pattern)
     assert code == 0, out + err
     kernels, runs = map(int, re.search(r"(\d+) kernels, (\d+) runs, 0 reported", out).groups())
-    assert kernels == len(rows()) and runs >= 3 * CLEAN_SEEDS * kernels
+    assert runs >= 3 * seeds * kernels
+    return kernels
+
+
+def test_library_is_clean():
+    """Every kernel, at least three problems each that wrap their rings. Rows of fp16 are twins of rows of bf16: elements
+    of the same size, the same source and constants, and so the same calls in the same order. They are run at few seeds."""
+    what = lambda row: tuple(row[field] for field in ("op", "source", "where", "when", "constants", "shared_bytes", "threads"))
+    found = {dtype: sorted(what(row) for row in rows().values() if row["dtype"] == dtype) for dtype in ("bfloat16", "float16")}
+    assert found["float16"] and all(row in found["bfloat16"] for row in found["float16"])
+    twins = ".*_fp16(_.*)?"
+    assert clean(CLEAN_SEEDS, f"(?!{twins}$).*") + clean(TWIN_SEEDS, twins) == len(rows())
 
 
 def test_mutants():
@@ -67,9 +78,12 @@ def test_a_run_is_quick():
     for name in ("attention_fwd_bf16_d64", "attention_bwd_bf16_d64", "matmul_bf16_nn_128x256", "ssd_fwd_bf16_n128"):
         problem = problems(rows()[name])[1]
         problem.run(0)
-        start = time.perf_counter()
-        problem.run(1)
-        assert time.perf_counter() - start < 0.2
+        times = []
+        for seed in range(1, 4):               # the best: other tests run beside this one
+            start = time.perf_counter()
+            problem.run(seed)
+            times.append(time.perf_counter() - start)
+        assert min(times) < 0.2
 
 
 # ---- the corpus of known mistakes
