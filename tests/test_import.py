@@ -84,7 +84,7 @@ def test_stub_has_the_modules_arguments(name):
     if arguments.kwarg:                                       # explain: problem fields by keyword
         assert doc.group(1).startswith("op, *")
         return
-    names = [argument.arg for argument in arguments.posonlyargs]
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     defaults = [ast.unparse(default) for default in arguments.defaults]
     written = names[:len(names) - len(defaults)] + [f"{n}={d}" for n, d in zip(names[len(names) - len(defaults):], defaults)]
     assert doc.group(1).replace(" or None", "") == ", ".join(written)

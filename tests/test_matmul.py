@@ -217,11 +217,11 @@ def test_nan_and_infinity_stay_in_their_rows():
 
 
 @pytest.mark.parametrize("wrong, message", [
-    (dict(b=(5, 4)), "matmul: b has 5 rows, expected 3 (as many as a has columns)"),
-    (dict(out=(2, 5)), "matmul: out has shape [2, 5], expected [2, 4] (rows of a, columns of b)"),
-    (dict(bias=(5,)), "matmul: bias has 5 elements, expected 4 (as many as b has columns)"),
-    (dict(activation=5), "matmul: activation is 5, expected 0 to 4 (see mg_activation)"),
-    (dict(activation=-1), "matmul: activation is -1, expected 0 to 4 (see mg_activation)"),
+    (dict(b=(5, 4)), "matmul: b has size 5 in dimension 0, expected 3 (K of a)"),
+    (dict(out=(2, 5)), "matmul: out has size 5 in dimension 1, expected 4 (N of b)"),
+    (dict(bias=(5,)), "matmul: bias has size 5 in dimension 0, expected 4 (N of b)"),
+    (dict(activation=5), "matmul: activation is 5, expected activation >= 0 && activation <= 4"),
+    (dict(activation=-1), "matmul: activation is -1, expected activation >= 0 && activation <= 4"),
 ])
 def test_refused(wrong, message):
     shapes = dict(out=(2, 4), a=(2, 3), b=(3, 4), bias=(4,)) | {k: v for k, v in wrong.items() if k != "activation"}

@@ -79,11 +79,12 @@ def test_both_checkers_say_the_same(row):
             tensors[f["name"]] = np.zeros((1, *tensors[f["name"]].shape), tensors[f["name"]].dtype)
         else:
             tensors[f["name"]] = np.zeros(tensors[f["name"]].shape, np.float16)
-        inputs = {f["name"] for f in row.inputs}
         in_c, in_python = both(row, tensors, {})
-        if in_python is not None or in_c is not None and any(f"{row.name}: {name} " in in_c[1] for name in inputs):
-            assert in_c == in_python, n
-            refused += 1
+        written = {g["name"] for g in (*row.results, *row.saves, *row.work)}
+        if in_c is not None and re.match(rf"{row.name}: (\w+) ", in_c[1])[1] in written:
+            continue                                          # of which Python sees nothing; C has them first in its order
+        assert in_c == in_python, n
+        refused += in_c is not None
     assert refused > 5
 
 

@@ -83,7 +83,7 @@ class Row:
         kinds = dict.fromkeys(("in", "mat", "out", "save", "work"), "_Tensor") | dict.fromkeys(("opt", "optout"), "_Tensor | None")
         words = [f"{f['name']}: {kinds.get(f['role'], f['kind'])}" for f in self.arguments]
         last = max((i for i, f in enumerate(self.arguments) if f["role"] != "num"), default=-1)
-        words = [word + (f" = {default(f)!r}" if i > last else "") for i, (word, f) in enumerate(zip(words, self.arguments))]
+        words = [word + (f" = {default(f):g}" if i > last else "") for i, (word, f) in enumerate(zip(words, self.arguments))]
         return f"def {self.name}({', '.join(words)}, stream: int = 0) -> None: ..."
 
 

@@ -1,6 +1,6 @@
-// Two warpgroups exchange row sums through a parked vector, whose parts only the thread that wrote them may read.
+// Two warpgroups park in one place, as if each thread had a part of its own in the whole block; it has one in its warpgroup.
 // Known from: per-thread scratch in shared memory used as if it were laid out by rows (the rows of two threads' parts differ).
-// Expected: race on aside
+// Expected: overwrite on aside
 // margay.check: bf16
 #include "tile/tile.h"
 
@@ -12,8 +12,8 @@ TILE void init(shared &) {}
 TILE void compute(const params &p, shared &s, int wg) {
   rv v;
   fill(v, (float)wg);
-  if (wg == 0) store(s.aside, v);
-  else load(v, s.aside);   // BAD: an sv<64>, with an arrival in between
+  store(s.aside, v);   // BAD: s.aside[wg]
+  load(v, s.aside);
   store(p.out + wg * 64, v, 64);
 }
 
