@@ -734,3 +734,4 @@ _register(f"attention_features_backward(Tensor dout, Tensor? dlse, Tensor q, Ten
 from margay import _op  # noqa: E402  its functions are made of this module's
 
 _matmul = _op.function("matmul", gradient=_matmul_gradient, rule=_transforms.samples_in_rows)
+_op.for_torch("matmul")
