@@ -1,4 +1,4 @@
-"""Build of Margay: every row of csrc/kernels.def becomes one GPU image and one CPU object per instruction set (a GPU_ONLY row only the
+"""Build of Margay: every row of csrc/*/kernels.def becomes one GPU image and one CPU object per instruction set (a GPU_ONLY row only the
 base object, for its kernel's description; a CPU_ONLY row no image); these, the runtime and the module are linked into margay/_C.abi3.so, and without the module into build/libmargay.a for C programs. Never imports torch.
 
 Environment
@@ -67,10 +67,21 @@ class Row:
         return [define.replace(",", "\\,") for define in self.defines()]    # nvcc takes a plain comma for the start of another macro
 
     def file(self):
-        return CSRC / "kernels" / f"{self.source}.cu"
+        """In its family's room, beside the rows: no two families have a file of one name."""
+        found = sorted((ROOT / CSRC).glob(f"*/{self.source}.cu"))
+        return found[0].relative_to(ROOT) if found else CSRC / f"{self.source}.cu"
 
 
-def kernel_rows(text):
+def families():
+    """The rooms whose rows csrc/kernels.def includes, in its order."""
+    return re.findall(r'^#include "(\w+)/kernels.def"', (ROOT / CSRC / "kernels.def").read_text(), re.M)
+
+
+def all_rows():
+    return [row for family in families() for row in kernel_rows((ROOT / CSRC / family / "kernels.def").read_text(), f"{family}/kernels.def")]
+
+
+def kernel_rows(text, name="kernels.def"):
     text = re.sub(r"//.*", "", text)
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -79,14 +90,14 @@ def kernel_rows(text):
         body = re.fullmatch(r"KERNEL\((.*)\)\s*", line)
         fields = [re.sub(r"\s+", " ", field.strip()) for field in body[1].split(",", 6)] if body else []
         if len(fields) != 7:
-            raise SystemExit(f"kernels.def:{number}: {line.strip()[:120]}\nA row is one line, KERNEL(name, op, source, dtype, where, when, constants), with at least one constant")
+            raise SystemExit(f"{name}:{number}: {line.strip()[:120]}\nA row is one line, KERNEL(name, op, source, dtype, where, when, constants), with at least one constant")
         rows.append(Row(*fields))
     for row in rows:
         for field, value, accepted in (("element type", row.dtype, ("bf16", "fp16", "e4m3", "float")), ("place", row.where, ("ANY", "CPU_ONLY", "GPU_ONLY"))):
             if value not in accepted:
-                raise SystemExit(f"kernels.def: {row.name}: {field} is {value}, expected one of {', '.join(accepted)}")
+                raise SystemExit(f"{name}: {row.name}: {field} is {value}, expected one of {', '.join(accepted)}")
         if not (ROOT / row.file()).is_file():
-            raise SystemExit(f"kernels.def: {row.name}: there is no {row.file()}")
+            raise SystemExit(f"{name}: {row.name}: there is no {row.file()}")
     return rows
 
 
@@ -309,7 +320,7 @@ class Build(build_ext):
 def compile_everything(cuda, python_include):
     """Returns the objects of the library and the object of the Python module."""
     wanted = re.compile(os.environ.get("MARGAY_ROWS") or ".*")
-    rows = [row for row in kernel_rows((ROOT / CSRC / "kernels.def").read_text()) if wanted.fullmatch(row.name)]
+    rows = [row for row in all_rows() if wanted.fullmatch(row.name)]
     if not rows:
         raise SystemExit(f"MARGAY_ROWS={wanted.pattern} matches no row of kernels.def (it has to match a whole name)")
     includes = []
@@ -320,7 +331,7 @@ def compile_everything(cuda, python_include):
         includes = [f"-I{chosen.parent}"]
     images = [] if cuda.reason else [(row, gpu_job(row, cuda)) for row in rows if row.where != "CPU_ONLY"]
     cpu = [cpu_job(row, isa) for row in rows for isa in ISAS if isa == "base" or row.where != "GPU_ONLY"]
-    sources = sorted(path.relative_to(ROOT) for folder in ("runtime", "kernels") for path in (ROOT / CSRC / folder).glob("*.c"))
+    sources = sorted(path.relative_to(ROOT) for folder in ("runtime", *families()) for path in (ROOT / CSRC / folder).glob("*.c"))
     library = [c_job(source, cuda, includes) for source in sources]
     module = c_job(CSRC / "module.c", cuda, [*includes, python_include])
     compile_all([*library, module, *(job for _, job in images), *cpu])

@@ -88,8 +88,10 @@ def setup_py():
 
 
 def test_a_bad_row_is_named(setup_py):
-    text = (ROOT / "csrc" / "kernels.def").read_text()
+    text = (ROOT / "csrc" / "scaled_add" / "kernels.def").read_text()
     assert setup_py.kernel_rows(text)
+    assert len({row.name for row in setup_py.all_rows()}) == len(setup_py.all_rows()) > 100
+    assert sorted(setup_py.families()) == sorted(path.parent.name for path in (ROOT / "csrc").glob("*/kernels.def"))
     with pytest.raises(SystemExit, match=rf"kernels\.def:{text.count(chr(10)) + 2}: KERNEL\(short, scaled_add, bf16, ANY, true, STAGES=4\)\nA row is one line"):
         setup_py.kernel_rows(text + "\nKERNEL(short, scaled_add, bf16, ANY, true, STAGES=4)\n")
 

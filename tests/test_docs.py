@@ -13,7 +13,7 @@ from trees import share_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTER = (ROOT / "docs" / "01-first-kernel.md").read_text()
-DEFINITIONS = (ROOT / "csrc" / "kernels.def").read_text()
+DEFINITIONS = (ROOT / "csrc" / "scaled_add" / "kernels.def").read_text()
 
 
 def blocks(text, language):
@@ -25,10 +25,10 @@ def blocks(text, language):
 
 
 def test_first_kernel_is_the_repositorys():
-    assert KERNEL == (ROOT / "csrc" / "kernels" / "scaled_add.cu").read_text()
+    assert KERNEL == (ROOT / "csrc" / "scaled_add" / "scaled_add.cu").read_text()
     assert ROW in DEFINITIONS
     params = blocks(CHAPTER, "c")[0]
-    assert params in (ROOT / "csrc" / "kernels" / "scaled_add.h").read_text()
+    assert params in (ROOT / "csrc" / "scaled_add" / "scaled_add.h").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def newcomer(tmp_path_factory):
         shutil.copy(ROOT / name, tree)
     share_cache(tree)
     without = "".join(line for line in DEFINITIONS.splitlines(True) if not line.startswith("KERNEL(scaled_add"))
-    (tree / "csrc" / "kernels.def").write_text(without + ROW)
-    (tree / "csrc" / "kernels" / "scaled_add.cu").write_text(KERNEL)
+    (tree / "csrc" / "scaled_add" / "kernels.def").write_text(without + ROW)
+    (tree / "csrc" / "scaled_add" / "scaled_add.cu").write_text(KERNEL)
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True, env={**os.environ, "MARGAY_ROWS": "scaled_add.*"})
     return tree
 
@@ -132,6 +132,6 @@ def test_every_bad_input_row_has_a_test_and_every_test_a_row():
 
 
 def test_the_chapter_shows_rows_of_ops_def():
-    definition = (ROOT / "csrc" / "ops.def").read_text()
+    definition = "".join(path.read_text() for path in (ROOT / "csrc").glob("*/ops.def"))
     shown = [row for block in re.findall(r"^```c\n(.*?)^```", CHAPTER, re.M | re.S) for row in re.findall(r"^OP\(.*?\)\)\n", block, re.M | re.S)]
     assert len(shown) == 3 and all(row in definition for row in shown)

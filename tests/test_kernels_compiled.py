@@ -27,9 +27,9 @@ def constants(kernel):
 
 
 @functools.cache
-def reached(source, folder=CSRC / "kernels", root=CSRC):
+def reached(source, root=CSRC):
     """The text of a kernel file and of the functions that it calls from its headers, but for the tile layer's."""
-    file = folder / f"{source}.cu"
+    file = next(root.glob(f"*/{source}.cu"))
     called, files, todo = [], {file}, [file]
     functions = collections.defaultdict(list)
     while todo:
@@ -97,5 +97,6 @@ def test_reached_follows_includes_and_calls(top, found, tmp_path):
     """A product counts where the kernel has it or calls it, in headers of headers too; not where a header offers it."""
     (tmp_path / "a.h").write_text('#include "b.h"\ntemplate<int N> TILE int of_a(int x) {\n  return of_b(x);\n}\n')
     (tmp_path / "b.h").write_text("TILE int of_b(int x) {\n  mma<1>(x);  // a product\n  return x;\n}\n")
-    (tmp_path / "k.cu").write_text(f'#include "a.h"\nTILE void run() {{\n  {top}\n}}\n')
-    assert ("mma<" in reached("k", tmp_path, tmp_path)) == found
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "k.cu").write_text(f'#include "a.h"\nTILE void run() {{\n  {top}\n}}\n')
+    assert ("mma<" in reached("k", tmp_path)) == found

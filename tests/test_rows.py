@@ -12,7 +12,8 @@ import pytest
 from margay import _C, _op
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFINITION = (ROOT / "csrc" / "ops.def").read_text()
+INCLUDED = re.findall(r'^#include "(.*)"', (ROOT / "csrc" / "ops.def").read_text(), re.M)
+DEFINITION = "".join((ROOT / "csrc" / name).read_text() for name in INCLUDED)
 ROWS = [_op.Row(name) for name in _op.ROWS]
 DTYPES = {"half": np.float32, "float32": np.float32, "int32": np.int32}
 

@@ -1,6 +1,6 @@
 // Tasks of attention_decode.cu: which rows, which keys, and where these lie. Included behind tile.h; BN, the keys of a block, is a constant of the row.
 #pragma once
-#include "kernels/attention_decode.h"
+#include "attention/attention_decode.h"
 
 struct task {
   int batch, head, split, row0;

@@ -175,7 +175,7 @@ size_t mg_explain(const mg_kernel **taken, mg_op op, const mg_problem *p, const 
   append_reasons(&t, op, p, c, row);
   if (!row) return t.length;
   const mg_kernel_desc *d = mg_desc(row);
-  append(&t, "\n  %s takes it (condition: %s)\n    kernels/%s.cu, %s, tiles of %d x %d", row->name, row->when_text, row->source,
+  append(&t, "\n  %s takes it (condition: %s)\n    %s.cu, %s, tiles of %d x %d", row->name, row->when_text, row->source,
          row->constants, d->tile_m, d->tile_n);
   if (p->gpu) append(&t, ", %u threads and %u bytes of shared memory a block, clusters of %u", d->threads, d->shared_bytes, d->cluster);
   else append(&t, ", %s instructions", mg_isa_name(mg_host_isa()));

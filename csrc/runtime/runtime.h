@@ -1,4 +1,4 @@
-// The runtime's own interface: what the host half of an op (kernels/attention.c, kernels/gemm.c) stands on.
+// The runtime's own interface: what the host half of an op (attention/attention.c, gemm/gemm.c) stands on.
 // Called by it in this order: check.c, launch.c (the context), dispatch.c, tensormap.c, launch.c or cpu.c.
 #pragma once
 #include <stdarg.h>
@@ -88,7 +88,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int64_t span;               // attention: keys that a row sees at most
   int64_t page;               // attention_decode: keys of a page of the cache, 0 where it is not paged
   int splits;                 // attention_decode: parts that the caller wants the keys cut into, 0 to choose
-  int features;               // attention: FEATURES_* of kernels/attention.h, the least set that the problem needs
+  int features;               // attention: FEATURES_* of attention/attention.h, the least set that the problem needs
   int sms;                    // multiprocessors of the device
   mg_sizes size;              // of rows that name theirs: conditions see them by name
 } mg_problem;

@@ -261,8 +261,8 @@ def test_one_thread():
     (("nothing",), "no row of kernels.def is called nothing"),
     (("absent.cu",), "there is no file absent.cu"),
     (("--rules-off", "dream"), "there is no rule dream"),
-    ((str(csrc() / "kernels" / "gemm.cu"),), "needs --type and --constants"),
-    ((str(csrc() / "kernels" / "scaled_add.cu"), "--type", "bf16", "--constants", "STAGES=2"), "has no EXAMPLE"),
+    ((str(csrc() / "gemm" / "gemm.cu"),), "needs --type and --constants"),
+    ((str(csrc() / "scaled_add" / "scaled_add.cu"), "--type", "bf16", "--constants", "STAGES=2"), "has no EXAMPLE"),
 ])
 def test_wrong_arguments(arguments, message):
     code, out, err = run(*arguments)
@@ -271,7 +271,7 @@ def test_wrong_arguments(arguments, message):
 
 def test_file_in_the_place_of_a_row(tmp_path):
     """A variant of a library kernel, checked with the row's problems: the proxy fence of a release after register reads left out."""
-    text = (csrc() / "kernels" / "ssd_fwd.cu").read_text()
+    text = (csrc() / "ssd" / "ssd_fwd.cu").read_text()
     bad = tmp_path / "ssd_without_fence.cu"
     bad.write_text(text.replace("ring<2> dt_ring, x_ring[ALL];", "ring<2, ASYNC_READS> dt_ring, x_ring[ALL];"))
     assert bad.read_text() != text
@@ -285,7 +285,7 @@ def test_file_in_the_place_of_a_row(tmp_path):
 def test_other_parameters_in_the_place_of_a_row(tmp_path):
     """Read as the row's, they would be anything."""
     other = tmp_path / "scaled_add.cu"
-    other.write_text((csrc() / "kernels" / "scaled_add.cu").read_text().replace("STAGES", "4"))    # a constant that the row does not have
+    other.write_text((csrc() / "scaled_add" / "scaled_add.cu").read_text().replace("STAGES", "4"))    # a constant that the row does not have
     code, out, err = run(other, "--as", "ssd_fwd_bf16_n128")
     sizes = [rows()[name]["params_bytes"] for name in ("scaled_add_bf16", "ssd_fwd_bf16_n128")]
     assert code == 1 and f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_fwd_bf16_n128, in whose place it shall be checked, of {sizes[1]}" in err
@@ -301,7 +301,7 @@ def test_a_new_op(tmp_path, monkeypatch):
     assert finding == ("margay.check: scaled_add_bf16: not checked: the op scaled_add has no problems in python/margay/check/problems.py, "
                        "and scaled_add.cu has no EXAMPLE")
     source = tmp_path / "scaled_add.cu"
-    source.write_text((csrc() / "kernels" / "scaled_add.cu").read_text() + "EXAMPLE(kernel, 2, p.a = p.b = p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.col_blocks = 1)\n")
+    source.write_text((csrc() / "scaled_add" / "scaled_add.cu").read_text() + "EXAMPLE(kernel, 2, p.a = p.b = p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.col_blocks = 1)\n")
     (problem,) = problems(rows()["scaled_add_bf16"], source)
     assert problem.label == "its EXAMPLE" and problem.run(0) is None
     assert command.check_kernel(str(source), command.parse(["--seeds", "2", "--as", "scaled_add_bf16"])) == (2, None)
@@ -367,7 +367,7 @@ def test_device(row):
 def test_device_shows_a_missing_fence(tmp_path):
     """The race of the first scan kernel that was tried on a GPU: a copy overtakes what was read through registers, now and then."""
     bad = tmp_path / "race.cu"
-    bad.write_text((csrc() / "kernels" / "ssd_fwd.cu").read_text().replace("ring<2> dt_ring, x_ring[ALL];", "ring<2, ASYNC_READS> dt_ring, x_ring[ALL];"))
+    bad.write_text((csrc() / "ssd" / "ssd_fwd.cu").read_text().replace("ring<2> dt_ring, x_ring[ALL];", "ring<2, ASYNC_READS> dt_ring, x_ring[ALL];"))
     start = time.monotonic()
     code, out, err = run("--device", bad, "--as", "ssd_fwd_bf16_n128_x2")
     assert code == 1 and "results change" in out and time.monotonic() - start < 60, out + err
