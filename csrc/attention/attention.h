@@ -122,7 +122,7 @@ typedef struct attention_bwd_params {
   int q_rows, k_rows;       // of a sequence, of the longest one where they are packed
   int diagonal;             // as above
   int l2_heads;             // parts of key heads in a section, inside which the blocks seen by most queries come first
-  float scale;              // softmax scale * log2(e)
+  float scale;              // softmax scale * log2(e): what the forward's parameters call scale_log2
   float ds_scale, out_scale;   // the softmax scale again: of ds (delta has it too), and of dq and dk, whose product it
                                // is
 } attention_bwd_params;

@@ -36,8 +36,8 @@ static size_t round_up(size_t n) { return (n + 255) & ~(size_t)255; }
 
 // The kernel of all features, whose blocks have 64 keys, does not add up parts.
 static bool adds_parts(const mg_kernel *main) { return mg_desc(main)->tile_n >= 128; }
-// Neither do all write zeros. Rows for packed sequences and for all features have no thread for it, whatever else they are chosen for; for pairs of 128 keys (D=128),
-// and for groups in parts there, zeros before the kernel are 1 to 3 % faster.
+// Not every kernel zeroes dq itself: those for packed sequences and for all features have no thread for it. For pairs of 128
+// keys (D=128), and for groups in parts there, zeros before the kernel are 1 to 3 % faster.
 static bool writes_zeros(const plan *w) {
   const char *features = strstr(w->main->constants, "FEATURES=");
   return features && features[9] < '2' && mg_desc(w->main)->tile_n == 128 && (w->parts == 1 || mg_desc(w->main)->cluster > 1);
@@ -114,11 +114,11 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
   return MG_OK;
 }
 
-// out = scale * acc. acc_blocks: allocated blocks of 64 rows of a head. behind: three, or NULL.
 // ds carries the softmax scale, so that no product with k or q leaves the range of fp32 that the gradient is in. Of a scale above 2^10 the rest comes later:
 // dout v^T may be as large as k and q are small. fp16 has no such range, and few bits for a small ds.
 static float ds_scale_of(const attention_shape *x, mg_dtype dtype) { return dtype == MG_FP16 ? 1.0f : fminf(x->scale, 1024); }
 
+// out = scale * acc. acc_blocks: allocated blocks of 64 rows of a head. behind: three, or NULL.
 static mg_status round_acc(const mg_context *c, const mg_kernel *post, const char *name, const mg_tensor *out, const float *acc, float scale,
                            int64_t batch, int64_t rows, int64_t acc_blocks, packed_rows packed, const rows_behind *behind) {
   attention_bwd_post_params p = {.dq_acc = acc, .q_blocks = (int)ceil_div(rows, 64), .acc_blocks = (int)acc_blocks, .q_heads = (int)out->shape[1],

@@ -1,6 +1,7 @@
 // Attention backward (Dao 2023, algorithm 2), for a block of 128 keys that walks over the blocks of M query rows i:
 //   s^T = k q_i^T;  p^T = 2^(c s^T - lse2);  dp^T = v dout_i^T;  ds^T = p^T (dp^T - delta)
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
+// lse2 = lse log2 e and delta = rowsum(o dout) - dlse come from attention_bwd_pre.cu; attention_bwd_post.cu rounds dq.
 // With FEATURES_ALL scores are capped and biased and probabilities dropped, as attention_bwd_full.cu's head has it.
 // Each of two warpgroups owns 64 keys: p^T and ds^T are then register operands, and dk, dv stay in registers for the
 // whole walk.
@@ -24,7 +25,8 @@ struct shared {
   st<elem, 64, M> ds[DS_STAGES][NC];   // ds^T: keys x queries
   sv<M> lse2[STAGES], delta[STAGES];
   sv<ZEROS> zeros;
-  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2; also hands out the stages of dout
+  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before ring_fill's fence, in softmax); also hands out the
+                                       // stages of dout. full: by the loader's expect, or by the trimmer's arrival
   sem dout_full[STAGES];               // dout and delta
   place at[SLOTS];                     // of step n, from the loader
   ring<DS_STAGES, ASYNC_READS> ring_ds;
@@ -48,6 +50,7 @@ TILE void init(shared &s) {
 
 // ---- what feeds the compute warpgroups
 
+// Zeros of dq for a later head. Rows for packed sequences have no thread for it, as writes_zeros() in attention_bwd.c knows.
 TILE void cleaner(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
 
 // Warpgroup or warp. Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times

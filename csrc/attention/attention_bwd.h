@@ -17,7 +17,7 @@ struct place {
   int keys;        // keys from the block's first to the last there is
   int diagonal;    // query i of the step sees keys of the block up to i + diagonal
   int dq_block;    // index of the step's query block among all heads' blocks
-  int turn;        // of this key block among those that add to dq_block; -1 for padding, which not every key block
+  int turn;        // in the order of additions to dq_block: of this key block among those that add to it; -1 for padding, which not every key block
                    // visits
   int rows;        // PACKED: the step's query rows before those of another sequence
   int lower;       // WINDOWS: query i of the step sees keys of the block from i + lower on

@@ -201,7 +201,7 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
   scores_done(s, at, j == low, wg);
   change_scores(x, p, t, row0, j * BN);
   if (masked) mask(x, p, h, j * BN, wg);
-  if (j > low) ring_wait(s.k_ring, at.k);
+  if (j > low) ring_wait(s.k_ring, at.k);   // here: it keeps the wait for o below the mask, see mma_wait
   mma_wait<0>(o, probabilities);
   ring_done(s.v_ring, at.v);
   exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
@@ -229,7 +229,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, DV> o;
-    rv m, kept, base, top, alpha;
+    rv m, kept, base, top, alpha;   // kept: t of the head of this file, where that is not parked
     rsum l;
     if (PACKED && wg == 0) clear_tail(p, s, at, t, count);
     int idle = TURNS ? t.rounds - (mine.seen - mine.low) : 0;

@@ -19,6 +19,8 @@ template<int S> TILE ring_pos ring_at(uint32_t n) {     // position of the n-th 
 template<int S, int R> TILE void ring_next(const ring<S, R> &, ring_pos &p) {
   if (++p.stage == S) { p.stage = 0; p.phase ^= 1; }
 }
+// The phase before a fresh semaphore's first counts as complete: the first S acquires pass. So positions count from the
+// kernel's begin, not from a task's.
 template<int S, int R> TILE void ring_acquire(ring<S, R> &r, ring_pos p) { sem_wait(r.empty[p.stage], p.phase ^ 1); }
 template<int S, int R> TILE void ring_expect(ring<S, R> &r, ring_pos p, uint32_t bytes) { sem_expect(r.full[p.stage], bytes); }
 // Producer that wrote the stage with generic stores.

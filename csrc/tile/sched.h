@@ -1,4 +1,4 @@
-// Task queue of a persistent block; backend-independent. The loader draws task numbers, statically (block, block + blocks, ...) or from a
+// Task queue of a persistent block; backend-independent. One thread (the loader, or a scheduler) draws task numbers, statically (block, block + blocks, ...) or from a
 // counter in global memory that starts at 0, and hands each to the compute roles, which hold it until they release it; a number >= tasks
 // ends a role. Positions count the tasks a role has been given.
 #pragma once
@@ -7,7 +7,7 @@ struct task_queue { int id[2]; sem full[2], empty[2]; };
 TILE void queue_init(task_queue &q, int consumers) {    // arrivals()
   for (int i = 0; i < 2; i++) { sem_init(q.full[i], 1); sem_init(q.empty[i], consumers); }
 }
-// Thread (the loader): the next task after `task` (any value at count 0) that is not to be skipped.
+// Thread (the one that draws): the next task after `task` (any value at count 0) that is not to be skipped.
 template<class F> TILE int next_task(uint32_t count, int task, int *counter, F skip) {
   bool first = count == 0;
   do {
@@ -16,7 +16,7 @@ template<class F> TILE int next_task(uint32_t count, int task, int *counter, F s
   } while (skip(task));
   return task;
 }
-// Thread (the loader): waits until the task two before is released, and hands one out. What it writes in between about the task is known with it.
+// Thread (the one that draws): waits until the task two before is released, and hands one out. What it writes in between about the task is known with it.
 TILE void queue_acquire(task_queue &q, uint32_t count) {
   ring_pos at = ring_at<2>(count);
   sem_wait(q.empty[at.stage], at.phase ^ 1);
