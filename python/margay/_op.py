@@ -135,11 +135,23 @@ def check(row, tensors, numbers, dtype_name, halves):
             n, first, _ = sizes.setdefault(size, (t.shape[i], name, i))
             if t.shape[i] != n:
                 raise ValueError(f"{row.name}: {name} has size {t.shape[i]} in dimension {i}, expected {n} ({size} of {first})")
+    numbers = {f["name"]: _number(row.name, f, numbers[f["name"]]) for f in row.numbers}
     for text, code in row.needs:
         if not eval(code, {}, {size: n for size, (n, _, _) in sizes.items()} | numbers):
             found = [f"{size} = {n} (dimension {i} of {first})" for size, (n, first, i) in sorted(sizes.items()) if _mentions(text, size)]
             found += [f"{name} is {value:g}" for name, value in numbers.items() if _mentions(text, name)]
             raise ValueError(f"{row.name}: {', '.join(found)}, expected {text}")
+
+
+def _number(op, f, value):
+    """As `_C` takes it, or refused in its words."""
+    if f["kind"] == "float":
+        return ops._number(op, f["name"], value)
+    if f["kind"] == "bool":
+        return bool(value)
+    if isinstance(value, float) or not hasattr(value, "__index__") or not -2**31 <= value.__index__() < 2**31:
+        raise TypeError(f"{op}: {f['name']} is {value!r}, expected an integer of 32 bits")
+    return value.__index__()
 
 
 def _mentions(text, name):

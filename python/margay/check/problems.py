@@ -245,8 +245,9 @@ def from_row(kernel, large):
     facts = dict(true=True, gpu=False, sms=SMS) | {f["name"]: _op.default(f) for f in op.numbers}
     for i in range(5 if large else 3):
         label = ("large", "few blocks")[i] if large and i < 2 else None
+        undrawn = (1, 3000) if label == "large" else (400, 1000) if i == 0 else (1, 300)      # the first: so many tasks that rings go round
         for _ in range(10000):
-            n = {size: r.randint(*(int(end) for end in op.draw.get(size, (1, 3000 if label == "large" else 300)))) for size in drawn}
+            n = {size: r.randint(*map(int, op.draw.get(size, undrawn))) for size in drawn}
             n = {size: -(-x // 8) * 8 if size in whole else x for size, x in n.items()}
             if all(eval(code, {}, facts | n) for code in conditions):
                 break
