@@ -33,60 +33,46 @@ TILE void loader(const params &p, shared &s, int) {
   tma_load(s.dstate, p.dstates, s.full, 0, 0, t.chunk, matrix);
 }
 
+// One gradient: a state (turned: else its transpose), with the scores of a's steps with b's, those of later steps or of
+// earlier ones, times x. Times scale is what `dstate` has already: the scores, and of dq, the first, all of it.
 typedef st<elem, 64, D> rows;
-// Scores of rows x with rows y, those of later steps (LATER) or of earlier ones, times scale.
-template<int LATER> TILE void scores_of(rt<elem, 64> &scores, const rows &x, const rows &y, float scale) {
-  rt<float, 64> t;
+TILE void gradient(const gmap &out, shared &s, const task &t, float scale, const rows &a, const rows &b, const rows &x,
+                   const st<elem, D, D> &state, bool later, bool turned) {
+  rt<float, 64> y;
+  rt<elem, 64> scores;
+  rt<float, D> d;
   mma_fence();
-  mma_ABt<ZERO>(t, x, y);
+  mma_ABt<ZERO>(y, a, b);
+  if (turned) mma_AB<ZERO>(d, a, state);
+  else mma_ABt<ZERO>(d, a, state);
   mma_commit();
-  mma_wait<0>(t);
-  if (LATER) triu(t, 0, 0.f);
-  else tril(t, 0, 0.f);
-  map(t, [=](float a) { return a * scale; });
-  convert(scores, t);
-}
-// d += scores x, and out.
-TILE void finish(const gmap &map, shared &s, const task &t, rt<float, D> &d, rt<elem, 64> &scores, const rows &x) {
+  mma_wait<0>(y, d);
+  if (later) triu(y, 0, 0.f);
+  else tril(y, 0, 0.f);
+  map(y, [=](float f) { return f * scale; });
+  if (!later) map(d, [=](float f) { return f * scale; });
+  convert(scores, y);
   mma_fence();
   mma_AB<ACC>(d, scores, x);
   mma_commit();
-  tma_store_wait_read();
-  wg_sync();
+  if (later) {                // the gradient before has left
+    tma_store_wait_read();
+    wg_sync();
+  }
   mma_wait<0>(d, scores);
   store(s.out, d);
   fence_async();
   wg_sync();
-  tma_store(map, s.out, t.chunk * 64, 0, t.head, t.batch);
+  tma_store(out, s.out, t.chunk * 64, 0, t.head, t.batch);
 }
 
 TILE void compute(const params &p, shared &s, int) {
   task t = block_task(p);
   float scale = p.scale;
-  rt<elem, 64> scores;
-  rt<float, D> d;
   sem_wait(s.full, 0);
-  scores_of<0>(scores, s.dout, s.v, scale);
-  mma_fence();
-  mma_ABt<ZERO>(d, s.dout, s.state);
-  mma_commit();
-  mma_wait<0>(d);
-  map(d, [=](float y) { return y * scale; });
-  finish(p.dq, s, t, d, scores, s.k);
-
-  scores_of<1>(scores, s.v, s.dout, scale);
-  mma_fence();
-  mma_ABt<ZERO>(d, s.v, s.dstate);
-  mma_commit();
-  mma_wait<0>(d);
-  finish(p.dk, s, t, d, scores, s.q);
-
-  scores_of<1>(scores, s.k, s.q, scale);
-  mma_fence();
-  mma_AB<ZERO>(d, s.k, s.dstate);
-  mma_commit();
-  mma_wait<0>(d);
-  finish(p.dv, s, t, d, scores, s.dout);
+  gradient(p.dq, s, t, scale, s.dout, s.v, s.k, s.state, false, false);
+  gradient(p.dk, s, t, scale, s.v, s.dout, s.q, s.dstate, true, false);
+  gradient(p.dv, s, t, scale, s.k, s.q, s.dout, s.dstate, true, true);
   tma_store_wait_read();
 }
 
