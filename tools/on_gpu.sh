@@ -26,7 +26,7 @@ tests attention tests/test_attention.py &
 tests features tests/test_features.py &
 tests drop-ins tests/drop_ins &
 tests decode tests/test_decode.py tests/test_explain.py &
-tests matmul tests/test_matmul.py tests/test_scan.py &
+tests matmul tests/test_matmul.py tests/test_scan.py tests/test_linear_attention.py tests/test_rows.py &
 tests torch tests/test_torch.py tests/test_numpy.py tests/test_import.py tests/test_demo.py &
 tests rest tests/test_bad_input.py tests/runtime tests/test_docs.py &
 tests attention-rest tests/test_bad_input_attention.py tests/test_deterministic.py &
