@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "python"))
+sys.path.append(str(ROOT / "python"))      # behind an installed package, whose extension is built
 from margay import _op  # noqa: E402
 from margay.bench import report  # noqa: E402
 
