@@ -5,16 +5,18 @@
 
 bool mg_begin(mg_call *c, mg_op op, const void *args) {
   const mg_row *row = mg_row_of(op);
-  const mg_tensor *like = NULL;
+  const mg_tensor *like = NULL, *first = NULL;   // the first HALF tensor that is read; the first of any
   bool some = false;
   c->op = op;
   c->args = args;
   if ((c->status = mg_check(op, args, &c->n))) return false;
   for (const mg_field *f = row->field; f < row->field + row->arguments; f++) {
     const mg_tensor *t = mg_is_tensor(f) ? mg_arg(args, f) : NULL;
+    if (!first && !mg_is_written(f)) first = t;
     if (!like && f->kind == KIND_HALF && !mg_is_written(f)) like = t;
     some |= t && mg_is_written(f) && f->role != ROLE_WORK && !mg_is_empty(t);
   }
+  if (!like) like = first;
   if (!some || (c->status = mg_context_open(&c->context, like, *(const mg_stream *)((const char *)args + row->stream)))) return false;
   c->problem = (mg_problem){.dtype = like->dtype, .gpu = c->context.device == MG_CUDA, .sms = c->context.sms, .size = c->n};
   return true;
