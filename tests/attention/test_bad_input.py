@@ -1,4 +1,4 @@
-"""Bad input at attention's features, packed sequences, decoding and the flash-attn functions; rows of docs/bad_inputs.md, as in test_bad_input.py."""
+"""Bad input at attention's features, packed sequences, decoding and the flash-attn functions; rows of docs/bad_inputs.md, as in tests/test_bad_input.py."""
 
 import math
 import re
@@ -12,7 +12,7 @@ import margay as mg
 from cases import DEVICES
 from margay import _C, flash_attn, flash_attn_interface, ops
 from margay.drop_ins import torch_attention
-from test_bad_input import Wrapped, refused, run_python, tensors
+from refusals import Wrapped, refused, run_python, tensors
 
 INT32 = dict(dtype=torch.int32)
 
