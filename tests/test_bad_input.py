@@ -3,7 +3,6 @@ The raw layer's and the mock driver's: tests/runtime."""
 
 import math
 import mmap
-import re
 import sys
 import threading
 

@@ -12,7 +12,8 @@ import torch
 import margay as mg
 import reference
 from cases import DEVICES, DIMS, HALF, check_error, largest_score, row_taken
-from margay import _C, _torch, flash_attn_interface
+from margay import _C, flash_attn_interface
+from margay.families.attention import attention_torch
 from margay.drop_ins import torch_attention
 
 CASES = 100
@@ -333,12 +334,12 @@ def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slo
     starts, _ = packed_places(lengths)
     heads = q.shape[1]
     sinks, slope = (torch.linspace(-1, 1, heads, device=device), torch.full((1, heads), 0.01, device=device))
-    features = _torch._features_of(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
+    features = attention_torch._features_of(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
                                      -1, softcap, dropout, *(max((pair[i] for pair in lengths), default=0) for i in (0, 1)), 11)
     nans = lambda t, *shape: torch.full(shape or t.shape, math.nan, dtype=t.dtype, device=device)
     out, lse, grads = nans(v, *q.shape[:3], v.shape[3]), nans(dlse), [nans(t) for t in (q, k, v)]
-    _torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
-    _torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
+    attention_torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
+    attention_torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
     return out, lse, *grads
 
 
