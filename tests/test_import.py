@@ -59,7 +59,7 @@ def test_public_names():
 
 
 def test_every_package_is_installed():
-    named = re.search(r"^packages = (\[.*\])$", (Path(__file__).parent.parent / "pyproject.toml").read_text(), re.M)
+    named = re.search(r"^packages = (\[.*?\])$", (Path(__file__).parent.parent / "pyproject.toml").read_text(), re.M | re.S)
     folders = [".".join(path.parent.relative_to(Path(mg.__file__).parent.parent).parts) for path in Path(mg.__file__).parent.rglob("__init__.py")]
     assert set(ast.literal_eval(named.group(1))) == set(folders)
 
