@@ -1,4 +1,5 @@
-// Rows of kernels.def as a table, the choice among them, and its explanation.
+// Rows of kernels.def as a table, the choice among them, and its explanation. kernel_rows.def is what setup.py makes of them: a row each for every
+// choice from their sets.
 // MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512 too.
 #include <stdio.h>
 #include <string.h>
@@ -10,7 +11,7 @@
 #define KERNEL(name, ...) \
   extern HIDDEN const mg_kernel_desc name##_base, name##_avx2, name##_avx512; \
   extern HIDDEN const unsigned char name##_image[], name##_image_end[];
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
 
 // Is the row one of those beside the call's kernel of op `main`? See csrc/kernels.def.
@@ -29,7 +30,7 @@ static inline bool stands_beside(const mg_kernel *row, mg_op main, const mg_prob
 #define UNPACK_SIZE(name) \
   const int64_t name = problem->size.name; \
   (void)name;
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
 #undef UNPACK
 #undef UNPACK_SIZE
@@ -38,7 +39,7 @@ static inline bool stands_beside(const mg_kernel *row, mg_op main, const mg_prob
 enum { D = 0, DV = 0, FEATURES = 0 };
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
   static mg_constants name##_constant(void) { enum { __VA_ARGS__ }; return (mg_constants){D, DV, FEATURES}; }
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
 
 #ifdef MARGAY_CUDA
@@ -69,7 +70,7 @@ const mg_kernel mg_kernels[] = {
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
   {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_when, name##_constant, DESC_##where(name), \
    IMAGE_##where(name)},
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
 };
 const int mg_kernel_count = sizeof mg_kernels / sizeof *mg_kernels;
