@@ -1,4 +1,4 @@
-"""The library over tests/mock/kernels.def and a driver that records its calls (tests/mock/libcuda.c); tensors of any kind
+"""The library over tests/mock/kernel_rows.def and a driver that records its calls (tests/mock/libcuda.c); tensors of any kind
 for the module."""
 import ctypes
 import importlib.machinery

@@ -39,8 +39,7 @@ static bool adds_parts(const mg_kernel *main) { return mg_desc(main)->tile_n >= 
 // Not every kernel zeroes dq itself: those for packed sequences and for all features have no thread for it. For pairs of 128
 // keys (D=128), and for groups in parts there, zeros before the kernel are 1 to 3 % faster.
 static bool writes_zeros(const plan *w) {
-  const char *features = strstr(w->main->constants, "FEATURES=");
-  return features && features[9] < '2' && mg_desc(w->main)->tile_n == 128 && (w->parts == 1 || mg_desc(w->main)->cluster > 1);
+  return w->main->constant().FEATURES < FEATURES_PACKED && mg_desc(w->main)->tile_n == 128 && (w->parts == 1 || mg_desc(w->main)->cluster > 1);
 }
 
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512
@@ -57,8 +56,11 @@ static int parts_of(const attention_shape *x, const mg_problem *problem, const p
 
 static mg_status make_plan(plan *w, const attention_shape *x, const mg_problem *problem, bool packed, const mg_context *c) {
   mg_status status = mg_select(&w->main, MG_OP_attention_bwd, problem, c);
-  if (!status) status = mg_select(&w->pre, MG_OP_attention_bwd_pre, problem, c);
-  if (!status) status = mg_select(&w->post, MG_OP_attention_bwd_post, problem, c);
+  if (status) return status;
+  mg_problem beside = *problem;
+  beside.main = w->main;
+  status = mg_select(&w->pre, MG_OP_attention_bwd_pre, &beside, c);
+  if (!status) status = mg_select(&w->post, MG_OP_attention_bwd_post, &beside, c);
   if (status) return status;
   int64_t heads = x->batch * x->q_heads;
   w->tile = mg_desc(w->main)->tile_m;

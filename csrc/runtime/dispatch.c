@@ -1,4 +1,5 @@
-// Rows of kernels.def as a table, the choice among them, and its explanation.
+// Rows of kernels.def as a table, the choice among them, and its explanation. kernel_rows.def is what setup.py makes of them: a row each for every
+// choice from their sets.
 // MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512 too.
 #include <stdio.h>
 #include <string.h>
@@ -10,8 +11,12 @@
 #define KERNEL(name, ...) \
   extern HIDDEN const mg_kernel_desc name##_base, name##_avx2, name##_avx512; \
   extern HIDDEN const unsigned char name##_image[], name##_image_end[];
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
+
+// Is the row one of those beside the call's kernel of op `main`? See csrc/kernels.def.
+static inline bool stands_beside(const mg_kernel *row, mg_op main, const mg_problem *p);
+#define BESIDE(op) stands_beside(row, MG_OP_##op, problem)
 
 // Conditions see the fields of the problem and its sizes as plain names.
 #define FIELDS(X) \
@@ -21,14 +26,21 @@
   const type field = problem->field; \
   (void)field;
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  static bool name##_when(const mg_problem *problem) { FIELDS(UNPACK) MG_SIZES(UNPACK_SIZE) return condition; }
+  static bool name##_when(const mg_kernel *row, const mg_problem *problem) { (void)row; FIELDS(UNPACK) MG_SIZES(UNPACK_SIZE) return condition; }
 #define UNPACK_SIZE(name) \
   const int64_t name = problem->size.name; \
   (void)name;
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
 #undef UNPACK
 #undef UNPACK_SIZE
+
+// What rows do not have among their constants is 0: theirs hide these.
+enum { D = 0, DV = 0, FEATURES = 0 };
+#define KERNEL(name, op, source, dtype, where, condition, ...) \
+  static mg_constants name##_constant(void) { enum { __VA_ARGS__ }; return (mg_constants){D, DV, FEATURES}; }
+#include "kernel_rows.def"
+#undef KERNEL
 
 #ifdef MARGAY_CUDA
 #define IMAGE_ANY(name) name##_image, name##_image_end
@@ -56,8 +68,9 @@ const bool mg_has_images = false;
 
 const mg_kernel mg_kernels[] = {
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_when, DESC_##where(name), IMAGE_##where(name)},
-#include "kernels.def"
+  {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_when, name##_constant, DESC_##where(name), \
+   IMAGE_##where(name)},
+#include "kernel_rows.def"
 #undef KERNEL
 };
 const int mg_kernel_count = sizeof mg_kernels / sizeof *mg_kernels;
@@ -88,7 +101,7 @@ static bool takes(const mg_kernel *row, const mg_problem *p, const mg_context *c
   if (row->dtype != p->dtype) append(why, "computes in %s", mg_dtype_name(row->dtype));
   else if (p->gpu && row->where == MG_CPU_ONLY) append(why, "runs on the CPU only");
   else if (!p->gpu && row->where == MG_GPU_ONLY) append(why, "runs on the GPU only");
-  else if (!row->when(p)) append(why, "needs %s", row->when_text);
+  else if (!row->when(row, p)) append(why, "needs %s", row->when_text);
   else if (p->gpu && c && !row->image) append(why, "was built without its GPU image");
   else if (row->desc[MG_ISA_BASE]->shared_bytes > shared)
     append(why, "needs %u bytes of shared memory, a block has %zu", row->desc[MG_ISA_BASE]->shared_bytes, shared);
@@ -110,6 +123,13 @@ static const mg_kernel *first_taker(mg_op op, const mg_problem *p, const mg_cont
   for (int i = 0; i < mg_kernel_count; i++)
     if (mg_kernels[i].op == op && takes(&mg_kernels[i], p, c, NULL)) return &mg_kernels[i];
   return NULL;
+}
+
+static inline bool stands_beside(const mg_kernel *row, mg_op op, const mg_problem *p) {
+  const mg_kernel *main = p->main ? p->main : first_taker(op, p, NULL);
+  if (!main) return false;
+  const mg_constants mine = row->constant(), theirs = main->constant();
+  return (!mine.D || mine.D == theirs.D) && (!mine.DV || mine.DV == (theirs.DV ? theirs.DV : theirs.D));
 }
 
 static bool has_size(mg_op op, int size) {

@@ -9,7 +9,7 @@
 
 enum {
 #define KERNEL(name, ...) ROW_##name,
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
   ROWS
 };

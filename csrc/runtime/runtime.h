@@ -91,16 +91,19 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int features;               // attention: FEATURES_* of attention/attention.h, the least set that the problem needs
   int sms;                    // multiprocessors of the device
   mg_sizes size;              // of rows that name theirs: conditions see them by name
+  const struct mg_kernel *main;   // the kernel that the call has chosen first, for rows BESIDE it; NULL: what dispatch would choose
 } mg_problem;
 
 typedef enum mg_isa { MG_ISA_BASE, MG_ISA_AVX2, MG_ISA_AVX512, MG_ISA_COUNT } mg_isa;   // AVX512: F, BW, VL, DQ and BF16
 typedef enum mg_where { MG_ANY, MG_CPU_ONLY, MG_GPU_ONLY } mg_where;
+typedef struct mg_constants { int D, DV, FEATURES; } mg_constants;
 typedef struct mg_kernel {
   const char *name, *source, *when_text, *constants;
   mg_op op;
   mg_dtype dtype;
   mg_where where;
-  bool (*when)(const mg_problem *);
+  bool (*when)(const struct mg_kernel *row, const mg_problem *);
+  mg_constants (*constant)(void);                   // the row's constants that hosts read; 0: not among them
   const mg_kernel_desc *desc[MG_ISA_COUNT];         // NULL where an instruction set was not built; BASE always exists
   const unsigned char *image, *image_end;           // the GPU's fatbin; both NULL in a CPU-only build
 } mg_kernel;

@@ -1,4 +1,4 @@
-// What tests/mock/kernels.def names: descriptions whose CPU function counts, and images that hold just the kernel's name.
+// What tests/mock/kernel_rows.def names: descriptions whose CPU function counts, and images that hold just the kernel's name.
 // Also the ops that module.c names, without arithmetic: they check, choose and launch, and so show what becomes of a call's arguments.
 #include <stdatomic.h>
 #include <stdint.h>
