@@ -56,10 +56,10 @@ typedef struct attention_fwd_params {
   int64_t out_row, out_head;
   int out_columns;
   float *lse;               // [batch, q_heads, q_total], natural log; NULL where not wanted
-  int *counter;             // dynamic task counter that starts at 0, or NULL: static order
+  int *counter;             // the workspace's first word, from which tasks are drawn: starts at 0. NULL: static order
   int tasks, q_blocks;      // q_blocks: blocks of query rows of one head
   int batch, q_heads, group;   // group: query heads per key head
-  int q_total, k_rows;      // rows of q in memory; keys of a dense sequence
+  int q_total, k_rows;      // q_total: rows of q in memory; k_rows: keys of a sequence, of the longest where packed
   int diagonal;             // query row i sees keys up to i + diagonal; 2^30 where not masked. Packed: before keys -
                             // rows of the sequence
   int l2_heads;             // heads in a section, inside which tasks run longest first; 1 without a mask
@@ -78,13 +78,13 @@ typedef struct attention_fp8_params {
 typedef struct attention_bwd_pre_params {
   gmap o, dout;
   const float *lse, *dlse;  // [batch, q_heads, q_total]; dlse may be NULL
-  float *lse2, *delta;      // [batch, q_heads, q_blocks * 64]
-  float *dq_acc;            // [batch, q_heads, q_blocks, D / 64] accumulator tiles of 64 x 64
+  float *lse2, *delta;      // [batch, q_heads, q_padded * 64]
+  float *dq_acc;            // [batch, q_heads, q_padded, D / 64] accumulator tiles of 64 x 64
   int64_t zero_blocks;      // of 64 rows, from the first on: the main kernel sees to others
   int *counters;
   int counter_words;
-  int tasks, q_blocks, q_heads;   // blocks of 64 rows, padding included
-  int q_total;              // rows of q in memory
+  int tasks, q_padded, q_heads;   // q_padded: blocks of 64 rows of one head, padding included
+  int q_total;              // rows of q in memory, as in the forward
   packed_rows packed;
   float ds_scale;           // as in attention_bwd_params
 } attention_bwd_pre_params;
@@ -109,20 +109,19 @@ typedef struct attention_bwd_params {
                             // heads later; 0: all zeros are there
   int *zeroed;              // [batch * k_heads], from 0: blocks of the grid that have done so for a head
   int acc_blocks;           // of dk and dv: blocks of 64 keys of a head; packed sequences: of all of them
-  int *counter;             // dynamic task counter
-  int *order;               // [batch, q_heads, q_blocks, 2]: key blocks that have added to this half of dq; NULL where
+  int *counter;             // in the workspace: tasks are drawn from it
+  int *order;               // [batch, q_heads, q_padded, 2]: key blocks that have added to this half of dq; NULL where
                             // not deterministic
   int tasks, k_blocks;
-  int q_blocks, q_real;     // blocks of the kernel's tile of query rows of one head: allocated (at least q_real + 1),
-                            // with rows in them
-                            // packed sequences: allocated for all of them together
+  int q_padded, q_blocks;   // blocks of the kernel's tile of query rows of one head: allocated, at least q_blocks + 1
+                            // (packed sequences: for all of them together); with rows in them
   int batch, q_heads, k_heads, group;   // k_heads: parts of all key heads; group: query heads of a part
   int parts;                // of a key head: a part is a share of its query heads, which a task walks over; 1: all of
                             // them
-  int q_rows, k_rows;       // of a sequence, of the longest one where they are packed
+  int q_rows, k_rows;       // rows and keys of a sequence, of the longest one where they are packed
   int diagonal;             // as above
   int l2_heads;             // parts of key heads in a section, inside which the blocks seen by most queries come first
-  float scale;              // softmax scale * log2(e): what the forward's parameters call scale_log2
+  float scale_log2;         // softmax scale * log2(e)
   float ds_scale, out_scale;   // the softmax scale again: of ds (delta has it too), and of dq and dk, whose product it
                                // is
 } attention_bwd_params;

@@ -20,10 +20,10 @@ TILE void init(shared &s) {
 // block of the workspace; row of lse and its map; rows from there on
 struct task { int batch, head, row0, rows; int64_t block, row; };
 TILE bool task_at(task &t, const attention_bwd_pre_params &p, int i) {
-  int bh = i / p.q_blocks, block = i - bh * p.q_blocks;
+  int bh = i / p.q_padded, block = i - bh * p.q_padded;
   t.batch = bh / p.q_heads;
   t.head = bh - t.batch * p.q_heads;
-  row_blocks all = blocks_of(p.packed, t.batch, t.head, p.q_heads, p.q_blocks);
+  row_blocks all = blocks_of(p.packed, t.batch, t.head, p.q_heads, p.q_padded);
   t.block = all.first + block;
   t.row0 = block * 64;
   t.rows = p.q_total - t.row0;

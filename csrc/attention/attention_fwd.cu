@@ -33,10 +33,10 @@ struct shared {
   ring<NC, ASYNC_READS> q_ring;
   sem v_clean[2];              // as in a ring of two stages, one a task: no other sequence's rows in v
   sem draw;                    // one phase a task: the next one may be drawn
-  held task_of[2];             // of even and odd tasks, as in the queue
+  query_task_smem task_of[2];  // of even and odd tasks, as in the queue
   task_queue queue;
 };
-struct places { ring_pos k, v; };   // a role's in the two rings
+struct kv_pos { ring_pos k, v; };   // a role's in the two rings
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
@@ -59,7 +59,7 @@ TILE void load(const gmap &m, st<elem, BN, C> (&tiles)[STAGES], kv_ring &r, ring
 // Draws a task while the last two key blocks of the one before are loaded: early enough to hide the counter's latency,
 // not so early that blocks which are done wait for tasks that others hold.
 TILE void scheduler(const attention_fwd_params &p, shared &s, int) {
-  task t;
+  query_task t;
   int next = next_task(p, 0, 0, t);
   for (uint32_t count = 0; hand_out(p, s.queue, s.task_of, count, next, t); count++) {
     sem_wait(s.draw, ring_at<1>(count).phase);
@@ -69,7 +69,7 @@ TILE void scheduler(const attention_fwd_params &p, shared &s, int) {
 // A warpgroup frees its q only with its last scores, for which the next task's keys and values need not wait.
 TILE void query_loader(const attention_fwd_params &p, shared &s, int) {
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
-    task t = get_held(s.task_of[count % 2], p);
+    query_task t = get_task(s.task_of[count % 2], p);
     for (int w = 0; w < NC; w++) {
       ring_pos q = q_stage(count, w);
       ring_acquire(s.q_ring, q);
@@ -80,9 +80,9 @@ TILE void query_loader(const attention_fwd_params &p, shared &s, int) {
   }
 }
 TILE void loader(const attention_fwd_params &p, shared &s, int) {
-  places at = {};
+  kv_pos at = {};
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
-    task t = get_held(s.task_of[count % 2], p);
+    query_task t = get_task(s.task_of[count % 2], p);
     int j = t.first + t.steps - 1, k_head = t.head / p.group, batch = in_memory(p, t);
     load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + j * BN, k_head, batch);
     if (t.steps == 1) sem_arrive<THREAD>(s.draw);
@@ -98,7 +98,7 @@ TILE void loader(const attention_fwd_params &p, shared &s, int) {
 
 // A task's first key block may have rows of the next sequence, or of none: 0 times what they hold may be NaN. The first
 // warpgroup clears them in v, while no tile is in its registers; all wait for it before their first product with v.
-TILE void clear_tail(const attention_fwd_params &p, shared &s, const places &at, const task &t, uint32_t count) {
+TILE void clear_tail(const attention_fwd_params &p, shared &s, const kv_pos &at, const query_task &t, uint32_t count) {
   int keys = t.seq.keys - (t.first + t.steps - 1) * BN;
   if (p.features.q_start && keys < BN) {
     ring_wait(s.v_ring, at.v);
@@ -112,13 +112,13 @@ TILE void clear_tail(const attention_fwd_params &p, shared &s, const places &at,
 
 // y, exponentials of scores, to probabilities and their sums.
 TILE void sum_up(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &y, const attention_fwd_params &p,
-                 const task &t, int row0, int col0) {
+                 const query_task &t, int row0, int col0) {
   row_sum(sum, y);
   drop(y, p, t, row0, col0);
   convert(probabilities, y);
 }
 TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, const rt<float, BN> &x, const rv &m,
-                       const attention_fwd_params &p, const task &t, int row0, int col0) {
+                       const attention_fwd_params &p, const query_task &t, int row0, int col0) {
   rt<float, BN> y;
   float c = exponent(p);
   map_row(y, x, m, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
@@ -126,7 +126,7 @@ TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, const rt<float, B
 }
 // The same from the scores' own origin; x is lost.
 TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &x, const rv &base, const rv &top,
-                       const attention_fwd_params &p, const task &t, int row0, int col0) {
+                       const attention_fwd_params &p, const query_task &t, int row0, int col0) {
   float c = exponent(p);
   map_row(x, base, [](float a, float b) { return a - b; });
   map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
@@ -141,7 +141,7 @@ TILE void raise_maximum(const attention_fwd_params &p, shared &s, const rt<float
 
 TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rv &kept,
                  const rsum &l, int wg) {
-  task t = get_held(s.task_of[count % 2], p);   // again, rather than in registers for the whole task
+  query_task t = get_task(s.task_of[count % 2], p);   // again, rather than in registers for the whole task
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
@@ -161,12 +161,12 @@ TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<fl
   }
 }
 
-TILE void scores(shared &s, places &at, rt<float, BN> &x, int wg) {   // the key block is there
+TILE void scores(shared &s, kv_pos &at, rt<float, BN> &x, int wg) {   // the key block is there
   mma_fence();
   mma_ABt<ZERO>(x, s.q[wg], s.k[at.k.stage]);
   mma_commit();
 }
-TILE void product(shared &s, places &at, rt<float, DV> &o, rt<elem, BN> &probabilities) {
+TILE void product(shared &s, kv_pos &at, rt<float, DV> &o, rt<elem, BN> &probabilities) {
   ring_wait(s.v_ring, at.v);
   mma_fence();
   mma_AB<ACC>(o, probabilities, s.v[at.v.stage]);
@@ -174,24 +174,24 @@ TILE void product(shared &s, places &at, rt<float, DV> &o, rt<elem, BN> &probabi
 }
 
 // The scores with a key block are there: its stage, and after the last one q, may be filled again.
-TILE void scores_done(shared &s, places &at, bool last, int wg) {
+TILE void scores_done(shared &s, kv_pos &at, bool last, int wg) {
   ring_done(s.k_ring, at.k);
   if (last) ring_release(s.q_ring, {wg, 0});   // whichever the phase is
 }
 // A key block that this warpgroup's rows do not see.
-TILE void pass_over(shared &s, places &at) {
+TILE void pass_over(shared &s, kv_pos &at) {
   ring_wait(s.k_ring, at.k);
   ring_done(s.k_ring, at.k);
   ring_wait(s.v_ring, at.v);
   ring_done(s.v_ring, at.v);
 }
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fwd_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<elem,
+TILE void step(const attention_fwd_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x, rt<elem,
                BN> &probabilities, rt<float, DV> &o,
                rv &m, rv &kept, rsum &l, int j, int low, int masked, int wg) {
   rsum sum;
-  task t = {};
-  if (EVERYTHING) t = get_held(h, p);
+  query_task t = {};
+  if (EVERYTHING) t = get_task(h, p);
   int row0 = t.row0 + wg * 64;
   my_turn(wg);
   scores(s, at, x, wg);
@@ -216,16 +216,16 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
 }
 
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
-  places at = {};
+  kv_pos at = {};
   if (PACKED && p.features.q_start)   // here, not behind the tasks: that took registers from them
     clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_total,
                        p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
   if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
-    const held &h = s.task_of[count % 2];
-    task t = get_held(h, p);
+    const query_task_smem &h = s.task_of[count % 2];
+    query_task t = get_task(h, p);
     int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
-    reach mine = get_reach(h, wg);
+    key_range mine = get_key_range(h, wg);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, DV> o;

@@ -5,14 +5,14 @@
 #include "attention/attention_features.h"
 
 enum { BM = 64 * NC };
-struct task {
+struct query_task {
   int batch, head, row0;       // row0 and keys count in the sequence
   int first, steps;            // key blocks first .. first + steps - 1
   int rounds;                  // the most key blocks that a warpgroup's rows see
   sequence seq;
 };
 // a packed sequence that is shorter than the longest
-TILE bool is_empty(const task &t) { return PACKED && t.row0 >= t.seq.rows; }
+TILE bool is_empty(const query_task &t) { return PACKED && t.row0 >= t.seq.rows; }
 // Key blocks up to the last that rows before `end` see, and the first that row `row` sees.
 TILE int blocks_seen(const sequence &q, int end) {
   int keys = end + q.diagonal < q.keys ? end + q.diagonal : q.keys;
@@ -22,9 +22,9 @@ TILE int first_block(const sequence &q, int row) { return WINDOWS && row + q.low
 
 // A warpgroup's own part of a task's key blocks: low .. seen - 1; all of its rows see all keys of blocks below `open`
 // keys that are not below `closed`.
-struct reach { int low, seen, open, closed; };
-TILE reach reach_of(const task &t, int row0) {
-  reach a;
+struct key_range { int low, seen, open, closed; };
+TILE key_range key_range_of(const query_task &t, int row0) {
+  key_range a;
   int last = t.first + t.steps - 1, see = row0 + t.seq.diagonal + 1;
   a.low = first_block(t.seq, row0) < last ? first_block(t.seq, row0) : last;
   a.seen = blocks_seen(t.seq, row0 + 64) > a.low ? blocks_seen(t.seq, row0 + 64) : a.low + 1;
@@ -34,8 +34,8 @@ TILE reach reach_of(const task &t, int row0) {
 }
 
 // Heads go in sections; the row blocks with most keys of a section first.
-TILE task task_at(const attention_fwd_params &p, int i) {
-  task t;
+TILE query_task task_at(const attention_fwd_params &p, int i) {
+  query_task t;
   int section = i / (p.l2_heads * p.q_blocks), r = i - section * p.l2_heads * p.q_blocks,
       left = p.batch * p.q_heads - section * p.l2_heads;
   int heads = left < p.l2_heads ? left : p.l2_heads, block = p.q_blocks - 1 - r / heads,
@@ -52,25 +52,25 @@ TILE task task_at(const attention_fwd_params &p, int i) {
   if (TURNS && WINDOWS) {
     t.rounds = 1;
     for (int w = 0; w < NC; w++) {
-      reach r = reach_of(t, t.row0 + w * 64);
+      key_range r = key_range_of(t, t.row0 + w * 64);
       if (r.seen - r.low > t.rounds) t.rounds = r.seen - r.low;
     }
   }
   return t;
 }
 // Thread: the next task's number, and what it is.
-TILE int next_task(const attention_fwd_params &p, uint32_t count, int i, task &t) {
+TILE int next_task(const attention_fwd_params &p, uint32_t count, int i, query_task &t) {
   return next_task(count, i, p.counter, [&](int i) {
     if (i < p.tasks) t = task_at(p, i);
     return i < p.tasks && is_empty(t);
   });
 }
 // batch of the maps
-TILE int in_memory(const attention_fwd_params &p, const task &t) { return PACKED && p.features.q_start ? 0 : t.batch; }
+TILE int in_memory(const attention_fwd_params &p, const query_task &t) { return PACKED && p.features.q_start ? 0 : t.batch; }
 
 // A task in shared memory: dividing its number again would cost each role a third of a microsecond.
-struct held { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower; reach of[NC]; };
-TILE void put_held(held &h, const task &t) {
+struct query_task_smem { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower; key_range ranges[NC]; };
+TILE void put_task(query_task_smem &h, const query_task &t) {
   put(h.batch, t.batch);
   put(h.head, t.head);
   put(h.row0, t.row0);
@@ -86,31 +86,31 @@ TILE void put_held(held &h, const task &t) {
     put(h.lower, t.seq.lower);
   }
   for (int w = 0; w < NC; w++) {
-    reach a = reach_of(t, t.row0 + w * 64);
-    put(h.of[w].low, a.low);
-    put(h.of[w].seen, a.seen);
-    put(h.of[w].open, a.open);
-    put(h.of[w].closed, a.closed);
+    key_range a = key_range_of(t, t.row0 + w * 64);
+    put(h.ranges[w].low, a.low);
+    put(h.ranges[w].seen, a.seen);
+    put(h.ranges[w].open, a.open);
+    put(h.ranges[w].closed, a.closed);
   }
 }
-TILE task get_held(const held &h, const attention_fwd_params &p) {
-  task t = {get(h.batch), get(h.head), get(h.row0), get(h.first), get(h.steps), get(h.rounds),
+TILE query_task get_task(const query_task_smem &h, const attention_fwd_params &p) {
+  query_task t = {get(h.batch), get(h.head), get(h.row0), get(h.first), get(h.steps), get(h.rounds),
       {0, 0, p.q_total, p.k_rows, p.diagonal, -UNMASKED}};
   if (WINDOWS) t.seq = {get(h.q0), get(h.k0), get(h.rows), get(h.keys), get(h.diagonal), get(h.lower)};
   return t;
 }
-TILE reach get_reach(const held &h, int wg) {
-  return {get(h.of[wg].low), get(h.of[wg].seen), get(h.of[wg].open), get(h.of[wg].closed)};
+TILE key_range get_key_range(const query_task_smem &h, int wg) {
+  return {get(h.ranges[wg].low), get(h.ranges[wg].seen), get(h.ranges[wg].open), get(h.ranges[wg].closed)};
 }
 
 // A task's q has a stage of the ring for each warpgroup, all of which every task fills.
 TILE ring_pos q_stage(uint32_t count, int wg) { return {wg, ring_at<1>(count).phase}; }
 
 // Thread: hands out a task, which t describes; false for what comes behind the last.
-TILE bool hand_out(const attention_fwd_params &p, task_queue &q, held (&task_of)[2], uint32_t count, int next,
-                   const task &t) {
+TILE bool hand_out(const attention_fwd_params &p, task_queue &q, query_task_smem (&task_of)[2], uint32_t count, int next,
+                   const query_task &t) {
   queue_acquire(q, count);
-  if (next < p.tasks) put_held(task_of[count % 2], t);
+  if (next < p.tasks) put_task(task_of[count % 2], t);
   queue_give(q, count, next);
   return next < p.tasks;
 }
@@ -129,7 +129,7 @@ TILE void skip_turn(int wg) {
 }
 
 // The task is read again: in registers from the task's begin on it would cost the other steps some.
-TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const held &h, int col0, int wg) {
+TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const query_task_smem &h, int col0, int wg) {
   int row0 = get(h.row0) + wg * 64 - col0, keys = (WINDOWS ? get(h.keys) : p.k_rows) - col0;
   int diagonal = row0 + (WINDOWS ? get(h.diagonal) : p.diagonal), lower = WINDOWS ? row0 + get(h.lower) : 0;
   if (WINDOWS && lower > -64) triu(x, lower, -infinity());
@@ -141,12 +141,12 @@ TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const held &h, i
 TILE float exponent(const attention_fwd_params &p) {
   return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2;
 }
-TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
+TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const query_task &t, int row0, int col0) {
   if (!EVERYTHING || !changes_scores(p.features)) return;
   cap_scores(x, p.features, p.scale_log2);
   bias_scores(x, slope_of(p.features, t.batch, t.head), row0 + t.seq.keys - t.seq.rows - col0);
 }
-TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
+TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const query_task &t, int row0, int col0) {
   if (EVERYTHING && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
 }
 

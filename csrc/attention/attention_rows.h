@@ -55,8 +55,8 @@ TILE int padded_block(const int *q_start, int batch, int tile) { return q_start[
 
 // The same for blocks of 64 rows, of (batch, head), and how many there are.
 struct row_blocks { int first, count; };
-TILE row_blocks blocks_of(const packed_rows &p, int batch, int head, int q_heads, int q_blocks) {
-  if (!p.start) return {(batch * q_heads + head) * q_blocks, q_blocks};
+TILE row_blocks blocks_of(const packed_rows &p, int batch, int head, int q_heads, int q_padded) {
+  if (!p.start) return {(batch * q_heads + head) * q_padded, q_padded};
   int first = padded_block(p.start, batch, 64 * p.tile) * p.tile;
   return {head * p.head_blocks + first, padded_block(p.start, batch + 1, 64 * p.tile) * p.tile - first};
 }
