@@ -32,7 +32,8 @@ typedef struct dl_managed_versioned {   // capsule "dltensor_versioned"
   dl_tensor tensor;
 } dl_managed_versioned;
 
-// Capsule "dlpack_exchange_api", attribute __dlpack_c_exchange_api__ of a tensor type. Functions return 0, or -1 with an exception set.
+// Capsule "dlpack_exchange_api", attribute __dlpack_c_exchange_api__ of a tensor type. Functions return 0, or -1 with
+// an exception set.
 typedef struct dl_exchange {
   dl_version version;
   const struct dl_exchange *previous;   // a table of an older major version

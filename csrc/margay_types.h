@@ -20,8 +20,9 @@ typedef enum mg_device { MG_CPU, MG_CUDA } mg_device;
 typedef enum mg_activation { MG_NONE, MG_RELU, MG_GELU, MG_GELU_TANH, MG_SILU } mg_activation;
 
 // A view of memory somebody else owns. Strides in elements.
-// On the GPU the address and all strides of a tensor are multiples of 16 bytes, and rows of an output are written in units of 16 bytes: where
-// its last dimension is not a multiple of that, the elements behind each row, up to the next multiple, are overwritten too.
+// On the GPU the address and all strides of a tensor are multiples of 16 bytes, and rows of an output are written in
+// units of 16 bytes: where its last dimension is not a multiple of that, the elements behind each row, up to the next
+// multiple, are overwritten too.
 typedef struct mg_tensor {
   void *data;
   mg_dtype dtype;

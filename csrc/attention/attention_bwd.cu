@@ -50,7 +50,8 @@ TILE void init(shared &s) {
 
 // ---- what feeds the compute warpgroups
 
-// Zeros of dq for a later head. Rows for packed sequences have no thread for it, as writes_zeros() in attention_bwd.c knows.
+// Zeros of dq for a later head. Rows for packed sequences have no thread for it, as writes_zeros() in attention_bwd.c
+// knows.
 TILE void zero_writer(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
 
 // Warpgroup or warp. Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times

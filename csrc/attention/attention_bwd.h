@@ -30,7 +30,8 @@ struct key_task {
   int first, blocks, rotation, steps;   // query blocks first .. first + blocks - 1 of each head, of which block
                                         // first + rotation is the first
   int q_blocks;                         // query blocks of a head that have rows in them; the next one is padding
-  int base;                             // the batch's or sequence's first query block in lse2, delta and dq_acc: of head 0
+  int base;                             // the batch's or sequence's first query block in lse2, delta and dq_acc: of
+                                        // head 0
   sequence seq;
 };
 TILE bool is_empty(const key_task &t) { return PACKED && t.key0 >= t.seq.keys; }

@@ -159,8 +159,8 @@ TILE void grads_release(shared &s, uint32_t n) {
   sem_arrive_at(s.ring_dout.empty[at.stage], other_rank());
 }
 
-// The matrix work of step n. BEFORE: the task has a step n - 1; DQ: it has a step n - 2, whose dq is this warpgroup's. dq's
-// registers are then dp's.
+// The matrix work of step n. BEFORE: the task has a step n - 1; DQ: it has a step n - 2, whose dq is this warpgroup's.
+// dq's registers are then dp's.
 template<bool BEFORE, int A, bool DQ>
 TILE void matrix_work(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);

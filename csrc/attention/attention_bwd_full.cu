@@ -1,7 +1,9 @@
 // Attention backward with all features for wide heads (Dao 2023, algorithm 2), for a block of 64 keys that walks over
 // the blocks of 64 query rows i:
-//   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T;  ds = p (dp - delta) cap'(q_i k^T)
-//   dv += (keep * p)^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0 or 1 / (1 - dropout)
+//   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T;  ds = p (dp - delta) cap'(q_i
+//                                         k^T)
+//   dv += (keep * p)^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0
+//                               or 1 / (1 - dropout)
 // dk and dv of 64 keys fill the registers of two warpgroups: each owns half of the columns of dk, dv and dq, and
 // computes p and ds for half of the keys, which both then read from shared memory.
 #include "attention/attention_bwd.h"

@@ -122,8 +122,8 @@ TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, ui
   const step_info &info = s.info[n % SLOTS];
   int position = position_of(info);
   int64_t tile = (int64_t)get(info.dq_block) * (D / 64) + cluster_rank() * 2 + wg;
-  // As add_dq, which asks first whether there is an order: here that costs instructions. Padding's position of -1 has come,
-  // and nobody waits for the next.
+  // As add_dq, which asks first whether there is an order: here that costs instructions. Padding's position of -1 has
+  // come, and nobody waits for the next.
   if (DETERMINISTIC) order_wait(p.order + tile, position);
   add_acc(p.dq_acc + tile * 64 * 64, dq);
   if (DETERMINISTIC) order_pass(p.order + tile, position + 1);

@@ -1,6 +1,6 @@
-// The splits of attention_decode.cu to one result:  total = log2(sum_i 2^(lse_i) + 2^(sink)),  o = sum_i 2^(lse_i - total) o_i
-// A warp for each row and 32 columns. The time of this kernel is latency: of its start, of one round of loads, and of code that no multiprocessor has
-// at hand, so that more of it costs more.
+// The splits of attention_decode.cu to one result: total = log2(sum_i 2^(lse_i) + 2^(sink)), o = sum_i 2^(lse_i -
+// total) o_i A warp for each row and 32 columns. The time of this kernel is latency: of its start, of one round of
+// loads, and of code that no multiprocessor has at hand, so that more of it costs more.
 #include "tile/tile.h"
 #include "attention/attention_decode.h"
 
@@ -23,7 +23,8 @@ TILE void add_splits(wv<32> &o, const wv<32> (&x)[LOADS], const wv<LOADS> &weigh
 
 TILE void combine(const attention_combine_params &p, shared &, int warp) {
   for (int i = block_index() * WARPS + warp; i < p.tasks; i += block_count() * WARPS) {
-    int column0 = i % p.column_blocks * 32, row = i / p.column_blocks, r = row % p.rows;   // row: over [batch, key head, r]
+    // row: over [batch, key head, r]
+    int column0 = i % p.column_blocks * 32, row = i / p.column_blocks, r = row % p.rows;
     int batch = row / p.rows / p.k_heads, query = r % p.queries, head = row / p.rows % p.k_heads * (p.q_heads / p.k_heads) + r / p.queries;
     int64_t first = (int64_t)(row / p.rows) * p.splits * p.rows + r;
     const float *part = p.part + first * p.dim + column0;

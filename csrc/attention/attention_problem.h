@@ -1,4 +1,5 @@
-// What the host halves of attention's forward and backward share: reading the arguments, what follows from them for the kernels.
+// What the host halves of attention's forward and backward share: reading the arguments, what follows from them for the
+// kernels.
 #pragma once
 #include <float.h>
 #include <math.h>

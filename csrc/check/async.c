@@ -58,7 +58,8 @@ void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_
   if (sem < 0) return;
   semaphore *s = &ck.sem[sem];
   s->issued += bytes;
-  if (ck.kernel->cluster == 1 && s->issued > s->expected && rule_on(CK_BYTES)) {   // in a cluster other blocks' copies may come before the expectation
+  // in a cluster other blocks' copies may come before the expectation
+  if (ck.kernel->cluster == 1 && s->issued > s->expected && rule_on(CK_BYTES)) {
     report_place(offset_in_block(at));
     report(CK_BYTES, pc, NULL, -1, "copies %d bytes in phase %d of {s:%d}: %d in all, and %d are expected", bytes, s->completed, offset_in_block(at), s->issued,
            s->expected);
@@ -72,7 +73,8 @@ void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_
   point();
 }
 
-// From this block to another of the cluster: a remote arrival, and a load whose source is shared memory, read until that phase is complete.
+// From this block to another of the cluster: a remote arrival, and a load whose source is shared memory, read until
+// that phase is complete.
 void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *at, int bytes, ck_effect run, const void *closure, size_t size) {
   const int sem = ck.failed ? -1 : sem_of(pc, at);
   if (sem < 0 || !shadow_access(pc, from, ACCESS_ASYNC, sem_component(sem), ck.sem[sem].completed + 1)) return;

@@ -17,7 +17,8 @@ extern "C" {
 #endif
 
 // ---- what a kernel calls
-typedef struct ck_region { const void *p; int rows, pitch, bytes; } ck_region;   // `bytes` in each of `rows` rows, `pitch` bytes apart
+// `bytes` in each of `rows` rows, `pitch` bytes apart
+typedef struct ck_region { const void *p; int rows, pitch, bytes; } ck_region;
 typedef void (*ck_effect)(void *closure);
 
 // State of a register tile or vector: tickets of the product groups that still write or read it (0: none).
@@ -36,7 +37,8 @@ void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind)
 void ck_bounds(const void *pc, bool inside, const char *what, const void *tile);
 void ck_begins_at(const void *pc, int at, int unit, const void *tile);
 void ck_called_by(const void *pc, int width);
-void ck_global_load(const void *pc, const void *p, size_t bytes, const void *sem);   // what the next copy or store touches in global memory
+// what the next copy or store touches in global memory
+void ck_global_load(const void *pc, const void *p, size_t bytes, const void *sem);
 void ck_global_store(const void *pc, const void *p, size_t bytes);
 
 // `closure` is copied; the effect comes later.
@@ -49,7 +51,8 @@ void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a
 
 void ck_sem_init(const void *pc, const void *sem, int count);
 void ck_sem_wait(const void *pc, const void *sem, uint32_t phase);
-enum ck_where { CK_LOCAL, CK_REMOTE, CK_ORDERED };            // not local: a semaphore of any block of the cluster; ordered: like a local one
+enum ck_where { CK_LOCAL, CK_REMOTE, CK_ORDERED };            // not local: a semaphore of any block of the cluster;
+                                                              // ordered: like a local one
 void ck_sem_arrive(const void *pc, const void *sem, int width, enum ck_where where);
 void ck_sem_expect(const void *pc, const void *sem, uint32_t bytes);
 void ck_bar(const void *pc, int id, int threads, bool waits);
@@ -99,12 +102,14 @@ typedef struct ck_request {
   int site_count;
   int32_t ordered;                      // additions to global memory must be ordered too (deterministic kernels)
 } ck_request;
-// offset: of the semaphore in its block's struct, or -1; value: phase, bytes, arrivals (negative: at any block of the cluster), groups ...
+// offset: of the semaphore in its block's struct, or -1; value: phase, bytes, arrivals (negative: at any block of the
+// cluster), groups ...
 typedef struct ck_event { const void *pc; int32_t op, fiber, block, offset, value; } ck_event;
 
 // Run all blocks once. 0: no report. Else `text` holds the report as JSON (always terminated).
 int ck_run(const ck_kernel *kernel, const ck_request *request, const void *params, int blocks, char *text, size_t size);
-// Every synchronisation and asynchronous issue of the last run, in the order of execution; at most `most`. Returns how many there were.
+// Every synchronisation and asynchronous issue of the last run, in the order of execution; at most `most`. Returns how
+// many there were.
 int ck_events(ck_event *events, int most);
 long ck_steps(void);                    // of the last run's scheduler
 #ifdef __cplusplus

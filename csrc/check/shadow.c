@@ -3,14 +3,17 @@
 //
 // Rules, for an access by a fiber that has seen clock `seen` and fenced `fenced`:
 //   a read sees the last write;                                  a write sees the last write and all reads since it
-//   an asynchronous access also has the fence of a generic write it follows; an asynchronous write also that of generic reads (strict)
-//   inside a warpgroup, other threads' accesses are known after wg_sync or a named barrier: the elected thread stands for them
+//   an asynchronous access also has the fence of a generic write it follows; an asynchronous write also that of generic
+//       reads (strict)
+//   inside a warpgroup, other threads' accesses are known after wg_sync or a named barrier: the elected thread stands
+//       for them
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "check/engine.h"
 
-// Tiles and vectors have cells of 32 bytes, which no window cuts; scalars, and only they, cells of 4. One element of a vector is in its tile cell.
+// Tiles and vectors have cells of 32 bytes, which no window cuts; scalars, and only they, cells of 4. One element of a
+// vector is in its tile cell.
 enum { TILE_CELL = 32, WORD_CELL = 4, READERS = 7 };
 typedef struct touch { uint16_t who, pc; uint32_t value : 30, generic : 1, used : 1; } touch;
 typedef struct cell { touch write, read[READERS]; } cell;

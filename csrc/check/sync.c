@@ -25,7 +25,8 @@ bool begin(const void *pc, enum ck_op op, const void *at, int value) {
   if (ck.failed) return false;
   if (ck.current < 0) return true;
   fiber *f = self();
-  if (ck.request->mutation == CK_EARLY && op != CK_OP_FENCE_ASYNC) {   // a fence in front of the arrival comes early with it
+  // a fence in front of the arrival comes early with it
+  if (ck.request->mutation == CK_EARLY && op != CK_OP_FENCE_ASYNC) {
     int ahead = 1;
     const ck_event *next = event_of(ck.current, f->events + ahead);
     while (next && next->op == CK_OP_FENCE_ASYNC) next = event_of(ck.current, f->events + ++ahead);
@@ -211,7 +212,8 @@ void ck_sem_wait(const void *pc, const void *at, uint32_t phase) {
   if (sem < 0) return;
   semaphore *s = &ck.sem[sem];
   const int parity = (int)(phase ^ mutated(pc, CK_PHASE)), next = ck.watcher[sem][ck.current].phases;
-  const int meant = !ck.watcher[sem][ck.current].waits ? -parity : (next & 1) == parity ? next : next - 1;   // -1: the one before the first
+  // -1: the one before the first
+  const int meant = !ck.watcher[sem][ck.current].waits ? -parity : (next & 1) == parity ? next : next - 1;
   if (s->completed > meant + 1 && rule_on(CK_PHASE_SEEN)) {
     report_sem(s);
     if (meant < 0)

@@ -1,4 +1,5 @@
-// Gradients of linear_attention.cu's o, with S the state before the chunk and G that of the gradients behind it, G = sum of scale q_t do_t^T:
+// Gradients of linear_attention.cu's o, with S the state before the chunk and G that of the gradients behind it, G =
+// sum of scale q_t do_t^T:
 //   dq_i = scale (S do_i + sum over j <= i of (do_i . v_j) k_j)
 //   dk_j = G v_j + scale sum over i >= j of (v_j . do_i) q_i
 //   dv_j = G^T k_j + scale sum over i >= j of (k_j . q_i) do_i

@@ -1,6 +1,6 @@
-// The CPU backend: clusters of blocks over threads. In a process with OpenMP (PyTorch has loaded one) they are OpenMP's: two pools
-// would compete for the cores, since OpenMP's threads spin for a while after each piece of work. Elsewhere they are a pool of our
-// own, which grows on demand, never shrinks, and starts anew after a fork.
+// The CPU backend: clusters of blocks over threads. In a process with OpenMP (PyTorch has loaded one) they are
+// OpenMP's: two pools would compete for the cores, since OpenMP's threads spin for a while after each piece of work.
+// Elsewhere they are a pool of our own, which grows on demand, never shrinks, and starts anew after a fork.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -26,7 +26,8 @@ static mg_isa detect_isa(void) {
   mg_isa best = MG_ISA_BASE;
 #ifdef __x86_64__
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = MG_ISA_AVX2;   // every CPU with AVX2 has F16C
+  // every CPU with AVX2 has F16C
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = MG_ISA_AVX2;
   if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
     best = MG_ISA_AVX512;
@@ -80,8 +81,8 @@ static int default_threads(void) {
 typedef void parallel_fn(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 static atomic_bool in_a_fork;       // GNU's runtime waits forever there for its parent's threads
 
-// OpenMP's entry point for a parallel region; GNU's, LLVM's and Intel's runtimes have it. NULL in a process without OpenMP. It may be
-// loaded after us, so its absence is not remembered.
+// OpenMP's entry point for a parallel region; GNU's, LLVM's and Intel's runtimes have it. NULL in a process without
+// OpenMP. It may be loaded after us, so its absence is not remembered.
 static parallel_fn *find_openmp(void) {
   static atomic_uintptr_t known;
   if (atomic_load_explicit(&in_a_fork, memory_order_relaxed)) return NULL;
@@ -122,8 +123,8 @@ static pool the_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTH
 
 extern _Thread_local size_t mg_machine_lacks;   // of tile/cpu/fiber.h
 
-// False without the memory that a cluster needs. A thread gets it before it takes one: what was taken has to run, for others may
-// wait for it.
+// False without the memory that a cluster needs. A thread gets it before it takes one: what was taken has to run, for
+// others may wait for it.
 static bool take_part(job *j) {
   const int cluster = (int)j->desc->cluster;
   mg_machine_lacks = 0;

@@ -1,5 +1,6 @@
 // Rows of kernels.def as a table, the choice among them, and its explanation.
-// MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512 too.
+// MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512
+// too.
 #include <stdio.h>
 #include <string.h>
 #include "runtime/driver.h"

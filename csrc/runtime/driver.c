@@ -1,4 +1,5 @@
-// Finding the driver and its devices. State is written under `lock` and published with a release store; readers take no lock.
+// Finding the driver and its devices. State is written under `lock` and published with a release store; readers take no
+// lock.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>

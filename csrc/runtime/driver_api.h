@@ -1,5 +1,6 @@
-// The part of the CUDA driver's binary interface that Margay uses, declared here so that the driver layer builds, and is tested against a
-// mock driver, where no CUDA toolkit is installed. tests/mock/abi.c holds every size, offset and constant against cuda.h.
+// The part of the CUDA driver's binary interface that Margay uses, declared here so that the driver layer builds, and
+// is tested against a mock driver, where no CUDA toolkit is installed. tests/mock/abi.c holds every size, offset and
+// constant against cuda.h.
 #pragma once
 #include <stdint.h>
 #include "margay.h"

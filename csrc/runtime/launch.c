@@ -1,5 +1,5 @@
-// Contexts, kernels and launches. On the GPU nothing here synchronises (but under MARGAY_SYNC=1, outside graph capture) or allocates device
-// memory; a row's image is loaded at its first launch, which may happen inside a graph capture.
+// Contexts, kernels and launches. On the GPU nothing here synchronises (but under MARGAY_SYNC=1, outside graph capture)
+// or allocates device memory; a row's image is loaded at its first launch, which may happen inside a graph capture.
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -50,7 +50,8 @@ mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream) {
 
 // ---- loading
 
-// Kernels belong to no context; their attributes are per device. Written under `load_lock`, published by the bit of `devices`.
+// Kernels belong to no context; their attributes are per device. Written under `load_lock`, published by the bit of
+// `devices`.
 static struct { cu_kernel kernel; _Atomic uint64_t devices; } loaded[ROWS];
 static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -74,13 +75,15 @@ static mg_status load_on_device(const mg_kernel *row, const mg_gpu *gpu) {
   mg_status status = *kernel ? MG_OK : load_kernel(row, kernel);
   if (status) return status;
   int error = mg_cu.cuKernelSetAttribute(CU_FUNC_MAX_DYNAMIC_SHARED, shared, *kernel, gpu->device);
-  // Without, the next kernel was 12 us late: likely because a multiprocessor whose L1 is large has to be empty before it takes blocks with much shared memory.
+  // Without, the next kernel was 12 us late: likely because a multiprocessor whose L1 is large has to be empty before
+  // it takes blocks with much shared memory.
   if (!error && mg_desc(row)->followed) error = mg_cu.cuKernelSetAttribute(CU_FUNC_SHARED_CARVEOUT, 100, *kernel, gpu->device);
   if (!error) return MG_OK;
   return mg_driver_fail(error, "%s: the kernel %s cannot have %d bytes of shared memory", mg_op_name(row->op), row->name, shared);
 }
 
-// Loading is forbidden to a thread whose stream is being captured in the strict modes, though it adds nothing to the graph.
+// Loading is forbidden to a thread whose stream is being captured in the strict modes, though it adds nothing to the
+// graph.
 static mg_status load_relaxed(const mg_kernel *row, const mg_gpu *gpu) {
   int mode = CU_CAPTURE_RELAXED;
   int error = mg_cu.cuThreadExchangeStreamCaptureMode(&mode);

@@ -1,14 +1,16 @@
-// Mamba-2 SSD forward (Dao & Gu 2024, section 6), one pass over the sequence in chunks of 64 steps, the state in registers throughout.
-// With l_i = sum of dt_k a for k <= i, inside a chunk whose last step is e, and S the state before it:
+// Mamba-2 SSD forward (Dao & Gu 2024, section 6), one pass over the sequence in chunks of 64 steps, the state in
+// registers throughout. With l_i = sum of dt_k a for k <= i, inside a chunk whose last step is e, and S the state
+// before it:
 //   y^T = e^(l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_i - l_j) dt_j for j <= i, plus d on the diagonal
 //   S   = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
-// Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps past the end read as
-// dt = 0: they add nothing and decay nothing.
-// Roles: a loader thread; a scan warp: dt -> each head's vectors; a score warpgroup: each head's P; GROUPS state warpgroups of HEADS heads.
+// Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps
+// past the end read as dt = 0: they add nothing and decay nothing. Roles: a loader thread; a scan warp: dt -> each
+// head's vectors; a score warpgroup: each head's P; GROUPS state warpgroups of HEADS heads.
 #include "tile/tile.h"
 #include "ssd/ssd.h"
 
-enum { Q = 64, ALL = GROUPS * HEADS };   // Q: steps of a chunk. N (state), HEADS (1 or 2), GROUPS, PER_SM and *_REGS come from the row
+enum { Q = 64, ALL = GROUPS * HEADS };   // Q: steps of a chunk. N (state), HEADS (1 or 2), GROUPS, PER_SM and *_REGS
+                                         // come from the row
 
 struct vectors { sv<Q> l, m, decay, weight; };   // base 2: l_i; l_j - log dt_j; e^(l_i); dt_j e^(l_e - l_j)
 struct shared {
@@ -19,7 +21,8 @@ struct shared {
   ring<2> dt_ring, x_ring[ALL];
   ring<2, ASYNC_READS> bc_ring;
   ring<2, ASYNC_READS> v_ring;   // refilled by plain stores only, which need no fence
-  sem p_full[2];                 // refilled behind v_ring, whose stage the scan warp fills only after every reader of p has released it
+  sem p_full[2];                 // refilled behind v_ring, whose stage the scan warp fills only after every reader of p
+                                 // has released it
 };
 
 TILE void init(shared &s) {

@@ -1,4 +1,5 @@
-// What Hopper asks of a kernel's types and of its block. Every backend asserts it, so that the CPU build and the checker refuse what nvcc refuses.
+// What Hopper asks of a kernel's types and of its block. Every backend asserts it, so that the CPU build and the
+// checker refuse what nvcc refuses.
 #pragma once
 enum { SM_REGISTERS = 65536, BLOCK_SHARED_BYTES = 227 * 1024 };
 // Registers of a thread at launch, which setmaxnreg then moves between warpgroups.
@@ -13,7 +14,8 @@ constexpr int registers_at_launch(int threads, int blocks_per_sm) { return SM_RE
                 "a product has 32, 64, 80, 96, 128, 160, 176, 192 or 256 columns")
 #define ROLE_RULES(REGISTERS) \
   static_assert((REGISTERS) == 0 || ((REGISTERS) % 8 == 0 && (REGISTERS) >= 24 && (REGISTERS) <= 240), "registers of a role: 0, or a multiple of 8 from 24 to 240")
-// ASKED: the registers that the roles ask for, a thread of each warpgroup. Rows of fp32 run on the CPU only, where shared memory is plain memory.
+// ASKED: the registers that the roles ask for, a thread of each warpgroup. Rows of fp32 run on the CPU only, where
+// shared memory is plain memory.
 #define BLOCK_RULES(SHARED, ASKED, WARPGROUPS, OTHERS, BLOCKS_PER_SM)                                                                        \
   static_assert((OTHERS) <= 4, "thread and warp roles share one warpgroup, one warp each");                                                  \
   static_assert((ASKED) <= ((WARPGROUPS) + ((OTHERS) > 0)) * registers_at_launch(128 * ((WARPGROUPS) + ((OTHERS) > 0)), BLOCKS_PER_SM),      \

@@ -1,5 +1,5 @@
-// A driver without a GPU: records every call as a line of text, keeps the state that the calls change, and fails the n-th call on request.
-// Two devices are H100s (0 and 1), device 2 is an A100. Built by the tests as a shared library.
+// A driver without a GPU: records every call as a line of text, keeps the state that the calls change, and fails the
+// n-th call on request. Two devices are H100s (0 and 1), device 2 is an A100. Built by the tests as a shared library.
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -18,7 +18,8 @@ static int depth, mode, capturing, libraries;
 // ---- controls of the tests
 const char *mock_log(void) { return log_text; }
 void mock_clear(void) { log_length = 0, log_text[0] = 0, calls = 0; }
-void mock_fail(int at, int error) { fail_at = at, fail_with = error, calls = 0; }      // the at-th call from now on, once; 0: none
+// the at-th call from now on, once; 0: none
+void mock_fail(int at, int error) { fail_at = at, fail_with = error, calls = 0; }
 void mock_refuse_lookups(int error) { lookups_fail_with = error; }
 void mock_version(int v) { version = v; }
 void mock_capturing(int on) { capturing = on; }

@@ -1,5 +1,6 @@
-// What tests/mock/kernels.def names: descriptions whose CPU function counts, and images that hold just the kernel's name.
-// Also the ops that module.c names, without arithmetic: they check, choose and launch, and so show what becomes of a call's arguments.
+// What tests/mock/kernels.def names: descriptions whose CPU function counts, and images that hold just the kernel's
+// name. Also the ops that module.c names, without arithmetic: they check, choose and launch, and so show what becomes
+// of a call's arguments.
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -73,7 +74,8 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
 mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout, const mg_tensor *q,
                            const mg_tensor *k, const mg_tensor *v, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *dlse,
                            const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
-  const mg_tensor *const args[15] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};   // the optional ones behind these: absent
+  // the optional ones behind these: absent
+  const mg_tensor *const args[15] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};
   (void)options, (void)stream;
   return mg_check_by_hand(MG_OP_attention_bwd, args);
 }

@@ -1,5 +1,5 @@
-// Every tile operation in a kernel of its own, written in the vocabulary only: the CPU and the GPU build of this file must agree with the
-// formulas in test_tile.py. Rows: ops.def.
+// Every tile operation in a kernel of its own, written in the vocabulary only: the CPU and the GPU build of this file
+// must agree with the formulas in test_tile.py. Rows: ops.def.
 #include "tile/tile.h"
 
 struct op_params {
@@ -199,7 +199,8 @@ SHAPE TILE void gathered_rows(const op_params &p, TILES &s, int) {   // row r fr
   load_rows(s.b, [=](int row) { return row < m ? e + row % 3 : (const elem *)nullptr; }, p.n);
   put_b(p, s);
 }
-SHAPE TILE void scattered_rows(const op_params &p, TILES &s, int) {  // row r to element r (N + I) of out; every fifth is left out
+// row r to element r (N + I) of out; every fifth is left out
+SHAPE TILE void scattered_rows(const op_params &p, TILES &s, int) {
   rt<float, N> t;
   elem *out = (elem *)p.out;
   int m = p.m;
@@ -212,7 +213,8 @@ SHAPE TILE void cleared_rows(const op_params &p, TILES &s, int) {
   clear_rows(s.b, I, p.m);
   put_b(p, s);
 }
-SHAPE TILE void cleared_by_warp(const op_params &p, TILES &s, int) {   // on a GPU four warps, each of which writes all of it
+// on a GPU four warps, each of which writes all of it
+SHAPE TILE void cleared_by_warp(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   clear_rows<WARP>(s.b, I, p.m);
   put_b(p, s);
@@ -471,7 +473,8 @@ TILE void parts_out(const op_params &p, parts_shared &s, int) {
   store(p.out, 128, t, 64, 128);
 }
 
-// ---- 8-bit operands: 2 a b^T of shared tiles; 2 (x[col] + y[row]) b with the sum rounded to e4m3 and b turned by three warps
+// ---- 8-bit operands: 2 a b^T of shared tiles; 2 (x[col] + y[row]) b with the sum rounded to e4m3 and b turned by
+// three warps
 template<int N, int K> struct e4m3_shared {
   st<e4m3, 64, K> a;
   st<e4m3, N, K> b;
@@ -568,7 +571,8 @@ TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
   copy_row((elem *)(p.out + 384), p.e, p.m);
 }
 
-// ---- protocol: tasks from the queue, stages through a ring, turns. out[row of a task] = sum over p.n tiles of its row sums
+// ---- protocol: tasks from the queue, stages through a ring, turns. out[row of a task] = sum over p.n tiles of its row
+// sums
 struct ring_shared {
   st<elem, 64, 64> a[2];
   ring<2> stages;
@@ -646,10 +650,12 @@ TILE void cluster_compute(const op_params &p, cluster_shared &s, int) {
   }
 }
 
-// ---- the blocks of a pair take tasks together and send each other a tile that says whose it is; each writes out the other's
+// ---- the blocks of a pair take tasks together and send each other a tile that says whose it is; each writes out the
+// other's
 struct exchange_shared {
   st<elem, 64, 64> mine, other;
-  sem full, there, sent, read;         // mine is written; other is there; mine has arrived at the other block, which has read it
+  sem full, there, sent, read;         // mine is written; other is there; mine has arrived at the other block, which
+                                       // has read it
   task_queue queue;
 };
 TILE void exchange_init(exchange_shared &s) {

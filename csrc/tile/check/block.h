@@ -1,4 +1,5 @@
-// From a kernel's roles to a ck_kernel, and what the tool finds in the compiled file: mg_check_run, mg_check_fields, mg_check_desc.
+// From a kernel's roles to a ck_kernel, and what the tool finds in the compiled file: mg_check_run, mg_check_fields,
+// mg_check_desc.
 #pragma once
 #include <stdio.h>
 #include <sys/mman.h>
@@ -24,7 +25,8 @@ template<class Params, class Shared, int N> static void add_role(ck_kernel &, CL
 template<class Params, class Shared> static void add_role(ck_kernel &, DEPENDENT *, int) {}
 template<class Params, class Shared> static void add_role(ck_kernel &, FOLLOWED *, int) {}
 
-template<class... Parts> static constexpr int registers_asked() {   // the first thread or warp role asks for its whole warpgroup
+// the first thread or warp role asks for its whole warpgroup
+template<class... Parts> static constexpr int registers_asked() {
   int others = 0;
   ((others = others == 0 && (int)Parts::OTHERS > 0 ? (int)Parts::BUDGET : others), ...);
   return (others + ... + (Parts::GROUPS * (int)Parts::BUDGET));
@@ -94,7 +96,8 @@ template<class S> static const check_field *fields_of() {
   return fields;
 }
 
-// ---- a problem of the file's own, for files that are no row of kernels.def. The statements fill the parameters `p`; memory is the run's. What is
+// ---- a problem of the file's own, for files that are no row of kernels.def. The statements fill the parameters `p`;
+// memory is the run's. What is
 // behind the end of a tensor or vector (to 16 bytes) is no memory: touching it is a crash.
 static char *example_memory;
 static size_t example_used;

@@ -1,5 +1,6 @@
 // From a kernel's roles to its mg_kernel_desc. See tile/tile.h for how a kernel file uses it.
-// No member functions here: objects of one kernel for several instruction sets are linked together, and only static functions stay apart.
+// No member functions here: objects of one kernel for several instruction sets are linked together, and only static
+// functions stay apart.
 #pragma once
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role;
 struct DEPENDENT;
@@ -17,7 +18,8 @@ template<int N> struct part_of<CLUSTER<N>> { enum : int { MEMBERS = 0, WARPGROUP
 template<> struct part_of<DEPENDENT> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
 template<> struct part_of<FOLLOWED> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
 
-template<class... Parts> static constexpr int registers_asked() {   // the first thread or warp role asks for its whole warpgroup
+// the first thread or warp role asks for its whole warpgroup
+template<class... Parts> static constexpr int registers_asked() {
   int others = 0;
   ((others = others == 0 && (int)part_of<Parts>::OTHERS > 0 ? (int)part_of<Parts>::BUDGET : others), ...);
   return (others + ... + (part_of<Parts>::WARPGROUPS * (int)part_of<Parts>::BUDGET));

@@ -266,7 +266,8 @@ template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t,
     narrow_row(g, t.d[r], n < N ? n : N);
   }
 }
-// An accumulator is row-major tiles of at most 64 columns. Additions of several threads to one: a lock each, hashed by its address.
+// An accumulator is row-major tiles of at most 64 columns. Additions of several threads to one: a lock each, hashed by
+// its address.
 static int acc_locks[256];
 static int *lock_acc(const float *g) {
   int *lock = &acc_locks[(uint32_t)((uintptr_t)g >> 8) * 2654435761u >> 24];

@@ -1,4 +1,5 @@
-// A cluster of blocks on one thread: every member of a role is a cooperative fiber. One machine per thread, shared by all kernels.
+// A cluster of blocks on one thread: every member of a role is a cooperative fiber. One machine per thread, shared by
+// all kernels.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -149,7 +150,8 @@ __attribute__((noreturn, unused)) static void report_deadlock(const machine &m) 
   }
   abort();
 }
-// Run something else; returns when the calling fiber can go on. A counter in global memory is passed by another thread: poll it.
+// Run something else; returns when the calling fiber can go on. A counter in global memory is passed by another thread:
+// poll it.
 __attribute__((noinline, unused)) static void fiber_yield() {
   machine &m = *mg_machine;
   int me = m.current;

@@ -1,4 +1,5 @@
-// Bodies of tile/math.h. Loops over a row vectorise: a map inlines its lambda (flatten), the scalar functions have no branches or calls.
+// Bodies of tile/math.h. Loops over a row vectorise: a map inlines its lambda (flatten), the scalar functions have no
+// branches or calls.
 #pragma once
 #define MAP template<int N, class F> __attribute__((flatten)) TILE
 #define MAP_VECTOR template<class F> __attribute__((flatten)) TILE

@@ -1,18 +1,21 @@
 // Bodies of tile/mma.h: one micro kernel over packed operands.
 //
-// A word is what one lane multiplies in one step: a float, or, for bf16 where the CPU has dot products, a pair of neighbours along k.
-// The second operand is packed into panels of PW columns, k words deep: word (k, n) at panel n / PW, row k, column n % PW. The first
-// operand is read word by word with any strides: as stored, or from panels where its tile is the transpose. Packed forms of shared tiles
-// are kept until the tile is written again, so that all warpgroups of a block, and all key blocks of a query tile, share them.
+// A word is what one lane multiplies in one step: a float, or, for bf16 where the CPU has dot products, a pair of
+// neighbours along k. The second operand is packed into panels of PW columns, k words deep: word (k, n) at panel n /
+// PW, row k, column n % PW. The first operand is read word by word with any strides: as stored, or from panels where
+// its tile is the transpose. Packed forms of shared tiles are kept until the tile is written again, so that all
+// warpgroups of a block, and all key blocks of a query tile, share them.
 #pragma once
-enum pack_kind { PACK_ROWS, PACK_COLS, PACK_FLAT };   // k runs along the tile's rows; along its columns; row-major floats
+enum pack_kind { PACK_ROWS, PACK_COLS, PACK_FLAT };   // k runs along the tile's rows; along its columns; row-major
+                                                      // floats
 
 template<typename T> struct word_of { typedef float type; enum { ELEMENTS = 1 }; };
 #if defined(__AVX512BF16__)
 template<> struct word_of<bf16> { typedef uint32_t type; enum { ELEMENTS = 2 }; };
 #endif
 enum { PW = 2 * VW };
-// Rows of the micro kernel: with 2 vectors a row, one word and a row of b they fill the registers. Panels are a multiple of PANEL_ROWS.
+// Rows of the micro kernel: with 2 vectors a row, one word and a row of b they fill the registers. Panels are a
+// multiple of PANEL_ROWS.
 enum { FLAT_ROWS = VW == 16 ? 8 : 6, PANEL_ROWS = VW == 16 ? 8 : 4 };
 
 // ---- micro kernel
@@ -20,7 +23,8 @@ TILE vf multiply_add(float a, vf b, vf c) { return a * b + c; }
 #if defined(__AVX512BF16__)
 TILE vf multiply_add(uint32_t a, vf b, vf c) { return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b); }
 #endif
-// c[MR][V * VW] (+)= a[MR][k] b[k][V * VW]; AR, AK: strides of a between rows and between k. A panel holds PANEL columns.
+// c[MR][V * VW] (+)= a[MR][k] b[k][V * VW]; AR, AK: strides of a between rows and between k. A panel holds PANEL
+// columns.
 template<int A, int MR, int V, int PANEL, int AR, int AK, class Word>
 TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
   vf x[MR][V];

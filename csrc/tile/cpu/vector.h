@@ -24,7 +24,8 @@ TILE float bits_float(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 
 TILE float widen(float x) { return x; }
 TILE float widen(bf16 x) { return bits_float((uint32_t)x.u << 16); }
-// The exponent is moved by a multiplication, so that subnormals come out right; 0x1p112f has no effect on what infinity and NaN become.
+// The exponent is moved by a multiplication, so that subnormals come out right; 0x1p112f has no effect on what infinity
+// and NaN become.
 TILE float widen(fp16 x) {
   uint32_t sign = (uint32_t)(x.u & 0x8000) << 16, rest = (uint32_t)(x.u & 0x7fff) << 13;
   float y = bits_float(rest) * 0x1p112f;

@@ -76,7 +76,8 @@ template<int C> TILE void tma_prefetch_rows(const gmap &m, int row, int col, int
 }
 TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" ::"l"(&m) : "memory"); }
 
-// ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8 columns, 16-31 of the right 8.
+// ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8
+// columns, 16-31 of the right 8.
 template<typename T, int C> TILE uint32_t block_address(const st<T, 64, C> &t, int col) {
   static_assert(sizeof(T) == 2, "8 columns are 16 bytes");
   int r = warp_in_group() * 16 + (lane() & 15), chunk = (col & 63) / 8 + (lane() >> 4);
@@ -111,8 +112,8 @@ template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 6
     }
   }
 }
-// Of several panels, the blocks of a panel are an exclusive or away from its first: said so, the compiler does not compute or keep each of them (3 % of the
-// backward at D=64; with one panel it is slower).
+// Of several panels, the blocks of a panel are an exclusive or away from its first: said so, the compiler does not
+// compute or keep each of them (3 % of the backward at D=64; with one panel it is slower).
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<T, N> &s, int c0) {
 #pragma unroll
   for (int k = 0; k < N / 16; k++) {
@@ -137,11 +138,13 @@ template<int R, int C> TILE uint32_t chunk_address(const st<e4m3, R, C> &t, int 
 TILE void store_half(uint32_t a, uint32_t x, uint32_t y) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(a), "r"(x), "r"(y) : "memory");
 }
-// 16 columns at a time, and of these 32 rows. ldmatrix.trans moves pairs of columns: a thread gets rows 2t, 2t + 1 of columns 2g, 2g + 1 (g: lane / 4)
-// of each of four blocks of 8 rows, which are, two blocks together, the bytes of one word in rows 2g and in 2g + 1 of the transpose. Both matrices of
-// rows that stmatrix then writes have even and odd ones, 0 2 4 6 9 11 13 15 and 1 3 5 7 8 10 12 14: these lie in different banks.
+// 16 columns at a time, and of these 32 rows. ldmatrix.trans moves pairs of columns: a thread gets rows 2t, 2t + 1 of
+// columns 2g, 2g + 1 (g: lane / 4) of each of four blocks of 8 rows, which are, two blocks together, the bytes of one
+// word in rows 2g and in 2g + 1 of the transpose. Both matrices of rows that stmatrix then writes have even and odd
+// ones, 0 2 4 6 9 11 13 15 and 1 3 5 7 8 10 12 14: these lie in different banks.
 template<int K, int N> TILE void transpose_part(tt<e4m3, K, N> &d, int k0, const st<e4m3, 64, N> &s, int index, int count) {
-  constexpr uint32_t FROM = panel_bytes<e4m3, N>, TO = panel_bytes<e4m3, K>, NEIGHBOUR = TO == 128 ? 0x90 : 0x40;   // row r ^ 1, same chunk
+  // row r ^ 1, same chunk
+  constexpr uint32_t FROM = panel_bytes<e4m3, N>, TO = panel_bytes<e4m3, K>, NEIGHBOUR = TO == 128 ? 0x90 : 0x40;
   constexpr int BATCH = N > 128 ? 1 : 2;   // loads in flight: beside wide tiles there are 24 registers
   int g = lane() & 7, block = lane() >> 3 & 1;
   uint32_t first = lane() < 16 ? 0x6420 : 0x7531, other = first ^ 0x1111;
@@ -229,7 +232,8 @@ template<int W, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, i
 template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n) {
   int r = thread_in_group() / 2, first = thread_in_group() % 2 * (C / 16);
   const T *g = f(r);
-  int whole = g && ((uintptr_t)g & 15) == 0 ? n & ~7 : 0, end = min(n, (first + C / 16) * 8);   // columns that are whole vectors
+  // columns that are whole vectors
+  int whole = g && ((uintptr_t)g & 15) == 0 ? n & ~7 : 0, end = min(n, (first + C / 16) * 8);
 #pragma unroll
   for (int i = 0; i < C / 16; i++) {
     int chunk = first + i;
@@ -369,7 +373,8 @@ template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t,
     }
   }
 }
-// Accumulator order: thread t's four values of column group i are floats 4 (128 i + t) .. + 3, so that a warp touches 512 contiguous bytes.
+// Accumulator order: thread t's four values of column group i are floats 4 (128 i + t) .. + 3, so that a warp touches
+// 512 contiguous bytes.
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
   float *p = g + 4 * thread_in_group();
 #pragma unroll

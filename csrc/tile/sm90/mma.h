@@ -26,7 +26,8 @@ template<int G, class... Tile> TILE void mma_wait(Tile &...tiles) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(G) : "memory");
   (mma_pin(tiles), ...);
 }
-// Ends the live range of an accumulator's old value before an overwriting product; without it the value stays in registers.
+// Ends the live range of an accumulator's old value before an overwriting product; without it the value stays in
+// registers.
 template<int A, int N> TILE void mma_begin(rt<float, N> &t) {
   PRODUCT_RULES(N);
   if (A == ZERO) {
@@ -34,8 +35,8 @@ template<int A, int N> TILE void mma_begin(rt<float, N> &t) {
     for (int i = 0; i < N / 2; i++) asm volatile("" : "=f"(t.d[i]));
   }
 }
-// Low word of a descriptor: address and, for an MN-major operand, the distance of its 64-column panels; both in units of 16 bytes.
-// In a cluster an address has the block's rank above its 18 bits, which would end up in the distance.
+// Low word of a descriptor: address and, for an MN-major operand, the distance of its 64-column panels; both in units
+// of 16 bytes. In a cluster an address has the block's rank above its 18 bits, which would end up in the distance.
 TILE uint32_t desc(const void *p, uint32_t panel_bytes) { return (shared_address(p) & 0x3ffff) >> 4 | (panel_bytes >> 4) << 16; }
 // Step k (32 bytes of the reduction) of an operand stored along it (R rows, panels of BYTES), or across it.
 template<int R, int BYTES = 128> TILE uint32_t along(int k) { return ((k / (BYTES / 32)) * R * BYTES + (k % (BYTES / 32)) * 32) >> 4; }
@@ -66,7 +67,8 @@ template<int A, typename T, int N, int K, int WA, int WB>
 TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb) {
   mma_begin<A>(d);
   uint32_t da = desc(&a, K * 128) + ((ca / 64 * K * 128) >> 4), db = desc(&b, K * 128) + ((cb / 64 * K * 128) >> 4);
-  if constexpr (N == 32) db += (cb & 32) * 2 >> 4;   // half of a panel: the swizzle is of the address, so that a row's second half begins as its first
+  if constexpr (N == 32) db += (cb & 32) * 2 >> 4;   // half of a panel: the swizzle is of the address, so that a row's
+                                                     // second half begins as its first
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1, 1>(d.d, da + across(k), db + across(k), A || k);
 }

@@ -1,9 +1,11 @@
-// Debug builds of margay.check --device: every warp's first lane writes down the synchronising calls of its role, and chosen warps are delayed at
-// each of them. The operations are numbered as in check/check.h (enum ck_op).
+// Debug builds of margay.check --device: every warp's first lane writes down the synchronising calls of its role, and
+// chosen warps are delayed at each of them. The operations are numbered as in check/check.h (enum ck_op).
 #pragma once
-struct trace_event { uint32_t op_and_offset; int32_t value; };   // offset in the block's shared struct plus 1, times 32; 0: none
+// offset in the block's shared struct plus 1, times 32; 0: none
+struct trace_event { uint32_t op_and_offset; int32_t value; };
 struct trace_state {
-  trace_event *events;       // [block][20 warps][capacity], the first of each being the number of events; capacity 0: nothing is written
+  trace_event *events;       // [block][20 warps][capacity], the first of each being the number of events; capacity 0:
+                             // nothing is written
   uint32_t capacity, delayed, longest, seed;   // delayed: bit per warp; longest: of a delay, ns
 };
 extern "C" { __constant__ trace_state mg_trace; }

@@ -1,5 +1,5 @@
-// The loop goes on without the result where nothing has to be stored, and leaves the accumulator's scope while the product still writes it: the
-// registers are something else's by then.
+// The loop goes on without the result where nothing has to be stored, and leaves the accumulator's scope while the
+// product still writes it: the registers are something else's by then.
 // Known from: epilogues that are skipped outside of the matrix.
 // Expected: lifetime on -
 // margay.check: bf16 STAGES=2

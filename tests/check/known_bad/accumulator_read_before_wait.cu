@@ -1,4 +1,5 @@
-// The accumulator is stored while the last product still writes it: the loop's waits let one group run on, and nothing waits for the last.
+// The accumulator is stored while the last product still writes it: the loop's waits let one group run on, and nothing
+// waits for the last.
 // Known from: triton-lang/triton#8964 (waits that were missing in front of uses of an accumulator).
 // Expected: in-flight on -
 // margay.check: bf16 STAGES=2

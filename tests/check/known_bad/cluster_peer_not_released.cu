@@ -1,4 +1,5 @@
-// The ring of a cluster counts the consumers of both blocks, and each of them releases only its own block's stage: no stage is ever free again.
+// The ring of a cluster counts the consumers of both blocks, and each of them releases only its own block's stage: no
+// stage is ever free again.
 // Known from: kernels that get clusters later.
 // Expected: deadlock on inputs
 // margay.check: bf16 STAGES=2

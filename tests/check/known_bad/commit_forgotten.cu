@@ -1,5 +1,6 @@
 // The products are waited for but were never committed: a wait for groups does not cover what is in none.
-// Known from: NVIDIA/Fuser#3561 (neither commit nor wait in front of the arrival that frees the operands; no test had noticed).
+// Known from: NVIDIA/Fuser#3561 (neither commit nor wait in front of the arrival that frees the operands; no test had
+// noticed).
 // Expected: overwrite on a
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,5 +1,7 @@
-// Two tiles arrive in a stage and only one is expected: the stage is full when either has come, and the other's bytes count for the next round.
-// Known from: a copy that is added to a stage later; flashinfer-ai/flashinfer-bench#183 (review: a multicast's bytes expected in one block only).
+// Two tiles arrive in a stage and only one is expected: the stage is full when either has come, and the other's bytes
+// count for the next round.
+// Known from: a copy that is added to a stage later; flashinfer-ai/flashinfer-bench#183 (review: a multicast's bytes
+// expected in one block only).
 // Expected: bytes|uninitialised on inputs|b
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,5 +1,6 @@
 // More bytes are expected than the stage's copies bring: it never becomes full.
-// Known from: a copy that is taken out of a stage later, or shared with another block; facebookexperimental/triton#908 has the same wait for bytes.
+// Known from: a copy that is taken out of a stage later, or shared with another block; facebookexperimental/triton#908
+// has the same wait for bytes.
 // Expected: deadlock on inputs
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,5 +1,7 @@
-// The first fence stands in front of the loop, where the accumulator was filled. The later products follow barrier waits with no fence of their own.
-// Known from: NVIDIA/Fuser#3680 (fences left out where a barrier wait precedes; the compiler put them in again and said so).
+// The first fence stands in front of the loop, where the accumulator was filled. The later products follow barrier
+// waits with no fence of their own.
+// Known from: NVIDIA/Fuser#3680 (fences left out where a barrier wait precedes; the compiler put them in again and said
+// so).
 // Expected: mma-fence on -
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

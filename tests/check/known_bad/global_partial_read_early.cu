@@ -1,4 +1,5 @@
-// Two blocks sum halves of the rows, and the first adds what the second has left in global memory without waiting until it is there.
+// Two blocks sum halves of the rows, and the first adds what the second has left in global memory without waiting until
+// it is there.
 // Known from: split-K and stream-K reductions, e.g. ROCm/tritonBLAS#61.
 // Expected: global-race on -
 // margay.check: bf16 STAGES=2

@@ -1,5 +1,7 @@
-// The tile that stays for the whole task has a semaphore of its own, and nobody waits for it: the products may read q before it has arrived.
-// Known from: compilers that place waits, e.g. tile-ai/tilelang#2166 (one of several loaded tiles is read in front of the wait).
+// The tile that stays for the whole task has a semaphore of its own, and nobody waits for it: the products may read q
+// before it has arrived.
+// Known from: compilers that place waits, e.g. tile-ai/tilelang#2166 (one of several loaded tiles is read in front of
+// the wait).
 // Expected: race on q
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,4 +1,5 @@
-// Steps of which nothing is needed are skipped, and with them the release of their stage: the loader waits for it for ever.
+// Steps of which nothing is needed are skipped, and with them the release of their stage: the loader waits for it for
+// ever.
 // Known from: loops with an early `continue`, as for tiles that are wholly masked.
 // Expected: deadlock on inputs
 // margay.check: bf16 STAGES=2

@@ -1,6 +1,7 @@
-// The register operand is declared in the loop, and the wait names the accumulator only: the operand's registers are free from the product on, and the
-// compiler may fill them with something else above the wait.
-// Known from: kernels that leave the registers of inline assembly to the compiler; triton-lang/triton#7760 makes the accumulator an object for it.
+// The register operand is declared in the loop, and the wait names the accumulator only: the operand's registers are
+// free from the product on, and the compiler may fill them with something else above the wait.
+// Known from: kernels that leave the registers of inline assembly to the compiler; triton-lang/triton#7760 makes the
+// accumulator an object for it.
 // Expected: unnamed on -
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,5 +1,7 @@
-// The wait names the accumulator and not the operand, so that nothing keeps the compiler from writing the operand's registers above the wait.
-// Known from: kernels that leave the registers of inline assembly to the compiler; triton-lang/triton#7760 makes the accumulator an object for it.
+// The wait names the accumulator and not the operand, so that nothing keeps the compiler from writing the operand's
+// registers above the wait.
+// Known from: kernels that leave the registers of inline assembly to the compiler; triton-lang/triton#7760 makes the
+// accumulator an object for it.
 // Expected: unnamed on -
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,5 +1,7 @@
-// Blocks add to one sum in the order of their tasks, so that every run gets the same. In the first round nobody waits, as if one block began.
-// Known from: deterministic backward passes, e.g. Dao-AILab/flash-attention#1678 (counters of the wrong shape: blocks wait for others' turns).
+// Blocks add to one sum in the order of their tasks, so that every run gets the same. In the first round nobody waits,
+// as if one block began.
+// Known from: deterministic backward passes, e.g. Dao-AILab/flash-attention#1678 (counters of the wrong shape: blocks
+// wait for others' turns).
 // Expected: global-race on -
 // margay.check: bf16 STAGES=2, DETERMINISTIC=1
 #include "tile/tile.h"

@@ -1,6 +1,7 @@
-// A persistent loop starts its ring anew at every task. The semaphores do not: after a number of steps that is no multiple of two rounds the parities
-// are wrong, and both sides pass waits that they should not pass.
-// Known from: tile-ai/tilelang#2674, where a pipelined loop under a persistent one was right only if its length was a multiple of two rounds.
+// A persistent loop starts its ring anew at every task. The semaphores do not: after a number of steps that is no
+// multiple of two rounds the parities are wrong, and both sides pass waits that they should not pass.
+// Known from: tile-ai/tilelang#2674, where a pipelined loop under a persistent one was right only if its length was a
+// multiple of two rounds.
 // Expected: phase on inputs
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,4 +1,5 @@
-// A product of a^T and b takes 64 columns of a from column 32. The columns lie in panels of 64: the descriptor's address would be the panel's begin.
+// A product of a^T and b takes 64 columns of a from column 32. The columns lie in panels of 64: the descriptor's
+// address would be the panel's begin.
 // Known from: operands that are cut as if they lay row by row.
 // Expected: bounds on a
 // margay.check: bf16 STAGES=2

@@ -1,4 +1,5 @@
-// The result leaves through a stage of the ring, "which is free now": but the loader runs ahead and may be filling it for the next task.
+// The result leaves through a stage of the ring, "which is free now": but the loader runs ahead and may be filling it
+// for the next task.
 // Known from: ThunderKittens (lcf.cuh: the memory of the finish step lies over the input ring), inclusionAI/humming#56.
 // Expected: overwrite|race on tile
 // margay.check: bf16 STAGES=2

@@ -1,5 +1,6 @@
 // The loop leaves one product in flight, as it may, but releases the stage of that product instead of the one before.
-// Known from: pipelined loops; triton-lang/triton#3106 (operands overwritten before the products that read them were waited for).
+// Known from: pipelined loops; triton-lang/triton#3106 (operands overwritten before the products that read them were
+// waited for).
 // Expected: overwrite on a
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

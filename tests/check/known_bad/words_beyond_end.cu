@@ -1,4 +1,5 @@
-// Row sums are written for whole tiles, also where the matrix ends: nothing stops the last tile's from going beyond the vector.
+// Row sums are written for whole tiles, also where the matrix ends: nothing stops the last tile's from going beyond the
+// vector.
 // Known from: every kernel whose last tile is not whole.
 // Expected: crash on -
 // margay.check: bf16 STAGES=2
