@@ -15,7 +15,8 @@ typedef enum mg_status {
   MG_RUNTIME        // driver, device, threads
 } mg_status;
 
-typedef enum mg_dtype { MG_BF16, MG_FP16, MG_FP32, MG_FP64, MG_INT32, MG_INT64, MG_UINT8, MG_E4M3, MG_DTYPE_COUNT } mg_dtype;
+typedef enum mg_dtype { MG_BF16, MG_FP16, MG_FP32, MG_FP64, MG_INT32, MG_INT64, MG_UINT8, MG_E4M3,
+    MG_DTYPE_COUNT } mg_dtype;
 typedef enum mg_device { MG_CPU, MG_CUDA } mg_device;
 typedef enum mg_activation { MG_NONE, MG_RELU, MG_GELU, MG_GELU_TANH, MG_SILU } mg_activation;
 

@@ -36,7 +36,9 @@ struct key_task {
 };
 TILE bool is_empty(const key_task &t) { return PACKED && t.key0 >= t.seq.keys; }
 // batch of the maps
-TILE int in_memory(const attention_bwd_params &p, const key_task &t) { return PACKED && p.features.q_start ? 0 : t.batch; }
+TILE int in_memory(const attention_bwd_params &p, const key_task &t) {
+  return PACKED && p.features.q_start ? 0 : t.batch;
+}
 
 // Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys,
 // first.
@@ -98,8 +100,10 @@ TILE int acc_block(const attention_bwd_params &p, int batch, int part, int key0)
 // A task in shared memory: less for the roles to work out and to keep in registers. The loader fills it once it was
 // given the task. own, rows: keys from the block's first, and query rows, to the end of a packed sequence; no end where
 // dense, no keys where there are no rows.
-struct key_task_smem { int own, rows, steps, keys, row, part, batch, first, blocks, rotation, q_blocks, base, q0, key0, diagonal, acc0,
-    lower, distance, heads; };
+struct key_task_smem {
+  int own, rows, steps, keys, row, part, batch, first, blocks, rotation, q_blocks, base, q0, key0, diagonal, acc0,
+      lower, distance, heads;
+};
 template<int BN> TILE void put_task(key_task_smem &h, const attention_bwd_params &p, const key_task &t) {
   put(h.steps, t.steps);
   put(h.keys, t.seq.keys - t.key0);          // from the block's first on

@@ -139,8 +139,8 @@ TILE void issue(rt<float, M> &x, const st<elem, KEYS, D> &keys, const st<elem, M
   mma_commit();
 }
 TILE void softmax(rt<elem, M> &prob, rt<float, M> &x, const attention_bwd_params &p, shared &s, uint32_t n) {
-  int key0 = cluster_rank() * KEYS, keys = get(s.info[n % SLOTS].keys) - key0, diagonal = get(s.info[n % SLOTS].diagonal)
-    - key0;
+  int key0 = cluster_rank() * KEYS, keys = get(s.info[n % SLOTS].keys) - key0,
+      diagonal = get(s.info[n % SLOTS].diagonal) - key0;
   float c = p.scale_log2;
   probabilities(x, s.lse2[ring_at<STAGES>(n).stage], c, keys, diagonal);
   convert(prob, x);
@@ -250,5 +250,6 @@ TILE void keys(const attention_bwd_params &p, shared &s, int) {
 
 typedef block<attention_bwd_params, shared, init, role<values, WARPGROUP, 1, COMPUTE_REGS>,
               role<keys, WARPGROUP, 1, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<sender, THREAD, 1, LOAD_REGS>, role<zero_writer, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>, DEPENDENT> kernel;
+              role<sender, THREAD, 1, LOAD_REGS>, role<zero_writer, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>, DEPENDENT>
+    kernel;
 ENTRY(kernel, M, BN)

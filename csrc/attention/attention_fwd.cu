@@ -186,9 +186,9 @@ TILE void pass_over(shared &s, kv_pos &at) {
   ring_done(s.v_ring, at.v);
 }
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fwd_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x, rt<elem,
-               BN> &probabilities, rt<float, DV> &o,
-               rv &m, rv &kept, rsum &l, int j, int low, int masked, int wg) {
+TILE void step(const attention_fwd_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x,
+               rt<elem, BN> &probabilities, rt<float, DV> &o, rv &m, rv &kept, rsum &l, int j, int low, int masked,
+               int wg) {
   rsum sum;
   query_task t = {};
   if (EVERYTHING) t = get_task(h, p);

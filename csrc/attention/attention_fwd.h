@@ -66,10 +66,13 @@ TILE int next_task(const attention_fwd_params &p, uint32_t count, int i, query_t
   });
 }
 // batch of the maps
-TILE int in_memory(const attention_fwd_params &p, const query_task &t) { return PACKED && p.features.q_start ? 0 : t.batch; }
+TILE int in_memory(const attention_fwd_params &p, const query_task &t) {
+  return PACKED && p.features.q_start ? 0 : t.batch;
+}
 
 // A task in shared memory: dividing its number again would cost each role a third of a microsecond.
-struct query_task_smem { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower; key_range ranges[NC]; };
+struct query_task_smem { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower;
+    key_range ranges[NC]; };
 TILE void put_task(query_task_smem &h, const query_task &t) {
   put(h.batch, t.batch);
   put(h.head, t.head);
@@ -107,8 +110,8 @@ TILE key_range get_key_range(const query_task_smem &h, int wg) {
 TILE ring_pos q_stage(uint32_t count, int wg) { return {wg, ring_at<1>(count).phase}; }
 
 // Thread: hands out a task, which t describes; false for what comes behind the last.
-TILE bool hand_out(const attention_fwd_params &p, task_queue &q, query_task_smem (&task_of)[2], uint32_t count, int next,
-                   const query_task &t) {
+TILE bool hand_out(const attention_fwd_params &p, task_queue &q, query_task_smem (&task_of)[2], uint32_t count,
+                   int next, const query_task &t) {
   queue_acquire(q, count);
   if (next < p.tasks) put_task(task_of[count % 2], t);
   queue_give(q, count, next);

@@ -153,9 +153,9 @@ TILE void pass_over(shared &s, kv_pos &at, int wg) {
 }
 
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fp8_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x, rt<e4m3,
-               BN> &probabilities, rt<float, D> &o, rv &m, rv &kept, rsum &l, float c, int j,
-               int masked, int wg) {
+TILE void step(const attention_fp8_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x,
+               rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rv &kept, rsum &l, float c, int j, int masked,
+               int wg) {
   rsum sum;
   my_turn(wg);
   scores(s, at, x, wg);

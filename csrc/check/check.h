@@ -23,7 +23,8 @@ typedef void (*ck_effect)(void *closure);
 
 // State of a register tile or vector: tickets of the product groups that still write or read it (0: none).
 // product: the last that used it. touched: the mma_fence after which ordinary code used it last, counted from 1.
-typedef struct ck_register { const void *product; int32_t writer, reader, touched; int16_t fiber; bool valid; } ck_register;
+typedef struct ck_register { const void *product; int32_t writer, reader, touched; int16_t fiber; bool valid;
+    } ck_register;
 
 void ck_reads(const void *pc, int width, ck_register *r);     // width: of the role that calls, here and below
 void ck_writes(const void *pc, int width, ck_register *r);
@@ -42,12 +43,14 @@ void ck_global_load(const void *pc, const void *p, size_t bytes, const void *sem
 void ck_global_store(const void *pc, const void *p, size_t bytes);
 
 // `closure` is copied; the effect comes later.
-void ck_load(const void *pc, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure, size_t size);
-void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure, size_t size);
+void ck_load(const void *pc, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure,
+             size_t size);
+void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *sem, int bytes, ck_effect run,
+             const void *closure, size_t size);
 void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *closure, size_t size);
 // d (+)= a b. Operand a is a register tile or a region, the other one NULL.
-void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a, const ck_region *b, ck_effect run,
-                const void *closure, size_t size);
+void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a,
+                const ck_region *b, ck_effect run, const void *closure, size_t size);
 
 void ck_sem_init(const void *pc, const void *sem, int count);
 void ck_sem_wait(const void *pc, const void *sem, uint32_t phase);
@@ -84,14 +87,18 @@ typedef struct ck_kernel {
 
 // ---- what the tool calls
 enum ck_mutation {
-  CK_NONE, CK_DROP, CK_DOUBLE, CK_PHASE, CK_BYTES_MORE, CK_BYTES_LESS, CK_COUNT_MORE, CK_COUNT_LESS, CK_GROUP_LESS, CK_STAGE, CK_EARLY, CK_FENCE_LATE
+  CK_NONE, CK_DROP, CK_DOUBLE, CK_PHASE, CK_BYTES_MORE, CK_BYTES_LESS, CK_COUNT_MORE, CK_COUNT_LESS, CK_GROUP_LESS,
+  CK_STAGE, CK_EARLY, CK_FENCE_LATE
 };
 enum ck_op {
-  CK_OP_INIT, CK_OP_WAIT, CK_OP_ARRIVE, CK_OP_EXPECT, CK_OP_BAR_SYNC, CK_OP_BAR_ARRIVE, CK_OP_WG_SYNC, CK_OP_FENCE_ASYNC, CK_OP_MMA_FENCE, CK_OP_COMMIT,
-  CK_OP_MMA_WAIT, CK_OP_STORE_WAIT, CK_OP_ORDER_WAIT, CK_OP_ORDER_PASS, CK_OP_ORDER_COUNT, CK_OP_LOAD, CK_OP_STORE, CK_OP_PRODUCT, CK_OP_ATOMIC, CK_OP_GRID_WAIT
+  CK_OP_INIT, CK_OP_WAIT, CK_OP_ARRIVE, CK_OP_EXPECT, CK_OP_BAR_SYNC, CK_OP_BAR_ARRIVE, CK_OP_WG_SYNC,
+  CK_OP_FENCE_ASYNC, CK_OP_MMA_FENCE, CK_OP_COMMIT,
+  CK_OP_MMA_WAIT, CK_OP_STORE_WAIT, CK_OP_ORDER_WAIT, CK_OP_ORDER_PASS, CK_OP_ORDER_COUNT, CK_OP_LOAD, CK_OP_STORE,
+  CK_OP_PRODUCT, CK_OP_ATOMIC, CK_OP_GRID_WAIT
 };
 enum ck_rule {
-  CK_UNINITIALISED, CK_RACE, CK_OVERWRITE, CK_FENCE, CK_FENCE_READ, CK_IN_FLIGHT, CK_UNNAMED, CK_MMA_FENCE, CK_COUNT, CK_BYTES, CK_EXIT, CK_BARRIER,
+  CK_UNINITIALISED, CK_RACE, CK_OVERWRITE, CK_FENCE, CK_FENCE_READ, CK_IN_FLIGHT, CK_UNNAMED, CK_MMA_FENCE, CK_COUNT,
+  CK_BYTES, CK_EXIT, CK_BARRIER,
   CK_DEADLOCK, CK_BOUNDS, CK_LIFETIME, CK_INIT, CK_GLOBAL_RACE, CK_CRASH, CK_ELECTED, CK_PHASE_SEEN, CK_GRID, CK_RULES
 };
 typedef struct ck_request {

@@ -2,7 +2,8 @@
 #pragma once
 #include "check/check.h"
 
-enum { GROUP_WIDTH = 128, MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192, MAX_GROUPS = 1 << 14, MAX_FRAMES = 48 };
+enum { GROUP_WIDTH = 128, MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192,
+    MAX_GROUPS = 1 << 14, MAX_FRAMES = 48 };
 
 // Components of a clock. Every semaphore has the phases it has completed. Every fiber has
 //   GENERIC      its own accesses, made by all of its threads
@@ -150,7 +151,8 @@ bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global k
 bool rule_on(enum ck_rule rule);
 // The first report ends the run. In `format`, {s:N} stands for the semaphore or the place at offset N of a block's
 // struct, {f:N} for fiber N.
-__attribute__((format(printf, 5, 6))) void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_fiber, const char *format, ...);
+__attribute__((format(printf, 5, 6))) void report(enum ck_rule rule, const void *pc, const void *other_pc,
+                                                  int other_fiber, const char *format, ...);
 void report_sem(const semaphore *s);             // the same, and what its last phases are made of
 void report_place(int offset);                   // what the accesses are about, by its offset in the block's struct;
                                                  // before report()

@@ -11,7 +11,8 @@
 
 // From the row: NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, PER_SM, TA, TB, *_REGS.
 // PART: columns of b that each block of a cluster loads, rows of b as stored where TB.
-enum { BM = 64 * NC, BK = 64, PART = BN / CLUSTER_SIZE, B_ROWS = TB ? (int)BN : (int)BK, B_COLS = TB ? (int)BK : (int)BN };
+enum { BM = 64 * NC, BK = 64, PART = BN / CLUSTER_SIZE, B_ROWS = TB ? (int)BN : (int)BK,
+    B_COLS = TB ? (int)BK : (int)BN };
 static_assert(BN % 128 == 0, "the two tiles that c leaves through alternate, across tasks too");
 
 struct shared {

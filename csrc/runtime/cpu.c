@@ -28,8 +28,8 @@ static mg_isa detect_isa(void) {
   __builtin_cpu_init();
   // every CPU with AVX2 has F16C
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = MG_ISA_AVX2;
-  if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
+  if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
     best = MG_ISA_AVX512;
 #endif
   const char *wish = getenv(isa_variable);
@@ -51,7 +51,8 @@ mg_status mg_check_isa(void) {
   const char *wish = getenv(isa_variable);
   bool found = !wish || !*wish;
   for (mg_isa i = MG_ISA_BASE; !found && i < MG_ISA_COUNT; i++) found = !strcmp(wish, mg_isa_name(i));
-  if (!found) return mg_fail(MG_VALUE, "the environment's %s is %.40s, expected base, avx2 or avx512", isa_variable, wish);
+  if (!found)
+    return mg_fail(MG_VALUE, "the environment's %s is %.40s, expected base, avx2 or avx512", isa_variable, wish);
   atomic_store_explicit(&known, 1, memory_order_relaxed);
   return MG_OK;
 }
@@ -140,7 +141,8 @@ static bool take_part(job *j) {
 
 static job *job_wanting_help(void) {
   job *j = the_pool.jobs;
-  while (j && (j->helpers == j->helpers_wanted || atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters)) j = j->link;
+  while (j && (j->helpers == j->helpers_wanted || atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters))
+    j = j->link;
   return j;
 }
 
@@ -174,14 +176,15 @@ static void grow(int threads) {
   sigset_t all, old;                // signals are for the application's own threads
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
-  for (pthread_t id; the_pool.threads < threads && !pthread_create(&id, NULL, helper, NULL); the_pool.threads++) pthread_detach(id);
+  for (pthread_t id; the_pool.threads < threads && !pthread_create(&id, NULL, helper, NULL); the_pool.threads++)
+    pthread_detach(id);
   pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
 static mg_status outcome(const job *j, const mg_kernel *row) {
   if (atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters) return MG_OK;
-  return mg_fail(MG_MEMORY, "%s: out of memory, the kernel %s on the CPU could not get %zu bytes", mg_op_name(row->op), row->name,
-                 atomic_load(&j->lacks));
+  return mg_fail(MG_MEMORY, "%s: out of memory, the kernel %s on the CPU could not get %zu bytes", mg_op_name(row->op),
+                 row->name, atomic_load(&j->lacks));
 }
 
 static void member(void *j) { take_part(j); }

@@ -32,8 +32,10 @@ typedef struct mg_sizes {           // by name: sizes.T; -1 where no argument ha
 enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 32 };
 
 // A row as data. The sizes of rows by hand have no names.
-typedef enum mg_role { ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS, ROLE_DRAW } mg_role;
-typedef enum mg_kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float, KIND_int, KIND_bool } mg_kind;
+typedef enum mg_role { ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM,
+    ROLE_LET, ROLE_NEEDS, ROLE_DRAW } mg_role;
+typedef enum mg_kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float, KIND_int,
+    KIND_bool } mg_kind;
 typedef struct mg_field {
   const char *name;                 // LET, NEEDS: the expression
   mg_role role;
@@ -56,7 +58,9 @@ typedef struct mg_row {
 const mg_row *mg_row_of(mg_op op);
 extern const char *const mg_size_names[];
 
-static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) { return *(const mg_tensor *const *)((const char *)args + f->offset); }
+static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) {
+  return *(const mg_tensor *const *)((const char *)args + f->offset);
+}
 static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
 static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_WORK; }
 static inline bool mg_may_miss(const mg_field *f) { return f->role == ROLE_OPTOUT || f->role == ROLE_OPT; }
@@ -153,8 +157,8 @@ mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_
                  const int64_t stride[4], int box_rows, int box_cols);
 // The same for a tensor that is read once, from end to end: the L2 fetches no more than was asked for, which is faster
 // then by a tenth.
-mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
-                      const int64_t stride[4], int box_rows, int box_cols);
+mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype,
+                      const int64_t shape[4], const int64_t stride[4], int box_rows, int box_cols);
 
 // ---- launch.c, cpu.c
 mg_isa mg_host_isa(void);                           // the running CPU's best, at most the environment's MARGAY_ISA

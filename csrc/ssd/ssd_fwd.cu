@@ -108,7 +108,8 @@ TILE void score(const ssd_fwd_params &p, shared &s, int) {
     ROLLED for (int h = 0; h < ALL; h++) {
       vectors &v = s.v[at.stage][h];
       load(l, v.l);
-      store_tril(s.p[at.stage][h], products, l, v.m, p.d[t.head + h], [](float x, float li, float mj) { return x * fast_exp2(li - mj); });
+      store_tril(s.p[at.stage][h], products, l, v.m, p.d[t.head + h],
+                 [](float x, float li, float mj) { return x * fast_exp2(li - mj); });
     }
     fence_async();
     sem_arrive(s.p_full[at.stage]);
@@ -135,7 +136,8 @@ TILE void read_state(rt<float, Q> &y, const rt<float, N> &state, const st<elem, 
 }
 
 // One chunk of head h of the block. The state is scaled while no product is in flight.
-TILE void advance(rt<float, N> &state, const ssd_fwd_params &p, shared &s, const task &t, ring_pos at, int chunk, int h, int wg) {
+TILE void advance(rt<float, N> &state, const ssd_fwd_params &p, shared &s, const task &t, ring_pos at, int chunk, int h,
+                  int wg) {
   rt<float, Q> y;
   rt<elem, Q> x;
   vectors &v = s.v[at.stage][h];
@@ -189,6 +191,7 @@ TILE void run_state(const ssd_fwd_params &p, shared &s, int wg) {
   tma_store_wait_read();
 }
 
-typedef block<ssd_fwd_params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>, role<score, WARPGROUP, 1, SCORE_REGS>,
+typedef block<ssd_fwd_params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
+              role<score, WARPGROUP, 1, SCORE_REGS>,
               role<loader, THREAD, 1, LOAD_REGS>, role<scan, WARP, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, ALL)

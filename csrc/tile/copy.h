@@ -6,7 +6,8 @@
 // Thread. Tile at (row, col) of matrix (head, batch); elements outside the tensor read as zero; all tile_bytes count on
 // `s`. The map's box is R rows by 64 columns; of e4m3, 128 columns where C is a multiple of 128.
 template<typename T, int R, int C> TILE constexpr uint32_t tile_bytes(const st<T, R, C> &) { return R * C * sizeof(T); }
-template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
+template<typename T, int R, int C>
+TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
 // Thread. Part of a tile: `rows` rows from row r0, which is the height of the map's box. (row, col) is where the loaded
 // part begins.
 template<typename T, int R, int C>
@@ -15,10 +16,12 @@ TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s,
 // cluster rank); each of these blocks counts the bytes on its own `s`. (row, col) in the matrix is where the loaded
 // part begins, not the tile.
 template<int RN, typename T, int R, int C>
-TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask);
+TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                                  int mask);
 // The same for CN columns from column c0 of the tile (box: R rows).
 template<int CN, typename T, int R, int C>
-TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask);
+TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                                  int mask);
 template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s);   // thread; g 16-byte aligned, N floats
 // Thread. fp32 matrix; the map's box is R rows by C columns.
 template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch);
@@ -26,7 +29,8 @@ template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, in
 // `s`.
 template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T, R, C> &t, sem &s, int rank);
 // Warpgroup: its first thread issues and commits one group. Elements outside the tensor are not written.
-template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch);
+template<typename T, int R, int C>
+TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch);
 template<int G = 0> TILE void tma_store_wait_read();    // warpgroup: the issuing thread, until at most G groups still
                                                         // read shared memory
 // ... until at most G groups are not yet written; of a thread, its own
@@ -61,7 +65,8 @@ TILE void put_at(int &s, int v, sem &full, int rank);   // thread: put() in bloc
 TILE int get(const int &s);
 // Warp. 64 rows of d from k0, a multiple of 64, = s, in parts: those of index 0 .. count - 1 together are the whole.
 // Through registers.
-template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count);
+template<typename T, int K, int N>
+TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count);
 
 // Warpgroup or warp. Rows >= end and < first become 0.
 template<int W = WARPGROUP, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end);

@@ -20,7 +20,8 @@ TILE float fast_tanh(float x) {
   float y = clamp(x, -9.f, 9.f), z = y * y;
   float q = fused(fused(fused(fused(7.77655714e-07f, z, 0.000328563445f), z, 0.0258769821f), z, 0.467143416f), z, 1.f);
   y *= fast_rcp(q);
-  return y * fused(fused(fused(fused(1.33546587e-08f, z, 2.06090808e-05f), z, 0.00349558797f), z, 0.133810252f), z, 1.f);
+  return y *
+         fused(fused(fused(fused(1.33546587e-08f, z, 2.06090808e-05f), z, 0.00349558797f), z, 0.133810252f), z, 1.f);
 }
 
 template<int N> TILE void fill(rt<float, N> &t, float x);
@@ -81,6 +82,8 @@ template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s
 // K columns from c0
 template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0);
 // s = f(t, u[row], v[col], row, col), rounded, in one pass (no second register tile)
-template<typename T, int N, class F> TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f);
+template<typename T, int N, class F>
+TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f);
 // lower triangle: f(t, u[row], v[col]) where col < row, the same plus diag where col == row, 0 above
-template<typename T, int N, class F> TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f);
+template<typename T, int N, class F>
+TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f);

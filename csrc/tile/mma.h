@@ -7,26 +7,33 @@
 //   letters: A and B as stored, At / Bt the stored tile is the transpose
 #pragma once
 // a b^T
-template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b);
+template<int A, typename T, int N, int K>
+TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b);
 template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const rt<T, K> &a, const st<T, N, K> &b);
 // a b
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b);
+template<int A, typename T, int N, int K>
+TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b);
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b);
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const tt<T, K, N> &b);
 // N rows of b from r0 (both multiples of 32)
-template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0);
+template<int A, typename T, int N, int K, int R>
+TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0);
 // N columns of b from cb (a multiple of 64)
-template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb);
+template<int A, typename T, int N, int K, int W>
+TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb);
 // 64 columns of a from ca (a multiple of 64), N columns of b from cb (a multiple of 64, or of 32 where N is 32)
 template<int A, typename T, int N, int K, int WA, int WB>
 // a^T b
 TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb);
 // a^T b^T
-template<int A, typename T, int N, int K> TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b);
+template<int A, typename T, int N, int K>
+TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b);
 // K columns of b from column k0 (a multiple of 64): one panel of a longer product
-template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0);
+template<int A, typename T, int N, int K, int W>
+TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0);
 // K rows of b from row r0 (both multiples of 64)
-template<int A, typename T, int N, int K, int R> TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0);
+template<int A, typename T, int N, int K, int R>
+TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0);
 TILE void mma_fence();
 TILE void mma_commit();
 // Until at most G later groups are in flight; names every accumulator and register operand that this frees. ptxas moves

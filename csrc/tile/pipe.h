@@ -22,9 +22,14 @@ template<int S, int R> TILE void ring_next(const ring<S, R> &, ring_pos &p) {
 // The phase before a fresh semaphore's first counts as complete: the first S acquires pass. So positions count from the
 // kernel's begin, not from a task's.
 template<int S, int R> TILE void ring_acquire(ring<S, R> &r, ring_pos p) { sem_wait(r.empty[p.stage], p.phase ^ 1); }
-template<int S, int R> TILE void ring_expect(ring<S, R> &r, ring_pos p, uint32_t bytes) { sem_expect(r.full[p.stage], bytes); }
+template<int S, int R> TILE void ring_expect(ring<S, R> &r, ring_pos p, uint32_t bytes) {
+  sem_expect(r.full[p.stage], bytes);
+}
 // Producer that wrote the stage with generic stores.
-template<int W = WARPGROUP, int S, int R> TILE void ring_fill(ring<S, R> &r, ring_pos p) { fence_async(); sem_arrive<W>(r.full[p.stage]); }
+template<int W = WARPGROUP, int S, int R> TILE void ring_fill(ring<S, R> &r, ring_pos p) {
+  fence_async();
+  sem_arrive<W>(r.full[p.stage]);
+}
 template<int S, int R> TILE void ring_wait(ring<S, R> &r, ring_pos p) { sem_wait(r.full[p.stage], p.phase); }
 template<int W = WARPGROUP, int S, int R> TILE void ring_release(ring<S, R> &r, ring_pos p) {
   if (R == GENERIC_READS) fence_async();
@@ -36,7 +41,9 @@ template<int S, int R> TILE void ring_done(ring<S, R> &r, ring_pos &p) { ring_re
 // A ring over the B blocks of a cluster whose producers copy into each other's stages (multicast): a stage is free when
 // the consumers of every block have released it, so that a producer that acquired it may write it in all of them; each
 // block counts its own bytes.
-template<int B, int S, int R> TILE void cluster_ring_init(ring<S, R> &r, int producers, int consumers) { ring_init(r, producers, B * consumers); }
+template<int B, int S, int R> TILE void cluster_ring_init(ring<S, R> &r, int producers, int consumers) {
+  ring_init(r, producers, B * consumers);
+}
 template<int B, int W = WARPGROUP, int S, int R> TILE void cluster_ring_release(ring<S, R> &r, ring_pos p) {
   if constexpr (B == 1) return ring_release<W>(r, p);
   static_assert(B == 1 || R == ASYNC_READS, "an arrival at another block does not order generic reads");

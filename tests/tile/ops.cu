@@ -180,7 +180,8 @@ SHAPE TILE void store_with_row_col(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   outer(t, p, s.v);
   load(y, p.y, 64, 0.f);
-  store_rc(s.b, t, y, s.v, [](float a, float u, float v, int row, int col) { return col <= row ? a + u - v : a * 2.f; });
+  store_rc(s.b, t, y, s.v,
+           [](float a, float u, float v, int row, int col) { return col <= row ? a + u - v : a * 2.f; });
   put_b(p, s);
 }
 SHAPE TILE void store_triangle(const op_params &p, TILES &s, int) {
@@ -276,7 +277,9 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     convert(e, u);
     map_col(t, e, s.v, [](float a, float b, float c) { return a * b - c; });
   }
-  if (I == 15) map_rc(t, u, s.v, [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
+  if (I == 15)
+    map_rc(t, u, s.v,
+           [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
   if (I == 13) map_row_pairs(t, [](float &a, float &b, int row, int col) {
     a += (float)(row - 2 * col);
     b += (float)(1000 + row - 2 * col);
@@ -464,7 +467,8 @@ struct parts_shared {
 TILE void parts_init(parts_shared &s) { sem_init(s.full, arrivals(1, 0, 0)); }
 TILE void parts_loader(const op_params &p, parts_shared &s, int) {
   sem_expect(s.full, tile_bytes(s.a));
-  for (int i = 0; i < 4; i++) tma_load_rows(s.a, 16 * i, 16, p.a, s.full, p.row + 16 * (3 - i), p.col, p.head + i, p.batch);
+  for (int i = 0; i < 4; i++)
+    tma_load_rows(s.a, 16 * i, 16, p.a, s.full, p.row + 16 * (3 - i), p.col, p.head + i, p.batch);
 }
 TILE void parts_out(const op_params &p, parts_shared &s, int) {
   rt<float, 128> t;
@@ -713,9 +717,13 @@ TILE void stuck_compute(const op_params &, stuck_shared &s, int wg) {
 // ---- entries: extern "C" int NAME(const op_params *, int blocks), 0 when it ran
 #ifdef __CUDACC__
 #define EXPORT extern "C"
-#define RUN_OP(name, K)                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(K::threads, 1) device_##name(const __grid_constant__ op_params p) { K::run(p); } \
-  EXPORT int name(const op_params *p, int blocks) { return launch((const void *)device_##name, p, blocks, K::threads, K::cluster); }
+#define RUN_OP(name, K) \
+  extern "C" __global__ void __launch_bounds__(K::threads, 1) device_##name(const __grid_constant__ op_params p) { \
+    K::run(p); \
+  } \
+  EXPORT int name(const op_params *p, int blocks) { \
+    return launch((const void *)device_##name, p, blocks, K::threads, K::cluster); \
+  }
 #include <cuda.h>
 #include <cuda_runtime.h>
 static int launch(const void *f, const op_params *p, int blocks, int threads, int cluster) {
@@ -740,21 +748,28 @@ EXPORT void *op_buffer(const void *host, size_t bytes) {
   if (cudaMalloc(&p, bytes) || cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice)) return nullptr;
   return p;
 }
-EXPORT int op_fetch(void *host, const void *p, size_t bytes) { return cudaMemcpy(host, p, bytes, cudaMemcpyDeviceToHost); }
+EXPORT int op_fetch(void *host, const void *p, size_t bytes) {
+  return cudaMemcpy(host, p, bytes, cudaMemcpyDeviceToHost);
+}
 EXPORT void op_release(void *p) { cudaFree(p); }
 // size and stride[1..3] (bytes), columns first; the box is rows x cols elements
 EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, const int64_t *stride, int rows, int cols) {
   typedef decltype(&cuTensorMapEncodeTiled) encode;
   void *f = nullptr;
   cudaDriverEntryPointQueryResult found;
-  if (int e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found)) return e;
+  if (int e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found))
+    return e;
   cuuint64_t sizes[4], strides[3];
   cuuint32_t box[4] = {(cuuint32_t)cols, (cuuint32_t)rows, 1, 1}, step[4] = {1, 1, 1, 1};
   for (int i = 0; i < 4; i++) sizes[i] = size[i];
   for (int i = 0; i < 3; i++) strides[i] = stride[i + 1];
   bool wide = element_bytes == 4, narrow = element_bytes * cols == 64;
-  CUtensorMapDataType type = wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  CUtensorMapSwizzle swizzle = wide ? CU_TENSOR_MAP_SWIZZLE_NONE : narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  CUtensorMapDataType type = wide               ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 :
+                             element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 :
+                                                  CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  CUtensorMapSwizzle swizzle = wide   ? CU_TENSOR_MAP_SWIZZLE_NONE :
+                               narrow ? CU_TENSOR_MAP_SWIZZLE_64B :
+                                        CU_TENSOR_MAP_SWIZZLE_128B;
   return ((encode)f)((CUtensorMap *)m, type, 4, p, sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
@@ -781,12 +796,13 @@ EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, cons
   return 0;
 }
 #endif
-#define OP_NAMED(name, body, ...)                                                                                        \
-  typedef block<op_params, tiles<__VA_ARGS__>, init<__VA_ARGS__>, role<body<__VA_ARGS__>, WARPGROUP, 1, 0>,               \
-                role<loader<__VA_ARGS__>, THREAD, 1, 0>>                                                                 \
-      name##_kernel;                                                                                                     \
+#define OP_NAMED(name, body, ...) \
+  typedef block<op_params, tiles<__VA_ARGS__>, init<__VA_ARGS__>, role<body<__VA_ARGS__>, WARPGROUP, 1, 0>, \
+                role<loader<__VA_ARGS__>, THREAD, 1, 0>> \
+      name##_kernel; \
   RUN_OP(name, name##_kernel)
-#define OP(body, RA, CA, RB, CB, N, I) OP_NAMED(body##_##RA##_##CA##_##RB##_##CB##_##N##_##I, body, RA, CA, RB, CB, N, I)
+#define OP(body, RA, CA, RB, CB, N, I) \
+  OP_NAMED(body##_##RA##_##CA##_##RB##_##CB##_##N##_##I, body, RA, CA, RB, CB, N, I)
 #include "ops.def"
 #define E4M3(N, K)                                                                                                     \
   typedef block<op_params, e4m3_shared<N, K>, e4m3_init<N, K>, role<e4m3_ABt<N, K>, WARPGROUP, 1, 0>,                  \
@@ -812,20 +828,25 @@ typedef block<op_params, scan_shared, scan_init, role<scan_out, WARPGROUP, 1, 0>
               role<scan_warp, WARP, 1, 0>>
     scan_kernel;
 RUN_OP(scan, scan_kernel)
-typedef block<op_params, parts_shared, parts_init, role<parts_out, WARPGROUP, 1, 0>, role<parts_loader, THREAD, 1, 0>> parts_kernel;
+typedef block<op_params, parts_shared, parts_init, role<parts_out, WARPGROUP, 1, 0>, role<parts_loader, THREAD, 1, 0>>
+              parts_kernel;
 RUN_OP(parts, parts_kernel)
-typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1, 0>, role<zero_thread, THREAD, 1, 0>> zero_kernel;
+typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1, 0>, role<zero_thread, THREAD, 1, 0>>
+              zero_kernel;
 RUN_OP(zeros, zero_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
-typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>, role<ring_test_loader, THREAD, 1, 0>>
+typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>,
+              role<ring_test_loader, THREAD, 1, 0>>
     ring_kernel;
 RUN_OP(rings, ring_kernel)
-typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WARPGROUP, 1, 0>, role<cluster_loader, THREAD, 1, 0>,
+typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WARPGROUP, 1, 0>,
+              role<cluster_loader, THREAD, 1, 0>,
               CLUSTER<2>>
     cluster_kernel;
 RUN_OP(clusters, cluster_kernel)
-typedef block<op_params, exchange_shared, exchange_init, role<exchange_compute, WARPGROUP, 1, 0>, role<exchange_loader, THREAD, 1, 0>,
+typedef block<op_params, exchange_shared, exchange_init, role<exchange_compute, WARPGROUP, 1, 0>,
+              role<exchange_loader, THREAD, 1, 0>,
               role<exchange_sender, THREAD, 1, 0>, CLUSTER<2>>
     exchange_kernel;
 RUN_OP(exchange, exchange_kernel)

@@ -6,12 +6,21 @@
 #include <type_traits>
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role {
   ROLE_RULES(REGISTERS);
-  enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
+  enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS,
+      BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
-template<int N> struct OCCUPANCY { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
-template<int N> struct CLUSTER { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 }; };
-struct DEPENDENT { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
-struct FOLLOWED { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
+template<int N> struct OCCUPANCY {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 };
+};
+template<int N> struct CLUSTER {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 };
+};
+struct DEPENDENT {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 };
+};
+struct FOLLOWED {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 };
+};
 
 template<class Params, class Shared, auto BODY> static void role_body(const void *params, void *shared, int index) {
   BODY(*(const Params *)params, *(Shared *)shared, index);
@@ -66,7 +75,8 @@ template<class Params, class Shared, auto INIT, class... Parts> struct block {
     if (capacity < bytes) {
       for (char *&p : m.packed) {
         if (capacity) munmap(p, PACK_GROWTH * capacity);
-        p = (char *)mmap(nullptr, PACK_GROWTH * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        p = (char *)mmap(nullptr, PACK_GROWTH * bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       }
       for (uint64_t *&p : m.packed_tag) p = (uint64_t *)realloc(p, bytes / GRANULE * sizeof *p);
       m.written = (uint32_t *)realloc(m.written, bytes / GRANULE * sizeof *m.written);
@@ -88,9 +98,10 @@ template<> struct kind_of_field<sem> { enum { KIND = FIELD_SEM, STAGES = 1 }; };
 #ifndef FIELDS
 #define FIELDS
 #endif
-#define FIELD(m)                                                                                                       \
-  {#m, offsetof(S, m), sizeof(S::m), sizeof(std::remove_all_extents_t<decltype(S::m)>),                                \
-   kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::KIND, kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::STAGES},
+#define FIELD(m) \
+  {#m, offsetof(S, m), sizeof(S::m), sizeof(std::remove_all_extents_t<decltype(S::m)>), \
+   kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::KIND, \
+   kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::STAGES},
 template<class S> static const check_field *fields_of() {
   static const check_field fields[] = {FIELDS{nullptr, 0, 0, 0, 0, 0}};
   return fields;
@@ -104,7 +115,8 @@ static size_t example_used;
 enum : size_t { EXAMPLE_BYTES = 64 << 20, EXAMPLE_PAGE = 1 << 16 };
 static void *example_take(size_t bytes) {
   if (!example_memory)
-    example_memory = (char *)mmap(nullptr, EXAMPLE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    example_memory = (char *)mmap(nullptr, EXAMPLE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                                  0);
   const size_t room = (bytes + EXAMPLE_PAGE - 1) / EXAMPLE_PAGE * EXAMPLE_PAGE;
   char *p = example_memory + example_used;
   example_used += room + EXAMPLE_PAGE;
@@ -139,16 +151,17 @@ template<typename T> static T *example_words(int n) { return (T *)example_take((
     return &p;                                             \
   }
 
-#define ENTRY(K, TILE_M, TILE_N)                                                                                                        \
-  extern "C" {                                                                                                                          \
-  extern const mg_kernel_desc mg_check_desc;                                                                                            \
-  const mg_kernel_desc mg_check_desc = {sizeof(K::shared_type), K::THREADS, K::SIZE, K::PER_SM, sizeof(K::params), K::WAITS, K::LETS, TILE_M, TILE_N, nullptr}; \
-  const check_field *mg_check_fields(void) { return fields_of<K::shared_type>(); }                                                      \
-  const ck_kernel *mg_check_kernel(void) {                                                                                              \
-    static const ck_kernel k = K::kernel();                                                                                             \
-    return &k;                                                                                                                          \
-  }                                                                                                                                     \
-  int mg_check_run(const ck_request *request, const void *params, int blocks, char *text, size_t size) {                                \
-    return ck_run(mg_check_kernel(), request, params, blocks, text, size);                                                                             \
-  }                                                                                                                                     \
+#define ENTRY(K, TILE_M, TILE_N) \
+  extern "C" { \
+  extern const mg_kernel_desc mg_check_desc; \
+  const mg_kernel_desc mg_check_desc = {sizeof(K::shared_type), K::THREADS, K::SIZE, K::PER_SM, sizeof(K::params), \
+                                        K::WAITS, K::LETS, TILE_M, TILE_N, nullptr}; \
+  const check_field *mg_check_fields(void) { return fields_of<K::shared_type>(); } \
+  const ck_kernel *mg_check_kernel(void) { \
+    static const ck_kernel k = K::kernel(); \
+    return &k; \
+  } \
+  int mg_check_run(const ck_request *request, const void *params, int blocks, char *text, size_t size) { \
+    return ck_run(mg_check_kernel(), request, params, blocks, text, size); \
+  } \
   }

@@ -11,12 +11,21 @@ template<int N> struct CLUSTER;
 template<class Part> struct part_of;
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct part_of<role<BODY, WIDTH, COUNT, REGISTERS>> {
   ROLE_RULES(REGISTERS);
-  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
+  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS,
+      BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
-template<int N> struct part_of<OCCUPANCY<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
-template<int N> struct part_of<CLUSTER<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 }; };
-template<> struct part_of<DEPENDENT> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
-template<> struct part_of<FOLLOWED> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
+template<int N> struct part_of<OCCUPANCY<N>> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 };
+};
+template<int N> struct part_of<CLUSTER<N>> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 };
+};
+template<> struct part_of<DEPENDENT> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 };
+};
+template<> struct part_of<FOLLOWED> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 };
+};
 
 // the first thread or warp role asks for its whole warpgroup
 template<class... Parts> static constexpr int registers_asked() {
@@ -81,10 +90,10 @@ template<class Kernel> static void run_kernel(const void *params, int first, int
 
 #define MG_JOIN_(a, b) a##_##b
 #define MG_JOIN(a, b) MG_JOIN_(a, b)
-#define ENTRY(K, TILE_M, TILE_N)                                                                                                    \
-  extern "C" {                                                                                                                      \
-  extern const mg_kernel_desc MG_JOIN(KERNEL, ISA);                                                                                 \
-  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, K::WAITS, K::LETS, TILE_M,  \
-                                               TILE_N, run_kernel<K>};                                                                      \
+#define ENTRY(K, TILE_M, TILE_N) \
+  extern "C" { \
+  extern const mg_kernel_desc MG_JOIN(KERNEL, ISA); \
+  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, \
+                                               K::WAITS, K::LETS, TILE_M, TILE_N, run_kernel<K>}; \
   }
 #define EXAMPLE(...)   // a problem for the checker, see check/block.h

@@ -9,7 +9,9 @@ struct region { const void *p; int rows, pitch, bytes; };   // of shared memory:
 template<typename T, int R, int C> TILE region part(const st<T, R, C> &t, int r0, int rows, int c0, int cols) {
   return {t.d + r0 * C + c0, rows, C * (int)sizeof(T), cols * (int)sizeof(T)};
 }
-template<typename T, int R, int C> TILE region whole(const st<T, R, C> &t) { return {t.d, 1, 0, R * C * (int)sizeof(T)}; }
+template<typename T, int R, int C> TILE region whole(const st<T, R, C> &t) {
+  return {t.d, 1, 0, R * C * (int)sizeof(T)};
+}
 template<class Plain> TILE region whole(const Plain &t) { return {&t, 1, 0, (int)sizeof t}; }
 
 // Contracts: the width of the role that calls, and where a window of a tile begins.

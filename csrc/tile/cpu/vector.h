@@ -73,7 +73,8 @@ TILE void widen_row(float *d, const fp16 *s, int n) {
 }
 TILE void narrow_row(fp16 *d, const float *s, int n) {
   int i = 0;
-  for (; i + 8 <= n; i += 8) _mm_storeu_si128((__m128i *)(d + i), _mm256_cvtps_ph(_mm256_loadu_ps(s + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i *)(d + i), _mm256_cvtps_ph(_mm256_loadu_ps(s + i), _MM_FROUND_TO_NEAREST_INT));
   for (; i < n; i++) narrow(d[i], s[i]);
 }
 #endif

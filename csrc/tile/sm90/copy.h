@@ -3,32 +3,41 @@
 
 // ---- TMA
 TILE void tma_panel(uint32_t dst, const gmap &m, sem &s, int row, int col, int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%0], [%1, {%3, %4, %5, %6}], [%2];"
     ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 TILE void tma_panel_multicast(uint32_t dst, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-    ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch), "h"((uint16_t)mask) : "memory");
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+    ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch), "h"((uint16_t)mask)
+    : "memory");
 }
-template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+template<typename T, int R, int C>
+TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
   constexpr int WIDTH = panel_columns<T, C>;
 #pragma unroll
-  for (int p = 0; p < C / WIDTH; p++) tma_panel(shared_address(&t) + p * R * panel_bytes<T, C>, m, s, row, col + p * WIDTH, head, batch);
+  for (int p = 0; p < C / WIDTH; p++)
+    tma_panel(shared_address(&t) + p * R * panel_bytes<T, C>, m, s, row, col + p * WIDTH, head, batch);
 }
 template<typename T, int R, int C>
 TILE void tma_load_rows(st<T, R, C> &t, int r0, int, const gmap &m, sem &s, int row, int col, int head, int batch) {
   static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
-  for (int p = 0; p < C / 64; p++) tma_panel(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch);
+  for (int p = 0; p < C / 64; p++)
+    tma_panel(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch);
 }
 template<int RN, typename T, int R, int C>
-TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                                  int mask) {
   static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
-  for (int p = 0; p < C / 64; p++) tma_panel_multicast(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch, mask);
+  for (int p = 0; p < C / 64; p++)
+    tma_panel_multicast(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch, mask);
 }
 template<int CN, typename T, int R, int C>
-TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                                  int mask) {
   static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
   for (int p = 0; p < CN / 64; p++)
@@ -45,15 +54,18 @@ template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T
   asm volatile("{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %4;\nmapa.shared::cluster.u32 at, %2, %4;\n"
     "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [at], %3;\n"
     "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %3, [at];\n}\n"
-    ::"r"(shared_address(&d)), "r"(shared_address(&t)), "r"(shared_address(&s)), "r"(tile_bytes(t)), "r"(rank) : "memory");
+    ::"r"(shared_address(&d)), "r"(shared_address(&t)), "r"(shared_address(&s)), "r"(tile_bytes(t)), "r"(rank)
+    : "memory");
 }
-template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
+template<typename T, int R, int C>
+TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
   static_assert(sizeof(T) == 2, "panels of 64 columns");
   if (thread_in_group() == 0) {
 #pragma unroll
     for (int p = 0; p < C / 64; p++)
       asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-        ::"l"(&m), "r"(shared_address(&t) + p * R * 128), "r"(col + p * 64), "r"(row), "r"(head), "r"(batch) : "memory");
+        ::"l"(&m), "r"(shared_address(&t) + p * R * 128), "r"(col + p * 64), "r"(row), "r"(head), "r"(batch)
+        : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 }
@@ -72,7 +84,8 @@ template<int G, int W> TILE void tma_store_wait() {
 template<int C> TILE void tma_prefetch_rows(const gmap &m, int row, int col, int head, int batch) {
 #pragma unroll
   for (int c = 0; c < C; c += 64)
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&m), "r"(col + c), "r"(row), "r"(head), "r"(batch) : "memory");
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
+        ::"l"(&m), "r"(col + c), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" ::"l"(&m) : "memory"); }
 
@@ -89,7 +102,8 @@ template<typename T, int K> TILE uint32_t block_address_t(const st<T, K, 64> &t,
   return shared_address(&t) + r * 128 + ((chunk ^ (r & 7)) << 4);
 }
 TILE void store_block(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+      ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 TILE void load_block(uint32_t (&d)[4], uint32_t a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -126,7 +140,8 @@ template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<flo
 #pragma unroll
   for (int k = 0; k < N / 16; k++) {
     const float *x = s.d + 8 * k;
-    store_block(block_address(d, c0 + 16 * k), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+    store_block(block_address(d, c0 + 16 * k), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
+                pack<T>(x[6], x[7]));
   }
 }
 // Address of 16-byte chunk c of row r.
@@ -142,13 +157,15 @@ TILE void store_half(uint32_t a, uint32_t x, uint32_t y) {
 // columns 2g, 2g + 1 (g: lane / 4) of each of four blocks of 8 rows, which are, two blocks together, the bytes of one
 // word in rows 2g and in 2g + 1 of the transpose. Both matrices of rows that stmatrix then writes have even and odd
 // ones, 0 2 4 6 9 11 13 15 and 1 3 5 7 8 10 12 14: these lie in different banks.
-template<int K, int N> TILE void transpose_part(tt<e4m3, K, N> &d, int k0, const st<e4m3, 64, N> &s, int index, int count) {
+template<int K, int N>
+TILE void transpose_part(tt<e4m3, K, N> &d, int k0, const st<e4m3, 64, N> &s, int index, int count) {
   // row r ^ 1, same chunk
   constexpr uint32_t FROM = panel_bytes<e4m3, N>, TO = panel_bytes<e4m3, K>, NEIGHBOUR = TO == 128 ? 0x90 : 0x40;
   constexpr int BATCH = N > 128 ? 1 : 2;   // loads in flight: beside wide tiles there are 24 registers
   int g = lane() & 7, block = lane() >> 3 & 1;
   uint32_t first = lane() < 16 ? 0x6420 : 0x7531, other = first ^ 0x1111;
-  uint32_t from0 = chunk_address(s, lane(), 0), to0 = (chunk_address(d.t, 2 * g + (g >> 2), block) ^ k0 % TO) + k0 / TO * N * TO;
+  uint32_t from0 = chunk_address(s, lane(), 0),
+           to0 = (chunk_address(d.t, 2 * g + (g >> 2), block) ^ k0 % TO) + k0 / TO * N * TO;
 #pragma unroll 1
   for (uint32_t c = index; c < N / 16; c += count) {   // the chunk of s
     uint32_t from = (from0 ^ c % (FROM / 16) << 4) + c / (FROM / 16) * 64 * FROM, to = to0 + c * 16 * TO;
@@ -179,10 +196,12 @@ template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K
   for (int k = 0; k < K / 16; k++) {
     const float *x = s.d + 8 * k;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(block_address_t(d, k)),
-      "r"(pack<T>(x[0], x[1])), "r"(pack<T>(x[2], x[3])), "r"(pack<T>(x[4], x[5])), "r"(pack<T>(x[6], x[7])) : "memory");
+      "r"(pack<T>(x[0], x[1])), "r"(pack<T>(x[2], x[3])), "r"(pack<T>(x[4], x[5])), "r"(pack<T>(x[6], x[7]))
+      : "memory");
   }
 }
-template<typename T, int N, class F> TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
+template<typename T, int N, class F>
+TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
   const float2 *g = (const float2 *)(v.d + thread_col());
   int r = thread_row(), c = thread_col();
 #pragma unroll
@@ -198,7 +217,8 @@ template<typename T, int N, class F> TILE void store_rc(st<T, 64, N> &s, const r
   }
 }
 // 16 x 16 blocks above the diagonal cost a store of zeros and no arithmetic.
-template<typename T, int N, class F> TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+template<typename T, int N, class F>
+TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
   const float2 *g = (const float2 *)(v.d + thread_col());
   int r = lane() >> 2, c = thread_col();
 #pragma unroll

@@ -15,8 +15,10 @@ TILE void trace(int op, const void *at, int value) {
   const uint32_t warp = threadIdx.x >> 5, capacity = mg_trace.capacity;
   if (capacity) {
     trace_event *e = mg_trace.events + ((size_t)blockIdx.x * 20 + warp) * capacity;
-    const uint32_t n = ++e->op_and_offset, offset = at ? (shared_address(at) & 0x3ffff) - (shared_address(block_memory) & 0x3ffff) + 1 : 0;
+    const uint32_t n = ++e->op_and_offset,
+                   offset = at ? (shared_address(at) & 0x3ffff) - (shared_address(block_memory) & 0x3ffff) + 1 : 0;
     if (n < capacity) e[n] = {offset << 5 | (uint32_t)op, value};
   }
-  if (mg_trace.delayed >> warp & 1) __nanosleep((((uint32_t)clock64() ^ mg_trace.seed) * 2654435761u >> 8) % (mg_trace.longest + 1));
+  if (mg_trace.delayed >> warp & 1)
+    __nanosleep((((uint32_t)clock64() ^ mg_trace.seed) * 2654435761u >> 8) % (mg_trace.longest + 1));
 }

@@ -61,7 +61,8 @@ template<typename T> TILE uint32_t pack(float lo, float hi) {
 }
 TILE uint32_t pack_e4m3(float a, float b, float c, float d) {   // a in the lowest byte
   uint32_t r;
-  asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\nmov.b32 %0, {l, h};\n}\n"
+  asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\n"
+      "mov.b32 %0, {l, h};\n}\n"
       : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
   return r;
 }
@@ -69,7 +70,8 @@ template<typename T> TILE float2 unpack(uint32_t w) {
   static_assert(sizeof(T) == 2, "a pair of 16-bit values");
   if constexpr (is_bf16<T>) return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u));
   float2 f;
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}\n" : "=f"(f.x), "=f"(f.y) : "r"(w));
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}\n"
+      : "=f"(f.x), "=f"(f.y) : "r"(w));
   return f;
 }
 template<typename T> TILE float to_float(T x) { return unpack<T>(x.u).x; }

@@ -45,5 +45,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>, CLUSTER<2>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 2, p.a = example_tensor<elem>(1, 1, 128, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.c = example_words<float>(2 * 64 * 64);
-        p.steps = 5)
+EXAMPLE(kernel, 2, p.a = example_tensor<elem>(1, 1, 128, 300); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.c = example_words<float>(2 * 64 * 64); p.steps = 5)

@@ -40,4 +40,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 2, p.in = example_tensor<elem>(1, 1, 300, 64); p.sum = example_words<float>(64 * 64); p.turn = example_words<int>(1); p.tasks = 5)
+EXAMPLE(kernel, 2, p.in = example_tensor<elem>(1, 1, 300, 64); p.sum = example_words<float>(64 * 64);
+        p.turn = example_words<int>(1); p.tasks = 5)

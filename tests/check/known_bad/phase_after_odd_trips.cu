@@ -50,4 +50,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 192); p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.steps = 3)
+EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 192); p.out = example_tensor<elem>(1, 1, 300, 64);
+        p.tasks = 5; p.steps = 3)

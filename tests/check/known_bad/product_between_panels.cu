@@ -32,4 +32,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 64, 128); p.b = example_tensor<elem>(1, 1, 64, 64); p.c = example_words<float>(64 * 64))
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 64, 128); p.b = example_tensor<elem>(1, 1, 64, 64);
+        p.c = example_words<float>(64 * 64))

@@ -108,8 +108,10 @@ TILE void run_state(const params &p, shared &s, int) {
   tma_store_wait_read();
 }
 
-typedef block<params, shared, init, role<run_state, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>, role<scan, WARP, 1, 0>> kernel;
+typedef block<params, shared, init, role<run_state, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>,
+              role<scan, WARP, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.x = example_tensor<elem>(1, 1, 300, 64); p.b = example_tensor<elem>(1, 1, 300, 64); p.y = example_tensor<elem>(1, 1, 300, 64);
-        p.dt = example_tensor<float>(1, 1, 300, 4); p.within = example_tensor<elem>(1, 1, 64, 64); p.state = example_words<float>(64 * 64);
-        p.a = -1.f; p.chunks = 5)
+EXAMPLE(kernel, 1, p.x = example_tensor<elem>(1, 1, 300, 64); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.y = example_tensor<elem>(1, 1, 300, 64); p.dt = example_tensor<float>(1, 1, 300, 4);
+        p.within = example_tensor<elem>(1, 1, 64, 64); p.state = example_words<float>(64 * 64); p.a = -1.f;
+        p.chunks = 5)
