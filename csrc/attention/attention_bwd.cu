@@ -2,7 +2,7 @@
 //   s^T = k q_i^T;  p^T = 2^(c s^T - lse2);  dp^T = v dout_i^T;  ds^T = p^T (dp^T - delta)
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
 // lse2 = lse log2 e and delta = rowsum(o dout) - dlse come from attention_bwd_pre.cu; attention_bwd_post.cu rounds dq.
-// With FEATURES_ALL scores are capped and biased and probabilities dropped, as attention_bwd_full.cu's head has it.
+// With FEATURES_ALL scores are capped and biased and probabilities dropped, by the formulas of attention_bwd_full.cu.
 // Each of two warpgroups owns 64 keys: p^T and ds^T are then register operands, and dk, dv stay in registers for the
 // whole walk.
 // dq needs the ds of both warpgroups, which go through shared memory. It lags two steps behind, so that neither waits
@@ -50,11 +50,11 @@ TILE void init(shared &s) {
 
 // ---- what feeds the compute warpgroups
 
-// Zeros of dq for a later head. Rows for packed sequences have no thread for it, as writes_zeros() in attention_bwd.c
-// knows.
+// Zeros of dq for a later head. Rows for packed sequences have no thread left for this role; writes_zeros() in
+// attention_bwd.c says the same.
 TILE void zero_writer(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
 
-// Warpgroup or warp. Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times
+// Warpgroup or warp. Rows from `rows` on of two tiles become 0. They belong to other sequences or to none, and 0 times
 // what they hold may be NaN.
 template<int W = WARPGROUP, int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int rows) {
   if (rows >= R) return;
@@ -62,15 +62,15 @@ template<int W = WARPGROUP, int R> TILE void clear_rest(st<elem, R, D> &a, st<el
   clear_rows<W>(b, 0, rows);
   fence_async();
 }
-// Thread (the loader), before it asks for a stage of whose rows only some are this sequence's: its loads are for the
-// trimmer, who makes it full.
+// Thread (the loader). Only the first `rows` rows of this stage are the sequence's. The stage's copies then complete
+// ring_trim instead, and the trimmer clears the other rows and makes the stage full.
 TILE void hand_to_trimmer(shared &s, uint32_t trims, int stage, int rows) {
   ring_acquire(s.ring_trim, ring_at<1>(trims));
   put(s.trim_stage, stage);
   put(s.trim_rows, rows);
   ring_expect(s.ring_trim, ring_at<1>(trims), stage < 0 ? 0 : 2 * (tile_bytes(s.q[0]) + M * 4));
 }
-// Clears the other rows. A stage of -1 is the end.
+// Clears the rows that are not the sequence's. Stage -1 is the end.
 TILE void trimmer(const attention_bwd_params &, shared &s, int) {
   for (uint32_t count = 0;; count++) {
     ring_wait(s.ring_trim, ring_at<1>(count));
@@ -124,7 +124,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
 }
 
 // ---- softcap, ALiBi and dropout: tiles of 64 keys x N query rows, which begin at (key0, row0) of the step. Without
-// EVERYTHING nothing is left of them.
+// EVERYTHING they compile to nothing
 
 TILE float slope_at(const attention_features &f, const attention_bwd_params &p, const step_info &info) {
   int bh = get(info.head), batch = f.slopes ? bh / p.q_heads : 0;
@@ -152,17 +152,17 @@ TILE void mark_dropped(rt<float, N> &prob, const attention_features &f, const st
     if (drops_8(bits, below)) a8 = -a8;
   });
 }
-// ds to that of the scores before the cap, whose slope 1 - tanh^2 follows from the probabilities: a capped score is
-// log2 p + lse2, less its bias. Rounding makes it uncertain by some 2^-20. The slope is that much less here, so that it
-// is 0 where the cap is reached, however large what it is multiplied by. Where p is 0, or a row has no keys (lse2 is
-// inf), it is of no account, but must not be NaN.
+// ds of the capped scores to ds of the scores before the cap. The cap's slope, 1 - tanh^2, follows from the
+// probabilities: a capped score is log2 p + lse2, less its bias. Rounding makes that uncertain by some 2^-20. The slope
+// is made smaller by as much, so that it is 0 where the cap is reached, whatever it is multiplied by. Where p is 0, or
+// a row has no keys (lse2 is inf), the slope does not matter, but must not be NaN.
 template<int N>
 TILE void uncap(rt<float, N> &ds, const rt<float, N> &prob, const attention_bwd_params &p, const step_info &info,
                 const sv<N> &lse2, int key0, int row0) {
   if (!EVERYTHING || p.features.softcap == 0.f) return;
   float inverse = 1.f / (p.features.softcap * 1.4426950408889634f), slope = slope_at(p.features, p, info);
   int distance = get(info.distance) + row0 - key0;
-  // also without ALiBi: both forms together take more registers than there are
+  // The bias is subtracted without ALiBi too: both forms together take more registers than there are.
   map_rc(ds, prob, lse2, [=](float a, float prob, float l, int key, int row) {
     float steps = (float)(distance + row - key);
     float t = (fast_log2(prob < 0.f ? -prob : prob) + l + slope * (steps < 0.f ? -steps : steps)) * inverse;
@@ -175,8 +175,8 @@ TILE void uncap(rt<float, N> &ds, const rt<float, N> &prob, const attention_bwd_
 
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
 
-// s to p, dp to ds, for N queries of step n from the first on; ds also to shared memory, with zeros for the other
-// queries. The fence of ring_fill orders the reads of lse2 and delta before their stage is released.
+// s to p and dp to ds, for N queries of step n from query `first` on. ds also goes to shared memory, with zeros for the
+// other queries. The fence of ring_fill orders the reads of lse2 and delta before their stage is released.
 template<int N>
 TILE void softmax(rt<float, N> &x, rt<float, N> &dp, rt<elem, N> &prob, rt<elem, N> &ds, const attention_bwd_params &p,
                   shared &s, uint32_t n, int first, int wg) {
@@ -252,9 +252,9 @@ TILE void catch_up(state &a, const attention_bwd_params &p, shared &s, uint32_t 
 
 // ---- a task's ends, where a warpgroup sees only a part of the step
 
-// Whether none of the second warpgroup's 64 keys is seen by the first 64 rows of a task's first step, or of the first
-// one's by the last 64 rows of its last. (Where the first warpgroup does not see the first rows, nobody does, and
-// likewise for the second and the last.)
+// begins_late: the first 64 rows of a task's first step see none of the second warpgroup's 64 keys. ends_early: the
+// last 64 rows of its last step see none of the first one's. (Where the first rows do not see the first warpgroup's
+// keys, they see none of the block's; likewise for the last rows and the second one's.)
 TILE bool begins_late(const key_task_smem &h, int wg) {
   return BN == 128 && wg > 0 && get(h.first) * M + 63 + get(h.diagonal) - get(h.key0) < 64;
 }
@@ -262,9 +262,9 @@ TILE bool ends_early(const key_task_smem &h, int wg) {
   return BN == 128 && WINDOWS && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks)) * M - 64 + get(h.lower)
     - get(h.key0) > 63;
 }
-// A task's first step for the second warpgroup, whose keys its first 64 rows do not see, and its last for the first,
-// likewise: from its products to dv and dk, without the rows that see nothing (of 64, that is all). No product is in
-// flight.
+// One step from its products to dv and dk, without the 64 rows that see nothing of this warpgroup's keys: a task's
+// first step for the second warpgroup (begins_late), its last step for the first (ends_early). Where a step has 64
+// rows, that is all of them. No product is in flight.
 template<int A>
 TILE void end_step(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
@@ -301,7 +301,7 @@ TILE void end_step(state &a, const attention_bwd_params &p, shared &s, uint32_t 
   }
   ring_release(s.ring_q, at);
 }
-// The k of the task before, once its dk has left through it.
+// Releases the k of the task before, once its dk has left through it.
 TILE void free_k(shared &s, uint32_t count) {
   tma_store_wait_read();
   if (count > 0) ring_release(s.ring_k, ring_at<2>(count - 1));
@@ -341,7 +341,7 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     ring_wait(s.ring_k, ring_at<2>(count));
     ring_wait(s.ring_v, ring_at<1>(count));
     const key_task_smem &t = s.task_of[count % 2];
-    // Its own keys. ring_ds orders that for the other, which reads k for dq.
+    // Each clears its own keys. ring_ds orders that for the other, which reads k for dq.
     if (PACKED) {
       clear_rest(s.k[count % 2][wg], s.v[wg], get(t.own) - wg * 64);
       if (!TURNS) wg_sync();   // else the turn's barrier does

@@ -1,18 +1,24 @@
 // What the kernels of attention backward share: how they walk over keys and queries, and what they do with a tile.
-// Plain functions of tiles, places and scalars: shared memory, barriers, who owns what and the order of the products
-// are each kernel's own and stand in its file.
+// These are plain functions of tiles, tasks, steps and scalars. Shared memory, barriers, who owns what and the order of
+// the products are each kernel's own and stand in its file.
 //
-// A task is a block of BN keys of one key head. Its steps are the blocks of M query rows that see it, of all query
-// heads that share the key head, or of a part of them: where tasks would be too few, the heads are dealt out to
-// several, whose dk and dv are added up (`parts`). M and BN are the kernel's tile. D (columns of dq and dk),
+// A task (key_task) is a block of BN keys of one key head. Its steps are the blocks of M query rows that see it, of all
+// query heads that share the key head. Where such tasks would be too few, the query heads are dealt out to several
+// tasks, the `parts`, whose dk and dv are added up. M and BN are the kernel's tile. D (columns of dq and dk),
 // DETERMINISTIC and FEATURES come from the row.
+//
+// A stage's life, in attention_bwd.cu: the loader acquires a stage of ring_q, writes the step's info, and loads q with
+// lse2 and dout with delta. Each warpgroup waits for q and issues s = k q^T, waits for dout and issues dp = v dout^T
+// (compute), makes p and ds of them (softmax), and issues dv += p^T dout and dk += ds^T q (grads_issue) one step later.
+// When these are done it releases the stage (catch_up). ds goes through ring_ds to the products for dq, which come
+// another step later (dq_issue, dq_add).
 #pragma once
 #include "attention/attention_features.h"
 
 // ---- the walk
 
-enum { SLOTS = 8 };   // a step's place is read up to two steps after its stage was released: more than STAGES + 2
-// Where a step stands. The compute roles read it here instead of keeping it in registers.
+enum { SLOTS = 8 };   // more than STAGES + 2: a step's info is read until two steps after its stage is released
+// What the compute roles have to know of a step. They read it here instead of keeping it in registers.
 struct step_info {
   int keys;        // keys from the block's first to the last there is
   int diagonal;    // query i of the step sees keys of the block up to i + diagonal
@@ -21,8 +27,8 @@ struct step_info {
                    // padding, which not every key block visits
   int rows;        // PACKED: the step's query rows before those of another sequence
   int lower;       // WINDOWS: query i of the step sees keys of the block from i + lower on
-  int distance, row, key, head;   // EVERYTHING: row - key of the first (counted from the sequence's ends); these; batch
-                                  // * q_heads + head
+  int distance, row, key, head;   // EVERYTHING: row - key of the step's first ones, counted from the sequence's ends;
+                                  // these two; batch * q_heads + head
 };
 
 struct key_task {
@@ -40,8 +46,8 @@ TILE int in_memory(const attention_bwd_params &p, const key_task &t) {
   return PACKED && p.features.q_start ? 0 : t.batch;
 }
 
-// Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys,
-// first.
+// The order of tasks. Key heads go in sections whose q, dout and dq fit the L2. In a section the blocks that most
+// queries see come first; these are the first keys.
 TILE int head_and_block(const attention_bwd_params &p, int i, int &block) {
   int section = i / (p.l2_heads * p.k_blocks), r = i - section * p.l2_heads * p.k_blocks,
       left = p.batch * p.k_heads - section * p.l2_heads;
@@ -92,14 +98,14 @@ template<int M, int BN> TILE int first_visitor(const attention_bwd_params &p, in
   int a = seen > 0 ? (seen + BN - 1) / BN : 0, b = least > 0 && added > 0 ? (added + BN - 1) / BN : 0;
   return a < b ? a : b;
 }
-// A block of keys' place in the accumulators of dk and dv, in blocks of 64 keys.
+// Where a block of keys begins in the accumulators of dk and dv, in blocks of 64 keys.
 TILE int acc_block(const attention_bwd_params &p, int batch, int part, int key0) {
   return (batch * p.k_heads + part) / p.parts * p.acc_blocks + key0 / 64;
 }
 
-// A task in shared memory: less for the roles to work out and to keep in registers. The loader fills it once it was
-// given the task. own, rows: keys from the block's first, and query rows, to the end of a packed sequence; no end where
-// dense, no keys where there are no rows.
+// A task as the roles read it from shared memory, so that they neither work it out again nor keep it in registers. The
+// loader fills it when it has drawn the task. own: keys of a packed sequence from the block's first on, 0 where the
+// sequence has no rows; rows: query rows of the sequence. Both are UNMASKED where the call is dense.
 struct key_task_smem {
   int own, rows, steps, keys, row, part, batch, first, blocks, rotation, q_blocks, base, q0, key0, diagonal, acc0,
       lower, distance, heads;
@@ -167,8 +173,8 @@ TILE void load_step(st<elem, M, C> &tile, sv<M> &numbers, const gmap &map, sem &
   tma_load(tile, map, full, row, 0, head, batch);
   tma_load(numbers, from + first, full);
 }
-// In a pair of blocks each loads half of a step's columns for both, and all of its numbers. Half of the columns of dq
-// are each one's, too.
+// In a pair of blocks each loads half of a step's columns for both, and all of its numbers. Each also adds half of the
+// columns of dq.
 TILE int other_rank() { return cluster_rank() ^ 1; }
 TILE int first_column() { return cluster_rank() * (D / 2); }   // of this block's half
 template<int M, int C>
@@ -181,8 +187,8 @@ TILE void load_step_of_pair(st<elem, M, C> &tile, sv<M> &numbers, const gmap &ma
 
 // ---- a step's arithmetic, keys by queries
 
-// Scores to probabilities: 2^(c x - lse2), 0 where the query does not see the key. `keys`, `diagonal` and `lower` as in
-// place, from the tile's first key and query on.
+// Scores to probabilities: 2^(c x - lse2), 0 where the query does not see the key. `keys`, `diagonal` and `lower` are
+// those of step_info, counted from the tile's first key and query.
 template<int N>
 TILE void probabilities(rt<float, N> &x, const sv<N> &lse2, float c, int keys, int diagonal, int lower = -UNMASKED) {
   if (diagonal < 63) triu(x, -diagonal, -infinity());
@@ -205,10 +211,10 @@ TILE void add_dq(const attention_bwd_params &p, int64_t tile, int position, cons
   add_acc(p.dq_acc + tile * 64 * 64, dq);
   if (position >= 0) order_pass(p.order + tile, position + 1);
 }
-// A role of one thread that writes zeros into the accumulator of dq while the others compute: for all heads at once,
-// before, it would be an eighth of the time of short sequences, and most of it would have to come back from memory. B:
-// blocks of the cluster. `zeros` is its own. Heads (or parts of them) have numbers in the order of tasks. A task's
-// thread sees to its share of the head p.lag after its own.
+// The body of a role of one thread, which writes zeros into the accumulator of dq while the others compute. Zeroing all
+// heads before the kernel would cost an eighth of the time of short sequences, and most of the zeros would have to come
+// back from memory. Heads (or parts of them) have numbers in the order of tasks. A task's thread writes its share of
+// the zeros of the head p.lag after its own. B: blocks of the cluster. `zeros` is this role's own.
 template<int M, int B, int N> TILE void write_zeros(const attention_bwd_params &p, sv<N> &zeros, task_queue &queue) {
   int next, rank = B == 1 ? 0 : cluster_rank();
   grid_wait();
@@ -230,8 +236,8 @@ template<int M, int B, int N> TILE void write_zeros(const attention_bwd_params &
     else cluster_queue_release<THREAD>(queue, count);
   }
 }
-// Thread (a loader), in front of a task's second step: nobody adds before that is loaded. Until its accumulator is
-// there.
+// Thread (a loader), before it loads a task's second step: nobody adds to dq before that is loaded. Waits until the
+// zeros of the task's head are there.
 template<int B> TILE void wait_for_zeros(const attention_bwd_params &p, const key_task_smem &h) {
   int head = get(h.batch) * p.k_heads + get(h.part);
   if (p.lag && head >= p.lag) order_wait<THREAD>(p.zeroed + head, p.k_blocks * B);
@@ -239,8 +245,8 @@ template<int B> TILE void wait_for_zeros(const attention_bwd_params &p, const ke
 
 // ---- dk and dv
 
-// Warpgroup. A block of 64 keys of dk or dv, of which `keys` are the sequence's, leaves through a tile that nobody
-// reads any more (whose store is left running), or is added to the other parts'.
+// Warpgroup. Stores a block of 64 keys of dk or dv, of which `keys` are the sequence's. It leaves through a tile that
+// nobody reads any more, and the store is not waited for. With several parts it is added to the accumulator instead.
 template<int C>
 TILE void leave(const attention_grad &to, st<elem, 64, C> &tile, const rt<float, C> &x, int row, int head, int batch,
                 int acc, int keys) {

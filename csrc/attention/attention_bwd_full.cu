@@ -1,9 +1,8 @@
 // Attention backward with all features for wide heads (Dao 2023, algorithm 2), for a block of 64 keys that walks over
 // the blocks of 64 query rows i:
-//   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T;  ds = p (dp - delta) cap'(q_i
-//                                         k^T)
-//   dv += (keep * p)^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0
-//                               or 1 / (1 - dropout)
+//   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T
+//   ds = p (dp - delta) cap'(q_i k^T);  dv += (keep * p)^T dout_i;  dk += ds^T q_i
+//   dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0 or 1 / (1 - dropout)
 // dk and dv of 64 keys fill the registers of two warpgroups: each owns half of the columns of dk, dv and dq, and
 // computes p and ds for half of the keys, which both then read from shared memory.
 #include "attention/attention_bwd.h"
@@ -58,7 +57,7 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
   }
 }
 
-// Scores to probabilities; g becomes what the gradient of the scores is to be multiplied by, where they are capped.
+// Scores to probabilities. Where scores are capped, g becomes the cap's slope.
 TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_bwd_params &p, const step_info &info,
                         const rv &lse2, int key0) {
   const attention_features &f = p.features;
@@ -81,8 +80,8 @@ TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_
   map_row(x, lse2, [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
 }
 
-// Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be
-// NaN. A tile for each warpgroup.
+// Rows from `rows` on of two tiles become 0, each warpgroup clears one. They belong to other sequences or to none, and
+// 0 times what they hold may be NaN.
 TILE void clear_both(st<elem, 64, D> &a, st<elem, 64, D> &b, int rows, int wg) {
   clear_rows(wg == 0 ? a : b, 0, rows);
   fence_async();

@@ -1,9 +1,8 @@
 // Before attention backward, for each block of 64 query rows:
-//   delta = f (rowsum(o * dout) - dlse)  (Dao 2023, algorithm 2, line 4; the gradient of lse enters as -dlse), f:
-//                                        ds_scale
+//   delta = ds_scale (rowsum(o * dout) - dlse)   (Dao 2023, algorithm 2, line 4; the gradient of lse enters as -dlse)
 //   lse2 = lse log2 e, +inf for rows without keys and for padding, so that the main kernel's 2^(x - lse2) is 0 there.
 //          From 2^24 on its rounding exceeds one power of two. Then more than that is added, so that 2^(x - lse2) stays
-//              below 1 and finite.
+//          below 1 and finite.
 // and zeros in dq's accumulator and the main kernel's counters.
 #include "tile/tile.h"
 #include "attention/attention_rows.h"

@@ -115,15 +115,14 @@ template<class... Tile> TILE void dq_step(rt<float, 64> &dq, shared &s, uint32_t
   ring_release(s.ring_ds, at);
   sem_arrive_at(s.ring_other.empty[0], other_rank());
 }
-// Additions leave a multiprocessor at 16 bytes a clock, and a warp waits until its own have left. Those of `values` are
-// made where nobody waits for it: when the next step's p is handed on and dv is running. In `keys` the registers do not
-// suffice for that.
+// Additions leave a multiprocessor at 16 bytes a clock, and a warp waits until its own have left. `values` adds when
+// the next step's p is handed on and dv is running: nobody waits for it then. `keys` has no registers to do the same.
 TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   const step_info &info = s.info[n % SLOTS];
   int position = position_of(info);
   int64_t tile = (int64_t)get(info.dq_block) * (D / 64) + cluster_rank() * 2 + wg;
-  // As add_dq, which asks first whether there is an order: here that costs instructions. Padding's position of -1 has
-  // come, and nobody waits for the next.
+  // As add_dq, which first asks whether there is an order; here that would cost instructions. For padding, whose
+  // position is -1, the wait passes at once and nobody waits for what is passed on.
   if (DETERMINISTIC) order_wait(p.order + tile, position);
   add_acc(p.dq_acc + tile * 64 * 64, dq);
   if (DETERMINISTIC) order_pass(p.order + tile, position + 1);

@@ -1,6 +1,7 @@
-// The splits of attention_decode.cu to one result: total = log2(sum_i 2^(lse_i) + 2^(sink)), o = sum_i 2^(lse_i -
-// total) o_i A warp for each row and 32 columns. The time of this kernel is latency: of its start, of one round of
-// loads, and of code that no multiprocessor has at hand, so that more of it costs more.
+// The splits of attention_decode.cu to one result:
+//   total = log2(sum_i 2^(lse_i) + 2^(sink)),  o = sum_i 2^(lse_i - total) o_i
+// A warp for each row and 32 columns. The time of this kernel is latency: of its start, of one round of loads, and of
+// fetching its code, which no multiprocessor has at hand. So longer code costs time.
 #include "tile/tile.h"
 #include "attention/attention_decode.h"
 

@@ -3,8 +3,8 @@
 #pragma once
 #include "tile/gmap.h"
 
-// n / d = (n * multiplier / 2^32 + n) / 2^shift for n < 2^30: the first load of a block waits for a task number's
-// parts, and a division is a long wait.
+// n / d = (n * multiplier / 2^32 + n) / 2^shift for n < 2^30. A block's first load waits until a task's number is taken
+// apart, and divisions would make that wait long.
 typedef struct divider { uint32_t multiplier, shift; } divider;
 
 // The group * queries rows that share a key head are numbered r = (head in the group) * queries + query, so that
@@ -45,8 +45,8 @@ typedef struct attention_combine_params {
   int tasks, splits, rows, q_heads, k_heads, queries, dim, column_blocks;
 } attention_combine_params;
 
-// Rows k, v [batch, new, head] to the caches, behind `lengths` rows. What would land outside of a cache is dropped. A
-// task is one row of both.
+// Writes rows k, v [batch, new, head] into the caches, behind the `lengths` rows that are there. What would land
+// outside of a cache is dropped. A task is one row of both.
 typedef struct append_kv_params {
   const void *k, *v;
   void *k_cache, *v_cache;

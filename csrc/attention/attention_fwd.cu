@@ -19,7 +19,7 @@
 // FEATURES, *_REGS
 enum { T_SHARED = FEATURES == FEATURES_PACKED && NC == 4 };   // four warpgroups have no registers for t
 
-// The last warpgroup begins with key blocks that the first does not see: that far apart they are in the rings.
+// The last warpgroup begins with key blocks that the first does not see. So far are they apart in the rings.
 static_assert(STAGES > (64 * (NC - 1) + BN - 1) / BN,
               "stages for the key blocks between the first and the last warpgroup");
 typedef ring<STAGES, ASYNC_READS> kv_ring;
@@ -36,7 +36,7 @@ struct shared {
   query_task_smem task_of[2];  // of even and odd tasks, as in the queue
   task_queue queue;
 };
-struct kv_pos { ring_pos k, v; };   // a role's in the two rings
+struct kv_pos { ring_pos k, v; };   // a role's positions in the two rings
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
@@ -66,7 +66,8 @@ TILE void scheduler(const attention_fwd_params &p, shared &s, int) {
     next = next_task(p, count + 1, next, t);
   }
 }
-// A warpgroup frees its q only with its last scores, for which the next task's keys and values need not wait.
+// This role is apart from the loader, because a warpgroup frees its q only with its last scores. The next task's keys
+// and values need not wait for that.
 TILE void query_loader(const attention_fwd_params &p, shared &s, int) {
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
     query_task t = get_task(s.task_of[count % 2], p);
@@ -96,8 +97,9 @@ TILE void loader(const attention_fwd_params &p, shared &s, int) {
   }
 }
 
-// A task's first key block may have rows of the next sequence, or of none: 0 times what they hold may be NaN. The first
-// warpgroup clears them in v, while no tile is in its registers; all wait for it before their first product with v.
+// A task's first key block may have rows of the next sequence, or of none, and 0 times what they hold may be NaN. The
+// first warpgroup clears them in v, while no tile is in its registers. All wait for it before their first product with
+// v.
 TILE void clear_tail(const attention_fwd_params &p, shared &s, const kv_pos &at, const query_task &t, uint32_t count) {
   int keys = t.seq.keys - (t.first + t.steps - 1) * BN;
   if (p.features.q_start && keys < BN) {
@@ -229,7 +231,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, DV> o;
-    rv m, kept, base, top, alpha;   // kept: t of the head of this file, where that is not parked
+    rv m, kept, base, top, alpha;   // kept: t of the formulas above, where it is not parked in s.t
     rsum l;
     if (PACKED && wg == 0) clear_tail(p, s, at, t, count);
     int idle = TURNS ? t.rounds - (mine.seen - mine.low) : 0;

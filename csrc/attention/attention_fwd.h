@@ -1,6 +1,7 @@
 // What the kernels of attention forward share: how they walk over queries and keys, and what a block of scores goes
-// through. A task is a block of BM = 64 NC query rows of one (batch, head); its steps are the blocks of BN keys that
-// these see. Of its rows a warpgroup has 64. D, BN, NC, TURNS and FEATURES come from the row.
+// through. A task (query_task) is a block of BM = 64 NC query rows of one (batch, head). Each of NC warpgroups has 64
+// of these rows. A task's steps are the blocks of BN keys that its rows see. D, BN, NC, TURNS and FEATURES come from
+// the row.
 #pragma once
 #include "attention/attention_features.h"
 
@@ -11,7 +12,7 @@ struct query_task {
   int rounds;                  // the most key blocks that a warpgroup's rows see
   sequence seq;
 };
-// a packed sequence that is shorter than the longest
+// Of a packed sequence that is shorter than the longest: nothing is left for this task.
 TILE bool is_empty(const query_task &t) { return PACKED && t.row0 >= t.seq.rows; }
 // Key blocks up to the last that rows before `end` see, and the first that row `row` sees.
 TILE int blocks_seen(const sequence &q, int end) {
@@ -20,8 +21,8 @@ TILE int blocks_seen(const sequence &q, int end) {
 }
 TILE int first_block(const sequence &q, int row) { return WINDOWS && row + q.lower > 0 ? (row + q.lower) / BN : 0; }
 
-// A warpgroup's own part of a task's key blocks: low .. seen - 1; all of its rows see all keys of blocks below `open`
-// keys that are not below `closed`.
+// A warpgroup's own part of a task's key blocks: low to seen - 1. Blocks from `closed` on that end at key `open` or
+// before it need no mask: all of its rows see all of their keys.
 struct key_range { int low, seen, open, closed; };
 TILE key_range key_range_of(const query_task &t, int row0) {
   key_range a;
@@ -70,7 +71,8 @@ TILE int in_memory(const attention_fwd_params &p, const query_task &t) {
   return PACKED && p.features.q_start ? 0 : t.batch;
 }
 
-// A task in shared memory: dividing its number again would cost each role a third of a microsecond.
+// A task as the roles read it from shared memory. Taking its number apart again would cost each role a third of a
+// microsecond.
 struct query_task_smem { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower;
     key_range ranges[NC]; };
 TILE void put_task(query_task_smem &h, const query_task &t) {
@@ -106,10 +108,10 @@ TILE key_range get_key_range(const query_task_smem &h, int wg) {
   return {get(h.ranges[wg].low), get(h.ranges[wg].seen), get(h.ranges[wg].open), get(h.ranges[wg].closed)};
 }
 
-// A task's q has a stage of the ring for each warpgroup, all of which every task fills.
+// The ring of q has a stage for each warpgroup, and every task fills all of them.
 TILE ring_pos q_stage(uint32_t count, int wg) { return {wg, ring_at<1>(count).phase}; }
 
-// Thread: hands out a task, which t describes; false for what comes behind the last.
+// Thread: hands out task number `next`, which t describes. False behind the last task.
 TILE bool hand_out(const attention_fwd_params &p, task_queue &q, query_task_smem (&task_of)[2], uint32_t count,
                    int next, const query_task &t) {
   queue_acquire(q, count);
@@ -118,8 +120,8 @@ TILE bool hand_out(const attention_fwd_params &p, task_queue &q, query_task_smem
   return next < p.tasks;
 }
 
-// Turns of rows that have them (TURNS 1): then the warpgroups issue their matrix work one after the other (pipe.h), and
-// one that has nothing to issue skips its turn, since all take as many in a task.
+// Where the row says TURNS=1, the warpgroups issue their matrix work one after the other (pipe.h). All take the same
+// number of turns in a task, so one that has nothing to issue skips its turn.
 TILE void my_turn(int wg) {
   if (TURNS) turn_wait<NC>(wg);
 }
@@ -131,7 +133,7 @@ TILE void skip_turn(int wg) {
   next_turn(wg);
 }
 
-// The task is read again: in registers from the task's begin on it would cost the other steps some.
+// Masks the scores with the keys from col0 on. It reads the task again: kept in registers, it would cost every step.
 TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const query_task_smem &h, int col0, int wg) {
   int row0 = get(h.row0) + wg * 64 - col0, keys = (WINDOWS ? get(h.keys) : p.k_rows) - col0;
   int diagonal = row0 + (WINDOWS ? get(h.diagonal) : p.diagonal), lower = WINDOWS ? row0 + get(h.lower) : 0;
@@ -139,8 +141,8 @@ TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const query_task
   if (diagonal < BN - 1) tril(x, diagonal, -infinity());
   if (keys < BN) map_rc(x, [=](float a, int, int col) { return col < keys ? a : -infinity(); });
 }
-// The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of
-// log 2.
+// The row's features: what they do to scores, in front of the mask, and to probabilities. Capped or biased scores are
+// in units of log 2.
 TILE float exponent(const attention_fwd_params &p) {
   return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2;
 }
@@ -153,10 +155,10 @@ TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const query_task
   if (EVERYTHING && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
 }
 
-// The rows' maxima. p = 2^(c (x - base) - top), where base is t and top is m, or 0 if the row has none; m = c max x -
-// below when it was found, and is raised by more than `slack` only, which spares o some of its scaling. A row has m or
-// t; what it does not have is -infinity, both where no key was seen. l and o are to be multiplied by alpha. t is in
-// registers, or in shared memory where a kernel has none to spare: hardly any block needs it.
+// The rows' maxima: p = 2^(c (x - base) - top). A row has either m or t, and -infinity for the other; it has neither
+// where it has seen no key. `base` is t, or 0 without it; `top` is m, or 0 without it. m is c max x - below when it is
+// found, and is raised by more than `slack` only, which saves scalings of o. l and o are to be multiplied by alpha. t
+// is in registers, or in shared memory where a kernel has none to spare: hardly any block needs it.
 TILE void finite(rv &v) { map(v, v, [](float x) { return x == -infinity() ? 0.f : x; }); }
 TILE void load(rv &v, const rv &t) { v = t; }
 TILE void store(rv &t, const rv &v) { t = v; }
@@ -180,7 +182,7 @@ TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T 
   finite(top);
   map(alpha, alpha, top, [](float x, float y) { return fast_exp2(x - y); });
 }
-// At the end, m of rows that have t.
+// At the end: m of the rows that have t.
 template<class T> TILE void rows_maxima(rv &m, const T &kept, float c) {
   rv t;
   load(t, kept);
@@ -203,7 +205,7 @@ TILE void add_sink(const attention_features &f, int head, rv &m, rv &sum, rv &fa
 
 // ---- results
 
-// 64 rows of o, rounded, leave C columns at a time through a tile whose last store is left running.
+// Rounds 64 rows of o and stores them, C columns at a time, through a tile. The last store is not waited for.
 template<typename T, int C, int N>
 TILE void store_output(const gmap &map, st<T, 64, C> &tile, const rt<float, N> &o, int row, int head, int batch) {
   UNROLLED for (int col = 0; col < N; col += C) {

@@ -3,13 +3,13 @@
 // The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale. Probabilities are rounded to
 // e4m3 on their way into the product with v, which ends at 448: m is 6 less than the maximum when it was found, so that
 // more of the format's range is used, and is found again where p reaches its end.
-// Products of 8-bit operands want both along the reduction: v along the keys. Warps beside the loader turn every block
-// of v, from the loader's ring into one of their own.
+// Products of 8-bit operands want both along the reduction, v along the keys. Warps beside the loader (transposer)
+// transpose every block of v, from the loader's ring into one of their own, t_ring.
 #include "attention/attention_fwd.h"
 
 // From the row: D, BN (keys a block), NC (compute warpgroups), TURNS (1: matrix work in turns), K_STAGES, V_STAGES (of
-// 64 keys), T_STAGES (of turned v), O_COLS (columns of o that leave at a time: fewer take less shared memory), FEATURES
-// (0), *_REGS
+// 64 keys), T_STAGES (of transposed v), O_COLS (columns of o that leave at a time: fewer take less shared memory),
+// FEATURES (0), *_REGS
 enum { TRANSPOSERS = 3 };
 
 struct shared {
@@ -25,7 +25,7 @@ struct shared {
   query_task_smem task_of[2];    // of even and odd tasks, as in the queue
   task_queue queue;
 };
-struct kv_pos { ring_pos k, v; };   // a role's in its rings of k and of v
+struct kv_pos { ring_pos k, v; };   // a role's positions in its rings of k and of v
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, TRANSPOSERS, 0));
@@ -72,7 +72,7 @@ TILE void loader(const attention_fp8_params &p, shared &s, int) {
   }
 }
 TILE void transposer(const attention_fp8_params &p, shared &s, int index) {
-  uint32_t block = 0;   // of all tasks: what is kept instead of places, for want of registers
+  uint32_t block = 0;   // counted over all tasks: kept instead of ring positions, for want of registers
   for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
     uint32_t end = block + (uint32_t)get(s.task_of[count % 2].steps);
     queue_release<WARP>(s.queue, count);

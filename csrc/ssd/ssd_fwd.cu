@@ -3,9 +3,10 @@
 // before it:
 //   y^T = e^(l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_i - l_j) dt_j for j <= i, plus d on the diagonal
 //   S   = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
-// Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps
-// past the end read as dt = 0: they add nothing and decay nothing. Roles: a loader thread; a scan warp: dt -> each
-// head's vectors; a score warpgroup: each head's P; GROUPS state warpgroups of HEADS heads.
+// The products are transposed, so that the state is the register operand of its own product and never goes through
+// shared memory. Steps past the end read as dt = 0: they add nothing and decay nothing.
+// Roles: a loader thread; a scan warp, which makes each head's vectors of dt; a score warpgroup, which makes each
+// head's P; GROUPS state warpgroups of HEADS heads.
 #include "tile/tile.h"
 #include "ssd/ssd.h"
 

@@ -1,8 +1,8 @@
 // Copies between global memory, shared memory and registers. Contracts; bodies in sm90/ and cpu/.
 #pragma once
 
-// ---- global <-> shared, asynchronous. A copy through a map begins at a column that is a multiple of 16 bytes: another
-// is an illegal instruction.
+// ---- global <-> shared, asynchronous. A copy through a map begins at a column that is a multiple of 16 bytes; at any
+// other the GPU reports an illegal instruction
 // Thread. Tile at (row, col) of matrix (head, batch); elements outside the tensor read as zero; all tile_bytes count on
 // `s`. The map's box is R rows by 64 columns; of e4m3, 128 columns where C is a multiple of 128.
 template<typename T, int R, int C> TILE constexpr uint32_t tile_bytes(const st<T, R, C> &) { return R * C * sizeof(T); }
@@ -37,8 +37,8 @@ template<int G = 0> TILE void tma_store_wait_read();    // warpgroup: the issuin
 template<int G = 0, int W = WARPGROUP> TILE void tma_store_wait();
 template<int N> TILE void tma_store(float *g, const sv<N> &t);       // thread: one group; g 16-byte aligned, N floats
 TILE void tma_prefetch(const gmap &m);                  // thread
-// Thread. What a copy of C columns and the box's rows would read, into the L2. Before grid_wait() too: it reads nothing
-// that anybody sees.
+// Thread. Brings what a copy of C columns and the box's rows would read into the L2. It hands nothing to anybody, so it
+// may come before grid_wait().
 template<int C> TILE void tma_prefetch_rows(const gmap &m, int row, int col, int head, int batch);
 
 // ---- shared <-> registers (warpgroup). c0: first column of the window in the shared tile, a multiple of 16
@@ -63,8 +63,8 @@ TILE void put(int &s, int v);                           // thread: a scalar in s
 TILE void put_at(int &s, int v, sem &full, int rank);   // thread: put() in block `rank` of this cluster, and an arrival
                                                         // at its `full`
 TILE int get(const int &s);
-// Warp. 64 rows of d from k0, a multiple of 64, = s, in parts: those of index 0 .. count - 1 together are the whole.
-// Through registers.
+// Warp, through registers. 64 rows of d from k0, a multiple of 64, become s. Each call does one of `count` parts; the
+// parts of index 0 to count - 1 together are the whole.
 template<typename T, int K, int N>
 TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count);
 

@@ -53,8 +53,8 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f);
 // t = f(t, u, v[col], row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f);
-// f(a, b, row, col), once for each row % 16 < 8, may change a = t[row][col] and b = t[row + 8][col]; the other: col %
-// 16 < 8, and b = t[row][col + 8].
+// map_row_pairs calls f(a, b, row, col) once for each row % 16 < 8; f may change a = t[row][col] and b = t[row +
+// 8][col]. map_col_pairs does so for each col % 16 < 8, with b = t[row][col + 8].
 template<int N, class F> TILE void map_row_pairs(rt<float, N> &t, F f);
 template<int N, class F> TILE void map_col_pairs(rt<float, N> &t, F f);
 // t = x where col > row + diagonal
@@ -65,17 +65,17 @@ template<class F> TILE void map_rows(rv &d, F f);                               
 template<class F> TILE void map(rv &d, const rv &a, F f);                                                  // d = f(a)
 // d = f(a, b)
 template<class F> TILE void map(rv &d, const rv &a, const rv &b, F f);
-// m = max(m, row maxima); NaN may be lost here, not in exp2
+// m = max(m, row maxima). NaN may be lost here; exp2 keeps it
 template<int N> TILE void row_max(rv &m, const rt<float, N> &t);
 template<int N> TILE void row_sum_add(rsum &l, const rt<float, N> &t);     // l += row sums
 template<int N> TILE void row_sum(rsum &l, const rt<float, N> &t);         // l = row sums
 template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<float, N> &y);
 TILE void scale(rsum &l, const rv &f);
 TILE void add(rsum &l, const rsum &m);
-TILE bool exceeds(const rsum &l, float x);   // warp: some row's sum, or one thread's part of it, is not x or less; so
-                                             // is NaN
-template<int N> TILE bool saturated(const rt<e4m3, N> &t);   // warp: some element, none of which is negative, is 448 or
-                                                             // NaN
+// warp: some row's sum, or one thread's part of it, is above x or NaN
+TILE bool exceeds(const rsum &l, float x);
+// warp: some element is 448 or NaN; none is negative
+template<int N> TILE bool saturated(const rt<e4m3, N> &t);
 TILE void reduce(rv &v, const rsum &l);
 // rounds to nearest even; e4m3: at most +-448
 template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s);

@@ -23,9 +23,10 @@ TILE void wg_sync();                                    // warpgroup: its 128 th
 // before it are done before such a copy overwrites what they read.
 TILE void fence_async();
 
-// A kernel whose block is DEPENDENT begins before the kernel in front of it in the stream is over: when the last of
-// that one's blocks ends or, where that one is FOLLOWED, when its last block has begun. Any width; every role of it,
-// before it touches global memory: until that kernel is over and its writes are seen.
+// A kernel whose block is DEPENDENT begins before the kernel in front of it in the stream is over: when the last block
+// of that one ends or, where that one is FOLLOWED, when its last block has begun. grid_wait() waits until that kernel
+// is over and its writes are seen. Any width. Every role of a dependent kernel calls it before it touches global
+// memory.
 TILE void grid_wait();
 
 // Global counters that order blocks. order_wait: until *g >= value; all writes of those who passed or counted are seen.

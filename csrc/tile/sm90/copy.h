@@ -126,8 +126,9 @@ template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 6
     }
   }
 }
-// Of several panels, the blocks of a panel are an exclusive or away from its first: said so, the compiler does not
-// compute or keep each of them (3 % of the backward at D=64; with one panel it is slower).
+// Where a tile has several panels, the addresses of a panel's blocks are an exclusive or away from its first block's.
+// Written like this, the compiler does not compute or keep each of them: 3 % of the backward at D=64. With one panel it
+// is slower.
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<T, N> &s, int c0) {
 #pragma unroll
   for (int k = 0; k < N / 16; k++) {
@@ -153,10 +154,10 @@ template<int R, int C> TILE uint32_t chunk_address(const st<e4m3, R, C> &t, int 
 TILE void store_half(uint32_t a, uint32_t x, uint32_t y) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(a), "r"(x), "r"(y) : "memory");
 }
-// 16 columns at a time, and of these 32 rows. ldmatrix.trans moves pairs of columns: a thread gets rows 2t, 2t + 1 of
-// columns 2g, 2g + 1 (g: lane / 4) of each of four blocks of 8 rows, which are, two blocks together, the bytes of one
-// word in rows 2g and in 2g + 1 of the transpose. Both matrices of rows that stmatrix then writes have even and odd
-// ones, 0 2 4 6 9 11 13 15 and 1 3 5 7 8 10 12 14: these lie in different banks.
+// It takes 16 columns at a time, and 32 rows of these. ldmatrix.trans moves pairs of columns: a thread gets rows 2t,
+// 2t + 1 of columns 2g, 2g + 1 (g: lane / 4) of each of four blocks of 8 rows. Two of these blocks together are the
+// bytes of one word in rows 2g and 2g + 1 of the transpose. stmatrix then writes two matrices of rows, 0 2 4 6 9 11 13
+// 15 and 1 3 5 7 8 10 12 14. Each has even and odd rows, so that they lie in different banks.
 template<int K, int N>
 TILE void transpose_part(tt<e4m3, K, N> &d, int k0, const st<e4m3, 64, N> &s, int index, int count) {
   // row r ^ 1, same chunk
@@ -265,7 +266,7 @@ template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, i
   for (int c = max(whole, first * 8); c < end; c++)
     *(T *)((char *)t.d + c / 64 * 64 * 128 + r * 128 + ((c / 8 ^ r) & 7) * 16 + c % 8 * 2) = g[c];
 }
-// A row's place, worked out anew each time: kept in a register for the whole kernel it would cost more.
+// A row's place. It is worked out anew each time: kept in a register for the whole kernel it would cost more.
 TILE int row_here() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -282,7 +283,7 @@ TILE void store(sv<64> &d, const rv &v) {   // four threads hold a row, each wit
   row[0] = v.d[0];
   row[8] = v.d[1];
 }
-// Asked for anew: kept for the next time, it would be one of the registers that parking is to spare.
+// The address is asked for anew. Kept for the next time, it would take one of the registers that parking frees.
 TILE int parking_place() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

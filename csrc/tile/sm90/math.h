@@ -121,8 +121,8 @@ template<int N, class F> TILE void map_col_pairs(rt<float, N> &t, F f) {
     f(t.d[(i >> 2) * 8 + (i & 3)], t.d[(i >> 2) * 8 + (i & 3) + 4], r + ((i >> 1) & 1) * 8,
       c + (i >> 2) * 16 + (i & 1));
 }
-// Compared are constants with one number, and rows r + 8 of an 8-column group with the same as rows r of the group
-// before.
+// Each comparison is of a constant with one number. Rows r + 8 of an 8-column group compare with the same number as
+// rows r of the group before.
 template<int N> TILE void tril(rt<float, N> &t, int diagonal, float x) {
   int last = thread_row() + diagonal - thread_col();
 #pragma unroll

@@ -75,8 +75,8 @@ template<int A, typename T, int N, int K, int WA, int WB>
 TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb) {
   mma_begin<A>(d);
   uint32_t da = desc(&a, K * 128) + ((ca / 64 * K * 128) >> 4), db = desc(&b, K * 128) + ((cb / 64 * K * 128) >> 4);
-  if constexpr (N == 32) db += (cb & 32) * 2 >> 4;   // half of a panel: the swizzle is of the address, so that a row's
-                                                     // second half begins as its first
+  // Half of a panel: the swizzle is a function of the address, so that a row's second half begins as its first.
+  if constexpr (N == 32) db += (cb & 32) * 2 >> 4;
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1, 1>(d.d, da + across(k), db + across(k), A || k);
 }

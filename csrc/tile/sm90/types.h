@@ -6,9 +6,9 @@ struct e4m3 { uint8_t u; };
 template<typename T> constexpr bool is_bf16 = false;
 template<> constexpr bool is_bf16<bf16> = true;
 
-// Panels of 128 bytes a row, each R rows; 16-byte chunk c of row r sits at chunk c ^ (r & 7): the 128-byte swizzle of
-// TMA and wgmma. Where the columns of e4m3 make no such panels, they are of 64 bytes, and chunk c of row r sits at c ^
-// (r / 2 & 3): the 64-byte swizzle.
+// Panels of 128 bytes a row, each R rows. 16-byte chunk c of row r sits at chunk c ^ (r & 7): the 128-byte swizzle of
+// TMA and wgmma. Where the columns of e4m3 do not fill such panels, panels have 64 bytes a row, and chunk c of row r
+// sits at c ^ (r / 2 & 3): the 64-byte swizzle.
 template<typename T, int C> constexpr int panel_bytes = sizeof(T) == 1 && C % 128 ? 64 : 128;
 template<typename T, int C> constexpr int panel_columns = panel_bytes<T, C> / (int)sizeof(T);
 template<typename T, int R, int C> struct alignas(1024) st {
@@ -28,11 +28,11 @@ template<int R, int C> struct alignas(128) sm { float d[R * C]; };
 // columns.
 template<typename T, int N> struct rt { REGISTER_TILE_RULES(T, N); uint32_t d[N / 16][4]; };
 template<int N> struct rt<float, N> { REGISTER_TILE_RULES(float, N); float d[N / 2]; };
-// The 8-bit register operand of wgmma: for each 32 columns four words, of rows r, r + 8, r, r + 8; a thread's word has
-// columns 4t .. 4t + 3 (t: lane & 3) of the first 16 columns, or of the second. The accumulator gives thread t columns
-// 2t, 2t + 1, 8 + 2t, 9 + 2t of each 16 instead. Rather than move them, the reduction takes the columns in another
-// order, which is the same for both operands: place 4t + 2i + e of each 16 has column 8i + 2t + e (i, e: 0, 1).
-// convert() and transpose_part() know of it, nobody else.
+// The 8-bit register operand of wgmma: for each 32 columns four words, of rows r, r + 8, r, r + 8. A thread's word has
+// columns 4t to 4t + 3 (t: lane & 3) of the first 16 columns, or of the second. The accumulator gives thread t columns
+// 2t, 2t + 1, 8 + 2t, 9 + 2t of each 16 instead. They are not moved. The reduction takes the columns in another order,
+// which is the same for both operands: place 4t + 2i + e of each 16 has column 8i + 2t + e (i, e: 0, 1). Only convert()
+// and transpose_part() know of it.
 template<int N> struct rt<e4m3, N> { REGISTER_TILE_RULES(e4m3, N); uint32_t d[N / 32][4]; };
 #define OVERLAY(T, N, name, other) rt<T, N> &name = *(rt<T, N> *)&(other)
 struct rv { float d[2]; };                         // rows r and r + 8, the same in the four threads of a row
