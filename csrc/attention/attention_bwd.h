@@ -7,11 +7,7 @@
 // tasks, the `parts`, whose dk and dv are added up. M and BN are the kernel's tile. D (columns of dq and dk),
 // DETERMINISTIC and FEATURES come from the row.
 //
-// A stage's life, in attention_bwd.cu: the loader acquires a stage of ring_q, writes the step's info, and loads q with
-// lse2 and dout with delta. Each warpgroup waits for q and issues s = k q^T, waits for dout and issues dp = v dout^T
-// (compute), makes p and ds of them (softmax), and issues dv += p^T dout and dk += ds^T q (grads_issue) one step later.
-// When these are done it releases the stage (catch_up). ds goes through ring_ds to the products for dq, which come
-// another step later (dq_issue, dq_add).
+// docs/02-tour.md follows a stage through attention_bwd.cu.
 #pragma once
 #include "attention/attention_features.h"
 
