@@ -6,8 +6,8 @@
 // found anew in every block: where p came out large, m is raised to m' = max c x, l and o are multiplied by 2^(m - m'),
 // and this block's p are made again.
 // Where |c x| passes 2^14, the rounding of m shows in p, and takes it out of range at last. Such a row has
-// p = 2^(c (x - t)) with t = max x, and m = -infinity, so that every block's p come out infinite or NaN at first, and
-// are made again. See maximum() in attention_fwd.h.
+// p = 2^(c (x - x_max)) with x_max = max x, and m = -infinity, so that every block's p come out infinite or NaN at
+// first, and are made again. See maximum() in attention_fwd.h.
 // A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to
 // the first. The scores of key block j - 1 are issued before the product with v_j. Warpgroups with large blocks take
 // turns with matrix work, so that one's exponentials run under the others'; many with small blocks are better off
@@ -17,7 +17,7 @@
 // From the row: D (columns of q and k), DV (of v and o), BN (keys a block), NC (compute warpgroups), TURNS (1: matrix
 // work in turns), STAGES (of k and v), O_COLS (columns of o that leave at a time: fewer take less shared memory),
 // FEATURES, *_REGS
-enum { T_SHARED = FEATURES == FEATURES_PACKED && NC == 4 };   // four warpgroups have no registers for t
+enum { X_MAX_SHARED = FEATURES == FEATURES_PACKED && NC == 4 };   // four warpgroups have no registers for x_max
 
 // The last warpgroup begins with key blocks that the first does not see. So far are they apart in the rings.
 static_assert(STAGES > (64 * (NC - 1) + BN - 1) / BN,
@@ -28,7 +28,7 @@ struct shared {
   st<elem, BN, D> k[STAGES];
   st<elem, BN, DV> v[STAGES];
   st<elem, 64, O_COLS> o[NC];
-  parked t[NC];                // T_SHARED: of rows with scores so large that they have no m
+  parked x_max[NC];            // X_MAX_SHARED: of rows with scores so large that they have no m
   kv_ring k_ring, v_ring;
   ring<NC, ASYNC_READS> q_ring;
   sem v_clean[2];              // as in a ring of two stages, one a task: no other sequence's rows in v
@@ -135,20 +135,20 @@ TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &x,
   sum_up(probabilities, sum, x, p, t, row0, col0);
 }
 
-TILE void raise_maximum(const attention_fwd_params &p, shared &s, const rt<float, BN> &x, rv &m, rv &t, rv &base,
+TILE void raise_maximum(const attention_fwd_params &p, shared &s, const rt<float, BN> &x, rv &m, rv &x_max, rv &base,
                         rv &top, rv &alpha, int wg) {
-  if constexpr (T_SHARED) maximum(x, m, base, top, alpha, s.t[wg], exponent(p), 0.f, 8.f);
-  else maximum(x, m, base, top, alpha, t, exponent(p), 0.f, 8.f);
+  if constexpr (X_MAX_SHARED) maximum(x, m, base, top, alpha, s.x_max[wg], exponent(p), 0.f, 8.f);
+  else maximum(x, m, base, top, alpha, x_max, exponent(p), 0.f, 8.f);
 }
 
-TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rv &kept,
+TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rv &x_max,
                  const rsum &l, int wg) {
   query_task t = get_task(s.task_of[count % 2], p);   // again, rather than in registers for the whole task
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  if constexpr (T_SHARED) rows_maxima(m, s.t[wg], exponent(p));
-  else rows_maxima(m, kept, exponent(p));
+  if constexpr (X_MAX_SHARED) rows_maxima(m, s.x_max[wg], exponent(p));
+  else rows_maxima(m, x_max, exponent(p));
   fill(inverse, EVERYTHING && p.features.drop_below ? p.features.keep_scale : 1.f);
   if (PACKED) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
@@ -189,7 +189,7 @@ TILE void pass_over(shared &s, kv_pos &at) {
 }
 // x: scores with key block j; probabilities and v: block j + 1
 TILE void step(const attention_fwd_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x,
-               rt<elem, BN> &probabilities, rt<float, DV> &o, rv &m, rv &kept, rsum &l, int j, int low, int masked,
+               rt<elem, BN> &probabilities, rt<float, DV> &o, rv &m, rv &x_max, rsum &l, int j, int low, int masked,
                int wg) {
   rsum sum;
   query_task t = {};
@@ -209,7 +209,7 @@ TILE void step(const attention_fwd_params &p, shared &s, kv_pos &at, const query
   exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
   if (exceeds(sum, 16384.f)) {   // fp16 ends at 65504. NaN, too: where m is -infinity
     rv base, top, alpha;
-    raise_maximum(p, s, x, m, kept, base, top, alpha, wg);
+    raise_maximum(p, s, x, m, x_max, base, top, alpha, wg);
     scale_rows(o, alpha);
     scale(l, alpha);
     exponentials(probabilities, sum, x, base, top, p, t, row0, j * BN);
@@ -231,7 +231,7 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, DV> o;
-    rv m, kept, base, top, alpha;   // kept: t of the formulas above, where it is not parked in s.t
+    rv m, x_max, base, top, alpha;   // x_max: where it is not in s.x_max
     rsum l;
     if (PACKED && wg == 0) clear_tail(p, s, at, t, count);
     int idle = TURNS ? t.rounds - (mine.seen - mine.low) : 0;
@@ -246,12 +246,12 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     mma_wait<0>(x);
     scores_done(s, at, j == mine.low, wg);
     fill(m, -infinity());
-    if (T_SHARED) store(s.t[wg], m);
-    kept = m;
+    if (X_MAX_SHARED) store(s.x_max[wg], m);
+    x_max = m;
     fill(o, 0.f);
     change_scores(x, p, t, row0, j * BN);
     mask(x, p, h, j * BN, wg);
-    raise_maximum(p, s, x, m, kept, base, top, alpha, wg);
+    raise_maximum(p, s, x, m, x_max, base, top, alpha, wg);
     exponentials(probabilities, l, x, m, p, t, row0, j * BN);
     if (exceeds(l, 16384.f)) exponentials(probabilities, l, x, base, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
@@ -259,15 +259,15 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     j--;
     do {   // windows have masked blocks at both ends
       for (; j >= mine.low && ((j + 1) * BN > mine.open || (WINDOWS && j < mine.closed)); j--)
-        step(p, s, at, h, x, probabilities, o, m, kept, l, j, mine.low, 1, wg);
+        step(p, s, at, h, x, probabilities, o, m, x_max, l, j, mine.low, 1, wg);
       for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--)
-        step(p, s, at, h, x, probabilities, o, m, kept, l, j, mine.low, 0, wg);
+        step(p, s, at, h, x, probabilities, o, m, x_max, l, j, mine.low, 0, wg);
     } while (WINDOWS && j >= mine.low);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.v_ring, at.v);
     if (WINDOWS) for (; j >= t.first; j--) pass_over(s, at);
-    finish(p, s, count, o, m, kept, l, wg);
+    finish(p, s, count, o, m, x_max, l, wg);
     queue_release(s.queue, count);
   }
   if (TURNS) turn_end<NC>(wg);

@@ -155,16 +155,17 @@ TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const query_task
   if (EVERYTHING && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
 }
 
-// The rows' maxima: p = 2^(c (x - base) - top). A row has either m or t, and -infinity for the other; it has neither
-// where it has seen no key. `base` is t, or 0 without it; `top` is m, or 0 without it. m is c max x - below when it is
-// found, and is raised by more than `slack` only, which saves scalings of o. l and o are to be multiplied by alpha. t
-// is in registers, or in shared memory where a kernel has none to spare: hardly any block needs it.
+// The rows' maxima: p = 2^(c (x - base) - top). A row has m or x_max, and -infinity for the other; it has neither
+// where it has seen no key. `base` is x_max, or 0 without it; `top` is m, or 0 without it. m is c max x - below when it
+// is found, and is raised by more than `slack` only, which saves scalings of o. l and o are to be multiplied by alpha.
+// x_max is in registers, or in shared memory where a kernel has none to spare: hardly any block needs it.
 TILE void finite(rv &v) { map(v, v, [](float x) { return x == -infinity() ? 0.f : x; }); }
 TILE void load(rv &v, const rv &t) { v = t; }
 TILE void store(rv &t, const rv &v) { t = v; }
 template<int N, class T>
-TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T &t, float c, float below, float slack) {
-  load(base, t);
+TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T &x_max, float c, float below,
+                  float slack) {
+  load(base, x_max);
   map(alpha, m, base, [=](float m, float t) { return m == -infinity() ? t : 0.f; });
   top = m;
   finite(top);
@@ -174,7 +175,7 @@ TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T 
     return m > -infinity() && !(peak > m + slack) ? m : peak < limit && peak > -limit ? peak : -infinity();
   });
   map(base, m, base, [](float m, float h) { return m == -infinity() ? h : -infinity(); });
-  store(t, base);
+  store(x_max, base);
   finite(base);
   map(alpha, alpha, base, [=](float before, float now) { return (before - now) * c; });
   map(alpha, alpha, top, [](float x, float y) { return x + y; });
@@ -182,10 +183,10 @@ TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T 
   finite(top);
   map(alpha, alpha, top, [](float x, float y) { return fast_exp2(x - y); });
 }
-// At the end: m of the rows that have t.
-template<class T> TILE void rows_maxima(rv &m, const T &kept, float c) {
+// At the end: m of the rows that have x_max.
+template<class T> TILE void rows_maxima(rv &m, const T &x_max, float c) {
   rv t;
-  load(t, kept);
+  load(t, x_max);
   map(m, m, t, [=](float m, float t) { return m == -infinity() ? t * c : m; });
 }
 

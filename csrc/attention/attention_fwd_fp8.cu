@@ -116,13 +116,13 @@ TILE float exponent(const attention_fp8_params &p, const query_task &t) {
   return clamp(c, 1e-30f, 3e38f);
 }
 
-TILE void finish(const attention_fp8_params &p, shared &s, const query_task &t, rt<float, D> &o, rv &m, const rv &kept,
+TILE void finish(const attention_fp8_params &p, shared &s, const query_task &t, rt<float, D> &o, rv &m, const rv &x_max,
                  const rsum &l, float c, int wg) {
   int row0 = t.row0 + wg * 64;
   float factor = descale(p.v_descale, p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  rows_maxima(m, kept, c);
+  rows_maxima(m, x_max, c);
   map(inverse, sum, [=](float l) { return l == 0.f ? 0.f : factor * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
   store_output(p.fwd.o, s.o[wg], o, row0, t.head, t.batch);
@@ -154,7 +154,7 @@ TILE void pass_over(shared &s, kv_pos &at, int wg) {
 
 // x: scores with key block j; probabilities and v: block j + 1
 TILE void step(const attention_fp8_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x,
-               rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rv &kept, rsum &l, float c, int j, int masked,
+               rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rv &x_max, rsum &l, float c, int j, int masked,
                int wg) {
   rsum sum;
   my_turn(wg);
@@ -171,7 +171,7 @@ TILE void step(const attention_fp8_params &p, shared &s, kv_pos &at, const query
   exponentials(probabilities, sum, x, m, c);
   if (saturated(probabilities)) {
     rv base, top, alpha;
-    maximum(x, m, base, top, alpha, kept, c, 6.f, 0.f);
+    maximum(x, m, base, top, alpha, x_max, c, 6.f, 0.f);
     scale_rows(o, alpha);
     scale(l, alpha);
     exponentials(probabilities, sum, x, base, top, c);
@@ -191,7 +191,7 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     rt<float, BN> x;
     rt<e4m3, BN> probabilities;
     rt<float, D> o;
-    rv m, kept, base, top, alpha;
+    rv m, x_max, base, top, alpha;
     rsum l;
     for (; j >= mine.seen; j--) pass_over(s, at, wg);
     ring_wait(s.q_ring, q_stage(count, wg));
@@ -201,20 +201,20 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     ring_done(s.k_ring, at.k);
     if (j == 0) ring_release(s.q_ring, {wg, 0});
     fill(m, -infinity());
-    kept = m;
+    x_max = m;
     fill(o, 0.f);
     mask(x, p.fwd, h, j * BN, wg);
-    maximum(x, m, base, top, alpha, kept, c, 6.f, 0.f);
+    maximum(x, m, base, top, alpha, x_max, c, 6.f, 0.f);
     exponentials(probabilities, l, x, m, c);
     if (saturated(probabilities)) exponentials(probabilities, l, x, base, top, c);
     if (j > 0) ring_wait(s.k_ring, at.k);
     j--;
-    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(p, s, at, h, x, probabilities, o, m, kept, l, c, j, 1, wg);
-    for (; j >= 0; j--) step(p, s, at, h, x, probabilities, o, m, kept, l, c, j, 0, wg);
+    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(p, s, at, h, x, probabilities, o, m, x_max, l, c, j, 1, wg);
+    for (; j >= 0; j--) step(p, s, at, h, x, probabilities, o, m, x_max, l, c, j, 0, wg);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.t_ring, at.v);
-    finish(p, s, t, o, m, kept, l, c, wg);
+    finish(p, s, t, o, m, x_max, l, c, wg);
     queue_release(s.queue, count);
   }
   if (TURNS) turn_end<NC>(wg);
