@@ -3,14 +3,17 @@
 //
 // Rules, for an access by a fiber that has seen clock `seen` and fenced `fenced`:
 //   a read sees the last write;                                  a write sees the last write and all reads since it
-//   an asynchronous access also has the fence of a generic write it follows; an asynchronous write also that of generic reads (strict)
-//   inside a warpgroup, other threads' accesses are known after wg_sync or a named barrier: the elected thread stands for them
+//   an asynchronous access also has the fence of a generic write it follows; an asynchronous write also that of generic
+//       reads (strict)
+//   inside a warpgroup, other threads' accesses are known after wg_sync or a named barrier: the elected thread stands
+//       for them
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "check/engine.h"
 
-// Tiles and vectors have cells of 32 bytes, which no window cuts; scalars, and only they, cells of 4. One element of a vector is in its tile cell.
+// Tiles and vectors have cells of 32 bytes, which no window cuts; scalars, and only they, cells of 4. One element of a
+// vector is in its tile cell.
 enum { TILE_CELL = 32, WORD_CELL = 4, READERS = 7 };
 typedef struct touch { uint16_t who, pc; uint32_t value : 30, generic : 1, used : 1; } touch;
 typedef struct cell { touch write, read[READERS]; } cell;
@@ -84,11 +87,20 @@ static const char *missing(const fiber *f, touch t, bool copies, bool again) {
   const int other = fiber_of(t.who);
   if (other < 0) {
     const semaphore *s = &ck.sem[t.who - PER_FIBER * ck.fibers];
-    snprintf(text, sizeof text, copies ? "nothing that follows phase %d of {s:%d} of block %d, such as a release by its readers, is known here"
-                                       : "no wait for phase %d of {s:%d} of block %d", (int)t.value - 1, offset_in_block(s->at), s->block);
-  } else if (t.who % PER_FIBER == PRODUCTS) snprintf(text, sizeof text, "no mma_wait for that product%s", &ck.fiber[other] == f ? "" : " that reaches this role");
-  else if (t.who % PER_FIBER == STORES) snprintf(text, sizeof text, "no tma_store_wait_read for that store that the accessing threads know of");
-  else if (&ck.fiber[other] == f) snprintf(text, sizeof text, "no wg_sync between two accesses of the warpgroup's threads%s", again ? ", or an acquire of this stage is missing" : "");
+    snprintf(
+        text, sizeof text,
+        copies ?
+            "nothing that follows phase %d of {s:%d} of block %d, such as a release by its readers, is known here" :
+            "no wait for phase %d of {s:%d} of block %d",
+        (int)t.value - 1, offset_in_block(s->at), s->block);
+  } else if (t.who % PER_FIBER == PRODUCTS)
+    snprintf(text, sizeof text, "no mma_wait for that product%s",
+             &ck.fiber[other] == f ? "" : " that reaches this role");
+  else if (t.who % PER_FIBER == STORES)
+    snprintf(text, sizeof text, "no tma_store_wait_read for that store that the accessing threads know of");
+  else if (&ck.fiber[other] == f)
+    snprintf(text, sizeof text, "no wg_sync between two accesses of the warpgroup's threads%s",
+             again ? ", or an acquire of this stage is missing" : "");
   else {
     snprintf(text, sizeof text, "no arrival of {f:%d} after that access has been waited for here", other);
     report_last_wait();
@@ -113,15 +125,19 @@ static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) 
   // Another role that still reads comes first. A role whose acquire or wait for it is missing mostly finds its own
   // earlier write there, too.
   for (int i = 0; write && i < READERS && c->read[i].used; i++)
-    if (fiber_of(c->read[i].who) != ck.current && !knows(f, c->read[i], flags) && rule_on(CK_OVERWRITE)) return overwrites(pc, c->read[i], CK_OVERWRITE, async);
-  if (!knows(f, c->write, flags) && rule_on(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE)) {
-    report(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE, pc, pcs[c->write.pc], fiber_of(c->write.who),
-           "%s what %s may still write: %s", write ? "overwrites" : "reads", kind_of(c->write), missing(f, c->write, async && write, write));
+    if (fiber_of(c->read[i].who) != ck.current && !knows(f, c->read[i], flags) && rule_on(CK_OVERWRITE))
+      return overwrites(pc, c->read[i], CK_OVERWRITE, async);
+  if (!knows(f, c->write, flags) &&
+      rule_on(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE)) {
+    report(fiber_of(c->write.who) == ck.current && c->write.generic ? CK_ELECTED : CK_RACE, pc, pcs[c->write.pc],
+           fiber_of(c->write.who), "%s what %s may still write: %s", write ? "overwrites" : "reads", kind_of(c->write),
+           missing(f, c->write, async && write, write));
     return false;
   }
   if (async && c->write.generic && !fence_covers(f, c->write, flags) && rule_on(CK_FENCE)) {
     report(CK_FENCE, pc, pcs[c->write.pc], fiber_of(c->write.who),
-           "asynchronous access to what was written through registers: no fence_async by the writer, before the synchronisation that leads here");
+           "asynchronous access to what was written through registers: no fence_async by the writer, "
+           "before the synchronisation that leads here");
     return false;
   }
   for (int i = 0; write && i < READERS && c->read[i].used; i++) {
@@ -130,7 +146,8 @@ static bool check_cell(const void *pc, const cell *c, int flags, size_t offset) 
     if (!knows(f, t, flags) && rule_on(rule)) return overwrites(pc, t, rule, async);
     if (async && t.generic && !fence_covers(f, t, flags) && rule_on(CK_FENCE_READ)) {
       report(CK_FENCE_READ, pc, pcs[t.pc], fiber_of(t.who),
-             "asynchronous write over what was read through registers: no fence_async by the reader, before the synchronisation that leads here");
+             "asynchronous write over what was read through registers: no fence_async by the reader, "
+             "before the synchronisation that leads here");
       return false;
     }
   }
@@ -158,11 +175,13 @@ static bool access_cells(const void *pc, cell *cells, size_t size, size_t begin,
 }
 
 bool shadow_access(const void *pc, const ck_region *r, int flags, int who, int value) {
-  const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff, .generic = !(flags & ACCESS_ASYNC), .used = 1};
+  const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff,
+                   .generic = !(flags & ACCESS_ASYNC), .used = 1};
   const size_t first = (size_t)((const char *)r->p - ck.shared);
   for (int row = 0; row < r->rows; row++) {
     const size_t begin = first + (size_t)row * (size_t)r->pitch, end = begin + (size_t)r->bytes;
-    if ((const char *)r->p < ck.shared || end > ck.shared_bytes || begin / ck.kernel->stride != (end - 1) / ck.kernel->stride ||
+    if ((const char *)r->p < ck.shared || end > ck.shared_bytes ||
+        begin / ck.kernel->stride != (end - 1) / ck.kernel->stride ||
         (end - 1) % ck.kernel->stride >= ck.kernel->shared_bytes) {
       report(CK_BOUNDS, pc, NULL, -1, "accesses %d bytes that are not in a block's shared memory", r->bytes);
       return false;
@@ -187,13 +206,18 @@ static global_word *global_at(uintptr_t at) {
 // `seen` knows of accesses through registers. Only the elected thread knows what its stores have written, until it
 // tells.
 static bool unordered(const fiber *f, touch t) {
-  return t.used && fiber_of(t.who) != ck.current && f->seen[t.who] < (int)t.value && f->leader_seen[t.who] < (int)t.value;
+  return t.used && fiber_of(t.who) != ck.current && f->seen[t.who] < (int)t.value &&
+         f->leader_seen[t.who] < (int)t.value;
 }
 static bool global_race(const void *pc, touch t, const char *does, const char *did, const char *more) {
   if (!rule_on(CK_GLOBAL_RACE)) return false;
   const int other = fiber_of(t.who);
-  if (other < 0) report(CK_GLOBAL_RACE, pc, pcs[t.pc], -1, "%s global memory that a copy may still %s: nothing orders the two%s", does, did, more);
-  else report(CK_GLOBAL_RACE, pc, pcs[t.pc], other, "%s global memory that {f:%d} may still %s: nothing orders the two%s", does, other, did, more);
+  if (other < 0)
+    report(CK_GLOBAL_RACE, pc, pcs[t.pc], -1, "%s global memory that a copy may still %s: nothing orders the two%s",
+           does, did, more);
+  else
+    report(CK_GLOBAL_RACE, pc, pcs[t.pc], other, "%s global memory that {f:%d} may still %s: nothing orders the two%s",
+           does, other, did, more);
   return true;
 }
 
@@ -202,11 +226,13 @@ bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global k
   if (!globals && !(globals = calloc(GLOBAL_SLOTS, sizeof *globals))) return true;
   const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff, .used = 1};
   const char *does = kind == CK_GLOBAL_READ ? "reads" : kind == CK_GLOBAL_ADD ? "adds to" : "writes";
-  for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes && global_count < GLOBAL_SLOTS / 2; at += bytes >= 512 ? 64 : 4) {
+  for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes && global_count < GLOBAL_SLOTS / 2;
+       at += bytes >= 512 ? 64 : 4) {
     global_word *w = global_at(at);
     const bool both_add = kind == CK_GLOBAL_ADD && w->kind == CK_GLOBAL_ADD && !ck.request->ordered;
     if (!both_add && unordered(f, w->write) &&
-        global_race(pc, w->write, does, w->kind == CK_GLOBAL_ADD ? "add to" : "write", kind == CK_GLOBAL_ADD ? " (a deterministic kernel adds in order)" : ""))
+        global_race(pc, w->write, does, w->kind == CK_GLOBAL_ADD ? "add to" : "write",
+                    kind == CK_GLOBAL_ADD ? " (a deterministic kernel adds in order)" : ""))
       return false;
     if (kind == CK_GLOBAL_READ) {
       int i = 0;

@@ -1,6 +1,7 @@
-// Rows of kernels.def as a table, the choice among them, and its explanation. kernel_rows.def is what setup.py makes of them: a row each for every
-// choice from their sets.
-// MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512 too.
+// Rows of kernels.def as a table, the choice among them, and its explanation. kernel_rows.def is what setup.py makes of
+// them: a row each for every choice from their sets.
+// MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512
+// too.
 #include <stdio.h>
 #include <string.h>
 #include "runtime/driver.h"
@@ -20,8 +21,9 @@ static inline bool stands_beside(const mg_kernel *row, mg_op main, const mg_prob
 
 // Conditions see the fields of the problem and its sizes as plain names.
 #define FIELDS(X) \
-  X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, dv) X(int64_t, batch) \
-  X(int64_t, heads_q) X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, span) X(int, features) X(int64_t, sms)
+  X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, dv) \
+  X(int64_t, batch) X(int64_t, heads_q) X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, span) \
+  X(int, features) X(int64_t, sms)
 #define UNPACK(type, field) \
   const type field = problem->field; \
   (void)field;
@@ -68,8 +70,8 @@ const bool mg_has_images = false;
 
 const mg_kernel mg_kernels[] = {
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_when, name##_constant, DESC_##where(name), \
-   IMAGE_##where(name)},
+  {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_when, name##_constant, \
+   DESC_##where(name), IMAGE_##where(name)},
 #include "kernel_rows.def"
 #undef KERNEL
 };
@@ -144,7 +146,8 @@ static void append_problem(text *t, mg_op op, const mg_problem *p) {
   const int64_t *sizes = (const int64_t *)&p->size;
   append(t, "%s", mg_dtype_name(p->dtype));
 #define FIELD(type, field) \
-  if (p->field && strcmp(#field, "gpu") && strcmp(#field, "sms") && (strcmp(#field, "dv") || p->dv != p->d)) append(t, ", %s=%lld", #field, (long long)p->field);
+  if (p->field && strcmp(#field, "gpu") && strcmp(#field, "sms") && (strcmp(#field, "dv") || p->dv != p->d)) \
+    append(t, ", %s=%lld", #field, (long long)p->field);
   FIELDS(FIELD)
 #undef FIELD
   for (int i = 0; i < MG_SIZE_COUNT; i++)
@@ -181,8 +184,9 @@ mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const 
   text t = {chars, sizeof chars, 0};
   append_problem(&t, op, p);
   append_reasons(&t, op, p, c, NULL);
-  return mg_fail(MG_UNSUPPORTED, "%s: no kernel for %s%s", mg_op_name(op), chars,
-                 p->gpu && !mg_has_images ? "\n  (this build has no GPU kernels: nvcc was not found, or MARGAY_CUDA=0)" : "");
+  return mg_fail(
+      MG_UNSUPPORTED, "%s: no kernel for %s%s", mg_op_name(op), chars,
+      p->gpu && !mg_has_images ? "\n  (this build has no GPU kernels: nvcc was not found, or MARGAY_CUDA=0)" : "");
 }
 
 size_t mg_explain(const mg_kernel **taken, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n) {
@@ -197,7 +201,9 @@ size_t mg_explain(const mg_kernel **taken, mg_op op, const mg_problem *p, const 
   const mg_kernel_desc *d = mg_desc(row);
   append(&t, "\n  %s takes it (condition: %s)\n    %s.cu, %s, tiles of %d x %d", row->name, row->when_text, row->source,
          row->constants, d->tile_m, d->tile_n);
-  if (p->gpu) append(&t, ", %u threads and %u bytes of shared memory a block, clusters of %u", d->threads, d->shared_bytes, d->cluster);
+  if (p->gpu)
+    append(&t, ", %u threads and %u bytes of shared memory a block, clusters of %u", d->threads, d->shared_bytes,
+           d->cluster);
   else append(&t, ", %s instructions", mg_isa_name(mg_host_isa()));
   return t.length;
 }

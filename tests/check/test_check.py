@@ -157,7 +157,7 @@ def test_a_crash_names_its_line():
     for seed in range(4):
         assert re.search(r"division_by_zero: crash   its EXAMPLE, seed \d\n  crashes: divides an integer by zero\n  here     loader\[0\] of block 0, "
                          r"division_by_zero\.cu:19.*\n           if \(i / p\.groups == 3\) break;", text_of("division_by_zero", seed))
-        assert re.search(r"crashes: touches address 0x\w+, where no memory is\n  here     compute\[0\] of block 0, words_beyond_end\.cu:37.*\n"
+        assert re.search(r"crashes: touches address 0x\w+, where no memory is\n  here     compute\[0\] of block 0, words_beyond_end\.cu:38.*\n"
                          r"           store\(p\.sums \+ i \* 64", text_of("words_beyond_end", seed))
 
 

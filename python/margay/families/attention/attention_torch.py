@@ -114,12 +114,12 @@ _ONE_WAVE = 1 << 20   # elements of out; smaller problems have at most about one
 
 
 def _call_attention_fwd(out, lse, q, k, v, scale, causal, features=None):
-    balance = None
+    workspace = None
     if not q.is_cuda:
         use_torch_threads()
     elif out.numel() > _ONE_WAVE:
-        balance = torch.empty(16, dtype=torch.uint8, device=q.device)
-    _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, balance, features)
+        workspace = torch.empty(16, dtype=torch.uint8, device=q.device)
+    _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, workspace, features)
 
 
 def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features=None):
@@ -208,10 +208,10 @@ def _attention_fp8(q, k, v, q_descale=None, k_descale=None, v_descale=None, scal
     descales = q_descale, k_descale, v_descale
     out, lse = _attention_fp8_fake(q, k, v, *descales, want_lse=want_lse)
     q, k, v, target = mappable(q), mappable(k), mappable(v), mappable_empty(out)
-    balance = torch.empty(16, dtype=torch.uint8, device=q.device) if q.is_cuda and out.numel() > _ONE_WAVE else None
+    workspace = torch.empty(16, dtype=torch.uint8, device=q.device) if q.is_cuda and out.numel() > _ONE_WAVE else None
     if not q.is_cuda:
         use_torch_threads()
-    _C.attention_fwd_fp8(target, lse, q, k, v, balance, *(None if t is None else as_float32("attention", name, t) for name, t in zip(_DESCALES, descales)), scale, causal)
+    _C.attention_fwd_fp8(target, lse, q, k, v, workspace, *(None if t is None else as_float32("attention", name, t) for name, t in zip(_DESCALES, descales)), scale, causal)
     copy_back(out, target)
     return out, lse
 
