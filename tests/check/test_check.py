@@ -83,6 +83,15 @@ def test_mutants():
     assert not unused, "harmless.txt excuses what is reported or not there"
 
 
+def test_once():
+    """Two rows of one file share their mutants: each is tried on one of them, and listed ones on both."""
+    names = ["scaled_add_bf16", "scaled_add_fp16"]
+    alone, both = ([sum(column) for column in zip(*((total, reported, len(excused)) for total, reported, excused, _ in results))]
+                   for results in (command.mutate_kernels(names[:1], command.parse(["--seeds", "1"])), command.mutate_kernels(names, command.parse(["--once", "--seeds", "1"]))))
+    assert alone[0] > 20 and alone[1] == both[1] and both[2] == 2 * alone[2] and both[0] == alone[0] + alone[2]
+    assert all(result[0] > 5 for result in command.mutate_kernels(names, command.parse(["--once", "--seeds", "1"])))
+
+
 def test_a_run_is_quick():
     for name in ("attention_fwd_bf16_d64", "attention_bwd_bf16_d64", "matmul_bf16_nn_128x256", "ssd_fwd_bf16_n128"):
         problem = problems(rows()[name])[1]
