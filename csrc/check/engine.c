@@ -315,10 +315,9 @@ static void open_fibers(void) {
 }
 
 static void run_once(void) {
-  memset(ck.barrier, 0, sizeof ck.barrier);
-  memset(ck.watcher, 0, sizeof ck.watcher);
-  memset(ck.products_left, 0, sizeof ck.products_left);
-  memset(ck.stores_left, 0, sizeof ck.stores_left);
+  memset(ck.barrier, 0, (size_t)ck.blocks * sizeof *ck.barrier);       // only what this run may use: all of it is megabytes
+  memset(ck.products_left, 0, (size_t)ck.fibers * sizeof *ck.products_left);
+  memset(ck.stores_left, 0, (size_t)ck.fibers * sizeof *ck.stores_left);
   ck.ops = ck.sems = 0;
   words_reset();
   ck.steps = 0;
@@ -337,6 +336,7 @@ static void run_once(void) {
   ck.components = PER_FIBER * ck.fibers + ck.sems;
   const size_t clock_bytes = ((size_t)ck.components * sizeof(int32_t) + 63) & ~(size_t)63;
   pool_reset(clock_bytes * (4 * (size_t)(ck.fibers + ck.sems) + 4 * 8 * (size_t)ck.blocks + 2 * MAX_WORDS));
+  memset(ck.watcher, 0, (size_t)ck.sems * sizeof *ck.watcher);
   for (int i = 0; i < ck.sems; i++) {
     semaphore *s = &ck.sem[i];
     s->arrived = clock_new(), s->arrived_fenced = clock_new();

@@ -21,6 +21,11 @@ typedef struct cell { touch write, read[READERS]; } cell;
 static cell *tiles, *words;
 static size_t capacity, used_bytes;
 
+// A run looks at few of the words, which take 16 times the bytes of shared memory: only what was looked at is cleared.
+enum { CHUNK = 64 };
+static uint8_t *words_used;                      // by CHUNK words
+static size_t chunks(size_t bytes) { return bytes / WORD_CELL / CHUNK + 1; }
+
 // Addresses of code as small numbers.
 enum { PCS = 1 << 14 };
 static const void *pcs[PCS];
@@ -35,25 +40,37 @@ bool shadow_open(size_t bytes) {
   if (bytes > capacity) {
     free(tiles);
     free(words);
+    free(words_used);
     tiles = calloc(bytes / TILE_CELL + 1, sizeof *tiles);
-    words = calloc(bytes / WORD_CELL + 1, sizeof *words);
-    capacity = tiles && words ? bytes : 0;
+    words = calloc(chunks(bytes) * CHUNK, sizeof *words);
+    words_used = calloc(chunks(bytes), sizeof *words_used);
+    capacity = tiles && words && words_used ? bytes : 0;
   }
   used_bytes = bytes;
   return bytes <= capacity;
 }
 
-// ---- global memory: a table of 4-byte words
-enum { GLOBAL_SLOTS = 1 << 20, GLOBAL_READERS = 3 };
-typedef struct global_word { uintptr_t at; touch write, read[GLOBAL_READERS]; uint8_t kind; } global_word;
-static global_word *globals;
-static int global_count;
+// ---- global memory, by words of 4 bytes. Large accesses look at one word of each line of 64 bytes. So a region has a
+// plane for each place in a line, and planes are taken when they are first touched.
+enum { LINE = 64, LINES = 256, PLACES = LINE / WORD_CELL, REGIONS = 1 << 12, TABLE = 2 * REGIONS, PLANES = 1 << 13, GLOBAL_READERS = 3 };
+typedef struct global_word { touch write, read[GLOBAL_READERS]; } global_word;
+typedef struct plane { global_word word[LINES]; uint8_t kind[LINES]; } plane;
+typedef struct region { uintptr_t number; uint16_t plane[PLACES]; } region;   // here and in the table: 1 + index, 0: none
+static plane *planes;
+static region regions[REGIONS];
+static uint16_t table[TABLE];
+static int plane_count, region_count;
 
 void shadow_reset(void) {
   memset(tiles, 0, (used_bytes / TILE_CELL + 1) * sizeof *tiles);
-  memset(words, 0, (used_bytes / WORD_CELL + 1) * sizeof *words);
-  if (globals && global_count) memset(globals, 0, GLOBAL_SLOTS * sizeof *globals);
-  global_count = 0;
+  for (size_t i = 0; i < chunks(capacity); i++) {
+    if (!words_used[i]) continue;
+    memset(words + i * CHUNK, 0, CHUNK * sizeof *words);
+    words_used[i] = 0;
+  }
+  if (plane_count) memset(planes, 0, (size_t)plane_count * sizeof *planes);
+  if (region_count) memset(table, 0, sizeof table);
+  plane_count = region_count = 0;
 }
 
 static int fiber_of(int who) { return who < PER_FIBER * ck.fibers ? who / PER_FIBER : -1; }
@@ -167,8 +184,9 @@ static void note(cell *c, touch t, bool write) {
 }
 
 static bool access_cells(const void *pc, cell *cells, size_t size, size_t begin, size_t end, int flags, touch t) {
+  const size_t block = begin - begin % ck.kernel->stride;
   for (size_t i = begin / size; i <= (end - 1) / size; i++) {
-    if (!check_cell(pc, &cells[i], flags, i * size % ck.kernel->stride)) return false;
+    if (!check_cell(pc, &cells[i], flags, i * size - block)) return false;
     note(&cells[i], t, flags & ACCESS_WRITE);
   }
   return true;
@@ -187,20 +205,27 @@ bool shadow_access(const void *pc, const ck_region *r, int flags, int who, int v
       return false;
     }
     const bool tile = (r->bytes | (int)begin) % TILE_CELL == 0 || tiles[begin / TILE_CELL].write.used;
+    for (size_t i = begin / WORD_CELL / CHUNK; !tile && i <= (end - 1) / WORD_CELL / CHUNK; i++) words_used[i] = 1;
     if (!access_cells(pc, tile ? tiles : words, tile ? TILE_CELL : WORD_CELL, begin, end, flags, t)) return false;
   }
   report_place(-1);
   return true;
 }
 
-static global_word *global_at(uintptr_t at) {
-  size_t i = (at >> 2) * 2654435761u % GLOBAL_SLOTS;
-  while (globals[i].at && globals[i].at != at) i = (i + 1) % GLOBAL_SLOTS;
-  if (!globals[i].at) {
-    globals[i].at = at;
-    global_count++;
+// NULL where there are too many, here and below.
+static region *region_of(uintptr_t number) {
+  size_t i = number * 2654435761u % TABLE;
+  while (table[i] && regions[table[i] - 1].number != number) i = (i + 1) % TABLE;
+  if (!table[i] && region_count < REGIONS) {
+    regions[region_count] = (region){.number = number};
+    table[i] = (uint16_t)++region_count;
   }
-  return &globals[i];
+  return table[i] ? &regions[table[i] - 1] : NULL;
+}
+static plane *plane_of(region *r, uintptr_t at) {
+  uint16_t *plane = &r->plane[at % LINE / WORD_CELL];
+  if (!*plane && plane_count < PLANES) *plane = (uint16_t)++plane_count;
+  return *plane ? &planes[*plane - 1] : NULL;
 }
 
 // `seen` knows of accesses through registers. Only the elected thread knows what its stores have written, until it
@@ -223,15 +248,19 @@ static bool global_race(const void *pc, touch t, const char *does, const char *d
 
 bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global kind, int who, int value) {
   const fiber *f = self();
-  if (!globals && !(globals = calloc(GLOBAL_SLOTS, sizeof *globals))) return true;
+  if (!planes && !(planes = calloc(PLANES, sizeof *planes))) return true;
   const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff, .used = 1};
   const char *does = kind == CK_GLOBAL_READ ? "reads" : kind == CK_GLOBAL_ADD ? "adds to" : "writes";
-  for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes && global_count < GLOBAL_SLOTS / 2;
-       at += bytes >= 512 ? 64 : 4) {
-    global_word *w = global_at(at);
-    const bool both_add = kind == CK_GLOBAL_ADD && w->kind == CK_GLOBAL_ADD && !ck.request->ordered;
+  region *r = NULL;
+  for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes; at += bytes >= 512 ? LINE : WORD_CELL) {
+    if (!r || r->number != at / LINE / LINES) r = region_of(at / LINE / LINES);
+    plane *g = r ? plane_of(r, at) : NULL;
+    if (!g) break;
+    global_word *w = &g->word[at / LINE % LINES];
+    uint8_t *last = &g->kind[at / LINE % LINES];
+    const bool both_add = kind == CK_GLOBAL_ADD && *last == CK_GLOBAL_ADD && !ck.request->ordered;
     if (!both_add && unordered(f, w->write) &&
-        global_race(pc, w->write, does, w->kind == CK_GLOBAL_ADD ? "add to" : "write",
+        global_race(pc, w->write, does, *last == CK_GLOBAL_ADD ? "add to" : "write",
                     kind == CK_GLOBAL_ADD ? " (a deterministic kernel adds in order)" : ""))
       return false;
     if (kind == CK_GLOBAL_READ) {
@@ -244,7 +273,7 @@ bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global k
       if (unordered(f, w->read[i]) && global_race(pc, w->read[i], does, "read", "")) return false;
     memset(w->read, 0, sizeof w->read);
     w->write = t;
-    w->kind = (uint8_t)kind;
+    *last = (uint8_t)kind;
   }
   return true;
 }

@@ -1,7 +1,7 @@
 // Vectors of the instruction set this object is compiled for, and conversion of rows between element types.
 #pragma once
 #include <string.h>
-#if defined(__x86_64__)
+#if defined(__AVX__)           // the baseline needs no intrinsics, and this header is half of the time of a small row's object
 #include <immintrin.h>
 #endif
 
