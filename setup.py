@@ -1,12 +1,14 @@
-"""Build of Margay: the sets in the rows of csrc/*/kernels.def are written out, and every kernel that they name becomes one GPU image and one
-CPU object per instruction set (a GPU_ONLY row only the base object, for its kernel's description; a CPU_ONLY row no image); these, the runtime and the module are linked into margay/_C.abi3.so, and without the module into build/libmargay.a for C programs. Never imports torch.
+"""Build of Margay: the sets in the rows of csrc/*/kernels.def are written out. Every kernel that they name becomes one
+GPU image and one CPU object per instruction set (a GPU_ONLY one only the base object, for its description; a CPU_ONLY
+one no image). These, the runtime and the module are linked into margay/_C.abi3.so, and without the module into
+build/libmargay.a for C programs. Never imports torch.
 
 Environment
   MARGAY_CUDA   auto (default): GPU kernels where nvcc is found; 0: never; 1: fail without nvcc
   NVCC          the nvcc to use; otherwise $CUDA_HOME/bin/nvcc, the PATH, /usr/local/cuda
   CC, CXX       host compilers (default cc, c++); CFLAGS is added to the flags of the C files
   MAX_JOBS      compilations at a time (default: the cores of this process)
-  MARGAY_ROWS   regular expression: build only the kernels of kernels.def whose whole name matches, for work on one kernel
+  MARGAY_ROWS   regular expression: build only the kernels whose whole name matches, for work on one of them
 """
 import dataclasses
 import hashlib
@@ -95,7 +97,8 @@ def kernel_rows(text, name="kernels.def"):
         fields = [field.strip() for field in re.split(r",(?![^{}]*\})", body[1], maxsplit=6)] if body else []
         try:
             if len(fields) != 7:
-                raise ValueError("A row is KERNEL(name, op, source, element type, place, condition, constants), with at least one constant")
+                raise ValueError("A row is KERNEL(name, op, source, element type, place, condition, constants), with "
+                                 "at least one constant")
             rows += written_out(Row(*fields))
         except ValueError as error:
             raise SystemExit(f"{name}:{text.count(chr(10), 0, found.start()) + 1}: {row[:120]}\n{error}") from None
@@ -118,7 +121,8 @@ def written_out(row):
     sets, places = [words(values) for values in re.findall(SET, with_sets)], re.findall(PLACE, row.name)
     called = [values if place == "*" else words(place[1:-1]) for place, values in zip(places, sets)]
     if [*map(len, called)] != [*map(len, sets)] or len(places) != len(sets):
-        raise ValueError(f"The name has to say where each of the row's {len(sets)} sets goes: * or as many words in braces as the set has values")
+        raise ValueError(f"The name has to say where each of the row's {len(sets)} sets goes: * or as many words "
+                         "in braces as the set has values")
     constants_of_sets = re.findall(r"(\w+)\s*=\s*\{", row.constants)
     rows = []
     for choice in itertools.product(*(range(len(values)) for values in sets)):
@@ -286,7 +290,8 @@ def cpu_job(row, isa):
 
 def c_job(source, cuda, *includes):
     cc, version = host_compiler("CC", "cc")
-    flags = [*C_FLAGS, *os.environ.get("CFLAGS", "").split(), *includes, f"-I{CSRC}", f"-I{GENERATED}", f"-DPy_LIMITED_API={LIMITED_API}"]
+    flags = [*C_FLAGS, *os.environ.get("CFLAGS", "").split(), *includes, f"-I{CSRC}", f"-I{GENERATED}"]
+    flags += [f"-DPy_LIMITED_API={LIMITED_API}"]
     flags += [] if cuda.reason else ["-DMARGAY_CUDA=1"]
     flags += ["-DMARGAY_X86=1"] if X86 else []
     sources = dependencies(source, CSRC / "tile" / "sm90")
@@ -362,7 +367,7 @@ def compile_everything(cuda, python_include):
     wanted = re.compile(os.environ.get("MARGAY_ROWS") or ".*")
     rows = [row for row in all_rows() if wanted.fullmatch(row.name)]
     if not rows:
-        raise SystemExit(f"MARGAY_ROWS={wanted.pattern} matches no kernel of kernels.def (it has to match a whole name)")
+        raise SystemExit(f"MARGAY_ROWS={wanted.pattern} matches no kernel (it has to match a whole name)")
     write(GENERATED / "kernel_rows.def", "".join(f"KERNEL({', '.join(dataclasses.astuple(row))})\n" for row in rows))
     images = [] if cuda.reason else [(row, gpu_job(row, cuda)) for row in rows if row.where != "CPU_ONLY"]
     cpu = [cpu_job(row, isa) for row in rows for isa in ISAS if isa == "base" or row.where != "GPU_ONLY"]

@@ -88,6 +88,18 @@ def setup_py():
     return module
 
 
+BAD_ROWS = {
+    "x, scaled_add, scaled_add, int8, ANY, true, D=4": "x: element type is int8, expected one of bf16, fp16, e4m3, fp",
+    "x, scaled_add, scaled_add, bf16, HERE, true, D=4": "x: place is HERE, expected one of ANY, CPU_ONLY, GPU_ONLY",
+    "x_*, scaled_add, scaled_add, {bf16, fp32}, GPU_ONLY, true, D=4": "x_fp32: the GPU has no kernels in fp32",
+    "x, scaled_add, absent, bf16, ANY, true, D=4": r"There is no csrc/absent\.cu",
+    "x, scaled_add, scaled_add, {bf16, fp16}, ANY, true, D=4": "The name has to say where each of the row's 1 sets",
+    "x_*_*, scaled_add, scaled_add, {bf16, fp16}, ANY, true, D=4": "The name has to say where each of the row's 1 sets",
+    "x_*_{a}, scaled_add, scaled_add, bf16, ANY, true, D={2, 4}": "The name has to say where each of the row's 1 sets",
+    "x_{a,b,c}, scaled_add, scaled_add, bf16, ANY, true, D={2, 4}": ".* as many words in braces as the set has values",
+}
+
+
 def test_a_bad_row_is_named(setup_py):
     text = (ROOT / "csrc" / "scaled_add" / "kernels.def").read_text()
     assert setup_py.kernel_rows(text)
@@ -95,17 +107,10 @@ def test_a_bad_row_is_named(setup_py):
     assert sorted(setup_py.families()) == sorted(path.parent.name for path in (ROOT / "csrc").glob("*/kernels.def"))
     with pytest.raises(SystemExit, match=rf"kernels\.def:{text.count(chr(10)) + 2}: KERNEL\(short, scaled_add, bf16, ANY, true, STAGES=4\)\nA row is KERNEL\("):
         setup_py.kernel_rows(text + "\nKERNEL(short, scaled_add, bf16, ANY, true, STAGES=4)\n")
-    row = "KERNEL(scaled_add_{}, scaled_add, {}, {}, {}, true, STAGES={})\n"
-    for fields, message in ((("x", "scaled_add", "int8", "ANY", "4"), "scaled_add_x: element type is int8, expected one of bf16, fp16, e4m3, fp32"),
-                            (("x", "scaled_add", "bf16", "HERE", "4"), "scaled_add_x: place is HERE, expected one of ANY, CPU_ONLY, GPU_ONLY"),
-                            (("*", "scaled_add", "{bf16, fp32}", "GPU_ONLY", "4"), "scaled_add_fp32: the GPU has no kernels in fp32"),
-                            (("x", "absent", "bf16", "ANY", "4"), r"There is no csrc/absent\.cu"),
-                            (("x", "scaled_add", "{bf16, fp16}", "ANY", "4"), "where each of the row's 1 sets goes"),
-                            (("*_*", "scaled_add", "{bf16, fp16}", "ANY", "4"), "where each of the row's 1 sets goes"),
-                            (("*_{a}", "scaled_add", "bf16", "ANY", "{2, 4}"), "where each of the row's 1 sets goes"),
-                            (("{a,b,c}", "scaled_add", "bf16", "ANY", "{2, 4}"), "as many words in braces as the set has values")):
-        with pytest.raises(SystemExit, match=rf"kernels\.def:{text.count(chr(10)) + 1}: KERNEL.*\n.*{message}"):
-            setup_py.kernel_rows(text + row.format(*fields))
+    where = rf"kernels\.def:{text.count(chr(10)) + 1}: KERNEL.*\n"
+    for row, message in BAD_ROWS.items():
+        with pytest.raises(SystemExit, match=where + message):
+            setup_py.kernel_rows(f"{text}KERNEL({row})\n")
 
 
 def test_sets_are_written_out(setup_py):

@@ -39,7 +39,8 @@ static bool adds_parts(const mg_kernel *main) { return mg_desc(main)->tile_n >= 
 // Not every kernel zeroes dq itself: those for packed sequences and for all features have no thread for it. For pairs of 128
 // keys (D=128), and for groups in parts there, zeros before the kernel are 1 to 3 % faster.
 static bool writes_zeros(const plan *w) {
-  return w->main->constant().FEATURES < FEATURES_PACKED && mg_desc(w->main)->tile_n == 128 && (w->parts == 1 || mg_desc(w->main)->cluster > 1);
+  return w->main->constant().FEATURES < FEATURES_PACKED && mg_desc(w->main)->tile_n == 128 &&
+         (w->parts == 1 || mg_desc(w->main)->cluster > 1);
 }
 
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512

@@ -100,7 +100,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int features;               // attention: FEATURES_* of attention/attention.h, the least set that the problem needs
   int sms;                    // multiprocessors of the device
   mg_sizes size;              // of rows that name theirs: conditions see them by name
-  const struct mg_kernel *main;   // the kernel that the call has chosen first, for rows BESIDE it; NULL: what dispatch would choose
+  const struct mg_kernel *main;   // for rows BESIDE another op: the kernel chosen for that; NULL: dispatch chooses it
 } mg_problem;
 
 // AVX512: F, BW, VL, DQ and BF16

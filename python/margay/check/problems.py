@@ -116,7 +116,7 @@ def attention(row, backward, large):
         shapes.append((150, 300, False, False, 1, 1))
     if c.get("FEATURES") == 2:      # tasks behind one whose last key block is seen whole
         shapes.append((4 * rows, 4 * rows, False, True))
-    kinds = FEATURES[0 if c["D"] == 192 else c.get("FEATURES")]   # of others the rows beside this one would expect another width
+    kinds = FEATURES[0 if c["D"] == 192 else c.get("FEATURES")]   # of others the rows beside expect another width
     if large:
         yield "large", lambda: call_attention(row, dtype, d, dv, 1500, 1500, True, True, backward, 4, 16, kinds[0])
         yield "few blocks", lambda: call_attention(row, dtype, d, dv, 2 * rows, 2000, False, True, backward, kind=kinds[0])
