@@ -576,7 +576,7 @@ def test_bad_39_values():
     for window in (4, (4,), (4, 0, 0), (4, "x"), (1.5, 0)):
         refused(TypeError, f"attention: window is {window!r}, expected a pair of integers (left, right)", mg.attention, q, k, v, window=window)
     refused(TypeError, "unexpected keyword argument 'windows'", mg.attention, q, k, v, windows=(4, 0))
-    refused(ValueError, "explain: op is softmax, expected attention, attention_decode or matmul where tensors are given", mg.explain, "softmax", q)
+    refused(ValueError, "explain: op is softmax, expected one of append_kv, attention, attention_decode, ", mg.explain, "softmax", q)
 
 
 def test_bad_02_none():

@@ -37,6 +37,15 @@ def of_copies(call, *arrays):
 without_gradients = contextlib.nullcontext
 
 
+def empty(shape, dtype, like):
+    return np.empty(shape, dtype or like.dtype)
+
+
+def why_dense(a):
+    """Why an array that C reads as a whole is copied, or None."""
+    return None if a.flags.c_contiguous else "it has gaps or another order in memory"
+
+
 def why_copied(a, matrix=False, mapped=True):
     """Why kernels cannot read a where it is, or None."""
     if any(n > 1 and stride < 0 for n, stride in zip(a.shape, a.strides)):

@@ -42,6 +42,15 @@ def kind(t):
 without_gradients = torch.no_grad
 
 
+def empty(shape, dtype, like):
+    return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
+
+
+def why_dense(t):
+    """Why a tensor that C reads as a whole is copied, or None."""
+    return None if t.is_contiguous() else "it has gaps or another order in memory"
+
+
 def why_copied(t, matrix=False, mapped=True):
     """Why kernels cannot read t where it is, or None. mapped: by TMA, on CUDA."""
     t = t.mT if matrix and t.stride(-1) != 1 and t.stride(-2) == 1 else t

@@ -187,12 +187,28 @@ def check_no_features(f):
             raise NotImplementedError(f"attention: {name} is given, which exists for bfloat16 and float16, not for float8_e4m3fn")
 
 
-def backward_workspace(q, k, v, *, causal=False, deterministic=False, **options):
-    """Bytes of scratch that the backward of a call takes, whose kernel is chosen for that."""
-    library = _library_of("attention", "q", q)
-    given = {name: options[name] for name in ("window", "softcap", "sink", "alibi_slopes", "dropout_p") if name in options}
-    features = read_features(library, **given, seed=0) if given else None
-    return library.backward_workspace(q, k, v, causal, deterministic, features)
+# ---- what explain says besides
+
+
+def _explained(op, general, named, given):
+    """The backward's kernel is chosen where its workspace is asked for."""
+    copied = {name: general.why_copied(named[name]) for name in "qkv"}
+    if _shared.dtype_name(named["q"]) == "float8_e4m3fn":
+        return [], copied, []
+    library, (q, k, v) = _library_of(op, "q", named["q"]), (named[name] for name in "qkv")
+    options = {name: given[name] for name in ("window", "softcap", "sink", "alibi_slopes", "dropout_p") if name in given}
+    if op == "attention_varlen":
+        q, k, v = map(library.packed, (q, k, v))
+        options |= {name: library.as_starts(name, given[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        options |= {name: given[name] for name in ("max_seqlen_q", "max_seqlen_k")}
+    features = read_features(library, **options, seed=0) if options else None
+    return [], copied, [lambda: library.backward_workspace(q, k, v, given.get("causal", False), given.get("deterministic", False), features)]
+
+
+EXPLAINED = {"attention": _explained, "attention_varlen": _explained}
+
+
+# ---- whose tensors these are
 
 
 _libraries: dict = {}   # type of a tensor -> module that computes with it

@@ -59,19 +59,32 @@ def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_b
     library.append_kv((k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx), length)
 
 
-def explain(named, cache_seqlens=None, page_table=None, **_):
-    """What `margay.explain` says of a call, lines and the tensors that may be copied as they are; a page table joins those that are named."""
-    k_cache, lines = named["k_cache"], []
+# ---- what explain says besides
+
+
+def _explain_decode(op, general, named, given):
+    k_cache, page_table, notes = named["k_cache"], given.get("page_table"), []
     if page_table is not None:
         named["page_table"] = page_table
     rows = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
-    if hasattr(cache_seqlens, "shape"):
-        lines.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
-    if page_table is None or k_cache.shape[1] % PAGE_UNIT == 0:
-        return lines, {name: named[name] for name in NAMES[:3]}
-    lines.append(f"  k_cache and v_cache are copied first, each sequence's {rows} rows in order: pages of {k_cache.shape[1]} keys, "
-                 f"and kernels read multiples of {PAGE_UNIT}")
-    return lines, {"q": named["q"]}
+    if hasattr(given.get("cache_seqlens"), "shape"):
+        notes.append(f"  cache_seqlens is not read: planned for the {rows} keys that the cache holds")
+    copied = {name: general.why_copied(named[name], mapped=name != "q") for name in NAMES[:3]}
+    if page_table is not None and k_cache.shape[1] % PAGE_UNIT:
+        notes.append(f"  k_cache and v_cache are copied first, each sequence's {rows} rows in order: pages of {k_cache.shape[1]} keys, "
+                     f"and kernels read multiples of {PAGE_UNIT}")
+        copied = {"q": copied["q"]}
+    return notes, copied, []
+
+
+def _explain_append(op, general, named, given):
+    return [], {name: general.why_copied(named[name], mapped=False) for name in ("k", "v")}, []
+
+
+EXPLAINED = {"attention_decode": _explain_decode, "append_kv": _explain_append}
+
+
+# ---- whose tensors these are
 
 
 _libraries: dict = {}   # type of a tensor -> module that computes with it
