@@ -11,7 +11,8 @@ def as_float32(op, name, a):
     if not isinstance(a, np.ndarray) or a.dtype.kind != "f":
         raise TypeError(f"{op}: {name} is {kind(a)}, expected a float32 array")
     check_kinds(op, **{name: a})
-    return np.ascontiguousarray(a, np.float32) if a.ndim else a.astype(np.float32)      # ascontiguousarray has at least one dimension
+    # ascontiguousarray has at least one dimension
+    return np.ascontiguousarray(a, np.float32) if a.ndim else a.astype(np.float32)
 
 
 def kind(a):
@@ -61,7 +62,8 @@ def check_kinds(op, optional=(), /, **arrays):
         if type(a) is np.ndarray or a is None and name in optional:
             continue
         if not isinstance(a, np.ndarray):
-            raise TypeError(f"{op}: {name} is {type(a).__name__}, expected numpy.ndarray (same as {next(iter(arrays))})")
+            first = next(iter(arrays))
+            raise TypeError(f"{op}: {name} is {type(a).__name__}, expected numpy.ndarray (same as {first})")
         if isinstance(a, np.ma.MaskedArray):
             raise TypeError(f"{op}: {name} is a masked array, whose mask would be ignored; expected numpy.ndarray")
 
