@@ -15,7 +15,8 @@ from margay import _C
 def launched(call):
     """Names of the rows that a call on the CPU launches, on as many threads as usual."""
     names = []
-    take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)(lambda row, params, blocks: names.append(row.decode()) or False)
+    take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p,
+                            ctypes.c_int64)(lambda row, params, blocks: names.append(row.decode()) or False)
     _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, _C.num_threads())
     try:
         call()
@@ -43,14 +44,16 @@ CALLS = {       # of mg.attention: dtype, head dims of q and of v, options
 @pytest.mark.parametrize("name", CALLS)
 def test_attention(name):
     dtype, dim, dim_v, options = CALLS[name]
-    q, k, v = (torch.randn(2, heads, rows, d, dtype=getattr(torch, dtype), requires_grad=True) for heads, rows, d in ((4, 70, dim), (2, 90, dim), (2, 90, dim_v)))
+    q, k, v = (torch.randn(2, heads, rows, d, dtype=getattr(torch, dtype), requires_grad=True)
+               for heads, rows, d in ((4, 70, dim), (2, 90, dim), (2, 90, dim_v)))
     if name == "gaps":
         k = k.detach().mT.contiguous().mT.requires_grad_()
     forward, backward = mg.explain(mg.attention, q, k, v, **options).kernels
     out = []
     assert launched(lambda: out.append(mg.attention(q, k, v, **options))) == [forward]
     rows = launched(lambda: torch.autograd.grad(out[0].sum(), (q, k, v)))
-    assert backward in rows and [row["name"] for row in _C.kernels() if row["op"] == "attention_bwd" and row["name"] in rows] == [backward]
+    assert (backward in rows and [row["name"] for row in _C.kernels() if row["op"] == "attention_bwd"
+                                  and row["name"] in rows] == [backward])
 
 
 def test_attention_decode():
@@ -119,14 +122,17 @@ def test_every_function(device):
     """Of each one that takes tensors, forward and backward, if it has one."""
     rows, (a, b) = torch.randn(1, 40, 2, 64, device=device).bfloat16(), torch.randn(2, 8, 8, device=device).bfloat16()
     starts = torch.tensor([0, 40], device=device)
-    calls = {mg.attention: ((rows,) * 3, {}), mg.attention_varlen: ((*(rows[0],) * 3, starts, starts, 40, 40), {}), mg.matmul: ((a, b), {}),
-             mg.attention_decode: ((rows,) * 3, {}), mg.append_kv: ((rows.clone(), rows.clone(), rows, rows), dict(cache_seqlens=0)),
+    calls = {mg.attention: ((rows,) * 3, {}), mg.attention_varlen: ((*(rows[0],) * 3, starts, starts, 40, 40), {}),
+             mg.matmul: ((a, b), {}), mg.attention_decode: ((rows,) * 3, {}),
+             mg.append_kv: ((rows.clone(), rows.clone(), rows, rows), dict(cache_seqlens=0)),
              mg.linear_attention: ((rows,) * 3, {}), mg.scaled_add: ((a, b), {})}
     one = {"matmul", "attention_decode", "append_kv"}
     for function, (arguments, options) in calls.items():
         kernels = mg.explain(function, *arguments, **options).kernels
-        assert len(kernels) == 2 - (function.__name__ in one) and all("_bf16" in kernel for kernel in kernels), (function, kernels)
-    with pytest.raises(ValueError, match="^explain: op is none, expected one of " + ", ".join(sorted(f.__name__ for f in calls)) + " where"):
+        assert (len(kernels) == 2 - (function.__name__ in one)
+                and all("_bf16" in kernel for kernel in kernels)), (function, kernels)
+    with pytest.raises(ValueError, match="^explain: op is none, expected one of " +
+                       ", ".join(sorted(f.__name__ for f in calls)) + " where"):
         mg.explain("none", a)
 
 
@@ -135,7 +141,8 @@ def test_arguments_by_position():
     assert mg.explain(mg.scaled_add, a, b, 2.0).kernels == mg.explain(mg.scaled_add, a, b, scale=2.0).kernels
     bias = torch.randn(16)[::2]
     text = mg.explain(mg.matmul, a, b, bias=bias)
-    assert text.startswith("matmul: a [8, 8] float32, b [8, 8] float32, bias [8] float32\n  bias is copied first: its last dimension is not")
+    assert text.startswith("matmul: a [8, 8] float32, b [8, 8] float32, bias [8] float32\n  bias is copied first: its "
+                           "last dimension is not")
     with pytest.raises(TypeError, match="^explain: 4 tensors are given, expected a and b for scaled_add"):
         mg.explain(mg.scaled_add, a, b, 2.0, 3)
     with pytest.raises(ValueError, match="^linear_attention: v has size 7 in dimension 0, expected 8 \\(B of q\\)"):
@@ -150,9 +157,12 @@ def test_leaves_no_trace(device):
     state = torch.get_rng_state(), numpy.random.get_state()[1].copy()
     calls = []
     if device == "cpu":
-        calls = launched(lambda: [mg.explain(mg.attention, q, q, q, dropout_p=0.5), mg.explain(mg.matmul, q[0, 0], q[0, 0].T),
-                                  mg.explain(mg.attention_decode, cache[:, :1], cache, cache), mg.explain(mg.attention, *[q.float().numpy()] * 3, dropout_p=0.5)])
-    assert calls == [] and torch.equal(torch.get_rng_state(), state[0]) and (numpy.random.get_state()[1] == state[1]).all()
+        calls = launched(lambda: [mg.explain(mg.attention, q, q, q, dropout_p=0.5),
+                                  mg.explain(mg.matmul, q[0, 0], q[0, 0].T),
+                                  mg.explain(mg.attention_decode, cache[:, :1], cache, cache),
+                                  mg.explain(mg.attention, *[q.float().numpy()] * 3, dropout_p=0.5)])
+    assert (calls == [] and torch.equal(torch.get_rng_state(), state[0])
+            and (numpy.random.get_state()[1] == state[1]).all())
     with pytest.raises(ValueError, match="^attention: k has shape"):
         mg.explain(mg.attention, q, q[:, :, :, :8], q)
     with pytest.raises(ZeroDivisionError):
