@@ -8,10 +8,11 @@ from margay.families.scaled_add import scaled_add
 
 __version__ = "0.1.0"
 _MODULES = ("flash_attn", "flash_attn_interface", "integrations", "nn")
+# name -> its module
 _LATER = {"explain": "margay._explain", "info": "margay._explain", "FallbackWarning": "margay.drop_ins.fallback",
-          "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}      # name -> its module
-__all__ = ["append_kv", "attention", "attention_decode", "attention_varlen", "dropout_mask", "linear_attention", "matmul",
-           "scaled_add", *_MODULES, *_LATER]
+          "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}
+__all__ = ["append_kv", "attention", "attention_decode", "attention_varlen", "dropout_mask", "linear_attention",
+           "matmul", "scaled_add", *_MODULES, *_LATER]
 
 
 def __getattr__(name):
