@@ -215,13 +215,9 @@ def _attention_fp8(q, k, v, q_descale=None, k_descale=None, v_descale=None, scal
     workspace = torch.empty(16, dtype=torch.uint8, device=q.device) if q.is_cuda and out.numel() > _ONE_WAVE else None
     if not q.is_cuda:
         use_torch_threads()
-<<<<<<< HEAD
-    _C.attention_fwd_fp8(target, lse, q, k, v, workspace, *(None if t is None else as_float32("attention", name, t) for name, t in zip(_DESCALES, descales)), scale, causal)
-=======
-    _C.attention_fwd_fp8(target, lse, q, k, v, balance,
+    _C.attention_fwd_fp8(target, lse, q, k, v, workspace,
                          *(None if t is None else as_float32("attention", name, t)
                            for name, t in zip(_DESCALES, descales)), scale, causal)
->>>>>>> floors
     copy_back(out, target)
     return out, lse
 
