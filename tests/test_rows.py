@@ -126,3 +126,15 @@ def test_arguments_by_position_and_by_name():
         assert str(raised.value) == words
     with pytest.raises(ValueError, match=r"matmul: activation is 5, expected activation >= 0 && activation <= 4"):
         _C.matmul(np.zeros((2, 2), np.float32), a, a.T, None, 5)
+
+
+def test_names_of_a_backward():
+    row, backward = _op.Row("linear_attention"), _op.Row("linear_attention_bwd")
+    _op._check_names(row, backward)
+    for field, message in (("results", "writes other; by its row, linear_attention has dq, dk, dv, dinitial_state"),
+                           ("inputs", "reads other; by its row, linear_attention has dout, dfinal_state, q, k, v, initial_state, out, final_state, states"),
+                           ("numbers", "reads other; by its row, linear_attention has scale")):
+        wrong = _op.Row("linear_attention_bwd")
+        setattr(wrong, field, [{"name": "other"}])
+        with pytest.raises(TypeError, match=f"^linear_attention_bwd: {message}$"):
+            _op._check_names(row, wrong)

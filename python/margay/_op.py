@@ -396,8 +396,20 @@ def _no_gradient(row):
     return gradient
 
 
+def _check_names(row, backward):
+    """A gradient by a name that the forward does not know would be lost without a word."""
+    inputs, results, saves, numbers = ([f["name"] for f in fields] for fields in (row.inputs, row.results, row.saves, row.numbers))
+    read, written = ["d" + name for name in results] + inputs + results + saves, ["d" + name for name in inputs]
+    for what, fields, expected in (("reads", backward.inputs, read), ("reads", backward.numbers, numbers),
+                                   ("writes", backward.results, written)):
+        unknown = [f["name"] for f in fields if f["name"] not in expected]
+        if unknown:
+            raise TypeError(f"{backward.name}: {what} {unknown[0]}; by its row, {row.name} has {', '.join(expected) or 'none'}")
+
+
 def _gradient_by_names(torch, t, row, backward, shapes):
     """The gradient that the row <op>_bwd computes, and the names of what it wants saved."""
+    _check_names(row, backward)
     direct, seen = _direct[backward.name], getattr(torch.ops.margay, backward.name)
     incoming = {"d" + f["name"]: f for f in row.results}
     saved = [f["name"] for f in backward.inputs if f["name"] not in incoming]
