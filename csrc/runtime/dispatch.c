@@ -1,5 +1,6 @@
 // Rows of kernels.def as a table, the choice among them, and its explanation.
 // MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512 too.
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 #include "runtime/driver.h"
@@ -54,9 +55,19 @@ const bool mg_has_images = false;
 #define DTYPE_fp32 MG_FP32
 #define DTYPE_float MG_FP32
 
+// A row's constant, where it has one of that name: its own enumerator hides this one.
+enum { FEATURES = -1 };
+#define KERNEL(name, op, source, dtype, where, condition, ...) \
+  static int name##_features(void) { \
+    enum { __VA_ARGS__ }; \
+    return FEATURES; \
+  }
+#include "kernels.def"
+#undef KERNEL
+
 const mg_kernel mg_kernels[] = {
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_when, DESC_##where(name), IMAGE_##where(name)},
+  {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_features, name##_when, DESC_##where(name), IMAGE_##where(name)},
 #include "kernels.def"
 #undef KERNEL
 };
@@ -114,7 +125,7 @@ static const mg_kernel *first_taker(mg_op op, const mg_problem *p, const mg_cont
 
 static bool has_size(mg_op op, int size) {
   const mg_row *row = mg_row_of(op);
-  for (const mg_field *f = row->field; !row->by_hand && f->role; f++)
+  for (const mg_field *f = row->field; f->role; f++)
     for (int i = 0; i < f->dims; i++)
       if (f->size[i] == size) return true;
   return false;
@@ -127,7 +138,8 @@ static void append_problem(text *t, mg_op op, const mg_problem *p) {
   if (p->field && strcmp(#field, "gpu") && strcmp(#field, "sms") && (strcmp(#field, "dv") || p->dv != p->d)) append(t, ", %s=%lld", #field, (long long)p->field);
   FIELDS(FIELD)
 #undef FIELD
-  for (int i = 0; i < MG_SIZE_COUNT; i++)
+  const bool in_fields = has_size(op, offsetof(mg_sizes, NQ) / sizeof *sizes);   // attention's: its rows' sizes are some of the fields
+  for (int i = 0; i < MG_SIZE_COUNT && !in_fields; i++)
     if (has_size(op, i) && sizes[i] > 0) append(t, ", %s=%lld", mg_size_names[i], (long long)sizes[i]);
   append(t, p->gpu ? ", on the GPU" : ", on the CPU");
 }

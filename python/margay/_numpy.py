@@ -11,7 +11,7 @@ from margay._features import Features  # noqa: F401, for ops
 
 def attention(q, k, v, causal, scale, return_lse, deterministic):
     _check_arrays("attention", q=q, k=k, v=v)
-    return _attention_forward(q, k, v, None, causal, scale, return_lse)
+    return _attention_forward(q, k, v, (), causal, scale, return_lse)
 
 
 def attention_features(q, k, v, features, causal, scale, return_lse, deterministic):
@@ -29,7 +29,7 @@ def _attention_forward(q, k, v, features, causal, scale, want_lse):
     scale, causal = ops.attention_scale(scale), bool(causal)
     try:
         out, lse = _attention_outputs(q, v, want_lse)
-        _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, None, features)
+        _C.attention_fwd(out, lse, q, k, v, scale, causal, None, *features)
     except Exception:
         out, lse = _attention_forward_of_copies(q, k, v, features, causal, scale, want_lse)
     return (out, lse) if want_lse else out
@@ -39,7 +39,7 @@ def _attention_forward(q, k, v, features, causal, scale, want_lse):
 def _attention_forward_of_copies(q, k, v, features, causal, scale, want_lse):
     ops.check_attention(q, k, v)
     out, lse = _attention_outputs(q, v, want_lse)
-    _of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, None, features), q, k, v)
+    _of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, causal, None, *features), q, k, v)
     return out, lse
 
 
@@ -104,7 +104,7 @@ def attention_decode(tensors, options, want_lse):
         tensors = q, k_cache, v_cache, seqlens, page_table, None, *others
     out = np.empty(q.shape, q.dtype)
     lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None
-    size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
+    size = _C.attention_decode_workspace(*tensors, *options)
     workspace = np.empty(size // 8 + 2, np.int64).view(np.uint8)[:size] if size else None
     with_copies(lambda *tensors: _C.attention_decode(out, lse, *tensors, workspace, *options), *tensors)
     return out, lse
@@ -154,7 +154,10 @@ def _of_copies(call, *arrays):
 
 
 without_gradients = contextlib.nullcontext
-backward_workspace = _C.attention_bwd_workspace
+
+
+def backward_workspace(q, k, v, causal, deterministic, features):
+    return _C.attention_bwd_workspace(None, q, k, v, None, None, None, 0.0, causal, deterministic, *features)
 
 
 def why_copied(a, matrix=False, mapped=True):

@@ -99,7 +99,7 @@ def _attention_gradient(ctx, dout, dlse, direct=None):
 # Calls that need neither pay nothing.
 
 
-def _attention_forward(q, k, v, scale, causal, want_lse=True, features=None):
+def _attention_forward(q, k, v, scale, causal, want_lse=True, features=()):
     scale = ops.attention_scale(scale)
     try:
         out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else _like(q, v.shape[-1])
@@ -126,16 +126,16 @@ def _attention_forward_of_copies(q, k, v, scale, causal, want_lse, features):
 _ONE_WAVE = 1 << 20   # elements of out; smaller problems have at most about one task for each multiprocessor
 
 
-def _call_attention_fwd(out, lse, q, k, v, scale, causal, features=None):
+def _call_attention_fwd(out, lse, q, k, v, scale, causal, features=()):
     balance = None
     if not q.is_cuda:
         _use_torch_threads()
     elif out.numel() > _ONE_WAVE:
         balance = torch.empty(16, dtype=torch.uint8, device=q.device)
-    _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, balance, features)
+    _C.attention_fwd(out, lse, q, k, v, scale, causal, balance, *features)
 
 
-def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features=None):
+def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features=()):
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     scale = ops.attention_scale(scale)
     dout = _rows_contiguous(dout)
@@ -164,9 +164,9 @@ def _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, *options
 def _call_attention_bwd(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features):
     if not q.is_cuda:
         _use_torch_threads()
-    size = _C.attention_bwd_workspace(q, k, v, causal, deterministic, features)
-    workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-    _C.attention_bwd(*grads, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, 0, features)
+    read, numbers = (dout, q, k, v, out, lse, dlse), (scale, causal, deterministic, *features)
+    workspace = torch.empty(_C.attention_bwd_workspace(*read, *numbers), dtype=torch.uint8, device=q.device)
+    _C.attention_bwd(*grads, *read, workspace, *numbers)
 
 
 def _check_attention(q, k, v):
@@ -513,7 +513,8 @@ without_gradients = torch.no_grad
 def backward_workspace(q, k, v, causal, deterministic, features):
     if _autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
-    return _C.attention_bwd_workspace(q, k, v, causal, deterministic or torch.are_deterministic_algorithms_enabled(), features)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return _C.attention_bwd_workspace(None, q, k, v, None, None, None, 0.0, causal, deterministic, *features)
 
 
 def check_kinds(op, **tensors):

@@ -104,7 +104,7 @@ def _number(op, name, x):
 
 
 def _softcap(op, x):
-    """As mg_check_softcap in csrc/runtime/check.c, before float32 makes 0 or infinity of it."""
+    """As the rows of csrc/attention/ops.def ask, before float32 makes 0 or infinity of it."""
     x = _number(op, "softcap", x)
     if x != 0 and not 2.0**-150 < x < 2.0**128 - 2.0**103:
         raise ValueError(f"{op}: softcap is {x:g}, expected 0 (none) or a positive number that float32 holds")
@@ -251,7 +251,7 @@ def _explain_call(op, tensors, options):
         parts = [_C.dry_run(lambda: getattr(importlib.import_module("margay"), op)(*tensors, **options))]
         if op == "attention" and dtype_name(tensors[0]) != "float8_e4m3fn":
             given = {name: options[name] for name in ("window", "softcap", "sink", "alibi_slopes", "dropout_p") if name in options}
-            features = _features(library, **given, seed=0) if given else None
+            features = _features(library, **given, seed=0) if given else ()
             parts.append(_C.dry_run(lambda: library.backward_workspace(*tensors, options.get("causal", False), options.get("deterministic", False), features)))
     if op == "attention_decode":
         more, copied = importlib.import_module("margay._decode").explain(named, **options)
