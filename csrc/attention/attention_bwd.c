@@ -18,7 +18,7 @@ static int backward_lag(const mg_context *c, const attention_bwd_params *p) {
 // The workspace is  dq accumulator | lse2 | delta | counter | order | zeroed | dk accumulator | dv accumulator
 typedef struct plan {
   const mg_kernel *pre, *main, *post;
-  int64_t tile, q_blocks, q_real, blocks64;   // blocks of the main kernel's tile rows; allocated blocks of 64 rows, of a sequence
+  int64_t tile, q_padded, q_blocks, blocks64;   // blocks of the main kernel's tile rows; allocated blocks of 64 rows, of a sequence
   int64_t head_blocks;                        // allocated blocks of 64 rows of a head: of all its packed sequences
   int64_t width;                              // columns of an accumulator row: the main kernel's head dimension
   int64_t acc_blocks;                         // blocks of 64 keys of a head in dk's and dv's accumulators, packed sequences: of all of them
@@ -31,8 +31,8 @@ static bool adds_parts(const mg_kernel *main) { return mg_desc(main)->tile_n >= 
 // Not every kernel zeroes dq itself: those for packed sequences and for all features have no thread for it. For pairs of 128
 // keys (D=128), and for groups in parts there, zeros before the kernel are 1 to 3 % faster.
 static bool writes_zeros(const plan *w) {
-  const int features = w->main->features();
-  return features >= 0 && features < FEATURES_PACKED && mg_desc(w->main)->tile_n == 128 && (w->parts == 1 || mg_desc(w->main)->cluster > 1);
+  return w->main->constant().FEATURES < FEATURES_PACKED && mg_desc(w->main)->tile_n == 128 &&
+         (w->parts == 1 || mg_desc(w->main)->cluster > 1);
 }
 
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512
@@ -49,7 +49,7 @@ static int parts_of(const mg_call *c, const attention_shape *x, const plan *w, i
 
 static bool make_plan(mg_call *c, plan *w, const attention_shape *x) {
   if (!mg_choose(c)) return false;
-  w->main = c->kernel;
+  c->problem.main = w->main = c->kernel;
   if (!mg_choose_other(c, MG_OP_attention_bwd_pre)) return false;
   w->pre = c->kernel;
   if (!mg_choose_other(c, MG_OP_attention_bwd_post)) return false;
@@ -58,15 +58,15 @@ static bool make_plan(mg_call *c, plan *w, const attention_shape *x) {
   int64_t heads = x->batch * x->q_heads;
   w->tile = mg_desc(w->main)->tile_m;
   w->width = mg_desc(w->pre)->tile_n;
-  w->q_real = mg_ceil_div(x->q_rows, w->tile);
-  w->q_blocks = w->q_real + 1;
-  w->blocks64 = w->q_blocks * (w->tile / 64);
+  w->q_blocks = mg_ceil_div(x->q_rows, w->tile);
+  w->q_padded = w->q_blocks + 1;
+  w->blocks64 = w->q_padded * (w->tile / 64);
   w->head_blocks = w->blocks64;
   if (packed) {   // see padded_block() in attention_rows.h
     heads = x->q_heads;
     w->blocks64 += w->tile / 64;
     w->head_blocks = (x->q_total / w->tile + 2 * x->batch) * (w->tile / 64);
-    w->q_blocks = w->head_blocks / (w->tile / 64);
+    w->q_padded = w->head_blocks / (w->tile / 64);
   }
   size_t rows = (size_t)(heads * w->head_blocks * 64);
   w->lse2 = mg_round_up(rows * (size_t)w->width * sizeof(float));
@@ -74,7 +74,7 @@ static bool make_plan(mg_call *c, plan *w, const attention_shape *x) {
   w->counters = w->delta + mg_round_up(rows * sizeof(float));
   int64_t tile_n = mg_desc(w->main)->tile_n, k_blocks = mg_ceil_div(x->k_rows, tile_n);
   w->parts = parts_of(c, x, w, mg_max(1, k_blocks));
-  w->zeroed = 4 + (x->deterministic ? (size_t)(heads * w->q_blocks * 4) : 0);
+  w->zeroed = 4 + (x->deterministic ? (size_t)(heads * w->q_padded * 4) : 0);
   w->counter_words = w->zeroed + (size_t)(x->batch * x->k_heads * w->parts);
   w->dk = w->counters + mg_round_up(w->counter_words * sizeof(int));
   w->acc_blocks = (packed ? x->k_total / tile_n + 2 * x->batch : k_blocks) * (tile_n / 64);
@@ -145,17 +145,18 @@ mg_status mg_attention_bwd(const mg_attention_bwd_args *a) {
   const float ds_scale = ds_scale_of(&x, c.problem.dtype);
   attention_bwd_params p = {
     .lse2 = lse2, .delta = delta, .dq_acc = acc, .counter = counters, .order = x.deterministic ? counters + 4 : NULL,
-    .zeroed = counters + w.zeroed, .k_blocks = (int)mg_ceil_div(x.k_rows, desc->tile_n), .q_blocks = (int)w.q_blocks, .q_real = (int)w.q_real,
+    .zeroed = counters + w.zeroed, .k_blocks = (int)mg_ceil_div(x.k_rows, desc->tile_n), .q_padded = (int)w.q_padded,
+    .q_blocks = (int)w.q_blocks,
     .batch = (int)x.batch, .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads * w.parts, .group = (int)(x.q_heads / x.k_heads) / w.parts,
     .parts = w.parts, .acc_blocks = (int)w.acc_blocks, .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows, .diagonal = attention_upper_diagonal(&x),
-    .scale = attention_log2_scale(&x), .ds_scale = ds_scale, .out_scale = x.scale / ds_scale, .features = attention_features_of(&x),
+    .scale_log2 = attention_log2_scale(&x), .ds_scale = ds_scale, .out_scale = x.scale / ds_scale, .features = attention_features_of(&x),
     .dk = gradient(a->dk, dk_acc), .dv = gradient(a->dv, dv_acc)};
   p.tasks = (int)(x.batch * p.k_heads * p.k_blocks);   // make_plan has seen that it fits
   p.l2_heads = backward_section(&c.context, p.diagonal != NO_DIAGONAL, x.q_rows * p.group * (4 * w.width + 2 * (x.d + x.dv)), &p);
   if (writes_zeros(&w)) p.lag = backward_lag(&c.context, &p);
   attention_bwd_pre_params pre = {.lse = a->lse->data, .dlse = mg_data(a->dlse), .lse2 = lse2, .delta = delta, .dq_acc = acc,
                                   .zero_blocks = p.lag ? p.lag * p.group * w.blocks64 : INT64_MAX, .counters = counters,
-                                  .counter_words = (int)w.counter_words, .tasks = (int)(x.batch * x.q_heads * w.blocks64), .q_blocks = (int)w.blocks64,
+                                  .counter_words = (int)w.counter_words, .tasks = (int)(x.batch * x.q_heads * w.blocks64), .q_padded = (int)w.blocks64,
                                   .q_heads = (int)x.q_heads, .q_total = (int)x.q_total, .packed = packed, .ds_scale = ds_scale};
   mg_use(&c, w.pre);
   mg_map_rows_once(&c, &pre.o, a->out, 64, 64);

@@ -17,8 +17,10 @@ static bool begin(mg_call *c, mg_op op, const void *args, bool only_space) {
     some |= t && mg_is_written(f) && f->role != ROLE_WORK && f->role != ROLE_OPTWORK && f->role != ROLE_SPACE && !mg_is_empty(t);
   }
   if (!like) like = first;
-  if (!some || (c->status = mg_context_open(&c->context, like, *(const mg_stream *)((const char *)args + row->stream)))) return false;
-  c->problem = (mg_problem){.dtype = like->dtype, .gpu = c->context.device == MG_CUDA, .sms = c->context.sms, .size = c->n};
+  if (!some || (c->status = mg_context_open(&c->context, like, *(const mg_stream *)((const char *)args + row->stream))))
+    return false;
+  c->problem = (mg_problem){.dtype = like->dtype, .gpu = c->context.device == MG_CUDA, .sms = c->context.sms,
+                            .size = c->n};
   return true;
 }
 bool mg_begin(mg_call *c, mg_op op, const void *args) { return begin(c, op, args, false); }

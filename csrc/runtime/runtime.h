@@ -52,7 +52,8 @@ typedef struct mg_field {
   mg_kind kind;
   int dims;
   size_t offset;                    // in the op's struct of arguments
-  unsigned char size[MG_MAX_DIMS];  // which one each dimension is, as a place in mg_sizes. LET: the one that it computes
+  unsigned char size[MG_MAX_DIMS];  // which one each dimension is, as a place in mg_sizes. LET: the one that it
+                                    // computes
   double low, high;                 // NUM: its default, twice; DRAW: the range
 } mg_field;
 typedef struct mg_need { const char *expression, *text; mg_status status; } mg_need;
@@ -69,7 +70,9 @@ typedef struct mg_row {
 const mg_row *mg_row_of(mg_op op);
 extern const char *const mg_size_names[];
 
-static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) { return *(const mg_tensor *const *)((const char *)args + f->offset); }
+static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) {
+  return *(const mg_tensor *const *)((const char *)args + f->offset);
+}
 static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
 static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_INOUT; }
 static inline bool mg_is_read(const mg_field *f) { return f->role >= ROLE_INOUT && f->role <= ROLE_MAT; }
@@ -81,7 +84,8 @@ static inline bool mg_may_miss(const mg_field *f) {
 // only_space: what mg_<op>_workspace may ask, of the tensors that are given and read: ranks, devices, dtypes, sizes and NEEDS.
 mg_status mg_check(mg_op op, const void *args, mg_sizes *n, bool only_space);
 
-const char *mg_op_name(mg_op op);                                     // as in messages: "attention", "attention_backward"
+// as in messages: "attention", "attention_backward"
+const char *mg_op_name(mg_op op);
 const char *mg_op_row(mg_op op);                                      // as in ops.def
 mg_status mg_op_find(mg_op *op, const char *name);                    // the name of a row of ops.def
 
@@ -98,17 +102,20 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int features;               // attention: FEATURES_* of attention/attention.h, the least set that the problem needs
   int sms;                    // multiprocessors of the device
   mg_sizes size;              // of rows that name theirs: conditions see them by name
+  const struct mg_kernel *main;   // for rows BESIDE another op: the kernel chosen for that; NULL: dispatch chooses it
 } mg_problem;
 
-typedef enum mg_isa { MG_ISA_BASE, MG_ISA_AVX2, MG_ISA_AVX512, MG_ISA_COUNT } mg_isa;   // AVX512: F, BW, VL, DQ and BF16
+// AVX512: F, BW, VL, DQ and BF16
+typedef enum mg_isa { MG_ISA_BASE, MG_ISA_AVX2, MG_ISA_AVX512, MG_ISA_COUNT } mg_isa;
 typedef enum mg_where { MG_ANY, MG_CPU_ONLY, MG_GPU_ONLY } mg_where;
+typedef struct mg_constants { int D, DV, FEATURES; } mg_constants;
 typedef struct mg_kernel {
   const char *name, *source, *when_text, *constants;
   mg_op op;
   mg_dtype dtype;
   mg_where where;
-  int (*features)(void);                            // its constant FEATURES; -1 where it has none
-  bool (*when)(const mg_problem *);
+  bool (*when)(const struct mg_kernel *row, const mg_problem *);
+  mg_constants (*constant)(void);                   // the row's constants that hosts read; 0: not among them
   const mg_kernel_desc *desc[MG_ISA_COUNT];         // NULL where an instruction set was not built; BASE always exists
   const unsigned char *image, *image_end;           // the GPU's fatbin; both NULL in a CPU-only build
 } mg_kernel;
@@ -135,24 +142,29 @@ typedef struct mg_context {
 } mg_context;
 // Fill `c` for the device of `t`. Fails with the reason why a GPU cannot be used.
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream);
-// First row of `op` that takes the problem on this device; MG_UNSUPPORTED with the reason of every row for its dtype and device when none does.
+// First row of `op` that takes the problem on this device; MG_UNSUPPORTED with the reason of every row for its dtype
+// and device when none does.
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c);
-// This thread's calls end, with MG_UNSUPPORTED, where they would choose a row; what the first of them asks is kept in `run`. NULL ends that.
+// This thread's calls end, with MG_UNSUPPORTED, where they would choose a row; what the first of them asks is kept in
+// `run`. NULL ends that.
 typedef struct mg_dry_run { bool asked; mg_op op; mg_problem problem; mg_context context; } mg_dry_run;
 void mg_run_dry(mg_dry_run *run);
-// For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others; NULL ends that.
+// For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others;
+// NULL ends that.
 mg_status mg_prefer(const char *name);
 const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the running CPU's best instruction set
 
 // ---- tensormap.c
-// Map a view of 4 dimensions [batch, head, row, column] (strides in elements, column stride 1) with a box of box_rows x box_cols elements.
-// On the GPU: base and strides must be multiples of 16 bytes, a box at most 256 x 256, rows of 16-bit and 8-bit elements, which are swizzled, at
-// most 128 bytes, or 64, which have a swizzle of their own; fp32 tiles lie row after row. A failed rule is named.
+// Map a view of 4 dimensions [batch, head, row, column] (strides in elements, column stride 1) with a box of box_rows x
+// box_cols elements. On the GPU: base and strides must be multiples of 16 bytes, a box at most 256 x 256, rows of
+// 16-bit and 8-bit elements, which are swizzled, at most 128 bytes, or 64, which have a swizzle of their own; fp32
+// tiles lie row after row. A failed rule is named.
 mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
                  const int64_t stride[4], int box_rows, int box_cols);
-// The same for a tensor that is read once, from end to end: the L2 fetches no more than was asked for, which is faster then by a tenth.
-mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
-                      const int64_t stride[4], int box_rows, int box_cols);
+// The same for a tensor that is read once, from end to end: the L2 fetches no more than was asked for, which is faster
+// then by a tenth.
+mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype,
+                      const int64_t shape[4], const int64_t stride[4], int box_rows, int box_cols);
 
 // ---- launch.c, cpu.c
 mg_isa mg_host_isa(void);                           // the running CPU's best, at most the environment's MARGAY_ISA
@@ -160,15 +172,16 @@ const char *mg_isa_name(mg_isa isa);
 mg_status mg_check_isa(void);                       // fails where MARGAY_ISA is set to none of the names
 // blocks is a multiple of the row's cluster. CPU: runs to the end. GPU: enqueued on the context's stream.
 mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *params, int64_t blocks);
-// For tools: this thread's launches go to `take`, as if there were `sms` multiprocessors, and are run as usual only where it returns false.
-// mg_prefer()'s row is then taken whatever its place and condition. NULL ends that.
+// For tools: this thread's launches go to `take`, as if there were `sms` multiprocessors, and are run as usual only
+// where it returns false. mg_prefer()'s row is then taken whatever its place and condition. NULL ends that.
 typedef bool (*mg_launch_taker)(const char *row, const void *params, int64_t blocks);
 void mg_intercept(mg_launch_taker take, int sms);
 bool mg_intercepted(void);
 // Fill n 16- or 32-bit words; GPU: asynchronously on the stream.
 mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_bytes, int64_t n);
 
-// ---- call.c: a call of an op, as its host half sees it. A failure sticks: what follows it does nothing, and mg_run returns it
+// ---- call.c: a call of an op, as its host half sees it. A failure sticks: what follows it does nothing, and mg_run
+// returns it
 typedef struct mg_call {
   mg_status status;
   mg_op op;
@@ -179,8 +192,8 @@ typedef struct mg_call {
   const mg_kernel *kernel;
   const mg_kernel_desc *desc;
 } mg_call;
-// Checks, sizes, device, problem. False where nothing is left to do: a failure, or no result has an element. Then mg_choose, behind what the host half
-// adds to c->problem for the conditions of kernels.def. mg_open is both.
+// Checks, sizes, device, problem. False where nothing is left to do: a failure, or no result has an element. Then
+// mg_choose, behind what the host half adds to c->problem for the conditions of kernels.def. mg_open is both.
 bool mg_begin(mg_call *c, mg_op op, const void *args);
 // The same for mg_<op>_workspace, which knows sizes alone. False: a failure.
 bool mg_begin_space(mg_call *c, mg_op op, const void *args);
@@ -208,7 +221,8 @@ mg_status mg_run(mg_call *c, const void *params, int64_t blocks);
 static inline mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks) { return mg_run(c, params, mg_resident(c, tasks)); }
 
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
-// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU). *row: what takes the problem, or NULL.
+// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU). *row: what takes the
+// problem, or NULL.
 size_t mg_explain(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
 // attention/attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up.
 size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n);

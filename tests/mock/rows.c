@@ -1,5 +1,6 @@
-// What tests/mock/kernels.def names: descriptions whose CPU function counts, and images that hold just the kernel's name.
-// Also the ops that module.c names, without arithmetic: they check, choose and launch, and so show what becomes of a call's arguments.
+// What tests/mock/kernel_rows.def names: descriptions whose CPU function counts, and images that hold just the kernel's
+// name. Also the ops that module.c names, without arithmetic: they check, choose and launch, and so show what becomes
+// of a call's arguments.
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -16,7 +17,8 @@ static void run(const void *raw, int first, int blocks) {
   if (p->hits && first < blocks) atomic_fetch_add(&p->hits[first], 1);
 }
 
-#define DESC(name, shared, threads, cluster, dependent, followed) {shared, threads, cluster, 1, sizeof(params), dependent, followed, 64, 64, run}
+#define DESC(name, shared, threads, cluster, dependent, followed) \
+  {shared, threads, cluster, 1, sizeof(params), dependent, followed, 64, 64, run}
 #define ROW(name, shared, threads, cluster, dependent, followed) \
   extern const mg_kernel_desc name##_base, name##_avx2, name##_avx512; \
   extern const unsigned char name##_image[], name##_image_end[]; \
@@ -90,7 +92,8 @@ mg_status test_fill(int device, void *data, uint32_t word, size_t word_bytes, in
   mg_status status = mg_context_open(&c, &t, (void *)0x30);
   return status ? status : mg_fill(&c, data, word, word_bytes, n);
 }
-mg_status test_map(int device, void *data, int dtype, const int64_t *shape, const int64_t *stride, int rows, int cols, gmap_cpu *view) {
+mg_status test_map(int device, void *data, int dtype, const int64_t *shape, const int64_t *stride, int rows, int cols,
+                   gmap_cpu *view) {
   mg_context c;
   gmap m;
   const mg_tensor t = {.device = (mg_device)device};
