@@ -412,14 +412,16 @@ static bool set_arguments(row_call *c, PyObject *const *objects, Py_ssize_t coun
   bool has_stream = false;
   uint64_t set = 0;                 // which arguments are
   _Static_assert(MG_MAX_ARGS <= 64, "a bit for each argument");
+  int most = c->row->arguments + 1;
+  if (c->only_space)
+    for (f = field, most = 0; f < end; f++) most += takes(c, f);
+  if (count > most)
+    return PyErr_Format(PyExc_TypeError, "%s%s takes at most %d arguments, got %zd", c->row->name,
+                        c->only_space ? "_workspace" : "", most, count), false;
   memcpy(&c->values, c->row->defaults, c->row->bytes);
+  f = field;
   for (Py_ssize_t i = 0; i < count; i++, f++) {
     while (f < end && !takes(c, f)) f++;
-    if (f > end || (f == end && c->only_space)) {
-      int most = !c->only_space;
-      for (f = field; f < end; f++) most += takes(c, f);
-      return PyErr_Format(PyExc_TypeError, "%s takes at most %d arguments, got %zd", c->row->name, most, count), false;
-    }
     if (f == end) has_stream = true;
     else set |= (uint64_t)1 << (f - field);
     if (f == end ? !read_stream(objects[i], &c->stream) : !set_argument(c, f, objects[i])) return false;
@@ -707,13 +709,29 @@ static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssiz
 
 // ---- the module
 
+// The arguments of <op>_workspace: what is read, and numbers.
+#define DOC_OUT(name)
+#define DOC_OPTOUT(name)
+#define DOC_SAVE(name)
+#define DOC_WORK(name)
+#define DOC_OPTWORK(name)
+#define DOC_SPACE(name)
+#define DOC_INOUT(name) name ", "
+#define DOC_IN(name) name ", "
+#define DOC_OPT(name) name ", "
+#define DOC_MAT(name) name ", "
+#define TENSOR(name, role, ...) DOC_##role(#name)
+#define NUM(type, name, value) #name "=" #value ", "
+#define OP(op, ...) __attribute__((unused)) static const char op##_reads[] = #op "_workspace(" __VA_ARGS__ ") -> bytes";
+#include "ops.def"
+
 #define FUNCTION(f) (PyCFunction)(void (*)(void))f   // through the one function pointer type that compilers let pass for any
 static PyMethodDef methods[] = {
 #define TENSOR(name, ...) #name ", "
 #define NUM(type, name, value) #name "=" #value ", "
 #define OP(op, ...) {#op, FUNCTION(py_##op), METH_FASTCALL | METH_KEYWORDS, #op "(" __VA_ARGS__ "stream=0)"},
 #include "ops.def"
-#define SPACE(op) {#op "_workspace", FUNCTION(py_##op##_workspace), METH_FASTCALL | METH_KEYWORDS, #op "_workspace(what " #op " reads, numbers) -> bytes"},
+#define SPACE(op) {#op "_workspace", FUNCTION(py_##op##_workspace), METH_FASTCALL | METH_KEYWORDS, op##_reads},
 #define OP(op, ...) __VA_ARGS__
 #include "ops.def"
   {"ops", FUNCTION(ops), METH_FASTCALL, "ops() -> rows of ops.def: {op: [{name, text, role, kind, sizes, low, high}]}"},

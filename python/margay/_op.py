@@ -131,8 +131,12 @@ def _stubs(fields, tensor="_Tensor"):
         late = late and (number or f["role"] in MAY_MISS)
         kind = tensor if not number else "int" if f["kind"] in ("int64", "uint64") else f["kind"]
         kind = "_Tensor | None" if f["role"] in MAY_MISS else kind
-        words.append(f"{f['name']}: {kind}" + (f" = {default(f)!r}" if late else ""))
+        words.append(f"{f['name']}: {kind}" + (f" = {_literal(default(f))}" if late else ""))
     return ", ".join(reversed(words))
+
+
+def _literal(value):
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def names(fields):
