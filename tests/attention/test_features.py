@@ -335,6 +335,18 @@ def test_the_backward_kernels_agree_on_the_head_dim(dtype):
         assert len(set(map(head_dim, rows))) == 1, (rows, problem)
 
 
+@pytest.mark.parametrize("main, dim", (("d256_full", 256), ("d128", 128), ("d128_x2", 128)))
+def test_the_backward_kernels_go_with_a_preferred_one(main, dim):
+    """Whatever head dim the problem would have got: the preferred kernel's condition holds for it too."""
+    problem = dict(dtype="bfloat16", d=64 if main == "d256_full" else 100, dv=50, nq=600, nk=600)
+    try:
+        _C.prefer(f"attention_bwd_bf16_{main}")
+        rows = [row_taken(op, **problem) for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
+    finally:
+        _C.prefer(None)
+    assert rows == [f"attention_bwd_pre_bf16_d{dim}", f"attention_bwd_bf16_{main}", f"attention_bwd_post_bf16_d{dim}"]
+
+
 # ---- what packed sequences must not see of each other. The library is called with outputs that hold NaN, so that what
 # it does not write shows.
 
