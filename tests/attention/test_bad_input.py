@@ -539,7 +539,7 @@ def test_bad_22_lengths():
         refused(TypeError, f"{op}: page_table is list, expected torch.Tensor", call, *arguments, cache_seqlens=3,
                 page_table=[[0]])
         refused(ValueError, f"{op}: page_table has", call, *arguments, cache_seqlens=3, page_table=numbers(0, 1))
-        refused(ValueError, f"{op}: page_table has size 1 in dimension 0, expected 2 (the batch)", call, *arguments,
+        refused(ValueError, "TABLE = 1 (dimension 0 of page_table), expected a row of page_table for each", call, *arguments,
                 cache_seqlens=3, page_table=numbers(0, 1)[None])
         # in place, and what is brought in order first
         for pages in (arguments, [t[:, :15] if t.shape[1] == 80 else t for t in arguments]):
