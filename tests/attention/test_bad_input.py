@@ -544,13 +544,13 @@ def test_bad_22_lengths():
         # in place, and what is brought in order first
         for pages in (arguments, [t[:, :15] if t.shape[1] == 80 else t for t in arguments]):
             table = numbers(0, 1, 1, 0)[:, None]
-            refused(ValueError, f"{op}: cache_batch_idx has size 3 in dimension 0, expected 2 (the batch)", call,
+            refused(ValueError, f"{op}: cache_batch_idx has size 3 in dimension 0, expected 2 (B of {like})", call,
                     *pages, cache_seqlens=3, page_table=table, cache_batch_idx=numbers(0, 1, 2))
             refused(TypeError, f"{op}: cache_batch_idx has dtype int64, expected int32", call, *pages, cache_seqlens=3,
                     page_table=table, cache_batch_idx=numbers(0, 1).long())
             refused(TypeError, f"{op}: page_table has dtype int64, expected int32", call, *pages, cache_seqlens=3,
                     page_table=table[:2].long())
-            refused(ValueError, f"{op}: page_table has size 4 in dimension 0, expected 2 (the batch)", call, *pages,
+            refused(ValueError, "TABLE = 4 (dimension 0 of page_table), expected a row of page_table for each", call, *pages,
                     cache_seqlens=3, page_table=table)
 
 
