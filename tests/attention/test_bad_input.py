@@ -550,8 +550,8 @@ def test_bad_22_lengths():
                     page_table=table, cache_batch_idx=numbers(0, 1).long())
             refused(TypeError, f"{op}: page_table has dtype int64, expected int32", call, *pages, cache_seqlens=3,
                     page_table=table[:2].long())
-            refused(ValueError, "TABLE = 4 (dimension 0 of page_table), expected a row of page_table for each", call,
-                    *pages, cache_seqlens=3, page_table=table)
+            refused(ValueError, "TABLE = 4 (dimension 0 of page_table), expected a row of page_table for each", call, *pages,
+                    cache_seqlens=3, page_table=table)
 
 
 def test_bad_32_tracing():
