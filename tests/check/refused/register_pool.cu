@@ -1,6 +1,7 @@
 // The roles ask for more registers than the block is launched with (168 a thread): the last setmaxnreg waits for ever.
 // Known from: NVIDIA/Fuser#3992 (some kernels hung with 40 and 240), tile-ai/tilelang#2559 (hung with a second block on
-// the multiprocessor). Refused: register pool: the roles ask for more registers than the block is launched with
+// the multiprocessor).
+// Refused: register pool: the roles ask for more registers than the block is launched with
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 
