@@ -252,16 +252,21 @@ static bool disjoint(const mg_tensor *a, span x, const mg_tensor *b, span y) {
   return x.end <= y.first || y.end <= x.first || interleaved(a, b) || interleaved(b, a);
 }
 
-static mg_status check_outputs(const call *c, const mg_field *args, int n, const mg_tensor *const *t, const span *s) {
+// A tensor that is given, and its memory.
+typedef struct given { const mg_field *rule; const mg_tensor *tensor; span memory; } given;
+
+static mg_status check_outputs(const call *c, const given *g, int n) {
   for (int i = 0; i < n; i++) {
-    if (!t[i] || !mg_is_written(&args[i]) || s[i].first == s[i].end) continue;
-    if (t[i]->read_only) return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only", c->op, args[i].name);
-    if (!distinct(t[i]))
-      return mg_fail(MG_BUFFER, "%s: %s is written, but with shape %s and strides %s its elements may share memory", c->op, args[i].name,
-                     list(t[i]->shape, t[i]->dims).chars, list(t[i]->stride, t[i]->dims).chars);
+    const mg_tensor *t = g[i].tensor;
+    if (!mg_is_written(g[i].rule) || g[i].memory.first == g[i].memory.end) continue;
+    if (t->read_only) return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only", c->op, g[i].rule->name);
+    if (!distinct(t))
+      return mg_fail(MG_BUFFER, "%s: %s is written, but with shape %s and strides %s its elements may share memory", c->op,
+                     g[i].rule->name, list(t->shape, t->dims).chars, list(t->stride, t->dims).chars);
     for (int j = 0; j < n; j++)
-      if (j != i && t[j] && s[j].first != s[j].end && (j > i || !mg_is_written(&args[j])) && !disjoint(t[i], s[i], t[j], s[j]))
-        return mg_fail(MG_BUFFER, "%s: %s is written, but shares memory with %s", c->op, args[i].name, args[j].name);
+      if (j != i && g[j].memory.first != g[j].memory.end && (j > i || !mg_is_written(g[j].rule)) &&
+          !disjoint(t, g[i].memory, g[j].tensor, g[j].memory))
+        return mg_fail(MG_BUFFER, "%s: %s is written, but shares memory with %s", c->op, g[i].rule->name, g[j].rule->name);
   }
   return MG_OK;
 }
@@ -359,42 +364,42 @@ static mg_status check_known(const char *op, const mg_row *row, const int64_t *n
 }
 
 // What is read decides, and LET; results are compared with both.
-static mg_status check_sizes(const char *op, const mg_row *row, const void *args, const mg_tensor *const *t, mg_sizes *sizes) {
+static mg_status check_sizes(const char *op, const mg_row *row, const void *args, const given *g, int count, bool only_space,
+                             mg_sizes *sizes) {
   int64_t *n = (int64_t *)sizes;
   bound first[MG_SIZE_COUNT] = {0};
   mg_status status = MG_OK;
   for (int s = 0; s < MG_SIZE_COUNT; s++) n[s] = -1;
-  for (int i = 0; i < row->arguments && !status; i++)
-    if (t[i] && mg_is_read(&row->field[i])) status = compare(op, row, &row->field[i], t[i], n, first);
-  if (!status) status = check_known(op, row, n);
+  for (int i = 0; i < count && !status; i++)
+    if (mg_is_read(g[i].rule)) status = compare(op, row, g[i].rule, g[i].tensor, n, first);
+  if (!status && only_space) status = check_known(op, row, n);
   const mg_need *broken = status ? NULL : row->derive(args, sizes);
   if (broken) status = refuse(op, row, args, broken, n, first);
-  for (int i = 0; i < row->arguments && !status; i++)
-    if (t[i] && !mg_is_read(&row->field[i])) status = compare(op, row, &row->field[i], t[i], n, first);
+  for (int i = 0; i < count && !status; i++)
+    if (!mg_is_read(g[i].rule)) status = compare(op, row, g[i].rule, g[i].tensor, n, first);
   return status;
 }
 
 mg_status mg_check(mg_op op, const void *args, mg_sizes *sizes, bool only_space) {
   const mg_row *row = mg_row_of(op);
-  const mg_field *rule = row->field;
-  const int n = row->arguments;
   call c = {.op = *row->called};
-  const mg_tensor *t[MG_MAX_ARGS];
-  span spans[MG_MAX_ARGS];
-  for (int i = 0; i < n; i++) {
-    t[i] = NULL;
-    if (!mg_is_tensor(&rule[i]) || (only_space && !mg_is_read(&rule[i]))) continue;
-    t[i] = mg_arg(args, &rule[i]);
-    if (!t[i] && !only_space && !mg_may_miss(&rule[i])) return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, rule[i].name);
-    if (t[i] && !c.like && (rule[i].role == ROLE_IN || rule[i].role == ROLE_MAT)) {
-      c.like = &rule[i];
-      c.like_tensor = t[i];
-    }
+  given g[MG_MAX_ARGS];
+  int n = 0, like = -1;
+  for (const mg_field *f = row->field; f < row->field + row->arguments; f++) {
+    if (!mg_is_tensor(f) || (only_space && !mg_is_read(f))) continue;
+    const mg_tensor *t = mg_arg(args, f);
+    if (!t && !only_space && !mg_may_miss(f)) return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, f->name);
+    if (!t) continue;
+    if (like < 0 && (f->role == ROLE_IN || f->role == ROLE_MAT)) like = n;
+    g[n++] = (given){.rule = f, .tensor = t};
   }
-  mg_status status = MG_OK;
-  if (c.like) status = check_arg(&c, c.like, c.like_tensor, only_space ? NULL : spans);   // first, so that the others are not blamed for its faults
-  for (int i = 0; c.like && i < n && !status; i++)
-    if (t[i]) status = check_arg(&c, &rule[i], t[i], only_space ? NULL : &spans[i]);
-  if (!status) status = check_sizes(c.op, row, args, t, sizes);
-  return status || only_space ? status : check_outputs(&c, rule, n, t, spans);
+  if (like < 0) return check_sizes(c.op, row, args, g, n, only_space, sizes);
+  c.like = g[like].rule;
+  c.like_tensor = g[like].tensor;
+  // `like` first, so that the others are not blamed for its faults
+  mg_status status = check_arg(&c, c.like, c.like_tensor, only_space ? NULL : &g[like].memory);
+  for (int i = 0; i < n && !status; i++)
+    if (i != like) status = check_arg(&c, g[i].rule, g[i].tensor, only_space ? NULL : &g[i].memory);
+  if (!status) status = check_sizes(c.op, row, args, g, n, only_space, sizes);
+  return status || only_space ? status : check_outputs(&c, g, n);
 }

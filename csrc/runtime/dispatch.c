@@ -84,10 +84,11 @@ const mg_kernel_desc *mg_desc(const mg_kernel *row) {
   return row->desc[isa];
 }
 
-// Text that grows in a buffer of fixed size; `length` is what the whole would need.
+// Text that grows in a buffer of fixed size; `length` is what the whole would need. append() to none, NULL, does nothing.
 typedef struct text { char *chars; size_t size, length; } text;
 
 __attribute__((format(printf, 2, 3))) static void append(text *t, const char *format, ...) {
+  if (!t) return;
   va_list args;
   va_start(args, format);
   size_t at = t->length < t->size ? t->length : t->size;
@@ -99,8 +100,6 @@ __attribute__((format(printf, 2, 3))) static void append(text *t, const char *fo
 // Does the row take the problem? If not and `why` is given, says why.
 static bool takes(const mg_kernel *row, const mg_problem *p, const mg_context *c, text *why) {
   const size_t shared = c && p->gpu ? c->shared_bytes : SIZE_MAX;
-  text ignored = {NULL, 0, 0};
-  if (!why) why = &ignored;
   if (row->dtype != p->dtype) append(why, "computes in %s", mg_dtype_name(row->dtype));
   else if (p->gpu && row->where == MG_CPU_ONLY) append(why, "runs on the CPU only");
   else if (!p->gpu && row->where == MG_GPU_ONLY) append(why, "runs on the GPU only");
