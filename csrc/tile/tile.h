@@ -15,13 +15,16 @@
 #include "tile/kernel_desc.h"
 #include "tile/types.h"
 #include "tile/rules.h"
-// In front of a loop over parts of register tiles (an index must become a constant), and of one that must stay a loop.
+// In front of a loop over parts of register tiles (an index must become a constant), of one over an array of vectors, whose index must be one for nvcc
+// only, and of one that must stay a loop.
 #ifdef __CUDACC__
 #define UNROLLED _Pragma("unroll")
+#define CONSTANT_INDEX _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 #include "tile/sm90/backend.h"
 #else
 #define UNROLLED _Pragma("GCC unroll 16")
+#define CONSTANT_INDEX _Pragma("GCC unroll 1")
 #define ROLLED _Pragma("GCC unroll 1")
 #ifdef CHECK   // the protocol checker's build
 #include "tile/check/backend.h"

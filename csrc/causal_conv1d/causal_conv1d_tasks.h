@@ -1,0 +1,79 @@
+// What the convolution's kernels share: tasks, where sequences begin, weights.
+#pragma once
+#include "tile/tile.h"
+#include "causal_conv1d/causal_conv1d.h"
+
+enum { STEPS = 16, PAST = W - 1 };   // steps of a tile of N channels, N from the row; steps before one that it sees
+typedef gv<N> cols;
+typedef st<elem, STEPS, N> tile;
+
+// ---- tasks. Neighbouring ones are neighbouring channels of the same steps
+struct task { int batch, segment, col, step, end; };
+TILE task task_of(const causal_conv1d_cut &c, int i) {
+  int rest = i / c.col_blocks, segment = rest % c.segments, first = segment * c.segment_steps, end = first + c.segment_steps;
+  return {rest / c.segments, segment, i % c.col_blocks * N, first, end < c.steps ? end : c.steps};
+}
+// A segment that is not its sequence's first begins a tile earlier, for what its first steps need of the steps before.
+TILE int first_step(const task &t) { return t.step ? t.step - STEPS : 0; }
+
+// ---- where sequences begin
+TILE int sequence_at(const causal_conv1d_problem &p, int step) {   // the first one that begins at `step` or later
+  int low = 0, high = p.sequences;
+  while (low < high) {
+    int middle = (low + high) / 2;
+    if (p.starts[middle] < step) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+// Bit r: a sequence begins at row r of the tile at `step`; bit 16 + r: the row belongs to none. next: the first sequence that begins in it or later.
+TILE int marks_of(const causal_conv1d_problem &p, int batch, int step, int &next) {
+  int marks = 0;
+  if (p.starts) {
+    for (; next < p.sequences && p.starts[next] < step + STEPS; next++) marks |= 1 << (p.starts[next] - step & 15);
+    int behind = p.starts[p.sequences] - step;
+    if (behind < STEPS) marks |= (0xffff << (behind > 0 ? behind : 0) & 0xffff) << 16;
+  } else {
+    const int *idx = p.seq_idx + batch * p.seq_idx_batch + step;
+    int rows = p.steps - step, before = rows > 0 ? idx[step ? -1 : 0] : 0;
+    CONSTANT_INDEX for (int r = 0; r < STEPS; r++) {
+      int now = r < rows ? idx[r] : before;
+      marks |= (now != before) << r | (now < 0) << (16 + r);
+      before = now;
+    }
+  }
+  return marks;
+}
+
+// ---- weights and states
+struct weights { cols tap[W], bias; };
+TILE void load_weights(weights &w, const causal_conv1d_problem &p, int col) {
+  int64_t first = (int64_t)col * W;
+  int n = p.channels - col;
+  if (p.weight_is_float) {
+    CONSTANT_INDEX for (int k = 0; k < W; k++) load(w.tap[k], (const float *)p.weight + first + k, W, n);
+  } else {
+    CONSTANT_INDEX for (int k = 0; k < W; k++) load(w.tap[k], (const elem *)p.weight + first + k, W, n);
+  }
+  if (p.bias_is_float) load(w.bias, (const float *)p.bias + col, 1, n);
+  else load(w.bias, (const elem *)p.bias + col, 1, p.bias ? n : 0);
+}
+// The steps in front of a sequence.
+TILE void load_initial(cols (&past)[PAST], const causal_conv1d_problem &p, int sequence, int col) {
+  const elem *g = (const elem *)p.initial + sequence * p.initial_sequence + col;
+  CONSTANT_INDEX for (int k = 0; k < PAST; k++) load(past[k], g + k * p.initial_step, 1, p.initial ? p.channels - col : 0);
+}
+// The bits of marks say that a sequence begins at `step`: the one that has steps, of several.
+TILE void begin_sequence(cols (&past)[PAST], const causal_conv1d_problem &p, int &sequence, int step, int col) {
+  if (p.initial)
+    while (sequence + 1 < p.sequences && p.starts[sequence + 1] <= step) sequence++;
+  load_initial(past, p, sequence, col);
+}
+TILE bool has_marks(const causal_conv1d_problem &p) { return p.starts || p.seq_idx; }
+
+// a = bias + sum over k of tap[k] x[k]
+TILE void convolve(cols &a, const cols *x, const weights &w) {
+  map(a, x[0], w.tap[0], w.bias, [](float x, float w, float b) { return fused(x, w, b); });
+  CONSTANT_INDEX for (int k = 1; k < W; k++) map(a, x[k], w.tap[k], a, [](float x, float w, float a) { return fused(x, w, a); });
+}
+TILE float sigmoid(float a) { return fast_rcp(1.f + fast_exp2(a * -1.4426950408889634f)); }
