@@ -9,13 +9,19 @@ static causal_conv1d_states states_of(const mg_tensor *t) {
   return t ? (causal_conv1d_states){t->data, t->stride[0], t->stride[1]} : (causal_conv1d_states){0};
 }
 
-static causal_conv1d_problem problem_of(mg_call *c, const mg_tensor *weight, const mg_tensor *bias, const mg_tensor *initial, const mg_tensor *starts,
-                                        const mg_tensor *seq_idx, bool silu) {
-  const causal_conv1d_states first = states_of(initial);
+// What an op is called with; NULL: absent.
+typedef struct call {
+  const mg_tensor *x, *weight, *bias, *initial, *starts, *seq_idx;
+  bool silu;
+} call;
+
+static causal_conv1d_problem problem_of(mg_call *c, const call *a) {
+  const causal_conv1d_states first = states_of(a->initial);
   return (causal_conv1d_problem){
-    .weight = weight->data, .bias = data(bias), .weight_is_float = weight->dtype == MG_FP32, .bias_is_float = bias && bias->dtype == MG_FP32,
-    .initial = first.data, .initial_sequence = first.sequence, .initial_step = first.step, .starts = data(starts), .seq_idx = data(seq_idx),
-    .seq_idx_batch = seq_idx ? seq_idx->stride[0] : 0, .steps = (int)c->n.T, .channels = (int)c->n.C, .sequences = (int)c->n.SEQS, .silu = silu};
+    .weight = a->weight->data, .bias = data(a->bias), .weight_is_float = a->weight->dtype == MG_FP32, .bias_is_float = a->bias && a->bias->dtype == MG_FP32,
+    .initial = first.data, .initial_sequence = first.sequence, .initial_step = first.step, .starts = data(a->starts), .seq_idx = data(a->seq_idx),
+    .seq_idx_batch = a->seq_idx ? a->seq_idx->stride[0] : 0, .steps = (int)c->n.T, .channels = (int)c->n.C,
+    .sequences = (int)(a->starts ? c->n.SEQS : c->n.B), .silu = a->silu};
 }
 
 // Tasks are equal but for the last segment of a sequence, so the time is that of the waves. A segment costs about a tile for its start, and a tile
@@ -45,52 +51,80 @@ static mg_status run(mg_call *c, const void *params, int64_t tasks) {
   return mg_run(c, params, tasks < c->context.sms ? tasks : c->context.sms);
 }
 
-static mg_status check(mg_call *c, const mg_tensor *starts, const mg_tensor *seq_idx, const mg_tensor *initial, const mg_tensor *final) {
-  if (starts && seq_idx) c->status = mg_fail(MG_VALUE, "%s: cu_seqlens and seq_idx are given, expected at most one of them", mg_op_name(c->op));
-  else if (seq_idx && (initial || final))
-    c->status = mg_fail(MG_VALUE, "%s: states are given beside seq_idx, expected them of a batch or of cu_seqlens", mg_op_name(c->op));
-  else if (starts) c->status = mg_check_starts(mg_op_name(c->op), 0, starts, c->n.T, c->n.T);
+// The starts of packed sequences begin with 0, do not fall, and end with at most T. What a GPU holds is not looked at.
+static bool starts_are_wrong(mg_call *c, const mg_tensor *starts) {
+  if (!starts || starts->device != MG_CPU) return false;
+  const int32_t *start = starts->data;
+  for (int64_t i = 0; i < starts->shape[0] && !c->status; i++) {
+    const int32_t low = i ? start[i - 1] : 0, high = i ? (int32_t)c->n.T : 0;
+    if (start[i] < low || start[i] > high)
+      c->status = mg_fail(MG_VALUE, "%s: cu_seqlens[%lld] is %d, expected %d to %d", mg_op_name(c->op), (long long)i, start[i], low, high);
+  }
   return c->status;
+}
+
+static mg_status forward(mg_call *c, const call *a, const mg_tensor *out, const mg_tensor *final) {
+  if (starts_are_wrong(c, a->starts) || !mg_choose_other(c, MG_OP_causal_conv1d)) return c->status;
+  causal_conv1d_params p = {.problem = problem_of(c, a), .first = a->x->data, .x_batch = a->x->stride[0], .x_step = a->x->stride[1], .final = states_of(final)};
+  p.cut.col_blocks = (int)mg_ceil_div(c->n.C, c->desc->tile_n);
+  if (c->n.T && c->n.B) {
+    p.cut = cut_of(c, c->n.T, c->n.T);
+    mg_map_rows(c, &p.x, a->x, STEPS, COLS);
+    mg_map_rows(c, &p.out, out, STEPS, COLS);
+  }
+  if (final) p.states = mg_tasks(c, p.problem.sequences * (int64_t)p.cut.col_blocks);
+  return run(c, &p, p.cut.tasks > p.states ? p.cut.tasks : p.states);
 }
 
 mg_status mg_causal_conv1d(const mg_causal_conv1d_args *a) {
   mg_call c;
-  if (!mg_begin(&c, MG_OP_causal_conv1d, a) || check(&c, a->cu_seqlens, a->seq_idx, a->initial_states, a->final_states) || !mg_choose(&c)) return c.status;
-  causal_conv1d_params p = {.problem = problem_of(&c, a->weight, a->bias, a->initial_states, a->cu_seqlens, a->seq_idx, a->silu),
-                            .first = a->x->data, .x_batch = a->x->stride[0], .x_step = a->x->stride[1], .final = states_of(a->final_states)};
-  p.cut.col_blocks = (int)mg_ceil_div(c.n.C, c.desc->tile_n);
-  if (c.n.T) {
-    p.cut = cut_of(&c, c.n.T, c.n.T);
-    mg_map_rows(&c, &p.x, a->x, STEPS, COLS);
-    mg_map_rows(&c, &p.out, a->out, STEPS, COLS);
+  const call asked = {a->x, a->weight, a->bias, a->initial_states, NULL, a->seq_idx, a->silu};
+  return mg_begin(&c, MG_OP_causal_conv1d, a) ? forward(&c, &asked, a->out, a->final_states) : c.status;
+}
+
+mg_status mg_causal_conv1d_packed(const mg_causal_conv1d_packed_args *a) {
+  mg_call c;
+  const call asked = {a->x, a->weight, a->bias, a->initial_states, a->cu_seqlens, NULL, a->silu};
+  return mg_begin(&c, MG_OP_causal_conv1d_packed, a) ? forward(&c, &asked, a->out, a->final_states) : c.status;
+}
+
+typedef struct gradients { const mg_tensor *dout, *dfinal, *dx, *dweight, *dbias, *dinitial, *partials; } gradients;
+
+static mg_status backward(mg_call *c, const call *a, const gradients *g) {
+  if (starts_are_wrong(c, a->starts) || !mg_choose_other(c, MG_OP_causal_conv1d_bwd)) return c->status;
+  causal_conv1d_bwd_params p = {.problem = problem_of(c, a), .writes_dx = g->dx != NULL, .partials = g->partials->data};
+  if (c->n.T && c->n.B && c->n.C) {
+    p.cut = cut_of(c, c->n.T + c->n.W - 1, c->n.PARTS / c->n.B);
+    mg_map_rows(c, &p.x, a->x, STEPS, COLS);
+    mg_map_rows(c, &p.dout, g->dout, STEPS, COLS);
+    if (g->dx) mg_map_rows(c, &p.dx, g->dx, STEPS, COLS);
+    run(c, &p, p.cut.tasks);
   }
-  if (a->final_states) p.states = mg_tasks(&c, c.n.SEQS * p.cut.col_blocks);
-  return run(&c, &p, p.cut.tasks > p.states ? p.cut.tasks : p.states);
+  if (!mg_choose_other(c, MG_OP_causal_conv1d_bwd_post)) return c->status;
+  const mg_tensor *dx = g->dx ? g->dx : g->dout;       // its strides only
+  const int64_t blocks = mg_ceil_div(c->n.C, c->desc->tile_n);
+  causal_conv1d_bwd_post_params q = {
+    .problem = p.problem, .partials = p.partials, .parts = (int)(c->n.B * p.cut.segments), .col_blocks = (int)blocks, .dweight = g->dweight->data,
+    .dbias = g->dbias ? g->dbias->data : NULL, .x = a->x->data, .dout = g->dout->data, .dx = g->dx ? g->dx->data : NULL,
+    .x_batch = a->x->stride[0], .x_step = a->x->stride[1], .dout_batch = g->dout->stride[0], .dout_step = g->dout->stride[1],
+    .dx_batch = dx->stride[0], .dx_step = dx->stride[1], .dfinal = states_of(g->dfinal), .dinitial = states_of(g->dinitial)};
+  q.sums = mg_tasks(c, blocks * (c->n.W + (g->dbias != NULL)));
+  if ((g->dfinal && g->dx) || g->dinitial) q.edges = mg_tasks(c, p.problem.sequences * blocks);
+  return mg_run(c, &q, q.sums + q.edges);
 }
 
 mg_status mg_causal_conv1d_bwd(const mg_causal_conv1d_bwd_args *a) {
   mg_call c;
-  if (!mg_begin(&c, MG_OP_causal_conv1d_bwd, a) || check(&c, a->cu_seqlens, a->seq_idx, a->initial_states, a->dinitial_states) || !mg_choose(&c)) return c.status;
-  const causal_conv1d_problem problem = problem_of(&c, a->weight, a->bias, a->initial_states, a->cu_seqlens, a->seq_idx, a->silu);
-  causal_conv1d_bwd_params p = {.problem = problem, .writes_dx = a->dx != NULL, .partials = a->partials->data};
-  if (c.n.T && c.n.B) {
-    p.cut = cut_of(&c, c.n.T + c.n.W - 1, c.n.PARTS / c.n.B);
-    mg_map_rows(&c, &p.x, a->x, STEPS, COLS);
-    mg_map_rows(&c, &p.dout, a->dout, STEPS, COLS);
-    if (a->dx) mg_map_rows(&c, &p.dx, a->dx, STEPS, COLS);
-    if (run(&c, &p, p.cut.tasks)) return c.status;
-  }
-  if (!mg_choose_other(&c, MG_OP_causal_conv1d_bwd_post)) return c.status;
-  const int64_t blocks = mg_ceil_div(c.n.C, c.desc->tile_n);
-  causal_conv1d_bwd_post_params q = {
-    .problem = problem, .partials = p.partials, .parts = (int)(c.n.B * p.cut.segments), .col_blocks = (int)blocks, .dweight = a->dweight->data,
-    .dbias = a->dbias ? a->dbias->data : NULL, .x = a->x->data, .dout = a->dout->data, .dx = a->dx ? a->dx->data : NULL,
-    .x_batch = a->x->stride[0], .x_step = a->x->stride[1], .dout_batch = a->dout->stride[0], .dout_step = a->dout->stride[1],
-    .dx_batch = a->dx ? a->dx->stride[0] : 0, .dx_step = a->dx ? a->dx->stride[1] : 0,
-    .dfinal = states_of(a->dfinal_states), .dinitial = states_of(a->dinitial_states)};
-  q.sums = mg_tasks(&c, blocks * (c.n.W + (a->dbias != NULL)));
-  if ((a->dfinal_states && a->dx) || a->dinitial_states) q.edges = mg_tasks(&c, c.n.SEQS * blocks);
-  return mg_run(&c, &q, q.sums + q.edges);
+  const call asked = {a->x, a->weight, a->bias, a->initial_states, NULL, a->seq_idx, a->silu};
+  const gradients g = {a->dout, a->dfinal_states, a->dx, a->dweight, a->dbias, a->dinitial_states, a->partials};
+  return mg_begin(&c, MG_OP_causal_conv1d_bwd, a) ? backward(&c, &asked, &g) : c.status;
+}
+
+mg_status mg_causal_conv1d_packed_bwd(const mg_causal_conv1d_packed_bwd_args *a) {
+  mg_call c;
+  const call asked = {a->x, a->weight, a->bias, a->initial_states, a->cu_seqlens, NULL, a->silu};
+  const gradients g = {a->dout, a->dfinal_states, a->dx, a->dweight, a->dbias, a->dinitial_states, a->partials};
+  return mg_begin(&c, MG_OP_causal_conv1d_packed_bwd, a) ? backward(&c, &asked, &g) : c.status;
 }
 
 mg_status mg_causal_conv1d_step(const mg_causal_conv1d_step_args *a) {
@@ -103,7 +137,7 @@ mg_status mg_causal_conv1d_step(const mg_causal_conv1d_step_args *a) {
   if (mg_is_empty(a->out) || !mg_choose(&c)) return c.status;
   const int64_t blocks = mg_ceil_div(c.n.C, c.desc->tile_n);
   causal_conv1d_step_params p = {
-    .problem = problem_of(&c, a->weight, a->bias, NULL, NULL, NULL, a->silu), .x = a->x->data, .out = a->out->data, .state = a->state->data,
+    .problem = problem_of(&c, &(call){.x = a->x, .weight = a->weight, .bias = a->bias, .silu = a->silu}), .x = a->x->data, .out = a->out->data, .state = a->state->data,
     .x_batch = a->x->stride[0], .x_step = a->x->stride[1], .out_batch = a->out->stride[0], .out_step = a->out->stride[1],
     .state_slot = a->state->stride[0], .state_step = a->state->stride[1], .state_channel = c.n.C > 1 ? a->state->stride[2] : 1,
     .used = data(a->cache_seqlens), .slots = data(a->slots), .steps = (int)c.n.T, .length = (int)c.n.LENGTH, .states = (int)c.n.SLOTS,

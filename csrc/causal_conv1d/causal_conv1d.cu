@@ -71,18 +71,19 @@ TILE void marked_rows(tile &t, int step, int marks, int &sequence, int col, cols
   CONSTANT_INDEX for (int k = 0; k < PAST; k++) copy(past[k], x[k]);
 }
 
-// The last W - 1 steps of a sequence, of which some may be initial states.
+// The last W - 1 steps of a sequence, of which some may be initial states. Where seq_idx has several, that is the last one, after zeros.
 TILE void keep_final(const params &p, int i) {
   int sequence = i / p.cut.col_blocks, col = i % p.cut.col_blocks * N, n = p.problem.channels - col;
+  int batch = p.problem.starts ? 0 : sequence;
   int first = p.problem.starts ? p.problem.starts[sequence] : 0, end = p.problem.starts ? p.problem.starts[sequence + 1] : p.problem.steps;
-  const elem *x = (const elem *)p.first + (p.problem.starts ? 0 : sequence * p.x_batch) + col;
+  const elem *x = (const elem *)p.first + batch * p.x_batch + col;
   const elem *initial = (const elem *)p.problem.initial + sequence * p.problem.initial_sequence + col;
   elem *final = (elem *)p.final.data + sequence * p.final.sequence + col;
   CONSTANT_INDEX for (int k = 0; k < PAST; k++) {
-    int step = end - PAST + k;
+    int step = end - PAST + k, there = joined(p.problem, batch, step, end - 1) ? n : 0;
     cols v;
-    if (step >= first) load(v, x + step * p.x_step, 1, n);
-    else load(v, initial + (step - first + PAST) * p.problem.initial_step, 1, p.problem.initial ? n : 0);
+    if (step >= first) load(v, x + step * p.x_step, 1, there);
+    else load(v, initial + (step - first + PAST) * p.problem.initial_step, 1, p.problem.initial ? there : 0);
     store(final + k * p.final.step, 1, v, n);
   }
 }

@@ -27,62 +27,71 @@ TILE void add_up(const params &p, int i) {
 }
 
 // ---- the ends of a sequence
-struct place { int first, end, col, n, sequence; const elem *x, *dy, *initial; };
+struct place { int first, end, col, n, batch, sequence; const elem *x, *dy, *initial; };
 
+TILE bool is_step(const place &s, int step) { return step >= s.first && step < s.end; }
 TILE void load_step(cols &v, const params &p, const place &s, int step) {   // of the initial states too; else zeros
-  bool inside = step >= s.first && step < s.end, ahead = p.problem.initial && step < s.first && step >= s.first - PAST;
+  bool ahead = p.problem.initial && step < s.first && step >= s.first - PAST;
   if (ahead) load(v, s.initial + (step - s.first + PAST) * p.problem.initial_step, 1, s.n);
-  else load(v, s.x + step * p.x_step, 1, inside ? s.n : 0);
+  else load(v, s.x + step * p.x_step, 1, is_step(s, step) ? s.n : 0);
 }
-// g of a step, 0 outside of the sequence; x: the W steps up to it
-TILE void load_gradient(cols &g, const cols *x, const params &p, const place &s, int step, const weights &w) {
-  load(g, s.dy + step * p.dout_step, 1, step >= s.first && step < s.end ? s.n : 0);
-  if (p.problem.silu) {
-    cols a;
-    convolve(a, x, w);
-    bool inside = step >= s.first && step < s.end;
-    map(g, g, a, [=](float dy, float a) {
-      float sg = sigmoid(a), as = a * sg;
-      return inside ? dy * fused(as, 1.f - sg, sg) : 0.f;
-    });
-  }
-}
-// The gradient that comes through the final states: where `step` is one of them
+// The gradient that comes through the final states, where `step` is one of them.
 TILE void load_final(cols &v, const params &p, const place &s, int step) {
   int k = step - (s.end - PAST);
-  load(v, (const elem *)p.dfinal.data + s.sequence * p.dfinal.sequence + k * p.dfinal.step + s.col, 1, p.dfinal.data && k >= 0 && k < PAST ? s.n : 0);
+  bool final = p.dfinal.data && k >= 0 && k < PAST && joined(p.problem, s.batch, step, s.end - 1);
+  load(v, (const elem *)p.dfinal.data + s.sequence * p.dfinal.sequence + k * p.dfinal.step + s.col, 1, final ? s.n : 0);
 }
-// Of steps from .. from + PAST - 1
+// Of steps from .. from + PAST - 1.
 TILE void gradients(cols (&d)[PAST], const params &p, const place &s, int from, const weights &w) {
   cols x[3 * PAST], g[2 * PAST];             // steps from - PAST .. from + 2 PAST - 1; from .. from + 2 PAST - 1
-  CONSTANT_INDEX for (int k = 0; k < 3 * PAST; k++) load_step(x[k], p, s, from - PAST + k);
-  CONSTANT_INDEX for (int k = 0; k < 2 * PAST; k++) load_gradient(g[k], x + k, p, s, from + k, w);
+  int part[3 * PAST];                        // of steps of one sequence the same
+  bool silu = p.problem.silu;
+  CONSTANT_INDEX for (int k = 0; k < 3 * PAST; k++) {
+    load_step(x[k], p, s, from - PAST + k);
+    part[k] = k ? part[k - 1] + !joined(p.problem, s.batch, from - PAST + k - 1, from - PAST + k) : 0;
+  }
+  CONSTANT_INDEX for (int k = 0; k < 2 * PAST; k++) {
+    int step = from + k;
+    bool inside = is_step(s, step) && !is_padding(p.problem, s.batch, step);
+    cols a;
+    load(g[k], s.dy + step * p.dout_step, 1, inside ? s.n : 0);
+    copy(a, w.bias);
+    CONSTANT_INDEX for (int j = 0; j < W; j++) {
+      bool seen = part[k + j] == part[k + PAST];
+      map(a, x[k + j], w.tap[j], a, [=](float x, float w, float a) { return seen ? fused(x, w, a) : a; });
+    }
+    map(g[k], g[k], a, [=](float dy, float a) {
+      float sg = sigmoid(a), as = a * sg;
+      return !inside ? 0.f : silu ? dy * fused(as, 1.f - sg, sg) : dy;
+    });
+  }
   CONSTANT_INDEX for (int k = 0; k < PAST; k++) {
     load_final(d[k], p, s, from + k);
-    CONSTANT_INDEX for (int j = 0; j < W; j++) map(d[k], g[k + j], w.tap[W - 1 - j], d[k], [](float g, float w, float d) { return fused(g, w, d); });
+    CONSTANT_INDEX for (int j = 0; j < W; j++) {
+      bool seen = part[k + j + PAST] == part[k + PAST];
+      map(d[k], g[k + j], w.tap[W - 1 - j], d[k], [=](float g, float w, float d) { return seen ? fused(g, w, d) : d; });
+    }
   }
 }
 
 TILE void see_to_ends(const params &p, int i) {
   int sequence = i / p.col_blocks, col = i % p.col_blocks * N, n = p.problem.channels - col;
   const int *starts = p.problem.starts;
-  int64_t batch = starts ? 0 : sequence;
-  place s = {starts ? starts[sequence] : 0, starts ? starts[sequence + 1] : p.problem.steps, col, n, sequence, (const elem *)p.x + batch * p.x_batch + col,
-             (const elem *)p.dout + batch * p.dout_batch + col, (const elem *)p.problem.initial + sequence * p.problem.initial_sequence + col};
+  int batch = starts ? 0 : sequence;
+  place s = {starts ? starts[sequence] : 0, starts ? starts[sequence + 1] : p.problem.steps, col, n, batch, sequence,
+             (const elem *)p.x + batch * p.x_batch + col, (const elem *)p.dout + batch * p.dout_batch + col,
+             (const elem *)p.problem.initial + sequence * p.problem.initial_sequence + col};
   weights w;
   cols d[PAST];
   load_weights(w, p.problem, col);
-  if (p.dinitial.data) {
-    gradients(d, p, s, s.first - PAST, w);
-    elem *to = (elem *)p.dinitial.data + sequence * p.dinitial.sequence + col;
-    CONSTANT_INDEX for (int k = 0; k < PAST; k++) store(to + k * p.dinitial.step, 1, d[k], n);
-  }
-  if (p.dfinal.data && p.dx) {
-    gradients(d, p, s, s.end - PAST, w);
-    elem *to = (elem *)p.dx + batch * p.dx_batch + col;
+  bool initial = p.dinitial.data, final = p.dfinal.data && p.dx;
+  elem *ahead = (elem *)p.dinitial.data + sequence * p.dinitial.sequence + col, *dx = (elem *)p.dx + batch * p.dx_batch + col;
+  ROLLED for (int end = !initial; end < 1 + final; end++) {      // 0: the initial states; 1: the last steps
+    int from = (end ? s.end : s.first) - PAST;
+    gradients(d, p, s, from, w);
     CONSTANT_INDEX for (int k = 0; k < PAST; k++) {
-      int step = s.end - PAST + k;
-      store(to + step * p.dx_step, 1, d[k], step >= s.first ? n : 0);
+      if (end) store(dx + (from + k) * p.dx_step, 1, d[k], from + k >= s.first ? n : 0);
+      else store(ahead + k * p.dinitial.step, 1, d[k], n);
     }
   }
 }

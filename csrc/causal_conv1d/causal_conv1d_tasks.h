@@ -45,6 +45,17 @@ TILE int marks_of(const causal_conv1d_problem &p, int batch, int step, int &next
   return marks;
 }
 
+// No sequence begins behind step `from`, up to `to`. Steps in front of a batch entry belong to its first sequence.
+TILE bool joined(const causal_conv1d_problem &p, int batch, int from, int to) {
+  if (p.seq_idx) {
+    const int *idx = p.seq_idx + batch * p.seq_idx_batch;
+    for (int t = from < 0 ? 1 : from + 1; t <= to && t < p.steps; t++)
+      if (idx[t] != idx[t - 1]) return false;
+  }
+  return true;
+}
+TILE bool is_padding(const causal_conv1d_problem &p, int batch, int step) { return p.seq_idx && p.seq_idx[batch * p.seq_idx_batch + step] < 0; }
+
 // ---- weights and states
 struct weights { cols tap[W], bias; };
 TILE void load_weights(weights &w, const causal_conv1d_problem &p, int col) {
@@ -61,13 +72,13 @@ TILE void load_weights(weights &w, const causal_conv1d_problem &p, int col) {
 // The steps in front of a sequence.
 TILE void load_initial(cols (&past)[PAST], const causal_conv1d_problem &p, int sequence, int col) {
   const elem *g = (const elem *)p.initial + sequence * p.initial_sequence + col;
-  CONSTANT_INDEX for (int k = 0; k < PAST; k++) load(past[k], g + k * p.initial_step, 1, p.initial ? p.channels - col : 0);
+  CONSTANT_INDEX for (int k = 0; k < PAST; k++) load(past[k], g + k * p.initial_step, 1, p.initial && sequence >= 0 ? p.channels - col : 0);
 }
-// The bits of marks say that a sequence begins at `step`: the one that has steps, of several.
+// A mark says that a sequence begins at `step`: of packed ones, the one that has steps, of several. seq_idx: without initial states.
 TILE void begin_sequence(cols (&past)[PAST], const causal_conv1d_problem &p, int &sequence, int step, int col) {
-  if (p.initial)
+  if (p.starts && p.initial)
     while (sequence + 1 < p.sequences && p.starts[sequence + 1] <= step) sequence++;
-  load_initial(past, p, sequence, col);
+  load_initial(past, p, p.starts ? sequence : -1, col);
 }
 TILE bool has_marks(const causal_conv1d_problem &p) { return p.starts || p.seq_idx; }
 

@@ -173,7 +173,7 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
   const bool rows = !dense && c->rule->kind != KIND_F32 && c->rule->kind != KIND_REAL && c->rule->kind != KIND_U8;
   if (!wanted && !rows && !contiguous(t)) wanted = "a contiguous tensor";
   if (!wanted && rows && !unit(t, t->dims - 1)) {
-    if (c->rule->role != ROLE_MAT) wanted = "a contiguous last dimension";
+    if (c->rule->role != ROLE_MAT && c->rule->role != ROLE_OUTMAT) wanted = "a contiguous last dimension";
     else if (!unit(t, t->dims - 2)) wanted = "one of the last two dimensions contiguous";
   }
   if (!wanted) return MG_OK;
