@@ -3,8 +3,6 @@ The raw layer's and the mock driver's: tests/runtime."""
 
 import math
 import mmap
-import re
-import subprocess
 import sys
 import threading
 
@@ -18,31 +16,11 @@ import reference
 from cases import DEVICES, AttentionCase, attention_inputs, check_error, exact_attention
 from margay import _C
 from mocked import Fake
-
-
-def tensors(*shapes, dtype=torch.bfloat16, device="cpu", seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
+from refusals import Wrapped, refused, run_python, tensors
 
 
 def qkv(**options):
     return tensors((2, 4, 70, 64), (2, 2, 90, 64), (2, 2, 90, 64), **options)
-
-
-def refused(error, message, function, *arguments, **options):
-    """Refused with this message, and with nothing else: one exception, not one during the handling of another."""
-    with pytest.raises(error, match=re.escape(message)) as raised:
-        function(*arguments, **options)
-    if error is not Exception:                                # which dynamo makes of what a fake kernel raises
-        assert_alone(raised.value)
-
-
-def assert_alone(error):
-    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__), repr(error.__context__)
-
-
-def run_python(program, *options):
-    return subprocess.run([sys.executable, *options, "-c", program], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("compiled", (False, True))
@@ -560,17 +538,6 @@ atexit.register(lambda: mg.attention(a, a, a))
     result = run_python(program)
     assert result.returncode == 0, result.stderr
     assert "Fatal" not in result.stderr and "Segmentation" not in result.stderr
-
-
-class Wrapped(torch.Tensor):
-    """A subclass that sees every call on it."""
-
-    seen = []
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        cls.seen.append(str(function))
-        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def test_bad_38_subclasses():

@@ -10,7 +10,8 @@ import torch
 
 from cases import row_taken
 from margay.bench import harness, report, rows
-from margay.bench.__main__ import FAMILIES
+from margay.bench.__main__ import BENCHMARKS
+from margay.bench.attention import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,7 +55,7 @@ def test_a_wrong_peer_is_not_timed(value):
 
 def test_the_table_has_a_graphs_time_by_layers():
     """16 layers of 134 MB in 16 * 36 us are 3.73 TB/s."""
-    assert report.decode_cell({"ms": {"margay": 16 * 0.036}, "layers": 16, "bytes": 16 << 27, "speed_ratio": {"torch": 1.25}}) == "36, 86% (1.2)"
+    assert tables.decode_cell({"ms": {"margay": 16 * 0.036}, "layers": 16, "bytes": 16 << 27, "speed_ratio": {"torch": 1.25}}) == "36, 86% (1.2)"
 
 
 def test_a_preference_ends_with_its_call():
@@ -94,7 +95,7 @@ def bench(*arguments):
 
 def test_help_says_what_a_family_measures_and_what_the_defaults_are():
     code, out, _ = bench("--help")
-    assert code == 0 and "(default: 20)" in out and all(f"  {family} " in out for family in FAMILIES)
+    assert code == 0 and "(default: 20)" in out and all(f"  {family} " in out for family in BENCHMARKS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

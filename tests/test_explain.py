@@ -1,6 +1,7 @@
 """explain is a dry run of the call: what it names is what the call launches, and it leaves no trace."""
 
 import ctypes
+import random
 
 import numpy
 import pytest
@@ -93,6 +94,22 @@ def test_explanations_are_strings():
     assert mg.explain("attention", dtype="bfloat16", gpu=True, d=300).kernels == [None, None]
     (kernel,) = mg.explain("attention", dtype="float8_e4m3fn", gpu=True, d=64).kernels
     assert kernel.startswith("attention_fwd_e4m3_d64")
+
+
+def test_every_kernel_is_some_problems():
+    """A row behind one that takes all its problems would be compiled for nobody."""
+    r = random.Random(0)
+    rows = {row["name"]: row for row in _C.kernels()}
+    left = set(rows)
+    for _ in range(3000):
+        for op, dtype in sorted({(rows[name]["op"], rows[name]["dtype"]) for name in left}):
+            sizes = ("d", "batch", "heads_q", "nq", "nk", "m", "n", "k")
+            problem = {size: r.choice((1, 4, 60, 100, 150, 200, 600, 1000, 1500, 9000)) for size in sizes}
+            flags = ("gpu", "causal", "deterministic", "trans_a", "trans_b")
+            problem |= {flag: r.random() < 0.5 for flag in flags}
+            problem |= dict(dv=r.choice((1, problem["d"])), heads_k=r.choice((1, 2)), sms=132, features=r.randrange(5))
+            left.discard(_C.explain(op, dtype=dtype, **problem)[0])
+    assert not left
 
 
 @pytest.mark.gpu

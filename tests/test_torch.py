@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import margay as mg
 import reference
 from cases import DEVICES, check_error, check_lse
-from margay import _torch
+from margay.families.attention import attention_torch
+from margay.families.gemm import matmul_torch  # noqa: F401  registers its operator
 
 DTYPES = (torch.bfloat16, torch.float32)
 PRECISIONS = torch.bfloat16, torch.float64       # of the formula: what is allowed, what is exact
@@ -198,7 +199,7 @@ def test_checkpoint(device, reentrant):
 def test_deterministic_algorithms(monkeypatch):
     """torch.use_deterministic_algorithms asks for the deterministic backward."""
     asked = []
-    original = _torch._C.attention_bwd
+    original = attention_torch._C.attention_bwd
 
     class Recorder:
         def __getattr__(self, name):
@@ -208,7 +209,7 @@ def test_deterministic_algorithms(monkeypatch):
             asked.append(arguments[13])
             return original(*arguments)
 
-    monkeypatch.setattr(_torch, "_C", Recorder())
+    monkeypatch.setattr(attention_torch, "_C", Recorder())
     q, k, v = qkv()
     for on, wanted in ((False, False), (True, False), (False, True)):
         torch.use_deterministic_algorithms(on)

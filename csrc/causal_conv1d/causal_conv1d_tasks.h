@@ -3,7 +3,7 @@
 #include "tile/tile.h"
 #include "causal_conv1d/causal_conv1d.h"
 
-enum { STEPS = 16, PAST = W - 1 };   // steps of a tile of N channels, N from the row; steps before one that it sees
+enum { W = TAPS, STEPS = 16, PAST = W - 1 };   // steps of a tile of N channels, N from the row; steps before one that it sees
 typedef gv<N> cols;
 typedef st<elem, STEPS, N> tile;
 

@@ -1,14 +1,17 @@
-// Mamba-2 SSD forward (Dao & Gu 2024, section 6), one pass over the sequence in chunks of 64 steps, the state in registers throughout.
-// With l_i = sum of dt_k a for k <= i, inside a chunk whose last step is e, and S the state before it:
+// Mamba-2 SSD forward (Dao & Gu 2024, section 6), one pass over the sequence in chunks of 64 steps, the state in
+// registers throughout. With l_i = sum of dt_k a for k <= i, inside a chunk whose last step is e, and S the state
+// before it:
 //   y^T = e^(l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_i - l_j) dt_j for j <= i, plus d on the diagonal
 //   S   = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
-// Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps past the end read as
-// dt = 0: they add nothing and decay nothing.
-// Roles: a loader thread; a scan warp: dt -> each head's vectors; a score warpgroup: each head's P; GROUPS state warpgroups of HEADS heads.
+// The products are transposed, so that the state is the register operand of its own product and never goes through
+// shared memory. Steps past the end read as dt = 0: they add nothing and decay nothing.
+// Roles: a loader thread; a scan warp, which makes each head's vectors of dt; a score warpgroup, which makes each
+// head's P; GROUPS state warpgroups of HEADS heads.
 #include "tile/tile.h"
 #include "ssd/ssd.h"
 
-enum { Q = 64, ALL = GROUPS * HEADS };   // Q: steps of a chunk. N (state), HEADS (1 or 2), GROUPS, PER_SM and *_REGS come from the row
+enum { Q = 64, ALL = GROUPS * HEADS };   // Q: steps of a chunk. N (state), HEADS (1 or 2), GROUPS, PER_SM and *_REGS
+                                         // come from the row
 
 struct vectors { sv<Q> l, m, decay, weight; };   // base 2: l_i; l_j - log dt_j; e^(l_i); dt_j e^(l_e - l_j)
 struct shared {
@@ -19,7 +22,8 @@ struct shared {
   ring<2> dt_ring, x_ring[ALL];
   ring<2, ASYNC_READS> bc_ring;
   ring<2, ASYNC_READS> v_ring;   // refilled by plain stores only, which need no fence
-  sem p_full[2];                 // refilled behind v_ring, whose stage the scan warp fills only after every reader of p has released it
+  sem p_full[2];                 // refilled behind v_ring, whose stage the scan warp fills only after every reader of p
+                                 // has released it
 };
 
 TILE void init(shared &s) {
@@ -105,7 +109,8 @@ TILE void score(const ssd_fwd_params &p, shared &s, int) {
     ROLLED for (int h = 0; h < ALL; h++) {
       vectors &v = s.v[at.stage][h];
       load(l, v.l);
-      store_tril(s.p[at.stage][h], products, l, v.m, p.d[t.head + h], [](float x, float li, float mj) { return x * fast_exp2(li - mj); });
+      store_tril(s.p[at.stage][h], products, l, v.m, p.d[t.head + h],
+                 [](float x, float li, float mj) { return x * fast_exp2(li - mj); });
     }
     fence_async();
     sem_arrive(s.p_full[at.stage]);
@@ -132,7 +137,8 @@ TILE void read_state(rt<float, Q> &y, const rt<float, N> &state, const st<elem, 
 }
 
 // One chunk of head h of the block. The state is scaled while no product is in flight.
-TILE void advance(rt<float, N> &state, const ssd_fwd_params &p, shared &s, const task &t, ring_pos at, int chunk, int h, int wg) {
+TILE void advance(rt<float, N> &state, const ssd_fwd_params &p, shared &s, const task &t, ring_pos at, int chunk, int h,
+                  int wg) {
   rt<float, Q> y;
   rt<elem, Q> x;
   vectors &v = s.v[at.stage][h];
@@ -186,6 +192,7 @@ TILE void run_state(const ssd_fwd_params &p, shared &s, int wg) {
   tma_store_wait_read();
 }
 
-typedef block<ssd_fwd_params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>, role<score, WARPGROUP, 1, SCORE_REGS>,
+typedef block<ssd_fwd_params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
+              role<score, WARPGROUP, 1, SCORE_REGS>,
               role<loader, THREAD, 1, LOAD_REGS>, role<scan, WARP, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, ALL)

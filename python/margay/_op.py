@@ -12,7 +12,7 @@ import re
 import sys
 import types
 
-from margay import _C, ops
+from margay import _C, _shared
 
 ROWS = _C.ops()
 _HALF = "bfloat16, float16 or, on the CPU, float32"
@@ -34,6 +34,7 @@ class Row:
         self.results, self.saves, self.work = role("out", "optout"), role("save"), role("work")
         self.inputs, self.numbers = role("in", "opt", "mat"), role("num")
         self.optional = role("optout")                             # what a call may leave out, in the order of `want`
+        self.absent = [f["name"] for f in role("opt")]             # what may be None
         self.lets = [(f["sizes"][0], f["name"], condition(f["name"])) for f in role("let")]
         self.needs = [(f["name"], condition(f["name"])) for f in role("needs")]
         self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
@@ -146,7 +147,7 @@ def check(row, tensors, numbers, dtype_name, halves):
 def _number(op, f, value):
     """As `_C` takes it, or refused in its words."""
     if f["kind"] == "float":
-        return ops._number(op, f["name"], value)
+        return _shared.number(op, f["name"], value)
     if f["kind"] == "bool":
         return bool(value)
     if isinstance(value, float) or not hasattr(value, "__index__") or not -2**31 <= value.__index__() < 2**31:
@@ -208,7 +209,7 @@ def _again(row, inputs, want, verify, empty, copied, writable, copy_back):
     return results if len(results) > 1 else results[0]
 
 
-_again = ops.one_exception(_again)
+_again = _shared.one_exception(_again)
 
 
 # ---- NumPy
@@ -221,7 +222,7 @@ def _numpy_function(row):
 
     def verify(inputs):
         tensors = _named(row.inputs, inputs)
-        _numpy.check_kinds(row.name, **tensors)
+        _numpy.check_kinds(row.name, row.absent, **tensors)
         check(row, tensors, _named(row.numbers, inputs[len(row.inputs):]), lambda a: str(a.dtype), ("float16", "float32"))
 
     def copied(f, a):
@@ -254,7 +255,7 @@ def _only_results(row, made):
 _CALL = """
 def call({signature}):
     if is_compiling() or {absent}not plain({tensors}):
-{missing}        check_tensors({name!r}, {required})
+        check_kinds({name!r}, {optional}, {given})
         {results} = seen({all})
         return {returned}
     if autocast_anywhere() and is_autocast_enabled({first}.device.type):
@@ -288,21 +289,21 @@ def _torch_function(row):
 
     def verify(values):
         given = _named(row.inputs, values)
-        t._check_tensors(row.name, **given)
-        check(row, given, _named(row.numbers, values[len(inputs):]), ops.dtype_name, ("bfloat16", "float16", "float32"))
-        t._check_devices(row.name, **{name: given[name] for name in row.halves})
-        t._check_same_device(row.name, **given)
+        t.check_kinds(row.name, row.absent, **given)
+        check(row, given, _named(row.numbers, values[len(inputs):]), _shared.dtype_name, ("bfloat16", "float16", "float32"))
+        t.check_devices(row.name, **{name: given[name] for name in row.halves})
+        t.check_same_device(row.name, **given)
 
     def copied(f, x):
-        return x.contiguous() if f["kind"] != "half" else t._mappable_matrix(x) if f["role"] == "mat" else t._mappable(x)
+        return x.contiguous() if f["kind"] != "half" else t.mappable_matrix(x) if f["role"] == "mat" else t.mappable(x)
 
-    dense = dict(known, empty_like=t._dense_like)
+    dense = dict(known, empty_like=t.dense_like)
     shapes = {f["name"]: _new_alone(row, f, dense, place) for f in (*row.results, *row.saves, *row.work)}
 
     def again(values, want):
-        return _again(row, values, want, verify, lambda f, values: shapes[f["name"]](*values), copied, t._mappable_empty, t._copy_back)
+        return _again(row, values, want, verify, lambda f, values: shapes[f["name"]](*values), copied, t.mappable_empty, t.copy_back)
 
-    direct = _direct[row.name] = _make(row, place, f"{row.first}.is_cuda or use_threads(); ", again=again, use_threads=t._use_torch_threads, **known)
+    direct = _direct[row.name] = _make(row, place, f"{row.first}.is_cuda or use_threads(); ", again=again, use_threads=t.use_torch_threads, **known)
     made = ", ".join(row.new(f, place) for f in (*row.results, *row.saves))
     fake = compiled(row.name, f"def fake({row.signature()}):\n    verify(({every}, ))\n    return {made}", verify=verify, **dense)["fake"]
 
@@ -329,23 +330,20 @@ def _torch_function(row):
         backward = staticmethod(gradient)
 
     def autocast(*values):
-        with t._without_autocast_keys():
+        with t.without_autocast_keys():
             given = _named(row.inputs, values)
-            cast = dict(zip(row.halves, t._autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
+            cast = dict(zip(row.halves, t.autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
             return seen(*(cast.get(name, x) for name, x in given.items()), *values[len(inputs):])
 
-    t._register(row.schema(), direct, fake, _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
+    t.register(row.name.removesuffix("_bwd"), row.schema(), direct, fake, _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
     seen = getattr(torch.ops.margay, row.name)
-    optional = {f["name"] for f in row.inputs if f["role"] == "opt"}
-    needed = [name for name in inputs[1:] if name not in optional]
-    missing = "".join(f"        if {name} is None:\n            raise TypeError('{row.name}: {name} is NoneType, expected torch.Tensor (same as {row.first})')\n"
-                      for name in needed)
+    needed = [name for name in inputs[1:] if name not in row.absent]
     text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first, results=written(row), returned=names(row.results),
-                        required=", ".join(f"{name}={name}" for name in inputs), missing=missing,
+                        given=", ".join(f"{name}={name}" for name in inputs), optional=row.absent,
                         absent="".join(f"{name} is None or " for name in needed), halves="".join(name + ", " for name in row.halves),
-                        gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in optional else f"{name}.requires_grad" for name in inputs))
-    return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t._c_may_read, seen=seen, check_tensors=t._check_tensors,
-                    autocast_anywhere=t._autocast_anywhere, is_autocast_enabled=torch.is_autocast_enabled, autocast=t._autocast,
+                        gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in row.absent else f"{name}.requires_grad" for name in inputs))
+    return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t.c_may_read, seen=seen, check_kinds=t.check_kinds,
+                    autocast_anywhere=t.autocast_anywhere, is_autocast_enabled=torch.is_autocast_enabled, autocast=t.autocast,
                     is_grad_enabled=torch.is_grad_enabled, record=super(torch.autograd.Function, Record).apply, make=direct)["call"]
 
 
@@ -391,7 +389,7 @@ def _gradient_by_names(torch, t, row, backward, shapes):
                 known[f["name"]] = torch.zeros_like(shapes[incoming[f["name"]]["name"]](*map(known.get, arguments)))
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
-        if not torch.is_grad_enabled() and not t._compiling() and t._c_may_read(*given[:len(backward.inputs)]):
+        if not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)]):
             made = direct(*given, want=[need[i] for i in optional]) if optional else direct(*given)
         else:
             made = seen(*given)

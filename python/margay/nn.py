@@ -3,7 +3,7 @@
 import torch
 
 from margay.drop_ins.multihead_attention import MultiheadAttention
-from margay.ops import attention
+from margay.families.attention.attention import attention
 
 __all__ = ["Attention", "MultiheadAttention"]
 

@@ -7,6 +7,7 @@ is the median of its rounds, a ratio the median of the rounds' ratios.
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import platform
@@ -55,6 +56,19 @@ class Options:
     seconds: float = math.inf
     peers: tuple = ()                # empty: all
     plot: bool = False               # also write FAMILY-DEVICE.png
+
+
+def gradient(call, inputs, dout):
+    """The backward of a call, through autograd for every runner. The forward runs at the first call: a backend may refuse it."""
+    @functools.cache
+    def graph():
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        return call(*leaves), leaves
+
+    def backward():
+        out, leaves = graph()
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    return backward
 
 
 def device_slug():

@@ -1,7 +1,7 @@
-"""What a call costs besides the computation.
+"""The host's time of a small call, of the first call, of the import.
 
-The host's time of an eager call on a small problem; the first call of a fresh process, after torch's own start; the
-time of `import margay`.
+What a call costs besides the computation: an eager call on a small problem; the first call of a fresh process, after
+torch's own start; `import margay`.
 """
 import statistics
 import subprocess

@@ -1,6 +1,6 @@
-"""The rows of kernels.def that take a case, against each other and against the first peer.
+"""The rows of kernels.def that take a case of attention or gemm, against each other and the first peer (GPU).
 
-Conditions in kernels.def rest on this. Cases are those of the families attention and gemm; --rows names the rows by a
+Conditions in kernels.def rest on this. Cases are those of the benchmarks attention and gemm; --rows names the rows by a
 regular expression. Of attention it times the forward only: a preference holds for one thread, and autograd has its own.
 Prints, writes nothing.
 """
@@ -12,7 +12,8 @@ import re
 import torch
 
 from margay import _C
-from margay.bench import attention, gemm
+from margay.bench.attention import attention
+from margay.bench.gemm import gemm
 from margay.bench.harness import GpuTimer, check, measure, result_of
 
 

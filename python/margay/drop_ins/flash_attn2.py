@@ -14,12 +14,14 @@ import types
 
 import torch
 
-from margay import _torch, ops
+from margay import dropout_mask
 from margay.drop_ins import bert_padding, kernel_or_torch, kvcache, torch_attention
 from margay.drop_ins.bert_padding import pad_input, unpad_input
 from margay.drop_ins.kvcache import check_layout as _check
 from margay.drop_ins.kvcache import sequence_of as _sequence_of
 from margay.drop_ins.switch import Switch
+from margay.families.attention import attention_torch
+from margay.families.attention.attention import check_starts, read_window
 
 __version__ = "2.8.3"     # whose functions these are; programs ask for it
 
@@ -143,7 +145,7 @@ def packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
 
 
 def pair(op, window_size):
-    return ops._window(window_size, op)
+    return read_window(window_size, op)
 
 
 def _unbind(op, name, t, dim, parts):
@@ -187,7 +189,7 @@ def _kept(q, k, v, scale, dropout_p, seed, shape, plain_shape):
     """What the call has kept: the kernels' choice, or that of PyTorch where it has computed."""
     if kernel_or_torch.unsupported(q, k, v, scale, dropout_p):
         return torch_attention.kept(plain_shape, dropout_p, seed, q.device)
-    return ops.dropout_mask(dropout_p, seed, *shape).to(q.device)
+    return dropout_mask(dropout_p, seed, *shape).to(q.device)
 
 
 def _rows_of_pages(pages, table, cu_seqlens):
@@ -210,8 +212,8 @@ def used_rows(op, name, used, starts, rows):
     if not isinstance(used, torch.Tensor) or used.dtype != torch.int32 or used.shape != starts[1:].shape:
         raise TypeError(f"{op}: seqused_{name} is {list(used.shape) if isinstance(used, torch.Tensor) else ''} {getattr(used, 'dtype', type(used).__name__)}, "
                         f"expected an int32 tensor {list(starts[1:].shape)}")
-    if not torch.compiler.is_compiling() and (_torch.CHECK_STARTS or not starts.is_cuda):
-        ops.check_starts(name, starts.tolist(), rows, rows)          # which C does not see
+    if not torch.compiler.is_compiling() and (attention_torch.CHECK_STARTS or not starts.is_cuda):
+        check_starts(name, starts.tolist(), rows, rows)          # which C does not see
     if not used.numel():
         return starts, slice(None), slice(None)
     used = torch.minimum(used, starts.diff()).clamp(min=0)

@@ -13,7 +13,7 @@ causal) they are multiplied out to bfloat16 first.
 
 import torch
 
-from margay import attention, ops
+from margay import _shared, attention
 from margay.drop_ins import flash_attn2, kvcache
 
 
@@ -176,7 +176,7 @@ def _dequantized(t, descale, starts):
 
 
 def _chunk(op, attention_chunk):
-    size = ops._integer(op, "attention_chunk", attention_chunk)
+    size = _shared.integer(op, "attention_chunk", attention_chunk)
     if size < 0:
         raise ValueError(f"{op}: attention_chunk is {size}, expected 0 (none) or more")
     return size

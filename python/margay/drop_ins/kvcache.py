@@ -7,8 +7,9 @@ import math
 
 import torch
 
-from margay import _decode_torch, ops
+from margay import _shared
 from margay.drop_ins import kernel_or_torch, torch_attention
+from margay.families.attention import decode_torch
 from margay.drop_ins.fallback import fall_back
 
 FLOAT8 = torch.float8_e4m3fn
@@ -196,7 +197,7 @@ def _append_packed(k_cache, v_cache, k, v, rows, cache_seqlens, page_table, cach
         cache = (sequence if cache_batch_idx is None else cache_batch_idx[sequence]).int()
     else:
         size, columns = max(k_cache.shape[1], 1), page_table.shape[1]
-        table = _decode_torch.table_rows(page_table, cache_batch_idx)
+        table = decode_torch.table_rows(page_table, cache_batch_idx)
         page = table[sequence, (place // size).clamp(0, max(columns - 1, 0))] if columns else place
         page_table, cache, place = page.where((place >= 0) & (place < size * columns), -1).int()[:, None], None, place % size
     _append(k_cache, v_cache, k[:, None], v[:, None], place.int(), page_table, cache)
@@ -206,9 +207,9 @@ def _copied(q, qv, k_cache, v_cache, lengths, page_table, cache_batch_idx, leftp
     """q, keys, values [B, N, Hk, D] and their lengths."""
     batch = q.shape[0]
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = _decode_torch.table_rows(page_table, cache_batch_idx), None
+        page_table, cache_batch_idx = decode_torch.table_rows(page_table, cache_batch_idx), None
     caches = [t.view(torch.uint8) if is_8_bit(t) else t for t in (k_cache, v_cache)]
-    keys, values = (_decode_torch.cache_rows(t, page_table, cache_batch_idx, batch, leftpad) for t in caches)
+    keys, values = (decode_torch.cache_rows(t, page_table, cache_batch_idx, batch, leftpad) for t in caches)
     if lengths is None or isinstance(lengths, int):
         lengths = torch.full((batch,), keys.shape[1] if lengths is None else lengths, dtype=torch.int32, device=q.device)
     lengths = lengths if leftpad is None else lengths - leftpad
@@ -256,7 +257,7 @@ def _check_call(op, given):
             continue
         check_layout(op, "[rows, heads, head dim]" if packed else CACHE_LAYOUT, **{name: t})
         if t.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} has dtype {ops.dtype_name(t)}, expected {ops.dtype_name(q)} (same as q)")
+            raise TypeError(f"{op}: {name} has dtype {_shared.dtype_name(t)}, expected {_shared.dtype_name(q)} (same as q)")
         if t.device != q.device:
             raise ValueError(f"{op}: {name} is on {t.device}, expected {q.device} (where q is)")
         if torch.is_grad_enabled() and t.requires_grad:
@@ -264,12 +265,12 @@ def _check_call(op, given):
     if q.dtype == FLOAT8 and given["descales"] is None:
         kernel_or_torch.refuse_8_bits(op, q)
     if not q.dtype.is_floating_point:
-        raise TypeError(f"{op}: q has dtype {ops.dtype_name(q)}, expected bfloat16, float16 or float32")
+        raise TypeError(f"{op}: q has dtype {_shared.dtype_name(q)}, expected bfloat16, float16 or float32")
     if packed_q:
         _check_tensor(op, "cu_seqlens_q", cu_seqlens_q, q, torch.int32, (None,), "[batch + 1]")
         if given["max_seqlen_q"] is None:
             raise ValueError(f"{op}: max_seqlen_q is None, expected an int where cu_seqlens_q is given")
-        if ops._integer(op, "max_seqlen_q", given["max_seqlen_q"]) < 0:
+        if _shared.integer(op, "max_seqlen_q", given["max_seqlen_q"]) < 0:
             raise ValueError(f"{op}: max_seqlen_q is {given['max_seqlen_q']}, expected 0 or more")
         if not cu_seqlens_q.numel():
             raise ValueError(f"{op}: cu_seqlens_q has shape [0], expected [batch + 1]")
@@ -329,14 +330,14 @@ def _check_rotary(op, cos, sin, k, q):
 
 def _check_options(op, given, batch, q):
     options, heads = given["options"], q.shape[-2]
-    scale, softcap = (None if options[name] is None else ops._number(op, name, options[name]) for name in ("scale", "softcap"))
+    scale, softcap = (None if options[name] is None else _shared.number(op, name, options[name]) for name in ("scale", "softcap"))
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"{op}: softmax_scale is {scale:g}, expected a finite number")
     if softcap is None or not 0 <= softcap < math.inf:
         raise ValueError(f"{op}: softcap is {softcap}, expected 0 or a positive finite number")
-    if not 0 <= ops._integer(op, "num_splits", options["num_splits"]) <= 128:
+    if not 0 <= _shared.integer(op, "num_splits", options["num_splits"]) <= 128:
         raise ValueError(f"{op}: num_splits is {options['num_splits']}, expected 0 (chosen) to 128")
-    if ops._integer(op, "attention_chunk", given["attention_chunk"]) < 0:
+    if _shared.integer(op, "attention_chunk", given["attention_chunk"]) < 0:
         raise ValueError(f"{op}: attention_chunk is {given['attention_chunk']}, expected 0 (none) or more")
     slopes = options.get("alibi_slopes")
     if slopes is not None:
@@ -344,7 +345,7 @@ def _check_options(op, given, batch, q):
     descales = given["descales"] or ()
     for name, t in zip(("q_descale", "k_descale", "v_descale"), descales):
         if t is not None and not is_8_bit(q):
-            raise NotImplementedError(f"{op}: {name} is given with {ops.dtype_name(q)}, expected None (it is for float8_e4m3fn)")
+            raise NotImplementedError(f"{op}: {name} is given with {_shared.dtype_name(q)}, expected None (it is for float8_e4m3fn)")
         _check_tensor(op, name, t, q, torch.float32, (batch, given["k_cache"].shape[2]), "[batch, heads of k_cache]")
 
 
@@ -352,7 +353,7 @@ def _check_tensor(op, name, t, q, dtype, shape, meaning):
     if t is None:
         return
     if not isinstance(t, torch.Tensor) or t.dtype != dtype:
-        found = f"a tensor of dtype {ops.dtype_name(t)}" if isinstance(t, torch.Tensor) else type(t).__name__
+        found = f"a tensor of dtype {_shared.dtype_name(t)}" if isinstance(t, torch.Tensor) else type(t).__name__
         raise TypeError(f"{op}: {name} is {found}, expected a tensor of dtype {str(dtype).removeprefix('torch.')}")
     if t.device != q.device:
         raise ValueError(f"{op}: {name} is on {t.device}, expected {q.device} (where q is)")

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from margay import _torch
-from margay._features import Features
 from margay.drop_ins import kernel_or_torch
+from margay.families.attention import attention_torch
+from margay.families.attention.features import Features
 
 
 class Plan(NamedTuple):
@@ -58,8 +59,8 @@ def _in_rows(t):
 
 def _records(op, q, k, v, sink=None, scale=None, dropout_p=0.0, **options):
     """Is a gradient wanted of a call that kernels compute and nothing in torch has to see?"""
-    return ((q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad) and _torch._c_may_read(q, k, v, sink) and
-            not _torch._autocast_anywhere() and kernel_or_torch.unsupported(q, k, v, scale, dropout_p) is None)
+    return ((q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad) and _torch.c_may_read(q, k, v, sink) and
+            not _torch.autocast_anywhere() and kernel_or_torch.unsupported(q, k, v, scale, dropout_p) is None)
 
 
 class _InPlace(torch.autograd.Function):
@@ -72,13 +73,13 @@ class _InPlace(torch.autograd.Function):
         features = Features(*options.get("window", (-1, -1)), options["softcap"], options["dropout_p"], None, sink, None, plan.cu_seqlens_q,
                             plan.cu_seqlens_k, plan.longest_q, plan.longest_k)
         q, k, v = (_in_rows(t).transpose(1, 2) for t in (q, k, v))
-        out = _torch._FeaturesFunction.forward(ctx, q, k, v, sink, features, options["scale"], options["causal"], False, False)
+        out = attention_torch._FeaturesFunction.forward(ctx, q, k, v, sink, features, options["scale"], options["causal"], False, False)
         return out.transpose(1, 2).reshape(batch, rows, out.shape[1], out.shape[3])
 
     @staticmethod
     def backward(ctx, dout):
         batch, rows, heads, dim = dout.shape
-        *grads, dsink = _torch._features_gradient(ctx, dout.reshape(1, batch * rows, heads, dim).transpose(1, 2), None, direct=_torch._features_backward)
+        *grads, dsink = attention_torch._features_gradient(ctx, dout.reshape(1, batch * rows, heads, dim).transpose(1, 2), None, direct=attention_torch._features_backward)
         in_batches = (g.transpose(1, 2).reshape(batch, -1, g.shape[1], g.shape[3]).transpose(1, 2) for g in grads)
         return *in_batches, dsink, None, None
 

@@ -8,8 +8,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from margay import ops
-from margay._decode_torch import cache_rows, table_rows
+from margay.families.attention.attention import drawn_dropout
+from margay.families.attention.decode_torch import cache_rows, table_rows
 
 
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
@@ -101,7 +101,7 @@ def dropped_probabilities_varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
 def kept(shape, p, seed, device):
     """What the dropout of these functions keeps. The kernels' probability: a multiple of 1 / 65536."""
     generator = None if seed is None else torch.Generator(device).manual_seed(seed % 2**63)
-    return torch.rand(shape, device=device, generator=generator) >= ops.drawn_dropout(p)
+    return torch.rand(shape, device=device, generator=generator) >= drawn_dropout(p)
 
 
 def _signed(weights, kept, dtype):
@@ -156,7 +156,7 @@ def _attend(q, k, v, distance, allowed, slopes, causal, scale, window, softcap, 
     with torch.autocast(device.type, enabled=False):
         weights, lse = _weights(q, k, distance, allowed, slopes, causal, scale, window, softcap, sink, mask)
         if dropout_p:
-            weights = weights * kept(weights.shape, dropout_p, dropout_seed, device) / max(1 - ops.drawn_dropout(dropout_p), 1e-38)
+            weights = weights * kept(weights.shape, dropout_p, dropout_seed, device) / max(1 - drawn_dropout(dropout_p), 1e-38)
         return (weights @ _for_heads(v, q)).to(dtype), lse
 
 

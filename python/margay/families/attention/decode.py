@@ -1,6 +1,7 @@
 """Attention for generation: new queries against a cache of keys and values, and the cache's growth. Forward only."""
 
-from margay import ops
+from margay import _shared
+from margay.families.attention.attention import FAR, feature_tensors, read_softcap, read_window
 
 NAMES = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cache_batch_idx", "sink", "alibi_slopes")
 APPEND_NAMES = ("k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx")
@@ -33,11 +34,11 @@ def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None
     """
     library = _library_of("attention_decode", "q", q)
     length, seqlens = _length("attention_decode", cache_seqlens)
-    left, right = ops._window(window, "attention_decode")
-    scale = ops.attention_scale(scale, "attention_decode")
-    sink, alibi_slopes = ops._feature_tensors(library, "attention_decode", sink, alibi_slopes)
-    softcap = ops._softcap("attention_decode", softcap)
-    num_splits = ops._integer("attention_decode", "num_splits", num_splits)
+    left, right = read_window(window, "attention_decode")
+    scale = _shared.checked_scale("attention_decode", scale)
+    sink, alibi_slopes = feature_tensors(library, "attention_decode", sink, alibi_slopes)
+    softcap = read_softcap("attention_decode", softcap)
+    num_splits = _shared.integer("attention_decode", "num_splits", num_splits)
     if not 0 <= num_splits <= MOST_SPLITS:
         raise ValueError(f"attention_decode: num_splits is {num_splits}, expected 0 (chosen) to {MOST_SPLITS}")
     out, lse = library.attention_decode((q, k_cache, v_cache, seqlens, page_table, cache_batch_idx, sink, alibi_slopes),
@@ -73,11 +74,20 @@ def explain(named, cache_seqlens=None, page_table=None, **_):
     return lines, {"q": named["q"]}
 
 
+_libraries: dict = {}   # type of a tensor -> module that computes with it
+
+
 def _library_of(op, name, x):
-    """As that of ops; PyTorch's half of this family is a module of its own, whose operators are registered with the first call."""
-    library = ops._library_of(op, name, x)
-    if library.__name__ == "margay._torch":
-        from margay import _decode_torch as library
+    return _libraries.get(type(x)) or _find_library(op, name, x)
+
+
+def _find_library(op, name, x):
+    """Imports by statements, which torch.compile can trace."""
+    if _shared.is_torch(op, name, x):
+        from margay.families.attention import decode_torch as library
+    else:
+        from margay.families.attention import decode_numpy as library
+    _libraries[type(x)] = library
     return library
 
 
@@ -93,7 +103,7 @@ def _length(op, cache_seqlens):
         length = cache_seqlens.__index__()
     else:
         raise TypeError(f"{op}: cache_seqlens is {type(cache_seqlens).__name__}, expected an int32 tensor or an int")
-    if not 0 <= length < ops._FAR:
+    if not 0 <= length < FAR:
         raise ValueError(f"{op}: cache_seqlens is {length}, expected 0 to what the cache holds")
     return length, None
 
@@ -105,7 +115,7 @@ def needs_order(page_table, cache_batch_idx, *caches):
     first, *others = caches or (page_table,)
     if any(t.ndim != 4 or t.dtype != first.dtype or t.shape[:3] != first.shape[:3] for t in caches):
         return False
-    return all(t is None or t.ndim == rank and ops.dtype_name(t) == "int32" and getattr(t, "device", None) == getattr(first, "device", None)
+    return all(t is None or t.ndim == rank and _shared.dtype_name(t) == "int32" and getattr(t, "device", None) == getattr(first, "device", None)
                for t, rank in ((page_table, 2), (cache_batch_idx, 1)))
 
 
@@ -113,5 +123,5 @@ def check_ranks(op, **tensors):
     """Raise unless all have 4 dimensions and the first one's dtype."""
     (first, like), *_ = tensors.items()
     for name, t in tensors.items():
-        ops._check_rank(op, name, t, 4, "[batch, rows, heads, head dim]")
-        ops._check_dtype(op, name, t, first, like)
+        _shared.check_rank(op, name, t, 4, "[batch, rows, heads, head dim]")
+        _shared.check_dtype(op, name, t, first, like)

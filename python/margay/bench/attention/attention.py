@@ -1,4 +1,4 @@
-"""Attention forward and backward against PyTorch's scaled_dot_product_attention, by cuDNN and by its flash backend.
+"""Attention forward and backward, against cuDNN's and the flash attention of PyTorch's SDPA (GPU).
 
 batch * N = 16384, heads * D = 2048. FLOP: 4 B H N^2 D forward, half of it when causal; backward 2.5 times that.
 PyTorch has no attention of float8_e4m3fn. There, only the forward is timed, against margay's and cuDNN's of the same
@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import margay
-from margay.bench.harness import Case, GpuTimer, Problem, run_family
+from margay.bench.harness import Case, GpuTimer, Problem, gradient, run_family
 
 TOKENS, WIDTH = 16384, 2048
 FP8 = "float8_e4m3fn"
@@ -41,7 +41,7 @@ def build(n, d, causal, dtype, backward, batch, heads, device="cuda"):
     if not backward:
         calls = {name: functools.partial(f, q, k, v, causal=causal) for name, f in called}
         return Problem(calls, tolerance, work, 4 * tensor_bytes)
-    return Problem({name: gradient(f, q, k, v, dout, causal) for name, f in called}, 2 * tolerance, 2.5 * work, 8 * tensor_bytes)
+    return Problem({name: gradient(functools.partial(f, causal=causal), (q, k, v), dout) for name, f in called}, 2 * tolerance, 2.5 * work, 8 * tensor_bytes)
 
 
 def build_fp8(n, d, causal):
@@ -55,19 +55,6 @@ def build_fp8(n, d, causal):
                "cuDNN bfloat16": functools.partial(sdpa, BACKENDS["cuDNN"], *wide, causal=causal)}
     work = 4 * batch * heads * n * n * d * (0.5 if causal else 1)
     return Problem(runners, 6e-2, work, 5 * q.numel(), 2)       # probabilities have four significant bits: an error of some 3 %
-
-
-def gradient(f, q, k, v, dout, causal):
-    """The backward call, through autograd for every runner. The forward runs at the first call: a backend may refuse it."""
-    @functools.cache
-    def graph():
-        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        return f(*inputs, causal=causal), inputs
-
-    def call():
-        out, inputs = graph()
-        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
-    return call
 
 
 def cases(dims=(64, 128), dtype="bfloat16", lengths=LENGTHS, tokens=TOKENS, width=WIDTH, device="cuda"):

@@ -1,4 +1,4 @@
-"""Attention's features against the dense rate for the same work, and against PyTorch's own paths for them.
+"""Attention's features, against dense attention of the same work and PyTorch's own paths for them (GPU).
 
 Features are grouped queries, windows, packed sequences, sinks, softcap, ALiBi and dropout. FLOP count the visible pairs
 of row and key: 4 D Hq each forward, 2.5 times that backward. Beside each case, in the same rounds, the dense one of the
@@ -12,8 +12,7 @@ import random
 import torch
 
 import margay
-from margay.bench.attention import gradient
-from margay.bench.harness import Case, GpuTimer, Problem, run_family
+from margay.bench.harness import Case, GpuTimer, Problem, gradient, run_family
 from torch.nn.attention import SDPBackend
 
 TOKENS, WIDTH, WINDOW, DROPOUT = 32768, 2048, 1024, 0.1
@@ -73,7 +72,7 @@ def build(d, n, kv_heads, window, sequences, backward):
         beside[f"dense N={length}"] = causal_case(d, length, TOKENS // length, backward)
     work = 4 * sequences * q.shape[1] * pairs(n, window) * d
     if backward:
-        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
+        return Problem({name: gradient(functools.partial(f, causal=True), (q, k, v), dout) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
     return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work, beside=beside)
 
 
@@ -92,7 +91,7 @@ def build_with(name, d, n, backward):
         runners["cuDNN"] = lambda q, k, v, causal: _grouped(q, k, v, causal, DROPOUT)
     work, beside = 4 * TOKENS // n * heads * pairs(n) * d, {f"dense N={n}": causal_case(d, n, TOKENS // n, backward)}
     if backward:
-        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, math.inf, 2.5 * work, beside=beside)
+        return Problem({name: gradient(functools.partial(f, causal=True), (q, k, v), dout) for name, f in runners.items()}, math.inf, 2.5 * work, beside=beside)
     return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, math.inf, work, beside=beside)
 
 
@@ -104,7 +103,7 @@ def build_narrow(backward):
     runners = {"margay": margay.attention, "cuDNN": _grouped}
     work, beside = 2 * TOKENS // 4096 * q.shape[1] * pairs(4096) * (192 + 128), {"dense N=4096": causal_case(128, 4096, TOKENS // 4096, backward)}
     if backward:
-        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
+        return Problem({name: gradient(functools.partial(f, causal=True), (q, k, v), dout) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
     return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work, beside=beside)
 
 
@@ -120,7 +119,7 @@ def build_packed(d, backward):
     work = 4 * heads * sum(map(pairs, sizes)) * d
     beside = {f"dense, {len(sizes)} of {same_length()}": causal_case(d, same_length(), len(sizes), backward)}
     if backward:
-        return Problem({name: gradient(f, q, k, v, dout, True) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
+        return Problem({name: gradient(functools.partial(f, causal=True), (q, k, v), dout) for name, f in runners.items()}, 2e-2, 2.5 * work, beside=beside)
     return Problem({name: functools.partial(f, q, k, v, causal=True) for name, f in runners.items()}, 1e-2, work, beside=beside)
 
 

@@ -12,7 +12,8 @@ import torch
 import margay as mg
 import reference
 from cases import DEVICES, DIMS, HALF, check_error, largest_score, row_taken
-from margay import _C, _torch, flash_attn_interface
+from margay import _C, flash_attn_interface
+from margay.families.attention import attention_torch
 from margay.drop_ins import torch_attention
 
 CASES = 100
@@ -307,6 +308,18 @@ def test_the_backward_kernels_agree_on_the_head_dim(dtype):
         assert len(set(map(head_dim, rows))) == 1, (rows, problem)
 
 
+@pytest.mark.parametrize("main, dim", (("d256_full", 256), ("d128", 128), ("d128_x2", 128)))
+def test_the_backward_kernels_go_with_a_preferred_one(main, dim):
+    """Whatever head dim the problem would have got: the preferred kernel's condition holds for it too."""
+    problem = dict(dtype="bfloat16", d=64 if main == "d256_full" else 100, dv=50, nq=600, nk=600)
+    try:
+        _C.prefer(f"attention_bwd_bf16_{main}")
+        rows = [row_taken(op, **problem) for op in ("attention_bwd_pre", "attention_bwd", "attention_bwd_post")]
+    finally:
+        _C.prefer(None)
+    assert rows == [f"attention_bwd_pre_bf16_d{dim}", f"attention_bwd_bf16_{main}", f"attention_bwd_post_bf16_d{dim}"]
+
+
 # ---- what packed sequences must not see of each other. The library is called with outputs that hold NaN, so that what it does not write shows.
 
 LENGTHS = ((100, 100), (33, 150), (0, 40), (129, 65), (64, 128), (7, 0), (70, 200), (257, 3))   # rows, keys
@@ -333,12 +346,12 @@ def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slo
     starts, _ = packed_places(lengths)
     heads = q.shape[1]
     sinks, slope = (torch.linspace(-1, 1, heads, device=device), torch.full((1, heads), 0.01, device=device))
-    features = _torch._features_of(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
+    features = attention_torch._features_of(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
                                      -1, softcap, dropout, *(max((pair[i] for pair in lengths), default=0) for i in (0, 1)), 11)
     nans = lambda t, *shape: torch.full(shape or t.shape, math.nan, dtype=t.dtype, device=device)
     out, lse, grads = nans(v, *q.shape[:3], v.shape[3]), nans(dlse), [nans(t) for t in (q, k, v)]
-    _torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
-    _torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
+    attention_torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
+    attention_torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
     return out, lse, *grads
 
 

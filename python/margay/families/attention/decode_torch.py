@@ -2,29 +2,29 @@
 
 import torch
 
-from margay import _C, _torch, _transforms, ops
-from margay._decode import APPEND_NAMES, NAMES, PAGE_UNIT, check_ranks, needs_order
-from margay._torch import as_float32
+from margay import _C, _shared, _torch, _transforms
+from margay._torch import as_float32  # noqa: F401, for decode
+from margay.families.attention.decode import APPEND_NAMES, NAMES, PAGE_UNIT, check_ranks, needs_order
 
 _OPTIONAL = "Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx"
 
 
 def attention_decode(tensors, options, want_lse):
     _refuse_gradient("attention_decode", tensors)
-    if torch.compiler.is_compiling() or not _torch._c_may_read(*tensors):
-        _torch._check_tensors("attention_decode", **dict(zip(NAMES, tensors)))
+    if torch.compiler.is_compiling() or not _torch.c_may_read(*tensors):
+        _torch.check_kinds("attention_decode", NAMES[3:], **dict(zip(NAMES, tensors)))
         return torch.ops.margay.attention_decode(*tensors, *options)
     return _decode_forward(tensors, options, want_lse)
 
 
 def append_kv(tensors, length):
     _refuse_gradient("append_kv", tensors)
-    if torch.compiler.is_compiling() or not _torch._c_may_read(*tensors):
-        _torch._check_tensors("append_kv", **dict(zip(APPEND_NAMES, tensors)))
+    if torch.compiler.is_compiling() or not _torch.c_may_read(*tensors):
+        _torch.check_kinds("append_kv", APPEND_NAMES[4:], **dict(zip(APPEND_NAMES, tensors)))
         read = tensors if torch.compiler.is_compiling() else [t if t is None else t.resolve_neg() for t in tensors]
         torch.ops.margay.append_kv(*read, length)
         for cache, t in zip(tensors[:2], read):        # torch negates no argument that is written beside one that is None
-            _torch._copy_back(cache, t)
+            _torch.copy_back(cache, t)
     else:
         _append(tensors, length)
 
@@ -39,7 +39,7 @@ def _decode_forward(tensors, options, want_lse=True):
         tensors = _pages_in_order(*tensors)
     q, k_cache, v_cache, _, page_table, *_ = tensors
     if not q.is_cuda:
-        _torch._use_torch_threads()
+        _torch.use_torch_threads()
     try:
         size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device) if size else None
@@ -50,17 +50,17 @@ def _decode_forward(tensors, options, want_lse=True):
     return out, lse
 
 
-@ops.one_exception
+@_shared.one_exception
 def _decode_forward_of_copies(tensors, options, want_lse):
     _check_decode(*tensors)
-    copies = _without_gaps(tensors[0]), *map(_torch._mappable, tensors[1:3]), *map(_without_gaps, tensors[3:])
+    copies = _without_gaps(tensors[0]), *map(_torch.mappable, tensors[1:3]), *map(_without_gaps, tensors[3:])
     if all(a is b for a, b in zip(copies, tensors)):
         raise
     return _decode_forward(copies, options, want_lse)
 
 
 def _without_gaps(t):
-    return t.contiguous() if t is not None and t.ndim and _torch._has_gaps(t) else t
+    return t.contiguous() if t is not None and t.ndim and _torch.has_gaps(t) else t
 
 
 def _pages_in_order(q, k_cache, v_cache, seqlens, page_table, index, *others):
@@ -79,7 +79,7 @@ def _append(tensors, length):
     if index is not None and needs_order(page_table, index) and index.shape[0] == caches[2].shape[0]:
         tensors = *caches, seqlens, table_rows(page_table, index), None
     if not tensors[0].is_cuda:
-        _torch._use_torch_threads()
+        _torch.use_torch_threads()
     try:
         _C.append_kv(*tensors, length)
     except Exception:
@@ -87,7 +87,7 @@ def _append(tensors, length):
     _torch.written(tensors[:2])
 
 
-@ops.one_exception
+@_shared.one_exception
 def _append_of_copies(tensors, length):
     _check_append(*tensors)
     copies = *tensors[:2], *map(_without_gaps, tensors[2:])
@@ -98,15 +98,15 @@ def _append_of_copies(tensors, length):
 
 def _check_decode(*tensors):
     named = dict(zip(NAMES, tensors))
-    _torch._check_tensors("attention_decode", **named)
+    _torch.check_kinds("attention_decode", NAMES[3:], **named)
     check_ranks("attention_decode", **dict(zip(NAMES[:3], tensors)))
-    _torch._check_devices("attention_decode", **named)
+    _torch.check_devices("attention_decode", **named)
 
 
 def _check_append(*tensors):
-    _torch._check_tensors("append_kv", **dict(zip(APPEND_NAMES, tensors)))
+    _torch.check_kinds("append_kv", APPEND_NAMES[4:], **dict(zip(APPEND_NAMES, tensors)))
     check_ranks("append_kv", **dict(zip(APPEND_NAMES[:4], tensors)))
-    _torch._check_devices("append_kv", **dict(zip(APPEND_NAMES, tensors)))
+    _torch.check_devices("append_kv", **dict(zip(APPEND_NAMES, tensors)))
 
 
 def _outputs(q, want_lse=True):
@@ -156,13 +156,13 @@ def table_rows(page_table, cache_batch_idx):
     return page_table[cache_batch_idx.long().where(there, 0)].where(there[:, None], -1)
 
 
-_torch._library.define(f"attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONAL}, Tensor? sink, Tensor? alibi_slopes, float scale, "
+_torch.library.define(f"attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONAL}, Tensor? sink, Tensor? alibi_slopes, float scale, "
                        "bool causal, int left, int right, float softcap, SymInt length, int num_splits) -> (Tensor, Tensor)", tags=_torch._TAGS)
-_torch._library.define(f"append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_OPTIONAL}, SymInt length) -> ()", tags=_torch._TAGS)
+_torch.library.define(f"append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_OPTIONAL}, SymInt length) -> ()", tags=_torch._TAGS)
 for _device in ("CPU", "CUDA"):
-    _torch._library.impl("attention_decode", _transforms.without_tangents("attention_decode", lambda *a: _decode_forward(a[:8], a[8:])), _device)
-    _torch._library.impl("append_kv", _transforms.without_tangents("append_kv", lambda *a: _append(a[:7], a[7])), _device)
-torch.library.register_fake("margay::attention_decode", _decode_fake, lib=_torch._library)
-torch.library.register_fake("margay::append_kv", lambda *arguments: _check_append(*arguments[:7]), lib=_torch._library)
-_transforms.install(_torch._library, "attention_decode", _transforms.one_by_one)
-_transforms.install(_torch._library, "append_kv", None)
+    _torch.library.impl("attention_decode", _transforms.without_tangents("attention_decode", lambda *a: _decode_forward(a[:8], a[8:])), _device)
+    _torch.library.impl("append_kv", _transforms.without_tangents("append_kv", lambda *a: _append(a[:7], a[7])), _device)
+torch.library.register_fake("margay::attention_decode", _decode_fake, lib=_torch.library)
+torch.library.register_fake("margay::append_kv", lambda *arguments: _check_append(*arguments[:7]), lib=_torch.library)
+_transforms.install(_torch.library, "attention_decode", "attention_decode", _transforms.one_by_one)
+_transforms.install(_torch.library, "append_kv", "append_kv", None)

@@ -1,4 +1,4 @@
-"""Attention on the CPU against PyTorch's scaled_dot_product_attention: same dtype, same threads.
+"""Attention on the CPU, against PyTorch's SDPA: same dtype, same threads.
 
 Two threads unless --threads says otherwise.
 """
@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from margay.bench.attention import build
+from margay.bench.attention.attention import build
 from margay.bench.harness import Case, CpuTimer, run_family
 
 BATCH, HEADS, N = 1, 8, 2048

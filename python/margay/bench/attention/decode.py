@@ -1,4 +1,4 @@
-"""Attention for generation against PyTorch's flash attention, which reads the same caches.
+"""One query a sequence over its cache, plain and paged, against PyTorch's flash attention of the same caches (GPU).
 
 One query for each of B sequences, 32 query heads, 4 key heads (or 32: MHA), D = 128, bfloat16. Memory bounds it: keys
 and values are read once. `of memory` is their bytes over the time, relative to 4.35 TB/s.

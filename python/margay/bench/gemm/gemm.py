@@ -1,4 +1,4 @@
-"""Matrix products against torch.mm (cuBLASLt).
+"""Matrix products, against torch.mm, that is cuBLASLt (GPU).
 
 FLOP: 2 M N K. Layouts: nn is a b; nt is a b^T with b stored [N, K], as nn.Linear has it.
 """

@@ -1,4 +1,4 @@
-"""Bad input at attention's features, packed sequences, decoding and the flash-attn functions; rows of docs/bad_inputs.md, as in test_bad_input.py."""
+"""Bad input at attention's features, packed sequences, decoding and the flash-attn functions; rows of docs/bad_inputs.md, as in tests/test_bad_input.py."""
 
 import math
 import re
@@ -10,9 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import margay as mg
 from cases import DEVICES
-from margay import _C, flash_attn, flash_attn_interface, ops
+from margay import _C, flash_attn, flash_attn_interface
 from margay.drop_ins import torch_attention
-from test_bad_input import Wrapped, refused, run_python, tensors
+from margay.families.attention.attention import check_starts
+from refusals import Wrapped, refused, run_python, tensors
 
 INT32 = dict(dtype=torch.int32)
 
@@ -323,8 +324,8 @@ def test_bad_21_starts_of_the_raw_layer():
 @pytest.mark.parametrize("which, starts, message", STARTS)
 def test_bad_21_starts_as_python_checks_them(which, starts, message):
     """What MARGAY_SYNC=1 asks on CUDA says the same."""
-    refused(ValueError, message, ops.check_starts, which, list(starts), 100 if which == "q" else 120, 70)
-    ops.check_starts("q", [0, 30, 30, 100], 100, 70)
+    refused(ValueError, message, check_starts, which, list(starts), 100 if which == "q" else 120, 70)
+    check_starts("q", [0, 30, 30, 100], 100, 70)
 
 
 @pytest.mark.parametrize("wild", (2**32 + 5, -2**32 + 5, 2**31, -2**31 - 1, 2**63 - 1))
