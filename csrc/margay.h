@@ -16,7 +16,8 @@ extern "C" {
   MG_API mg_status mg_##op(const mg_##op##_args *);
 #include "ops.def"
 // The names of sizes that rows use.
-#define MG_SIZES(X) X(B) X(T) X(H) X(G) X(P) X(M) X(N) X(K) X(V) X(V8) X(CHUNKS) X(C) X(W) X(W1) X(PAST) X(SEQS) X(STARTS) X(LONG) X(FEW) X(PARTS) X(SLOTS) X(LENGTH)
+#define MG_SIZES(X) X(B) X(T) X(H) X(G) X(P) X(M) X(N) X(K) X(V) X(V8) X(CHUNKS) X(C) X(PAST) X(SEQS) \
+  X(STARTS) X(W) X(W1) X(STATES) X(ENDS) X(LONG) X(FEW) X(PARTS) X(SLOTS) X(LENGTH)
 
 // ---- ops with an interface by hand. What attention computes besides; zeros and NULL: nothing of it.
 typedef struct mg_attention_features {

@@ -21,7 +21,7 @@ static causal_conv1d_problem problem_of(mg_call *c, const call *a) {
     .weight = a->weight->data, .bias = data(a->bias), .weight_is_float = a->weight->dtype == MG_FP32, .bias_is_float = a->bias && a->bias->dtype == MG_FP32,
     .initial = first.data, .initial_sequence = first.sequence, .initial_step = first.step, .starts = data(a->starts), .seq_idx = data(a->seq_idx),
     .seq_idx_batch = a->seq_idx ? a->seq_idx->stride[0] : 0, .steps = (int)c->n.T, .channels = (int)c->n.C,
-    .sequences = (int)(a->starts ? c->n.SEQS : c->n.B), .silu = a->silu};
+    .sequences = (int)(a->starts ? c->n.STARTS - 1 : c->n.B), .silu = a->silu};
 }
 
 // Tasks are equal but for the last segment of a sequence, so the time is that of the waves. A segment costs about a tile for its start, and a tile
@@ -105,7 +105,8 @@ static mg_status backward(mg_call *c, const call *a, const gradients *g) {
   const int64_t blocks = mg_ceil_div(c->n.C, c->desc->tile_n);
   causal_conv1d_bwd_post_params q = {
     .problem = p.problem, .partials = p.partials, .parts = (int)(c->n.B * p.cut.segments), .col_blocks = (int)blocks, .dweight = g->dweight->data,
-    .dbias = g->dbias ? g->dbias->data : NULL, .x = a->x->data, .dout = g->dout->data, .dx = g->dx ? g->dx->data : NULL,
+    .dbias = g->dbias ? g->dbias->data : NULL, .dweight_is_float = g->dweight->dtype == MG_FP32,
+    .dbias_is_float = g->dbias && g->dbias->dtype == MG_FP32, .x = a->x->data, .dout = g->dout->data, .dx = g->dx ? g->dx->data : NULL,
     .x_batch = a->x->stride[0], .x_step = a->x->stride[1], .dout_batch = g->dout->stride[0], .dout_step = g->dout->stride[1],
     .dx_batch = dx->stride[0], .dx_step = dx->stride[1], .dfinal = states_of(g->dfinal), .dinitial = states_of(g->dinitial)};
   q.sums = mg_tasks(c, blocks * (c->n.W + (g->dbias != NULL)));

@@ -44,7 +44,8 @@ typedef struct causal_conv1d_bwd_post_params {
   causal_conv1d_problem problem;
   const float *partials;
   int parts, col_blocks;
-  void *dweight, *dbias;            // as weight and bias
+  void *dweight, *dbias;            // fp32, or as x
+  int dweight_is_float, dbias_is_float;
   const void *x, *dout;
   void *dx;
   int64_t x_batch, x_step, dout_batch, dout_step, dx_batch, dx_step;

@@ -22,8 +22,8 @@ TILE void add_up(const params &p, int i) {
     CONSTANT_INDEX for (int j = 0; j < 8; j++) load(v[j], from + (int64_t)(part + j) * (W + 1) * channels, 1, part + j < p.parts ? n : 0);
     CONSTANT_INDEX for (int j = 0; j < 8; j++) map(sum, sum, v[j], [](float s, float x) { return s + x; });
   }
-  if (k == W) store_column(p.dbias, p.problem.bias_is_float, col, 1, sum, n);
-  else store_column(p.dweight, p.problem.weight_is_float, (int64_t)col * W + k, W, sum, n);
+  if (k == W) store_column(p.dbias, p.dbias_is_float, col, 1, sum, n);
+  else store_column(p.dweight, p.dweight_is_float, (int64_t)col * W + k, W, sum, n);
 }
 
 // ---- the ends of a sequence

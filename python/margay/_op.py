@@ -62,9 +62,14 @@ class Row:
         return next(alike, None) if f["role"] in ("out", "optout") else None
 
     def new(self, f, place=""):
-        dtype = f"{self.halves[0]}.dtype" if f["kind"] == "half" else f"dtypes[{f['kind']!r}]"
+        dtype = f"{self.halves[0]}.dtype" if f["kind"] == "half" else self.real(f) if f["kind"] == "real" else f"dtypes[{f['kind']!r}]"
         twin = self.twin(f)
         return f"empty_like({twin})" if twin else f"empty({self.shape(f)}, dtype={dtype}{place})"
+
+    def real(self, f):
+        """The dtype of a gradient: its input's, or where that is not given the first one's."""
+        of, first = (next(r for r in self.inputs if r["kind"] == "real" and (name is None or r["name"] == name)) for name in (f["name"][1:], None))
+        return f"{of['name']}.dtype" if of["role"] != "opt" else f"({first['name']} if {of['name']} is None else {of['name']}).dtype"
 
     def signature(self, tensor="", optional="", numbers=False):
         """Inputs and numbers, with defaults once all that follow have one."""
@@ -129,7 +134,10 @@ def check(row, tensors, numbers, dtype_name, halves):
             if found not in halves:
                 raise TypeError(f"{row.name}: {name} has dtype {found}, expected {_HALF}")
         expected = like[1] if f["kind"] == "half" else f["kind"]
-        if found != expected:
+        if f["kind"] == "real":
+            if found not in ("float32", like[1]):
+                raise TypeError(f"{row.name}: {name} has dtype {found}, expected float32 or {like[1]} (as {like[0]})")
+        elif found != expected:
             same = f" (same as {like[0]})" if f["kind"] == "half" else ""
             raise TypeError(f"{row.name}: {name} has dtype {found}, expected {expected}{same}")
         for i, size in enumerate(f["sizes"]):
@@ -137,8 +145,9 @@ def check(row, tensors, numbers, dtype_name, halves):
             if t.shape[i] != n:
                 raise ValueError(f"{row.name}: {name} has size {t.shape[i]} in dimension {i}, expected {n} ({size} of {first})")
     numbers = {f["name"]: _number(row.name, f, numbers[f["name"]]) for f in row.numbers}
+    absent = {size: -1 for f in row.inputs for size in f["sizes"]}
     for text, code in row.needs:
-        if not eval(code, {}, {size: n for size, (n, _, _) in sizes.items()} | numbers):
+        if not eval(code, {}, absent | {size: n for size, (n, _, _) in sizes.items()} | numbers):
             found = [f"{size} = {n} (dimension {i} of {first})" for size, (n, first, i) in sorted(sizes.items()) if _mentions(text, size)]
             found += [f"{name} is {value:g}" for name, value in numbers.items() if _mentions(text, name)]
             raise ValueError(f"{row.name}: {', '.join(found)}, expected {text}")
