@@ -94,7 +94,7 @@ static mg_status backward(mg_call *c, const call *a, const gradients *g) {
   if (starts_are_wrong(c, a->starts) || !mg_choose_other(c, MG_OP_causal_conv1d_bwd)) return c->status;
   causal_conv1d_bwd_params p = {.problem = problem_of(c, a), .writes_dx = g->dx != NULL, .partials = g->partials->data};
   if (c->n.T && c->n.B && c->n.C) {
-    p.cut = cut_of(c, c->n.T + c->n.W - 1, c->n.PARTS / c->n.B);
+    p.cut = cut_of(c, c->n.T, c->n.PARTS / c->n.B);
     mg_map_rows(c, &p.x, a->x, STEPS, COLS);
     mg_map_rows(c, &p.dout, g->dout, STEPS, COLS);
     if (g->dx) mg_map_rows(c, &p.dx, g->dx, STEPS, COLS);

@@ -17,6 +17,9 @@ TILE void init(shared &s) {
 }
 TILE int first_task(int group) { return group * block_count() + block_index(); }   // few tasks are spread over all multiprocessors
 TILE int task_stride() { return GROUPS * block_count(); }
+// A segment that is not its sequence's first begins a tile earlier, for what its first steps need of the steps before.
+TILE int first_step(const task &t) { return t.step ? t.step - STEPS : 0; }
+TILE bool has_marks(const params &p) { return p.problem.starts || p.problem.seq_idx; }
 
 TILE void loader(const params &p, shared &s, int group) {
   ring<STAGES> &ring = s.steps[group];
@@ -26,7 +29,7 @@ TILE void loader(const params &p, shared &s, int group) {
     int next = p.problem.starts ? sequence_at(p.problem, first_step(t)) : 0;
     for (int step = first_step(t); step < t.end; step += STEPS) {
       ring_acquire(ring, at);
-      if (has_marks(p.problem)) put(s.marks[group][at.stage], marks_of(p.problem, t.batch, step, next));
+      if (has_marks(p)) put(s.marks[group][at.stage], marks_of(p.problem, t.batch, step, next));
       ring_expect(ring, at, tile_bytes(s.x[0][0]));
       tma_load(s.x[group][at.stage], p.x, ring.full[at.stage], step, t.col, 0, t.batch);   // steps past the end are zeros
       ring_next(ring, at);
@@ -104,7 +107,7 @@ TILE void compute(const params &p, shared &s, int group) {
     for (int step = first_step(t); step < t.end; step += STEPS) {
       tile &x = s.x[group][at.stage];
       ring_wait(ring, at);
-      int marks = has_marks(p.problem) ? get(s.marks[group][at.stage]) : 0;
+      int marks = has_marks(p) ? get(s.marks[group][at.stage]) : 0;
       if (marks) marked_rows(x, step, marks, sequence, t.col, past, w, p.problem);
       else {
         ROLLED for (int r = 0; r < STEPS; r += 8) eight_rows(x, r, past, w, silu);

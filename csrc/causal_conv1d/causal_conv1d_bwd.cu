@@ -1,8 +1,10 @@
 // Gradients of causal_conv1d.cu's y = f(a), a_t = bias + sum over k of tap[k] x_(t - W + 1 + k). With g_t = dy_t f'(a_t), a computed once more:
 //   dx_t = sum over j < W of tap[W - 1 - j] g_(t + j),   dtap[k] = sum over t of g_t x_(t - W + 1 + k),   dbias = sum over t of g_t
-// One pass over x and dy, in the forward's order: a warpgroup walks down the steps of 256 channels with the last W - 1 steps of x and as many sums of dx
-// in the making. Step t completes dx_(t - W + 1), so that a tile of dx, in the place of dy, goes home W - 1 rows further up. A segment's sums of dtap and
-// dbias go to memory; causal_conv1d_bwd_post adds them up, and sees to the ends of sequences: initial states, and gradients of final ones.
+// One pass over x and dy, in the forward's order: a warpgroup walks down the steps of 256 channels with the last W - 1
+// steps of x and as many sums of dx in the making. Step t completes dx_(t - W + 1), which takes the place of dy_t in its
+// tile. So a tile of x and dy begins W - 1 steps after the tile of dx that comes of it. A segment begins a tile earlier,
+// for the sums in the making. Its sums of dtap and dbias go to memory; causal_conv1d_bwd_post adds them up, and sees to
+// the ends of sequences: initial states, and gradients of final ones.
 #include "causal_conv1d/causal_conv1d_tasks.h"
 
 // W: taps, 2 to 4. GROUPS: warpgroups of a block. STAGES
@@ -18,20 +20,24 @@ TILE void init(shared &s) {
 }
 TILE int first_task(int group) { return group * block_count() + block_index(); }
 TILE int task_stride() { return GROUPS * block_count(); }
+TILE bool has_marks(const params &p) { return p.problem.starts || p.problem.seq_idx || p.problem.initial; }
+TILE int first_row(const task &t) { return t.step - STEPS; }            // of dx, in front of the segment
+TILE int first_sequence(const params &p, int step) { return p.problem.starts ? sequence_at(p.problem, step) : 0; }
 
 TILE void loader(const params &p, shared &s, int group) {
   ring<STAGES> &ring = s.steps[group];
   ring_pos at = {};
   for (int i = first_task(group); i < p.cut.tasks; i += task_stride()) {
     task t = task_of(p.cut, i);
-    int next = p.problem.starts ? sequence_at(p.problem, first_step(t)) : 0;
-    for (int step = first_step(t); step < t.end; step += STEPS) {
+    int next = first_sequence(p, first_row(t) + PAST);
+    for (int row = first_row(t); row < t.end; row += STEPS) {
+      int step = row + PAST;
       sem &full = ring.full[at.stage];
       ring_acquire(ring, at);
-      if (has_marks(p.problem)) put(s.marks[group][at.stage], marks_of(p.problem, t.batch, step, next));
+      if (has_marks(p)) put(s.marks[group][at.stage], marks_of(p.problem, t.batch, step, next));
       ring_expect(ring, at, 2 * tile_bytes(s.x[0][0]));
       tma_load(s.x[group][at.stage], p.x, full, step, t.col, 0, t.batch);
-      tma_load(s.dy[group][at.stage], p.dout, full, step, t.col, 0, t.batch);   // steps past the end are zeros and change nothing
+      tma_load(s.dy[group][at.stage], p.dout, full, step, t.col, 0, t.batch);   // zeros outside, and change nothing
       ring_next(ring, at);
     }
   }
@@ -132,14 +138,15 @@ TILE void compute(const params &p, shared &s, int group) {
     sums d;
     int sequence = p.problem.starts ? 0 : t.batch, age = W;   // what goes to steps before the first is not written
     load_weights(w, p.problem, t.col);
-    load_initial(c.past, p.problem, sequence, t.col);
-    if (p.problem.starts && p.problem.initial) sequence = sequence_at(p.problem, first_step(t) + 1) - 1;
+    CONSTANT_INDEX for (int k = 0; k < PAST; k++) fill(c.past[k], 0.f);
+    if (p.problem.starts && p.problem.initial) sequence = first_sequence(p, first_row(t) + PAST + 1) - 1;
     CONSTANT_INDEX for (int k = 0; k < PAST; k++) fill(c.dx[k], 0.f);
     fill_sums(d);
-    for (int step = first_step(t); step < t.end; step += STEPS) {
+    for (int row = first_row(t); row < t.end; row += STEPS) {
+      int step = row + PAST;
       tile &x = s.x[group][at.stage], &dy = s.dy[group][at.stage];
       ring_wait(ring, at);
-      int marks = has_marks(p.problem) ? get(s.marks[group][at.stage]) : 0;
+      int marks = has_marks(p) ? get(s.marks[group][at.stage]) : 0;
       if (marks || age < W - 1) age = marked_rows(x, dy, step, marks, age, sequence, t.col, c, d, w, p.problem);
       else {
         ROLLED for (int r = 0; r < STEPS; r += 8) eight_rows(x, dy, r, c, d, w, silu);
@@ -148,8 +155,8 @@ TILE void compute(const params &p, shared &s, int group) {
       fence_async();
       wg_sync();                      // all have written dx, and the store before has read its tile
       if (leaving) ring_release(ring, before);
-      if (step < t.step) fill_sums(d);                       // the tile before a segment counts in that of its own
-      else if (p.writes_dx) tma_store(p.dx, dy, step - PAST, t.col, 0, t.batch);
+      if (row >= t.step && p.writes_dx) tma_store(p.dx, dy, row, t.col, 0, t.batch);
+      if (row < t.step && t.step > 0) fill_sums(d);          // these steps count in the segment before
       leaving = true;
       before = at;
       ring_next(ring, at);

@@ -13,9 +13,6 @@ TILE task task_of(const causal_conv1d_cut &c, int i) {
   int rest = i / c.col_blocks, segment = rest % c.segments, first = segment * c.segment_steps, end = first + c.segment_steps;
   return {rest / c.segments, segment, i % c.col_blocks * N, first, end < c.steps ? end : c.steps};
 }
-// A segment that is not its sequence's first begins a tile earlier, for what its first steps need of the steps before.
-TILE int first_step(const task &t) { return t.step ? t.step - STEPS : 0; }
-
 // ---- where sequences begin
 TILE int sequence_at(const causal_conv1d_problem &p, int step) {   // the first one that begins at `step` or later
   int low = 0, high = p.sequences;
@@ -26,23 +23,26 @@ TILE int sequence_at(const causal_conv1d_problem &p, int step) {   // the first 
   }
   return low;
 }
-// Bit r: a sequence begins at row r of the tile at `step`; bit 16 + r: the row belongs to none. next: the first sequence that begins in it or later.
+// Bit r: a sequence begins at row r of the tile at `step`; bit 16 + r: the row belongs to none. next: the first packed
+// sequence that begins in it or later. A tile may begin in front of the first step, which initial states then mark.
 TILE int marks_of(const causal_conv1d_problem &p, int batch, int step, int &next) {
   int marks = 0;
   if (p.starts) {
-    for (; next < p.sequences && p.starts[next] < step + STEPS; next++) marks |= 1 << (p.starts[next] - step & 15);
+    for (; next < p.sequences && p.starts[next] < step + STEPS; next++) marks |= 1 << ((p.starts[next] - step) & 15);
     int behind = p.starts[p.sequences] - step;
-    if (behind < STEPS) marks |= (0xffff << (behind > 0 ? behind : 0) & 0xffff) << 16;
-  } else {
-    const int *idx = p.seq_idx + batch * p.seq_idx_batch + step;
-    int rows = p.steps - step, before = rows > 0 ? idx[step ? -1 : 0] : 0;
+    if (behind < STEPS) marks |= ((0xffff << (behind > 0 ? behind : 0)) & 0xffff) << 16;
+    return marks;
+  }
+  if (p.seq_idx) {
+    const int *idx = p.seq_idx + batch * p.seq_idx_batch;
+    int before = idx[step > 0 ? step - 1 : 0];
     CONSTANT_INDEX for (int r = 0; r < STEPS; r++) {
-      int now = r < rows ? idx[r] : before;
+      int now = step + r < 0 || step + r >= p.steps ? before : idx[step + r];
       marks |= (now != before) << r | (now < 0) << (16 + r);
       before = now;
     }
   }
-  return marks;
+  return p.initial && step < 0 ? marks | 1 << -step : marks;
 }
 
 // No sequence begins behind step `from`, up to `to`. Steps in front of a batch entry belong to its first sequence.
@@ -74,13 +74,13 @@ TILE void load_initial(cols (&past)[PAST], const causal_conv1d_problem &p, int s
   const elem *g = (const elem *)p.initial + sequence * p.initial_sequence + col;
   CONSTANT_INDEX for (int k = 0; k < PAST; k++) load(past[k], g + k * p.initial_step, 1, p.initial && sequence >= 0 ? p.channels - col : 0);
 }
-// A mark says that a sequence begins at `step`: of packed ones, the one that has steps, of several. seq_idx: without initial states.
+// A mark says that a sequence begins at `step`: of packed ones, the one that has steps, of several. Without packed ones
+// only the first has initial states.
 TILE void begin_sequence(cols (&past)[PAST], const causal_conv1d_problem &p, int &sequence, int step, int col) {
   if (p.starts && p.initial)
     while (sequence + 1 < p.sequences && p.starts[sequence + 1] <= step) sequence++;
-  load_initial(past, p, p.starts ? sequence : -1, col);
+  load_initial(past, p, p.starts || step == 0 ? sequence : -1, col);
 }
-TILE bool has_marks(const causal_conv1d_problem &p) { return p.starts || p.seq_idx; }
 
 // a = bias + sum over k of tap[k] x[k]
 TILE void convolve(cols &a, const cols *x, const weights &w) {

@@ -94,15 +94,15 @@ template<int N, class F> __attribute__((flatten)) TILE void map(gv<N> &d, const 
   for (int i = 0; i < N; i++) d.d[i] = f(a.d[i], b.d[i], c.d[i]);
 }
 template<typename T, int R, int C, int N> TILE void load_row(gv<N> &v, const st<T, R, C> &s, int row, int c0) {
-  begins_at(s, c0, 64);
-  reads_shared(part(s, row, 1, c0, N));
+  begins_at(s, c0, N);
+  reads_own(part(s, row, 1, c0, N));
   writes(v);
   widen_row(v.d, s.d + row * C + c0, N);
 }
 template<typename T, int R, int C, int N> TILE void store_row(st<T, R, C> &d, int row, const gv<N> &v, int c0) {
-  begins_at(d, c0, 64);
+  begins_at(d, c0, N);
   reads(v);
-  writes_shared(d, part(d, row, 1, c0, N));
+  writes_own(d, part(d, row, 1, c0, N));
   narrow_row(d.d + row * C + c0, v.d, N);
 }
 template<typename T, int N> TILE void load(gv<N> &v, const T *g, int64_t stride, int n) {
