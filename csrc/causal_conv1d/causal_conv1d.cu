@@ -1,7 +1,7 @@
-// y_t = f(bias + sum over k < W of tap[k] x_(t - W + 1 + k)), each channel by itself; f: a, or a sigmoid(a) (SiLU). Bound by memory: x is read once, y
-// written once.
-// A warpgroup walks down the steps of 256 channels, two a thread, and keeps the last W - 1 steps in registers. y takes the place of x in its tile, from
-// where it goes home. Warpgroups do not meet; each has a loader thread and a ring.
+// y_t = f(bias + sum over k < W of tap[k] x_(t - W + 1 + k)), each channel by itself; f: a, or a sigmoid(a) (SiLU).
+// Bound by memory: x is read once, y written once. A warpgroup walks down the steps of 256 channels, two a thread, and
+// keeps the last W - 1 steps in registers. y takes the place of x in its tile, from where it goes home. Warpgroups do
+// not meet; each has a loader thread and a ring.
 #include "causal_conv1d/causal_conv1d_tasks.h"
 
 // W: taps, 2 to 4. GROUPS: warpgroups of a block. STAGES
@@ -15,7 +15,7 @@ typedef causal_conv1d_params params;
 TILE void init(shared &s) {
   for (int g = 0; g < GROUPS; g++) ring_init(s.steps[g], arrivals(1, 0, 0), arrivals(0, 0, 1));
 }
-TILE int first_task(int group) { return group * block_count() + block_index(); }   // few tasks are spread over all multiprocessors
+TILE int first_task(int group) { return group * block_count() + block_index(); }   // spread over all multiprocessors
 TILE int task_stride() { return GROUPS * block_count(); }
 // A segment that is not its sequence's first begins a tile earlier, for what its first steps need of the steps before.
 TILE int first_step(const task &t) { return t.step ? t.step - STEPS : 0; }
@@ -31,7 +31,7 @@ TILE void loader(const params &p, shared &s, int group) {
       ring_acquire(ring, at);
       if (has_marks(p)) put(s.marks[group][at.stage], marks_of(p.problem, t.batch, step, next));
       ring_expect(ring, at, tile_bytes(s.x[0][0]));
-      tma_load(s.x[group][at.stage], p.x, ring.full[at.stage], step, t.col, 0, t.batch);   // steps past the end are zeros
+      tma_load(s.x[group][at.stage], p.x, ring.full[at.stage], step, t.col, 0, t.batch);   // zeros past the end
       ring_next(ring, at);
     }
   }
@@ -55,7 +55,8 @@ TILE void eight_rows(tile &t, int first, cols (&past)[PAST], const weights &w, b
 }
 
 // A tile in which some do, row by row.
-TILE void marked_rows(tile &t, int step, int marks, int &sequence, int col, cols (&past)[PAST], const weights &w, const causal_conv1d_problem &p) {
+TILE void marked_rows(tile &t, int step, int marks, int &sequence, int col, cols (&past)[PAST], const weights &w,
+                      const causal_conv1d_problem &p) {
   cols x[W];
   CONSTANT_INDEX for (int k = 0; k < PAST; k++) copy(x[k], past[k]);
   ROLLED for (int r = 0; r < STEPS; r++) {
@@ -74,11 +75,13 @@ TILE void marked_rows(tile &t, int step, int marks, int &sequence, int col, cols
   CONSTANT_INDEX for (int k = 0; k < PAST; k++) copy(past[k], x[k]);
 }
 
-// The last W - 1 steps of a sequence, of which some may be initial states. Where seq_idx has several, that is the last one, after zeros.
+// The last W - 1 steps of a sequence, of which some may be initial states. Where seq_idx has several, that is the last
+// one, after zeros.
 TILE void keep_final(const params &p, int i) {
   int sequence = i / p.cut.col_blocks, col = i % p.cut.col_blocks * N, n = p.problem.channels - col;
   int batch = p.problem.starts ? 0 : sequence;
-  int first = p.problem.starts ? p.problem.starts[sequence] : 0, end = p.problem.starts ? p.problem.starts[sequence + 1] : p.problem.steps;
+  int first = p.problem.starts ? p.problem.starts[sequence] : 0;
+  int end = p.problem.starts ? p.problem.starts[sequence + 1] : p.problem.steps;
   const elem *x = (const elem *)p.first + batch * p.x_batch + col;
   const elem *initial = (const elem *)p.problem.initial + sequence * p.problem.initial_sequence + col;
   elem *final = (elem *)p.final.data + sequence * p.final.sequence + col;
@@ -102,7 +105,7 @@ TILE void compute(const params &p, shared &s, int group) {
     cols past[PAST];
     int sequence = p.problem.starts ? 0 : t.batch;
     load_weights(w, p.problem, t.col);
-    load_initial(past, p.problem, sequence, t.col);   // of a later segment, and of packed sequences: replaced before it counts
+    load_initial(past, p.problem, sequence, t.col);   // later segments and packed sequences have others before it counts
     if (p.problem.starts && p.problem.initial) sequence = sequence_at(p.problem, first_step(t) + 1) - 1;
     for (int step = first_step(t); step < t.end; step += STEPS) {
       tile &x = s.x[group][at.stage];

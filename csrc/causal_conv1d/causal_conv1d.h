@@ -58,6 +58,6 @@ typedef struct causal_conv1d_step_params {
   const void *x;
   void *out, *state;                // [batch, steps, channels], [states, length, channels]
   int64_t x_batch, x_step, out_batch, out_step, state_slot, state_step, state_channel;
-  const int *used, *slots;          // [batch]: steps that a sequence has had; its place in state, outside of which there is padding. Or NULL
+  const int *used, *slots;          // [batch] or NULL: steps that a sequence has had; its place in state, or padding
   int steps, length, states, col_blocks;
 } causal_conv1d_step_params;

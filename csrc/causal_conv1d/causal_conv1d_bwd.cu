@@ -1,10 +1,12 @@
-// Gradients of causal_conv1d.cu's y = f(a), a_t = bias + sum over k of tap[k] x_(t - W + 1 + k). With g_t = dy_t f'(a_t), a computed once more:
-//   dx_t = sum over j < W of tap[W - 1 - j] g_(t + j),   dtap[k] = sum over t of g_t x_(t - W + 1 + k),   dbias = sum over t of g_t
+// Gradients of causal_conv1d.cu's y = f(a), a_t = bias + sum over k of tap[k] x_(t - W + 1 + k). With a computed once more
+// and g_t = dy_t f'(a_t):
+//   dx_t = sum over j < W of tap[W - 1 - j] g_(t + j)
+//   dtap[k] = sum over t of g_t x_(t - W + 1 + k),   dbias = sum over t of g_t
 // One pass over x and dy, in the forward's order: a warpgroup walks down the steps of 256 channels with the last W - 1
-// steps of x and as many sums of dx in the making. Step t completes dx_(t - W + 1), which takes the place of dy_t in its
-// tile. So a tile of x and dy begins W - 1 steps after the tile of dx that comes of it. A segment begins a tile earlier,
-// for the sums in the making. Its sums of dtap and dbias go to memory; causal_conv1d_bwd_post adds them up, and sees to
-// the ends of sequences: initial states, and gradients of final ones.
+// steps of x and as many sums of dx in the making. Step t completes dx_(t - W + 1), which takes the place of dy_t in
+// its tile. So a tile of x and dy begins W - 1 steps after the tile of dx that comes of it. A segment begins a tile
+// earlier, for the sums in the making. Its sums of dtap and dbias go to memory; causal_conv1d_bwd_post adds them up, and
+// sees to the ends of sequences: initial states, and gradients of final ones.
 #include "causal_conv1d/causal_conv1d_tasks.h"
 
 // W: taps, 2 to 4. GROUPS: warpgroups of a block. STAGES
@@ -43,7 +45,8 @@ TILE void loader(const params &p, shared &s, int group) {
   }
 }
 
-// What goes down the rows: steps of x before this one; dx[j]: the sum so far of the step j before the last; and the sums over all steps.
+// What goes down the rows: steps of x before this one; dx[j], the sum so far of the step j before the last. And the sums
+// over all steps.
 struct state { cols past[PAST], dx[PAST]; };
 struct sums { cols tap[W], bias; };
 
@@ -55,10 +58,11 @@ TILE void activated(cols &g, const cols &a) {
   });
 }
 TILE void add_to_sums(sums &d, const cols &g, const cols *x) {
-  CONSTANT_INDEX for (int k = 0; k < W; k++) map(d.tap[k], g, x[k], d.tap[k], [](float g, float x, float d) { return fused(g, x, d); });
+  CONSTANT_INDEX for (int k = 0; k < W; k++)
+    map(d.tap[k], g, x[k], d.tap[k], [](float g, float x, float d) { return fused(g, x, d); });
   map(d.bias, d.bias, g, [](float d, float g) { return d + g; });
 }
-// dx of the step W - 1 before. `age`: how many steps before this one belong to its sequence; the gradient goes to no others.
+// dx of the step W - 1 before. `age`: how many steps before this one belong to its sequence; to others goes nothing.
 TILE void add_to_dx(cols &out, cols (&dx)[PAST], const cols &g, const weights &w, int age) {
   map(out, g, w.tap[0], dx[PAST - 1], [=](float g, float w, float d) { return age < W - 1 ? d : fused(g, w, d); });
   CONSTANT_INDEX for (int j = PAST - 1; j > 0; j--)
@@ -89,8 +93,8 @@ TILE void eight_rows(const tile &tx, tile &tdy, int first, state &s, sums &d, co
 }
 
 // A tile in which some do, or did so shortly before, row by row. The sequence's age afterwards.
-TILE int marked_rows(const tile &tx, tile &tdy, int step, int marks, int age, int &sequence, int col, state &s, sums &d, const weights &w,
-                     const causal_conv1d_problem &p) {
+TILE int marked_rows(const tile &tx, tile &tdy, int step, int marks, int age, int &sequence, int col, state &s, sums &d,
+                     const weights &w, const causal_conv1d_problem &p) {
   cols x[W];
   CONSTANT_INDEX for (int k = 0; k < PAST; k++) copy(x[k], s.past[k]);
   ROLLED for (int r = 0; r < STEPS; r++) {

@@ -1,5 +1,6 @@
-// Behind causal_conv1d_bwd.cu: dweight and dbias, the sums of all segments' sums, always in the same order; and what crosses the ends of a sequence of
-// steps first .. end - 1, whose initial states are steps first - W + 1 .. first - 1 and whose final ones are steps end - W + 1 .. end - 1 of both:
+// Behind causal_conv1d_bwd.cu: dweight and dbias, the sums of all segments' sums, always in the same order; and what
+// crosses the ends of a sequence of steps first .. end - 1. Its initial states are steps first - W + 1 .. first - 1,
+// its final ones steps end - W + 1 .. end - 1 of both.
 //   gradients of initial states, dx_t = sum over j < W of tap[W - 1 - j] g_(t + j) for t < first
 //   dx of the last W - 1 steps, computed once more in fp32, with the gradients of final states added
 #include "causal_conv1d/causal_conv1d_tasks.h"
@@ -19,7 +20,8 @@ TILE void add_up(const params &p, int i) {
   fill(sum, 0.f);
   for (int part = 0; part < p.parts; part += 8) {
     cols v[8];
-    CONSTANT_INDEX for (int j = 0; j < 8; j++) load(v[j], from + (int64_t)(part + j) * (W + 1) * channels, 1, part + j < p.parts ? n : 0);
+    CONSTANT_INDEX for (int j = 0; j < 8; j++)
+      load(v[j], from + (int64_t)(part + j) * (W + 1) * channels, 1, part + j < p.parts ? n : 0);
     CONSTANT_INDEX for (int j = 0; j < 8; j++) map(sum, sum, v[j], [](float s, float x) { return s + x; });
   }
   if (k == W) store_column(p.dbias, p.dbias_is_float, col, 1, sum, n);
@@ -85,7 +87,8 @@ TILE void see_to_ends(const params &p, int i) {
   cols d[PAST];
   load_weights(w, p.problem, col);
   bool initial = p.dinitial.data, final = p.dfinal.data && p.dx;
-  elem *ahead = (elem *)p.dinitial.data + sequence * p.dinitial.sequence + col, *dx = (elem *)p.dx + batch * p.dx_batch + col;
+  elem *ahead = (elem *)p.dinitial.data + sequence * p.dinitial.sequence + col;
+  elem *dx = (elem *)p.dx + batch * p.dx_batch + col;
   ROLLED for (int end = !initial; end < 1 + final; end++) {      // 0: the initial states; 1: the last steps
     int from = (end ? s.end : s.first) - PAST;
     gradients(d, p, s, from, w);

@@ -1,6 +1,7 @@
-// A few steps of causal_conv1d.cu's convolution for generation: a sequence's last steps are in its state, [length, channels] in either memory order, which
-// is updated in place. Without `used` the state is the last `length` steps, oldest first; with it a ring, where step i of the sequence is at i % length.
-// A warpgroup computes 256 channels of a sequence. All loads are issued before anything waits for one.
+// A few steps of causal_conv1d.cu's convolution for generation: a sequence's last steps are in its state, [length,
+// channels] in either memory order, which is updated in place. Without `used` the state is the last `length` steps,
+// oldest first; with it a ring, where step i of the sequence is at i % length. A warpgroup computes 256 channels of a
+// sequence. All loads are issued before anything waits for one.
 #include "causal_conv1d/causal_conv1d_tasks.h"
 
 struct shared { int unused; };
@@ -17,7 +18,8 @@ TILE void move_up(const params &p, elem *state, int n) {
       int from = i + k + p.steps;
       load(v[k], state + from * p.state_step, p.state_channel, from < p.length ? n : 0);
     }
-    CONSTANT_INDEX for (int k = 0; k < BATCH; k++) store(state + (i + k) * p.state_step, p.state_channel, v[k], i + k + p.steps < p.length ? n : 0);
+    CONSTANT_INDEX for (int k = 0; k < BATCH; k++)
+      store(state + (i + k) * p.state_step, p.state_channel, v[k], i + k + p.steps < p.length ? n : 0);
   }
 }
 
@@ -43,7 +45,8 @@ TILE void compute(const params &p, shared &, int) {
     load(x[k], state + (i < 0 ? i + p.length : i) * p.state_step, p.state_channel, n);
   }
   for (int t = 0; t < p.steps; t += BATCH) {
-    CONSTANT_INDEX for (int r = 0; r < BATCH; r++) load(x[PAST + r], from + (t + r) * p.x_step, 1, t + r < p.steps ? n : 0);
+    CONSTANT_INDEX for (int r = 0; r < BATCH; r++)
+      load(x[PAST + r], from + (t + r) * p.x_step, 1, t + r < p.steps ? n : 0);
     if (t == 0 && !p.used) move_up(p, state, n);
     CONSTANT_INDEX for (int r = 0; r < BATCH; r++) {
       int i = p.used ? (used + t + r) % p.length : p.length - p.steps + t + r;

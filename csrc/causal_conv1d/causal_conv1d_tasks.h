@@ -3,14 +3,15 @@
 #include "tile/tile.h"
 #include "causal_conv1d/causal_conv1d.h"
 
-enum { W = TAPS, STEPS = 16, PAST = W - 1 };   // steps of a tile of N channels, N from the row; steps before one that it sees
+enum { W = TAPS, STEPS = 16, PAST = W - 1 };   // steps of a tile of N channels; steps before one that it sees
 typedef gv<N> cols;
 typedef st<elem, STEPS, N> tile;
 
 // ---- tasks. Neighbouring ones are neighbouring channels of the same steps
 struct task { int batch, segment, col, step, end; };
 TILE task task_of(const causal_conv1d_cut &c, int i) {
-  int rest = i / c.col_blocks, segment = rest % c.segments, first = segment * c.segment_steps, end = first + c.segment_steps;
+  int rest = i / c.col_blocks, segment = rest % c.segments, first = segment * c.segment_steps;
+  int end = first + c.segment_steps;
   return {rest / c.segments, segment, i % c.col_blocks * N, first, end < c.steps ? end : c.steps};
 }
 // ---- where sequences begin
@@ -54,7 +55,9 @@ TILE bool joined(const causal_conv1d_problem &p, int batch, int from, int to) {
   }
   return true;
 }
-TILE bool is_padding(const causal_conv1d_problem &p, int batch, int step) { return p.seq_idx && p.seq_idx[batch * p.seq_idx_batch + step] < 0; }
+TILE bool is_padding(const causal_conv1d_problem &p, int batch, int step) {
+  return p.seq_idx && p.seq_idx[batch * p.seq_idx_batch + step] < 0;
+}
 
 // ---- weights and states
 struct weights { cols tap[W], bias; };
@@ -72,7 +75,8 @@ TILE void load_weights(weights &w, const causal_conv1d_problem &p, int col) {
 // The steps in front of a sequence.
 TILE void load_initial(cols (&past)[PAST], const causal_conv1d_problem &p, int sequence, int col) {
   const elem *g = (const elem *)p.initial + sequence * p.initial_sequence + col;
-  CONSTANT_INDEX for (int k = 0; k < PAST; k++) load(past[k], g + k * p.initial_step, 1, p.initial && sequence >= 0 ? p.channels - col : 0);
+  int n = p.initial && sequence >= 0 ? p.channels - col : 0;
+  CONSTANT_INDEX for (int k = 0; k < PAST; k++) load(past[k], g + k * p.initial_step, 1, n);
 }
 // A mark says that a sequence begins at `step`: of packed ones, the one that has steps, of several. Without packed ones
 // only the first has initial states.
@@ -85,6 +89,7 @@ TILE void begin_sequence(cols (&past)[PAST], const causal_conv1d_problem &p, int
 // a = bias + sum over k of tap[k] x[k]
 TILE void convolve(cols &a, const cols *x, const weights &w) {
   map(a, x[0], w.tap[0], w.bias, [](float x, float w, float b) { return fused(x, w, b); });
-  CONSTANT_INDEX for (int k = 1; k < W; k++) map(a, x[k], w.tap[k], a, [](float x, float w, float a) { return fused(x, w, a); });
+  CONSTANT_INDEX for (int k = 1; k < W; k++)
+    map(a, x[k], w.tap[k], a, [](float x, float w, float a) { return fused(x, w, a); });
 }
 TILE float sigmoid(float a) { return fast_rcp(1.f + fast_exp2(a * -1.4426950408889634f)); }

@@ -15,7 +15,7 @@
 // Tiles and vectors have cells of 32 bytes, which no window cuts; scalars, and only they, cells of 4. One element of a
 // vector is in its tile cell.
 enum { TILE_CELL = 32, WORD_CELL = 4, READERS = 7 };
-typedef struct touch { uint16_t who, pc; uint32_t value : 29, generic : 1, own : 1, used : 1; } touch;   // own: ACCESS_OWN
+typedef struct touch { uint16_t who, pc; uint32_t value : 29, generic : 1, own : 1, used : 1; } touch;
 typedef struct cell { touch write, read[READERS]; } cell;
 
 static cell *tiles, *words;

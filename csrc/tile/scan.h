@@ -29,7 +29,7 @@ template<int N, class F> TILE void map(gv<N> &d, const gv<N> &a, const gv<N> &b,
 // others, so that a row may be replaced, and read again, without a sync. Other accesses to the tile want one.
 template<typename T, int R, int C, int N> TILE void load_row(gv<N> &v, const st<T, R, C> &s, int row, int c0 = 0);
 template<typename T, int R, int C, int N> TILE void store_row(st<T, R, C> &d, int row, const gv<N> &v, int c0 = 0);
-// Element i at g[i * stride], a float or 16 bits, at any alignment. Those of i >= n become 0 and are not read, or are not
-// written. store_row and store round to T.
+// Element i at g[i * stride], a float or 16 bits, at any alignment. Those of i >= n become 0 and are not read, or are
+// not written. store_row and store round to T.
 template<typename T, int N> TILE void load(gv<N> &v, const T *g, int64_t stride, int n);
 template<typename T, int N> TILE void store(T *g, int64_t stride, const gv<N> &v, int n);

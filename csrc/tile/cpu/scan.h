@@ -87,7 +87,8 @@ template<int N, class F> __attribute__((flatten)) TILE void map(gv<N> &d, const 
 #pragma GCC ivdep
   for (int i = 0; i < N; i++) d.d[i] = f(a.d[i], b.d[i]);
 }
-template<int N, class F> __attribute__((flatten)) TILE void map(gv<N> &d, const gv<N> &a, const gv<N> &b, const gv<N> &c, F f) {
+template<int N, class F>
+__attribute__((flatten)) TILE void map(gv<N> &d, const gv<N> &a, const gv<N> &b, const gv<N> &c, F f) {
   reads(a, b, c);
   writes(d);
 #pragma GCC ivdep
