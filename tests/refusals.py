@@ -22,7 +22,8 @@ def refused(error, message, function, *arguments, **options):
 
 
 def assert_alone(error):
-    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__), repr(error.__context__)
+    assert (error.__cause__ is None and (error.__context__ is None
+                                         or error.__suppress_context__)), repr(error.__context__)
 
 
 def run_python(program, *options):

@@ -113,7 +113,7 @@ TILE void compute(const params &p, shared &s, int group) {
       int marks = has_marks(p) ? get(s.marks[group][at.stage]) : 0;
       if (marks) marked_rows(x, step, marks, sequence, t.col, past, w, p.problem);
       else {
-        ROLLED for (int r = 0; r < STEPS; r += 8) eight_rows(x, r, past, w, silu);
+        ROLLED for (int r = 0; r < STEPS; r += 8) eight_rows(x, r, past, w, silu && step >= t.step);
       }
       tma_store_wait_read();
       fence_async();

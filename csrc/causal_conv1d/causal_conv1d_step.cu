@@ -1,25 +1,28 @@
 // A few steps of causal_conv1d.cu's convolution for generation: a sequence's last steps are in its state, [length,
 // channels] in either memory order, which is updated in place. Without `used` the state is the last `length` steps,
 // oldest first; with it a ring, where step i of the sequence is at i % length. A warpgroup computes 256 channels of a
-// sequence. All loads are issued before anything waits for one.
+// sequence.
 #include "causal_conv1d/causal_conv1d_tasks.h"
 
 struct shared { int unused; };
 typedef causal_conv1d_step_params params;
 TILE void init(shared &) {}
 
-enum { BATCH = 8 };                   // steps whose loads are in flight together
+enum { BATCH = 2 };                   // steps whose loads are in flight together: more cost registers, and so blocks
 
-// The state's steps move up by p.steps; what moves out is lost.
-TILE void move_up(const params &p, elem *state, int n) {
-  for (int i = 0; i < p.length - p.steps; i += BATCH) {
+// The state's steps move up by p.steps; what moves out is lost. `last`: its last W - 1 steps, which are read already.
+TILE void move_up(const params &p, elem *state, const cols *last, int n) {
+  int held = p.length - PAST;
+  for (int from = p.steps; from < held; from += BATCH) {
     cols v[BATCH];
-    CONSTANT_INDEX for (int k = 0; k < BATCH; k++) {
-      int from = i + k + p.steps;
-      load(v[k], state + from * p.state_step, p.state_channel, from < p.length ? n : 0);
-    }
     CONSTANT_INDEX for (int k = 0; k < BATCH; k++)
-      store(state + (i + k) * p.state_step, p.state_channel, v[k], i + k + p.steps < p.length ? n : 0);
+      load(v[k], state + (from + k) * p.state_step, p.state_channel, from + k < held ? n : 0);
+    CONSTANT_INDEX for (int k = 0; k < BATCH; k++)
+      store(state + (from + k - p.steps) * p.state_step, p.state_channel, v[k], from + k < held ? n : 0);
+  }
+  CONSTANT_INDEX for (int k = 0; k < PAST; k++) {
+    int to = held + k - p.steps;
+    store(state + to * p.state_step, p.state_channel, last[k], to < 0 ? 0 : n);
   }
 }
 
@@ -47,7 +50,7 @@ TILE void compute(const params &p, shared &, int) {
   for (int t = 0; t < p.steps; t += BATCH) {
     CONSTANT_INDEX for (int r = 0; r < BATCH; r++)
       load(x[PAST + r], from + (t + r) * p.x_step, 1, t + r < p.steps ? n : 0);
-    if (t == 0 && !p.used) move_up(p, state, n);
+    if (t == 0 && !p.used) move_up(p, state, x, n);
     CONSTANT_INDEX for (int r = 0; r < BATCH; r++) {
       int i = p.used ? (used + t + r) % p.length : p.length - p.steps + t + r;
       cols y;
@@ -61,5 +64,5 @@ TILE void compute(const params &p, shared &, int) {
   }
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>> kernel;
+typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, OCCUPANCY<6>> kernel;
 ENTRY(kernel, 1, N)

@@ -11,7 +11,8 @@ def as_float32(op, name, a):
     if not isinstance(a, np.ndarray) or a.dtype.kind != "f":
         raise TypeError(f"{op}: {name} is {kind(a)}, expected a float32 array")
     check_kinds(op, **{name: a})
-    return np.ascontiguousarray(a, np.float32) if a.ndim else a.astype(np.float32)      # ascontiguousarray has at least one dimension
+    # ascontiguousarray has at least one dimension
+    return np.ascontiguousarray(a, np.float32) if a.ndim else a.astype(np.float32)
 
 
 def kind(a):
@@ -37,6 +38,15 @@ def of_copies(call, *arrays):
 without_gradients = contextlib.nullcontext
 
 
+def empty(shape, dtype, like):
+    return np.empty(shape, dtype or like.dtype)
+
+
+def why_dense(a):
+    """Why an array that C reads as a whole is copied, or None."""
+    return None if a.flags.c_contiguous else "it has gaps or another order in memory"
+
+
 def why_copied(a, matrix=False, mapped=True):
     """Why kernels cannot read a where it is, or None."""
     if any(n > 1 and stride < 0 for n, stride in zip(a.shape, a.strides)):
@@ -52,7 +62,8 @@ def check_kinds(op, optional=(), /, **arrays):
         if type(a) is np.ndarray or a is None and name in optional:
             continue
         if not isinstance(a, np.ndarray):
-            raise TypeError(f"{op}: {name} is {type(a).__name__}, expected numpy.ndarray (same as {next(iter(arrays))})")
+            first = next(iter(arrays))
+            raise TypeError(f"{op}: {name} is {type(a).__name__}, expected numpy.ndarray (same as {first})")
         if isinstance(a, np.ma.MaskedArray):
             raise TypeError(f"{op}: {name} is a masked array, whose mask would be ignored; expected numpy.ndarray")
 

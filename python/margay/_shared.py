@@ -10,7 +10,8 @@ LARGEST_SCALE = (2 - 2.0**-23) * 2.0**127
 
 
 def is_torch(op, name, x):
-    """True of a PyTorch tensor, False of a NumPy array. Looks only at libraries that are imported: x would not exist without its own."""
+    """True of a PyTorch tensor, False of a NumPy array. Looks only at libraries that are imported: x would not exist
+    without its own."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(x, torch.Tensor):
         return True

@@ -1,7 +1,8 @@
 """PyTorch tensors, of whatever family.
 
-Two ways to the same kernels. Plain tensors in eager mode call `_C` directly, through an autograd.Function where a gradient is asked. Everything
-that wants to see the call (torch.compile, export, tracers, modes, transforms, subclasses, the meta device) gets an operator of `torch.ops.margay`.
+Two ways to the same kernels. Plain tensors in eager mode call `_C` directly, through an autograd.Function where a
+gradient is asked. Everything that wants to see the call (torch.compile, export, tracers, modes, transforms, subclasses,
+the meta device) gets an operator of `torch.ops.margay`.
 """
 
 import torch
@@ -42,6 +43,15 @@ def kind(t):
 without_gradients = torch.no_grad
 
 
+def empty(shape, dtype, like):
+    return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
+
+
+def why_dense(t):
+    """Why a tensor that C reads as a whole is copied, or None."""
+    return None if t.is_contiguous() else "it has gaps or another order in memory"
+
+
 def why_copied(t, matrix=False, mapped=True):
     """Why kernels cannot read t where it is, or None. mapped: by TMA, on CUDA."""
     t = t.mT if matrix and t.stride(-1) != 1 and t.stride(-2) == 1 else t
@@ -54,20 +64,24 @@ def why_copied(t, matrix=False, mapped=True):
 
 
 def c_may_be_asked(q, k, v):
-    """As much of `c_may_read` as a call of C is not refused for. No complex type is made of bfloat16, whose negative bit is therefore never set."""
+    """As much of `c_may_read` as a call of C is not refused for. No complex type is made of bfloat16, whose negative
+    bit is therefore never set."""
     return (type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES and
-            not (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing() or forward_ad._current_level >= 0) and
+            not (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing()
+                 or forward_ad._current_level >= 0) and
             (q.dtype is torch.bfloat16 or not (q.is_neg() or k.is_neg() or v.is_neg())))
 
 
 def c_may_read(*tensors):
-    """May C read these tensors now, with nothing in torch that would have to see the call? Sparse tensors and those of a transform have no storage."""
+    """May C read these tensors now, with nothing in torch that would have to see the call? Sparse tensors and those of
+    a transform have no storage."""
     for t in tensors:
         if t is None:
             continue
         if type(t) not in _PLAIN_TYPES or not _has_storage(t) or t.is_neg() or not (t.is_cpu or t.is_cuda):
             return False
-    return not (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing() or forward_ad._current_level >= 0)
+    return not (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing()
+                or forward_ad._current_level >= 0)
 
 
 def check_kinds(op, optional=(), /, **tensors):
@@ -76,7 +90,8 @@ def check_kinds(op, optional=(), /, **tensors):
         if t is None and name in optional:
             continue
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{op}: {name} is {type(t).__name__}, expected torch.Tensor (same as {next(iter(tensors))})")
+            first = next(iter(tensors))
+            raise TypeError(f"{op}: {name} is {type(t).__name__}, expected torch.Tensor (same as {first})")
         if t.layout is not torch.strided:
             raise TypeError(f"{op}: {name} has layout {t.layout}, expected torch.strided")
 
@@ -87,8 +102,10 @@ def check_devices(op, **tensors):
     if has_kernels(like.dtype, like.is_cuda):
         return
     if like.dtype is torch.float32:
-        raise NotImplementedError(f"{op}: {first} has dtype float32, which has kernels on the CPU only; on CUDA expected bfloat16 or float16")
-    raise TypeError(f"{op}: {first} has dtype {_shared.dtype_name(like)}, expected bfloat16, float16 or, on the CPU, float32")
+        raise NotImplementedError(f"{op}: {first} has dtype float32, which has kernels on the CPU only; on CUDA "
+                                  "expected bfloat16 or float16")
+    raise TypeError(f"{op}: {first} has dtype {_shared.dtype_name(like)}, expected bfloat16, float16 or, on the CPU, "
+                    "float32")
 
 
 def has_kernels(dtype, is_cuda):
@@ -112,7 +129,8 @@ def autocast(device, *tensors):
 
 
 def without_autocast_keys():
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+    keys = keys(key.AutocastCPU) | keys(key.AutocastCUDA)
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
@@ -122,7 +140,8 @@ def like_but_last(t, last, dtype=None):
     if t.is_contiguous():
         return t.new_empty(shape, dtype=dtype)
     order = _shared.memory_order(t.stride())
-    return t.new_empty([shape[i] for i in order] + [shape[-1]], dtype=dtype).permute([order.index(i) for i in range(len(order))] + [len(order)])
+    dense = t.new_empty([shape[i] for i in order] + [shape[-1]], dtype=dtype)
+    return dense.permute([order.index(i) for i in range(len(order))] + [len(order)])
 
 
 def has_gaps(t):
@@ -139,8 +158,9 @@ def rows_contiguous(t):
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-# TMA reads and writes a tensor whose address and strides are multiples of 16 bytes. Others go through copies in padded rows. A copy may be
-# freed before the kernel ran: torch hands its memory out again in the order of the stream that the kernel is on.
+# TMA reads and writes a tensor whose address and strides are multiples of 16 bytes. Others go through copies in padded
+# rows. A copy may be freed before the kernel ran: torch hands its memory out again in the order of the stream that the
+# kernel is on.
 
 
 def _aligned(t):
@@ -175,8 +195,8 @@ def mappable_matrix(t):
 
 
 def mappable_empty(out):
-    """out if kernels can write it and nothing beside it, else an empty tensor to write instead and to copy back. One that `_C` refuses
-    to write, with gaps in its last dimension, stays as it is."""
+    """out if kernels can write it and nothing beside it, else an empty tensor to write instead and to copy back. One
+    that `_C` refuses to write, with gaps in its last dimension, stays as it is."""
     whole = not out.is_cuda or has_gaps(out) or _aligned(out) and out.shape[-1] * out.element_size() % 16 == 0
     return out if whole else _padded_empty(out)
 
@@ -201,7 +221,8 @@ def use_torch_threads():
 
 
 def _find_increment():
-    """increment_version, of several tensors, of which inference mode's keep no count: torch's own, but for releases where it takes one and refuses those."""
+    """increment_version, of several tensors, of which inference mode's keep no count: torch's own, but for releases
+    where it takes one and refuses those."""
     with torch.inference_mode():
         sample = torch.empty(0)
     try:
@@ -211,7 +232,8 @@ def _find_increment():
     return increment_version
 
 
-written = _find_increment()     # tells autograd what C wrote, as torch's own operators in place do: a backward that needs what was there raises
+# tells autograd what C wrote, as torch's own operators in place do: a backward that needs what was there raises
+written = _find_increment()
 
 
 # ---- operators
@@ -226,7 +248,8 @@ def gradient_of_the_first(gradient):
 
 
 def register(title, schema, kernel, fake, rule, gradient, save=None, autocast=None, tags=()):
-    """The operator of a schema. title: the public function that it belongs to, for messages; the rest as _transforms.install has it."""
+    """The operator of a schema. title: the public function that it belongs to, for messages; the rest as
+    _transforms.install has it."""
     name = schema[:schema.index("(")]
     library.define(schema, tags=(*_TAGS, *tags))
     for device in ("CPU", "CUDA"):

@@ -3,7 +3,7 @@ it, `from margay.causal_conv1d import causal_conv1d_fn, causal_conv1d_update` ha
 import sys
 
 from margay.drop_ins import causal_conv1d as _drop_in
-from margay.families.causal_conv1d import causal_conv1d
+from margay.families.causal_conv1d.causal_conv1d import causal_conv1d
 
 for _name in _drop_in.__all__:
     setattr(causal_conv1d, _name, getattr(_drop_in, _name))

@@ -44,8 +44,11 @@ class DecodeCase:
 
     def __str__(self):
         lengths = "x".join(map(str, self.lengths)) if isinstance(self.lengths, tuple) else self.lengths
-        options = [name for name in ("causal", "sink", "indexed") if getattr(self, name)] + [f"{name}{getattr(self, name)}" for name in ("page", "slopes", "splits") if getattr(self, name)]
-        options += ["window" + "x".join(map(str, self.window))] * (self.window != (-1, -1)) + [f"cap{self.softcap}"] * bool(self.softcap)
+        options = [name for name in ("causal", "sink", "indexed")
+                   if getattr(self, name)] + [f"{name}{getattr(self, name)}" for name in ("page", "slopes", "splits")
+                                              if getattr(self, name)]
+        options += ["window" +
+                    "x".join(map(str, self.window))] * (self.window != (-1, -1)) + [f"cap{self.softcap}"] * bool(self.softcap)
         return f"seed{self.seed}-b{self.batch}-q{self.queries}-h{self.heads}x{self.k_heads}-d{self.dim}-n{lengths}of{self.rows}-{str(self.dtype)[6:]}-{'-'.join(options) or 'plain'}"
 
 
@@ -54,23 +57,29 @@ def random_case(seed):
     batch, k_heads, rows = r.choice((1, 2, 3)), r.choice((1, 1, 2, 3)), r.choice(LENGTHS[1:])
     lengths = tuple(r.choice((0, 1, rows, r.randint(0, rows), r.randint(0, rows))) for _ in range(batch))
     page = r.choice((0, r.choice(PAGES)))
-    return DecodeCase(seed, batch, r.choice((1, 1, 1, 2, 5, 17, 70)), k_heads * r.choice((1, 2, 4, 7, 8)), k_heads, r.choice(DIMS), rows,
-                      r.choice((lengths, lengths, lengths, None, lengths[0])), page, not page and r.random() < 0.4, r.choice(HALF), r.random() < 0.4,
-                      r.choice(((-1, -1), (-1, -1), (30, 0), (100, 5), (-1, 3), (0, 0))), r.choice((0.0, 0.0, 5.0, 30.0)), r.choice((None, None, 0.3)),
+    return DecodeCase(seed, batch, r.choice((1, 1, 1, 2, 5, 17, 70)), k_heads * r.choice((1, 2, 4, 7, 8)), k_heads,
+                      r.choice(DIMS), rows, r.choice((lengths, lengths, lengths, None, lengths[0])), page,
+                      not page and r.random() < 0.4, r.choice(HALF), r.random() < 0.4,
+                      r.choice(((-1, -1), (-1, -1), (30, 0), (100, 5), (-1, 3), (0, 0))),
+                      r.choice((0.0, 0.0, 5.0, 30.0)), r.choice((None, None, 0.3)),
                       r.random() < 0.3, r.choice((0, 0, 1, 2)), r.choice((0, 0, 1, 2, 3, 8)))
 
 
 def paged_case(seed):
     """Pages of any size, and a table of which each sequence has the row that cache_batch_idx says."""
     r = random.Random(-seed)
-    return dataclasses.replace(random_case(seed), page=r.choice(r.choice((PAGES, ODD_PAGES, ODD_PAGES))), indexed=r.random() < 0.5)
+    return dataclasses.replace(random_case(seed), page=r.choice(r.choice((PAGES, ODD_PAGES, ODD_PAGES))),
+                               indexed=r.random() < 0.5)
 
 
 AWKWARD = [DecodeCase(1000 + i, **change) for i, change in enumerate(
-    [dict(rows=0, lengths=None), dict(batch=0, lengths=()), dict(queries=0), dict(heads=0, k_heads=0), dict(lengths=(0, 0)), dict(lengths=(0, 0), sink=True),
-     dict(heads=64, k_heads=1), dict(heads=70, k_heads=1, queries=3, causal=True), dict(queries=200, rows=150, lengths=(150, 3), causal=True),
-     dict(rows=2000, lengths=(2000, 1), splits=8, page=16), dict(rows=256, lengths=(256, 1000)), dict(rows=256, lengths=(-5, 100)),
-     dict(rows=129, lengths=129, splits=128), dict(dim=256, heads=32, k_heads=4, lengths=(300, 299)), dict(window=(5, 0), lengths=(300, 4), splits=3)]
+    [dict(rows=0, lengths=None), dict(batch=0, lengths=()), dict(queries=0), dict(heads=0, k_heads=0),
+     dict(lengths=(0, 0)), dict(lengths=(0, 0), sink=True),
+     dict(heads=64, k_heads=1), dict(heads=70, k_heads=1, queries=3, causal=True),
+     dict(queries=200, rows=150, lengths=(150, 3), causal=True),
+     dict(rows=2000, lengths=(2000, 1), splits=8, page=16), dict(rows=256, lengths=(256, 1000)),
+     dict(rows=256, lengths=(-5, 100)), dict(rows=129, lengths=129, splits=128),
+     dict(dim=256, heads=32, k_heads=4, lengths=(300, 299)), dict(window=(5, 0), lengths=(300, 4), splits=3)]
     + [dict(lengths=(n, n - 1)) for n in (64, 65, 128, 129)])]
 
 
@@ -96,16 +105,18 @@ def tensors(case, device="cpu"):
             cache[place] = normal(case.k_heads, case.dim)
     seqlens = torch.tensor(case.lengths, dtype=torch.int32) if isinstance(case.lengths, tuple) else case.lengths
     sink = torch.randn(case.heads, generator=g) if case.sink else None
-    slopes = torch.rand(*((case.heads,) if case.slopes == 1 else (case.batch, case.heads)), generator=g) if case.slopes else None
-    options = dict(cache_seqlens=seqlens, page_table=table, cache_batch_idx=index, causal=case.causal, scale=case.scale, window=case.window,
-                   softcap=case.softcap, sink=sink, alibi_slopes=slopes, num_splits=case.splits)
+    slopes = torch.rand(*((case.heads,) if case.slopes == 1 else (case.batch, case.heads)),
+                        generator=g) if case.slopes else None
+    options = dict(cache_seqlens=seqlens, page_table=table, cache_batch_idx=index, causal=case.causal, scale=case.scale,
+                   window=case.window, softcap=case.softcap, sink=sink, alibi_slopes=slopes, num_splits=case.splits)
     to = lambda t: t.to(device) if isinstance(t, torch.Tensor) else t  # noqa: E731
     return [to(q), *map(to, caches)], {name: to(value) for name, value in options.items()}
 
 
 def lengths_of(case):
     most = -(-case.rows // case.page) * case.page if case.page else case.rows
-    lengths = case.lengths if isinstance(case.lengths, tuple) else [most if case.lengths is None else case.lengths] * case.batch
+    lengths = case.lengths if isinstance(case.lengths, tuple) else [most if case.lengths is None
+                                                                    else case.lengths] * case.batch
     return [min(max(n, 0), most) for n in lengths]
 
 
@@ -118,7 +129,8 @@ def sequence(case, cache, options, b):
 
 def plain(case, q, k_cache, v_cache, options, dtype):
     """out and lse, the formula as one writes it in PyTorch, in the precision of dtype."""
-    out, lse = torch.zeros(q.shape, dtype=dtype, device=q.device), torch.full((case.batch, case.heads, case.queries), -math.inf, dtype=dtype, device=q.device)
+    out, lse = (torch.zeros(q.shape, dtype=dtype, device=q.device),
+                torch.full((case.batch, case.heads, case.queries), -math.inf, dtype=dtype, device=q.device))
     for b in range(case.batch):
         rows = q[b], *(sequence(case, cache, options, b) for cache in (k_cache, v_cache))
         slopes = options["alibi_slopes"][b] if case.slopes == 2 else options["alibi_slopes"]
@@ -131,7 +143,8 @@ def plain(case, q, k_cache, v_cache, options, dtype):
 
 def rounding_of(case, q, k_cache, options):
     """Largest score, and the relative rounding of float32 weights that comes with it."""
-    largest = max([0.0] + [largest_score(q[b:b + 1], sequence(case, k_cache, options, b)[None], case.scale) for b in range(case.batch)])
+    largest = max([0.0] + [largest_score(q[b:b + 1], sequence(case, k_cache, options, b)[None], case.scale)
+                           for b in range(case.batch)])
     if case.slopes:
         largest += float(options["alibi_slopes"].max()) * (case.rows + case.queries)
     largest += 4 * case.softcap + 4 * case.sink
@@ -170,7 +183,8 @@ def test_awkward(case, device, poison):
     check(case, device)
 
 
-@pytest.mark.parametrize("case", [dataclasses.replace(random_case(seed), dtype=torch.float32) for seed in range(200, 230)], ids=str)
+@pytest.mark.parametrize("case", [dataclasses.replace(random_case(seed), dtype=torch.float32)
+                                  for seed in range(200, 230)], ids=str)
 def test_float32(case, poison):
     check(case, "cpu")
 
@@ -192,7 +206,8 @@ def test_splits_agree(device, page):
 @pytest.mark.parametrize("device", DEVICES)
 def test_same_as_attention(device):
     """With one row of keys for all, the same as the forward op."""
-    q, k, v = (torch.randn(2, n, 4, 64, generator=torch.Generator().manual_seed(n)).bfloat16().to(device) for n in (33, 190, 190))
+    q, k, v = (torch.randn(2, n, 4, 64, generator=torch.Generator().manual_seed(n)).bfloat16().to(device)
+               for n in (33, 190, 190))
     out, lse = mg.attention_decode(q, k, v, causal=True, return_lse=True)
     expected, expected_lse = mg.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True, return_lse=True)
     assert (out - expected.transpose(1, 2)).abs().max() <= 2**-7 and (lse - expected_lse).abs().max() <= 1e-5
@@ -208,7 +223,8 @@ def test_strides(device):
     assert torch.equal(mg.attention_decode(q, k, v), expected)
     turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     assert torch.equal(mg.attention_decode(*turned), expected)
-    odd = [torch.nn.functional.pad(t, (1, 2))[..., 1:65] for t in (q, k, v)]       # on CUDA, caches that TMA cannot address
+    # on CUDA, caches that TMA cannot address
+    odd = [torch.nn.functional.pad(t, (1, 2))[..., 1:65] for t in (q, k, v)]
     assert torch.equal(mg.attention_decode(*odd), expected)
 
 
@@ -242,7 +258,9 @@ def test_wrong_pages_do_not_fault(device, page):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32))
-@pytest.mark.parametrize("page, dim, new, indexed", ((0, 64, 1, True), (0, 5, 3, True), (16, 128, 40, False), (64, 72, 7, False), (1, 64, 3, False), (4, 40, 7, True), (16, 64, 5, True)))
+@pytest.mark.parametrize("page, dim, new, indexed",
+                         ((0, 64, 1, True), (0, 5, 3, True), (16, 128, 40, False), (64, 72, 7, False),
+                          (1, 64, 3, False), (4, 40, 7, True), (16, 64, 5, True)))
 def test_append(device, dtype, page, dim, new, indexed):
     """Exactly the new rows change, and rows behind the cache's end are dropped."""
     if device == "cuda" and dtype == torch.float32:
@@ -292,7 +310,8 @@ def test_graph(page):
     case = DecodeCase(9, 3, 1, 8, 2, 128, 2000, (1, 1, 1), page)
     q = torch.randn(3, 1, 8, 128, device="cuda").bfloat16()
     table = torch.arange(6000 // page, device="cuda", dtype=torch.int32).view(3, -1) if page else None
-    caches = [torch.randn(*((6000 // page, page) if page else (3, 2000)), 2, 128, device="cuda").bfloat16() for _ in range(2)]
+    caches = [torch.randn(*((6000 // page, page) if page else (3, 2000)), 2, 128, device="cuda").bfloat16()
+              for _ in range(2)]
     new = [torch.randn(3, 1, 2, 128, device="cuda").bfloat16() for _ in range(2)]
     lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
 
@@ -312,9 +331,11 @@ def test_graph(page):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch, context, k_heads, page", ((1, 300, 4, 0), (2, 2000, 4, 64), (8, 8192, 4, 0), (1, 8192, 32, 0), (3, 80, 8, 16)))
+@pytest.mark.parametrize("batch, context, k_heads, page",
+                         ((1, 300, 4, 0), (2, 2000, 4, 64), (8, 8192, 4, 0), (1, 8192, 32, 0), (3, 80, 8, 16)))
 def test_layers_in_a_graph(batch, context, k_heads, page):
-    """Kernels that begin before the one in front is over: every layer's new keys, values and queries are what the one before has just written."""
+    """Kernels that begin before the one in front is over: every layer's new keys, values and queries are what the one
+    before has just written."""
     lengths = torch.randint(1, context - 1, (batch,), device="cuda").int()
     after = lengths + 1
     layers = []
@@ -339,7 +360,8 @@ def test_layers_in_a_graph(batch, context, k_heads, page):
         out = run()
     for i in range(50):
         for k, v, table in layers:
-            mg.append_kv(k, v, *(torch.full_like(first[:, :, :k_heads], 3.0 + i) for _ in range(2)), cache_seqlens=lengths, page_table=table)
+            mg.append_kv(k, v, *(torch.full_like(first[:, :, :k_heads], 3.0 + i) for _ in range(2)),
+                         cache_seqlens=lengths, page_table=table)
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected)
@@ -358,37 +380,55 @@ INT = dict(dtype=torch.int32)
 
 
 @pytest.mark.parametrize("change, error, message", [
-    (dict(q=torch.randn(2, 1, 4, 64)), TypeError, "attention_decode: k_cache has dtype bfloat16, expected float32 (same as q)"),
-    (dict(q=torch.randn(2, 4, 64).bfloat16()), ValueError, "attention_decode: q has shape [2, 4, 64], expected 4 dimensions"),
-    (dict(q=torch.randn(2, 1, 3, 64).bfloat16()), ValueError, "attention_decode: q has 3 heads and k_cache has 2, expected a multiple of k_cache's"),
-    (dict(q=torch.randn(2, 1, 4, 32).bfloat16()), ValueError, "attention_decode: q has size 32 in dimension 3, expected 64 (same as k_cache)"),
-    (dict(v_cache=torch.randn(2, 99, 2, 64).bfloat16()), ValueError, "attention_decode: v_cache has size 99 in dimension 1, expected 100 (same as k_cache)"),
+    (dict(q=torch.randn(2, 1, 4, 64)), TypeError,
+     "attention_decode: k_cache has dtype bfloat16, expected float32 (same as q)"),
+    (dict(q=torch.randn(2, 4, 64).bfloat16()), ValueError,
+     "attention_decode: q has shape [2, 4, 64], expected 4 dimensions"),
+    (dict(q=torch.randn(2, 1, 3, 64).bfloat16()), ValueError,
+     "attention_decode: q has 3 heads and k_cache has 2, expected a multiple of k_cache's"),
+    (dict(q=torch.randn(2, 1, 4, 32).bfloat16()), ValueError,
+     "attention_decode: q has size 32 in dimension 3, expected 64 (same as k_cache)"),
+    (dict(v_cache=torch.randn(2, 99, 2, 64).bfloat16()), ValueError,
+     "attention_decode: v_cache has size 99 in dimension 1, expected 100 (same as k_cache)"),
     (dict(k_cache=torch.randn(1, 100, 2, 64).bfloat16(), v_cache=torch.randn(1, 100, 2, 64).bfloat16()), ValueError,
      "attention_decode: k_cache has size 1 in dimension 0, expected at least 2 (the batch)"),
-    (dict(cache_seqlens=torch.tensor([5, 6])), TypeError, "attention_decode: cache_seqlens has dtype int64, expected int32"),
-    (dict(cache_seqlens=torch.tensor([5], **INT)), ValueError, "attention_decode: cache_seqlens has size 1 in dimension 0, expected 2 (the batch)"),
-    (dict(cache_seqlens=101), ValueError, "attention_decode: cache_seqlens is 101, expected 0 to 100 (what the cache holds)"),
+    (dict(cache_seqlens=torch.tensor([5, 6])), TypeError,
+     "attention_decode: cache_seqlens has dtype int64, expected int32"),
+    (dict(cache_seqlens=torch.tensor([5], **INT)), ValueError,
+     "attention_decode: cache_seqlens has size 1 in dimension 0, expected 2 (the batch)"),
+    (dict(cache_seqlens=101), ValueError,
+     "attention_decode: cache_seqlens is 101, expected 0 to 100 (what the cache holds)"),
     (dict(cache_seqlens=-1), ValueError, "attention_decode: cache_seqlens is -1, expected 0 to what the cache holds"),
-    (dict(cache_seqlens=2.5), TypeError, "attention_decode: cache_seqlens is float, expected an int32 tensor or an int"),
-    (dict(page_table=torch.zeros(2, 3, dtype=torch.int64)), TypeError, "attention_decode: page_table has dtype int64, expected int32"),
-    (dict(page_table=torch.zeros(3, 3, **INT)), ValueError, "attention_decode: page_table has size 3 in dimension 0, expected 2 (the batch)"),
-    (dict(page_table=torch.zeros(2, 3, **INT), cache_seqlens=301), ValueError, "attention_decode: cache_seqlens is 301, expected 0 to 300 (what the cache holds)"),
+    (dict(cache_seqlens=2.5), TypeError,
+     "attention_decode: cache_seqlens is float, expected an int32 tensor or an int"),
+    (dict(page_table=torch.zeros(2, 3, dtype=torch.int64)), TypeError,
+     "attention_decode: page_table has dtype int64, expected int32"),
+    (dict(page_table=torch.zeros(3, 3, **INT)), ValueError,
+     "attention_decode: page_table has size 3 in dimension 0, expected 2 (the batch)"),
+    (dict(page_table=torch.zeros(2, 3, **INT), cache_seqlens=301), ValueError,
+     "attention_decode: cache_seqlens is 301, expected 0 to 300 (what the cache holds)"),
     (dict(page_table=torch.zeros(2, 3, **INT), v_cache=torch.randn(2, 99, 2, 64).bfloat16()), ValueError,
      "attention_decode: v_cache has size 99 in dimension 1, expected 100 (same as k_cache)"),
     (dict(page_table=torch.zeros(5, 3, **INT), cache_batch_idx=torch.zeros(3, **INT)), ValueError,
      "attention_decode: cache_batch_idx has size 3 in dimension 0, expected 2 (the batch)"),
-    (dict(page_table=torch.zeros(5, 3, **INT), cache_batch_idx=torch.zeros(2)), TypeError, "attention_decode: cache_batch_idx has dtype float32, expected int32"),
-    (dict(page_table=torch.zeros(2, **INT), k_cache=torch.randn(9, 16, 2, 64).bfloat16(), v_cache=torch.randn(9, 16, 2, 64).bfloat16()), ValueError,
+    (dict(page_table=torch.zeros(5, 3, **INT), cache_batch_idx=torch.zeros(2)), TypeError,
+     "attention_decode: cache_batch_idx has dtype float32, expected int32"),
+    (dict(page_table=torch.zeros(2, **INT), k_cache=torch.randn(9, 16, 2, 64).bfloat16(),
+          v_cache=torch.randn(9, 16, 2, 64).bfloat16()), ValueError,
      "attention_decode: page_table has 1 dimensions, expected 2"),
-    (dict(sink=torch.zeros(3)), ValueError, "attention_decode: sink has size 3 in dimension 0, expected 4 (the heads of q)"),
-    (dict(sink=torch.zeros(4, dtype=torch.int32)), TypeError, "attention_decode: sink is a tensor of dtype int32, expected a float32 tensor"),
-    (dict(alibi_slopes=torch.zeros(3, 4)), ValueError, "attention_decode: alibi_slopes has size 3 in dimension 0, expected 2 (the batch, or 1)"),
+    (dict(sink=torch.zeros(3)), ValueError,
+     "attention_decode: sink has size 3 in dimension 0, expected 4 (the heads of q)"),
+    (dict(sink=torch.zeros(4, dtype=torch.int32)), TypeError,
+     "attention_decode: sink is a tensor of dtype int32, expected a float32 tensor"),
+    (dict(alibi_slopes=torch.zeros(3, 4)), ValueError,
+     "attention_decode: alibi_slopes has size 3 in dimension 0, expected 2 (the batch, or 1)"),
     (dict(scale=-1.0), ValueError, "attention_decode: scale is -1, expected a positive finite number"),
     (dict(softcap=-1.0), ValueError, "attention_decode: softcap is -1, expected 0 (none) or a positive number"),
     (dict(softcap=math.nan), ValueError, "attention_decode: softcap is nan, expected 0 (none) or a positive number"),
     (dict(window=3), TypeError, "attention_decode: window is 3, expected a pair of integers"),
     (dict(num_splits=129), ValueError, "attention_decode: num_splits is 129, expected 0 (chosen) to 128"),
-    (dict(q=torch.randn(2, 1, 4, 64).bfloat16().requires_grad_()), NotImplementedError, "attention_decode: an argument requires a gradient"),
+    (dict(q=torch.randn(2, 1, 4, 64).bfloat16().requires_grad_()), NotImplementedError,
+     "attention_decode: an argument requires a gradient"),
     (dict(q=[1.0]), TypeError, "attention_decode: q is list, expected torch.Tensor or numpy.ndarray"),
 ])
 def test_bad_decode(change, error, message):
@@ -397,12 +437,16 @@ def test_bad_decode(change, error, message):
 
 
 @pytest.mark.parametrize("change, error, message", [
-    (dict(k=torch.zeros(2, 1, 3, 64).bfloat16()), ValueError, "append_kv: k has size 3 in dimension 2, expected 2 (same as k_cache)"),
-    (dict(v=torch.zeros(2, 2, 2, 64).bfloat16()), ValueError, "append_kv: v has size 2 in dimension 1, expected 1 (same as k)"),
-    (dict(k=torch.zeros(2, 1, 2, 64)), TypeError, "append_kv: k has dtype float32, expected bfloat16 (same as k_cache)"),
+    (dict(k=torch.zeros(2, 1, 3, 64).bfloat16()), ValueError,
+     "append_kv: k has size 3 in dimension 2, expected 2 (same as k_cache)"),
+    (dict(v=torch.zeros(2, 2, 2, 64).bfloat16()), ValueError,
+     "append_kv: v has size 2 in dimension 1, expected 1 (same as k)"),
+    (dict(k=torch.zeros(2, 1, 2, 64)), TypeError,
+     "append_kv: k has dtype float32, expected bfloat16 (same as k_cache)"),
     (dict(cache_seqlens=None), TypeError, "append_kv: cache_seqlens is None, expected an int32 tensor or an int"),
     (dict(cache_seqlens=torch.zeros(2)), TypeError, "append_kv: cache_seqlens has dtype float32, expected int32"),
-    (dict(k_cache=torch.zeros(1, 10, 2, 64).bfloat16().expand(2, -1, -1, -1)), BufferError, "append_kv: k_cache is written, but"),
+    (dict(k_cache=torch.zeros(1, 10, 2, 64).bfloat16().expand(2, -1, -1, -1)), BufferError,
+     "append_kv: k_cache is written, but"),
 ])
 def test_bad_append(change, error, message):
     caches = [torch.zeros(2, 10, 2, 64).bfloat16() for _ in range(2)]
@@ -419,8 +463,10 @@ def test_raw_pages():
     settings = 0.0, False, -1, -1, 0.0, -1, 1
     with pytest.raises(ValueError, match="cache_batch_idx is given with page_table, expected at most one of them"):
         _C.attention_decode(q.clone(), None, q, *pages, None, table, index, None, None, None, *settings)
-    with pytest.raises(NotImplementedError, match="attention_decode: k_cache has pages of 5 keys, expected a multiple of 16"):
-        _C.attention_decode(q.clone(), None, q, *(t[:, :5] for t in pages), None, table, None, None, None, None, *settings)
+    with pytest.raises(NotImplementedError,
+                       match="attention_decode: k_cache has pages of 5 keys, expected a multiple of 16"):
+        _C.attention_decode(q.clone(), None, q, *(t[:, :5] for t in pages), None, table, None, None, None, None,
+                            *settings)
 
 
 # ---- other tensors, compilation
@@ -437,9 +483,11 @@ def test_numpy(page, indexed):
     caches = [numpy.zeros((2, 10, 2, 64), numpy.float32) for _ in range(2)]
     mg.append_kv(*caches, *(numpy.ones((2, 1, 2, 64), numpy.float32) for _ in range(2)), cache_seqlens=3)
     assert all(cache[:, 3].all() and cache.sum() == 2 * 2 * 64 for cache in caches)
-    caches, table = [numpy.zeros((8, 3, 2, 64), numpy.float32) for _ in range(2)], numpy.arange(8, dtype=numpy.int32).reshape(4, 2)[::-1].copy()
+    caches, table = ([numpy.zeros((8, 3, 2, 64), numpy.float32) for _ in range(2)],
+                     numpy.arange(8, dtype=numpy.int32).reshape(4, 2)[::-1].copy())
     index = numpy.array([3, 0], numpy.int32)
-    mg.append_kv(*caches, *(numpy.ones((2, 2, 2, 64), numpy.float32) for _ in range(2)), cache_seqlens=2, page_table=table, cache_batch_idx=index)
+    mg.append_kv(*caches, *(numpy.ones((2, 2, 2, 64), numpy.float32) for _ in range(2)), cache_seqlens=2,
+                 page_table=table, cache_batch_idx=index)
     assert all(cache[[0, 6], 2].all() and cache[[1, 7], 0].all() and cache.sum() == 2 * 2 * 2 * 64 for cache in caches)
 
 
@@ -449,7 +497,8 @@ def test_compiled(page, indexed):
     new = [torch.randn(2, 1, 2, 64).bfloat16() for _ in range(2)]
 
     def step(q, k, v):
-        mg.append_kv(k, v, *new, cache_seqlens=options["cache_seqlens"] - 1, page_table=options["page_table"], cache_batch_idx=options["cache_batch_idx"])
+        mg.append_kv(k, v, *new, cache_seqlens=options["cache_seqlens"] - 1, page_table=options["page_table"],
+                     cache_batch_idx=options["cache_batch_idx"])
         return mg.attention_decode(q, k, v, **options)
     caches = [t.clone() for t in inputs[1:]]
     expected = step(inputs[0], *caches)
@@ -460,10 +509,12 @@ def test_compiled(page, indexed):
 
 def test_opcheck():
     inputs, options = tensors(DecodeCase(6, slopes=2, sink=True, lengths=(300, 300)))
-    call = *inputs, options["cache_seqlens"], None, None, options["sink"], options["alibi_slopes"], 0.0, True, -1, -1, 0.0, -1, 2
+    call = (*inputs, options["cache_seqlens"], None, None, options["sink"], options["alibi_slopes"], 0.0, True, -1, -1,
+            0.0, -1, 2)
     torch.library.opcheck(torch.ops.margay.attention_decode.default, call)
     new = [torch.randn(2, 1, 2, 64).bfloat16() for _ in range(2)]
-    torch.library.opcheck(torch.ops.margay.append_kv.default, (*inputs[1:], *new, options["cache_seqlens"], None, None, 3))
+    torch.library.opcheck(torch.ops.margay.append_kv.default,
+                          (*inputs[1:], *new, options["cache_seqlens"], None, None, 3))
 
 
 def test_raw_needs_workspace():
@@ -478,15 +529,19 @@ def test_raw_needs_workspace():
 # ---- explain
 
 
-@pytest.mark.parametrize("rows, num_splits, paged", ((40, 0, False), (4096, 0, False), (1024, 5, False), (512, 0, True), (1024, 128, True)))
+@pytest.mark.parametrize("rows, num_splits, paged",
+                         ((40, 0, False), (4096, 0, False), (1024, 5, False), (512, 0, True), (1024, 128, True)))
 def test_explain(rows, num_splits, paged):
-    """The row that computes, the splits that are taken and the estimates they come from, the kernel that adds them up; nothing is read or computed."""
+    """The row that computes, the splits that are taken and the estimates they come from, the kernel that adds them up;
+    nothing is read or computed."""
     q, k = torch.randn(2, 3, 8, 64), torch.randn(2, rows, 2, 64)
     options = {}
     if paged:
         k, options = k.view(-1, 16, 2, 64), dict(page_table=torch.full((2, rows // 16), -7, **INT))
-    text = mg.explain(mg.attention_decode, q, k, k, cache_seqlens=torch.tensor([5, 6], **INT), num_splits=num_splits, window=(5, 0), **options)
-    assert "attention_decode_fp32_d64 takes it" in text and f"planned for the {rows} keys" in text and ("page_table [2, " in text) == paged
+    text = mg.explain(mg.attention_decode, q, k, k, cache_seqlens=torch.tensor([5, 6], **INT), num_splits=num_splits,
+                      window=(5, 0), **options)
+    assert ("attention_decode_fp32_d64 takes it" in text and f"planned for the {rows} keys" in text
+            and ("page_table [2, " in text) == paged)
     splits = int(re.search(r"(\d+) splits?, " + ("as num_splits says" if num_splits else "chosen"), text).group(1))
     size = _C.attention_decode_workspace(q, k, options.get("page_table"), 0.0, False, 5, 0, 0.0, -1, num_splits)
     parts = 2 * 2 * 12 * splits if splits > 1 else 0
@@ -498,12 +553,14 @@ def test_explain(rows, num_splits, paged):
 def test_explain_pages():
     q, k = torch.randn(2, 3, 8, 64), torch.randn(40, 5, 2, 64)
     text = mg.explain(mg.attention_decode, q, k, k, page_table=torch.zeros(2, 20, **INT))
-    assert "k_cache and v_cache are copied first, each sequence's 100 rows in order: pages of 5 keys, and kernels read multiples of 16" in text
+    assert ("k_cache and v_cache are copied first, each sequence's 100 rows in order: pages of 5 keys, and kernels "
+            "read multiples of 16" in text)
     assert "attention_decode_fp32_d64 takes it" in text
 
 
 def test_explain_gpu():
-    """As many splits as fill a GPU that is not here: more for few sequences, one for many; the least of the estimates is taken."""
+    """As many splits as fill a GPU that is not here: more for few sequences, one for many; the least of the estimates
+    is taken."""
     problem = dict(dtype="bfloat16", gpu=True, d=128, heads_q=32, heads_k=8, nq=1, nk=16384, sms=132)
     few, many = (mg.explain("attention_decode", batch=batch, **problem) for batch in (1, 256))
     assert "1 split, chosen" in many and "attention_combine" not in many
@@ -511,7 +568,8 @@ def test_explain_gpu():
     times = {int(n): float(us) for n, us in re.findall(r"(\d+): ([\d.]+) us", few)}
     assert 8 < splits < 40 and times[splits] <= 1.02 * min(times.values()) < times[1]
     assert "attention_combine_bf16 takes it" in few
-    paged = [mg.explain("attention_decode", batch=8, page=page, **problem | dict(heads_k=4)) for page in (0, 16)]     # small pages want two blocks beside each other
+    # small pages want two blocks beside each other
+    paged = [mg.explain("attention_decode", batch=8, page=page, **problem | dict(heads_k=4)) for page in (0, 16)]
     assert [int(re.search(r"(\d+) splits, chosen", text).group(1)) for text in paged] == [4, 8]
     assert "7 splits, as num_splits says" in mg.explain("attention_decode", batch=1, splits=7, **problem)
     with pytest.raises(ValueError, match="explain: splits is 129, expected 0"):

@@ -1,5 +1,6 @@
-"""deterministic=True: bitwise equal gradients in every one of 50 runs, while something else keeps the machine busy, so that blocks start, wait and end in
-another order each time. On the GPU a second stream multiplies matrices of changing sizes; on the CPU other threads do."""
+"""deterministic=True: bitwise equal gradients in every one of 50 runs, while something else keeps the machine busy, so
+that blocks start, wait and end in another order each time. On the GPU a second stream multiplies matrices of changing
+sizes; on the CPU other threads do."""
 
 import random
 import threading
@@ -11,10 +12,12 @@ import margay as mg
 from cases import DEVICES
 
 RUNS = 50
-DENSE = {f"d{dim}{'-causal' * causal}{'-grouped' * (heads > 2)}": dict(dim=dim, heads=heads, options=dict(causal=causal))
+DENSE = {f"d{dim}{'-causal' * causal}{'-grouped' * (heads > 2)}": dict(dim=dim, heads=heads,
+                                                                       options=dict(causal=causal))
          for dim in (64, 128, 256) for causal, heads in ((False, 2), (True, 2), (True, 4))}
 FULL = dict(causal=True, window=(150, 0), softcap=20.0, dropout_p=0.2, dropout_seed=5, sink=True, slopes=True)
-CASES = {**DENSE, **{f"d{dim}-window": dict(dim=dim, heads=4, options=dict(window=(100, 30))) for dim in (64, 128, 256)},
+CASES = {**DENSE, **{f"d{dim}-window": dict(dim=dim, heads=4, options=dict(window=(100, 30)))
+                     for dim in (64, 128, 256)},
          **{f"d{dim}-packed": dict(dim=dim, heads=4, packed=True, options=dict(causal=True)) for dim in (64, 128, 256)},
          **{f"d{dim}-full": dict(dim=dim, heads=4, options=FULL) for dim in (64, 128, 256)},
          **{f"d{dim}-full-packed": dict(dim=dim, heads=4, packed=True, options=FULL) for dim in (64, 128, 256)}}
@@ -85,10 +88,12 @@ def problem(device, seed, dim, heads, options, packed=False):
     if packed:
         lengths = [rows, 1, 0, rows // 3, rows // 2 + 1]
         starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        q, k, v, dout = draw(sum(lengths), heads, dim), draw(sum(lengths), 2, dim), draw(sum(lengths), 2, dim), draw(sum(lengths), heads, dim)
+        q, k, v, dout = (draw(sum(lengths), heads, dim), draw(sum(lengths), 2, dim), draw(sum(lengths), 2, dim),
+                         draw(sum(lengths), heads, dim))
         call = lambda: mg.attention_varlen(q, k, v, starts, starts, rows, rows, deterministic=True, **options)
     else:
-        q, k, v, dout = draw(2, heads, rows, dim), draw(2, 2, rows + 70, dim), draw(2, 2, rows + 70, dim), draw(2, heads, rows, dim)
+        q, k, v, dout = (draw(2, heads, rows, dim), draw(2, 2, rows + 70, dim), draw(2, 2, rows + 70, dim),
+                         draw(2, heads, rows, dim))
         call = lambda: mg.attention(q, k, v, deterministic=True, **options)
     leaves += [t.requires_grad_() for t in (q, k, v)]
     return lambda: torch.autograd.grad(call(), leaves, dout)

@@ -39,10 +39,12 @@ class Case:
     deterministic: bool
 
     def __str__(self):
-        parts = [f"seed{self.seed}", f"h{self.heads}x{self.kv_heads}", "n" + "+".join(f"{a}x{b}" for a, b in self.lengths), f"d{self.dim}x{self.dim_v}",
+        parts = [f"seed{self.seed}", f"h{self.heads}x{self.kv_heads}",
+                 "n" + "+".join(f"{a}x{b}" for a, b in self.lengths), f"d{self.dim}x{self.dim_v}",
                  str(self.dtype)[6:]]
         parts += [name for name in ("packed", "causal", "sink", "dlse", "deterministic") if getattr(self, name)]
-        parts += [f"window{self.window[0]},{self.window[1]}"] * (self.window != (-1, -1)) + [f"cap{self.softcap:g}"] * (self.softcap > 0)
+        parts += ([f"window{self.window[0]},{self.window[1]}"] * (self.window != (-1, -1)) +
+                  [f"cap{self.softcap:g}"] * (self.softcap > 0))
         parts += [f"alibi_{self.slopes}"] * bool(self.slopes) + [f"drop{self.dropout:g}"] * (self.dropout > 0)
         return "-".join(parts)
 
@@ -61,16 +63,19 @@ def draw(seed, dtypes=HALF):
     bound = lambda: r.choice((-1, -1, 0, 1, 5, 64, 100, 200, 1000))
     some = lambda chance: r.random() < chance
     dim = r.choice(DIMS)
-    return Case(seed, heads, kv_heads, lengths, packed, dim, dim if some(0.7) else r.choice(DIMS), r.choice(dtypes), some(0.5),
-                (bound(), bound()) if some(0.5) else (-1, -1), r.choice((1.0, 5.0, 30.0)) if some(0.3) else 0.0, some(0.3),
-                r.choice(("heads", "batch")) if some(0.3) else "", r.choice((0.1, 0.5)) if some(0.25) else 0.0, some(0.3), some(0.3))
+    return Case(seed, heads, kv_heads, lengths, packed, dim, dim if some(0.7) else r.choice(DIMS), r.choice(dtypes),
+                some(0.5), (bound(), bound()) if some(0.5) else (-1, -1),
+                r.choice((1.0, 5.0, 30.0)) if some(0.3) else 0.0, some(0.3),
+                r.choice(("heads", "batch")) if some(0.3) else "", r.choice((0.1, 0.5)) if some(0.25) else 0.0,
+                some(0.3), some(0.3))
 
 
 def inputs_of(case, device):
     g = torch.Generator().manual_seed(case.seed)
     rows, keys = (sum(n for n, _ in case.lengths), sum(m for _, m in case.lengths))
     make = lambda *shape: torch.randn(shape, generator=g).to(case.dtype)
-    q, k, v, dout = make(rows, case.heads, case.dim), make(keys, case.kv_heads, case.dim), make(keys, case.kv_heads, case.dim_v), make(rows, case.heads, case.dim_v)
+    q, k, v, dout = (make(rows, case.heads, case.dim), make(keys, case.kv_heads, case.dim),
+                     make(keys, case.kv_heads, case.dim_v), make(rows, case.heads, case.dim_v))
     sink = torch.randn(case.heads, generator=g) if case.sink else None
     slopes = None
     if case.slopes:
@@ -83,7 +88,8 @@ def inputs_of(case, device):
 def by_formula(case, dtype, q, k, v, dout, sink, slopes, dlse):
     """out [rows, Hq, Dv], lse [Hq, rows], dq, dk, dv, dsink in `dtype`."""
     q, k, v = (t.detach().to(dtype).requires_grad_() for t in (q, k, v))
-    sink = None if sink is None else sink.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    sink = None if sink is None else sink.detach().to(torch.float64 if dtype == torch.float64
+                                                      else torch.float32).requires_grad_()
     drawn = round(case.dropout * 65536) / 65536
     kept = [mg.dropout_mask(case.dropout, case.seed, len(case.lengths), case.heads, n, m)[i:i + 1].to(q.device)
             for i, (n, m) in enumerate(case.lengths)] if case.dropout else None
@@ -100,12 +106,16 @@ def by_formula(case, dtype, q, k, v, dout, sink, slopes, dlse):
 
 
 def by_margay(case, q, k, v, dout, sink, slopes, dlse):
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)] + ([sink.detach().requires_grad_()] if sink is not None else [])
-    options = dict(causal=case.causal, window=case.window, softcap=case.softcap, sink=leaves[3] if sink is not None else None, alibi_slopes=slopes,
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)] + ([sink.detach().requires_grad_()] if sink is not None
+                                                                 else [])
+    options = dict(causal=case.causal, window=case.window, softcap=case.softcap,
+                   sink=leaves[3] if sink is not None else None, alibi_slopes=slopes,
                    dropout_p=case.dropout, dropout_seed=case.seed, deterministic=case.deterministic, return_lse=True)
     if case.packed:
-        starts = [torch.tensor([0, *torch.tensor([pair[i] for pair in case.lengths]).cumsum(0).tolist()], dtype=torch.int32, device=q.device) for i in (0, 1)]
-        out, lse = mg.attention_varlen(*leaves[:3], *starts, max(n for n, _ in case.lengths), max(m for _, m in case.lengths), **options)
+        starts = [torch.tensor([0, *torch.tensor([pair[i] for pair in case.lengths]).cumsum(0).tolist()],
+                               dtype=torch.int32, device=q.device) for i in (0, 1)]
+        out, lse = mg.attention_varlen(*leaves[:3], *starts, max(n for n, _ in case.lengths),
+                                       max(m for _, m in case.lengths), **options)
         sent = dlse
     else:
         batch = len(case.lengths)
@@ -122,23 +132,29 @@ def by_margay(case, q, k, v, dout, sink, slopes, dlse):
 
 def check(case, device):
     inputs = inputs_of(case, device)
-    found, plain, exact = by_margay(case, *inputs), by_formula(case, case.dtype, *inputs), by_formula(case, torch.float64, *inputs)
+    found, plain, exact = (by_margay(case, *inputs), by_formula(case, case.dtype, *inputs),
+                           by_formula(case, torch.float64, *inputs))
     q, k, v, dout = inputs[:4]
-    relative = 2**-23 * (8 + largest_score(q[None].transpose(1, 2), k[None].transpose(1, 2), None) / 2 + (41.1 if case.slopes else 0))
+    relative = 2**-23 * (8 + largest_score(q[None].transpose(1, 2), k[None].transpose(1, 2), None) / 2 +
+                         (41.1 if case.slopes else 0))
     norm = lambda t: float(t.double().norm(dim=2).max()) if t.numel() else 0.0
     largest = float(max(q.abs().max(), k.abs().max())) * q.shape[2]**-0.5 if q.numel() and k.numel() else 0.0
     absolute = 2**-22 * norm(dout) * norm(v) * largest
-    if case.dropout or case.sink:   # delta comes from the rounded out; else this cancels where one key has all the weight
-        absolute = absolute / (1 - case.dropout) + torch.finfo(case.dtype).eps / 2 * norm(dout) * norm(found[0]) * largest
+    # delta comes from the rounded out; else this cancels where one key has all the weight
+    if case.dropout or case.sink:
+        absolute = (absolute / (1 - case.dropout) +
+                    torch.finfo(case.dtype).eps / 2 * norm(dout) * norm(found[0]) * largest)
     check_error("out", found[0], plain[0], exact[0], 2, (relative, 0.0))
     for name, i in (("dq", 2), ("dk", 3), ("dv", 4)):
-        summed = max(1.0, max(n for n, _ in case.lengths) * case.heads / case.kv_heads)**0.5 if name == "dk" else 1.0   # rows that add to a key
+        # rows that add to a key
+        summed = max(1.0, max(n for n, _ in case.lengths) * case.heads / case.kv_heads)**0.5 if name == "dk" else 1.0
         check_error(name, found[i], plain[i], exact[i], 3, (relative, summed * absolute))
     finite = exact[1].isfinite()
     assert torch.equal(found[1].isfinite(), finite), "lse is not -inf exactly where a row has no keys"
     assert not finite.any() or float((found[1].double() - exact[1])[finite].abs().max()) <= 4 * relative * 2 + 1e-6
     if case.sink and q.numel():
-        rounding = torch.finfo(case.dtype).eps / 2 * float((found[0].double() * dout.double()).abs().sum(2).norm(dim=0).max())   # of out, in delta
+        # of out, in delta
+        rounding = torch.finfo(case.dtype).eps / 2 * float((found[0].double() * dout.double()).abs().sum(2).norm(dim=0).max())
         assert float((found[5].double() - exact[5]).abs().max()) <= 3 * float((plain[5].double() - exact[5]).abs().max()) + rounding + 1e-5
 
 
@@ -179,13 +195,15 @@ def test_dropout_keeps_the_share_that_it_says(device):
         assert abs(agree - 0.58) < 0.01, f"seed {other}: {agree}"
 
 
-NEAR_1 = 0.999, 0.99999, 1 - 2**-16, math.nextafter(1 - 2**-17, 0)      # the last two round to 65535 / 65536, the most there is
+# the last two round to 65535 / 65536, the most there is
+NEAR_1 = (0.999, 0.99999, 1 - 2**-16, math.nextafter(1 - 2**-17, 0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("p", NEAR_1)
 def test_dropout_near_1_keeps_the_mean(p, device):
-    """What is kept grows by what the drawn probability says, not the one asked for: equal probabilities of values 1 add up to 1 in the mean."""
+    """What is kept grows by what the drawn probability says, not the one asked for: equal probabilities of values 1 add
+    up to 1 in the mean."""
     drawn, dtype = round(p * 65536) / 65536, torch.bfloat16 if device == "cuda" else torch.float32
     rounding = torch.finfo(dtype).eps
     q, k, v = (torch.full((1, 2, n, 8), float(n == 701), dtype=dtype, device=device) for n in (300, 700, 701))
@@ -206,10 +224,13 @@ def test_dropout_near_1_keeps_the_mean(p, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("p", (0.999, 0.99999))
 def test_dropout_near_1_gradient(p, device, seed):
-    """The backward drops and scales as the forward: out is linear in v, so sum(dout out) = sum(dv v); and all gradients against the formula."""
+    """The backward drops and scales as the forward: out is linear in v, so sum(dout out) = sum(dv v); and all gradients
+    against the formula."""
     print("seed", seed)
     g = torch.Generator().manual_seed(seed)
-    q, k, v, dout = (torch.randn(1, 4, 700, 40, generator=g).to(device, torch.bfloat16 if device == "cuda" else torch.float32) for _ in range(4))
+    q, k, v, dout = (torch.randn(1, 4, 700, 40, generator=g).to(device,
+                                                                torch.bfloat16 if device == "cuda" else torch.float32)
+                     for _ in range(4))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = mg.attention(*leaves, dropout_p=p, dropout_seed=3)
     _, _, dv = torch.autograd.grad(out, leaves, dout)
@@ -233,7 +254,8 @@ def test_seed_is_drawn_from_torch(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_deterministic(device):
-    case = dataclasses.replace(draw(3), lengths=((300, 300), (129, 411)), packed=True, window=(100, 0), dim=64, dim_v=64, deterministic=True, slopes="", softcap=0.0,
+    case = dataclasses.replace(draw(3), lengths=((300, 300), (129, 411)), packed=True, window=(100, 0), dim=64,
+                               dim_v=64, deterministic=True, slopes="", softcap=0.0,
                                dropout=0.0, sink=False, heads=4, kv_heads=2)
     inputs = inputs_of(case, device)
     first = by_margay(case, *inputs)
@@ -243,7 +265,8 @@ def test_deterministic(device):
 
 def test_compiled():
     def f(q, k, v, starts):
-        return mg.attention_varlen(q, k, v, starts, starts, 100, 100, causal=True, window=(30, 0), softcap=10.0).square().sum()
+        return mg.attention_varlen(q, k, v, starts, starts, 100, 100, causal=True, window=(30, 0),
+                                   softcap=10.0).square().sum()
 
     q, k, v = (torch.randn(150, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     starts = torch.tensor([0, 50, 150], dtype=torch.int32)
@@ -258,7 +281,8 @@ def test_numpy():
     q, k, v = (np.random.default_rng(i).standard_normal((90, 2, 32), np.float32) for i in range(3))
     starts = np.array([0, 30, 90], np.int64)
     out, lse = mg.attention_varlen(q, k, v, starts, starts, 60, 60, causal=True, return_lse=True)
-    want, want_lse = mg.attention_varlen(*map(torch.from_numpy, (q, k, v, starts, starts)), 60, 60, causal=True, return_lse=True)
+    want, want_lse = mg.attention_varlen(*map(torch.from_numpy, (q, k, v, starts, starts)), 60, 60, causal=True,
+                                         return_lse=True)
     assert np.array_equal(out, want.numpy()) and np.array_equal(lse, want_lse.numpy())
 
 
@@ -270,8 +294,11 @@ BAD = [
     (dict(softcap=math.nan), ValueError, "softcap is nan"),
     (dict(dropout_p=1.0), ValueError, "dropout_p is 1, expected 0 to less than 1"),
     (dict(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
-    (dict(dropout_p=1 - 1e-8), ValueError, "dropout_p is 0.99999999, which is rounded to a multiple of 1 / 65536 and becomes 1, expected at most 65535 / 65536 = 0.99998"),
-    (dict(dropout_p=1 - 2**-17), ValueError, "dropout_p is 0.99999.*, which is rounded to a multiple of 1 / 65536 and becomes 1"),
+    (dict(dropout_p=1 - 1e-8), ValueError,
+     "dropout_p is 0.99999999, which is rounded to a multiple of 1 / 65536 and becomes 1, expected at most 65535 / "
+     "65536 = 0.99998"),
+    (dict(dropout_p=1 - 2**-17), ValueError,
+     "dropout_p is 0.99999.*, which is rounded to a multiple of 1 / 65536 and becomes 1"),
 ]
 
 
@@ -320,10 +347,12 @@ def test_the_backward_kernels_go_with_a_preferred_one(main, dim):
     assert rows == [f"attention_bwd_pre_bf16_d{dim}", f"attention_bwd_bf16_{main}", f"attention_bwd_post_bf16_d{dim}"]
 
 
-# ---- what packed sequences must not see of each other. The library is called with outputs that hold NaN, so that what it does not write shows.
+# ---- what packed sequences must not see of each other. The library is called with outputs that hold NaN, so that what
+# it does not write shows.
 
 LENGTHS = ((100, 100), (33, 150), (0, 40), (129, 65), (64, 128), (7, 0), (70, 200), (257, 3))   # rows, keys
-POISONED = (1, 4, 7)            # the others' results may not depend on these; the third has no rows: nobody sees its keys
+# the others' results may not depend on these; the third has no rows: nobody sees its keys
+POISONED = (1, 4, 7)
 BEHIND = (21, 135)              # rows of q and of k and v behind the last sequence
 KINDS = {
     "plain": dict(),
@@ -346,12 +375,16 @@ def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slo
     starts, _ = packed_places(lengths)
     heads = q.shape[1]
     sinks, slope = (torch.linspace(-1, 1, heads, device=device), torch.full((1, heads), 0.01, device=device))
-    features = attention_torch._features_of(sinks if sink else None, slope if slopes else None, *(torch.tensor(start, dtype=torch.int32, device=device) for start in starts), left,
-                                     -1, softcap, dropout, *(max((pair[i] for pair in lengths), default=0) for i in (0, 1)), 11)
+    features = attention_torch._features_of(sinks if sink else None, slope if slopes else None,
+                                            *(torch.tensor(start, dtype=torch.int32, device=device)
+                                              for start in starts), left,
+                                     -1, softcap, dropout,
+                                            *(max((pair[i] for pair in lengths), default=0) for i in (0, 1)), 11)
     nans = lambda t, *shape: torch.full(shape or t.shape, math.nan, dtype=t.dtype, device=device)
     out, lse, grads = nans(v, *q.shape[:3], v.shape[3]), nans(dlse), [nans(t) for t in (q, k, v)]
     attention_torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
-    attention_torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0, causal, True, features)
+    attention_torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0,
+                                        causal, True, features)
     return out, lse, *grads
 
 
@@ -360,7 +393,8 @@ def draw_packed(seed, dim, dtype, device, lengths=LENGTHS, heads=4, kv_heads=2, 
     _, (rows, keys) = packed_places(lengths)
     dim_v = dim_v or dim
     shapes = (heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v), (heads, rows, dim_v)
-    return [torch.randn(1, *shape, generator=g).to(device, dtype) for shape in shapes] + [torch.randn(1, heads, rows, generator=g).to(device)]
+    return [torch.randn(1, *shape, generator=g).to(device, dtype)
+            for shape in shapes] + [torch.randn(1, heads, rows, generator=g).to(device)]
 
 
 def dtypes_of(device):
@@ -372,7 +406,8 @@ def dtypes_of(device):
 @pytest.mark.parametrize("dim, dim_v", ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)))
 def test_neighbours_may_hold_nan(dim, dim_v, kind, device):
     starts, totals = packed_places()
-    row, key = [[(a, b) for a, b in zip(start, [*start[1:], total])] for start, total in zip(starts, totals)]   # the last pair: behind all
+    # the last pair: behind all
+    row, key = [[(a, b) for a, b in zip(start, [*start[1:], total])] for start, total in zip(starts, totals)]
     clean = [i for i in range(len(LENGTHS)) if i not in POISONED]
     for seed, dtype in enumerate(dtypes_of(device)):
         tensors = draw_packed(seed, dim, dtype, device, dim_v=dim_v)
@@ -389,11 +424,13 @@ def test_neighbours_may_hold_nan(dim, dim_v, kind, device):
                     a, b = (key if name in ("dk", "dv") else row)[n]
                     x, y = found[i][:, :, a:b], want[i][:, :, a:b]
                     assert not y.isnan().any(), f"seed {seed}, {dtype}: {name} of sequence {n} is NaN"
-                    assert torch.equal(x, y), f"seed {seed}, {dtype}: {name} of sequence {n} differs where {value} is in {list(which)} of others"
+                    assert torch.equal(x, y), (f"seed {seed}, {dtype}: {name} of sequence {n} differs where {value} is "
+                                               f"in {list(which)} of others")
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lengths", (LENGTHS, ((64, 128), (192, 256)), ((0, 0),), ((0, 5), (9, 0)), ((3, 0),), ()), ids=str)
+@pytest.mark.parametrize("lengths", (LENGTHS, ((64, 128), (192, 256)), ((0, 0),), ((0, 5), (9, 0)), ((3, 0),), ()),
+                         ids=str)
 @pytest.mark.parametrize("kind", ("causal", "scores"))
 def test_rows_behind_the_last_sequence(kind, lengths, device):
     (row, key), (rows, keys) = packed_places(lengths)
@@ -402,7 +439,8 @@ def test_rows_behind_the_last_sequence(kind, lengths, device):
         for t, end in zip(tensors, (row[-1], key[-1], key[-1], row[-1], row[-1])):
             t[:, :, end:] = math.nan
         out, lse, dq, dk, dv = run_packed(tensors, lengths, device, **KINDS[kind])
-        assert all((t[:, :, row[-1]:] == 0).all() for t in (out, dq)) and all((t[:, :, key[-1]:] == 0).all() for t in (dk, dv))
+        assert (all((t[:, :, row[-1]:] == 0).all() for t in (out, dq))
+                and all((t[:, :, key[-1]:] == 0).all() for t in (dk, dv)))
         assert (lse[:, :, row[-1]:] == -math.inf).all()
         assert not any(t.isnan().any() for t in (out, lse, dq, dk, dv)), "a sequence's own rows"
 
@@ -413,7 +451,8 @@ def test_gaps_between_keys_may_hold_nan(device):
     used, allocated = (50, 1, 128, 77), (64, 64, 130, 100)
     lengths = tuple(pair for n, m in zip(used, allocated) for pair in ((n, n), (0, m - n)))
     (_, key), _ = packed_places(lengths)
-    q, k, v, dout, _ = (t[0].transpose(0, 1) if t.dim() == 4 else t for t in draw_packed(3, 64, torch.bfloat16, device, lengths))
+    q, k, v, dout, _ = (t[0].transpose(0, 1) if t.dim() == 4 else t
+                        for t in draw_packed(3, 64, torch.bfloat16, device, lengths))
     gap = torch.ones(k.shape[0], dtype=torch.bool, device=device)
     for a, b in zip(key[0::2], key[1::2]):
         gap[a:b] = False
@@ -436,17 +475,22 @@ def test_sink_without_keys_in_c(dtype, device):
     sink = torch.tensor([0.5, -1.0, 30.0, -math.inf, 0.0, 1e-3], device=device)
     near = sink.abs()[:, None] * 2**-22                       # lse is turned into units of log 2 and back
     for rows, dim in ((1, 8), (130, 64), (70, 256)):
-        q, k = torch.full((2, 6, rows, dim), math.nan, dtype=dtype, device=device), torch.zeros(2, 3, 0, dim, dtype=dtype, device=device)
+        q, k = (torch.full((2, 6, rows, dim), math.nan, dtype=dtype, device=device),
+                torch.zeros(2, 3, 0, dim, dtype=dtype, device=device))
         out, lse = torch.full_like(q, math.nan), torch.full((2, 6, rows), math.nan, device=device)
         for number in (0.0, 3.0):                             # rows of sinks, and of all features
             features = -1, -1, number, 0.0, 0, sink, None, None, None, 0, 0
             for causal in (False, True):
                 _C.attention_fwd(out.fill_(math.nan), lse.fill_(math.nan), q, k, k, 0.125, causal, 0, None, features)
-                assert (out == 0).all() and torch.equal(lse.isfinite(), sink.isfinite()[:, None].expand(6, rows).expand_as(lse))
-                assert ((lse - sink[:, None]).nan_to_num(0.0).abs() <= near.nan_to_num(0.0)).all() and (lse[:, 3] == -math.inf).all()
-        starts = [torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, rows // 2, rows // 2, rows - 1], [0, 0, 0, 0])]
+                assert ((out == 0).all() and torch.equal(lse.isfinite(),
+                                                         sink.isfinite()[:, None].expand(6, rows).expand_as(lse)))
+                assert (((lse - sink[:, None]).nan_to_num(0.0).abs() <= near.nan_to_num(0.0)).all()
+                        and (lse[:, 3] == -math.inf).all())
+        starts = [torch.tensor(t, dtype=torch.int32, device=device)
+                  for t in ([0, rows // 2, rows // 2, rows - 1], [0, 0, 0, 0])]
         features = -1, -1, 0.0, 0.0, 0, sink, None, *starts, rows, 0
-        _C.attention_fwd(out[:1].fill_(math.nan), lse[:1].fill_(math.nan), q[:1], k[:1], k[:1], 0.125, False, 0, None, features)
+        _C.attention_fwd(out[:1].fill_(math.nan), lse[:1].fill_(math.nan), q[:1], k[:1], k[:1], 0.125, False, 0, None,
+                         features)
         assert (out[:1] == 0).all() and (lse[0, :, rows - 1:] == -math.inf).all()
         assert ((lse[0, :, :rows - 1] - sink[:, None]).nan_to_num(0.0).abs() <= near.nan_to_num(0.0)).all()
 
@@ -457,4 +501,5 @@ def test_sink_without_keys_and_rows_behind():
     for convert in (lambda t: t, lambda t: t.numpy()):
         out, lse = mg.attention_varlen(*map(convert, (q, k, k, *starts)), 4, 0, sink=convert(sink), return_lse=True)
         out, lse = torch.as_tensor(out), torch.as_tensor(lse)
-        assert (out == 0).all() and torch.allclose(lse[:, :7], sink[:, None].expand(2, 7), rtol=2**-22) and (lse[:, 7:] == -math.inf).all()
+        assert ((out == 0).all() and torch.allclose(lse[:, :7], sink[:, None].expand(2, 7), rtol=2**-22)
+                and (lse[:, 7:] == -math.inf).all())

@@ -50,7 +50,8 @@ def test_awkward(case, device, poison):
     check_attention(case, device)
 
 
-@pytest.mark.parametrize("case", [dataclasses.replace(case, dtype=torch.float32) for case in RANDOM[:24] + AWKWARD[:24]], ids=str)
+@pytest.mark.parametrize("case", [dataclasses.replace(case, dtype=torch.float32)
+                                  for case in RANDOM[:24] + AWKWARD[:24]], ids=str)
 def test_float32(case, poison):
     check_attention(case, "cpu")
 
@@ -69,8 +70,10 @@ def test_raw_writes_outputs_only(case, device):
     size = _C.attention_bwd_workspace(q, k, v, case.causal, False)
     workspace = torch.full((size + 512,), 255, dtype=torch.uint8, device=device)
     start = -workspace.data_ptr() % 256
-    _C.attention_bwd(*(g.view for g in grads), dout, q, k, v, out.view, lse.view, None, workspace[start:start + size], scale, case.causal, False)
-    assert (workspace[:start] == 255).all() and (workspace[start + size:] == 255).all(), "memory beside the workspace was written"
+    _C.attention_bwd(*(g.view for g in grads), dout, q, k, v, out.view, lse.view, None, workspace[start:start + size],
+                     scale, case.causal, False)
+    assert ((workspace[:start] == 255).all()
+            and (workspace[start + size:] == 255).all()), "memory beside the workspace was written"
     for name, result in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):
         result.check(name)
     check_results(case, inputs, out.view, lse.view, *(g.view for g in grads))
@@ -122,11 +125,13 @@ def test_large_scores(device):
 @pytest.mark.parametrize("dim", (64, 128, 256))
 @pytest.mark.parametrize("step", (-2.0, -0.05, -0.01, 0.01, 0.05, 2.0))
 def test_scores_that_grow(dim, dtype, step, device):
-    """From key to key by `step`, up or down: the forward must notice that its scale for the probabilities no longer fits, in any block and any row."""
+    """From key to key by `step`, up or down: the forward must notice that its scale for the probabilities no longer
+    fits, in any block and any row."""
     for causal in (False, True):
         case = AttentionCase(7, rows=500, kv_rows=700, dim=dim, dim_v=dim, causal=causal, dtype=dtype, scale=0.125)
         q, k, v, dout = attention_inputs(case, device)
-        q[..., 1:] = 0                                                           # so that scores have one product, which is exact
+        # so that scores have one product, which is exact
+        q[..., 1:] = 0
         q[..., 0] = 8 * torch.linspace(0, 1, 500, device=device).to(dtype)       # the first rows see it less
         k[..., 0] = (step * torch.arange(700, device=device)).to(dtype)
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -161,14 +166,19 @@ def test_deterministic(device, dim):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients()))
 
 
-# Enough queries and keys for the backward's pairs of blocks of 128 keys; odd numbers of blocks, of the pair's second one too. The GPU takes them later.
-PAIRS = [AttentionCase(9, 1, 2, 1, 512, 513, 128, 128), AttentionCase(10, 1, 1, 1, 577, 895, 65, 65), AttentionCase(11, 1, 2, 2, 700, 700, 96, 128, True),
-         AttentionCase(12, 1, 2, 1, 520, 900, 128, 128, True, torch.float16), AttentionCase(13, 1, 1, 1, 800, 530, 128, 72, True)]
-LONG_PAIRS = [AttentionCase(19, 1, 2, 1, 1100, 1537, 128, 128), AttentionCase(20, 1, 2, 2, 577, 1300, 65, 96), AttentionCase(21, 1, 4, 2, 4100, 4470, 128, 128, True),
+# Enough queries and keys for the backward's pairs of blocks of 128 keys; odd numbers of blocks, of the pair's second
+# one too. The GPU takes them later.
+PAIRS = [AttentionCase(9, 1, 2, 1, 512, 513, 128, 128), AttentionCase(10, 1, 1, 1, 577, 895, 65, 65),
+         AttentionCase(11, 1, 2, 2, 700, 700, 96, 128, True),
+         AttentionCase(12, 1, 2, 1, 520, 900, 128, 128, True, torch.float16),
+         AttentionCase(13, 1, 1, 1, 800, 530, 128, 72, True)]
+LONG_PAIRS = [AttentionCase(19, 1, 2, 1, 1100, 1537, 128, 128), AttentionCase(20, 1, 2, 2, 577, 1300, 65, 96),
+              AttentionCase(21, 1, 4, 2, 4100, 4470, 128, 128, True),
               AttentionCase(22, 1, 1, 1, 8200, 8333, 128, 100, True, torch.float16)]
 
 
-@pytest.mark.parametrize("case, device", [(case, "cpu") for case in PAIRS] + [pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in LONG_PAIRS], ids=str)
+@pytest.mark.parametrize("case, device", [(case, "cpu") for case in PAIRS] +
+                         [pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in LONG_PAIRS], ids=str)
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_pairs_of_blocks(case, deterministic, device, request):
     if deterministic:
@@ -176,11 +186,16 @@ def test_pairs_of_blocks(case, deterministic, device, request):
     check_attention(case, device, deterministic)
 
 
-# Head dims above 128 of q and k beside at most 128 of v have kernels of their own; the last two cases are those beside them.
-NARROW_VALUES = [AttentionCase(30, 1, 4, 2, 300, 333, 192, 128), AttentionCase(31, 2, 3, 1, 513, 513, 192, 128, True, torch.float16),
-                 AttentionCase(32, 1, 2, 1, 129, 700, 192, 128, True), AttentionCase(33, 1, 2, 2, 700, 129, 192, 128, True), AttentionCase(34, 2, 2, 1, 65, 1, 136, 72),
-                 AttentionCase(35, 1, 8, 1, 200, 391, 129, 1, True, torch.float16, "gaps"), AttentionCase(36, 3, 1, 1, 1, 450, 192, 100, False, layout="rows first"),
-                 AttentionCase(37, 1, 2, 2, 257, 257, 192, 136, True), AttentionCase(38, 1, 2, 2, 257, 257, 200, 128, True)]
+# Head dims above 128 of q and k beside at most 128 of v have kernels of their own; the last two cases are those beside
+# them.
+NARROW_VALUES = [AttentionCase(30, 1, 4, 2, 300, 333, 192, 128),
+                 AttentionCase(31, 2, 3, 1, 513, 513, 192, 128, True, torch.float16),
+                 AttentionCase(32, 1, 2, 1, 129, 700, 192, 128, True),
+                 AttentionCase(33, 1, 2, 2, 700, 129, 192, 128, True), AttentionCase(34, 2, 2, 1, 65, 1, 136, 72),
+                 AttentionCase(35, 1, 8, 1, 200, 391, 129, 1, True, torch.float16, "gaps"),
+                 AttentionCase(36, 3, 1, 1, 1, 450, 192, 100, False, layout="rows first"),
+                 AttentionCase(37, 1, 2, 2, 257, 257, 192, 136, True),
+                 AttentionCase(38, 1, 2, 2, 257, 257, 200, 128, True)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -200,23 +215,27 @@ def test_values_narrower_than_keys_have_their_rows():
                 for deterministic in (False, True):
                     row = lambda d, dv: row_taken(op, dtype=dtype, gpu=gpu, d=d, dv=dv, deterministic=deterministic)
                     columns = lambda d, dv: re.search(r"\bD=(\d+)", constants[row(d, dv)]).group(1)
-                    assert [columns(d, dv) for d, dv in ((129, 1), (192, 128), (192, 129), (193, 128), (129, 129))] == ["192", "192", "256", "256", "256"]
+                    assert [columns(d, dv) for d, dv in ((129, 1), (192, 128), (192, 129), (193, 128),
+                                                         (129, 129))] == ["192", "192", "256", "256", "256"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", ((-1, -1), (40, 3)))
 @pytest.mark.parametrize("dim", (64, 128, 160, 256))
 def test_groups_in_parts(dim, window, device):
-    """Few blocks of keys for many multiprocessors: several tasks share a group of query heads. Deterministic gradients come of one task a group."""
+    """Few blocks of keys for many multiprocessors: several tasks share a group of query heads. Deterministic gradients
+    come of one task a group."""
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(16)
         for dtype in (torch.bfloat16,) if device == "cuda" else (torch.bfloat16, torch.float32):
             q, k, v, dout = attention_inputs(AttentionCase(14, 1, 8, 2, 130, 150, dim, dim, dtype=dtype), device)
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            parts, whole = (torch.autograd.grad(mg.attention(*leaves, window=window, deterministic=d), leaves, dout) for d in (False, True))
+            parts, whole = (torch.autograd.grad(mg.attention(*leaves, window=window, deterministic=d), leaves, dout)
+                            for d in (False, True))
             for a, b in zip(parts, whole):   # sums of fp32, rounded once, in another order
-                torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-5 * b.abs().max().item() + 150 * torch.finfo(torch.float32).eps)
+                torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps,
+                                           atol=1e-5 * b.abs().max().item() + 150 * torch.finfo(torch.float32).eps)
     finally:
         torch.set_num_threads(threads)
 
@@ -245,7 +264,8 @@ def test_threads_agree(device):
 def test_reference(causal):
     """The reference is PyTorch's formula, and its gradient, lse's included, the derivative; rows without keys are 0."""
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(shape, dtype=torch.float64, generator=g, requires_grad=True) for shape in ((1, 4, 4, 3), (1, 2, 5, 3), (1, 2, 5, 2)))
+    q, k, v = (torch.randn(shape, dtype=torch.float64, generator=g, requires_grad=True)
+               for shape in ((1, 4, 4, 3), (1, 2, 5, 3), (1, 2, 5, 2)))
     assert torch.autograd.gradcheck(lambda q, k, v: reference.attention(q, k, v, scale=0.7, causal=causal), (q, k, v))
     seen = torch.ones(4, 5, dtype=torch.bool).tril(1) if causal else None
     wide_k, wide_v = (t.repeat_interleave(2, 1) for t in (k, v))
@@ -266,7 +286,8 @@ def test_check_can_fail():
     q, k, v, dout = attention_inputs(case)
     exact, plain = exact_attention(case, q, k, v, dout)[0], reference.attention(q, k, v)[0]
     check_error("plain", plain, plain, exact)
-    for wrong in (plain * 1.02, torch.nextafter(plain, plain * 0), plain.clone().index_fill_(2, torch.tensor(5), 0.0), plain.clone()):
+    for wrong in (plain * 1.02, torch.nextafter(plain, plain * 0), plain.clone().index_fill_(2, torch.tensor(5), 0.0),
+                  plain.clone()):
         if torch.equal(wrong, plain):
             wrong[0, 0, 0, 0] = math.nan
         with pytest.raises(AssertionError):

@@ -45,12 +45,15 @@ class Case:
 def random_case(seed):
     r = random.Random(seed)
     m, n, k = (r.choice(SIZES) if r.random() < 0.8 else r.randrange(1, 600) for _ in range(3))
-    return Case(seed, m, n, k, r.choice(LAYOUTS), r.random() < 0.5, r.choice(list(ACTIVATIONS)), r.choice(HALF), r.random() < 0.3)
+    return Case(seed, m, n, k, r.choice(LAYOUTS), r.random() < 0.5, r.choice(list(ACTIVATIONS)), r.choice(HALF),
+                r.random() < 0.3)
 
 
 RANDOM = [random_case(seed) for seed in range(200)]
-SHAPES = [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0), (1, 1, 1), (1, 300, 65), (300, 1, 65), (127, 509, 1), (257, 131, 1021)]
-AWKWARD = [Case(i, *shape, layouts, bias) for i, shape in enumerate(SHAPES) for layouts in LAYOUTS for bias in (False, True)]
+SHAPES = [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0), (1, 1, 1), (1, 300, 65), (300, 1, 65), (127, 509, 1),
+          (257, 131, 1021)]
+AWKWARD = [Case(i, *shape, layouts, bias) for i, shape in enumerate(SHAPES) for layouts in LAYOUTS
+           for bias in (False, True)]
 
 
 def matrix(case, rows, columns, layout, generator, device):
@@ -65,7 +68,8 @@ def matrix(case, rows, columns, layout, generator, device):
 
 def inputs(case, device="cpu"):
     g = torch.Generator().manual_seed(case.seed)
-    a, b = matrix(case, case.m, case.k, case.layouts[0], g, device), matrix(case, case.k, case.n, case.layouts[1], g, device)
+    a, b = (matrix(case, case.m, case.k, case.layouts[0], g, device),
+            matrix(case, case.k, case.n, case.layouts[1], g, device))
     return a, b, torch.randn(case.n, generator=g).to(case.dtype).to(device) if case.bias else None
 
 
@@ -77,8 +81,10 @@ def formula(case, a, b, bias):
 def check(case, found, a, b, bias):
     exact = formula(case, a.double(), b.double(), None if bias is None else bias.double())
     # Sums in float32 differ in their order. An activation's slope is at most 1.13, that of gelu.
-    rounding = 2**-22 * float(a.double().norm(dim=1).max() * b.double().norm(dim=0).max()) if exact.numel() and case.k else 0.0
-    plain = formula(case, *(t.contiguous() if t.is_cpu else t for t in (a, b)), bias)    # some CPUs' bf16 product in PyTorch reads the NaN between rows
+    rounding = (2**-22 * float(a.double().norm(dim=1).max() * b.double().norm(dim=0).max()) if exact.numel() and case.k
+                else 0.0)
+    # some CPUs' bf16 product in PyTorch reads the NaN between rows
+    plain = formula(case, *(t.contiguous() if t.is_cpu else t for t in (a, b)), bias)
     check_error("out", found, plain, exact, rounding=(0.0, rounding))
 
 
@@ -104,7 +110,8 @@ def test_result(case, device):
     check(case, mg.matmul(a, b, bias=bias, activation=case.activation), a, b, bias)
 
 
-@pytest.mark.parametrize("case", [dataclasses.replace(case, dtype=torch.float32) for case in RANDOM[:40] + AWKWARD], ids=str)
+@pytest.mark.parametrize("case", [dataclasses.replace(case, dtype=torch.float32) for case in RANDOM[:40] + AWKWARD],
+                         ids=str)
 def test_float32(case):
     a, b, bias = inputs(case)
     check(case, mg.matmul(a, b, bias=bias, activation=case.activation), a, b, bias)
@@ -137,7 +144,8 @@ def check_kernel(name, prefer, device):
         around = torch.full((m + 2, n + 8 - n % 8), math.nan, dtype=dtype, device=device)
         out = around[1:-1, :n]
         prefer(name)
-        problem = dict(dtype=str(dtype)[6:], gpu=device == "cuda", m=m, n=n, k=k, trans_a=layouts[0] == "t", trans_b=layouts[1] == "t")
+        problem = dict(dtype=str(dtype)[6:], gpu=device == "cuda", m=m, n=n, k=k, trans_a=layouts[0] == "t",
+                       trans_b=layouts[1] == "t")
         if _C.explain("matmul", **problem)[0] != name:
             continue
         _C.matmul(out, *(padded(t) for t in (a, b)), bias, CODES[case.activation])
@@ -199,7 +207,8 @@ def test_prefer():
 
 def test_numpy():
     g = numpy.random.default_rng(0)
-    a, b, bias = g.standard_normal((3, 70, 33), "float32"), g.standard_normal((90, 33), "float32").T, g.standard_normal(90, "float32")
+    a, b, bias = (g.standard_normal((3, 70, 33), "float32"), g.standard_normal((90, 33), "float32").T,
+                  g.standard_normal(90, "float32"))
     out = mg.matmul(a, b, bias=bias, activation="relu")
     assert isinstance(out, numpy.ndarray)
     exact = numpy.maximum(a.astype("float64") @ b + bias, 0)
@@ -234,5 +243,7 @@ def test_refused(wrong, message):
 def test_unaligned_rows_are_named(argument):
     tensors = {name: torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda") for name in ("out", "a", "b")}
     tensors[argument] = torch.zeros(64, 65, dtype=torch.bfloat16, device="cuda")[:, :64]
-    with pytest.raises(ValueError, match=f"matmul: {argument} has a row stride of 65 elements of 2 bytes, expected a multiple of 16 bytes"):
+    with pytest.raises(ValueError,
+                       match=f"matmul: {argument} has a row stride of 65 elements of 2 bytes, expected a multiple of "
+                             "16 bytes"):
         _C.matmul(*tensors.values(), None, 0)

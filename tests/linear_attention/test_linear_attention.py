@@ -11,7 +11,8 @@ import margay as mg
 from cases import DEVICES, check_error
 from margay import _C, _op
 
-SHAPES = ((1, 1, 1, 1, 1), (2, 63, 3, 64, 64), (1, 65, 2, 17, 40), (2, 200, 2, 128, 96), (1, 130, 1, 72, 128), (3, 256, 1, 33, 7))
+SHAPES = (((1, 1, 1, 1, 1), (2, 63, 3, 64, 64), (1, 65, 2, 17, 40), (2, 200, 2, 128, 96), (1, 130, 1, 72, 128),
+           (3, 256, 1, 33, 7)))
 
 
 def reference(q, k, v, scale, state=None):
@@ -60,12 +61,13 @@ def test_against_the_recurrence(device, dtype, shape, with_state):
 
     def run(function):
         out, last = function()
-        return out.detach(), last.detach(), *torch.autograd.grad((out, last), inputs, (dout.to(out.dtype), dlast.to(last.dtype)))
+        return (out.detach(), last.detach(), *torch.autograd.grad((out, last), inputs,
+                                                                  (dout.to(out.dtype), dlast.to(last.dtype))))
     ours = run(lambda: mg.linear_attention(q, k, v, initial_state=state, output_final_state=True))
     exact = run(lambda: reference(q, k, v, scale, state))
     torchs = run(lambda: plain(q, k, v, scale, state))
-    # float32: the chunks' sums are added one after the other; tensor cores make a chunk's of four, and cut off what float32 does
-    # not hold. A single element: PyTorch's error may be 0 by chance.
+    # float32: the chunks' sums are added one after the other; tensor cores make a chunk's of four, and cut off what
+    # float32 does not hold. A single element: PyTorch's error may be 0 by chance.
     parts = -(-shape[1] // 64) * (4 if device == "cuda" else 1)
     absolute = 0.0 if ours[0].numel() > 1 else 4 * torch.finfo(dtype).eps
     for name, *three in zip(names, ours, torchs, exact):
@@ -103,7 +105,8 @@ def test_no_steps(device):
 def test_numpy():
     q, k, v, *_ = problem((2, 70, 2, 32, 40), torch.float32, "cpu", 4, False)
     arrays = [t.detach().numpy() for t in (q, k, v)]
-    assert np.array_equal(mg.linear_attention(*arrays, scale=0.3), mg.linear_attention(q, k, v, scale=0.3).detach().numpy())
+    assert np.array_equal(mg.linear_attention(*arrays, scale=0.3),
+                          mg.linear_attention(q, k, v, scale=0.3).detach().numpy())
     turned = [np.asfortranarray(a) for a in arrays]
     assert np.array_equal(mg.linear_attention(*turned), mg.linear_attention(*arrays))
 
@@ -135,7 +138,9 @@ def test_refused():
             (TypeError, "linear_attention: v has dtype float16, expected bfloat16 (same as q)", (q, k, v.half()), {}),
             (ValueError, "linear_attention: initial_state has size 31 in dimension 2, expected 32 (K of q)", (q, k, v),
              {"initial_state": torch.zeros(2, 2, 31, 48)}),
-            (ValueError, "linear_attention: K = 0 (dimension 3 of q), V = 48 (dimension 3 of v), expected K > 0 && V > 0", (q[..., :0], k[..., :0], v), {}),
+            (ValueError,
+             "linear_attention: K = 0 (dimension 3 of q), V = 48 (dimension 3 of v), expected K > 0 && V > 0",
+             (q[..., :0], k[..., :0], v), {}),
             (ValueError, "linear_attention: scale is -1, expected a positive finite number", (q, k, v), {"scale": -1}),
             (TypeError, "linear_attention: q is list, expected torch.Tensor or numpy.ndarray", ([1], k, v), {})):
         with pytest.raises(error) as raised:
@@ -143,8 +148,10 @@ def test_refused():
         assert str(raised.value) == words and (raised.value.__context__ is None or raised.value.__suppress_context__)
     with pytest.raises(NotImplementedError, match="needs K <= 128 && V <= 128"):
         mg.linear_attention(*(torch.zeros(1, 1, 1, 200) for _ in range(3)))
-    with pytest.raises(ValueError, match=r"linear_attention: states has size 2 in dimension 2, expected 1 \(CHUNKS = \(T \+ 63\) / 64\)"):
-        _C.linear_attention(torch.empty_like(v), None, torch.empty(2, 2, 2, 32, 48, dtype=q.dtype), q.detach(), k.detach(), v.detach(), None)
+    with pytest.raises(ValueError,
+                       match=r"linear_attention: states has size 2 in dimension 2, expected 1 \(CHUNKS = \(T \+ 63\) / 64\)"):
+        _C.linear_attention(torch.empty_like(v), None, torch.empty(2, 2, 2, 32, 48, dtype=q.dtype), q.detach(),
+                            k.detach(), v.detach(), None)
 
 
 def test_first_seen_by_the_compiler():

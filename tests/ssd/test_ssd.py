@@ -88,7 +88,8 @@ def recurrence(x, dt, b, c, a, d):
     b, c = (t.repeat_interleave(heads // max(t.shape[2], 1), 2) for t in (b, c))
     state, y = x.new_zeros(batch, heads, dim, b.shape[3]), torch.empty_like(x)
     for t in range(steps):
-        state = state * torch.exp(dt[:, t] * a)[..., None, None] + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :]
+        state = (state * torch.exp(dt[:, t] * a)[..., None, None] +
+                 (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :])
         y[:, t] = (state @ c[:, t, ..., None])[..., 0] + d[:, None] * x[:, t]
     return y, state
 
@@ -212,7 +213,8 @@ def test_repeats_bitwise(n):
 
 
 @pytest.mark.parametrize("wrong, message", [
-    (dict(groups=3), r"ssd_fwd: H = 4 \(dimension 2 of x\), G = 3 \(dimension 2 of b\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
+    (dict(groups=3),
+     r"ssd_fwd: H = 4 \(dimension 2 of x\), G = 3 \(dimension 2 of b\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
     (dict(state=0), r"ssd_fwd: N = 0 \(dimension 3 of b\), expected N > 0"),
 ])
 def test_refused(wrong, message):
@@ -222,5 +224,6 @@ def test_refused(wrong, message):
 
 
 def test_no_kernel():
-    with pytest.raises(NotImplementedError, match="(?s)ssd_fwd: no kernel for bfloat16.*ssd_fwd_bf16_n128 needs P <= 64 && N <= 128"):
+    with pytest.raises(NotImplementedError,
+                       match="(?s)ssd_fwd: no kernel for bfloat16.*ssd_fwd_bf16_n128 needs P <= 64 && N <= 128"):
         run(inputs_of(Case(0, steps=5, dim=8, state=129)), 8, 129)

@@ -12,7 +12,8 @@ RESULTS = Path("benchmarks/results")                  # of the repository, when 
 
 
 def benchmarks():
-    """Every file with a function `run`: name -> (module, first line of its docstring). Read, not imported: --help needs no torch."""
+    """Every file with a function `run`: name -> (module, first line of its docstring). Read, not imported: --help needs
+    no torch."""
     folder, found = Path(__file__).parent, {}
     for path in sorted(folder.rglob("*.py"), key=lambda path: path.name):
         tree = ast.parse(path.read_text())
@@ -29,20 +30,26 @@ def parse():
     class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         pass
     names = "\n".join(f"  {name:<16} {what}" for name, (_, what) in BENCHMARKS.items())
-    parser = argparse.ArgumentParser(prog="python -m margay.bench", description=f"{__doc__}\n\n{names}", formatter_class=Help)
+    parser = argparse.ArgumentParser(prog="python -m margay.bench", description=f"{__doc__}\n\n{names}",
+                                     formatter_class=Help)
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="one of those above; (GPU): needs one")
-    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches, for instance 'backward .* D=128'")
+    parser.add_argument("--only", default="", metavar="REGEX",
+                        help="cases whose name matches, for instance 'backward .* D=128'")
     parser.add_argument("--peers", default="", help="names of the peers to run, with commas; none: all")
     parser.add_argument("--rounds", type=int, default=5, help="in each of which all runners are timed in turn")
     parser.add_argument("--ms", type=float, default=20, help="length of one measurement in milliseconds")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
-    parser.add_argument("--out", type=Path, default=RESULTS if RESULTS.is_dir() else Path("."), help="folder of the result file")
+    parser.add_argument("--out", type=Path, default=RESULTS if RESULTS.is_dir() else Path("."),
+                        help="folder of the result file")
     parser.add_argument("--plot", action="store_true", help="also write a PNG beside the result file")
     parser.add_argument("--threads", type=int, default=2, help="of cpu")
-    parser.add_argument("--dims", type=lambda text: tuple(map(int, text.split(","))), default=(64, 128), help="head dims of attention")
+    parser.add_argument("--dims", type=lambda text: tuple(map(int, text.split(","))), default=(64, 128),
+                        help="head dims of attention")
     parser.add_argument("--dtype", default="bfloat16", help="of attention")
-    parser.add_argument("--dtypes", type=lambda text: tuple(text.split(",")), default=("bfloat16", "float16"), help="of gemm")
-    parser.add_argument("--layouts", type=lambda text: tuple(text.split(",")), default=("nn",), help="of gemm: nn, nt, tn, tt")
+    parser.add_argument("--dtypes", type=lambda text: tuple(text.split(",")), default=("bfloat16", "float16"),
+                        help="of gemm")
+    parser.add_argument("--layouts", type=lambda text: tuple(text.split(",")), default=("nn",),
+                        help="of gemm: nn, nt, tn, tt")
     parser.add_argument("--rows", default="", metavar="REGEX", help="rows that rows compares")
     return parser.parse_args()
 

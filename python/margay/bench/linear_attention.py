@@ -1,7 +1,7 @@
 """Causal linear attention forward and backward, against PyTorch's products in chunks (GPU).
 
-FLOP, of a sequence of T steps and one head: chunks of Q = 64 steps with K and V columns take T (2 Q K + 2 Q V + 4 K V) forward,
-2.5 times that backward.
+FLOP, of a sequence of T steps and one head: chunks of Q = 64 steps with K and V columns take T (2 Q K + 2 Q V + 4 K V)
+forward, 2.5 times that backward.
 """
 import functools
 

@@ -20,7 +20,8 @@ def summary(cases):
         members = [case for case in cases if case["group"] == group]
         for peer in unique(peer for case in members for peer in case["speed_ratio"]):
             ratios = [case["speed_ratio"][peer] for case in members if peer in case["speed_ratio"]]
-            lines.append(f"{group}: {geomean(ratios):.3f} x {peer} (geometric mean of {len(ratios)}; worst {min(ratios):.3f})")
+            lines.append(f"{group}: {geomean(ratios):.3f} x {peer} (geometric mean of {len(ratios)}; worst "
+                         f"{min(ratios):.3f})")
     return "\n".join(lines)
 
 
@@ -44,26 +45,31 @@ def markdown(header, rows):
 
 def caption(content):
     env = content["environment"]
-    machine = f"{env['gpu']}, driver {env['driver']}, cuDNN {env['cudnn']}" if "gpu" in env else f"{env['cpu']}, {env['threads']} threads"
+    machine = (f"{env['gpu']}, driver {env['driver']}, cuDNN {env['cudnn']}" if "gpu" in env else
+               f"{env['cpu']}, {env['threads']} threads")
     dates = sorted({case["date"] for case in content["cases"] if "date" in case})
-    return f"{machine}, torch {env['torch']}" + (f", measured {' to '.join(unique([dates[0], dates[-1]]))}." if dates else ".")
+    return f"{machine}, torch {env['torch']}" + (f", measured {' to '.join(unique([dates[0], dates[-1]]))}." if dates
+                                                 else ".")
 
 
 def overhead(content):
     """A row per measurement."""
-    rows = [[case["name"], f"{case['us']:.1f}" if case["us"] < 1000 else f"{case['us'] / 1000:.1f} ms"] for case in content["cases"]]
+    rows = [[case["name"], f"{case['us']:.1f}" if case["us"] < 1000 else f"{case['us'] / 1000:.1f} ms"]
+            for case in content["cases"]]
     return "Host time\n\n" + markdown(["", "us"], rows)
 
 
 def by_case(content):
     """A row per case."""
     peer = next(iter(content["cases"][0]["speed_ratio"]))
-    rows = [[case["name"], f"{case['ms']['margay']:.3f}", f"{case['tflops']['margay']:.0f}", f"{case['speed_ratio'][peer]:.2f}"] for case in content["cases"]]
+    rows = [[case["name"], f"{case['ms']['margay']:.3f}", f"{case['tflops']['margay']:.0f}",
+             f"{case['speed_ratio'][peer]:.2f}"] for case in content["cases"]]
     return markdown(["", "ms", "TFLOP/s", f"times as fast as {peer}"], rows)
 
 
 def tables():
-    """Tables that are not by_case: result file -> function. A family that wants its own has them in TABLES of its tables.py."""
+    """Tables that are not by_case: result file -> function. A family that wants its own has them in TABLES of its
+    tables.py."""
     found = {"overhead": overhead}
     for path in sorted(Path(__file__).parent.glob("*/tables.py")):
         found |= importlib.import_module(f"margay.bench.{path.parent.name}.tables").TABLES
@@ -111,7 +117,8 @@ def figure(content):
     """A panel a group, TFLOP/s over sizes, a line a runner."""
     import matplotlib.pyplot as plt
     found = list(panels(content))
-    columns = next(n for n in (6, 4, 3, 2, 1) if len(found) % n == 0)        # rows of equal length: forward above backward
+    # rows of equal length: forward above backward
+    columns = next(n for n in (6, 4, 3, 2, 1) if len(found) % n == 0)
     rows = len(found) // columns
     size = (min(12, 5 * columns), 2.3 * rows + 0.4)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
@@ -130,7 +137,8 @@ def figure(content):
 
 
 def figure_of_ratios(content):
-    """How many times as fast as each peer, case by case: a dot a round, a line at the median, which is what tables show."""
+    """How many times as fast as each peer, case by case: a dot a round, a line at the median, which is what tables
+    show."""
     import matplotlib.pyplot as plt
     cases = content["cases"]
     figure, axis = plt.subplots(figsize=(9, 0.8 + 0.25 * len(cases)), layout="constrained")
@@ -139,7 +147,8 @@ def figure_of_ratios(content):
             if peer in case["speed_ratio"]:
                 ours, theirs = next(iter(case["rounds_ms"].values())), case["rounds_ms"][peer]
                 ratios = [b / a for a, b in zip(ours, theirs)]
-                axis.plot(ratios, [y] * len(ratios), "o", color=f"C{i + 1}", markersize=3, label=peer if y == 0 else None)
+                axis.plot(ratios, [y] * len(ratios), "o", color=f"C{i + 1}", markersize=3,
+                          label=peer if y == 0 else None)
                 axis.plot(case["speed_ratio"][peer], y, "|", color=f"C{i + 1}", markersize=12)
     axis.axvline(1, color="gray", linewidth=0.8)
     axis.set_yticks(range(len(cases)), [case["name"] for case in cases], fontsize=7)

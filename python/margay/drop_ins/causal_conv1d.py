@@ -32,8 +32,8 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, re
                      final_states_out=None, activation=None):
     """x [B, C, T], weight [C, W], bias [C], seq_idx int32 [B, T]; initial_states, final_states_out [B, C, W - 1].
 
-    Returns out [B, C, T], with return_final_states (out, final states); these are written to final_states_out where that
-    is given.
+    Returns out [B, C, T], with return_final_states (out, final states); these are written to final_states_out where
+    that is given.
     """
     activation = _activation(activation)
     weight, bias = _weights(x, weight, bias)
@@ -49,11 +49,13 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, re
     return out, final if final_states_out is None else final_states_out.copy_(final)
 
 
-def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None):
+@torch.no_grad()
+def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None,
+                         conv_state_indices=None):
     """x [B, C] or [B, C, T]; conv_state [B, C, L], with conv_state_indices [N, C, L], updated in place.
 
-    cache_seqlens int32 [B]: the state is a ring, and the new steps begin at cache_seqlens % L. conv_state_indices int32
-    [B]: each sequence's place in conv_state; -1 is padding, whose result is 0.
+    cache_seqlens int32 [B]: the state is a ring, and the new steps begin at cache_seqlens % L. conv_state_indices
+    int32 [B]: each sequence's place in conv_state; -1 is padding, whose result is 0.
     """
     activation = _activation(activation)
     weight, bias = _weights(x, weight, bias)

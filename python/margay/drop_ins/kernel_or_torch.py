@@ -21,16 +21,19 @@ def attention_varlen(op, q, k, v, *lengths, **options):
     return _call(op, "attention_varlen", q, k, v, *lengths, **options)
 
 
-def attention_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None,
-                     dropout_p=0.0):
-    """attention_varlen of [1, H, T, D] to [1, H, T, Dv], without its checks: the starts are margay's own, int32 and in order."""
+def attention_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=False, scale=None,
+                     window=(-1, -1), softcap=0.0, sink=None, dropout_p=0.0):
+    """attention_varlen of [1, H, T, D] to [1, H, T, Dv], without its checks: the starts are margay's own, int32 and in
+    order."""
     reason = unsupported(q, k, v, scale, dropout_p)
     if reason is None:
-        features = Features(*window, softcap, dropout_p, None, sink, None, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+        features = Features(*window, softcap, dropout_p, None, sink, None, cu_seqlens_q, cu_seqlens_k, longest_q,
+                            longest_k)
         return attention_torch.attention_features(q, k, v, features, causal, scale, False, False)
     fall_back(op, reason)
     rows = (t[0].transpose(0, 1) for t in (q, k, v))
-    return torch_attention.attention_varlen(*rows, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=causal, scale=scale, window=window, softcap=softcap,
+    return torch_attention.attention_varlen(*rows, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=causal,
+                                            scale=scale, window=window, softcap=softcap,
                                    sink=sink, dropout_p=dropout_p).transpose(0, 1)[None]
 
 
@@ -69,7 +72,8 @@ def unsupported(q, k, v, scale=None, dropout_p=0.0):
 def refuse_8_bits(op, q):
     """PyTorch has no attention of them to fall back to."""
     if q.dtype.itemsize == 1:
-        raise NotImplementedError(f"{op}: q has dtype {_shared.dtype_name(q)}, expected bfloat16, float16 or float32; float8_e4m3fn is taken by margay.attention, "
+        raise NotImplementedError(f"{op}: q has dtype {_shared.dtype_name(q)}, expected bfloat16, float16 or float32; "
+                                  "float8_e4m3fn is taken by margay.attention, "
                                   "and by margay.flash_attn_interface")
 
 
@@ -80,7 +84,8 @@ def _unsupported_cache(q, v_cache):
 def _why_not_gpu(index):
     if index not in _gpus:
         reason, capability = info()["gpu_reason"], torch.cuda.get_device_capability(index)
-        _gpus[index] = f"a GPU that is not used ({reason})" if reason else None if capability == (9, 0) else "a GPU other than compute capability 9.0"
+        other = None if capability == (9, 0) else "a GPU other than compute capability 9.0"
+        _gpus[index] = f"a GPU that is not used ({reason})" if reason else other
     return _gpus[index]
 
 

@@ -41,7 +41,8 @@ def build(n, d, causal, dtype, backward, batch, heads, device="cuda"):
     if not backward:
         calls = {name: functools.partial(f, q, k, v, causal=causal) for name, f in called}
         return Problem(calls, tolerance, work, 4 * tensor_bytes)
-    return Problem({name: gradient(functools.partial(f, causal=causal), (q, k, v), dout) for name, f in called}, 2 * tolerance, 2.5 * work, 8 * tensor_bytes)
+    return Problem({name: gradient(functools.partial(f, causal=causal), (q, k, v), dout) for name, f in called},
+                   2 * tolerance, 2.5 * work, 8 * tensor_bytes)
 
 
 def build_fp8(n, d, causal):
@@ -54,7 +55,8 @@ def build_fp8(n, d, causal):
                "margay bfloat16": functools.partial(margay.attention, *wide, causal=causal),
                "cuDNN bfloat16": functools.partial(sdpa, BACKENDS["cuDNN"], *wide, causal=causal)}
     work = 4 * batch * heads * n * n * d * (0.5 if causal else 1)
-    return Problem(runners, 6e-2, work, 5 * q.numel(), 2)       # probabilities have four significant bits: an error of some 3 %
+    # probabilities have four significant bits: an error of some 3 %
+    return Problem(runners, 6e-2, work, 5 * q.numel(), 2)
 
 
 def cases(dims=(64, 128), dtype="bfloat16", lengths=LENGTHS, tokens=TOKENS, width=WIDTH, device="cuda"):
@@ -64,7 +66,8 @@ def cases(dims=(64, 128), dtype="bfloat16", lengths=LENGTHS, tokens=TOKENS, widt
             for causal in (False, True):
                 for n in lengths:
                     direction, mask = "backward" if backward else "forward", "causal" if causal else "full"
-                    fields = {"group": f"{direction} D={d} {dtype}", "direction": direction, "dtype": dtype, "d": d, "mask": mask, "n": n}
+                    fields = {"group": f"{direction} D={d} {dtype}", "direction": direction, "dtype": dtype, "d": d,
+                              "mask": mask, "n": n}
                     call = functools.partial(build_fp8, n, d, causal) if dtype == FP8 else functools.partial(
                         build, n, d, causal, getattr(torch, dtype), backward, tokens // n, width // d, device)
                     yield Case(f"{direction} {dtype} D={d} {mask} N={n}", fields, call)

@@ -17,10 +17,11 @@ def cases():
         for dtype in ("bfloat16", "float32"):
             for d in (64, 128):
                 for mask in ("full", "causal"):
-                    fields = {"group": f"{direction} {dtype}", "direction": direction, "dtype": dtype, "d": d, "mask": mask, "n": N}
+                    fields = {"group": f"{direction} {dtype}", "direction": direction, "dtype": dtype, "d": d,
+                              "mask": mask, "n": N}
                     yield Case(f"{direction} {dtype} D={d} {mask}", fields,
-                               functools.partial(build, N, d, mask == "causal", getattr(torch, dtype), direction == "backward",
-                                                 BATCH, HEADS, "cpu"))
+                               functools.partial(build, N, d, mask == "causal", getattr(torch, dtype),
+                                                 direction == "backward", BATCH, HEADS, "cpu"))
 
 
 def run(options, arguments):

@@ -26,7 +26,8 @@ GRAPH_BYTES = 2 << 30        # of a graph's layers together
 
 def sdpa(q, k, v):
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
-        return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
+        return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                                            enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
 
 
 def layer(batch, context, k_heads, page, seed=0, device="cuda"):
@@ -38,9 +39,11 @@ def layer(batch, context, k_heads, page, seed=0, device="cuda"):
     caches, table = (k, v), None
     if page:
         table = torch.randperm(batch * context // page, device=device).view(batch, -1)
-        caches = [torch.empty_like(t).view(-1, page, k_heads, D).index_copy_(0, table.flatten(), t.view(-1, page, k_heads, D)) for t in (k, v)]
+        pages = [t.view(-1, page, k_heads, D) for t in (k, v)]
+        caches = [torch.empty_like(t).index_copy_(0, table.flatten(), t) for t in pages]
         table = table.int()
-    return functools.partial(margay.attention_decode, q, *caches, cache_seqlens=lengths, page_table=table), functools.partial(sdpa, q, k, v)
+    return functools.partial(margay.attention_decode, q, *caches, cache_seqlens=lengths,
+                             page_table=table), functools.partial(sdpa, q, k, v)
 
 
 def captured(calls):
@@ -82,8 +85,10 @@ def cases(batches=BATCHES, contexts=CONTEXTS, heads_pages=HEADS_PAGES, device="c
                     layers = layers_of(size) if graph else 0
                     if size * (1 + bool(page)) > MOST_BYTES or (graph and not layers):
                         continue
-                    group = f"{Q_HEADS}/{k_heads} heads" + (f", pages of {page}" if page else "") + (", graph" if graph else "")
-                    fields = {"group": group, "batch": batch, "n": context, "k_heads": k_heads, "page": page, "mask": f"B={batch}", "bytes": size * max(1, layers)}
+                    group = f"{Q_HEADS}/{k_heads} heads" + (f", pages of {page}" if page
+                                                            else "") + (", graph" if graph else "")
+                    fields = {"group": group, "batch": batch, "n": context, "k_heads": k_heads, "page": page,
+                              "mask": f"B={batch}", "bytes": size * max(1, layers)}
                     if graph:
                         fields["layers"] = layers
                     call = functools.partial(build, batch, context, k_heads, page, layers, device)

@@ -1,7 +1,8 @@
 """Attention's public functions: docstrings, options, and checks in the terms of these functions.
 
-A call goes to the module of the library its tensors come from, attention_torch or attention_numpy, which allocates the outputs and calls the
-C function. `_C` checks all that it is given; the checks here say what the arguments must agree on.
+A call goes to the module of the library its tensors come from, attention_torch or attention_numpy, which allocates the
+outputs and calls the C function. `_C` checks all that it is given; the checks here say what the arguments must agree
+on.
 """
 
 from margay import _shared
@@ -11,53 +12,62 @@ DROPS_ALL = 1 - 2.0**-17       # the least probability that drawn_dropout makes 
 FAR = 1 << 30     # more keys than a sequence can have
 
 
-def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
-              return_lse=False, deterministic=False, q_descale=None, k_descale=None, v_descale=None):
+def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None,
+              dropout_p=0.0, dropout_seed=None, return_lse=False, deterministic=False, q_descale=None, k_descale=None,
+              v_descale=None):
     """softmax(scale q k^T) v.
 
-    q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv]; Hq is a multiple of Hk (grouped queries); 1 <= D, Dv <= 256. bfloat16 or float16, on the
-    CPU also float32. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+    q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv]; Hq is a multiple of Hk (grouped queries); 1 <= D, Dv <= 256.
+    bfloat16 or float16, on the CPU also float32. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
 
     causal: query i sees keys up to i + Nk - Nq (bottom-right aligned). A row without keys is 0, its lse -inf.
     scale: of the scores, positive; 1 / sqrt(D) if None.
     window: (left, right): query i sees keys i + Nk - Nq - left to i + Nk - Nq + right only; negative or None: no bound.
     softcap: scaled scores x become softcap tanh(x / softcap), if not 0.
-    sink: float32 [Hq], a logit of each head that is part of the softmax's sum, and of lse, and has no value; differentiable.
+    sink: float32 [Hq], a logit of each head that is part of the softmax's sum, and of lse, and has no value;
+        differentiable.
     alibi_slopes: float32 [Hq] or [B, Hq]: scores fall by slope |i + Nk - Nq - j|.
-    dropout_p: probability of each softmax probability to become 0, rounded to a multiple of 1 / 65536, which must be less than 1; the others grow by
-        1 / (1 - dropout_p), so that the mean stays.
-    dropout_seed: 64-bit integer that, with batch, head, row and key, decides what is dropped; drawn from torch's default generator if None.
+    dropout_p: probability of each softmax probability to become 0, rounded to a multiple of 1 / 65536, which must be
+        less than 1; the others grow by 1 / (1 - dropout_p), so that the mean stays.
+    dropout_seed: 64-bit integer that, with batch, head, row and key, decides what is dropped; drawn from torch's
+        default generator if None.
     return_lse: also return the natural-log log-sum-exp of the scaled scores, float32 [B, Hq, Nq]; differentiable too.
-    deterministic: bitwise equal gradients in every run, at some cost; also on under `torch.use_deterministic_algorithms(True)`.
+    deterministic: bitwise equal gradients in every run, at some cost; also on under
+        `torch.use_deterministic_algorithms(True)`.
 
-    q_descale, k_descale, v_descale: of torch.float8_e4m3fn tensors only, float32 [B, Hk], positive or 0: what q, k and v are to be multiplied by; 1 if
-    None. q's too is given for each key head. The output of 8-bit tensors is bfloat16, their probabilities are rounded to e4m3 in the product with v, and
-    they have no gradient and none of window, softcap, sink, alibi_slopes and dropout.
+    q_descale, k_descale, v_descale: of torch.float8_e4m3fn tensors only, float32 [B, Hk], positive or 0: what q, k and
+    v are to be multiplied by; 1 if None. q's too is given for each key head. The output of 8-bit tensors is bfloat16,
+    their probabilities are rounded to e4m3 in the product with v, and they have no gradient and none of window,
+    softcap, sink, alibi_slopes and dropout.
 
-    The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's, head dim last. Any strides are taken, but a tensor whose last dimension is
-    not contiguous, or has negative strides, and on CUDA one whose address or strides are not multiples of 16 bytes, is copied first; `explain` says so.
-    Gradients of gradients and forward-mode derivatives are not implemented.
+    The output [B, Hq, Nq, Dv] has its dimensions in memory in the order of q's, head dim last. Any strides are taken,
+    but a tensor whose last dimension is not contiguous, or has negative strides, and on CUDA one whose address or
+    strides are not multiples of 16 bytes, is copied first; `explain` says so. Gradients of gradients and forward-mode
+    derivatives are not implemented.
     """
     library = _library_of("attention", "q", q)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         check_no_features(read_features(library, window, softcap, sink, alibi_slopes, dropout_p, dropout_seed))
         return library.attention_fp8(q, k, v, (q_descale, k_descale, v_descale), causal, scale, return_lse)
-    if type(window) is tuple and window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and dropout_p == 0.0:
+    if (type(window) is tuple and window == (-1, -1) and softcap == 0.0 and sink is None and alibi_slopes is None and
+            dropout_p == 0.0):
         return library.attention(q, k, v, causal, scale, return_lse, deterministic)
     features = read_features(library, window, softcap, sink, alibi_slopes, dropout_p, dropout_seed)
     return library.attention_features(q, k, v, features, causal, scale, return_lse, deterministic)
 
 
-def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, scale=None, window=(-1, -1), softcap=0.0,
-                     sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None, return_lse=False, deterministic=False):
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, scale=None,
+                     window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
+                     return_lse=False, deterministic=False):
     """Attention of many sequences that are packed one behind the other.
 
-    q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv]: the sequences' rows. cu_seqlens_q, cu_seqlens_k: integers [B + 1] on the same device, which begin
-    with 0, do not fall, and end with at most Tq and Tk; sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Empty sequences are welcome.
-    max_seqlen_q, max_seqlen_k: at least the rows of the longest sequence; rows beyond are not computed. On CUDA none of this is checked, for that would
-    stop the GPU, and starts that break it can overwrite other memory; MARGAY_SYNC=1 in the environment checks every call.
-    Everything else as in `attention`, for each sequence by itself: NaN in one does not reach another. Rows behind the last sequence may hold anything; their
-    results and gradients are 0, their lse is -inf. Returns [Tq, Hq, Dv], and lse [Hq, Tq].
+    q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv]: the sequences' rows. cu_seqlens_q, cu_seqlens_k: integers [B + 1] on
+    the same device, which begin with 0, do not fall, and end with at most Tq and Tk; sequence b is rows cu_seqlens_q[b]
+    to cu_seqlens_q[b + 1] - 1. Empty sequences are welcome. max_seqlen_q, max_seqlen_k: at least the rows of the
+    longest sequence; rows beyond are not computed. On CUDA none of this is checked, for that would stop the GPU, and
+    starts that break it can overwrite other memory; MARGAY_SYNC=1 in the environment checks every call. Everything else
+    as in `attention`, for each sequence by itself: NaN in one does not reach another. Rows behind the last sequence may
+    hold anything; their results and gradients are 0, their lse is -inf. Returns [Tq, Hq, Dv], and lse [Hq, Tq].
     """
     library = _library_of("attention", "q", q)
     if type(k) is not type(q) or type(v) is not type(q):
@@ -65,14 +75,17 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     for name, t in (("q", q), ("k", k), ("v", v)):
         _shared.check_rank("attention", name, t, 3, "[rows of all sequences, heads, head dim]")
     starts = library.as_starts("cu_seqlens_q", cu_seqlens_q), library.as_starts("cu_seqlens_k", cu_seqlens_k)
-    longest = _shared.integer("attention", "max_seqlen_q", max_seqlen_q), _shared.integer("attention", "max_seqlen_k", max_seqlen_k)
+    longest = [_shared.integer("attention", name, n)
+               for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
     features = read_features(library, window, softcap, sink, alibi_slopes, dropout_p, dropout_seed, *starts, *longest)
-    result = library.attention_features(*map(library.packed, (q, k, v)), features, causal, scale, return_lse, deterministic)
+    result = library.attention_features(*map(library.packed, (q, k, v)), features, causal, scale, return_lse,
+                                        deterministic)
     return (library.unpacked(result[0]), result[1][0]) if return_lse else library.unpacked(result)
 
 
 def dropout_mask(p, seed, batch, heads, rows, keys):
-    """What `attention` with dropout_p = p and dropout_seed = seed keeps: bool [batch, heads, rows, keys], a CPU tensor. Heads are q's."""
+    """What `attention` with dropout_p = p and dropout_seed = seed keeps: bool [batch, heads, rows, keys], a CPU tensor.
+    Heads are q's."""
     integers = dict(seed=seed, batch=batch, heads=heads, rows=rows, keys=keys)
     integers = [_shared.integer("dropout_mask", name, n) for name, n in integers.items()]
     from margay.families.attention.attention_torch import dropout_mask
@@ -82,7 +95,8 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
 
 def read_window(window, op="attention"):
     try:
-        left, right = (-1 if bound is None else max(-1, min(bound if isinstance(bound, int) else bound.__index__(), FAR)) for bound in window)
+        left, right = (-1 if bound is None else
+                       max(-1, min(bound if isinstance(bound, int) else bound.__index__(), FAR)) for bound in window)
     except (AttributeError, TypeError, ValueError):
         raise TypeError(f"{op}: window is {window!r}, expected a pair of integers (left, right)") from None
     return left, right
@@ -112,7 +126,8 @@ def drawn_dropout(p):
     return round(p * 65536) / 65536
 
 
-def read_features(library, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, seed=None, cu_seqlens_q=None, cu_seqlens_k=None,
+def read_features(library, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, seed=None,
+                  cu_seqlens_q=None, cu_seqlens_k=None,
               max_seqlen_q=0, max_seqlen_k=0):
     """margay.families.attention.features.Features; its seed is None where one is to be drawn."""
     left, right = read_window(window)
@@ -120,7 +135,8 @@ def read_features(library, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes
     sink, alibi_slopes = feature_tensors(library, "attention", sink, alibi_slopes)
     if seed is not None:
         seed = _shared.integer("attention", "dropout_seed", seed)
-    return library.Features(left, right, softcap, dropout_p, seed if dropout_p else 0, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return library.Features(left, right, softcap, dropout_p, seed if dropout_p else 0, sink, alibi_slopes, cu_seqlens_q,
+                            cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
 def feature_tensors(library, op, sink, slopes):
@@ -129,7 +145,8 @@ def feature_tensors(library, op, sink, slopes):
         if slopes.ndim == 1:
             slopes = slopes[None]
         elif slopes.ndim != 2:
-            raise ValueError(f"{op}: alibi_slopes has shape {_shared.shape(slopes)}, expected [heads of q] or [batch, heads of q]")
+            raise ValueError(f"{op}: alibi_slopes has shape {_shared.shape(slopes)}, expected [heads of q] or [batch, "
+                             "heads of q]")
     return None if sink is None else library.as_float32(op, "sink", sink), slopes
 
 
@@ -145,9 +162,11 @@ def check_starts(name, starts, total, max_seqlen):
         raise ValueError(f"attention: cu_seqlens_{name}[0] is {starts[0] if starts else 'missing'}, expected 0")
     for i, (before, start) in enumerate(zip(starts, starts[1:])):
         if not before <= start <= total:
-            raise ValueError(f"attention: cu_seqlens_{name}[{i + 1}] is {start}, expected {before} (the one before) to {total} (the rows that there are)")
+            raise ValueError(f"attention: cu_seqlens_{name}[{i + 1}] is {start}, expected {before} (the one before) to "
+                             f"{total} (the rows that there are)")
         if start - before > max_seqlen:
-            raise ValueError(f"attention: max_seqlen_{name} is {max_seqlen}, expected at least {start - before} (rows of sequence {i})")
+            raise ValueError(f"attention: max_seqlen_{name} is {max_seqlen}, expected at least {start - before} (rows "
+                             f"of sequence {i})")
 
 
 def check_attention(q, k, v):
@@ -182,17 +201,37 @@ def check_attention(q, k, v):
 def check_no_features(f):
     """Raise if one is given: 8-bit attention has none of them."""
     for name, given in (("window", max(f.left, f.right) >= 0), ("softcap", f.softcap), ("sink", f.sink is not None),
-                        ("alibi_slopes", f.alibi_slopes is not None), ("dropout_p", f.dropout_p), ("cu_seqlens_q", f.cu_seqlens_q is not None)):
+                        ("alibi_slopes", f.alibi_slopes is not None), ("dropout_p", f.dropout_p),
+                        ("cu_seqlens_q", f.cu_seqlens_q is not None)):
         if given:
-            raise NotImplementedError(f"attention: {name} is given, which exists for bfloat16 and float16, not for float8_e4m3fn")
+            raise NotImplementedError(f"attention: {name} is given, which exists for bfloat16 and float16, not for "
+                                      "float8_e4m3fn")
 
 
-def backward_workspace(q, k, v, *, causal=False, deterministic=False, **options):
-    """Bytes of scratch that the backward of a call takes, whose kernel is chosen for that."""
-    library = _library_of("attention", "q", q)
-    given = {name: options[name] for name in ("window", "softcap", "sink", "alibi_slopes", "dropout_p") if name in options}
-    features = read_features(library, **given, seed=0) if given else None
-    return library.backward_workspace(q, k, v, causal, deterministic, features)
+# ---- what explain says besides
+
+
+def _explained(op, general, named, given):
+    """The backward's kernel is chosen where its workspace is asked for."""
+    copied = {name: general.why_copied(named[name]) for name in "qkv"}
+    if _shared.dtype_name(named["q"]) == "float8_e4m3fn":
+        return [], copied, []
+    library, (q, k, v) = _library_of(op, "q", named["q"]), (named[name] for name in "qkv")
+    options = {name: given[name] for name in ("window", "softcap", "sink", "alibi_slopes", "dropout_p")
+               if name in given}
+    if op == "attention_varlen":
+        q, k, v = map(library.packed, (q, k, v))
+        options |= {name: library.as_starts(name, given[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        options |= {name: given[name] for name in ("max_seqlen_q", "max_seqlen_k")}
+    features = read_features(library, **options, seed=0) if options else None
+    return [], copied, [lambda: library.backward_workspace(q, k, v, given.get("causal", False),
+                                                           given.get("deterministic", False), features)]
+
+
+EXPLAINED = {"attention": _explained, "attention_varlen": _explained}
+
+
+# ---- whose tensors these are
 
 
 _libraries: dict = {}   # type of a tensor -> module that computes with it

@@ -22,7 +22,8 @@ def attention_features(q, k, v, features, causal, scale, return_lse, determinist
     return _attention_forward(q, k, v, features, causal, scale, return_lse)
 
 
-# As in _torch: C checks its arguments, and what it refuses is computed by way of copies or refused again in the terms of the Python arguments.
+# As in _torch: C checks its arguments, and what it refuses is computed by way of copies or refused again in the terms
+# of the Python arguments.
 
 
 def _attention_forward(q, k, v, features, causal, scale, want_lse):
@@ -48,7 +49,8 @@ def _attention_outputs(q, v, want_lse):
 
 
 def attention_fp8(q, k, v, descales, causal, scale, return_lse):
-    raise TypeError("attention: q_descale, k_descale or v_descale is given with NumPy arrays, which have no 8-bit floats; expected torch.float8_e4m3fn tensors")
+    raise TypeError("attention: q_descale, k_descale or v_descale is given with NumPy arrays, which have no 8-bit "
+                    "floats; expected torch.float8_e4m3fn tensors")
 
 
 def as_starts(name, a):

@@ -6,10 +6,10 @@ import torch
 
 from margay import _C, _shared, _transforms
 from margay._shared import checked_scale
-from margay._torch import (DTYPES, all_mappable, as_float32, autocast, autocast_anywhere, c_may_be_asked, c_may_read, check_devices,
-                           check_kinds, check_same_device, compiling, copy_back, dense_like, grad_enabled,
-                           gradient_of_the_first, kind, like_but_last, mappable, mappable_empty, register, rows_contiguous,
-                           use_torch_threads, without_autocast_keys)
+from margay._torch import (all_mappable, as_float32, autocast, autocast_anywhere, c_may_be_asked, c_may_read,
+                           check_devices, check_kinds, check_same_device, compiling, copy_back, dense_like,
+                           grad_enabled, gradient_of_the_first, kind, like_but_last, mappable, mappable_empty, register,
+                           rows_contiguous, use_torch_threads, without_autocast_keys)
 from margay.families.attention.attention import check_attention, check_no_features, check_starts, refuse_start
 from margay.families.attention.features import Features
 
@@ -56,7 +56,8 @@ class _AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
-        return *_attention_gradient(ctx, dout, dlse, _attention_backward), None, None, None, None    # scale, causal, deterministic, return_lse
+        # scale, causal, deterministic, return_lse
+        return *_attention_gradient(ctx, dout, dlse, _attention_backward), None, None, None, None
 
 
 # Function.apply, but for its check for transforms, which `c_may_be_asked` and `c_may_read` make.
@@ -71,7 +72,8 @@ def _save_attention(ctx, inputs, output):
 
 
 def _attention_gradient(ctx, dout, dlse, direct=None):
-    """dq, dk, dv. direct: what to call instead of the operator where it may be. What an operator saved may be a transform's that is over."""
+    """dq, dk, dv. direct: what to call instead of the operator where it may be. What an operator saved may be a
+    transform's that is over."""
     if dout is None and dlse is None:
         return None, None, None
     q, k, v, out, lse = ctx.saved_tensors
@@ -82,8 +84,8 @@ def _attention_gradient(ctx, dout, dlse, direct=None):
     return direct(dout, dlse, q, k, v, out, lse, *ctx.options)
 
 
-# C checks its arguments. What it refuses may be computed by way of copies, and if not, is refused again in the terms of the Python arguments.
-# Calls that need neither pay nothing.
+# C checks its arguments. What it refuses may be computed by way of copies, and if not, is refused again in the terms of
+# the Python arguments. Calls that need neither pay nothing.
 
 
 def _attention_forward(q, k, v, scale, causal, want_lse=True, features=None):
@@ -131,7 +133,8 @@ def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, determinis
     try:
         _call_attention_bwd(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
     except ValueError:                     # the forward's arguments were right: only addresses and strides can be wrong
-        return _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
+        return _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic,
+                                             features)
     return grads
 
 
@@ -192,7 +195,8 @@ def attention_fp8(q, k, v, descales, causal, scale, return_lse):
     check_kinds("attention", _DESCALES, **named)
     for name, t in named.items():
         if torch.is_grad_enabled() and t is not None and t.requires_grad:
-            raise NotImplementedError(f"attention: {name} requires a gradient, which float8_e4m3fn does not have; expected a call under torch.no_grad()")
+            raise NotImplementedError(f"attention: {name} requires a gradient, which float8_e4m3fn does not have; "
+                                      "expected a call under torch.no_grad()")
     if torch.compiler.is_compiling() or not c_may_read(*named.values()):
         out, lse = torch.ops.margay.attention_fp8(q, k, v, *descales, scale, causal)
     else:
@@ -211,19 +215,24 @@ def _attention_fp8(q, k, v, q_descale=None, k_descale=None, v_descale=None, scal
     workspace = torch.empty(16, dtype=torch.uint8, device=q.device) if q.is_cuda and out.numel() > _ONE_WAVE else None
     if not q.is_cuda:
         use_torch_threads()
-    _C.attention_fwd_fp8(target, lse, q, k, v, workspace, *(None if t is None else as_float32("attention", name, t) for name, t in zip(_DESCALES, descales)), scale, causal)
+    _C.attention_fwd_fp8(target, lse, q, k, v, workspace,
+                         *(None if t is None else as_float32("attention", name, t)
+                           for name, t in zip(_DESCALES, descales)), scale, causal)
     copy_back(out, target)
     return out, lse
 
 
-def _attention_fp8_fake(q, k, v, q_descale=None, k_descale=None, v_descale=None, scale=None, causal=False, want_lse=True):
+def _attention_fp8_fake(q, k, v, q_descale=None, k_descale=None, v_descale=None, scale=None, causal=False,
+                        want_lse=True):
     if q.dtype is not _E4M3:
-        given = next((f"{n} is given, but " for n, t in zip(_DESCALES, (q_descale, k_descale, v_descale)) if t is not None), "")
+        given = next((f"{n} is given, but " for n, t in zip(_DESCALES, (q_descale, k_descale, v_descale))
+                      if t is not None), "")
         raise TypeError(f"attention: {given}q has dtype {_shared.dtype_name(q)}, expected float8_e4m3fn")
     check_attention(q, k, v)
     for name, t in zip(_DESCALES, (q_descale, k_descale, v_descale)):
         if t is not None and t.shape != k.shape[:2]:
-            raise ValueError(f"attention: {name} has shape {list(t.shape)}, expected {list(k.shape[:2])} (batch and heads of k)")
+            raise ValueError(f"attention: {name} has shape {list(t.shape)}, expected {list(k.shape[:2])} (batch and "
+                             "heads of k)")
     check_same_device("attention", q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _attention_outputs(q, v, want_lse, torch.bfloat16)
 
@@ -234,7 +243,8 @@ def _attention_fp8_no_gradient(ctx, *_):
 
 # ---- attention with windows, softcap, sinks, ALiBi, dropout; packed sequences
 #
-# q, k, v are [1, heads, total, dim] where sequences are packed. `features`: margay._features.Features, whose seed of dropout is drawn here if None.
+# q, k, v are [1, heads, total, dim] where sequences are packed. `features`: a features.Features, whose seed of dropout
+# is drawn here if None.
 
 
 def attention_features(q, k, v, features, causal, scale, return_lse, deterministic):
@@ -244,14 +254,17 @@ def attention_features(q, k, v, features, causal, scale, return_lse, determinist
         check_no_features(features)
         return attention_fp8(q, k, v, (None, None, None), causal, scale, return_lse)
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("attention: alibi_slopes requires a gradient, which is not computed; pass alibi_slopes.detach()")
+        raise NotImplementedError("attention: alibi_slopes requires a gradient, which is not computed; pass "
+                                  "alibi_slopes.detach()")
     if torch.compiler.is_compiling() or k is None or v is None or not c_may_read(*tensors):
         check_kinds("attention", _FEATURE_TENSORS[3:], **dict(zip(_FEATURE_TENSORS, tensors)))
-        out, lse, _ = torch.ops.margay.attention_features(q, k, v, *_operator_order(features), scale, causal, deterministic)
+        out, lse, _ = torch.ops.margay.attention_features(q, k, v, *_operator_order(features), scale, causal,
+                                                          deterministic)
         return (out, lse) if return_lse else out
     if autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q.device.type, q, k, v)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or sink is not None
+                                    and sink.requires_grad):
         return _apply_features(q, k, v, sink, features, scale, causal, deterministic, return_lse)
     out, lse, _ = _features_forward(q, k, v, features, scale, causal, return_lse)
     return (out, lse) if return_lse else out
@@ -261,7 +274,8 @@ _FEATURE_TENSORS = "q", "k", "v", "sink", "alibi_slopes", "cu_seqlens_q", "cu_se
 
 
 def _operator_order(f):
-    return f.sink, f.alibi_slopes, f.cu_seqlens_q, f.cu_seqlens_k, f.left, f.right, f.softcap, f.dropout_p, f.max_seqlen_q, f.max_seqlen_k, f.seed
+    return (f.sink, f.alibi_slopes, f.cu_seqlens_q, f.cu_seqlens_k, f.left, f.right, f.softcap, f.dropout_p,
+            f.max_seqlen_q, f.max_seqlen_k, f.seed)
 
 
 def _features_of(sink, slopes, q_start, k_start, left, right, softcap, dropout_p, max_q, max_k, seed):
@@ -272,7 +286,8 @@ def _features_of(sink, slopes, q_start, k_start, left, right, softcap, dropout_p
 def _features_forward(q, k, v, features, scale, causal, want_lse=True):
     """out, lse, and the seed of dropout as a CPU tensor; drawn from torch's generator where none is given."""
     if features.dropout_p:
-        used = torch.randint(-2**63, 2**63 - 1, (1,)) if features.seed is None else torch.tensor([_signed(features.seed)])
+        drawn = features.seed is None
+        used = torch.randint(-2**63, 2**63 - 1, (1,)) if drawn else torch.tensor([_signed(features.seed)])
         features = features._replace(seed=used.item())
     else:
         used = torch.zeros(1, dtype=torch.int64)
@@ -299,14 +314,16 @@ class _FeaturesFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
-        return *_features_gradient(ctx, dout, dlse, direct=_features_backward), None, None, None, None, None    # features and what follows
+        # features and what follows
+        return *_features_gradient(ctx, dout, dlse, direct=_features_backward), None, None, None, None, None
 
 
 _apply_features = super(torch.autograd.Function, _FeaturesFunction).apply
 
 
 def _save_features(ctx, inputs, output):
-    q, k, v, sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, seed, scale, causal, deterministic = inputs
+    (q, k, v, sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, seed, scale, causal,
+     deterministic) = inputs
     out, lse, used = output
     ctx.save_for_backward(q, k, v, sink, slopes, q_start, k_start, out, lse, used)
     ctx.options = left, right, softcap, dropout, max_q, max_k, scale, causal, deterministic
@@ -333,8 +350,8 @@ def _features_gradient(ctx, dout, dlse, *_, direct=None):
     return dq, dk, dv, dsink
 
 
-def _features_backward(dout, dlse, q, k, v, sink, slopes, q_start, k_start, out, lse, used, left, right, softcap, dropout, max_q, max_k, scale, causal,
-                       deterministic):
+def _features_backward(dout, dlse, q, k, v, sink, slopes, q_start, k_start, out, lse, used, left, right, softcap,
+                       dropout, max_q, max_k, scale, causal, deterministic):
     features = _features_of(sink, slopes, q_start, k_start, left, right, softcap, dropout, max_q, max_k, used.item())
     return _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
 
@@ -361,7 +378,8 @@ def _features_autocast(q, k, v, *options):
 
 def as_starts(name, t):
     if not isinstance(t, torch.Tensor) or t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"attention: {name} is {kind(t)}, expected the starts of the sequences, an int32 tensor [B + 1]")
+        raise TypeError(f"attention: {name} is {kind(t)}, expected the starts of the sequences, "
+                        "an int32 tensor [B + 1]")
     check_kinds("attention", **{name: t})
     if t.dtype is torch.int64:
         t = _as_int32(name, t)
@@ -369,7 +387,8 @@ def as_starts(name, t):
 
 
 def _as_int32(name, t):
-    """Values that int32 does not have become the nearest that it has, which no sequence has either; on the CPU they are refused."""
+    """Values that int32 does not have become the nearest that it has, which no sequence has either; on the CPU they are
+    refused."""
     starts = t.clamp(-2**31, 2**31 - 1)
     if t.is_cpu and not torch.compiler.is_compiling() and c_may_read(t) and not torch.equal(starts, t):
         refuse_start(name, t.flatten().tolist())
@@ -403,20 +422,22 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
 def backward_workspace(q, k, v, causal, deterministic, features):
     if autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q.device.type, q, k, v)
-    return _C.attention_bwd_workspace(q, k, v, causal, deterministic or torch.are_deterministic_algorithms_enabled(), features)
+    return _C.attention_bwd_workspace(q, k, v, causal, deterministic or torch.are_deterministic_algorithms_enabled(),
+                                      features)
 
 
 # ---- operators
 
 
 def _samples_in_batch_or_heads(op, info, in_dims, inputs):
-    """Attention with features: a sink is shared by the batch, starts of packed sequences by the heads. What is dropped depends on batch and head, so
-    with dropout, as with starts of their own, the samples are computed one by one."""
+    """Attention with features: a sink is shared by the batch, starts of packed sequences by the heads. What is dropped
+    depends on batch and head, so with dropout, as with starts of their own, the samples are computed one by one."""
     names = [argument.name for argument in op._schema.arguments]
     given, dims = dict(zip(names, inputs)), dict(zip(names, in_dims))
     if given["dropout_p"] and given["seed"] is None and info.randomness != "different":
         if info.randomness == "error":
-            raise RuntimeError("attention: dropout_seed is None, which torch.vmap(randomness='error') does not allow; expected a seed, or randomness "
+            raise RuntimeError("attention: dropout_seed is None, which torch.vmap(randomness='error') does not allow; "
+                               "expected a seed, or randomness "
                                "'different' or 'same'")
         given["seed"] = torch.randint(-2**63, 2**63 - 1, (1,)).item()
     if given["dropout_p"] or any(dims[name] is not None for name in ("cu_seqlens_q", "cu_seqlens_k", "seed")):
@@ -434,22 +455,32 @@ def _samples_in_batch_or_heads(op, info, in_dims, inputs):
         else:
             given[name] = _transforms.fold(t, dims[name], size, at)
     outputs = op(*given.values())
-    return tuple(_transforms.unfold(t, size, at) if t.dim() > 1 else t for t in outputs), tuple(at if t.dim() > 1 else None for t in outputs)
+    places = [at if t.dim() > 1 else None for t in outputs]
+    return tuple(t if place is None else _transforms.unfold(t, size, at)
+                 for t, place in zip(outputs, places)), tuple(places)
 
 
-register("attention", "attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causal=False, bool deterministic=False) -> (Tensor, Tensor)",
-          lambda q, k, v, scale=None, causal=False, deterministic=False: _attention_forward(q, k, v, scale, causal),
-          _attention_fake, _transforms.samples_in_batch, gradient_of_the_first(_attention_gradient), _save_attention, _attention_autocast)
-register("attention", "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float? scale, bool causal, "
-          "bool deterministic) -> (Tensor, Tensor, Tensor)",
-          _attention_backward, _attention_backward_fake, _transforms.samples_in_batch, _attention_no_second_order)
-register("attention", "attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, "
-          "bool causal=False) -> (Tensor, Tensor)", _attention_fp8, _attention_fp8_fake, _transforms.samples_in_batch, _attention_fp8_no_gradient, lambda *_, **__: None)
+register("attention", "attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causal=False, "
+                      "bool deterministic=False) -> (Tensor, Tensor)",
+         lambda q, k, v, scale=None, causal=False, deterministic=False: _attention_forward(q, k, v, scale, causal),
+         _attention_fake, _transforms.samples_in_batch, gradient_of_the_first(_attention_gradient), _save_attention,
+         _attention_autocast)
+register("attention",
+         "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+                      "float? scale, bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)",
+         _attention_backward, _attention_backward_fake, _transforms.samples_in_batch, _attention_no_second_order)
+register("attention", "attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale=None, Tensor? k_descale=None, "
+                      "Tensor? v_descale=None, float? scale=None, bool causal=False) -> (Tensor, Tensor)",
+         _attention_fp8, _attention_fp8_fake, _transforms.samples_in_batch, _attention_fp8_no_gradient,
+         lambda *_, **__: None)
 _FEATURES = "Tensor? sink, Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _NUMBERS = "SymInt left, SymInt right, float softcap, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_k"
-register("attention", f"attention_features(Tensor q, Tensor k, Tensor v, {_FEATURES}, {_NUMBERS}, int? seed, float? scale, bool causal, bool deterministic) "
-          "-> (Tensor, Tensor, Tensor)", _features_kernel,
-          _features_fake, _samples_in_batch_or_heads, gradient_of_the_first(_features_gradient), _save_features, _features_autocast, (torch.Tag.nondeterministic_seeded,))
-register("attention", f"attention_features_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_FEATURES}, Tensor out, Tensor lse, Tensor seed, "
-          f"{_NUMBERS}, float? scale, bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)",
-          _features_backward, _features_backward_fake, _samples_in_batch_or_heads, _attention_no_second_order)
+register("attention", f"attention_features(Tensor q, Tensor k, Tensor v, {_FEATURES}, {_NUMBERS}, int? seed, "
+                      "float? scale, bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)",
+         _features_kernel, _features_fake, _samples_in_batch_or_heads, gradient_of_the_first(_features_gradient),
+         _save_features, _features_autocast, (torch.Tag.nondeterministic_seeded,))
+register("attention",
+         f"attention_features_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_FEATURES}, "
+                      f"Tensor out, Tensor lse, Tensor seed, {_NUMBERS}, float? scale, bool causal, "
+                      "bool deterministic) -> (Tensor, Tensor, Tensor)",
+         _features_backward, _features_backward_fake, _samples_in_batch_or_heads, _attention_no_second_order)

@@ -14,7 +14,8 @@ def attention_decode(tensors, options, want_lse):
     if needs_order(page_table, index, k_cache, v_cache) and (index is None or index.shape[0] == q.shape[0]):
         page_table = _table_rows(page_table, index)
         if k_cache.shape[1] % PAGE_UNIT and page_table.shape[0] == q.shape[0]:
-            k_cache, v_cache, page_table = _pages_in_order(k_cache, page_table), _pages_in_order(v_cache, page_table), None
+            k_cache, v_cache = _pages_in_order(k_cache, page_table), _pages_in_order(v_cache, page_table)
+            page_table = None
         tensors = q, k_cache, v_cache, seqlens, page_table, None, *others
     out = np.empty(q.shape, q.dtype)
     lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None

@@ -1,4 +1,5 @@
-"""attention_decode and append_kv on PyTorch tensors: eager calls go to `_C`, everything that has to see the call gets an operator."""
+"""attention_decode and append_kv on PyTorch tensors: eager calls go to `_C`, everything that has to see the call gets
+an operator."""
 
 import torch
 
@@ -23,7 +24,8 @@ def append_kv(tensors, length):
         _torch.check_kinds("append_kv", APPEND_NAMES[4:], **dict(zip(APPEND_NAMES, tensors)))
         read = tensors if torch.compiler.is_compiling() else [t if t is None else t.resolve_neg() for t in tensors]
         torch.ops.margay.append_kv(*read, length)
-        for cache, t in zip(tensors[:2], read):        # torch negates no argument that is written beside one that is None
+        # torch negates no argument that is written beside one that is None
+        for cache, t in zip(tensors[:2], read):
             _torch.copy_back(cache, t)
     else:
         _append(tensors, length)
@@ -31,7 +33,8 @@ def append_kv(tensors, length):
 
 def _refuse_gradient(op, tensors):
     if torch.is_grad_enabled() and any(t is not None and getattr(t, "requires_grad", False) for t in tensors):
-        raise NotImplementedError(f"{op}: an argument requires a gradient, which this op does not have; call it under torch.no_grad(), or margay.attention")
+        raise NotImplementedError(f"{op}: an argument requires a gradient, which this op does not have; call it under "
+                                  "torch.no_grad(), or margay.attention")
 
 
 def _decode_forward(tensors, options, want_lse=True):
@@ -64,8 +67,10 @@ def _without_gaps(t):
 
 
 def _pages_in_order(q, k_cache, v_cache, seqlens, page_table, index, *others):
-    """The call with pages that kernels read: the table's rows in the order of the sequences, and keys and values in order where pages are of another size."""
-    if needs_order(page_table, index, k_cache, v_cache) and q.ndim == 4 and (page_table if index is None else index).shape[0] == q.shape[0]:
+    """The call with pages that kernels read: the table's rows in the order of the sequences, and keys and values in
+    order where pages are of another size."""
+    rows = page_table if index is None else index
+    if needs_order(page_table, index, k_cache, v_cache) and q.ndim == 4 and rows.shape[0] == q.shape[0]:
         page_table, index = table_rows(page_table, index), None
         if k_cache.shape[1] % PAGE_UNIT:
             with torch.no_grad():
@@ -121,7 +126,8 @@ def _decode_fake(*arguments):
 
 
 def cache_rows(cache, page_table, cache_batch_idx, batch, first=None):
-    """[B, N, Hk, D]: each sequence's rows in order, from row `first` [B] on; zeros where a page or a cache does not exist."""
+    """[B, N, Hk, D]: each sequence's rows in order, from row `first` [B] on; zeros where a page or a cache does not
+    exist."""
     if first is None:
         index = page_table if page_table is not None else cache_batch_idx
         if index is None:
@@ -134,7 +140,8 @@ def cache_rows(cache, page_table, cache_batch_idx, batch, first=None):
     if page_table is not None:
         part = page_table.gather(1, place // max(size, 1)) if rows else place
     else:
-        part = (torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx)[:, None].expand(batch, rows)
+        part = (torch.arange(batch, device=cache.device) if cache_batch_idx is None
+                else cache_batch_idx)[:, None].expand(batch, rows)
     return _parts(cache, (part, place % max(size, 1)), part)
 
 
@@ -156,12 +163,22 @@ def table_rows(page_table, cache_batch_idx):
     return page_table[cache_batch_idx.long().where(there, 0)].where(there[:, None], -1)
 
 
-_torch.library.define(f"attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONAL}, Tensor? sink, Tensor? alibi_slopes, float scale, "
-                       "bool causal, int left, int right, float softcap, SymInt length, int num_splits) -> (Tensor, Tensor)", tags=_torch._TAGS)
-_torch.library.define(f"append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_OPTIONAL}, SymInt length) -> ()", tags=_torch._TAGS)
-for _device in ("CPU", "CUDA"):
-    _torch.library.impl("attention_decode", _transforms.without_tangents("attention_decode", lambda *a: _decode_forward(a[:8], a[8:])), _device)
-    _torch.library.impl("append_kv", _transforms.without_tangents("append_kv", lambda *a: _append(a[:7], a[7])), _device)
+def _decode_kernel(*arguments):
+    return _decode_forward(arguments[:8], arguments[8:])
+
+
+def _append_kernel(*arguments):
+    return _append(arguments[:7], arguments[7])
+
+
+_torch.library.define(f"attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONAL}, Tensor? sink, "
+                      "Tensor? alibi_slopes, float scale, bool causal, int left, int right, float softcap, "
+                      "SymInt length, int num_splits) -> (Tensor, Tensor)", tags=_torch._TAGS)
+_torch.library.define("append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+                      f"{_OPTIONAL}, SymInt length) -> ()", tags=_torch._TAGS)
+for _op, _kernel in (("attention_decode", _decode_kernel), ("append_kv", _append_kernel)):
+    for _device in ("CPU", "CUDA"):
+        _torch.library.impl(_op, _transforms.without_tangents(_op, _kernel), _device)
 torch.library.register_fake("margay::attention_decode", _decode_fake, lib=_torch.library)
 torch.library.register_fake("margay::append_kv", lambda *arguments: _check_append(*arguments[:7]), lib=_torch.library)
 _transforms.install(_torch.library, "attention_decode", "attention_decode", _transforms.one_by_one)

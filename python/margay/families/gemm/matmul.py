@@ -8,12 +8,12 @@ ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 def matmul(a, b, *, bias=None, activation=None, out=None):
     """activation(a b + bias).
 
-    a [..., M, K], b [K, N], bias [N]. bfloat16 or float16, on the CPU also float32; sums in float32. activation: None, "relu", "gelu", "gelu_tanh" or
-    "silu".
+    a [..., M, K], b [K, N], bias [N]. bfloat16 or float16, on the CPU also float32; sums in float32. activation: None,
+    "relu", "gelu", "gelu_tanh" or "silu".
 
-    out: [..., M, N] to write to, its last dimension contiguous, where no gradient is asked. Transposed views are read in place. A tensor neither of whose
-    last two dimensions is contiguous, or with negative strides, and on CUDA one whose address or strides are not multiples of 16 bytes, is copied first;
-    `explain` says so.
+    out: [..., M, N] to write to, its last dimension contiguous, where no gradient is asked. Transposed views are read
+    in place. A tensor neither of whose last two dimensions is contiguous, or with negative strides, and on CUDA one
+    whose address or strides are not multiples of 16 bytes, is copied first; `explain` says so.
     """
     return _library_of("matmul", "a", a).matmul(a, b, bias, activation_code(activation), out)
 
@@ -33,12 +33,14 @@ def check_matmul(a, b, bias):
     _shared.check_rank("matmul", "b", b, 2, "[K, N]")
     _shared.check_dtype("matmul", "b", b, "a", a)
     if a.shape[-1] != b.shape[0]:
-        raise ValueError(f"matmul: b has shape {_shared.shape(b)}, expected [{a.shape[-1]}, N] (K of a, which has shape {_shared.shape(a)})")
+        raise ValueError(f"matmul: b has shape {_shared.shape(b)}, expected [{a.shape[-1]}, N] (K of a, which has "
+                         f"shape {_shared.shape(a)})")
     if bias is not None:
         _shared.check_rank("matmul", "bias", bias, 1, "[N]")
         _shared.check_dtype("matmul", "bias", bias, "a", a)
         if bias.shape[0] != b.shape[1]:
-            raise ValueError(f"matmul: bias has shape {_shared.shape(bias)}, expected [{b.shape[1]}] (N of b, which has shape {_shared.shape(b)})")
+            raise ValueError(f"matmul: bias has shape {_shared.shape(bias)}, expected [{b.shape[1]}] (N of b, which "
+                             f"has shape {_shared.shape(b)})")
 
 
 def check_out(out, a, b):

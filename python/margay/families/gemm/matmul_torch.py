@@ -3,8 +3,8 @@
 import torch
 
 from margay import _C, _op, _shared, _transforms
-from margay._torch import (all_mappable, c_may_read, check_devices, check_kinds, copy_back, mappable_empty, mappable_matrix, rows_of_matrix,
-                           use_torch_threads, written)
+from margay._torch import (all_mappable, c_may_read, check_devices, check_kinds, copy_back, mappable_empty,
+                           mappable_matrix, rows_of_matrix, use_torch_threads, written)
 from margay.families.gemm.matmul import ACTIVATIONS, check_matmul, check_out
 
 
@@ -14,7 +14,8 @@ def matmul(a, b, bias, activation, out):
     if a.ndim == 2:
         return _matmul(a, b, bias, activation)
     check_kinds("matmul", ("bias", "out"), a=a, b=b, bias=bias)
-    if not torch.jit.is_tracing():                             # whose sizes are tensors, not to be asked for their value
+    # whose sizes are tensors, not to be asked for their value
+    if not torch.jit.is_tracing():
         check_matmul(a, b, bias)
     return _matmul(a.flatten(0, -2), b, bias, activation).unflatten(0, a.shape[:-1])
 
@@ -30,7 +31,8 @@ def _matmul_out(a, b, bias, activation, out):
     try:
         rows = out.view(-1 if out.numel() else a.shape[:-1].numel(), out.shape[-1])
     except RuntimeError:
-        raise ValueError(f"matmul: out has strides {out.stride()}, expected leading dimensions that can be flattened") from None
+        raise ValueError(f"matmul: out has strides {out.stride()}, expected leading dimensions that can be "
+                         "flattened") from None
     target = mappable_empty(rows) if rows.is_cuda else rows
     _matmul_into(target, a.flatten(0, -2), b, bias, activation)
     copy_back(rows, target)
@@ -43,7 +45,8 @@ def _matmul_gradient(ctx, dout):
         return None, None, None, None
     (a, b, bias), (activation,) = ctx.saved_tensors, ctx.numbers
     need_a, need_b = ctx.needs_input_grad[:2]
-    need_bias = bias is not None and ctx.needs_input_grad[2]   # the dispatcher leaves out arguments that equal their defaults
+    # the dispatcher leaves out arguments that equal their defaults
+    need_bias = bias is not None and ctx.needs_input_grad[2]
     if activation:
         dout = _activation_gradient(activation, dout, matmul(a, b, bias, 0, None))
     dout = dout if dout.is_contiguous() else dout.contiguous()

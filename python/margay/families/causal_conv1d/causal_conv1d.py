@@ -1,6 +1,6 @@
 """Causal convolution along the sequence, each channel by itself."""
 
-from margay._shared import functions, of_row
+from margay._shared import functions, is_torch, of_row
 
 
 def _is_silu(op, activation):
@@ -9,20 +9,20 @@ def _is_silu(op, activation):
     return activation is not None
 
 
-def causal_conv1d(x, weight, bias=None, *, activation=None, initial_states=None, return_final_states=False, cu_seqlens=None,
-                  seq_idx=None):
+def causal_conv1d(x, weight, bias=None, *, activation=None, initial_states=None, return_final_states=False,
+                  cu_seqlens=None, seq_idx=None):
     """out_t = f(bias + sum over j < W of weight[:, j] x_(t - W + 1 + j)): every step sees itself and the W - 1 before.
 
-    x, out [B, T, C], weight [C, W] with W 2 to 4, bias [C]. bfloat16 or float16, on the CPU also float32; weight and bias
-    are float32 or as x. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+    x, out [B, T, C], weight [C, W] with W 2 to 4, bias [C]. bfloat16 or float16, on the CPU also float32; weight and
+    bias are float32 or as x. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
 
     activation: None, or "silu" ("swish"): f(a) = a sigmoid(a).
     initial_states: the W - 1 steps in front of each sequence, [B, W - 1, C]; zeros if None; differentiable.
     return_final_states: return (out, final_states), the last W - 1 steps of each sequence, which go on as initial_states.
-    cu_seqlens: packed sequences, int32 [N + 1], B = 1: sequence i is steps cu_seqlens[i] to cu_seqlens[i + 1] - 1. States
-        are [N, W - 1, C]. Steps behind the last sequence become 0.
-    seq_idx: int32 [B, T]: a step with another number than the one before it begins a sequence; steps of negative numbers
-        become 0. Initial states are those of a batch entry's first sequence, final ones those of its last.
+    cu_seqlens: packed sequences, int32 [N + 1], B = 1: sequence i is steps cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        States are [N, W - 1, C]. Steps behind the last sequence become 0.
+    seq_idx: int32 [B, T]: a step with another number than the one before it begins a sequence; steps of negative
+        numbers become 0. Initial states are those of a batch entry's first sequence, final ones those of its last.
     """
     silu = _is_silu("causal_conv1d", activation)
     if cu_seqlens is None:
@@ -47,5 +47,14 @@ def causal_conv1d_step(x, state, weight, bias=None, *, activation=None, cache_se
         is 0. No two sequences may have the same place.
     """
     silu = _is_silu("causal_conv1d_step", activation)
-    call = functions.get("causal_conv1d_step") or of_row("causal_conv1d_step")
-    return call(x, state, weight, bias, cache_seqlens, slots, silu)
+    if is_torch("causal_conv1d_step", "x", x):
+        from margay.families.causal_conv1d.step_torch import step
+
+        return step(x, state, weight, bias, cache_seqlens, slots, silu)
+    import numpy
+
+    from margay import _C
+
+    out = numpy.empty(x.shape, x.dtype)
+    _C.causal_conv1d_step(out, state, numpy.ascontiguousarray(x), weight, bias, cache_seqlens, slots, silu)
+    return out
