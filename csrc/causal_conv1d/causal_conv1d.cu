@@ -105,7 +105,7 @@ TILE void compute(const params &p, shared &s, int group) {
     cols past[PAST];
     int sequence = p.problem.starts ? 0 : t.batch;
     load_weights(w, p.problem, t.col);
-    load_initial(past, p.problem, sequence, t.col);   // later segments and packed sequences have others before it counts
+    load_initial(past, p.problem, sequence, t.col);   // others come before it counts, in later segments and packed
     if (p.problem.starts && p.problem.initial) sequence = sequence_at(p.problem, first_step(t) + 1) - 1;
     for (int step = first_step(t); step < t.end; step += STEPS) {
       tile &x = s.x[group][at.stage];

@@ -1,12 +1,12 @@
-// Gradients of causal_conv1d.cu's y = f(a), a_t = bias + sum over k of tap[k] x_(t - W + 1 + k). With a computed once more
-// and g_t = dy_t f'(a_t):
+// Gradients of causal_conv1d.cu's y = f(a), a_t = bias + sum over k of tap[k] x_(t - W + 1 + k). With a computed
+// once more, and g_t = dy_t f'(a_t):
 //   dx_t = sum over j < W of tap[W - 1 - j] g_(t + j)
 //   dtap[k] = sum over t of g_t x_(t - W + 1 + k),   dbias = sum over t of g_t
 // One pass over x and dy, in the forward's order: a warpgroup walks down the steps of 256 channels with the last W - 1
 // steps of x and as many sums of dx in the making. Step t completes dx_(t - W + 1), which takes the place of dy_t in
 // its tile. So a tile of x and dy begins W - 1 steps after the tile of dx that comes of it. A segment begins a tile
-// earlier, for the sums in the making. Its sums of dtap and dbias go to memory; causal_conv1d_bwd_post adds them up, and
-// sees to the ends of sequences: initial states, and gradients of final ones.
+// earlier, for the sums in the making. Its sums of dtap and dbias go to memory. causal_conv1d_bwd_post adds them up,
+// and sees to the ends of sequences: initial states, and gradients of final ones.
 #include "causal_conv1d/causal_conv1d_tasks.h"
 
 // W: taps, 2 to 4. GROUPS: warpgroups of a block. STAGES
@@ -45,8 +45,8 @@ TILE void loader(const params &p, shared &s, int group) {
   }
 }
 
-// What goes down the rows: steps of x before this one; dx[j], the sum so far of the step j before the last. And the sums
-// over all steps.
+// What goes down the rows: steps of x before this one; dx[j], the sum so far of the step j before the last. Sums are
+// those over all steps.
 struct state { cols past[PAST], dx[PAST]; };
 struct sums { cols tap[W], bias; };
 

@@ -66,7 +66,7 @@ def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, cach
 
 
 def causal_conv1d_varlen_states(x, cu_seqlens, state_len):
-    """The last state_len steps of each packed sequence, after zeros where it has fewer: x [T, C] to [N, C, state_len]."""
+    """The last state_len steps of each packed sequence, after zeros where it has fewer: [T, C] to [N, C, state_len]."""
     end, start = cu_seqlens[1:, None].long(), cu_seqlens[:-1, None].long()
     step = end - state_len + torch.arange(state_len, device=x.device)
     rows = x[step.clamp(min=0)] if x.shape[0] else x.new_zeros(*step.shape, x.shape[1])

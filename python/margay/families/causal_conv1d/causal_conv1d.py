@@ -18,9 +18,9 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, initial_states=None,
 
     activation: None, or "silu" ("swish"): f(a) = a sigmoid(a).
     initial_states: the W - 1 steps in front of each sequence, [B, W - 1, C]; zeros if None; differentiable.
-    return_final_states: return (out, final_states), the last W - 1 steps of each sequence, which go on as initial_states.
-    cu_seqlens: packed sequences, int32 [N + 1], B = 1: sequence i is steps cu_seqlens[i] to cu_seqlens[i + 1] - 1.
-        States are [N, W - 1, C]. Steps behind the last sequence become 0.
+    return_final_states: return (out, final_states), the last W - 1 steps of each sequence, to be initial_states.
+    cu_seqlens: packed sequences, int32 [N + 1], B = 1: sequence i is steps cu_seqlens[i] to cu_seqlens[i + 1] - 1,
+        states are [N, W - 1, C]. Steps behind the last sequence become 0.
     seq_idx: int32 [B, T]: a step with another number than the one before it begins a sequence; steps of negative
         numbers become 0. Initial states are those of a batch entry's first sequence, final ones those of its last.
     """

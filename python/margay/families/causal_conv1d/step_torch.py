@@ -8,8 +8,8 @@ from margay import _C, _torch, _transforms
 def step(x, state, weight, bias, cache_seqlens, slots, silu):
     given = x, state, weight, bias, cache_seqlens, slots
     if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given):
-        raise NotImplementedError("causal_conv1d_step: an argument requires a gradient, which this op does not have; call "
-                                  "it under torch.no_grad(), or margay.causal_conv1d")
+        raise NotImplementedError("causal_conv1d_step: an argument requires a gradient, which this op does not have; "
+                                  "call it under torch.no_grad(), or margay.causal_conv1d")
     names = ("x", "state", "weight", "bias", "cache_seqlens", "slots")
     if torch.compiler.is_compiling() or not _torch.c_may_read(*given):
         _torch.check_kinds("causal_conv1d_step", names[3:], **dict(zip(names, given)))
