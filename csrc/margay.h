@@ -17,7 +17,7 @@ extern "C" {
 #include "ops.def"
 // The names of sizes that rows use.
 #define MG_SIZES(X) X(B) X(T) X(H) X(G) X(P) X(M) X(N) X(K) X(V) X(V8) X(CHUNKS) X(C) X(PAST) X(SEQS) \
-  X(STARTS) X(W) X(W1) X(STATES) X(ENDS) X(LONG) X(FEW) X(PARTS) X(SLOTS) X(LENGTH)
+  X(STARTS) X(LENGTH) X(W) X(W1) X(STATES) X(ENDS) X(PARTS) X(SLOTS)
 
 // ---- ops with an interface by hand. What attention computes besides; zeros and NULL: nothing of it.
 typedef struct mg_attention_features {

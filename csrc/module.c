@@ -707,7 +707,7 @@ static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t 
 }
 
 static PyObject *field_dict(const mg_field *f) {
-  static const char *const roles[] = {"end", "out", "optout", "outmat", "save", "work", "in", "opt", "mat", "num", "let", "needs", "draw"};
+  static const char *const roles[] = {"end", "out", "optout", "save", "work", "inout", "in", "opt", "mat", "num", "let", "needs", "draw"};
   static const char *const kinds[] = {"half", "real", "float32", "int32", "uint8", "bfloat16", "float8_e4m3fn", "float", "int", "bool"};
   const int n = f->role == ROLE_LET ? 1 : f->dims;
   PyObject *sizes = PyTuple_New(n);

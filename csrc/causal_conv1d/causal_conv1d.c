@@ -139,9 +139,6 @@ mg_status mg_causal_conv1d_packed_bwd(const mg_causal_conv1d_packed_bwd_args *a)
 mg_status mg_causal_conv1d_step(const mg_causal_conv1d_step_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_causal_conv1d_step, a)) return c.status;
-  if (c.n.LENGTH < c.n.W - 1)
-    return mg_fail(MG_VALUE, "causal_conv1d_step: state has %lld steps, expected at least %lld", (long long)c.n.LENGTH,
-                   (long long)c.n.W - 1);
   if (!a->slots && c.n.SLOTS < c.n.B)
     return mg_fail(MG_VALUE, "causal_conv1d_step: state has %lld places, expected at least %lld (B)",
                    (long long)c.n.SLOTS, (long long)c.n.B);

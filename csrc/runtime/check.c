@@ -173,7 +173,7 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
   const bool rows = !dense && c->rule->kind != KIND_F32 && c->rule->kind != KIND_REAL && c->rule->kind != KIND_U8;
   if (!wanted && !rows && !contiguous(t)) wanted = "a contiguous tensor";
   if (!wanted && rows && !unit(t, t->dims - 1)) {
-    if (c->rule->role != ROLE_MAT && c->rule->role != ROLE_OUTMAT) wanted = "a contiguous last dimension";
+    if (c->rule->role != ROLE_MAT && c->rule->role != ROLE_INOUT) wanted = "a contiguous last dimension";
     else if (!unit(t, t->dims - 2)) wanted = "one of the last two dimensions contiguous";
   }
   if (!wanted) return MG_OK;
@@ -330,7 +330,7 @@ static mg_status check_sizes(const char *op, const mg_row *row, const void *args
   mg_status status = MG_OK;
   for (int s = 0; s < MG_SIZE_COUNT; s++) n[s] = -1;
   for (int i = 0; i < row->arguments && !status; i++)
-    if (t[i] && !mg_is_written(&row->field[i])) status = compare(op, &row->field[i], t[i], n, first);
+    if (t[i] && mg_is_read(&row->field[i])) status = compare(op, &row->field[i], t[i], n, first);
   const char *broken = status ? NULL : row->broken(args, sizes);
   if (broken) status = refuse(op, row, args, broken, n, first);
   if (status) return status;
@@ -338,7 +338,7 @@ static mg_status check_sizes(const char *op, const mg_row *row, const void *args
   for (const mg_field *f = row->field; f->role; f++)
     if (f->role == ROLE_LET) first[f->size[0]] = (bound){f, 0};
   for (int i = 0; i < row->arguments && !status; i++)
-    if (t[i] && mg_is_written(&row->field[i])) status = compare(op, &row->field[i], t[i], n, first);
+    if (t[i] && !mg_is_read(&row->field[i])) status = compare(op, &row->field[i], t[i], n, first);
   return status;
 }
 

@@ -32,7 +32,7 @@ typedef struct mg_sizes {           // by name: sizes.T; -1 where no argument ha
 enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 32 };
 
 // A row as data. The sizes of rows by hand have no names.
-typedef enum mg_role { ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_OUTMAT, ROLE_SAVE, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT,
+typedef enum mg_role { ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_INOUT, ROLE_IN, ROLE_OPT, ROLE_MAT,
     ROLE_NUM, ROLE_LET, ROLE_NEEDS, ROLE_DRAW } mg_role;
 typedef enum mg_kind { KIND_HALF, KIND_REAL, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float,
     KIND_int, KIND_bool } mg_kind;
@@ -62,7 +62,8 @@ static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) {
   return *(const mg_tensor *const *)((const char *)args + f->offset);
 }
 static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
-static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_WORK; }
+static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_INOUT; }
+static inline bool mg_is_read(const mg_field *f) { return f->role >= ROLE_INOUT && f->role <= ROLE_MAT; }
 static inline bool mg_may_miss(const mg_field *f) { return f->role == ROLE_OPTOUT || f->role == ROLE_OPT; }
 
 // Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row

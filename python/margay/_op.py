@@ -31,9 +31,9 @@ class Row:
         entries = ROWS[name]
         role = lambda *roles: [f for f in entries if f["role"] in roles]  # noqa: E731
         self.name = name
-        self.arguments = role("out", "optout", "save", "work", "in", "opt", "mat", "num")
+        self.arguments = role("out", "optout", "save", "work", "inout", "in", "opt", "mat", "num")
         self.results, self.saves, self.work = role("out", "optout"), role("save"), role("work")
-        self.inputs, self.numbers = role("in", "opt", "mat"), role("num")
+        self.inputs, self.numbers = role("inout", "in", "opt", "mat"), role("num")
         self.optional = role("optout")                             # what a call may leave out, in the order of `want`
         self.absent = [f["name"] for f in role("opt")]             # what may be None
         self.lets = [(f["sizes"][0], f["name"], condition(f["name"])) for f in role("let")]
@@ -91,7 +91,7 @@ class Row:
 
     def stub(self):
         """The line of _C.pyi."""
-        kinds = dict.fromkeys(("in", "mat", "out", "save", "work"),
+        kinds = dict.fromkeys(("inout", "in", "mat", "out", "save", "work"),
                               "_Tensor") | dict.fromkeys(("opt", "optout"), "_Tensor | None")
         words = [f"{f['name']}: {kinds.get(f['role'], f['kind'])}" for f in self.arguments]
         last = max((i for i, f in enumerate(self.arguments) if f["role"] != "num"), default=-1)

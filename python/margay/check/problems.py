@@ -281,10 +281,7 @@ def causal_conv1d(row, large):
 
 def _conv_parts(b, t, c):
     """PARTS of the row."""
-    n = dict(B=b, T=t, C=c, W=4)
-    for let, _, code in _op.Row("causal_conv1d_bwd").lets:
-        n[let] = eval(code, {}, n)
-    return n["PARTS"]
+    return eval({let: code for let, _, code in _op.Row("causal_conv1d_bwd").lets}["PARTS"], {}, dict(B=b, T=t, C=c))
 
 
 def causal_conv1d_step(row, large):

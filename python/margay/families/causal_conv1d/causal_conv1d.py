@@ -56,5 +56,5 @@ def causal_conv1d_step(x, state, weight, bias=None, *, activation=None, cache_se
     from margay import _C
 
     out = numpy.empty(x.shape, x.dtype)
-    _C.causal_conv1d_step(out, state, numpy.ascontiguousarray(x), weight, bias, cache_seqlens, slots, silu)
+    _C.causal_conv1d_step(out, numpy.ascontiguousarray(x), weight, state, bias, cache_seqlens, slots, silu)
     return out

@@ -22,7 +22,7 @@ def _kernel(x, state, weight, bias, cache_seqlens, slots, silu):
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.is_cuda:
         _torch.use_torch_threads()
-    _C.causal_conv1d_step(out, state, x, weight.contiguous(), bias, cache_seqlens, slots, silu)
+    _C.causal_conv1d_step(out, x, weight.contiguous(), state, bias, cache_seqlens, slots, silu)
     _torch.written((state,))
     return out
 
