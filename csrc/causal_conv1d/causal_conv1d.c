@@ -4,7 +4,6 @@
 
 enum { STEPS = 16, COLS = 64 };     // of a tile, and of a map's box
 
-static const void *data(const mg_tensor *t) { return t ? t->data : NULL; }
 static int is_float(const mg_tensor *t) { return t && t->dtype == MG_FP32; }
 static causal_conv1d_states states_of(const mg_tensor *t) {
   return t ? (causal_conv1d_states){t->data, t->stride[0], t->stride[1]} : (causal_conv1d_states){0};
@@ -19,10 +18,10 @@ typedef struct call {
 static causal_conv1d_problem problem_of(mg_call *c, const call *a) {
   const causal_conv1d_states first = states_of(a->initial);
   return (causal_conv1d_problem){
-    .weight = a->weight->data, .weight_is_float = is_float(a->weight), .bias = data(a->bias),
+    .weight = a->weight->data, .weight_is_float = is_float(a->weight), .bias = mg_data(a->bias),
     .bias_is_float = is_float(a->bias),
-    .initial = first.data, .initial_sequence = first.sequence, .initial_step = first.step, .starts = data(a->starts),
-    .seq_idx = data(a->seq_idx), .seq_idx_batch = a->seq_idx ? a->seq_idx->stride[0] : 0,
+    .initial = first.data, .initial_sequence = first.sequence, .initial_step = first.step, .starts = mg_data(a->starts),
+    .seq_idx = mg_data(a->seq_idx), .seq_idx_batch = a->seq_idx ? a->seq_idx->stride[0] : 0,
     .steps = (int)c->n.T, .channels = (int)c->n.C,
     .sequences = (int)(a->starts ? c->n.STARTS - 1 : c->n.B), .silu = a->silu};
 }
@@ -47,7 +46,7 @@ static causal_conv1d_cut cut_of(mg_call *c, int64_t steps, int64_t most) {
     best_tiles = length;
   }
   const int64_t segments = mg_ceil_div(tiles, best_tiles);
-  return (causal_conv1d_cut){.tasks = mg_tasks(c, units * segments), .col_blocks = (int)blocks,
+  return (causal_conv1d_cut){.tasks = mg_tasks(c, units * segments, "tiles"), .col_blocks = (int)blocks,
                              .segments = (int)segments, .segment_steps = (int)best_tiles * STEPS, .steps = (int)steps};
 }
 
@@ -79,7 +78,7 @@ static mg_status forward(mg_call *c, const call *a, const mg_tensor *out, const 
     mg_map_rows(c, &p.x, a->x, STEPS, COLS);
     mg_map_rows(c, &p.out, out, STEPS, COLS);
   }
-  if (final) p.states = mg_tasks(c, p.problem.sequences * (int64_t)p.cut.col_blocks);
+  if (final) p.states = mg_tasks(c, p.problem.sequences * (int64_t)p.cut.col_blocks, "tiles");
   return run(c, &p, p.cut.tasks > p.states ? p.cut.tasks : p.states);
 }
 
@@ -112,13 +111,13 @@ static mg_status backward(mg_call *c, const call *a, const gradients *g) {
   const int64_t blocks = mg_ceil_div(c->n.C, c->desc->tile_n);
   causal_conv1d_bwd_post_params q = {
     .problem = p.problem, .partials = p.partials, .parts = (int)(c->n.B * p.cut.segments), .col_blocks = (int)blocks,
-    .dweight = g->dweight->data, .dweight_is_float = is_float(g->dweight), .dbias = g->dbias ? g->dbias->data : NULL,
-    .dbias_is_float = is_float(g->dbias), .x = a->x->data, .dout = g->dout->data, .dx = g->dx ? g->dx->data : NULL,
+    .dweight = g->dweight->data, .dweight_is_float = is_float(g->dweight), .dbias = mg_data(g->dbias),
+    .dbias_is_float = is_float(g->dbias), .x = a->x->data, .dout = g->dout->data, .dx = mg_data(g->dx),
     .x_batch = a->x->stride[0], .x_step = a->x->stride[1], .dout_batch = g->dout->stride[0],
     .dout_step = g->dout->stride[1], .dx_batch = dx->stride[0], .dx_step = dx->stride[1],
     .dfinal = states_of(g->dfinal), .dinitial = states_of(g->dinitial)};
-  q.sums = mg_tasks(c, blocks * (c->n.W + (g->dbias != NULL)));
-  if ((g->dfinal && g->dx) || g->dinitial) q.edges = mg_tasks(c, p.problem.sequences * blocks);
+  q.sums = mg_tasks(c, blocks * (c->n.W + (g->dbias != NULL)), "tiles");
+  if ((g->dfinal && g->dx) || g->dinitial) q.edges = mg_tasks(c, p.problem.sequences * blocks, "tiles");
   return mg_run(c, &q, q.sums + q.edges);
 }
 
@@ -149,7 +148,7 @@ mg_status mg_causal_conv1d_step(const mg_causal_conv1d_step_args *a) {
     .problem = problem_of(&c, &(call){.x = x, .weight = a->weight, .bias = a->bias, .silu = a->silu}),
     .x = x->data, .x_batch = x->stride[0], .x_step = x->stride[1], .out = out->data, .out_batch = out->stride[0],
     .out_step = out->stride[1], .state = state->data, .state_slot = state->stride[0], .state_step = state->stride[1],
-    .state_channel = c.n.C > 1 ? state->stride[2] : 1, .used = data(a->cache_seqlens), .slots = data(a->slots),
+    .state_channel = c.n.C > 1 ? state->stride[2] : 1, .used = mg_data(a->cache_seqlens), .slots = mg_data(a->slots),
     .steps = (int)c.n.T, .length = (int)c.n.LENGTH, .states = (int)c.n.SLOTS, .col_blocks = (int)blocks};
-  return mg_run(&c, &p, mg_tasks(&c, c.n.B * blocks));
+  return mg_run(&c, &p, mg_tasks(&c, c.n.B * blocks, "tiles"));
 }

@@ -205,7 +205,7 @@ def test_refusals():
             (lambda: mg.causal_conv1d(x, torch.zeros(8, 5)), ValueError, "causal_conv1d: W = 5 (dimension 1 of weight), expected W >= 2 && W <= 4"),
             (lambda: mg.causal_conv1d(x, torch.zeros(7, 4)), ValueError, "causal_conv1d: weight has size 7 in dimension 0, expected 8 (C of x)"),
             (lambda: mg.causal_conv1d(x, weight.half()), TypeError, "causal_conv1d: weight has dtype float16, expected float32 or bfloat16 (as x)"),
-            (lambda: mg.causal_conv1d(x, weight, initial_states=torch.zeros(1, 2, 8, dtype=x.dtype)), ValueError, "causal_conv1d: PAST = 2"),
+            (lambda: mg.causal_conv1d(x, weight, initial_states=torch.zeros(1, 2, 8, dtype=x.dtype)), ValueError, "PAST = 2 (dimension 1 of initial_states), expected states of W - 1 steps"),
             (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(0, 5, 10)), ValueError, "causal_conv1d_packed: cu_seqlens[2] is 10, expected 5 to 9"),
             (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(0, 5, 4)), ValueError, "causal_conv1d_packed: cu_seqlens[2] is 4, expected 5 to 9"),
             (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(1, 9)), ValueError, "causal_conv1d_packed: cu_seqlens[0] is 1, expected 0 to 0"),
