@@ -138,9 +138,6 @@ mg_status mg_causal_conv1d_packed_bwd(const mg_causal_conv1d_packed_bwd_args *a)
 mg_status mg_causal_conv1d_step(const mg_causal_conv1d_step_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_causal_conv1d_step, a)) return c.status;
-  if (!a->slots && c.n.SLOTS < c.n.B)
-    return mg_fail(MG_VALUE, "causal_conv1d_step: state has %lld places, expected at least %lld (B)",
-                   (long long)c.n.SLOTS, (long long)c.n.B);
   if (mg_is_empty(a->out) || !mg_choose(&c)) return c.status;
   const mg_tensor *x = a->x, *out = a->out, *state = a->state;
   const int64_t blocks = mg_ceil_div(c.n.C, c.desc->tile_n);
