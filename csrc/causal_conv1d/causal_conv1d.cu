@@ -8,7 +8,7 @@
 struct shared {
   tile x[GROUPS][STAGES];
   int marks[GROUPS][STAGES];
-  ring<STAGES> steps[GROUPS];
+  ring<STAGES, ASYNC_READS> steps[GROUPS];   // released behind the fence for the store, which covers the reads
 };
 typedef causal_conv1d_params params;
 
@@ -22,7 +22,7 @@ TILE int first_step(const task &t) { return t.step ? t.step - STEPS : 0; }
 TILE bool has_marks(const params &p) { return p.problem.starts || p.problem.seq_idx; }
 
 TILE void loader(const params &p, shared &s, int group) {
-  ring<STAGES> &ring = s.steps[group];
+  ring<STAGES, ASYNC_READS> &ring = s.steps[group];
   ring_pos at = {};
   for (int i = first_task(group); i < p.cut.tasks; i += task_stride()) {
     task t = task_of(p.cut, i);
@@ -95,7 +95,7 @@ TILE void keep_final(const params &p, int i) {
 }
 
 TILE void compute(const params &p, shared &s, int group) {
-  ring<STAGES> &ring = s.steps[group];
+  ring<STAGES, ASYNC_READS> &ring = s.steps[group];
   ring_pos at = {}, before = {};
   bool leaving = false;               // the tile before, whose stage is the store's until it has read it
   bool silu = p.problem.silu;

@@ -13,7 +13,7 @@
 struct shared {
   tile x[GROUPS][STAGES], dy[GROUPS][STAGES];
   int marks[GROUPS][STAGES];
-  ring<STAGES> steps[GROUPS];
+  ring<STAGES, ASYNC_READS> steps[GROUPS];   // released behind the fence for the store, which covers the reads
 };
 typedef causal_conv1d_bwd_params params;
 
@@ -27,7 +27,7 @@ TILE int first_row(const task &t) { return t.step - STEPS; }            // of dx
 TILE int first_sequence(const params &p, int step) { return p.problem.starts ? sequence_at(p.problem, step) : 0; }
 
 TILE void loader(const params &p, shared &s, int group) {
-  ring<STAGES> &ring = s.steps[group];
+  ring<STAGES, ASYNC_READS> &ring = s.steps[group];
   ring_pos at = {};
   for (int i = first_task(group); i < p.cut.tasks; i += task_stride()) {
     task t = task_of(p.cut, i);
@@ -131,7 +131,7 @@ TILE void store_sums(const params &p, const task &t, const sums &d) {
 }
 
 TILE void compute(const params &p, shared &s, int group) {
-  ring<STAGES> &ring = s.steps[group];
+  ring<STAGES, ASYNC_READS> &ring = s.steps[group];
   ring_pos at = {}, before = {};
   bool leaving = false;               // the tile before, whose stage is the store's until it has read it
   bool silu = p.problem.silu;
