@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 INCLUDED = re.findall(r'^#include "(.*)"', (ROOT / "csrc" / "ops.def").read_text(), re.M)
 DEFINITION = "".join((ROOT / "csrc" / name).read_text() for name in INCLUDED)
 ROWS = [_op.Row(name) for name in _op.ROWS]
-DTYPES = {"half": np.float32, "float32": np.float32, "int32": np.int32, "uint8": np.uint8}
+DTYPES = {"half": np.float32, "real": np.float32, "float32": np.float32, "int32": np.int32, "uint8": np.uint8}
 IN_NUMPY = [row for row in ROWS if all(f["kind"] in DTYPES for f in row.arguments if f["role"] != "num")]
 
 

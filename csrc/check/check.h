@@ -32,7 +32,8 @@ void ck_register_ends(ck_register *r);                        // its scope is le
 
 void ck_reads_shared(const void *pc, const ck_region *r);
 void ck_writes_shared(const void *pc, const ck_region *r);
-void ck_parked(const void *pc, const ck_region *r, bool writes);   // each thread its own part
+void ck_parked(const void *pc, const ck_region *r, bool writes);   // each thread its own part: a parked
+                                                                   // vector, or its columns of a row of a tile
 enum ck_global { CK_GLOBAL_READ, CK_GLOBAL_WRITE, CK_GLOBAL_ADD };
 void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind);
 void ck_bounds(const void *pc, bool inside, const char *what, const void *tile);

@@ -15,7 +15,7 @@
 // Tiles and vectors have cells of 32 bytes, which no window cuts; scalars, and only they, cells of 4. One element of a
 // vector is in its tile cell.
 enum { TILE_CELL = 32, WORD_CELL = 4, READERS = 7 };
-typedef struct touch { uint16_t who, pc; uint32_t value : 30, generic : 1, used : 1; } touch;
+typedef struct touch { uint16_t who, pc; uint32_t value : 29, generic : 1, own : 1, used : 1; } touch;
 typedef struct cell { touch write, read[READERS]; } cell;
 
 static cell *tiles, *words;
@@ -90,7 +90,7 @@ static const char *kind_of(touch t) {
 static bool knows(const fiber *f, touch t, int flags) {
   if (flags & ACCESS_LEADER) return f->leader_seen[t.who] >= (int)t.value;
   if (f->seen[t.who] < (int)t.value) return false;
-  if ((flags & ACCESS_OWN) && fiber_of(t.who) == ck.current) return true;
+  if ((flags & ACCESS_OWN) && t.own && fiber_of(t.who) == ck.current) return true;
   return !f->group || f->leader_seen[t.who] >= (int)t.value;
 }
 static bool fence_covers(const fiber *f, touch t, int flags) {
@@ -193,8 +193,8 @@ static bool access_cells(const void *pc, cell *cells, size_t size, size_t begin,
 }
 
 bool shadow_access(const void *pc, const ck_region *r, int flags, int who, int value) {
-  const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff,
-                   .generic = !(flags & ACCESS_ASYNC), .used = 1};
+  const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x1fffffff,
+                   .generic = !(flags & ACCESS_ASYNC), .own = (flags & ACCESS_OWN) != 0, .used = 1};
   const size_t first = (size_t)((const char *)r->p - ck.shared);
   for (int row = 0; row < r->rows; row++) {
     const size_t begin = first + (size_t)row * (size_t)r->pitch, end = begin + (size_t)r->bytes;
@@ -249,7 +249,7 @@ static bool global_race(const void *pc, touch t, const char *does, const char *d
 bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global kind, int who, int value) {
   const fiber *f = self();
   if (!planes && !(planes = calloc(PLANES, sizeof *planes))) return true;
-  const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x3fffffff, .used = 1};
+  const touch t = {.who = (uint16_t)who, .pc = pc_number(pc), .value = (uint32_t)value & 0x1fffffff, .used = 1};
   const char *does = kind == CK_GLOBAL_READ ? "reads" : kind == CK_GLOBAL_ADD ? "adds to" : "writes";
   region *r = NULL;
   for (uintptr_t at = (uintptr_t)p & ~(uintptr_t)3; at < (uintptr_t)p + bytes; at += bytes >= 512 ? LINE : WORD_CELL) {

@@ -135,6 +135,9 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
   if (c->rule->kind == KIND_E4M3 && t->dtype != MG_E4M3) expected = "float8_e4m3fn";
   if (c->rule->kind == KIND_HALF && t->dtype != MG_BF16 && t->dtype != MG_FP16 && (t->dtype != MG_FP32 || t->device != MG_CPU))
     expected = t->device == MG_CPU ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
+  if (c->rule->kind == KIND_REAL && t->dtype != MG_FP32 && t->dtype != c->like_tensor->dtype)
+    return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected float32 or %s (as %s)", c->op, c->rule->name, found,
+                   mg_dtype_name(c->like_tensor->dtype), c->like->name);
   if (expected) return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s", c->op, c->rule->name, found, expected);
   if (c->rule->kind == KIND_HALF && c->like->kind == KIND_HALF && t->dtype != c->like_tensor->dtype)
     return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s (same as %s)", c->op, c->rule->name, found,
@@ -168,10 +171,10 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
   for (int i = 0; i < t->dims; i++)
     if (t->shape[i] > 1 && t->stride[i] < 0) wanted = "no negative ones";
   const bool dense = c->rule->role == ROLE_SAVE || c->rule->role == ROLE_WORK || c->rule->role == ROLE_OPTWORK;
-  const bool rows = !dense && c->rule->kind != KIND_F32 && c->rule->kind != KIND_U8;
+  const bool rows = !dense && c->rule->kind != KIND_F32 && c->rule->kind != KIND_REAL && c->rule->kind != KIND_U8;
   if (!wanted && !rows && !contiguous(t)) wanted = "a contiguous tensor";
   if (!wanted && rows && !unit(t, t->dims - 1)) {
-    if (c->rule->role != ROLE_MAT) wanted = "a contiguous last dimension";
+    if (c->rule->role != ROLE_MAT && c->rule->role != ROLE_INOUTMAT) wanted = "a contiguous last dimension";
     else if (!unit(t, t->dims - 2)) wanted = "one of the last two dimensions contiguous";
   }
   if (!wanted) return MG_OK;

@@ -28,7 +28,8 @@ template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, in
 // Thread. A copy of tile t to tile d of block `rank` of this cluster, which counts one arrival and the bytes on its own
 // `s`.
 template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T, R, C> &t, sem &s, int rank);
-// Warpgroup: its first thread issues and commits one group. Elements outside the tensor are not written.
+// Warpgroup: its first thread issues and commits one group. Elements outside the tensor are not written; but a store
+// that begins at a negative row or column is an illegal instruction, which a load may.
 template<typename T, int R, int C>
 TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch);
 template<int G = 0> TILE void tma_store_wait_read();    // warpgroup: the issuing thread, until at most G groups still

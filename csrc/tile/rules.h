@@ -12,6 +12,8 @@ constexpr int registers_at_launch(int threads, int blocks_per_sm) {
 #define REGISTER_TILE_RULES(T, N) \
   static_assert((N) > 0 && (N) % (sizeof(T) == 1 ? 32 : 16) == 0, \
                 "register tile rt<T, N>: N is a multiple of 16, for e4m3 of 32")
+#define GROUP_VECTOR_RULES(N) \
+  static_assert((N) == 256 || (N) == 512, "vector of a warpgroup gv<N>: N is 256 or 512")
 // The widths of tile/sm90/wgmma.h.
 #define PRODUCT_RULES(N) \
   static_assert((N) == 32 || (N) == 64 || (N) == 80 || (N) == 96 || (N) == 128 || (N) == 160 || \

@@ -1,4 +1,5 @@
-// Vectors of one warp, and scans over them (warp). Contracts; bodies in sm90/ and cpu/.
+// Vectors of one warp, and scans over them (warp). Vectors of a warpgroup, for what goes down the rows of a tile.
+// Contracts; bodies in sm90/ and cpu/.
 #pragma once
 template<int N> TILE void fill(wv<N> &v, float x);
 template<int N, class F> TILE void map(wv<N> &d, const wv<N> &a, const wv<N> &b, F f);   // d = f(a, b)
@@ -16,3 +17,19 @@ template<typename T, int N> TILE void store(T *g, const wv<N> &v, int n);
 template<typename T> TILE void copy_row(T *d, const T *s, int n);
 template<int N> TILE void load(wv<N> &v, const sv<N> &s);
 template<int R, int C> TILE void load_col(wv<R> &v, const sm<R, C> &s, int col);
+
+// ---- gv (warpgroup): a loop over the rows of a shared tile keeps what it needs of the rows before in vectors.
+template<int N> TILE void fill(gv<N> &v, float x);
+template<int N> TILE void copy(gv<N> &d, const gv<N> &s);
+// d = f(a), f(a, b), f(a, b, c). d may be one of the others.
+template<int N, class F> TILE void map(gv<N> &d, const gv<N> &a, F f);
+template<int N, class F> TILE void map(gv<N> &d, const gv<N> &a, const gv<N> &b, F f);
+template<int N, class F> TILE void map(gv<N> &d, const gv<N> &a, const gv<N> &b, const gv<N> &c, F f);
+// Columns c0 .. c0 + N - 1 of a row; c0 is a multiple of N. A thread stores to the places that it loads from and to no
+// others, so that a row may be replaced, and read again, without a sync. Other accesses to the tile want one.
+template<typename T, int R, int C, int N> TILE void load_row(gv<N> &v, const st<T, R, C> &s, int row, int c0 = 0);
+template<typename T, int R, int C, int N> TILE void store_row(st<T, R, C> &d, int row, const gv<N> &v, int c0 = 0);
+// Element i at g[i * stride], a float or 16 bits, at any alignment. Those of i >= n become 0 and are not read, or are
+// not written. store_row and store round to T.
+template<typename T, int N> TILE void load(gv<N> &v, const T *g, int64_t stride, int n);
+template<typename T, int N> TILE void store(T *g, int64_t stride, const gv<N> &v, int n);

@@ -19,6 +19,9 @@
 //                       nobody reads it too early
 //   cv<N>               N floats, one per column of a register tile
 //   wv<N>               N floats held by one warp
+//   gv<N>               N floats held by a warpgroup, N / 128 neighbouring ones by each thread; N is 256 or 512. Made for
+//                       rows of shared tiles: a thread has the same columns of every row, so that what goes down the
+//                       rows never leaves it
 //   sem                 mbarrier: counts arrivals and bytes, has a phase (0 or 1) that flips when both are complete
 //
 // OVERLAY(T, N, name, other) declares a register tile in the registers of `other`, an rt<T, ...> whose values are lost.

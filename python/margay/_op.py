@@ -29,7 +29,7 @@ class Row:
     """A row of ops.def. Its entries are dicts: name, text, role, kind, sizes, low, high."""
 
     def __init__(self, name):
-        entries = ROWS[name]
+        entries = [f | {"role": "inout"} if f["role"] == "inoutmat" else f for f in ROWS[name]]
         role = lambda *roles: [f for f in entries if f["role"] in roles]  # noqa: E731
         self.name, self.called = name, role("called")[0]["name"]       # the latter in messages
         self.arguments = role("out", "optout", "save", "work", "optwork", "space", "inout", "in", "opt", "mat", "num")
@@ -93,9 +93,16 @@ class Row:
         return next(alike, None) if f["role"] in ("out", "optout") else None
 
     def new(self, f, place=""):
-        dtype = f"{self.halves[0]}.dtype" if f["kind"] == "half" else f"dtypes[{f['kind']!r}]"
+        dtype = (f"{self.halves[0]}.dtype" if f["kind"] == "half" else self.real(f) if f["kind"] == "real" else
+                 f"dtypes[{f['kind']!r}]")
         twin = self.twin(f)
         return f"empty_like({twin})" if twin else f"empty({self.shape(f)}, dtype={dtype}{place})"
+
+    def real(self, f):
+        """The dtype of a gradient: its input's, or where that is not given the first one's."""
+        reals = {r["name"]: r for r in self.inputs if r["kind"] == "real"}
+        of, first = reals[f["name"][1:]], next(iter(reals))
+        return f"{of['name']}.dtype" if of["role"] != "opt" else f"({first} if {of['name']} is None else {of['name']}).dtype"
 
     def signature(self, tensor="", optional="", numbers=False):
         """Inputs and numbers, with defaults once all that follow have one."""
@@ -183,7 +190,9 @@ def check(row, tensors, numbers, dtype_name, halves):
             if found not in halves:
                 raise TypeError(f"{row.called}: {name} has dtype {found}, expected {_HALF}")
             expected, same = dtype_name(tensors[like]), f" (same as {like})"
-        if found != expected:
+        if f["kind"] == "real":
+            expected, same = f"float32 or {dtype_name(tensors[like])}", f" (as {like})"
+        if found != expected and found not in expected.split(" or "):
             raise TypeError(f"{row.called}: {name} has dtype {found}, expected {expected}{same}")
     sizes = {}
     for f in given:

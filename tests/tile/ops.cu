@@ -209,6 +209,24 @@ SHAPE TILE void scattered_rows(const op_params &p, TILES &s, int) {
   outer(t, p, s.v);
   store_rows<elem>(t, [=](int row) { return row < m && row % 5 ? out + row * (N + I) : (elem *)nullptr; }, p.n);
 }
+// Rows of gv in place of others, and its copies from and to global memory.
+SHAPE TILE void down_the_rows(const op_params &p, TILES &s, int) {
+  gv<N> x, before, w, e;
+  sem_wait(s.full, 0);
+  fill(before, 0.f);
+  load(w, p.x, 1, p.n);
+  load(e, p.e, 1, p.m);
+  for (int r = 0; r < RB; r++) {
+    load_row(x, s.b, r, I);
+    map(before, x, before, w, [](float a, float b, float c) { return a - b + c; });
+    store_row(s.b, r, before, I);
+    copy(before, x);
+  }
+  map(x, w, e, [](float a, float b) { return a - b; });
+  map(x, x, [](float a) { return 2 * a; });
+  store(p.out, 2, x, p.n);
+  put_b(p, s);
+}
 SHAPE TILE void cleared_rows(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   clear_rows(s.b, I, p.m);

@@ -251,6 +251,14 @@ def check_copy(c):
             tile[r, :c.limits["n"]] = decode(c.e, c.ops.elem)[r % 3:r % 3 + c.limits["n"]]
     elif name in ("cleared_rows", "cleared_by_warp"):
         tile[:I] = tile[c.limits["m"]:] = 0
+    elif name == "down_the_rows":
+        above = np.vstack([np.zeros((1, N), np.float32), tile[:-1, I:I + N]])
+        x = np.where(np.arange(N) < c.limits["n"], c.x, 0)
+        tile[:, I:I + N] = tile[:, I:I + N] - above + x
+        want = c.out[:2 * N].copy()
+        want[:2 * c.limits["n"]:2] = 2 * (x - np.where(np.arange(N) < c.limits["m"], decode(c.e, c.ops.elem), 0))[:c.limits["n"]]
+        c.check_stored(tile)
+        return same(c.result["out"][:2 * N], want)
     elif name == "store_float":
         tile[:, I:I + N] = c.t()
     elif name == "store_converted":

@@ -27,6 +27,9 @@ template<class Tile> TILE void through_map(const Tile &t, const gmap &m, int col
   ck_bounds(HERE, ((const gmap_cpu *)&m)->data, "a copy through a gmap that nothing has filled", &t);
   ck_bounds(HERE, col * ELEMENT_BYTES<Tile> % 16 == 0, "a copy begins at a column that is no multiple of 16 bytes", &t);
 }
+template<class Tile> TILE void store_begins(const Tile &t, int row, int col) {
+  ck_bounds(HERE, row >= 0 && col >= 0, "a store begins at a negative row or column", &t);
+}
 TILE void global_vector(const void *t, const float *g) {
   ck_bounds(HERE, (uintptr_t)g % 16 == 0, "a copy of a vector begins at an address that is no multiple of 16 bytes", t);
 }
@@ -56,6 +59,8 @@ TILE void reads_shared(const region &r) { ck_reads_shared(HERE, &r); }
 template<class Tile> TILE void writes_shared(const Tile &, const region &r) { ck_writes_shared(HERE, &r); }
 TILE void reads_parked(const region &r) { ck_parked(HERE, &r, false); }
 TILE void writes_parked(const region &r) { ck_parked(HERE, &r, true); }
+TILE void reads_own(const region &r) { ck_parked(HERE, &r, false); }
+template<class Tile> TILE void writes_own(const Tile &, const region &r) { ck_parked(HERE, &r, true); }
 enum global_access { GLOBAL_READ, GLOBAL_WRITE, GLOBAL_ADD };
 TILE void copy_reads_global(const void *p, size_t bytes, const sem &s) { ck_global_load(HERE, p, bytes, &s); }
 TILE void store_writes_global(const void *p, size_t bytes) { ck_global_store(HERE, p, bytes); }

@@ -97,6 +97,7 @@ template<typename T, int R, int C>
 TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
   called_by<WARPGROUP>();
   through_map(t, m, col);
+  store_begins(t, row, col);
   each_row<T, R, C>(m, row, col, head, batch, [](const T *p, size_t bytes) { store_writes_global(p, bytes); });
   issue_store(whole(t), [=, &t, &m] { copy_out<T, R, C>(m, t.d, row, col, head, batch); });
 }

@@ -27,6 +27,8 @@ TILE void reads_shared(const region &) {}
 TILE void tile_written(const void *p) { mg_machine->written[((const char *)p - mg_machine->shared) / GRANULE]++; }
 TILE void reads_parked(const region &) {}
 TILE void writes_parked(const region &) {}
+TILE void reads_own(const region &) {}   // a thread its own part of a tile's row
+template<class Tile> TILE void writes_own(const Tile &t, const region &) { tile_written(&t); }
 template<class Tile> TILE void writes_shared(const Tile &t, const region &) { tile_written(&t); }
 template<int N> TILE void writes_shared(const sv<N> &, const region &) {}
 TILE void writes_shared(const int &, const region &) {}
@@ -35,6 +37,7 @@ enum global_access { GLOBAL_READ, GLOBAL_WRITE, GLOBAL_ADD };
 // the column where a copy through a tensor map begins
 template<class Tile> TILE void through_map(const Tile &, const gmap &, int) {}
 // a copy of a vector, which begins at 16 bytes
+template<class Tile> TILE void store_begins(const Tile &, int, int) {}           // a store's first row and column
 TILE void global_vector(const void *, const float *) {}
 TILE void copy_reads_global(const void *, size_t, const sem &) {}
 TILE void store_writes_global(const void *, size_t) {}

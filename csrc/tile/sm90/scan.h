@@ -76,3 +76,59 @@ template<int R, int C> TILE void load_col(wv<R> &v, const sm<R, C> &s, int col) 
 #pragma unroll
   for (int k = 0; k < R / 32; k++) v.d[k] = s.d[(lane() + 32 * k) * C + col];
 }
+
+// ---- gv
+template<int N> TILE void fill(gv<N> &v, float x) {
+#pragma unroll
+  for (int k = 0; k < N / 128; k++) v.d[k] = x;
+}
+template<int N> TILE void copy(gv<N> &d, const gv<N> &s) { d = s; }
+template<int N, class F> TILE void map(gv<N> &d, const gv<N> &a, F f) {
+#pragma unroll
+  for (int k = 0; k < N / 128; k++) d.d[k] = f(a.d[k]);
+}
+template<int N, class F> TILE void map(gv<N> &d, const gv<N> &a, const gv<N> &b, F f) {
+#pragma unroll
+  for (int k = 0; k < N / 128; k++) d.d[k] = f(a.d[k], b.d[k]);
+}
+template<int N, class F> TILE void map(gv<N> &d, const gv<N> &a, const gv<N> &b, const gv<N> &c, F f) {
+#pragma unroll
+  for (int k = 0; k < N / 128; k++) d.d[k] = f(a.d[k], b.d[k], c.d[k]);
+}
+// A thread's 4 or 8 bytes of a row. A warp touches whole rows of panels, which lie in all banks, whatever the swizzle.
+template<int N, typename T, int R, int C> TILE char *place_in_row(const st<T, R, C> &t, int row, int c0) {
+  static_assert(sizeof(T) == 2 && N <= C, "16-bit rows of at least N columns");
+  int byte = thread_in_group() * (N / 64);   // in panels of 128
+  return (char *)t.d + (c0 / 64 + byte / 128) * (R * 128) + row * 128 + (byte % 128 ^ (row & 7) << 4);
+}
+template<typename T, int R, int C, int N> TILE void load_row(gv<N> &v, const st<T, R, C> &s, int row, int c0) {
+  const char *from = place_in_row<N>(s, row, c0);
+  uint32_t w[N / 256];
+  if constexpr (N == 256) w[0] = *(const uint32_t *)from;
+  else *(uint2 *)w = *(const uint2 *)from;
+#pragma unroll
+  for (int k = 0; k < N / 256; k++) {
+    float2 x = unpack<T>(w[k]);
+    v.d[2 * k] = x.x;
+    v.d[2 * k + 1] = x.y;
+  }
+}
+template<typename T, int R, int C, int N> TILE void store_row(st<T, R, C> &d, int row, const gv<N> &v, int c0) {
+  char *to = place_in_row<N>(d, row, c0);
+  if constexpr (N == 256) *(uint32_t *)to = pack<T>(v.d[0], v.d[1]);
+  else *(uint2 *)to = make_uint2(pack<T>(v.d[0], v.d[1]), pack<T>(v.d[2], v.d[3]));
+}
+TILE float to_float(float x) { return x; }
+TILE void round_to(float &d, float x) { d = x; }
+template<typename T> TILE void round_to(T &d, float x) { d.u = (uint16_t)pack<T>(x, 0.f); }
+template<typename T, int N> TILE void load(gv<N> &v, const T *g, int64_t stride, int n) {
+  int first = thread_in_group() * (N / 128);
+#pragma unroll
+  for (int k = 0; k < N / 128; k++) v.d[k] = first + k < n ? to_float(g[(first + k) * stride]) : 0.f;
+}
+template<typename T, int N> TILE void store(T *g, int64_t stride, const gv<N> &v, int n) {
+  int first = thread_in_group() * (N / 128);
+#pragma unroll
+  for (int k = 0; k < N / 128; k++)
+    if (first + k < n) round_to(g[(first + k) * stride], v.d[k]);
+}

@@ -39,6 +39,7 @@ struct rv { float d[2]; };                         // rows r and r + 8, the same
 struct rsum { float d[2]; };                       // rows r and r + 8, this thread's columns only
 template<int N> struct cv { float d[N / 4]; };     // columns c, c + 1 of each 8-column group
 template<int N> struct wv { float d[N / 32]; };    // element lane + 32 k
+template<int N> struct gv { GROUP_VECTOR_RULES(N); float d[N / 128]; };   // elements N / 128 t + k of thread t
 struct alignas(8) sem { uint64_t b; };
 
 TILE int thread_in_group() { return threadIdx.x & 127; }

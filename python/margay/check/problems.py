@@ -251,6 +251,51 @@ def scaled_add(row, large):
         yield "large" if m == 3000 else f"{m}x{n}", call
 
 
+def causal_conv1d(row, large):
+    """Plain, with states, with numbers of sequences, packed."""
+    dtype, w, backward = row["dtype"], constants(row)["TAPS"], row["op"] != "causal_conv1d"
+    shapes = [("large", "plain", 4, 3000, 2048), ("few blocks", "states", 1, 3000, 264)] if large else []
+    shapes += [("", "states", 2, 700, 520), ("", "seq_idx", 1, 300, 264), ("", "packed", 1, 700, 264)]
+    for label, kind, b, t, c in shapes:
+        def call(kind=kind, b=b, t=t, c=c):
+            packed = new(4, dtype="int32", values=(0, t // 3, t // 3, t - 5)) if kind == "packed" else None
+            seq_idx = new(b, t, dtype="int32", values=np.arange(t) % 97 // 40 - 1.0) if kind == "seq_idx" else None
+            places = 3 if kind == "packed" else b
+            initial = new(places, w - 1, c, dtype=dtype) if kind in ("states", "packed") else None
+            x, weight, bias = new(b, t, c, dtype=dtype), new(c, w), new(c)
+            of = dict(x=x, weight=weight, bias=bias, initial_states=initial, silu=True)
+            of |= dict(cu_seqlens=packed) if packed else dict(seq_idx=seq_idx)
+            name = "causal_conv1d" + ("_packed" if packed else "") + ("_bwd" if backward else "")
+            states = new(places, w - 1, c, dtype=dtype)
+            if not backward:
+                out = new(b, t, c, dtype=dtype)
+                getattr(_C, name)(out=out, final_states=states, **of)
+                return out, states
+            partials = new(_conv_parts(b, t, c), w + 1, c)
+            dx, dweight, dbias, dinitial = new(b, t, c, dtype=dtype), new(c, w), new(c), initial and new(places, w - 1, c, dtype=dtype)
+            getattr(_C, name)(dx=dx, dweight=dweight, dbias=dbias, dinitial_states=dinitial, partials=partials,
+                              dout=new(b, t, c, dtype=dtype), dfinal_states=states, **of)
+            return dx, dweight, dbias
+        yield label or f"{kind} {b}x{t}x{c}", call
+
+
+def _conv_parts(b, t, c):
+    """PARTS of the row."""
+    return eval({let: code for let, _, code in _op.Row("causal_conv1d_bwd").lets}["PARTS"], {}, dict(B=b, T=t, C=c))
+
+
+def causal_conv1d_step(row, large):
+    dtype, w = row["dtype"], constants(row)["TAPS"]
+    for b, t, c, length, ring in ((2, 1, 264, 4, False), (3, 9, 520, 12, False), (2, 4, 264, 5, True)):
+        def call(b=b, t=t, c=c, length=length, ring=ring):
+            out, state = new(b, t, c, dtype=dtype), new(b + 1, length, c, dtype=dtype)
+            used = new(b, dtype="int32", values=7) if ring else None
+            _C.causal_conv1d_step(out=out, state=state, x=new(b, t, c, dtype=dtype), weight=new(c, w), bias=new(c),
+                                  cache_seqlens=used, slots=new(b, dtype="int32", values=np.arange(b) - 1.0), silu=True)
+            return out, state
+        yield f"{b}x{t}x{c}, state {length}" + (" ring" if ring else ""), call
+
+
 def from_row(kernel, large):
     """Random problems from the op's row in ops.def: sizes for which NEEDS and the kernel's condition hold, values in the ranges of DRAW."""
     op, r = _op.Row(owner(kernel)), random.Random(zlib.crc32(kernel["name"].encode()))
@@ -277,7 +322,7 @@ def from_row(kernel, large):
 def drawn_tensor(op, f, n, dtype):
     shape = [n[size] for size in f["sizes"]]
     values = np.random.default_rng(0).uniform(*op.draw[f["name"]], shape) if f["name"] in op.draw else None
-    return new(*shape, dtype=dtype if f["kind"] == "half" else f["kind"], values=values)
+    return new(*shape, dtype=dtype if f["kind"] == "half" else "float32" if f["kind"] == "real" else f["kind"], values=values)
 
 
 def owner(row):
@@ -288,7 +333,8 @@ def owner(row):
 OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
        "attention_bwd": lambda row, large: attention(row, True, large),
        "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
-       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add}
+       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add,
+       "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d, "causal_conv1d_step": causal_conv1d_step}
 
 
 def of_op(row, large):

@@ -1,0 +1,1 @@
+"""Causal convolution: causal_conv1d, and its step for generation."""
