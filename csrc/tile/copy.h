@@ -39,6 +39,7 @@ template<typename T, int K> TILE void load_t(rt<T, K> &d, const st<T, K, 64> &s)
 template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K> &s);   // transposed, rounds to T
 TILE void load(rv &v, const sv<64> &s);
 TILE void store(sv<64> &d, const rv &v);                // a warp's own 16 rows, which its load() then sees; others want an arrival or a sync
+template<int N> TILE void store(sv<4 * N> &d, const csum<N> &c);   // four parts, N floats each, whose sum it is; others want an arrival or a sync
 TILE void load(rv &v, const parked &s);                 // without any sync
 TILE void store(parked &d, const rv &v);
 template<int N> TILE void load(cv<N> &v, const sv<N> &s);

@@ -23,6 +23,7 @@ TILE float fast_tanh(float x) {
 template<int N> TILE void fill(rt<float, N> &t, float x);
 TILE void fill(rv &v, float x);
 TILE void fill(rsum &v, float x);
+template<int N> TILE void clear(csum<N> &v);
 template<int N, class F> TILE void map(rt<float, N> &t, F f);                                              // t = f(t)
 template<int N, class F> TILE void map(rt<float, N> &t, const rt<float, N> &u, F f);                       // t = f(t, u)
 template<int N, class F> TILE void map_row(rt<float, N> &t, const rv &v, F f);                             // t = f(t, v[row])
@@ -37,6 +38,9 @@ template<typename T, int N, class F> TILE void map_col(rt<T, N> &t, const sv<N> 
 template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);                                           // t = f(t, row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f);                              // t = f(t, v[row], row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f);   // t = f(t, u, v[col], row, col)
+// f(row, col, ...) for every place of 64 x N, N a multiple of 16, with what each further argument has there. A register tile, an rsum's row and a csum's
+// column may be changed; of an rv comes the row's value, of an sv<N> the column's, of a shared tile, 64 rows of 16 bits (fp32 on the CPU), the element.
+template<int N, class F, class... X> TILE void each(F f, X &...x);
 // f(a, b, row, col), once for each row % 16 < 8, may change a = t[row][col] and b = t[row + 8][col]; the other: col % 16 < 8, and b = t[row][col + 8].
 template<int N, class F> TILE void map_row_pairs(rt<float, N> &t, F f);
 template<int N, class F> TILE void map_col_pairs(rt<float, N> &t, F f);

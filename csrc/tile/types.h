@@ -14,6 +14,7 @@
 //   rv                  64 floats, one per row of a register tile
 //   rsum                64 row sums in the making, partial per thread until reduce(); its own type so that nobody reads it too early
 //   cv<N>               N floats, one per column of a register tile
+//   csum<N>             N column sums in the making, partial per thread until they are stored
 //   wv<N>               N floats held by one warp
 //   sem                 mbarrier: counts arrivals and bytes, has a phase (0 or 1) that flips when both are complete
 //

@@ -17,6 +17,10 @@ template<int N> TILE void fill(rt<float, N> &t, float x) {
 }
 TILE void fill(rv &v, float x) { v.d[0] = v.d[1] = x; }
 TILE void fill(rsum &v, float x) { v.d[0] = v.d[1] = x; }
+template<int N> TILE void clear(csum<N> &v) {
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) v.d[i] = 0.f;
+}
 template<int N, class F> TILE void map(rt<float, N> &t, F f) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i]);
