@@ -11,7 +11,7 @@ static ssd_steps steps_of(const mg_call *c, const mg_ssd_bwd_args *a) {
 }
 
 static mg_status run_states(mg_call *c, const mg_ssd_bwd_args *a, bool backwards, bool keep, segment s, const float *initial, float *final, float *starts) {
-  if (!mg_choose_other(c, MG_OP_ssd_states)) return c->status;
+  if (!mg_choose_other(c, MG_OP_ssd_bwd_states)) return c->status;
   ssd_states_params p = {.steps = steps_of(c, a), .initial = initial, .final = final, .starts = starts, .first = s.first, .chunks = s.chunks,
                          .every = (int)c->n.SEG, .keep = keep, .groups = (int)c->n.G, .group_heads = (int)(c->n.H / c->n.G), .head_dim = (int)c->n.P,
                          .state_dim = (int)c->n.N, .backwards = backwards};
