@@ -37,6 +37,7 @@ template<typename T, int N, class F> TILE void map_col(rt<T, N> &t, const sv<N> 
 template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);                                           // t = f(t, row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f);                              // t = f(t, v[row], row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f);   // t = f(t, u, v[col], row, col)
+template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &u, const sv<N> &v, F f);              // t = f(t, u[row], v[col], row, col)
 // f(a, b, row, col), once for each row % 16 < 8, may change a = t[row][col] and b = t[row + 8][col]; the other: col % 16 < 8, and b = t[row][col + 8].
 template<int N, class F> TILE void map_row_pairs(rt<float, N> &t, F f);
 template<int N, class F> TILE void map_col_pairs(rt<float, N> &t, F f);
