@@ -27,7 +27,7 @@ mg_status mg_ssd(const mg_ssd_args *a) {
     .d = a->d ? a->d->data : NULL, .initial = a->initial_states ? a->initial_states->data : NULL,
     .final = a->final_states ? a->final_states->data : NULL, .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL,
     .seq_idx = a->seq_idx ? a->seq_idx->data : NULL, .seq_stride = a->seq_idx ? a->seq_idx->stride[0] : 0,
-    .y_data = a->y->data, .y_step = a->y->stride[1], .y_head = a->y->stride[2], .steps = (int)c.n.T, .heads = (int)c.n.H,
+    .y_data = a->y->data, .y_step = a->y->stride[1], .y_head = a->y->stride[2], .steps = (int)c.n.T, .segments = 1, .heads = (int)c.n.H,
     .group_heads = (int)(c.n.H / c.n.G), .head_dim = (int)c.n.P, .state_dim = (int)c.n.N};
   if (c.n.T) {
     mg_map_bthd(&c, &p.x, a->x, 64, 64);

@@ -11,11 +11,13 @@
 // Roles: a loader thread; a scan warp: dt -> each head's vectors; a score warpgroup: each head's P; GROUPS state warpgroups with HEADS slots
 // each: 64 rows of a head's state, of which a head has SPLIT, in as many warpgroups.
 #include "tile/tile.h"
-#include "ssd/ssd_steps.h"
+#include "ssd/ssd_fwd.h"
 
 // Q: steps of a chunk. N (state), HEADS (1 or 2), GROUPS, SPLIT, PER_SM and *_REGS come from the row. Slot i: part i % SPLIT of head i / SPLIT,
 // in warpgroup i % GROUPS: the first heads of all warpgroups come first, which is the order in which P is made.
-enum { Q = 64, SLOTS = GROUPS * HEADS, ALL = SLOTS / SPLIT };
+// A slot's state is TILES tiles of W columns.
+enum { Q = 64, SLOTS = GROUPS * HEADS, ALL = SLOTS / SPLIT, W = N < 128 ? N : 128, TILES = N / W };
+static_assert(HEADS * TILES <= 2 && SPLIT <= GROUPS, "a warpgroup has two tiles of state");
 
 struct vectors { sv<Q> l, m, decay, weight; };   // base 2: l_i; l_j - log dt_j; e^(l_i); dt_j e^(l_e - l_j)
 struct shared {
@@ -40,10 +42,13 @@ TILE void init(shared &s) {
   sem_init(s.last, arrivals(SLOTS + 1, 0, 0));
 }
 
-struct task { int row, batch, head, first, end; };   // the block's first head; steps first .. end - 1 of the batch
+// The block's first head; steps first .. end - 1 of the batch; whether these are the row's last; which initial state it has.
+struct task { int row, batch, head, first, end, initial; bool last; };
 TILE task block_task(const params &p) {
-  int blocks = p.heads / ALL, row = block_index() / blocks;
-  task t = {row, row, (block_index() - row * blocks) * ALL, 0, p.steps};
+  int blocks = p.heads / ALL, unit = block_index() / p.segments, segment = block_index() - unit * p.segments, row = unit / blocks;
+  task t = {row, row, (unit - row * blocks) * ALL, segment * p.segment, (segment + 1) * p.segment, row * p.segments + segment,
+            segment + 1 == p.segments};
+  if (t.last) t.end = p.steps;
   if (p.starts) {
     int first = p.starts[row], end = p.starts[row + 1];
     t.batch = 0;
@@ -165,32 +170,31 @@ TILE void score(const params &p, shared &s, int) {
   }
 }
 
-// y = S c^T, 64 columns of the state at a time: so few registers hold its 16-bit copy.
-TILE void read_state(rt<float, Q> &y, const rt<float, N> &state, const st<elem, Q, N> &c) {
+// y = S c^T, 64 columns of the state at a time: so few registers hold its 16-bit copy. col: in its tile, k0: in c.
+TILE void read_panel(rt<float, Q> &y, const rt<float, W> &state, int col, const st<elem, Q, N> &c, int k0) {
   rt<elem, 64> part;
-  convert_part(part, state, 0);
+  convert_part(part, state, col);
   mma_fence();
-  mma_ABt_part<ZERO>(y, part, c, 0);
+  if (k0 == 0) mma_ABt_part<ZERO>(y, part, c, k0);
+  else mma_ABt_part<ACC>(y, part, c, k0);
   mma_commit();
   mma_wait<0>(y, part);
-  UNROLLED for (int n = 64; n < N; n += 64) {
-    convert_part(part, state, n);
-    mma_fence();
-    mma_ABt_part<ACC>(y, part, c, n);
-    mma_commit();
-    mma_wait<0>(y, part);
-  }
 }
 
 // One chunk of a slot. The state is scaled while no product is in flight.
-TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t, ring_pos at, int step, int slot, int wg) {
+// s0, s1: its tiles, or s0 alone.
+TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s, const task &t, ring_pos at, int step, int slot, int wg) {
   rt<float, Q> y;
   rt<elem, Q> x;
   int head = slot / SPLIT, row0 = slot % SPLIT * 64;
   vectors &v = s.v[at.stage][head];
-  read_state(y, state, s.c[at.stage]);
+  read_panel(y, s0, 0, s.c[at.stage], 0);
+  if (W > 64) read_panel(y, s0, 64, s.c[at.stage], 64);
+  if (TILES == 2) read_panel(y, s1, 0, s.c[at.stage], W);
+  if (TILES == 2) read_panel(y, s1, 64, s.c[at.stage], W + 64);
   float decay = get(v.decay, Q - 1);
-  map(state, [=](float f) { return f * decay; });
+  map(s0, [=](float f) { return f * decay; });
+  if (TILES == 2) map(s1, [=](float f) { return f * decay; });
   map_col(y, v.decay, [](float f, float e) { return f * e; });
   ring_wait(s.x_ring[slot], at);
   sem_wait(s.p_full[at.stage][head], at.phase);
@@ -205,13 +209,15 @@ TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t
   ring_release(s.x_ring[slot], at);
   map_col(x, v.weight, [](float f, float w) { return f * w; });
   mma_fence();
-  mma_AB<ACC>(state, x, s.b[at.stage]);
+  mma_AB_cols<ACC>(s0, x, s.b[at.stage], 0);
+  if (TILES == 2) mma_AB_cols<ACC>(s1, x, s.b[at.stage], W);
   mma_commit();
   fence_async();
   wg_sync();
   bool over = runs_over(p, t, step);
   if (!over) tma_store(p.y, s.y[wg], step, row0, t.head + head, t.batch);
-  mma_wait<0>(state, x);
+  if (TILES == 2) mma_wait<0>(s0, s1, x);
+  else mma_wait<0>(s0, x);
   if (over) {
     elem *to = (elem *)p.y_data + step * p.y_step + (t.head + head) * p.y_head + row0;
     int64_t ld = p.y_step;
@@ -221,36 +227,36 @@ TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t
   }
 }
 
-// Where the slot's rows of initial and final states begin, and how many there are.
-TILE int64_t first_of(const params &p, const task &t, int slot) {
-  return (((int64_t)t.row * p.heads + t.head + slot / SPLIT) * p.head_dim + slot % SPLIT * 64) * p.state_dim;
+// Where the columns of a tile of the slot's state begin in a state of all heads.
+TILE int64_t first_of(const params &p, const task &t, int64_t state, int slot, int col) {
+  return ((state * p.heads + t.head + slot / SPLIT) * p.head_dim + slot % SPLIT * 64) * p.state_dim + col;
 }
-TILE int rows_of(const params &p, int slot) { return p.head_dim - slot % SPLIT * 64; }
-TILE void begin_state(const params &p, const task &t, rt<float, N> &state, int slot) {
-  if (p.initial) load(state, p.initial + first_of(p, t, slot), p.state_dim, rows_of(p, slot), p.state_dim);
-  else fill(state, 0.f);      // as a value: the first use is a conversion, not a product
+TILE void begin_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
+  if (p.initial) load(s, p.initial + first_of(p, t, t.initial, slot, col), p.state_dim, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  else fill(s, 0.f);          // as a value: the first use is a conversion, not a product
 }
-TILE void keep_state(const params &p, const task &t, const rt<float, N> &state, int slot) {
-  if (p.final) store(p.final + first_of(p, t, slot), p.state_dim, state, rows_of(p, slot), p.state_dim);
+TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, int slot, int col) {
+  if (p.final && t.last) store(p.final + first_of(p, t, t.row, slot, col), p.state_dim, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
+  enum { TWO = HEADS * TILES == 2, OTHER = HEADS == 2 ? GROUPS : 0, COL = TILES == 2 ? W : 0 };   // s1: of another slot, or other columns
   task t = block_task(p);
   ring_pos at = {};
-  rt<float, N> s0, s1;        // by name, not an array: registers
-  begin_state(p, t, s0, wg);
-  if (HEADS == 2) begin_state(p, t, s1, GROUPS + wg);
+  rt<float, W> s0, s1;        // by name, not an array: registers
+  begin_state(p, t, s0, wg, 0);
+  if (TWO) begin_state(p, t, s1, wg + OTHER, COL);
   for (int step = t.first; step < t.end; step += Q) {
     ring_wait(s.bc_ring, at);
     ring_wait(s.v_ring, at);
-    advance(s0, p, s, t, at, step, wg, wg);
-    if (HEADS == 2) advance(s1, p, s, t, at, step, GROUPS + wg, wg);
+    advance(s0, s1, p, s, t, at, step, wg, wg);
+    if (HEADS == 2) advance(s1, s0, p, s, t, at, step, wg + OTHER, wg);
     ring_release(s.bc_ring, at);
     ring_release(s.v_ring, at);
     ring_next(s.v_ring, at);
   }
-  keep_state(p, t, s0, wg);
-  if (HEADS == 2) keep_state(p, t, s1, GROUPS + wg);
+  keep_state(p, t, s0, wg, 0);
+  if (TWO) keep_state(p, t, s1, wg + OTHER, COL);
   tma_store_wait_read();
 }
 

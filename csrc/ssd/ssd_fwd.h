@@ -1,4 +1,4 @@
-// What a step's dt is, the same in every SSD kernel.
+// What a step's dt is, the same in every kernel of the forward.
 #pragma once
 #include "tile/tile.h"
 #include "ssd/ssd.h"
@@ -12,7 +12,7 @@ TILE float softplus(float x) {
 }
 
 // -infinity: a step that is not there. It adds nothing and decays nothing, whatever the limits are.
-TILE float step_size(const ssd_steps &p, float x, float bias) {
+TILE float step_size(const ssd_dt &p, float x, float bias) {
   float y = x + bias;
   y = clamp(p.softplus ? softplus(y) : y, p.low, p.high);
   return x == -infinity() ? 0.f : y;
