@@ -38,6 +38,7 @@ template<typename T, int N, class F> TILE void map_col(rt<T, N> &t, const sv<N> 
 template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);                                           // t = f(t, row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f);                              // t = f(t, v[row], row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f);   // t = f(t, u, v[col], row, col)
+template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &u, const sv<N> &v, F f);              // t = f(t, u[row], v[col], row, col)
 // f(row, col, ...) for every place of 64 x N, N a multiple of 16, with what each further argument has there. A register tile, an rsum's row and a csum's
 // column may be changed; of an rv comes the row's value, of an sv<N> the column's, of a shared tile, 64 rows of 16 bits (fp32 on the CPU), the element.
 template<int N, class F, class... X> TILE void each(F f, X &...x);

@@ -15,6 +15,7 @@ template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, cons
 template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0);
 // N columns of b from cb (a multiple of 64)
 template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb);
+template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const rt<T, K> &a, const st<T, K, W> &b, int cb);
 // 64 columns of a from ca (a multiple of 64), N columns of b from cb (a multiple of 64, or of 32 where N is 32)
 template<int A, typename T, int N, int K, int WA, int WB>
 TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb);                            // a^T b

@@ -2,6 +2,7 @@
 #pragma once
 template<int N> TILE void fill(wv<N> &v, float x);
 template<int N, class F> TILE void map(wv<N> &d, const wv<N> &a, const wv<N> &b, F f);   // d = f(a, b)
+template<int N, class F> TILE void map_index(wv<N> &d, F f);   // d = f(index)
 template<int N> TILE void cumsum(wv<N> &v);             // inclusive
 template<int N> TILE void cumsum_down(wv<N> &v);        // v[i] = sum of v[j], j >= i
 template<int N> TILE float last(const wv<N> &v);        // element N - 1, in every thread

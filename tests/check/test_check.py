@@ -273,7 +273,7 @@ def test_file_in_the_place_of_a_row(tmp_path):
     """A variant of a library kernel, checked with the row's problems: the proxy fence of a release after register reads left out."""
     text = (csrc() / "ssd" / "ssd_fwd.cu").read_text()
     bad = tmp_path / "ssd_without_fence.cu"
-    bad.write_text(text.replace("ring<2> dt_ring, x_ring[ALL];", "ring<2, ASYNC_READS> dt_ring, x_ring[ALL];"))
+    bad.write_text(text.replace("ring<2> x_ring[SLOTS];", "ring<2, ASYNC_READS> x_ring[SLOTS];"))
     assert bad.read_text() != text
     code, out, err = run(bad, "--as", "ssd_fwd_bf16_n128")
     assert code == 1 and "fence-read" in out and "no fence_async by the reader" in out, out + err
@@ -369,7 +369,7 @@ def test_device(row):
 def test_device_shows_a_missing_fence(tmp_path):
     """The race of the first scan kernel that was tried on a GPU: a copy overtakes what was read through registers, now and then."""
     bad = tmp_path / "race.cu"
-    bad.write_text((csrc() / "ssd" / "ssd_fwd.cu").read_text().replace("ring<2> dt_ring, x_ring[ALL];", "ring<2, ASYNC_READS> dt_ring, x_ring[ALL];"))
+    bad.write_text((csrc() / "ssd" / "ssd_fwd.cu").read_text().replace("ring<2> x_ring[SLOTS];", "ring<2, ASYNC_READS> x_ring[SLOTS];"))
     start = time.monotonic()
     code, out, err = run("--device", bad, "--as", "ssd_fwd_bf16_n128_x2")
     assert code == 1 and "results change" in out and time.monotonic() - start < 60, out + err

@@ -175,6 +175,16 @@ MAP void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c], r, c);
   }
 }
+MAP void map_rc(rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
+  reads(u);
+  reads_shared(whole(v));
+  changes(t);
+  for (int r = 0; r < 64; r++) {
+    float x = u.d[r];
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], x, v.d[c], r, c);
+  }
+}
 MAP void map_row_pairs(rt<float, N> &t, F f) {
   changes(t);
   for (int r = 0; r < 64; r += r % 16 == 7 ? 9 : 1)

@@ -10,6 +10,10 @@ template<int N, class F> __attribute__((flatten)) TILE void map(wv<N> &d, const 
 #pragma GCC ivdep
   for (int i = 0; i < N; i++) d.d[i] = f(a.d[i], b.d[i]);
 }
+template<int N, class F> __attribute__((flatten)) TILE void map_index(wv<N> &d, F f) {
+  writes(d);
+  for (int i = 0; i < N; i++) d.d[i] = f(i);
+}
 template<int N> TILE void cumsum(wv<N> &v) {
   changes(v);
   for (int i = 1; i < N; i++) v.d[i] += v.d[i - 1];

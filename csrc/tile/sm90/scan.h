@@ -8,6 +8,10 @@ template<int N, class F> TILE void map(wv<N> &d, const wv<N> &a, const wv<N> &b,
 #pragma unroll
   for (int k = 0; k < N / 32; k++) d.d[k] = f(a.d[k], b.d[k]);
 }
+template<int N, class F> TILE void map_index(wv<N> &d, F f) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++) d.d[k] = f(lane() + 32 * k);
+}
 template<int N> TILE void cumsum(wv<N> &v) {
   float carry = 0;
 #pragma unroll

@@ -212,19 +212,31 @@ def matmul(row, large):
         yield labels.get(m, f"{m}x{n}x{k}" + (" bias" if bias else "")), call
 
 
-def ssd_fwd(row, large):
-    c, dtype = constants(row), row["dtype"]
-    block = c["HEADS"] * c["GROUPS"]
-    shapes = [("large", 1, 1000, 66 * block, c["N"]), ("few blocks", 2, 1000, 4 * block, c["N"])] if large else []
-    shapes += [(f"{steps} steps, state {n}", 1, steps, 2 * block, n) for steps, n in ((64 * 5 + 10, c["N"]), (64, c["N"] - 8), (130, c["N"]))]
-    for label, batch, steps, heads, n in shapes:
-        def call(batch=batch, steps=steps, n=n, heads=-(-heads // 4) * 4):
-            x, b, c = new(batch, steps, heads, 64, dtype=dtype), new(batch, steps, 1, n, dtype=dtype), new(batch, steps, 1, n, dtype=dtype)
-            y, state = new(batch, steps, heads, 64, dtype=dtype), new(batch, heads, 64, n)
-            dt = np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads))
-            _C.ssd_fwd(y, state, x, new(batch, steps, heads, values=dt), b, c, new(heads, values=-1.0), new(heads))
-            return y, state
-        yield label, call
+# label, steps, state less than N, what else is given
+SSD = (("plain", 64 * 5 + 10, 0, ""), ("one chunk", 64, 8, "none"), ("states, seq_idx", 130, 0, "seq_idx"), ("states, packed", 400, 0, "packed"))
+
+
+def ssd(row, large):
+    c = constants(row)
+    block, n, dim = c["HEADS"] * c["GROUPS"] // c["SPLIT"], c["N"], 64 * c["SPLIT"]
+    shapes = [("large", 1, 1000, 66 * block, n, ""), ("few blocks", 2, 1000, 4 * block, n, "")] if large else []
+    shapes += [(f"{steps} steps, {label}", 1, steps, 2 * block, n - less, kind) for label, steps, less, kind in SSD]
+    for label, *problem in shapes:
+        yield label, lambda problem=problem: call_ssd(row["dtype"], dim, *problem)
+
+
+def call_ssd(dtype, dim, batch, steps, heads, n, kind):
+    x, b, c = new(batch, steps, heads, dim, dtype=dtype), new(batch, steps, 1, n, dtype=dtype), new(batch, steps, 1, n, dtype=dtype)
+    dt = new(batch, steps, heads, values=np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads)))
+    starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps)
+    rows = len(starts) - 1 if kind == "packed" else batch
+    y, states = new(batch, steps, heads, dim, dtype=dtype), new(rows, heads, dim, n)
+    more = kind not in ("", "none")
+    _C.ssd(y, None if kind == "none" else states, x, dt, new(heads, values=-1.0), b, c, new(heads) if kind == "" else None,
+           new(heads) if more else None, new(rows, heads, dim, n) if more else None,
+           new(batch, steps, dtype="int32", values=np.arange(steps) // 50) if kind == "seq_idx" else None,
+           new(len(starts), dtype="int32", values=starts) if kind == "packed" else None, more)
+    return y, states
 
 
 def scaled_add(row, large):
@@ -277,7 +289,7 @@ def owner(op):
 OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
        "attention_bwd": lambda row, large: attention(row, True, large),
        "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
-       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add}
+       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd": ssd, "scaled_add": scaled_add}
 
 
 def of_op(row, large):
