@@ -19,7 +19,7 @@ TILE void add_chunks(const params &p, shared &s, int wg) {
   csum<64> columns;
   fill(sum, 0.f);
   int tiles = (p.chunks + 63) / 64;
-  for (int i = wg; i < p.batch * tiles; i += WG) {
+  for (int i = wg; i < p.batches * tiles; i += WG) {
     int chunk = i % tiles * 64;
     int64_t row = (int64_t)(i / tiles * 3 + kind()) * p.chunks + chunk;
     load(part, p.sums + row * p.heads + head0(), p.heads, p.chunks - chunk, p.heads - head0());

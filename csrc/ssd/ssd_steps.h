@@ -1,27 +1,66 @@
-// What a warp knows of a chunk's steps of one head. Included by kernels, behind tile/tile.h.
+// Where chunks of 64 steps lie, and what a warp makes of their dt. For the kernels of ssd's backward.
 #pragma once
-// As it is given; -infinity where the sequence has no step.
-TILE void load_steps(wv<64> &raw, const ssd_steps &p, int batch, int chunk, int head) {
-  load(raw, p.dt + ((int64_t)batch * p.count + chunk * 64) * p.heads + head, p.heads, p.count - chunk * 64, -infinity());
+#include "ssd/ssd_bwd.h"
+#include "ssd/ssd_fwd.h"
+
+TILE int row_start(const ssd_steps &p, int row) {
+  int start = p.starts[row];
+  return start < 0 ? 0 : start > p.count ? p.count : start;
 }
-TILE float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
+TILE int first_chunk(const ssd_steps &p, int row) { return row_start(p, row) / 64 + row; }   // of a packed row
+// Steps `step` .. `end` - 1 are those of a row from a chunk's first on; none where the chunk's place is empty.
+struct chunk_steps { int step, end; };
+TILE chunk_steps steps_of(const ssd_steps &p, int chunk) {
+  if (!p.starts) return {chunk * 64, p.count};
+  int row = 0, last = p.rows - 1;
+  while (row < last) {
+    int middle = (row + last + 1) / 2;
+    if (first_chunk(p, middle) <= chunk) row = middle;
+    else last = middle - 1;
+  }
+  int step = row_start(p, row) + (chunk - first_chunk(p, row)) * 64, end = row_start(p, row + 1);
+  return {step, step < end ? end : step};
+}
+// Steps of the next packed row are in this chunk.
+TILE bool runs_over(const ssd_steps &p, int step, int end) { return p.starts && end - step < 64; }
+
+TILE void load_steps(wv<64> &raw, const ssd_steps &p, int batch, int step, int end, int head) {
+  load(raw, p.dt.dt + ((int64_t)batch * p.count + step) * p.heads + head, p.heads, end - step, -infinity());
+}
 TILE void make_steps(wv<64> &dt, const wv<64> &raw, const ssd_steps &p, int head) {
-  float bias = p.dt_bias ? p.dt_bias[head] : 0.f, low = p.dt_min, high = p.dt_max;
-  if (p.softplus) map(dt, raw, raw, [=](float x, float) { return x == -infinity() ? 0.f : clamp(softplus(x + bias), low, high); });
-  else map(dt, raw, raw, [=](float x, float) { return x == -infinity() ? 0.f : clamp(x + bias, low, high); });
-}
-// l_i = sum of dt_k a for k <= i, in base 2.
-TILE void log_decays(wv<64> &l, const wv<64> &dt, const ssd_steps &p, int head) {
-  float a = p.a[head] * 1.4426950408889634f;
-  map(l, dt, dt, [=](float d, float) { return d * a; });
-  cumsum(l);
+  float bias = p.dt.bias ? p.dt.bias[head] : 0.f;
+  map(dt, raw, raw, [&](float x, float) { return step_size(p.dt, x, bias); });
 }
 // d dt / d what the caller gave: 0 where a limit holds, and where there is no step.
 TILE void step_slopes(wv<64> &slope, const wv<64> &raw, const ssd_steps &p, int head) {
-  float bias = p.dt_bias ? p.dt_bias[head] : 0.f, low = p.dt_min, high = p.dt_max;
-  if (p.softplus) map(slope, raw, raw, [=](float x, float) {
-    float y = x + bias, dt = softplus(y);
-    return x == -infinity() || dt < low || dt > high ? 0.f : y > 20.f ? 1.f : 1.f / (1.f + expf(-y));
+  float bias = p.dt.bias ? p.dt.bias[head] : 0.f, low = p.dt.low, high = p.dt.high;
+  bool soft = p.dt.softplus;
+  map(slope, raw, raw, [=](float x, float) {
+    float y = x + bias, dt = soft ? softplus(y) : y;
+    return x == -infinity() || dt < low || dt > high ? 0.f : soft ? fast_rcp(1.f + fast_exp2(y * -1.4426950408889634f)) : 1.f;
   });
-  else map(slope, raw, raw, [=](float x, float) { return x == -infinity() || x + bias < low || x + bias > high ? 0.f : 1.f; });
+}
+// l_i = sum of dt_k a for k <= i, in base 2.
+TILE void log_decays(wv<64> &l, const wv<64> &dt, const ssd_steps &p, int head) {
+  float a = p.dt.a[head] * 1.4426950408889634f;
+  map(l, dt, dt, [=](float d, float) { return d * a; });
+  cumsum(l);
+}
+// How often seq_idx has changed from the step before the chunk to each of its steps.
+TILE void count_changes(wv<64> &changes, const ssd_steps &p, int batch, int step, int end) {
+  if (!p.seq_idx) return fill(changes, 0.f);
+  const int *seq = p.seq_idx + batch * p.seq_stride;
+  map_index(changes, [=](int i) {
+    int at = step + i;
+    return at < end && seq[at] != (at > 0 ? seq[at - 1] : 0) ? 1.f : 0.f;
+  });
+  cumsum(changes);
+}
+// e^(l_i), 0 behind a first change of seq_idx; e^(l_e - l_j), 0 in front of the last.
+TILE void decays_from_begin(wv<64> &d, const wv<64> &l, const wv<64> &changes) {
+  map(d, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
+}
+TILE void decays_to_end(wv<64> &d, const wv<64> &l, const wv<64> &changes) {
+  float end = last(l), all = last(changes);
+  map(d, l, changes, [=](float x, float n) { return n < all ? 0.f : fast_exp2(end - x); });
 }

@@ -42,6 +42,8 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &u, const sv
 // f(row, col, ...) for every place of 64 x N, N a multiple of 16, with what each further argument has there. A register tile, an rsum's row and a csum's
 // column may be changed; of an rv comes the row's value, of an sv<N> the column's, of a shared tile, 64 rows of 16 bits (fp32 on the CPU), the element.
 template<int N, class F, class... X> TILE void each(F f, X &...x);
+// The same with a function each for blocks of 16 x 16 right of the diagonal, on it and left of it.
+template<int N, class F, class D, class G, class... X> TILE void each_of_triangles(F right, D diagonal, G left, X &...x);
 // f(a, b, row, col), once for each row % 16 < 8, may change a = t[row][col] and b = t[row + 8][col]; the other: col % 16 < 8, and b = t[row][col + 8].
 template<int N, class F> TILE void map_row_pairs(rt<float, N> &t, F f);
 template<int N, class F> TILE void map_col_pairs(rt<float, N> &t, F f);

@@ -331,6 +331,23 @@ template<int N> TILE void each_end(rsum &l, const row_buffer<N> &b, int r) {
   for (; c + VW <= N; c += VW) x += vload(b.d + c);
   l.d[r] += sum_lanes(x);
 }
+template<int N, class F, class D, class G, class... X>
+__attribute__((flatten)) TILE void each_of_triangles(F right, D diagonal, G left, X &...x) {
+  (each_uses(x), ...);
+  for (int r = 0; r < 64; r++) {
+    auto run = [&](auto... b) __attribute__((always_inline)) {
+      const int block = r / 16 * 16, end = block + 16 < N ? block + 16 : N;
+#pragma GCC ivdep
+      for (int c = 0; c < block && c < N; c++) left(r, c, each_at(b, c)...);
+#pragma GCC ivdep
+      for (int c = block; c < end; c++) diagonal(r, c, each_at(b, c)...);
+#pragma GCC ivdep
+      for (int c = end; c < N; c++) right(r, c, each_at(b, c)...);
+      (each_end<N>(x, b, r), ...);
+    };
+    run(each_row<N>(x, r)...);
+  }
+}
 template<int N, class F, class... X> __attribute__((flatten)) TILE void each(F f, X &...x) {
   (each_uses(x), ...);
   for (int r = 0; r < 64; r++) {

@@ -279,6 +279,13 @@ template<int N, class F, class... X> TILE void each(F f, X &...x) {
 #pragma unroll
   for (int k = 0; k < N / 16; k++) each_of_block(f, k, each_block(x, k)...);
 }
+template<int N, class F, class D, class G, class... X> TILE void each_of_triangles(F right, D diagonal, G left, X &...x) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++)
+    if (k > warp_in_group()) each_of_block(right, k, each_block(x, k)...);
+    else if (k == warp_in_group()) each_of_block(diagonal, k, each_block(x, k)...);
+    else each_of_block(left, k, each_block(x, k)...);
+}
 // A row's place, worked out anew each time: kept in a register for the whole kernel it would cost more.
 TILE int row_here() {
   int thread;
