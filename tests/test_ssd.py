@@ -21,7 +21,10 @@ def run(case, inputs):
     rows = *x.shape[:3], -(-dim // 8) * 8          # of whole 16 bytes
     y = torch.full(rows, math.nan, dtype=x.dtype, device=x.device)[..., :dim]
     state = torch.full((case.rows, case.heads, dim, case.state), math.nan, device=x.device)
-    _C.ssd(y, state, **inputs, **case.numbers())
+    cuts = min(640 // (case.rows * case.heads + 1), case.steps // 512)
+    work = dict(cuts=torch.full((case.rows, cuts, case.heads, dim, case.state), math.nan, device=x.device),
+                decays=torch.full((case.rows, cuts, case.heads), math.nan, device=x.device))
+    _C.ssd(y, state, **work, **inputs, **case.numbers())
     return y, state
 
 

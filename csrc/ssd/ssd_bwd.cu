@@ -95,9 +95,8 @@ TILE void give_vectors(const params &p, vectors &v, const wv<Q> &raw, const wv<Q
   wv<Q> dt, l, out;
   step_slopes(out, raw, p.steps, head);
   store(v.slope, out);
-  make_steps(dt, raw, p.steps, head);
+  log_decays(dt, l, raw, p.steps.dt, head);
   store(v.dt, dt);
-  log_decays(l, dt, p.steps, head);
   store(v.l, l);
   decays_from_begin(out, l, changes);
   store(v.decay, out);

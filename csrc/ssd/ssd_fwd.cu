@@ -42,13 +42,11 @@ TILE void init(shared &s) {
   sem_init(s.last, arrivals(SLOTS + 1, 0, 0));
 }
 
-// The block's first head; steps first .. end - 1 of the batch; whether these are the row's last; which initial state it has.
-struct task { int row, batch, head, first, end, initial; bool last; };
+struct task { int row, batch, head, segment, first, end; };   // the block's first head; steps first .. end - 1 of the batch
 TILE task block_task(const params &p) {
   int blocks = p.heads / ALL, unit = block_index() / p.segments, segment = block_index() - unit * p.segments, row = unit / blocks;
-  task t = {row, row, (unit - row * blocks) * ALL, segment * p.segment, (segment + 1) * p.segment, row * p.segments + segment,
-            segment + 1 == p.segments};
-  if (t.last) t.end = p.steps;
+  task t = {row, row, (unit - row * blocks) * ALL, segment, segment * p.segment, (segment + 1) * p.segment};
+  if (segment + 1 == p.segments) t.end = p.steps;
   if (p.starts) {
     int first = p.starts[row], end = p.starts[row + 1];
     t.batch = 0;
@@ -92,16 +90,6 @@ TILE void clear_behind(shared &s, ring_pos at, int steps) {
   ROLLED for (int slot = 0; slot < SLOTS; slot++) sem_arrive<WARP>(s.x_ring[slot].full[at.stage]);
 }
 
-// changes_i: how often seq_idx has changed from the step before the chunk to step i.
-TILE void count_changes(wv<Q> &changes, const params &p, const task &t, int step) {
-  const int *seq = p.seq_idx + t.batch * p.seq_stride;
-  map_index(changes, [=](int i) {
-    int at = step + i;
-    return at < t.end && seq[at] != (at > 0 ? seq[at - 1] : 0) ? 1.f : 0.f;
-  });
-  cumsum(changes);
-}
-
 TILE void scan(const params &p, shared &s, int) {
   task t = block_task(p);
   ring_pos at = {};
@@ -112,19 +100,16 @@ TILE void scan(const params &p, shared &s, int) {
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.v_ring, at);
     if (p.seq_idx) {
-      count_changes(changes, p, t, step);
+      count_changes(changes, p.seq_idx + t.batch * p.seq_stride, step, t.end);
       store(s.changes[at.stage], changes);
     }
     float changed = last(changes);
     ROLLED for (int h = 0; h < ALL; h++) {
       vectors &v = s.v[at.stage][h];
-      float a = p.dt.a[t.head + h] * 1.4426950408889634f, bias = p.dt.bias ? p.dt.bias[t.head + h] : 0.f;
-      map(dt, next, next, [&](float x, float) { return step_size(p.dt, x, bias); });
+      log_decays(dt, l, next, p.dt, t.head + h);
       bool same = h + 1 < ALL;
       g += same ? 1 : (int64_t)Q * p.heads - (ALL - 1);
       load(next, g, p.heads, t.end - (same ? step : step + Q), -infinity());
-      map(l, dt, dt, [=](float d, float) { return d * a; });
-      cumsum(l);
       float end = last(l);
       store(v.l, l);
       map(out, l, dt, [](float x, float d) { return x - fast_log2(d); });
@@ -227,16 +212,19 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s
   }
 }
 
-// Where the columns of a tile of the slot's state begin in a state of all heads.
-TILE int64_t first_of(const params &p, const task &t, int64_t state, int slot, int col) {
-  return ((state * p.heads + t.head + slot / SPLIT) * p.head_dim + slot % SPLIT * 64) * p.state_dim + col;
+// Where the columns of a tile of the slot's state begin, in states of all heads the i-th.
+TILE int64_t first_of(const params &p, const task &t, int64_t i, int slot, int col) {
+  return ((i * p.heads + t.head + slot / SPLIT) * p.head_dim + slot % SPLIT * 64) * p.state_dim + col;
 }
 TILE void begin_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
-  if (p.initial) load(s, p.initial + first_of(p, t, t.initial, slot, col), p.state_dim, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  const float *from = t.segment ? p.cuts : p.initial;
+  int64_t i = t.segment ? (int64_t)t.row * p.cut_stride + t.segment - 1 : t.row;
+  if (from) load(s, from + first_of(p, t, i, slot, col), p.state_dim, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
   else fill(s, 0.f);          // as a value: the first use is a conversion, not a product
 }
 TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, int slot, int col) {
-  if (p.final && t.last) store(p.final + first_of(p, t, t.row, slot, col), p.state_dim, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  if (!p.final || t.segment + 1 < p.segments) return;
+  store(p.final + first_of(p, t, t.row, slot, col), p.state_dim, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {

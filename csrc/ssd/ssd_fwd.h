@@ -1,4 +1,4 @@
-// What a step's dt is, the same in every kernel of the forward.
+// What the steps of a chunk are to the kernels of the forward.
 #pragma once
 #include "tile/tile.h"
 #include "ssd/ssd.h"
@@ -16,4 +16,21 @@ TILE float step_size(const ssd_dt &p, float x, float bias) {
   float y = x + bias;
   y = clamp(p.softplus ? softplus(y) : y, p.low, p.high);
   return x == -infinity() ? 0.f : y;
+}
+
+// dt of a head, and l_i = sum of dt_k a for k <= i, in base 2. given: as load() has it, -infinity behind the end.
+TILE void log_decays(wv<64> &dt, wv<64> &l, const wv<64> &given, const ssd_dt &p, int head) {
+  float a = p.a[head] * 1.4426950408889634f, bias = p.bias ? p.bias[head] : 0.f;
+  map(dt, given, given, [&](float x, float) { return step_size(p, x, bias); });
+  map(l, dt, dt, [=](float d, float) { return d * a; });
+  cumsum(l);
+}
+
+// changes_i: how often seq_idx has changed from the step before the chunk to step i. seq: of the batch.
+TILE void count_changes(wv<64> &changes, const int *seq, int step, int end) {
+  map_index(changes, [=](int i) {
+    int at = step + i;
+    return at < end && seq[at] != (at > 0 ? seq[at - 1] : 0) ? 1.f : 0.f;
+  });
+  cumsum(changes);
 }

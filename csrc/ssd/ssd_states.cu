@@ -81,10 +81,9 @@ TILE void scan(const params &p, shared &s, int wg) {
   if (t.chunks) load_steps(raw, p.steps, t.batch, t.first + chunk_of(q, t, 0) * 64, t.end, head);
   for (int i = 0; i < t.chunks; i++) {
     int step = t.first + chunk_of(q, t, i) * 64;
-    make_steps(dt, raw, p.steps, head);
+    log_decays(dt, l, raw, p.steps.dt, head);
     if (i + 1 < t.chunks) load_steps(raw, p.steps, t.batch, t.first + chunk_of(q, t, i + 1) * 64, t.end, head);
     count_changes(changes, p.steps, t.batch, step, t.end);
-    log_decays(l, dt, p.steps, head);
     decays_from_begin(out, l, changes);
     ring_acquire(s.inputs, at);
     vectors &v = s.v[at.stage][wg];

@@ -27,10 +27,6 @@ TILE bool runs_over(const ssd_steps &p, int step, int end) { return p.starts && 
 TILE void load_steps(wv<64> &raw, const ssd_steps &p, int batch, int step, int end, int head) {
   load(raw, p.dt.dt + ((int64_t)batch * p.count + step) * p.heads + head, p.heads, end - step, -infinity());
 }
-TILE void make_steps(wv<64> &dt, const wv<64> &raw, const ssd_steps &p, int head) {
-  float bias = p.dt.bias ? p.dt.bias[head] : 0.f;
-  map(dt, raw, raw, [&](float x, float) { return step_size(p.dt, x, bias); });
-}
 // d dt / d what the caller gave: 0 where a limit holds, and where there is no step.
 TILE void step_slopes(wv<64> &slope, const wv<64> &raw, const ssd_steps &p, int head) {
   float bias = p.dt.bias ? p.dt.bias[head] : 0.f, low = p.dt.low, high = p.dt.high;
@@ -40,21 +36,10 @@ TILE void step_slopes(wv<64> &slope, const wv<64> &raw, const ssd_steps &p, int 
     return x == -infinity() || dt < low || dt > high ? 0.f : soft ? fast_rcp(1.f + fast_exp2(y * -1.4426950408889634f)) : 1.f;
   });
 }
-// l_i = sum of dt_k a for k <= i, in base 2.
-TILE void log_decays(wv<64> &l, const wv<64> &dt, const ssd_steps &p, int head) {
-  float a = p.dt.a[head] * 1.4426950408889634f;
-  map(l, dt, dt, [=](float d, float) { return d * a; });
-  cumsum(l);
-}
-// How often seq_idx has changed from the step before the chunk to each of its steps.
+// How often seq_idx has changed; 0 where there is none.
 TILE void count_changes(wv<64> &changes, const ssd_steps &p, int batch, int step, int end) {
-  if (!p.seq_idx) return fill(changes, 0.f);
-  const int *seq = p.seq_idx + batch * p.seq_stride;
-  map_index(changes, [=](int i) {
-    int at = step + i;
-    return at < end && seq[at] != (at > 0 ? seq[at - 1] : 0) ? 1.f : 0.f;
-  });
-  cumsum(changes);
+  if (p.seq_idx) count_changes(changes, p.seq_idx + batch * p.seq_stride, step, end);
+  else fill(changes, 0.f);
 }
 // e^(l_i), 0 behind a first change of seq_idx; e^(l_e - l_j), 0 in front of the last.
 TILE void decays_from_begin(wv<64> &d, const wv<64> &l, const wv<64> &changes) {

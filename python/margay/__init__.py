@@ -2,12 +2,12 @@
 
 from margay._decode import append_kv, attention_decode
 from margay.drop_ins.fallback import FallbackWarning
-from margay.ops import attention, attention_varlen, dropout_mask, explain, info, linear_attention, matmul, scaled_add
+from margay.ops import attention, attention_varlen, dropout_mask, explain, info, linear_attention, matmul, scaled_add, ssd, ssd_step
 
 __version__ = "0.1.0"
-_MODULES = ("flash_attn", "flash_attn_interface", "integrations", "nn")
+_MODULES = ("flash_attn", "flash_attn_interface", "integrations", "mamba", "nn")
 _FUNCTIONS = {"enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}     # of modules that need torch
-__all__ = ["FallbackWarning", "append_kv", "attention", "attention_decode", "attention_varlen", "dropout_mask", "explain", "info", "linear_attention", "matmul", "scaled_add", *_MODULES, *_FUNCTIONS]
+__all__ = ["FallbackWarning", "append_kv", "attention", "attention_decode", "attention_varlen", "dropout_mask", "explain", "info", "linear_attention", "matmul", "scaled_add", "ssd", "ssd_step", *_MODULES, *_FUNCTIONS]
 
 
 def __getattr__(name):

@@ -43,14 +43,17 @@ class Row:
     # ---- pieces of generated text
 
     def size(self, name):
-        """Where a size is read: from the first input that has it and is always there. LET: its expression."""
+        """Where a size is read: from the first input that has it, best one that is always there. LET: its expression."""
         for f in self.inputs:
             if f["role"] != "opt" and name in f["sizes"]:
                 return f"{f['name']}.shape[{f['sizes'].index(name)}]"
         for let, expression, _ in self.lets:
             if let == name:
                 return "(" + re.sub(r"\b[A-Z]\w*\b", lambda m: self.size(m[0]), _text(expression)) + ")"
-        raise TypeError(f"{self.name}: no input that is always there has the size {name}")
+        for f in self.inputs:
+            if name in f["sizes"]:
+                return f"(-1 if {f['name']} is None else {f['name']}.shape[{f['sizes'].index(name)}])"
+        raise TypeError(f"{self.name}: no input has the size {name}")
 
     def shape(self, f):
         return "(" + "".join(self.size(name) + ", " for name in f["sizes"]) + ")"
@@ -136,8 +139,9 @@ def check(row, tensors, numbers, dtype_name, halves):
             if t.shape[i] != n:
                 raise ValueError(f"{row.name}: {name} has size {t.shape[i]} in dimension {i}, expected {n} ({size} of {first})")
     numbers = {f["name"]: _number(row.name, f, numbers[f["name"]]) for f in row.numbers}
+    known = dict.fromkeys((size for f in row.inputs for size in f["sizes"]), -1) | {size: n for size, (n, _, _) in sizes.items()} | numbers
     for text, code in row.needs:
-        if not eval(code, {}, {size: n for size, (n, _, _) in sizes.items()} | numbers):
+        if not eval(code, {}, known):
             found = [f"{size} = {n} (dimension {i} of {first})" for size, (n, first, i) in sorted(sizes.items()) if _mentions(text, size)]
             found += [f"{name} is {value:g}" for name, value in numbers.items() if _mentions(text, name)]
             raise ValueError(f"{row.name}: {', '.join(found)}, expected {text}")

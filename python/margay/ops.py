@@ -5,6 +5,7 @@ op. `_C` checks all that it is given; the checks here say what the arguments mus
 """
 
 import importlib
+import math
 import sys
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -211,6 +212,36 @@ def linear_attention(q, k, v, *, scale=None, initial_state=None, output_final_st
     scale = attention_scale(scale, "linear_attention")
     out, state = (_functions.get("linear_attention") or _of_row("linear_attention"))(q, k, v, initial_state, scale)
     return (out, state) if output_final_state else out
+
+
+def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, math.inf), initial_states=None, seq_idx=None,
+        cu_seqlens=None, return_final_states=False):
+    """Mamba-2's scan: S_t = e^(dt_t A) S_(t-1) + dt_t x_t B_t^T, y_t = S_t C_t + D x_t, times silu(z_t).
+
+    x, z, y [batch, T, H, P], B, C [batch, T, G, N], G a divisor of H; bfloat16 or float16, on the CPU also float32; 1 <= P <= 128, 1 <= N <= 256.
+    dt [batch, T, H], A, dt_bias [H], D [H] or [H, P]: of any of these types, computed with in float32. All but seq_idx and cu_seqlens are differentiable.
+
+    dt_bias, dt_softplus, dt_limit: dt becomes dt + dt_bias, then softplus of that, then at least dt_limit[0] and at most dt_limit[1].
+    initial_states: S_0, [batch, H, P, N]; zero if None. Of sequence 0 where seq_idx is given.
+    seq_idx: integers [batch, T]; where it changes, the state begins anew with zeros.
+    cu_seqlens: integers [sequences + 1]: x has batch 1 and sequence i steps cu_seqlens[i] to cu_seqlens[i + 1] - 1; the states are then those of
+        the sequences, [sequences, H, P, N].
+    return_final_states: return (y, S_T), S_T float32 [batch, H, P, N].
+    """
+    from margay import _ssd
+
+    return _ssd.ssd(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx, cu_seqlens, return_final_states)
+
+
+def ssd_step(state, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, math.inf), state_indices=None):
+    """One step of `ssd`, for generation: y [batch, H, P], and `state` [batch, H, P, N], of any floating type, becomes the next one in place.
+
+    x, z [batch, H, P], dt [batch, H], B, C [batch, G, N], the rest as for `ssd`.
+    state_indices: integers [batch]: sample i has state[state_indices[i]]; a negative one has none, and its y is 0.
+    """
+    from margay import _ssd
+
+    return _ssd.ssd_step(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, state_indices)
 
 
 def explain(op, *tensors, **options):

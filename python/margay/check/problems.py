@@ -221,8 +221,17 @@ def ssd(row, large):
     block, n, dim = c["HEADS"] * c["GROUPS"] // c["SPLIT"], c["N"], 64 * c["SPLIT"]
     shapes = [("large", 1, 1000, 66 * block, n, ""), ("few blocks", 2, 1000, 4 * block, n, "")] if large else []
     shapes += [(f"{steps} steps, {label}", 1, steps, 2 * block, n - less, kind) for label, steps, less, kind in SSD]
+    shapes += [("1700 steps, cut", 1, 1700, block, n, "seq_idx")]
     for label, *problem in shapes:
         yield label, lambda problem=problem: call_ssd(row["dtype"], dim, *problem)
+
+
+def ssd_cuts(row, large):
+    """Of few heads: 2 segments or 4, of which the last is not this kernel's."""
+    n = constants(row).get("N", 64)
+    for label, steps, heads, dim, n, kind in (*([("large", 20000, 2, 64, n, "")] if large else []), ("two heads", 1700, 2, 64, n, "states"),
+                                              ("one head, seq_idx", 2100, 1, 48, n - 8, "seq_idx"), ("two parts", 1100, 1, 128, n, "")):
+        yield f"{steps} steps, {label}" if label != "large" else label, lambda x=(steps, heads, n, kind), dim=dim: call_ssd(row["dtype"], dim, 1, *x)
 
 
 def call_ssd(dtype, dim, batch, steps, heads, n, kind):
@@ -231,8 +240,9 @@ def call_ssd(dtype, dim, batch, steps, heads, n, kind):
     starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps)
     rows = len(starts) - 1 if kind == "packed" else batch
     y, states = new(batch, steps, heads, dim, dtype=dtype), new(rows, heads, dim, n)
+    cuts = min(640 // (rows * heads + 1), steps // 512)
     more = kind not in ("", "none")
-    _C.ssd(y, None if kind == "none" else states, x, dt, new(heads, values=-1.0), b, c, new(heads) if kind == "" else None,
+    _C.ssd(y, None if kind == "none" else states, new(rows, cuts, heads, dim, n), new(rows, cuts, heads), x, dt, new(heads, values=-1.0), b, c, new(heads) if kind == "" else None,
            new(heads) if more else None, new(rows, heads, dim, n) if more else None,
            new(batch, steps, dtype="int32", values=np.arange(steps) // 50) if kind == "seq_idx" else None,
            new(len(starts), dtype="int32", values=starts) if kind == "packed" else None, more)
@@ -289,7 +299,7 @@ def owner(op):
 OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
        "attention_bwd": lambda row, large: attention(row, True, large),
        "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
-       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd": ssd, "scaled_add": scaled_add}
+       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts, "scaled_add": scaled_add}
 
 
 def of_op(row, large):
