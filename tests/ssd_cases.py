@@ -181,8 +181,9 @@ def by_chunks(x, dt, a, b, c, d, state, half):
     for i in range(0, x.shape[1], CHUNK):
         xs, dts, bs, cs = (t[:, i:i + CHUNK] for t in (x, dt, b, c))
         l = (dts * a[:, None]).cumsum(1)
-        decay = torch.exp(l[..., :, None] - l[..., None, :]).tril()        # beside the diagonal it may be infinite
-        weights = (cs @ bs.mT * decay.nan_to_num(0.0) * dts[..., None, :]).tril() + torch.diag_embed(d[:, None].expand_as(l))
+        later = torch.ones(l.shape[1], l.shape[1], dtype=torch.bool, device=l.device).triu(1)        # there the exponent may be anything
+        decay = torch.exp((l[..., :, None] - l[..., None, :]).masked_fill(later, -math.inf))
+        weights = cs @ bs.mT * decay * dts[..., None, :] + torch.diag_embed(d[:, None].expand_as(l))
         ys.append(torch.exp(l)[..., None] * (cs @ rounded(state).mT) + rounded(weights) @ xs)
         end = l[..., -1:]
         state = torch.exp(end)[..., None] * state + rounded(xs * (dts * torch.exp(end - l))[..., None]).mT @ bs

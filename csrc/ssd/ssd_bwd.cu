@@ -8,7 +8,7 @@
 //   D_t = sum over i >= t of (row_i - col_i + in_i) + e^(l_e) <G, S> + sum over j < t of out_j
 // with row_i and col_j the sums of R_ij (c_i . b_j), in_i = e^(l_i) dy_i . S c_i and out_j = w_j x_j . G b_j; then
 //   ddt_t = a D_t + (col_t + out_t) / dt_t,  da = sum of dt_t D_t,  dd = sum of x_t . dy_t
-// where col / dt and out / dt are made without the division. Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in
+// where col / dt and out / dt are made without the division, and row - col without R's diagonal, which is in both. Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in
 // memory, the scan warp clears them. What would go from one sequence of seq_idx to another becomes 0.
 // A block works on one chunk of the heads of one group, or on a part of them: 64 columns of P at a time, which all of this is linear in. States of more
 // than 128 columns come in two passes over the heads; the first does all but the second half of dc and db. Roles: a loader thread; a scan warp: dt -> a
@@ -23,9 +23,10 @@
 #include "ssd/ssd_steps.h"
 
 // N: columns of the state, 64, 128 or 256. STAGES. A tile of the state has W columns
-enum { Q = 64, W = N < 128 ? N : 128, PASSES = N / W, V = 3 };
+enum { Q = 64, W = N < 128 ? N : 128, PASSES = N / W, V = 4 };
 struct vectors { sv<Q> l, dt, decay, tail, weight, slope; };      // l_i in base 2; dt_j; e^(l_i); e^(l_e - l_j); w_j; of dt with respect to what was given
-struct found { sv<4 * Q> row; sv<Q> col, in, out, kept, skip; };  // col without dt_j, in and out without their factors; rows of <G, S> and of x . dy
+// Without the diagonal: row, and col without dt_j; the diagonal, without dt_j; in and out without their factors; rows of <G, S> and of x . dy
+struct found { sv<4 * Q> row; sv<Q> col, own, in, out, kept, skip; };
 struct shared {
   st<elem, Q, W> b[PASSES], c[PASSES], state[STAGES], dstate[STAGES][PASSES];
   st<elem, Q, 64> x[STAGES], dy[STAGES], dx, r;
@@ -165,6 +166,8 @@ TILE void take_found(wv<Q> &ddt, float &da, const params &p, const vectors &v, c
     x = own;
     multiply(x, v.dt);
     map(d, d, x, [](float y, float c) { return y - c; });
+    load(x, f.own);
+    plus(own, x);
   }
   cumsum_down(d);
   load(x, f.out);
@@ -265,7 +268,7 @@ TILE void pairs(const params &p, shared &s, int) {
     vectors &v = s.v[vs.stage];
     found &f = s.f[with.stage];
     rv l, dt, weight;
-    rsum col;
+    rsum col, own;
     csum<Q> row;
     float d = p.d ? p.d[head] : 0.f;
     ring_wait(s.inputs, at);
@@ -280,6 +283,7 @@ TILE void pairs(const params &p, shared &s, int) {
     load(dt, v.dt);
     load(weight, v.weight);
     fill(col, 0.f);
+    fill(own, 0.f);
     clear(row);
     mma_wait<1>(x);
     if (p.steps.seq_idx) {
@@ -288,19 +292,21 @@ TILE void pairs(const params &p, shared &s, int) {
       map_rc(x, mine, s.changes, [](float y, float nj, float ni, int, int) { return ni == nj ? y : 0.f; });
     }
     bool other = p.steps.seq_idx != nullptr;
-    auto pair = [=](float &x, float &r, float score, float &col, float &row, float e, float dtj, float skip) {
-      float w = e * dtj, g = x * score;
+    each_of_triangles<Q>([](int, int, float &x, float &r, float score, float &col, float &, float &row, float li, float lj, float dtj) {
+      float e = fast_exp2(li - lj), w = e * dtj, g = x * score;
       col = fused(g, e, col);
       row = fused(g, w, row);
       r = fused(x, w, r);
-      x = fused(score, w, skip);
-    };
-    each_of_triangles<Q>([=](int, int, float &x, float &r, float score, float &col, float &row, float li, float lj, float dtj) {
-      pair(x, r, score, col, row, fast_exp2(li - lj), dtj, 0.f);
-    }, [=](int j, int i, float &x, float &r, float score, float &col, float &row, float li, float lj, float dtj) {
-      pair(x, r, score, col, row, i < j ? 0.f : fast_exp2(li - lj), dtj, i == j ? d : 0.f);
-    }, [](int, int, float &x, float &, float, float &, float &, float, float, float) { x = 0.f; },
-    x, r, (const rt<float, Q> &)scores, col, row, v.l, l, dt);
+      x = score * w;
+    }, [=](int j, int i, float &x, float &r, float score, float &col, float &own, float &row, float li, float lj, float dtj) {
+      float e = i < j ? 0.f : fast_exp2(li - lj), w = e * dtj, g = x * score, later = i == j ? 0.f : g;
+      col = fused(later, e, col);
+      row = fused(later, w, row);
+      own += i == j ? g : 0.f;
+      r = fused(x, w, r);
+      x = fused(score, w, i == j ? d : 0.f);
+    }, [](int, int, float &x, float &, float, float &, float &, float &, float, float, float) { x = 0.f; },
+    x, r, (const rt<float, Q> &)scores, col, own, row, v.l, l, dt);
     if (other) {
       load(l, s.changes);
       map_rc(x, l, s.changes, [](float y, float nj, float ni, int, int) { return ni == nj ? y : 0.f; });
@@ -315,6 +321,8 @@ TILE void pairs(const params &p, shared &s, int) {
     store(f.row, row);
     reduce(l, col);
     store(f.col, l);
+    reduce(l, own);
+    store(f.own, l);
     sem_arrive(s.f_ring.full[with.stage]);
     ring_release(s.v_ring, vs);
     ring_next(s.v_ring, vs);
@@ -355,47 +363,47 @@ TILE void keep(const params &p, const task &t, int which, const rt<float, W> &su
 
 TILE void contract(const params &p, shared &s, int which) {
   task t = block_task(p);
-  ring_pos at = {}, vs = {}, with = {};
+  uint32_t count = 0;         // of units: fewer registers than a position in each of the rings
   rt<float, W> product, sum;
   sem_wait(s.bc_full, 0);
   for (int pass = 0; pass < PASSES; pass++) {
-    const st<elem, Q, W> &own = which ? s.b[pass] : s.c[pass], &other = which ? s.c[pass] : s.b[pass];
     fill(sum, 0.f);
-    for (int u = 0; u < t.units; u++) {
+    for (int u = 0; u < t.units; u++, count++) {
+      ring_pos at = ring_at<STAGES>(count), vs = ring_at<V>(count), with = ring_at<2>(count);
       vectors &v = s.v[vs.stage];
       found &f = s.f[with.stage];
       rsum dot, rest;
       rv factor;
+      auto multiply = [](int, int, float x, float y, float &sum) { sum = fused(x, y, sum); };
+      fill(rest, 0.f);
+      fill(dot, 0.f);
       ring_wait(s.inputs, at);
+      if (which && PASSES == 2) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);   // in registers that the product has then
       mma_fence();
       mma_AB<ZERO>(product, which ? s.x[at.stage] : s.dy[at.stage], which ? s.dstate[at.stage][pass] : s.state[at.stage]);
       mma_commit();
-      fill(rest, 0.f);
-      fill(dot, 0.f);
-      auto multiply = [](int, int, float x, float y, float &sum) { sum = fused(x, y, sum); };
-      if (which) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);
-      else if (p.skips && !pass) each<64>(multiply, s.x[at.stage], s.dy[at.stage], rest);
+      if (which && PASSES == 1) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);
+      if (!which && p.skips && !pass) each<64>(multiply, s.x[at.stage], s.dy[at.stage], rest);
       ring_wait(s.v_ring, vs);
       load(factor, which ? v.weight : v.decay);
-      ring_done(s.v_ring, vs);
+      ring_release(s.v_ring, vs);
       mma_wait<0>(product);
-      ring_done(s.inputs, at);
+      ring_release(s.inputs, at);
       each<W>([](int, int, float x, float &sum, float y, float &dot, float f) {
         dot = fused(x, y, dot);
         sum = fused(x, f, sum);
-      }, product, sum, own, dot, factor);
+      }, product, sum, which ? s.b[pass] : s.c[pass], dot, factor);
       ring_acquire(s.f_ring, with);
       reduce(factor, dot);
       store(which ? f.out : f.in, factor);
       reduce(factor, rest);
       if (which || p.skips) store(which ? f.kept : f.skip, factor);
       sem_arrive(s.f_ring.full[with.stage]);
-      ring_next(s.f_ring, with);
     }
     sem_wait(s.r_full, 0);
     mma_fence();
-    if (which) mma_AB<ZERO>(product, s.r, other);
-    else mma_AtB<ZERO>(product, s.r, 0, other, 0);
+    if (which) mma_AB<ZERO>(product, s.r, s.c[pass]);
+    else mma_AtB<ZERO>(product, s.r, 0, s.b[pass], 0);
     mma_commit();
     mma_wait<0>(product);
     map(sum, product, [](float x, float y) { return x + y; });

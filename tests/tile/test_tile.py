@@ -538,7 +538,7 @@ def test_zeros(ops):
 def test_warp(ops):
     rng = np.random.default_rng(5)
     x, e = rng.standard_normal(200).astype(np.float32), random(rng, ops.elem, 64)
-    out = np.full(512, np.nan, np.float32)
+    out = np.full(704, np.nan, np.float32)
     r = ops.run("warp", {}, {"x": x, "e": e, "out": out.copy()}, m=43, n=50)["out"]
     v = np.where(np.arange(64) < 50, x[np.minimum(3 * np.arange(64), 199)], -2).astype(np.float32)
     same(r[:64], v)
@@ -549,6 +549,29 @@ def test_warp(ops):
         want = out[at:at + 128].copy().view(e.dtype)
         want[:43] = values
         same(decode(r[at:at + 128].view(e.dtype), ops.elem), decode(want, ops.elem))
+    down = np.cumsum(v[::-1], dtype=np.float64)[::-1]
+    close(r[512:662:3], down[:50], 64, 1e-6)
+    assert np.isnan(np.delete(r[512:], np.arange(0, 150, 3))).all()
+
+
+def test_visits(ops):
+    rng = np.random.default_rng(6)
+    array = random(rng, ops.elem, 1, 2, 100, 200)
+    x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(64).astype(np.float32)
+    r = ops.run("visits", {"a": (array, 64)}, {"x": x, "y": y, "out": np.full(2 * 4352, np.nan, np.float32)}, blocks=2, row=50, col=104, head=1, batch=0)
+    a = window(decode(array, ops.elem)[0, 1], 50, 104, 64, 64).astype(np.float64)
+    t = (x[None, :] + y[:, None]).astype(np.float64)
+    row, col = np.arange(64)[:, None], np.arange(64)[None, :]
+    new, for_row, for_column = t * a + y[:, None] + row - 2 * col, t * a, t * x[None, :]
+    # On the CPU and on a GPU a sum that starts with 1 has 1 once, or from each of a row's four threads.
+    first = 4.0 if ops.target == "sm90" else 1.0
+    block = col // 16 - row // 16
+    for i, (want, rows, columns) in enumerate(((new, for_row, for_column), [np.where(block > 0, one, np.where(block == 0, other, zero)) for one, other, zero in (
+            (new, 1000 + 64 * row + col, -1), (for_row, 1, 0), (for_column, 2, 0))])):
+        got = r["out"][4352 * i:4352 * (i + 1)]
+        close(got[:4096].reshape(64, 64), want, 1 + np.abs(want) + np.abs(t * a), 1e-6)
+        close(got[4096:4160], first + rows.sum(1), 1 + np.abs(rows).sum(1), 1e-6)
+        close(got[4160:4224], columns.sum(0), 1 + np.abs(columns).sum(0), 1e-6)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -249,6 +249,34 @@ def call_ssd(dtype, dim, batch, steps, heads, n, kind):
     return y, states
 
 
+# label, steps, heads, groups, head dim, state less than N, what else is given. Of many columns: blocks that take several units of a head
+SSD_BWD = (("wide heads", 150, 2, 1, 232, 0, "seq_idx"), ("groups", 330, 6, 2, 64, 8, "states"), ("one chunk", 40, 4, 1, 128, 0, ""),
+           ("packed", 400, 4, 2, 136, 0, "packed"))
+
+
+def ssd_bwd(row, large):
+    c = constants(row)
+    shapes = [("large", 3000, 16, 2, 128, 0, ""), ("few blocks", 640, 2, 1, 256, 0, "")] if large else []
+    for label, *problem in [*shapes, *SSD_BWD]:
+        yield label, lambda problem=problem: call_ssd_bwd(row["dtype"], c.get("N", c.get("W", 64)), *problem)
+
+
+def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
+    n, batch, starts = most - less, 1, (0, steps // 4, steps // 4, steps // 4 + 64, steps)
+    sizes = dict(B=batch, T=steps, H=heads, P=dim, G=groups, N=n, STARTS=len(starts) if kind == "packed" else -1)
+    op = _op.Row("ssd_bwd")
+    for size, _, code in op.lets:
+        sizes[size] = int(eval(code, {}, sizes))
+    given = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_bias", "dinitial_states", "ddt_bias"), "seq_idx": ("seq_idx", "d", "dd"),
+             "packed": ("cu_seqlens", "initial_states", "dinitial_states", "d", "dd")}[kind]
+    values = dict(dt=np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads)), a=-1.0, seq_idx=np.arange(steps) // 50, cu_seqlens=starts)
+    kinds = dict(half=dtype, float32="float32", int32="int32")
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+               for f in op.arguments if f["role"] != "num" and (f["name"] in given or f["role"] not in ("opt", "optout"))}
+    _C.ssd_bwd(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"), kind == "states")
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
+
+
 def scaled_add(row, large):
     for m, n in (*([(3000, 3000)] if large else []), (700, 336), (64, 64), (100, 8)):
         def call(m=m, n=n):
@@ -299,7 +327,8 @@ def owner(op):
 OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
        "attention_bwd": lambda row, large: attention(row, True, large),
        "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
-       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts, "scaled_add": scaled_add}
+       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts,
+       "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd, "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add}
 
 
 def of_op(row, large):
