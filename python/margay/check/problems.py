@@ -249,20 +249,21 @@ def call_ssd(dtype, dim, batch, steps, heads, n, kind):
     return y, states
 
 
-# label, steps, heads, groups, head dim, state less than N, what else is given. Of many columns: blocks that take several units of a head
-SSD_BWD = (("wide heads", 150, 2, 1, 232, 0, "seq_idx"), ("groups", 330, 6, 2, 64, 8, "states"), ("one chunk", 40, 4, 1, 128, 0, ""),
-           ("packed", 400, 4, 2, 136, 0, "packed"))
+# label, steps, heads, groups, head dim, state less than N, what else is given. Heads of many columns, so that few blocks take several units each
+SSD_BWD = (("wide heads", 150, 2, 1, 232, 0, "seq_idx"), ("groups", 130, 2, 2, 128, 8, "states"), ("one chunk", 40, 4, 1, 128, 0, ""),
+           ("packed", 140, 1, 1, 200, 0, "packed"))
 
 
 def ssd_bwd(row, large):
     c = constants(row)
     shapes = [("large", 3000, 16, 2, 128, 0, ""), ("few blocks", 640, 2, 1, 256, 0, "")] if large else []
-    for label, *problem in [*shapes, *SSD_BWD]:
-        yield label, lambda problem=problem: call_ssd_bwd(row["dtype"], c.get("N", c.get("W", 64)), *problem)
+    for label, steps, heads, *problem in [*shapes, *SSD_BWD]:
+        heads *= 2 if row["op"] == "ssd_bwd_join" else 1       # it adds what blocks have that share a group's heads
+        yield label, lambda problem=(steps, heads, *problem): call_ssd_bwd(row["dtype"], c.get("N", c.get("W", 64)), *problem)
 
 
 def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
-    n, batch, starts = most - less, 1, (0, steps // 4, steps // 4, steps // 4 + 64, steps)
+    n, batch, starts = most - less, 1, (0, steps // 2, steps)
     sizes = dict(B=batch, T=steps, H=heads, P=dim, G=groups, N=n, STARTS=len(starts) if kind == "packed" else -1)
     op = _op.Row("ssd_bwd")
     for size, _, code in op.lets:
