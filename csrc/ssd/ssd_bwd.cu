@@ -218,8 +218,7 @@ TILE void collect(const params &p, shared &s, int) {
         fill(ddt, 0.f);
         da = dd = 0;
       }
-      ring_wait(s.v_ring, at);
-      ring_wait(s.f_ring, with);
+      ring_wait(s.f_ring, with);       // who found it has waited for the vectors
       take_found(ddt, da, p, v, f, head, pass);
       if (p.skips && !pass) {
         load(x, f.skip);
@@ -330,7 +329,8 @@ TILE void pairs(const params &p, shared &s, int) {
     tma_store_wait_read();
     wg_sync();
     mma_wait<0>(dx, weights);
-    ring_done(s.inputs, at);
+    sem_arrive(s.inputs.empty[at.stage]);     // read by products alone
+    ring_next(s.inputs, at);
     put_dx(p, s, t, dx, head, u % parts(p) * 64);
   }
   store(s.r, r);
@@ -338,7 +338,8 @@ TILE void pairs(const params &p, shared &s, int) {
   sem_arrive(s.r_full);
   for (int u = t.units; u < PASSES * t.units; u++) {
     ring_wait(s.inputs, at);
-    ring_done(s.inputs, at);
+    sem_arrive(s.inputs.empty[at.stage]);
+    ring_next(s.inputs, at);
     ring_wait(s.v_ring, vs);
     ring_done(s.v_ring, vs);
     ring_acquire(s.f_ring, with);

@@ -250,7 +250,7 @@ def call_ssd(dtype, dim, batch, steps, heads, n, kind):
 
 
 # label, steps, heads, groups, head dim, state less than N, what else is given. Heads of many columns, so that few blocks take several units each
-SSD_BWD = (("wide heads", 150, 2, 1, 232, 0, "seq_idx"), ("groups", 130, 2, 2, 128, 8, "states"), ("one chunk", 40, 4, 1, 128, 0, ""),
+SSD_BWD = (("wide heads", 150, 1, 1, 360, 0, "seq_idx"), ("groups", 130, 2, 2, 128, 8, "states"), ("one chunk", 40, 4, 1, 128, 0, ""),
            ("packed", 140, 1, 1, 200, 0, "packed"))
 
 
