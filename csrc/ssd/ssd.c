@@ -24,15 +24,15 @@ static int64_t segment_of(const mg_call *c, bool packed, int64_t blocks) {
 }
 
 static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params *p) {
-  ssd_cuts_params cuts = {.x = p->x, .b = p->b, .dt = p->dt, .initial = p->initial, .seq_idx = p->seq_idx, .seq_stride = p->seq_stride,
+  ssd_cuts_params cuts = {.x = p->x, .b = p->b, .dt = p->dt, .seq_idx = p->seq_idx, .seq_stride = p->seq_stride,
                           .cuts = a->cuts->data, .decays = a->decays->data, .steps = p->steps, .cut = p->segments - 1, .segment = p->segment,
                           .cut_stride = p->cut_stride, .heads = p->heads, .group_heads = p->group_heads, .head_dim = p->head_dim, .state_dim = p->state_dim};
-  ssd_join_params join = {.cuts = cuts.cuts, .decays = cuts.decays, .cut = cuts.cut, .cut_stride = cuts.cut_stride, .heads = cuts.heads,
+  ssd_join_params join = {.cuts = cuts.cuts, .initial = p->initial, .decays = cuts.decays, .cut = cuts.cut, .cut_stride = cuts.cut_stride, .heads = cuts.heads,
                           .head_dim = cuts.head_dim, .state_dim = cuts.state_dim};
   if (!mg_choose_other(c, MG_OP_ssd_cuts)) return c->status;
   const int64_t units = mg_ceil_div((c->n.P + 63) / 64 * cuts.group_heads, c->desc->tile_n);
   if (mg_run(c, &cuts, mg_tasks(c, c->n.R * c->n.G * units * cuts.cut))) return c->status;
-  if (cuts.cut == 1 || !mg_choose_other(c, MG_OP_ssd_join)) return c->status;
+  if ((cuts.cut == 1 && !join.initial) || !mg_choose_other(c, MG_OP_ssd_join)) return c->status;
   return mg_run(c, &join, mg_tasks(c, c->n.R * c->n.H * mg_ceil_div(c->n.P, 64) * mg_ceil_div(c->n.N, c->desc->tile_n)));
 }
 

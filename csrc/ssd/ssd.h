@@ -29,11 +29,10 @@ typedef struct ssd_fwd_params {
   int head_dim, state_dim;
 } ssd_fwd_params;
 
-// States behind all segments but the last, the first from the initial state, the others from 0, and by what each decays the state before it.
+// States behind all segments but the last, each from 0, and by what each decays the state before it.
 typedef struct ssd_cuts_params {
   gmap x, b;
   ssd_dt dt;
-  const float *initial;     // as above
   const int *seq_idx;
   int64_t seq_stride;
   float *cuts, *decays;     // [rows, cut_stride, heads, head_dim, state_dim], [rows, cut_stride, heads]
@@ -41,9 +40,10 @@ typedef struct ssd_cuts_params {
   int cut_stride, heads, group_heads, head_dim, state_dim;
 } ssd_cuts_params;
 
-// cuts[i] += decays[i] cuts[i - 1], i = 1, 2, ...: the states in front of the segments.
+// cuts[i] += decays[i] cuts[i - 1], cuts[-1] the initial state: the states in front of the segments.
 typedef struct ssd_join_params {
   float *cuts;
+  const float *initial;
   const float *decays;
   int cut, cut_stride, heads, head_dim, state_dim;
 } ssd_join_params;

@@ -112,6 +112,14 @@ SHAPE TILE void mma_AB_rows_register(const op_params &p, TILES &s, int) {
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
 }
+SHAPE TILE void mma_AB_cols_register(const op_params &p, TILES &s, int) {
+  rt<elem, CA> a;
+  sem_wait(s.full, 0);
+  load(a, s.a);
+  PRODUCT(mma_AB_cols<ZERO>(d, a, s.b, I), mma_AB_cols<ACC>(d, a, s.b, I))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
 SHAPE TILE void mma_ABt_part_register(const op_params &p, TILES &s, int) {
   rt<elem, CA> a;
   sem_wait(s.full, 0);
@@ -274,6 +282,7 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     convert(e, u);
     map_col(t, e, s.v, [](float a, float b, float c) { return a * b - c; });
   }
+  if (I == 17) map_rc(t, y, s.v, [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
   if (I == 15) map_rc(t, u, s.v, [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
   if (I == 13) map_row_pairs(t, [](float &a, float &b, int row, int col) {
     a += (float)(row - 2 * col);
@@ -414,7 +423,7 @@ SHAPE TILE void scalars(const op_params &p, TILES &s, int) {
 // ---- scans: a warp makes prefix sums of a column, a warpgroup writes them out
 struct scan_shared {
   sm<64, 4> m;
-  sv<64> sums, products, total;
+  sv<64> sums, products, total, places;
   parked aside;
   sem full, done;
 };
@@ -438,6 +447,8 @@ TILE void scan_warp(const op_params &, scan_shared &s, int) {
   store(s.products, w);
   fill(w, total);
   store(s.total, w);
+  map_index(w, [=](int i) { return total + (float)(i * i); });
+  store(s.places, w);
   sem_arrive<WARP>(s.done);
 }
 TILE void scan_out(const op_params &p, scan_shared &s, int) {
@@ -452,6 +463,8 @@ TILE void scan_out(const op_params &p, scan_shared &s, int) {
   store(p.out + 64, y, 64);
   load(y, s.total);
   store(p.out + 128, y, 64);
+  load(y, s.places);
+  store(p.out + 192, y, 64);
 }
 
 // ---- a tile made of parts with 16 rows, from places in reverse order

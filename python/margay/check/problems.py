@@ -229,8 +229,8 @@ def ssd(row, large):
 def ssd_cuts(row, large):
     """Of few heads: 2 segments or 4, of which the last is not this kernel's."""
     n = constants(row).get("N", 64)
-    for label, steps, heads, dim, n, kind in (*([("large", 20000, 2, 64, n, "")] if large else []), ("two heads", 1700, 2, 64, n, "states"),
-                                              ("one head, seq_idx", 2100, 1, 48, n - 8, "seq_idx"), ("two parts", 1100, 1, 128, n, "")):
+    for label, steps, heads, dim, n, kind in (*([("large", 20000, 2, 64, n, "states")] if large else []), ("two heads", 1700, 2, 64, 64, "states"),
+                                              ("one head, seq_idx", 2100, 1, 48, n - 8, "seq_idx"), ("two parts", 1100, 1, 128, n, "states")):
         yield f"{steps} steps, {label}" if label != "large" else label, lambda x=(steps, heads, n, kind), dim=dim: call_ssd(row["dtype"], dim, 1, *x)
 
 
