@@ -17,13 +17,13 @@ typedef struct ssd_fwd_params {
   const float *initial;     // [rows, heads, head_dim, state_dim], before the first step, or NULL: 0
   const float *cuts;        // [rows, cut_stride, heads, head_dim, state_dim]: in front of segments 1, 2, ...
   float *final;             // [rows, heads, head_dim, state_dim], after the last step, or NULL
-  const int *starts;        // [rows + 1]: row i is steps starts[i] .. starts[i + 1] - 1 of batch 0. NULL: a row is a batch
+  const int *starts;        // [rows + 1]: row i is steps starts[i] .. starts[i + 1] - 1 of batch 0; NULL: of batch i
   const int *seq_idx;       // [batch, steps] or NULL: where it changes, a sequence ends. `initial` is of sequence 0
   int64_t seq_stride;       // of batch
   void *y_data;             // y again, for the last chunks of packed rows: strides in elements
   int64_t y_step, y_head;
   int steps;                // of a batch
-  int segments, segment;    // into which a row is cut, and steps of one, whole chunks; the last has the rest. Of packed rows 1
+  int segments, segment;    // of a row, steps of one: whole chunks, the last has the rest. Packed rows have one
   int cut_stride;
   int heads, group_heads;   // group_heads: heads that share b and c
   int head_dim, state_dim;

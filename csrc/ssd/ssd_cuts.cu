@@ -1,12 +1,14 @@
 // States of SSD at the cuts of a sequence: what ssd_fwd.cu's S becomes from 0 over a segment of whole chunks,
-//   S = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b,   and the product of the e^(l_e), which a state before the segment decays by.
-// A unit is 64 rows of a head's state. A block has SLOTS units of one group of heads, which share b; where the group has no more, its last units
-// are computed for nothing.
-// Roles: a loader thread; SCANS scan warps: dt -> each unit's weights; GROUPS state warpgroups.
+//   S = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
+// and the product of the e^(l_e), by which a state before the segment decays.
+// A unit is 64 rows of a head's state. A block has SLOTS units of one group of heads, which share b; where the group
+// has no more, its last units are computed for nothing. Roles: a loader thread; SCANS scan warps: dt -> each unit's
+// weights; GROUPS state warpgroups.
 #include "tile/tile.h"
 #include "ssd/ssd_fwd.h"
 
-// Q: steps of a chunk. N (state), HEADS (units of a warpgroup: 1 or 2), GROUPS, STAGES and *_REGS come from the row. A unit's state is TILES tiles of W columns.
+// Q: steps of a chunk. N (state), HEADS (units of a warpgroup: 1 or 2), GROUPS, STAGES and *_REGS come from the row. A
+// unit's state is TILES tiles of W columns.
 enum { Q = 64, SLOTS = GROUPS * HEADS, W = N < 128 ? N : 128, TILES = N / W, SCANS = 2, MINE = SLOTS / SCANS };
 static_assert(HEADS * TILES <= 2, "a warpgroup has two tiles of state");
 
@@ -33,7 +35,9 @@ TILE int unit_of(const params &p, const task &t, int slot) {
   int last = p.group_heads * parts(p) - 1;
   return t.unit + slot < last ? t.unit + slot : last;
 }
-TILE int head_of(const params &p, const task &t, int slot) { return t.group * p.group_heads + unit_of(p, t, slot) / parts(p); }
+TILE int head_of(const params &p, const task &t, int slot) {
+  return t.group * p.group_heads + unit_of(p, t, slot) / parts(p);
+}
 TILE int row_of(const params &p, const task &t, int slot) { return unit_of(p, t, slot) % parts(p) * 64; }
 
 TILE void loader(const params &p, shared &s, int) {
@@ -56,9 +60,11 @@ TILE void scan(const params &p, shared &s, int warp) {
   ring_pos at = {};
   wv<Q> given[MINE], dt, l, out, changes;
   fill(changes, 0.f);
-  int64_t row = (int64_t)t.row * p.steps;
-  UNROLLED for (int i = 0; i < MINE; i++)
-    load(given[i], p.dt.dt + (row + t.first) * p.heads + head_of(p, t, i * SCANS + warp), p.heads, t.end - t.first, -infinity());
+  const float *g = p.dt.dt + (int64_t)t.row * p.steps * p.heads;
+  UNROLLED for (int i = 0; i < MINE; i++) {
+    int head = head_of(p, t, i * SCANS + warp);
+    load(given[i], g + (int64_t)t.first * p.heads + head, p.heads, t.end - t.first, -infinity());
+  }
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.inputs, at);
     if (p.seq_idx) count_changes(changes, p.seq_idx + t.row * p.seq_stride, step, t.end);
@@ -67,7 +73,7 @@ TILE void scan(const params &p, shared &s, int warp) {
       int slot = i * SCANS + warp, head = head_of(p, t, slot);
       vectors &v = s.v[at.stage][slot];
       log_decays(dt, l, given[i], p.dt, head);
-      load(given[i], p.dt.dt + (row + step + Q) * p.heads + head, p.heads, t.end - step - Q, -infinity());
+      load(given[i], g + (int64_t)(step + Q) * p.heads + head, p.heads, t.end - step - Q, -infinity());
       float end = last(l);
       map(out, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
       store(v.decay, out);
@@ -112,7 +118,8 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, float &decay, shared &s, i
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  enum { TWO = HEADS * TILES == 2, OTHER = HEADS == 2 ? GROUPS : 0, COL = TILES == 2 ? W : 0 };   // s1: of another slot, or other columns
+  // s1: of another slot, or other columns
+  enum { TWO = HEADS * TILES == 2, OTHER = HEADS == 2 ? GROUPS : 0, COL = TILES == 2 ? W : 0 };
   task t = block_task(p);
   ring_pos at = {};
   rt<float, W> s0, s1;        // by name, not an array: registers

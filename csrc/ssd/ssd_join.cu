@@ -1,5 +1,5 @@
-// The states of ssd_cuts.cu, each from the one before its segment: cuts[i] += decays[i] cuts[i - 1], cuts[-1] the initial one. A block has 64 rows
-// and COLS columns of a head.
+// The states of ssd_cuts.cu, each from the one before its segment: cuts[i] += decays[i] cuts[i - 1], cuts[-1] the
+// initial one. A block has 64 rows and COLS columns of a head.
 #include "tile/tile.h"
 #include "ssd/ssd.h"
 
@@ -15,8 +15,12 @@ TILE task block_task(const params &p) {
   return {matrix / p.heads, matrix % p.heads, tile / across * 64, tile % across * COLS};
 }
 // The i-th cut, its matrix and rows; behind the last there are none.
-TILE int64_t cut_of(const params &p, const task &t, int i) { return ((int64_t)t.batch * p.cut_stride + i) * p.heads + t.head; }
-TILE int64_t place(const params &p, const task &t, int64_t matrix) { return (matrix * p.head_dim + t.row) * p.state_dim + t.col; }
+TILE int64_t cut_of(const params &p, const task &t, int i) {
+  return ((int64_t)t.batch * p.cut_stride + i) * p.heads + t.head;
+}
+TILE int64_t place(const params &p, const task &t, int64_t matrix) {
+  return (matrix * p.head_dim + t.row) * p.state_dim + t.col;
+}
 TILE int rows_of(const params &p, const task &t, int i) { return i < p.cut ? p.head_dim - t.row : 0; }
 
 TILE void fetch(rt<float, COLS> &cut, const params &p, const task &t, int i) {
@@ -31,7 +35,8 @@ TILE void add(rt<float, COLS> &state, const rt<float, COLS> &cut, const params &
 TILE void compute(const params &p, shared &, int) {
   task t = block_task(p);
   rt<float, COLS> state, cut0, cut1, cut2, cut3;      // four cuts are under way together
-  if (p.initial) load(state, p.initial + place(p, t, (int64_t)t.batch * p.heads + t.head), p.state_dim, p.head_dim - t.row, p.state_dim - t.col);
+  int64_t first = place(p, t, (int64_t)t.batch * p.heads + t.head);
+  if (p.initial) load(state, p.initial + first, p.state_dim, p.head_dim - t.row, p.state_dim - t.col);
   else fill(state, 0.f);
   for (int i = 0; i < p.cut; i += 4) {
     fetch(cut0, p, t, i);
