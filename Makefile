@@ -6,7 +6,7 @@
 #
 # PYTHON=python3.12   the interpreter        VENV=   none: use PYTHON's own packages and the extension built in place (make test VENV=)
 # MARGAY_CUDA=0|1|auto, NVCC, CC, CXX, MAX_JOBS: see setup.py        DEMO, TEST, BENCH: more arguments for the programs that are run
-# WORKERS=2    test processes at a time (default: the cores, at most 4)
+# WORKERS=2    test processes at a time (default: the cores, at most 4)        FULL=1   tests repeat what differs in sizes only
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?=
@@ -34,6 +34,7 @@ demo: $(READY_DEMO)
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
 test: export OMP_NUM_THREADS ?= 2
 test: export OMP_WAIT_POLICY ?= passive
+test: export MARGAY_TEST_FULL ?= $(FULL)
 test: $(READY_TEST)
 	$(RUN) -m pytest $$($(RUN) -c 'import xdist' 2>/dev/null && printf %s '-n $(WORKERS) --dist loadfile') $(TEST)
 

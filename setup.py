@@ -1,15 +1,18 @@
-"""Build of Margay: every row of csrc/*/kernels.def becomes one GPU image and one CPU object per instruction set (a GPU_ONLY row only the
-base object, for its kernel's description; a CPU_ONLY row no image); these, the runtime and the module are linked into margay/_C.abi3.so, and without the module into build/libmargay.a for C programs. Never imports torch.
+"""Build of Margay: the sets in the rows of csrc/*/kernels.def are written out. Every kernel that they name becomes one
+GPU image and one CPU object per instruction set (a GPU_ONLY one only the base object, for its description; a CPU_ONLY
+one no image). These, the runtime and the module are linked into margay/_C.abi3.so, and without the module into
+build/libmargay.a for C programs. Never imports torch.
 
 Environment
   MARGAY_CUDA   auto (default): GPU kernels where nvcc is found; 0: never; 1: fail without nvcc
   NVCC          the nvcc to use; otherwise $CUDA_HOME/bin/nvcc, the PATH, /usr/local/cuda
   CC, CXX       host compilers (default cc, c++); CFLAGS is added to the flags of the C files
   MAX_JOBS      compilations at a time (default: the cores of this process)
-  MARGAY_ROWS   regular expression: build only the rows of kernels.def whose whole name matches, for work on one kernel
+  MARGAY_ROWS   regular expression: build only the kernels whose whole name matches, for work on one of them
 """
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -48,7 +51,11 @@ def run(command):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-# ---- rows of kernels.def
+# ---- rows of kernels.def: csrc/kernels.def says what they may say
+
+DTYPES, PLACES = ("bf16", "fp16", "e4m3", "fp32"), ("ANY", "CPU_ONLY", "GPU_ONLY")
+SET, PLACE = r"\{([^{}]*)\}", r"\*|\{[^{}]*\}"         # PLACE: of a set in the name
+
 
 @dataclasses.dataclass
 class Row:
@@ -82,22 +89,58 @@ def all_rows():
 
 
 def kernel_rows(text, name="kernels.def"):
-    text = re.sub(r"//.*", "", text)
+    """The rows, their sets written out."""
+    text, rows = re.sub(r"//.*", "", text), []
+    for found in re.finditer(r"^[ \t]*KERNEL\b.*?(?=^[ \t]*KERNEL\b|\Z)", text, re.M | re.S):
+        row = " ".join(found[0].split())
+        body = re.fullmatch(r"KERNEL\((.*)\)", row)
+        fields = [field.strip() for field in re.split(r",(?![^{}]*\})", body[1], maxsplit=6)] if body else []
+        try:
+            if len(fields) != 7:
+                raise ValueError("A row is KERNEL(name, op, source, element type, place, condition, constants), with "
+                                 "at least one constant")
+            rows += written_out(Row(*fields))
+        except ValueError as error:
+            raise SystemExit(f"{name}:{text.count(chr(10), 0, found.start()) + 1}: {row[:120]}\n{error}") from None
+    return rows
+
+
+def words(text):
+    return [word.strip() for word in text.split(",")]
+
+
+def filled(pattern, text, values):
+    """The text, with one value after the other in place of what the pattern finds."""
+    values = iter(values)
+    return re.sub(pattern, lambda _: next(values), text)
+
+
+def written_out(row):
+    """One row for each choice of values from the row's sets, as the compilers and dispatch.c take it."""
+    with_sets = f"{row.dtype}, {row.constants}"
+    sets, places = [words(values) for values in re.findall(SET, with_sets)], re.findall(PLACE, row.name)
+    called = [values if place == "*" else words(place[1:-1]) for place, values in zip(places, sets)]
+    if [*map(len, called)] != [*map(len, sets)] or len(places) != len(sets):
+        raise ValueError(f"The name has to say where each of the row's {len(sets)} sets goes: * or as many words "
+                         "in braces as the set has values")
+    constants_of_sets = re.findall(r"(\w+)\s*=\s*\{", row.constants)
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not re.match(r"\s*KERNEL\b", line):
-            continue
-        body = re.fullmatch(r"KERNEL\((.*)\)\s*", line)
-        fields = [re.sub(r"\s+", " ", field.strip()) for field in body[1].split(",", 6)] if body else []
-        if len(fields) != 7:
-            raise SystemExit(f"{name}:{number}: {line.strip()[:120]}\nA row is one line, KERNEL(name, op, source, dtype, where, when, constants), with at least one constant")
-        rows.append(Row(*fields))
-    for row in rows:
-        for field, value, accepted in (("element type", row.dtype, ("bf16", "fp16", "e4m3", "float")), ("place", row.where, ("ANY", "CPU_ONLY", "GPU_ONLY"))):
+    for choice in itertools.product(*(range(len(values)) for values in sets)):
+        name = filled(PLACE, row.name, [names[i] for names, i in zip(called, choice)])
+        chosen = [values[i] for values, i in zip(sets, choice)]
+        dtype, constants = filled(SET, with_sets, chosen).split(", ", 1)
+        when = row.when
+        for constant, value in zip(reversed(constants_of_sets), reversed(chosen)):
+            when = re.sub(rf"\b{constant}\b", value, when)
+        for field, value, accepted in (("element type", dtype, DTYPES), ("place", row.where, PLACES)):
             if value not in accepted:
-                raise SystemExit(f"{name}: {row.name}: {field} is {value}, expected one of {', '.join(accepted)}")
-        if not (ROOT / row.file()).is_file():
-            raise SystemExit(f"{name}: {row.name}: there is no {row.file()}")
+                raise ValueError(f"{name}: {field} is {value}, expected one of {', '.join(accepted)}")
+        if dtype == "fp32" and row.where == "GPU_ONLY":
+            raise ValueError(f"{name}: the GPU has no kernels in fp32")
+        on_cpu = {"dtype": "float", "where": "CPU_ONLY"} if dtype == "fp32" else {"dtype": dtype}
+        rows.append(dataclasses.replace(row, name=name, when=when, constants=constants, **on_cpu))
+    if not (ROOT / row.file()).is_file():
+        raise ValueError(f"There is no {row.file()}")
     return rows
 
 
@@ -110,7 +153,7 @@ def dependencies(source, *skip):
         file = todo.pop()
         seen.add(file)
         for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', (ROOT / file).read_text(), re.M):
-            for found in (file.parent / name, CSRC / name):
+            for found in (file.parent / name, CSRC / name, GENERATED / name):
                 if (ROOT / found).is_file():
                     found = Path(os.path.normpath(found))
                     if found not in seen and not set(skip) & set(found.parents):
@@ -240,13 +283,15 @@ def gpu_job(row, cuda):
 
 def cpu_job(row, isa):
     cxx, version = host_compiler("CXX", "c++")
-    command = [*cxx, *CPU_FLAGS, *ISAS[isa], f"-I{CSRC}", *row.defines(), f"-DISA={isa}", "-c", "-o", "{out}.o", str(row.file())]
+    never_runs = ["-O1"] if row.where == "GPU_ONLY" else []        # what describes the GPU's kernel is data
+    command = [*cxx, *CPU_FLAGS, *never_runs, *ISAS[isa], f"-I{CSRC}", *row.defines(), f"-DISA={isa}", "-c", "-o", "{out}.o", str(row.file())]
     return Job(f"{row.name} {isa}", dependencies(row.file(), CSRC / "tile" / "sm90", CSRC / "tile" / "check"), [command], [".o"], version)
 
 
-def c_job(source, cuda, includes=()):
+def c_job(source, cuda, *includes):
     cc, version = host_compiler("CC", "cc")
-    flags = [*C_FLAGS, *os.environ.get("CFLAGS", "").split(), *includes, f"-I{CSRC}", f"-DPy_LIMITED_API={LIMITED_API}"]
+    flags = [*C_FLAGS, *os.environ.get("CFLAGS", "").split(), *includes, f"-I{CSRC}", f"-I{GENERATED}"]
+    flags += [f"-DPy_LIMITED_API={LIMITED_API}"]
     flags += [] if cuda.reason else ["-DMARGAY_CUDA=1"]
     flags += ["-DMARGAY_X86=1"] if X86 else []
     sources = dependencies(source, CSRC / "tile" / "sm90")
@@ -322,18 +367,13 @@ def compile_everything(cuda, python_include):
     wanted = re.compile(os.environ.get("MARGAY_ROWS") or ".*")
     rows = [row for row in all_rows() if wanted.fullmatch(row.name)]
     if not rows:
-        raise SystemExit(f"MARGAY_ROWS={wanted.pattern} matches no row of kernels.def (it has to match a whole name)")
-    includes = []
-    if "MARGAY_ROWS" in os.environ:               # the C tables are made from the chosen rows too
-        text = "".join(f"KERNEL({', '.join(dataclasses.astuple(row))})\n" for row in rows)
-        chosen = GENERATED / hashlib.sha256(text.encode()).hexdigest()[:8] / "kernels.def"    # a new path when rows change: part of the hash
-        write(chosen, text)
-        includes = [f"-I{chosen.parent}"]
+        raise SystemExit(f"MARGAY_ROWS={wanted.pattern} matches no kernel (it has to match a whole name)")
+    write(GENERATED / "kernel_rows.def", "".join(f"KERNEL({', '.join(dataclasses.astuple(row))})\n" for row in rows))
     images = [] if cuda.reason else [(row, gpu_job(row, cuda)) for row in rows if row.where != "CPU_ONLY"]
     cpu = [cpu_job(row, isa) for row in rows for isa in ISAS if isa == "base" or row.where != "GPU_ONLY"]
     sources = sorted(path.relative_to(ROOT) for folder in ("runtime", *families()) for path in (ROOT / CSRC / folder).glob("*.c"))
-    library = [c_job(source, cuda, includes) for source in sources]
-    module = c_job(CSRC / "module.c", cuda, [*includes, python_include])
+    library = [c_job(source, cuda) for source in sources]
+    module = c_job(CSRC / "module.c", cuda, python_include)
     compile_all([*library, module, *(job for _, job in images), *cpu])
     tables = images_job(images)
     if not tables.done():

@@ -32,11 +32,13 @@ typedef struct dl_managed_versioned {   // capsule "dltensor_versioned"
   dl_tensor tensor;
 } dl_managed_versioned;
 
-// Capsule "dlpack_exchange_api", attribute __dlpack_c_exchange_api__ of a tensor type. Functions return 0, or -1 with an exception set.
+// Capsule "dlpack_exchange_api", attribute __dlpack_c_exchange_api__ of a tensor type. Functions return 0, or -1 with
+// an exception set.
 typedef struct dl_exchange {
   dl_version version;
   const struct dl_exchange *previous;   // a table of an older major version
-  int (*allocate)(dl_tensor *prototype, dl_managed_versioned **out, void *context, void (*fail)(void *, const char *, const char *));
+  int (*allocate)(dl_tensor *prototype, dl_managed_versioned **out, void *context,
+                  void (*fail)(void *, const char *, const char *));
   int (*export_owned)(void *object, dl_managed_versioned **out);
   int (*import_owned)(dl_managed_versioned *tensor, void **out);
   int (*borrow)(void *object, dl_tensor *out);   // valid while the caller holds the object; may be NULL

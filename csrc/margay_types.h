@@ -15,13 +15,15 @@ typedef enum mg_status {
   MG_RUNTIME        // driver, device, threads
 } mg_status;
 
-typedef enum mg_dtype { MG_BF16, MG_FP16, MG_FP32, MG_FP64, MG_INT32, MG_INT64, MG_UINT8, MG_E4M3, MG_DTYPE_COUNT } mg_dtype;
+typedef enum mg_dtype { MG_BF16, MG_FP16, MG_FP32, MG_FP64, MG_INT32, MG_INT64, MG_UINT8, MG_E4M3,
+    MG_DTYPE_COUNT } mg_dtype;
 typedef enum mg_device { MG_CPU, MG_CUDA } mg_device;
 typedef enum mg_activation { MG_NONE, MG_RELU, MG_GELU, MG_GELU_TANH, MG_SILU } mg_activation;
 
 // A view of memory somebody else owns. Strides in elements.
-// On the GPU the address and all strides of a tensor are multiples of 16 bytes, and rows of an output are written in units of 16 bytes: where
-// its last dimension is not a multiple of that, the elements behind each row, up to the next multiple, are overwritten too.
+// On the GPU the address and all strides of a tensor are multiples of 16 bytes, and rows of an output are written in
+// units of 16 bytes: where its last dimension is not a multiple of that, the elements behind each row, up to the next
+// multiple, are overwritten too.
 typedef struct mg_tensor {
   void *data;
   mg_dtype dtype;

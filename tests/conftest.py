@@ -16,6 +16,43 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU that Margay's kernels run on, and a PyTorch that sees it")
 
 
+# Processor seconds that the tests of a file may take, their processes included: twice what the largest took when this was
+# written, so that a busy machine changes nothing. tests/check has a share for each row, whose compilation is in it.
+MOST, MOST_OF_A_ROW = 90, 5
+seconds = collections.Counter()
+
+
+def processor_seconds():
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    item.began = processor_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown":
+        report.user_properties.append(("seconds", processor_seconds() - item.began))     # reaches the process that started this one
+    return report
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "teardown":
+        seconds[report.nodeid.split("::")[0]] += dict(report.user_properties).get("seconds", 0)
+
+
+def over_budget():
+    """Files of tests that take too long, with what they may take. A GPU's tests, and repetitions, take what they take."""
+    if os.environ.get("MARGAY_TEST_FULL") == "1" or why_no_gpu() is None:
+        return {}
+    most = lambda file: MOST_OF_A_ROW * margay.info()["kernels"] if "/check/" in file else MOST
+    return {file: most(file) for file in seconds if seconds[file] > most(file)}
+
+
 @pytest.fixture
 def poison():
     """torch.empty returns NaN. Deterministic algorithms, which this needs, are on meanwhile, those of margay too."""
@@ -80,6 +117,15 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.line(f"  {test}" + (f" ({count} cases)" if count > 1 else ""))
 
 
+    terminalreporter.section("processor seconds")
+    for file, taken in seconds.most_common(8):
+        terminalreporter.line(f"  {taken:6.1f}  {file}")
+    for file, most in over_budget().items():
+        terminalreporter.line(f"{file}: {seconds[file]:.0f} s, may take {most} s (MOST in tests/conftest.py)", red=True)
+
+
 def pytest_sessionfinish(session, exitstatus):
+    if exitstatus == pytest.ExitCode.OK and not hasattr(session.config, "workerinput") and over_budget():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if session.testscollected == 0 and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

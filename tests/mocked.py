@@ -1,5 +1,5 @@
-"""The library over tests/mock/kernels.def and a driver that records its calls (tests/mock/libcuda.c); tensors of any kind
-for the module."""
+"""The library over tests/mock/kernel_rows.def and a driver that records its calls (tests/mock/libcuda.c); tensors of
+any kind for the module."""
 import ctypes
 import importlib.machinery
 import importlib.util

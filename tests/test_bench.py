@@ -10,7 +10,8 @@ import torch
 
 from cases import row_taken
 from margay.bench import harness, report, rows
-from margay.bench.__main__ import FAMILIES
+from margay.bench.__main__ import BENCHMARKS
+from margay.bench.attention import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,15 +35,19 @@ def runner(ms, value=1.0):
 def run(problem):
     case = harness.Case("a case", {}, lambda: problem)
     errors = harness.check(problem)
-    return harness.result_of(case, problem, errors, harness.measure(problem, GivenTimes(), harness.Options(rounds=3)), GivenTimes.device)
+    return harness.result_of(case, problem, errors, harness.measure(problem, GivenTimes(), harness.Options(rounds=3)),
+                             GivenTimes.device)
 
 
 def test_peers_are_compared_and_rates_set_beside():
-    """2 ms for 6e9 operations are 3 TFLOP/s, 4 ms of a peer twice as long, and 1 ms for 4e9 a rate of which ours is 3 / 4."""
-    result = run(harness.Problem({"margay": runner(2.0), "peer": runner(4.0)}, 1e-3, 6e9, beside={"dense": (runner(1.0, 7.0), 4e9)}))
+    """2 ms for 6e9 operations are 3 TFLOP/s, 4 ms of a peer twice as long, and 1 ms for 4e9 a rate of which ours is 3 /
+    4."""
+    result = run(harness.Problem({"margay": runner(2.0), "peer": runner(4.0)}, 1e-3, 6e9,
+                                 beside={"dense": (runner(1.0, 7.0), 4e9)}))
     assert result["ms"] == {"margay": 2.0, "peer": 4.0, "dense": 1.0}
     assert result["tflops"] == pytest.approx({"margay": 3.0, "peer": 1.5, "dense": 4.0})
-    assert result["speed_ratio"] == {"peer": 2.0} and result["of_rate"] == pytest.approx({"dense": 0.75}) and result["error"] == {"peer": 0.0}
+    assert (result["speed_ratio"] == {"peer": 2.0} and result["of_rate"] == pytest.approx({"dense": 0.75})
+            and result["error"] == {"peer": 0.0})
     assert "2.00 x peer, 0.75 of the rate of dense" in harness.describe(result)
 
 
@@ -54,7 +59,8 @@ def test_a_wrong_peer_is_not_timed(value):
 
 def test_the_table_has_a_graphs_time_by_layers():
     """16 layers of 134 MB in 16 * 36 us are 3.73 TB/s."""
-    assert report.decode_cell({"ms": {"margay": 16 * 0.036}, "layers": 16, "bytes": 16 << 27, "speed_ratio": {"torch": 1.25}}) == "36, 86% (1.2)"
+    assert tables.decode_cell({"ms": {"margay": 16 * 0.036}, "layers": 16, "bytes": 16 << 27,
+                               "speed_ratio": {"torch": 1.25}}) == "36, 86% (1.2)"
 
 
 def test_a_preference_ends_with_its_call():
@@ -88,13 +94,14 @@ def test_the_headline_has_the_mean_and_the_range():
 
 
 def bench(*arguments):
-    result = subprocess.run([sys.executable, "-m", "margay.bench", *arguments], capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run([sys.executable, "-m", "margay.bench", *arguments], capture_output=True, text=True,
+                            cwd=ROOT)
     return result.returncode, result.stdout, result.stderr
 
 
 def test_help_says_what_a_family_measures_and_what_the_defaults_are():
     code, out, _ = bench("--help")
-    assert code == 0 and "(default: 20)" in out and all(f"  {family} " in out for family in FAMILIES)
+    assert code == 0 and "(default: 20)" in out and all(f"  {family} " in out for family in BENCHMARKS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,4 +1,5 @@
 """The built extension and what surrounds it: what it needs and exports, its size, clean C code, tables that match the results."""
+import dataclasses
 import importlib.machinery
 import importlib.util
 import json
@@ -87,13 +88,48 @@ def setup_py():
     return module
 
 
+BAD_ROWS = {
+    "x, scaled_add, scaled_add, int8, ANY, true, D=4": "x: element type is int8, expected one of bf16, fp16, e4m3, fp",
+    "x, scaled_add, scaled_add, bf16, HERE, true, D=4": "x: place is HERE, expected one of ANY, CPU_ONLY, GPU_ONLY",
+    "x_*, scaled_add, scaled_add, {bf16, fp32}, GPU_ONLY, true, D=4": "x_fp32: the GPU has no kernels in fp32",
+    "x, scaled_add, absent, bf16, ANY, true, D=4": r"There is no csrc/absent\.cu",
+    "x, scaled_add, scaled_add, {bf16, fp16}, ANY, true, D=4": "The name has to say where each of the row's 1 sets",
+    "x_*_*, scaled_add, scaled_add, {bf16, fp16}, ANY, true, D=4": "The name has to say where each of the row's 1 sets",
+    "x_*_{a}, scaled_add, scaled_add, bf16, ANY, true, D={2, 4}": "The name has to say where each of the row's 1 sets",
+    "x_{a,b,c}, scaled_add, scaled_add, bf16, ANY, true, D={2, 4}": ".* as many words in braces as the set has values",
+}
+
+
 def test_a_bad_row_is_named(setup_py):
     text = (ROOT / "csrc" / "scaled_add" / "kernels.def").read_text()
     assert setup_py.kernel_rows(text)
     assert len({row.name for row in setup_py.all_rows()}) == len(setup_py.all_rows()) > 100
     assert sorted(setup_py.families()) == sorted(path.parent.name for path in (ROOT / "csrc").glob("*/kernels.def"))
-    with pytest.raises(SystemExit, match=rf"kernels\.def:{text.count(chr(10)) + 2}: KERNEL\(short, scaled_add, bf16, ANY, true, STAGES=4\)\nA row is one line"):
+    with pytest.raises(SystemExit, match=rf"kernels\.def:{text.count(chr(10)) + 2}: KERNEL\(short, scaled_add, bf16, ANY, true, STAGES=4\)\nA row is KERNEL\("):
         setup_py.kernel_rows(text + "\nKERNEL(short, scaled_add, bf16, ANY, true, STAGES=4)\n")
+    where = rf"kernels\.def:{text.count(chr(10)) + 1}: KERNEL.*\n"
+    for row, message in BAD_ROWS.items():
+        with pytest.raises(SystemExit, match=where + message):
+            setup_py.kernel_rows(f"{text}KERNEL({row})\n")
+
+
+def test_sets_are_written_out(setup_py):
+    rows = setup_py.kernel_rows("""// KERNEL(no row)
+KERNEL(matmul_*_{n,t}{n,t}_d*{,_det}, matmul, gemm, {bf16, fp32}, ANY,   // the type's set comes first
+       trans_a == TA && (trans_b == TB || TAB) && N <= D && deterministic == DET,
+       TA={0, 1}, TB={0, 1}, D={64, 128}, STAGES=2,
+       DET={0, 1})
+KERNEL(plain, matmul, gemm, bf16, GPU_ONLY, true, D=64)
+""")
+    assert len(rows) == 2 * 2 * 2 * 2 * 2 + 1 and len({row.name for row in rows}) == len(rows)
+    assert dataclasses.astuple(rows[0]) == ("matmul_bf16_nn_d64", "matmul", "gemm", "bf16", "ANY",
+                                            "trans_a == 0 && (trans_b == 0 || TAB) && N <= 64 && deterministic == 0",
+                                            "TA=0, TB=0, D=64, STAGES=2, DET=0")
+    assert dataclasses.astuple(rows[-2]) == ("matmul_fp32_tt_d128_det", "matmul", "gemm", "float", "CPU_ONLY",
+                                             "trans_a == 1 && (trans_b == 1 || TAB) && N <= 128 && deterministic == 1",
+                                             "TA=1, TB=1, D=128, STAGES=2, DET=1")
+    assert dataclasses.astuple(rows[-1]) == ("plain", "matmul", "gemm", "bf16", "GPU_ONLY", "true", "D=64")
+    assert [row.name for row in rows[:3]] == ["matmul_bf16_nn_d64", "matmul_bf16_nn_d64_det", "matmul_bf16_nn_d128"]
 
 
 def test_spills_are_in_the_rows_line(setup_py, tmp_path, monkeypatch):

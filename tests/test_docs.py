@@ -41,6 +41,7 @@ def newcomer(tmp_path_factory):
         shutil.copy(ROOT / name, tree)
     share_cache(tree)
     without = "".join(line for line in DEFINITIONS.splitlines(True) if not line.startswith("KERNEL(scaled_add"))
+    assert "KERNEL" not in without
     (tree / "csrc" / "scaled_add" / "kernels.def").write_text(without + ROW)
     (tree / "csrc" / "scaled_add" / "scaled_add.cu").write_text(KERNEL)
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True, env={**os.environ, "MARGAY_ROWS": "scaled_add.*"})

@@ -1,6 +1,7 @@
 """explain is a dry run of the call: what it names is what the call launches, and it leaves no trace."""
 
 import ctypes
+import random
 
 import numpy
 import pytest
@@ -15,7 +16,8 @@ from margay import _C
 def launched(call):
     """Names of the rows that a call on the CPU launches, on as many threads as usual."""
     names = []
-    take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)(lambda row, params, blocks: names.append(row.decode()) or False)
+    take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p,
+                            ctypes.c_int64)(lambda row, params, blocks: names.append(row.decode()) or False)
     _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, _C.num_threads())
     try:
         call()
@@ -43,14 +45,16 @@ CALLS = {       # of mg.attention: dtype, head dims of q and of v, options
 @pytest.mark.parametrize("name", CALLS)
 def test_attention(name):
     dtype, dim, dim_v, options = CALLS[name]
-    q, k, v = (torch.randn(2, heads, rows, d, dtype=getattr(torch, dtype), requires_grad=True) for heads, rows, d in ((4, 70, dim), (2, 90, dim), (2, 90, dim_v)))
+    q, k, v = (torch.randn(2, heads, rows, d, dtype=getattr(torch, dtype), requires_grad=True)
+               for heads, rows, d in ((4, 70, dim), (2, 90, dim), (2, 90, dim_v)))
     if name == "gaps":
         k = k.detach().mT.contiguous().mT.requires_grad_()
     forward, backward = mg.explain(mg.attention, q, k, v, **options).kernels
     out = []
     assert launched(lambda: out.append(mg.attention(q, k, v, **options))) == [forward]
     rows = launched(lambda: torch.autograd.grad(out[0].sum(), (q, k, v)))
-    assert backward in rows and [row["name"] for row in _C.kernels() if row["op"] == "attention_bwd" and row["name"] in rows] == [backward]
+    assert (backward in rows and [row["name"] for row in _C.kernels() if row["op"] == "attention_bwd"
+                                  and row["name"] in rows] == [backward])
 
 
 def test_attention_decode():
@@ -67,6 +71,85 @@ def test_matmul(layouts):
     assert launched(lambda: mg.matmul(a, b, activation="relu")) == [kernel]
 
 
+def test_packed_attention():
+    q, k, starts = torch.randn(70, 4, 64, requires_grad=True), torch.randn(90, 2, 64), torch.tensor([0, 30, 70])
+    arguments = q, k, k, starts, torch.tensor([0, 50, 90]), 40, 50
+    for options in (dict(causal=True), dict(window=(9, 3), softcap=2.0)):
+        forward, backward = mg.explain(mg.attention_varlen, *arguments, **options).kernels
+        out = []
+        assert launched(lambda: out.append(mg.attention_varlen(*arguments, **options))) == [forward]
+        assert backward in launched(lambda: torch.autograd.grad(out[0].sum(), q))
+
+
+def test_append_kv():
+    cache, other, new = torch.randn(2, 40, 2, 64), torch.randn(2, 40, 2, 64), torch.randn(2, 3, 2, 64)
+    before = cache.clone(), other.clone(), cache._version
+    text = mg.explain(mg.append_kv, cache, other, new.mT.contiguous().mT, new, cache_seqlens=5)
+    assert torch.equal(cache, before[0]) and torch.equal(other, before[1]) and cache._version == before[2]
+    assert "\n  k is copied first: its last dimension is not contiguous" in text
+    assert launched(lambda: mg.append_kv(cache, other, new, new, cache_seqlens=5)) == text.kernels
+
+
+ROWS = {        # of a row of ops.def: function, arguments, options
+    "scaled_add": (mg.scaled_add, ((70, 90), (70, 90)), {}),
+    "linear_attention": (mg.linear_attention, ((2, 150, 3, 64),) * 3, {}),
+    "linear_attention wide": (mg.linear_attention, ((2, 150, 3, 64), (2, 150, 3, 64), (2, 150, 3, 128)),
+                              dict(scale=0.5, initial_state=torch.randn(2, 3, 128, 64).mT, output_final_state=True)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_rows(name, dtype):
+    """The first kernel of the forward and of the backward. An op that launches two says which it chose first."""
+    function, shapes, options = ROWS[name]
+    inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    text = mg.explain(function, *inputs, **options)
+    forward, backward = text.kernels
+    out = []
+    assert launched(lambda: out.append(function(*inputs, **options)))[0] == forward
+    results = out[0] if isinstance(out[0], tuple) else out
+    assert launched(lambda: torch.autograd.grad(sum(t.float().sum() for t in results), inputs))[0] == backward
+    assert ("initial_state is copied first" in text) == ("initial_state" in options)
+    if dtype == torch.float32:
+        arrays = [t.detach().numpy() for t in inputs]
+        given = {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+        assert mg.explain(function, *arrays, **given) == text
+    function(*inputs, **options)                               # no later call is dry
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_function(device):
+    """Of each one that takes tensors, forward and backward, if it has one."""
+    rows, (a, b) = torch.randn(1, 40, 2, 64, device=device).bfloat16(), torch.randn(2, 8, 8, device=device).bfloat16()
+    starts = torch.tensor([0, 40], device=device)
+    calls = {mg.attention: ((rows,) * 3, {}), mg.attention_varlen: ((*(rows[0],) * 3, starts, starts, 40, 40), {}),
+             mg.matmul: ((a, b), {}), mg.attention_decode: ((rows,) * 3, {}),
+             mg.append_kv: ((rows.clone(), rows.clone(), rows, rows), dict(cache_seqlens=0)),
+             mg.linear_attention: ((rows,) * 3, {}), mg.scaled_add: ((a, b), {})}
+    one = {"matmul", "attention_decode", "append_kv"}
+    for function, (arguments, options) in calls.items():
+        kernels = mg.explain(function, *arguments, **options).kernels
+        assert (len(kernels) == 2 - (function.__name__ in one)
+                and all("_bf16" in kernel for kernel in kernels)), (function, kernels)
+    with pytest.raises(ValueError, match="^explain: op is none, expected one of " +
+                       ", ".join(sorted(f.__name__ for f in calls)) + " where"):
+        mg.explain("none", a)
+
+
+def test_arguments_by_position():
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    assert mg.explain(mg.scaled_add, a, b, 2.0).kernels == mg.explain(mg.scaled_add, a, b, scale=2.0).kernels
+    bias = torch.randn(16)[::2]
+    text = mg.explain(mg.matmul, a, b, bias=bias)
+    assert text.startswith("matmul: a [8, 8] float32, b [8, 8] float32, bias [8] float32\n  bias is copied first: its "
+                           "last dimension is not")
+    with pytest.raises(TypeError, match="^explain: 4 tensors are given, expected a and b for scaled_add"):
+        mg.explain(mg.scaled_add, a, b, 2.0, 3)
+    with pytest.raises(ValueError, match="^linear_attention: v has size 7 in dimension 0, expected 8 \\(B of q\\)"):
+        mg.explain(mg.linear_attention, *(torch.randn(n, 9, 2, 8) for n in (8, 8, 7)))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_leaves_no_trace(device):
     q = torch.randn(1, 2, 40, 64, device=device, dtype=torch.bfloat16)
@@ -75,9 +158,12 @@ def test_leaves_no_trace(device):
     state = torch.get_rng_state(), numpy.random.get_state()[1].copy()
     calls = []
     if device == "cpu":
-        calls = launched(lambda: [mg.explain(mg.attention, q, q, q, dropout_p=0.5), mg.explain(mg.matmul, q[0, 0], q[0, 0].T),
-                                  mg.explain(mg.attention_decode, cache[:, :1], cache, cache), mg.explain(mg.attention, *[q.float().numpy()] * 3, dropout_p=0.5)])
-    assert calls == [] and torch.equal(torch.get_rng_state(), state[0]) and (numpy.random.get_state()[1] == state[1]).all()
+        calls = launched(lambda: [mg.explain(mg.attention, q, q, q, dropout_p=0.5),
+                                  mg.explain(mg.matmul, q[0, 0], q[0, 0].T),
+                                  mg.explain(mg.attention_decode, cache[:, :1], cache, cache),
+                                  mg.explain(mg.attention, *[q.float().numpy()] * 3, dropout_p=0.5)])
+    assert (calls == [] and torch.equal(torch.get_rng_state(), state[0])
+            and (numpy.random.get_state()[1] == state[1]).all())
     with pytest.raises(ValueError, match="^attention: k has shape"):
         mg.explain(mg.attention, q, q[:, :, :, :8], q)
     with pytest.raises(ZeroDivisionError):
@@ -93,6 +179,22 @@ def test_explanations_are_strings():
     assert mg.explain("attention", dtype="bfloat16", gpu=True, d=300).kernels == [None, None]
     (kernel,) = mg.explain("attention", dtype="float8_e4m3fn", gpu=True, d=64).kernels
     assert kernel.startswith("attention_fwd_e4m3_d64")
+
+
+def test_every_kernel_is_some_problems():
+    """A row behind one that takes all its problems would be compiled for nobody."""
+    r = random.Random(0)
+    rows = {row["name"]: row for row in _C.kernels()}
+    left = set(rows)
+    for _ in range(3000):
+        for op, dtype in sorted({(rows[name]["op"], rows[name]["dtype"]) for name in left}):
+            sizes = ("d", "batch", "heads_q", "nq", "nk", "m", "n", "k")
+            problem = {size: r.choice((1, 4, 60, 100, 150, 200, 600, 1000, 1500, 9000)) for size in sizes}
+            flags = ("gpu", "causal", "deterministic", "trans_a", "trans_b")
+            problem |= {flag: r.random() < 0.5 for flag in flags}
+            problem |= dict(dv=r.choice((1, problem["d"])), heads_k=r.choice((1, 2)), sms=132, features=r.randrange(5))
+            left.discard(_C.explain(op, dtype=dtype, **problem)[0])
+    assert not left
 
 
 @pytest.mark.gpu

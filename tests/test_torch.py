@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import margay as mg
 import reference
 from cases import DEVICES, check_error, check_lse
-from margay import _torch
+from margay.families.attention import attention_torch
+from margay.families.gemm import matmul_torch  # noqa: F401  registers its operator
 
 DTYPES = (torch.bfloat16, torch.float32)
 PRECISIONS = torch.bfloat16, torch.float64       # of the formula: what is allowed, what is exact
@@ -58,7 +59,8 @@ def test_opcheck_attention(device, dtype, layout):
 def test_opcheck_attention_backward(device, dlse):
     q, k, v = qkv(device, requires_grad=False)
     out, lse = mg.attention(q, k, v, return_lse=True)
-    torch.library.opcheck(torch.ops.margay.attention_backward.default, (torch.ones_like(out), lse if dlse else None, q, k, v, out, lse, None, False, True))
+    torch.library.opcheck(torch.ops.margay.attention_backward.default,
+                          (torch.ones_like(out), lse if dlse else None, q, k, v, out, lse, None, False, True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -78,7 +80,8 @@ def test_tags():
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_and_function_agree(device):
     q, k, v = qkv(device)
-    for found, expected in zip(torch.ops.margay.attention(q, k, v, 0.2, True, True), mg.attention(q, k, v, scale=0.2, causal=True, return_lse=True)):
+    for found, expected in zip(torch.ops.margay.attention(q, k, v, 0.2, True, True),
+                               mg.attention(q, k, v, scale=0.2, causal=True, return_lse=True)):
         assert torch.equal(found, expected)
     dout = torch.randn_like(mg.attention(q, k, v).detach())
     one = torch.autograd.grad(torch.ops.margay.attention(q, k, v, None, False, True)[0], (q, k, v), dout)
@@ -112,7 +115,8 @@ def test_compile_attention(device, dynamic):
     compiled = torch.compile(f, fullgraph=True, dynamic=dynamic)
     for rows in (33, 21):
         inputs = [t.detach()[:, :, :rows].clone() for t in qkv(device)]
-        dout = torch.randn(2, rows, 4 * 48, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(2))
+        dout = torch.randn(2, rows, 4 * 48, device=device, dtype=torch.bfloat16,
+                           generator=torch.Generator(device).manual_seed(2))
         plain, exact = (results_of(formula, [t.to(dtype) for t in inputs], dout) for dtype in PRECISIONS)
         for function in (f, compiled):
             found = results_of(function, inputs, dout)
@@ -177,7 +181,8 @@ def test_autocast(device, dtype):
     assert out.dtype == operator.dtype == product.dtype == dtype
     assert torch.equal(out, mg.attention(*(t.to(dtype) for t in (q, k, v)))) and torch.equal(out, operator)
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.sum() + product.sum(), (q, k, v)))
-    with torch.autocast(device, dtype, enabled=False), torch.autocast("cpu" if device == "cuda" else "cuda", torch.bfloat16, enabled=device == "cuda"):
+    with torch.autocast(device, dtype, enabled=False), torch.autocast("cpu" if device == "cuda" else "cuda",
+                                                                      torch.bfloat16, enabled=device == "cuda"):
         assert device == "cuda" or mg.attention(q, k, v).dtype == torch.float32
 
 
@@ -198,7 +203,7 @@ def test_checkpoint(device, reentrant):
 def test_deterministic_algorithms(monkeypatch):
     """torch.use_deterministic_algorithms asks for the deterministic backward."""
     asked = []
-    original = _torch._C.attention_bwd
+    original = attention_torch._C.attention_bwd
 
     class Recorder:
         def __getattr__(self, name):
@@ -208,7 +213,7 @@ def test_deterministic_algorithms(monkeypatch):
             asked.append(arguments[13])
             return original(*arguments)
 
-    monkeypatch.setattr(_torch, "_C", Recorder())
+    monkeypatch.setattr(attention_torch, "_C", Recorder())
     q, k, v = qkv()
     for on, wanted in ((False, False), (True, False), (False, True)):
         torch.use_deterministic_algorithms(on)
@@ -267,7 +272,8 @@ def test_inference_mode():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", (dict(), dict(num_kv_heads=2, bias=True), dict(head_dim=24, causal=False), dict(scale=0.3)))
+@pytest.mark.parametrize("options", (dict(), dict(num_kv_heads=2, bias=True), dict(head_dim=24, causal=False),
+                                     dict(scale=0.3)))
 def test_layer(device, options):
     torch.manual_seed(0)
     layer = mg.nn.Attention(64, 4, **options).to(device, torch.bfloat16)
@@ -297,7 +303,8 @@ def check_layer(layer, function, x, options):
 def test_layer_copies_nothing(monkeypatch):
     """The kernel sees slices of the projection and writes in the layout of the next one."""
     seen = []
-    monkeypatch.setattr("margay.nn.attention", lambda q, k, v, **options: seen.extend((q, k, v)) or mg.attention(q, k, v, **options))
+    monkeypatch.setattr("margay.nn.attention",
+                        lambda q, k, v, **options: seen.extend((q, k, v)) or mg.attention(q, k, v, **options))
     layer = mg.nn.Attention(64, 4, 2)
     layer(torch.randn(2, 19, 64))
     q, k, v = seen
@@ -309,7 +316,8 @@ def test_layer_copies_nothing(monkeypatch):
 def test_layer_refuses():
     with pytest.raises(ValueError, match="num_heads is 3, expected a multiple of num_kv_heads, which is 2"):
         mg.nn.Attention(64, 3, 2)
-    with pytest.raises(ValueError, match="embed_dim is 65, expected a multiple of num_heads, which is 4, or a head_dim"):
+    with pytest.raises(ValueError,
+                       match="embed_dim is 65, expected a multiple of num_heads, which is 4, or a head_dim"):
         mg.nn.Attention(65, 4)
 
 
@@ -324,7 +332,8 @@ def test_layer_compiled(device):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 @pytest.mark.parametrize("before", ("torch", "margay"))
 def test_one_team_of_threads(before):
-    """Kernels run on the threads that PyTorch's OpenMP has; a forked process, where those are gone, has threads of its own."""
+    """Kernels run on the threads that PyTorch's OpenMP has; a forked process, where those are gone, has threads of its
+    own."""
     program = f"""
 import os, numpy, {before}
 import torch, margay as mg

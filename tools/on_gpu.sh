@@ -22,16 +22,16 @@ tests() {
   shift
   timeout 300 $python -m pytest -q --maxfail=8 -p no:cacheprovider "$@" > "$out/tests-$name.log" 2>&1
 }
-tests attention tests/test_attention.py &
-tests features tests/test_features.py &
+tests attention tests/attention/test_forward_backward.py &
+tests features tests/attention/test_features.py &
+tests fp8 tests/attention/test_fp8.py &
+tests decode tests/attention/test_decode.py tests/test_explain.py &
+tests attention-rest tests/attention --ignore-glob='*/test_f*.py' --ignore-glob='*/test_decode.py' &
+tests families $(find tests -mindepth 2 -name 'test_*.py' | grep -vE 'tests/(attention|check|drop_ins|runtime|tile)/') tests/test_rows.py &
 tests drop-ins tests/drop_ins &
-tests decode tests/test_decode.py tests/test_explain.py &
-tests matmul tests/test_matmul.py tests/test_scan.py tests/test_linear_attention.py tests/test_rows.py &
 tests torch tests/test_torch.py tests/test_numpy.py tests/test_import.py tests/test_demo.py &
 tests rest tests/test_bad_input.py tests/runtime tests/test_docs.py &
-tests attention-rest tests/test_bad_input_attention.py tests/test_deterministic.py &
 tests tile tests/tile &
-tests fp8 tests/test_fp8.py &
 timeout 300 compute-sanitizer --tool memcheck $python tools/sanitize.py > "$out/memcheck.log" 2>&1 &
 timeout 300 compute-sanitizer --tool synccheck $python tools/sanitize.py > "$out/synccheck.log" 2>&1 &
 wait

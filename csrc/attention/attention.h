@@ -23,24 +23,24 @@ typedef struct attention_features {
   const float *slopes;            // ALiBi: scores fall by slopes[batch * slope_batch + head] for each step between row
                                   // and key
   int slope_batch;
-  int lower;                      // query row i sees keys from i + lower on (as `diagonal`, before the sequences'
-                                  // lengths); -2^30: all
+  int lower;                      // query row i sees keys from i + lower on; -2^30: from the first on. Packed: before
+                                  // keys - rows of the sequence is added, as for `diagonal`
   float softcap;                  // scores x become softcap tanh(x / softcap)
   uint32_t drop_below;            // probabilities are dropped where their random 16 bits are below
   float keep_scale;               // 1 / (1 - dropout probability)
   uint32_t seed[2];
 } attention_features;
 
-// Where the blocks of packed sequences lie in the backward's workspace; start NULL: dense, each (batch, head) has
-// q_blocks of them. A sequence has room for its rows rounded up to blocks and for at least one block of padding.
+// Where the blocks of packed sequences lie in the backward's workspace. `start` NULL: dense, each (batch, head) has
+// q_padded of them. A sequence has room for its rows, rounded up to blocks, and for at least one block of padding.
 typedef struct packed_rows {
   const int *start;         // [batch + 1]
   int tile;                 // blocks of 64 rows in the main kernel's block of query rows
   int head_blocks;          // blocks of 64 rows of a head, all sequences
 } packed_rows;
 
-// Rows *end .. rows - 1 of a packed tensor, which lie behind the last sequence and become 0: strides in elements. `end`
-// NULL: none.
+// Rows of a packed tensor behind its last sequence, *end to rows - 1, which become 0. Strides are in elements. `end`
+// NULL: there are none.
 typedef struct rows_behind {
   void *data;
   int64_t row, head;
@@ -56,12 +56,12 @@ typedef struct attention_fwd_params {
   int64_t out_row, out_head;
   int out_columns;
   float *lse;               // [batch, q_heads, q_total], natural log; NULL where not wanted
-  int *counter;             // dynamic task counter that starts at 0, or NULL: static order
+  int *counter;             // the workspace's first word, from which tasks are drawn: starts at 0. NULL: static order
   int tasks, q_blocks;      // q_blocks: blocks of query rows of one head
   int batch, q_heads, group;   // group: query heads per key head
-  int q_total, k_rows;      // rows of q in memory; keys of a dense sequence
+  int q_total, k_rows;      // q_total: rows of q in memory; k_rows: keys of a sequence, of the longest where packed
   int diagonal;             // query row i sees keys up to i + diagonal; 2^30 where not masked. Packed: before keys -
-                            // rows of the sequence
+                            // rows of the sequence is added
   int l2_heads;             // heads in a section, inside which tasks run longest first; 1 without a mask
   float scale_log2;         // softmax scale * log2(e)
 } attention_fwd_params;
@@ -78,13 +78,14 @@ typedef struct attention_fp8_params {
 typedef struct attention_bwd_pre_params {
   gmap o, dout;
   const float *lse, *dlse;  // [batch, q_heads, q_total]; dlse may be NULL
-  float *lse2, *delta;      // [batch, q_heads, q_blocks * 64]
-  float *dq_acc;            // [batch, q_heads, q_blocks, D / 64] accumulator tiles of 64 x 64
-  int64_t zero_blocks;      // of 64 rows, from the first on: the main kernel sees to others
+  float *lse2, *delta;      // [batch, q_heads, q_padded * 64]
+  float *dq_acc;            // [batch, q_heads, q_padded, D / 64] accumulator tiles of 64 x 64
+  int64_t zero_blocks;      // blocks of 64 rows, from the first on, that become zeros here; the main kernel writes the
+                            // others
   int *counters;
   int counter_words;
-  int tasks, q_blocks, q_heads;   // blocks of 64 rows, padding included
-  int q_total;              // rows of q in memory
+  int tasks, q_padded, q_heads;   // q_padded: blocks of 64 rows of one head, padding included
+  int q_total;              // rows of q in memory, as in the forward
   packed_rows packed;
   float ds_scale;           // as in attention_bwd_params
 } attention_bwd_pre_params;
@@ -105,29 +106,27 @@ typedef struct attention_bwd_params {
   attention_features features;
   const float *lse2, *delta;
   float *dq_acc;
-  int lag;                  // each task writes zeros into dq_acc for the head (or part) that tasks reach this many
-                            // heads later; 0: all zeros are there
+  int lag;                  // each task writes its share of the zeros of dq_acc for the head (or part) this many heads
+                            // after its own; 0: all zeros were written before
   int *zeroed;              // [batch * k_heads], from 0: blocks of the grid that have done so for a head
   int acc_blocks;           // of dk and dv: blocks of 64 keys of a head; packed sequences: of all of them
-  int *counter;             // dynamic task counter
-  int *order;               // [batch, q_heads, q_blocks, 2]: key blocks that have added to this half of dq; NULL where
+  int *counter;             // in the workspace: tasks are drawn from it
+  int *order;               // [batch, q_heads, q_padded, 2]: key blocks that have added to this half of dq; NULL where
                             // not deterministic
   int tasks, k_blocks;
-  int q_blocks, q_real;     // blocks of the kernel's tile of query rows of one head: allocated (at least q_real + 1),
-                            // with rows in them
-                            // packed sequences: allocated for all of them together
+  int q_padded, q_blocks;   // blocks of the kernel's tile of query rows of one head: allocated, at least q_blocks + 1
+                            // (packed sequences: for all of them together); with rows in them
   int batch, q_heads, k_heads, group;   // k_heads: parts of all key heads; group: query heads of a part
-  int parts;                // of a key head: a part is a share of its query heads, which a task walks over; 1: all of
-                            // them
-  int q_rows, k_rows;       // of a sequence, of the longest one where they are packed
+  int parts;                // of a key head: a task walks over one part, a share of the head's query heads. 1: over all
+  int q_rows, k_rows;       // rows and keys of a sequence, of the longest one where they are packed
   int diagonal;             // as above
   int l2_heads;             // parts of key heads in a section, inside which the blocks seen by most queries come first
-  float scale;              // softmax scale * log2(e): what the forward's parameters call scale_log2
-  float ds_scale, out_scale;   // the softmax scale again: of ds (delta has it too), and of dq and dk, whose product it
-                               // is
+  float scale_log2;         // softmax scale * log2(e)
+  float ds_scale, out_scale;   // two factors of the softmax scale: ds and delta carry ds_scale; dq and dk are
+                               // multiplied by out_scale at the end
 } attention_bwd_params;
 
-// dq = scale * accumulator, to 16 bit; dk and dv of groups in parts likewise, with keys for q's rows
+// dq = scale * accumulator, rounded to 16 bits. Likewise dk and dv of groups in parts, with keys for q's rows.
 typedef struct attention_bwd_post_params {
   gmap dq;
   packed_rows packed;
@@ -136,6 +135,6 @@ typedef struct attention_bwd_post_params {
   int columns;
   const float *dq_acc;
   int tasks, q_blocks, acc_blocks, q_heads;   // blocks of 64 rows of one head: with rows in them, allocated
-  float scale;              // what of the softmax scale ds did not have
+  float scale;              // out_scale of attention_bwd_params; 1 for accumulators of dk, which have it, and of dv
   rows_behind behind[3];    // of dq, dk, dv
 } attention_bwd_post_params;

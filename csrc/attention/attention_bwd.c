@@ -24,7 +24,7 @@ static int backward_lag(const mg_context *c, const attention_bwd_params *p) {
 // The workspace is  dq accumulator | lse2 | delta | counter | order | zeroed | dk accumulator | dv accumulator
 typedef struct plan {
   const mg_kernel *pre, *main, *post;
-  int64_t tile, q_blocks, q_real, blocks64;   // blocks of the main kernel's tile rows; allocated blocks of 64 rows, of a sequence
+  int64_t tile, q_padded, q_blocks, blocks64;   // blocks of the main kernel's tile rows; allocated blocks of 64 rows, of a sequence
   int64_t head_blocks;                        // allocated blocks of 64 rows of a head: of all its packed sequences
   int64_t width;                              // columns of an accumulator row: the main kernel's head dimension
   int64_t acc_blocks;                         // blocks of 64 keys of a head in dk's and dv's accumulators, packed sequences: of all of them
@@ -39,8 +39,8 @@ static bool adds_parts(const mg_kernel *main) { return mg_desc(main)->tile_n >= 
 // Not every kernel zeroes dq itself: those for packed sequences and for all features have no thread for it. For pairs of 128
 // keys (D=128), and for groups in parts there, zeros before the kernel are 1 to 3 % faster.
 static bool writes_zeros(const plan *w) {
-  const char *features = strstr(w->main->constants, "FEATURES=");
-  return features && features[9] < '2' && mg_desc(w->main)->tile_n == 128 && (w->parts == 1 || mg_desc(w->main)->cluster > 1);
+  return w->main->constant().FEATURES < FEATURES_PACKED && mg_desc(w->main)->tile_n == 128 &&
+         (w->parts == 1 || mg_desc(w->main)->cluster > 1);
 }
 
 // A task walks over the query rows of all heads that share its keys. Where such tasks are too few for the multiprocessors, or their heads have more than 512
@@ -57,21 +57,24 @@ static int parts_of(const attention_shape *x, const mg_problem *problem, const p
 
 static mg_status make_plan(plan *w, const attention_shape *x, const mg_problem *problem, bool packed, const mg_context *c) {
   mg_status status = mg_select(&w->main, MG_OP_attention_bwd, problem, c);
-  if (!status) status = mg_select(&w->pre, MG_OP_attention_bwd_pre, problem, c);
-  if (!status) status = mg_select(&w->post, MG_OP_attention_bwd_post, problem, c);
+  if (status) return status;
+  mg_problem beside = *problem;
+  beside.main = w->main;
+  status = mg_select(&w->pre, MG_OP_attention_bwd_pre, &beside, c);
+  if (!status) status = mg_select(&w->post, MG_OP_attention_bwd_post, &beside, c);
   if (status) return status;
   int64_t heads = x->batch * x->q_heads;
   w->tile = mg_desc(w->main)->tile_m;
   w->width = mg_desc(w->pre)->tile_n;
-  w->q_real = ceil_div(x->q_rows, w->tile);
-  w->q_blocks = w->q_real + 1;
-  w->blocks64 = w->q_blocks * (w->tile / 64);
+  w->q_blocks = ceil_div(x->q_rows, w->tile);
+  w->q_padded = w->q_blocks + 1;
+  w->blocks64 = w->q_padded * (w->tile / 64);
   w->head_blocks = w->blocks64;
   if (packed) {   // see padded_block() in attention_rows.h
     heads = x->q_heads;
     w->blocks64 += w->tile / 64;
     w->head_blocks = (x->q_total / w->tile + 2 * x->batch) * (w->tile / 64);
-    w->q_blocks = w->head_blocks / (w->tile / 64);
+    w->q_padded = w->head_blocks / (w->tile / 64);
   }
   size_t rows = (size_t)(heads * w->head_blocks * 64);
   w->lse2 = round_up(rows * (size_t)w->width * sizeof(float));
@@ -79,7 +82,7 @@ static mg_status make_plan(plan *w, const attention_shape *x, const mg_problem *
   w->counters = w->delta + round_up(rows * sizeof(float));
   int64_t tile_n = mg_desc(w->main)->tile_n, k_blocks = ceil_div(x->k_rows, tile_n);
   w->parts = parts_of(x, problem, w, at_least(1, k_blocks), c);
-  w->zeroed = 4 + (problem->deterministic ? (size_t)(heads * w->q_blocks * 4) : 0);
+  w->zeroed = 4 + (problem->deterministic ? (size_t)(heads * w->q_padded * 4) : 0);
   w->counter_words = w->zeroed + (size_t)(x->batch * x->k_heads * w->parts);
   w->dk = w->counters + round_up(w->counter_words * sizeof(int));
   w->acc_blocks = (packed ? x->k_total / tile_n + 2 * x->batch : k_blocks) * (tile_n / 64);
@@ -176,10 +179,10 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   const float ds_scale = ds_scale_of(&x, q->dtype);
   attention_bwd_params p = {
     .lse2 = lse2, .delta = delta, .dq_acc = acc, .counter = counters, .order = options->deterministic ? counters + 4 : NULL,
-    .zeroed = counters + w.zeroed, .k_blocks = (int)ceil_div(x.k_rows, desc->tile_n), .q_blocks = (int)w.q_blocks, .q_real = (int)w.q_real, .batch = (int)x.batch,
+    .zeroed = counters + w.zeroed, .k_blocks = (int)ceil_div(x.k_rows, desc->tile_n), .q_padded = (int)w.q_padded, .q_blocks = (int)w.q_blocks, .batch = (int)x.batch,
     .q_heads = (int)x.q_heads, .k_heads = (int)x.k_heads * w.parts, .group = (int)(x.q_heads / x.k_heads) / w.parts, .parts = w.parts,
     .acc_blocks = (int)w.acc_blocks,
-    .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows, .diagonal = attention_upper_diagonal(&x, options), .scale = attention_log2_scale(&x),
+    .q_rows = (int)x.q_rows, .k_rows = (int)x.k_rows, .diagonal = attention_upper_diagonal(&x, options), .scale_log2 = attention_log2_scale(&x),
     .ds_scale = ds_scale, .out_scale = x.scale / ds_scale, .features = attention_features_of(&x, options->features),
     .dk = {.data = dk->data, .row = dk->stride[2], .head = dk->stride[1], .columns = (int)x.d, .acc = w.parts > 1 ? (float *)(base + w.dk) : NULL},
     .dv = {.data = dv->data, .row = dv->stride[2], .head = dv->stride[1], .columns = (int)x.dv, .acc = w.parts > 1 ? (float *)(base + w.dv) : NULL}};
@@ -188,7 +191,7 @@ mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_te
   if (writes_zeros(&w)) p.lag = backward_lag(&c, &p);
   attention_bwd_pre_params pre = {.lse = lse->data, .dlse = dlse ? dlse->data : NULL, .lse2 = lse2, .delta = delta, .dq_acc = acc,
                                   .zero_blocks = p.lag ? p.lag * p.group * w.blocks64 : INT64_MAX, .counters = counters, .counter_words = (int)w.counter_words, .tasks = (int)(heads * w.blocks64),
-                                  .q_blocks = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_total = (int)x.q_total,
+                                  .q_padded = (int)w.blocks64, .q_heads = (int)x.q_heads, .q_total = (int)x.q_total,
                                   .packed = packed, .ds_scale = ds_scale};
   if ((status = map_once(&pre.o, &c, "attention_backward: out", out)) || (status = map_once(&pre.dout, &c, "attention_backward: dout", dout)) ||
       (status = mg_launch(&c, w.pre, &pre, attention_grid(&c, w.pre, pre.tasks))))

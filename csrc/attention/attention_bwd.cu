@@ -2,7 +2,7 @@
 //   s^T = k q_i^T;  p^T = 2^(c s^T - lse2);  dp^T = v dout_i^T;  ds^T = p^T (dp^T - delta)
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
 // lse2 = lse log2 e and delta = rowsum(o dout) - dlse come from attention_bwd_pre.cu; attention_bwd_post.cu rounds dq.
-// With FEATURES_ALL scores are capped and biased and probabilities dropped, as attention_bwd_full.cu's head has it.
+// With FEATURES_ALL scores are capped and biased and probabilities dropped, by the formulas of attention_bwd_full.cu.
 // Each of two warpgroups owns 64 keys: p^T and ds^T are then register operands, and dk, dv stay in registers for the
 // whole walk.
 // dq needs the ds of both warpgroups, which go through shared memory. It lags two steps behind, so that neither waits
@@ -13,7 +13,7 @@
 
 // From the row: D, M (query rows a step), TURNS (1: the warpgroups' matrix work in turns), STAGES (of q and dout),
 // DS_STAGES, DETERMINISTIC, FEATURES, *_REGS
-enum { NC = 2, BN = 64 * NC, ZEROS = 128, CLEANERS = !PACKED };
+enum { NC = 2, BN = 64 * NC, ZEROS = 128, ZERO_WRITERS = !PACKED };
 // a warpgroup adds 64 x 64 of dq: half of the rows or of the columns
 enum { DQ_ROWS = M / NC < 64 ? 0 : 64, DQ_COLS = DQ_ROWS ? 0 : 64 };
 static_assert(M * D == 64 * 64 * NC, "a step's dq is one 64 x 64 tile for each warpgroup");
@@ -28,11 +28,11 @@ struct shared {
   ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before ring_fill's fence, in softmax); also hands out the
                                        // stages of dout. full: by the loader's expect, or by the trimmer's arrival
   sem dout_full[STAGES];               // dout and delta
-  place at[SLOTS];                     // of step n, from the loader
+  step_info info[SLOTS];               // of step n, from the loader
   ring<DS_STAGES, ASYNC_READS> ring_ds;
   ring<1, ASYNC_READS> ring_trim;      // PACKED: a stage that is loaded for the trimmer,
   int trim_stage, trim_rows;           // this one, and the rows that stay
-  held task_of[2];                     // of even and odd tasks, as in the queue
+  key_task_smem task_of[2];            // of even and odd tasks, as in the queue
   ring<2, ASYNC_READS> ring_k;
   ring<1, ASYNC_READS> ring_v;
   task_queue queue;
@@ -42,7 +42,7 @@ TILE void init(shared &s) {
   ring_init(s.ring_q, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.ring_ds, arrivals(0, 0, NC), arrivals(0, 0, NC));
   for (int i = 0; i < STAGES; i++) sem_init(s.dout_full[i], arrivals(1, 0, 0));
-  queue_init(s.queue, arrivals(CLEANERS, 0, NC));
+  queue_init(s.queue, arrivals(ZERO_WRITERS, 0, NC));
   ring_init(s.ring_k, arrivals(1, 0, 0), arrivals(0, 0, NC));
   if (PACKED) ring_init(s.ring_trim, arrivals(1, 0, 0), arrivals(0, 1, 0));
   ring_init(s.ring_v, arrivals(1, 0, 0), arrivals(0, 0, NC));
@@ -50,10 +50,11 @@ TILE void init(shared &s) {
 
 // ---- what feeds the compute warpgroups
 
-// Zeros of dq for a later head. Rows for packed sequences have no thread for it, as writes_zeros() in attention_bwd.c knows.
-TILE void cleaner(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
+// Zeros of dq for a later head. Rows for packed sequences have no thread left for this role; writes_zeros() in
+// attention_bwd.c says the same.
+TILE void zero_writer(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
 
-// Warpgroup or warp. Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times
+// Warpgroup or warp. Rows from `rows` on of two tiles become 0. They belong to other sequences or to none, and 0 times
 // what they hold may be NaN.
 template<int W = WARPGROUP, int R> TILE void clear_rest(st<elem, R, D> &a, st<elem, R, D> &b, int rows) {
   if (rows >= R) return;
@@ -61,15 +62,15 @@ template<int W = WARPGROUP, int R> TILE void clear_rest(st<elem, R, D> &a, st<el
   clear_rows<W>(b, 0, rows);
   fence_async();
 }
-// Thread (the loader), before it asks for a stage of whose rows only some are this sequence's: its loads are for the
-// trimmer, who makes it full.
+// Thread (the loader). Only the first `rows` rows of this stage are the sequence's. The stage's copies then complete
+// ring_trim instead, and the trimmer clears the other rows and makes the stage full.
 TILE void hand_to_trimmer(shared &s, uint32_t trims, int stage, int rows) {
   ring_acquire(s.ring_trim, ring_at<1>(trims));
   put(s.trim_stage, stage);
   put(s.trim_rows, rows);
   ring_expect(s.ring_trim, ring_at<1>(trims), stage < 0 ? 0 : 2 * (tile_bytes(s.q[0]) + M * 4));
 }
-// Clears the other rows. A stage of -1 is the end.
+// Clears the rows that are not the sequence's. Stage -1 is the end.
 TILE void trimmer(const attention_bwd_params &, shared &s, int) {
   for (uint32_t count = 0;; count++) {
     ring_wait(s.ring_trim, ring_at<1>(count));
@@ -87,20 +88,20 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
   int next = 0;
   grid_wait();
   for (uint32_t count = 0; (next = draw<M, BN>(p, s.queue, count, next)) < p.tasks; count++) {
-    held &t = s.task_of[count % 2];
-    put_held<BN>(t, p, task_at<M, BN>(p, next));
+    key_task_smem &t = s.task_of[count % 2];
+    put_task<BN>(t, p, task_at<M, BN>(p, next));
     int steps = get(t.steps);
     for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n), k = ring_at<2>(count), v = ring_at<1>(count);
       int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M, batch = get(t.batch);
-      int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
+      int64_t stats = (int64_t)(get(t.base) + head * p.q_padded + block) * M;
       ring_acquire(s.ring_q, at);
-      if (CLEANERS && step == 1) wait_for_zeros<1>(p, t);
-      put_place<M, BN>(s.at[n % SLOTS], p, t, head, block);
-      bool trim = PACKED && get(s.at[n % SLOTS].rows) < M;
+      if (ZERO_WRITERS && step == 1) wait_for_zeros<1>(p, t);
+      put_step<M, BN>(s.info[n % SLOTS], p, t, head, block);
+      bool trim = PACKED && get(s.info[n % SLOTS].rows) < M;
       sem &q_full = trim ? s.ring_trim.full[0] : s.ring_q.full[at.stage];
       sem &dout_full = trim ? s.ring_trim.full[0] : s.dout_full[at.stage];
-      if (trim) hand_to_trimmer(s, trims++, at.stage, get(s.at[n % SLOTS].rows));
+      if (trim) hand_to_trimmer(s, trims++, at.stage, get(s.info[n % SLOTS].rows));
       else sem_expect(q_full, tile_bytes(s.q[0]) + M * 4);
       load_step(s.q[at.stage], s.lse2[at.stage], p.q, q_full, row, head, batch, p.lse2, stats);
       if (step == 0) {
@@ -123,45 +124,45 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
 }
 
 // ---- softcap, ALiBi and dropout: tiles of 64 keys x N query rows, which begin at (key0, row0) of the step. Without
-// EVERYTHING nothing is left of them.
+// EVERYTHING they compile to nothing
 
-TILE float slope_at(const attention_features &f, const attention_bwd_params &p, const place &at) {
-  int bh = get(at.head), batch = f.slopes ? bh / p.q_heads : 0;
+TILE float slope_at(const attention_features &f, const attention_bwd_params &p, const step_info &info) {
+  int bh = get(info.head), batch = f.slopes ? bh / p.q_heads : 0;
   return slope_of(f, batch, bh - batch * p.q_heads);
 }
 // Scores as the softmax sees them, up to the factor that is returned.
 template<int N>
-TILE float change_scores(rt<float, N> &x, const attention_bwd_params &p, const place &at, int key0, int row0) {
-  if (!EVERYTHING || !changes_scores(p.features)) return p.scale;
-  if (p.features.softcap != 0.f) cap_usual_scores(x, p.features.softcap, p.scale);
-  else map(x, [c = p.scale](float y) { return y * c; });
-  bias_scores(x, slope_at(p.features, p, at), key0 - row0 - get(at.distance));
+TILE float change_scores(rt<float, N> &x, const attention_bwd_params &p, const step_info &info, int key0, int row0) {
+  if (!EVERYTHING || !changes_scores(p.features)) return p.scale_log2;
+  if (p.features.softcap != 0.f) cap_usual_scores(x, p.features.softcap, p.scale_log2);
+  else map(x, [c = p.scale_log2](float y) { return y * c; });
+  bias_scores(x, slope_at(p.features, p, info), key0 - row0 - get(info.distance));
   return 1.f;
 }
 // Probabilities that are dropped get a sign.
 template<int N>
-TILE void mark_dropped(rt<float, N> &prob, const attention_features &f, const place &at, int key0, int row0) {
+TILE void mark_dropped(rt<float, N> &prob, const attention_features &f, const step_info &info, int key0, int row0) {
   if (!EVERYTHING || !f.drop_below) return;
-  uint32_t word = head_key(f, get(at.head)), below = f.drop_below;
-  key0 += get(at.key);
-  row0 += get(at.row);
+  uint32_t word = head_key(f, get(info.head)), below = f.drop_below;
+  key0 += get(info.key);
+  row0 += get(info.row);
   map_col_pairs(prob, [=](float &a, float &a8, int key, int row) {
     uint32_t bits = random_bits(word, row0 + row, key0 + key);
     if (drops(bits, below)) a = -a;
     if (drops_8(bits, below)) a8 = -a8;
   });
 }
-// ds to that of the scores before the cap, whose slope 1 - tanh^2 follows from the probabilities: a capped score is
-// log2 p + lse2, less its bias. Rounding makes it uncertain by some 2^-20. The slope is that much less here, so that it
-// is 0 where the cap is reached, however large what it is multiplied by. Where p is 0, or a row has no keys (lse2 is
-// inf), it is of no account, but must not be NaN.
+// ds of the capped scores to ds of the scores before the cap. The cap's slope, 1 - tanh^2, follows from the
+// probabilities: a capped score is log2 p + lse2, less its bias. Rounding makes that uncertain by some 2^-20. The slope
+// is made smaller by as much, so that it is 0 where the cap is reached, whatever it is multiplied by. Where p is 0, or
+// a row has no keys (lse2 is inf), the slope does not matter, but must not be NaN.
 template<int N>
-TILE void uncap(rt<float, N> &ds, const rt<float, N> &prob, const attention_bwd_params &p, const place &at,
+TILE void uncap(rt<float, N> &ds, const rt<float, N> &prob, const attention_bwd_params &p, const step_info &info,
                 const sv<N> &lse2, int key0, int row0) {
   if (!EVERYTHING || p.features.softcap == 0.f) return;
-  float inverse = 1.f / (p.features.softcap * 1.4426950408889634f), slope = slope_at(p.features, p, at);
-  int distance = get(at.distance) + row0 - key0;
-  // also without ALiBi: both forms together take more registers than there are
+  float inverse = 1.f / (p.features.softcap * 1.4426950408889634f), slope = slope_at(p.features, p, info);
+  int distance = get(info.distance) + row0 - key0;
+  // The bias is subtracted without ALiBi too: both forms together take more registers than there are.
   map_rc(ds, prob, lse2, [=](float a, float prob, float l, int key, int row) {
     float steps = (float)(distance + row - key);
     float t = (fast_log2(prob < 0.f ? -prob : prob) + l + slope * (steps < 0.f ? -steps : steps)) * inverse;
@@ -174,19 +175,19 @@ TILE void uncap(rt<float, N> &ds, const rt<float, N> &prob, const attention_bwd_
 
 struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p, ds; };
 
-// s to p, dp to ds, for N queries of step n from the first on; ds also to shared memory, with zeros for the other
-// queries. The fence of ring_fill orders the reads of lse2 and delta before their stage is released.
+// s to p and dp to ds, for N queries of step n from query `first` on. ds also goes to shared memory, with zeros for the
+// other queries. The fence of ring_fill orders the reads of lse2 and delta before their stage is released.
 template<int N>
 TILE void softmax(rt<float, N> &x, rt<float, N> &dp, rt<elem, N> &prob, rt<elem, N> &ds, const attention_bwd_params &p,
                   shared &s, uint32_t n, int first, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
-  const place &here = s.at[n % SLOTS];
-  int keys = get(here.keys) - wg * 64, diagonal = get(here.diagonal) + first - wg * 64;
-  int lower = WINDOWS ? get(here.lower) + first - wg * 64 : -UNMASKED;
+  const step_info &info = s.info[n % SLOTS];
+  int keys = get(info.keys) - wg * 64, diagonal = get(info.diagonal) + first - wg * 64;
+  int lower = WINDOWS ? get(info.lower) + first - wg * 64 : -UNMASKED;
   mma_wait<1>(x);
-  float c = change_scores(x, p, here, wg * 64, first);
+  float c = change_scores(x, p, info, wg * 64, first);
   probabilities(x, slice<N>(s.lse2[at.stage], first), c, keys, diagonal, lower);
-  mark_dropped(x, p.features, here, wg * 64, first);
+  mark_dropped(x, p.features, info, wg * 64, first);
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
   mma_wait<0>(dp);
   if (EVERYTHING) {
@@ -194,7 +195,7 @@ TILE void softmax(rt<float, N> &x, rt<float, N> &dp, rt<elem, N> &prob, rt<elem,
     rt<float, N> kept = x;
     map_col(dp, x, slice<N>(s.delta[at.stage], first),
             [=](float a, float b, float d) { return b < 0.f ? b * d : b * fused(a, keep, -d); });
-    uncap(dp, x, p, here, slice<N>(s.lse2[at.stage], first), wg * 64, first);
+    uncap(dp, x, p, info, slice<N>(s.lse2[at.stage], first), wg * 64, first);
     map(kept, [](float a) { return a < 0.f ? 0.f : a; });
     convert(prob, kept);
   } else {
@@ -228,11 +229,11 @@ TILE void dq_issue(rt<float, 64> &dq, shared &s, uint32_t n, uint32_t count, int
   mma_commit();
 }
 TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
-  const place &at = s.at[n % SLOTS];
-  int64_t tile = (int64_t)get(at.dq_block) * NC + wg;
-  int turn = turn_of(at);
+  const step_info &info = s.info[n % SLOTS];
+  int64_t tile = (int64_t)get(info.dq_block) * NC + wg;
+  int position = position_of(info);
   ring_release(s.ring_ds, ring_at<DS_STAGES>(n));
-  add_dq(p, tile, turn, dq);
+  add_dq(p, tile, position, dq);
 }
 
 // Matrix work on the steps before the n-th: dv and dk of n - 1, and dq of n - 2 if the task has a step n - 2.
@@ -251,19 +252,19 @@ TILE void catch_up(state &a, const attention_bwd_params &p, shared &s, uint32_t 
 
 // ---- a task's ends, where a warpgroup sees only a part of the step
 
-// Whether none of the second warpgroup's 64 keys is seen by the first 64 rows of a task's first step, or of the first
-// one's by the last 64 rows of its last. (Where the first warpgroup does not see the first rows, nobody does, and
-// likewise for the second and the last.)
-TILE bool begins_late(const held &h, int wg) {
+// begins_late: the first 64 rows of a task's first step see none of the second warpgroup's 64 keys. ends_early: the
+// last 64 rows of its last step see none of the first one's. (Where the first rows do not see the first warpgroup's
+// keys, they see none of the block's; likewise for the last rows and the second one's.)
+TILE bool begins_late(const key_task_smem &h, int wg) {
   return BN == 128 && wg > 0 && get(h.first) * M + 63 + get(h.diagonal) - get(h.key0) < 64;
 }
-TILE bool ends_early(const held &h, int wg) {
+TILE bool ends_early(const key_task_smem &h, int wg) {
   return BN == 128 && WINDOWS && wg == 0 && get(h.steps) > 2 && (get(h.first) + get(h.blocks)) * M - 64 + get(h.lower)
     - get(h.key0) > 63;
 }
-// A task's first step for the second warpgroup, whose keys its first 64 rows do not see, and its last for the first,
-// likewise: from its products to dv and dk, without the rows that see nothing (of 64, that is all). No product is in
-// flight.
+// One step from its products to dv and dk, without the 64 rows that see nothing of this warpgroup's keys: a task's
+// first step for the second warpgroup (begins_late), its last step for the first (ends_early). Where a step has 64
+// rows, that is all of them. No product is in flight.
 template<int A>
 TILE void end_step(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
@@ -300,7 +301,7 @@ TILE void end_step(state &a, const attention_bwd_params &p, shared &s, uint32_t 
   }
   ring_release(s.ring_q, at);
 }
-// The k of the task before, once its dk has left through it.
+// Releases the k of the task before, once its dk has left through it.
 TILE void free_k(shared &s, uint32_t count) {
   tma_store_wait_read();
   if (count > 0) ring_release(s.ring_k, ring_at<2>(count - 1));
@@ -310,7 +311,7 @@ TILE void free_k(shared &s, uint32_t count) {
 // dk is left running.
 TILE void finish(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, bool early, int wg) {
   rt<float, 64> dq;
-  const held &t = s.task_of[count % 2];
+  const key_task_smem &t = s.task_of[count % 2];
   float scale = p.out_scale;
   int row = get(t.row) + wg * 64, head = key_head(t, p), batch = get(t.batch);
   int acc = acc_block(p, batch, get(t.part), get(t.key0)) + (PACKED ? get(t.acc0) : 0) + wg;
@@ -339,8 +340,8 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     state a;
     ring_wait(s.ring_k, ring_at<2>(count));
     ring_wait(s.ring_v, ring_at<1>(count));
-    const held &t = s.task_of[count % 2];
-    // Its own keys. ring_ds orders that for the other, which reads k for dq.
+    const key_task_smem &t = s.task_of[count % 2];
+    // Each clears its own keys. ring_ds orders that for the other, which reads k for dq.
     if (PACKED) {
       clear_rest(s.k[count % 2][wg], s.v[wg], get(t.own) - wg * 64);
       if (!TURNS) wg_sync();   // else the turn's barrier does
@@ -378,6 +379,6 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
 }
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>,
-              role<loader, THREAD, 1, LOAD_REGS>, role<cleaner, THREAD, CLEANERS, LOAD_REGS>,
+              role<loader, THREAD, 1, LOAD_REGS>, role<zero_writer, THREAD, ZERO_WRITERS, LOAD_REGS>,
               role<trimmer, WARP, PACKED, LOAD_REGS>, DEPENDENT> kernel;
 ENTRY(kernel, M, BN)

@@ -1,44 +1,49 @@
 // What the kernels of attention backward share: how they walk over keys and queries, and what they do with a tile.
-// Plain functions of tiles, places and scalars: shared memory, barriers, who owns what and the order of the products
-// are each kernel's own and stand in its file.
+// These are plain functions of tiles, tasks, steps and scalars. Shared memory, barriers, who owns what and the order of
+// the products are each kernel's own and stand in its file.
 //
-// A task is a block of BN keys of one key head. Its steps are the blocks of M query rows that see it, of all query
-// heads that share the key head, or of a part of them: where tasks would be too few, the heads are dealt out to
-// several, whose dk and dv are added up (`parts`). M and BN are the kernel's tile. D (columns of dq and dk),
+// A task (key_task) is a block of BN keys of one key head. Its steps are the blocks of M query rows that see it, of all
+// query heads that share the key head. Where such tasks would be too few, the query heads are dealt out to several
+// tasks, the `parts`, whose dk and dv are added up. M and BN are the kernel's tile. D (columns of dq and dk),
 // DETERMINISTIC and FEATURES come from the row.
+//
+// docs/02-tour.md follows a stage through attention_bwd.cu.
 #pragma once
 #include "attention/attention_features.h"
 
 // ---- the walk
 
-enum { SLOTS = 8 };   // a step's place is read up to two steps after its stage was released: more than STAGES + 2
-// Where a step stands. The compute roles read it here instead of keeping it in registers.
-struct place {
+enum { SLOTS = 8 };   // more than STAGES + 2: a step's info is read until two steps after its stage is released
+// What the compute roles have to know of a step. They read it here instead of keeping it in registers.
+struct step_info {
   int keys;        // keys from the block's first to the last there is
   int diagonal;    // query i of the step sees keys of the block up to i + diagonal
   int dq_block;    // index of the step's query block among all heads' blocks
-  int turn;        // in the order of additions to dq_block: of this key block among those that add to it; -1 for padding, which not every key block
-                   // visits
+  int position;    // in the order of additions to dq_block: of this key block among those that add to it; -1 for
+                   // padding, which not every key block visits
   int rows;        // PACKED: the step's query rows before those of another sequence
   int lower;       // WINDOWS: query i of the step sees keys of the block from i + lower on
-  int distance, row, key, head;   // EVERYTHING: row - key of the first (counted from the sequence's ends); these; batch
-                                  // * q_heads + head
+  int distance, row, key, head;   // EVERYTHING: row - key of the step's first ones, counted from the sequence's ends;
+                                  // these two; batch * q_heads + head
 };
 
-struct task {
+struct key_task {
   int batch, part, key0;
-  int first, blocks, turn, steps;   // query blocks first .. first + blocks - 1 of each head, of which block first +
-                                    // turn is the first
-  int real;                         // query blocks of a head that have rows in them; the next one is padding
-  int base;                         // the batch's or sequence's first query block in lse2, delta and dq_acc: of head 0
+  int first, blocks, rotation, steps;   // query blocks first .. first + blocks - 1 of each head, of which block
+                                        // first + rotation is the first
+  int q_blocks;                         // query blocks of a head that have rows in them; the next one is padding
+  int base;                             // the batch's or sequence's first query block in lse2, delta and dq_acc: of
+                                        // head 0
   sequence seq;
 };
-TILE bool is_empty(const task &t) { return PACKED && t.key0 >= t.seq.keys; }
+TILE bool is_empty(const key_task &t) { return PACKED && t.key0 >= t.seq.keys; }
 // batch of the maps
-TILE int in_memory(const attention_bwd_params &p, const task &t) { return PACKED && p.features.q_start ? 0 : t.batch; }
+TILE int in_memory(const attention_bwd_params &p, const key_task &t) {
+  return PACKED && p.features.q_start ? 0 : t.batch;
+}
 
-// Key heads go in sections whose q, dout and dq fit the L2; the blocks seen by most queries, which are the first keys,
-// first.
+// The order of tasks. Key heads go in sections whose q, dout and dq fit the L2. In a section the blocks that most
+// queries see come first; these are the first keys.
 TILE int head_and_block(const attention_bwd_params &p, int i, int &block) {
   int section = i / (p.l2_heads * p.k_blocks), r = i - section * p.l2_heads * p.k_blocks,
       left = p.batch * p.k_heads - section * p.l2_heads;
@@ -46,24 +51,24 @@ TILE int head_and_block(const attention_bwd_params &p, int i, int &block) {
   block = r / heads;
   return section * p.l2_heads + r - block * heads;
 }
-template<int M, int BN> TILE task task_at(const attention_bwd_params &p, int i) {
-  task t;
+template<int M, int BN> TILE key_task task_at(const attention_bwd_params &p, int i) {
+  key_task t;
   int block, bh = head_and_block(p, i, block);
   t.batch = bh / p.k_heads;
   t.part = bh - t.batch * p.k_heads;
   t.key0 = block * BN;
   t.seq = {0, 0, p.q_rows, p.k_rows, p.diagonal, -UNMASKED};
-  t.real = p.q_real;
-  t.base = t.batch * p.q_heads * p.q_blocks;
+  t.q_blocks = p.q_blocks;
+  t.base = t.batch * p.q_heads * p.q_padded;
   if (WINDOWS) {
     t.seq = sequence_of(p.features, PACKED, t.batch, p.q_rows, p.k_rows, p.diagonal);
-    if (PACKED) t.real = t.seq.rows > M ? (t.seq.rows + M - 1) / M : 1;
+    if (PACKED) t.q_blocks = t.seq.rows > M ? (t.seq.rows + M - 1) / M : 1;
     if (PACKED && p.features.q_start) t.base = padded_block(p.features.q_start, t.batch, M);
   }
   int first_row = t.key0 - t.seq.diagonal;          // the first query row that sees the block's first key
   t.first = first_row > 0 ? first_row / M : 0;
-  if (t.first > t.real - 1) t.first = t.real - 1;
-  int end = t.real;
+  if (t.first > t.q_blocks - 1) t.first = t.q_blocks - 1;
+  int end = t.q_blocks;
   if (WINDOWS) {
     int last_row = t.key0 + BN - 1 - t.seq.lower;   // the last one that sees a key of the block
     if (last_row < 0) end = 0;
@@ -74,7 +79,7 @@ template<int M, int BN> TILE task task_at(const attention_bwd_params &p, int i) 
                                                     // inf) or masked
   if (t.blocks < least) t.blocks = least;
   // Without a mask, key blocks of one head start at different query blocks, so that their additions to dq rarely meet.
-  t.turn = DETERMINISTIC || t.seq.diagonal < t.seq.keys || (WINDOWS && t.seq.lower > -UNMASKED) ?
+  t.rotation = DETERMINISTIC || t.seq.diagonal < t.seq.keys || (WINDOWS && t.seq.lower > -UNMASKED) ?
       0 : t.key0 / M % t.blocks;
   t.steps = t.blocks * p.group;
   return t;
@@ -89,17 +94,19 @@ template<int M, int BN> TILE int first_visitor(const attention_bwd_params &p, in
   int a = seen > 0 ? (seen + BN - 1) / BN : 0, b = least > 0 && added > 0 ? (added + BN - 1) / BN : 0;
   return a < b ? a : b;
 }
-// A block of keys' place in the accumulators of dk and dv, in blocks of 64 keys.
+// Where a block of keys begins in the accumulators of dk and dv, in blocks of 64 keys.
 TILE int acc_block(const attention_bwd_params &p, int batch, int part, int key0) {
   return (batch * p.k_heads + part) / p.parts * p.acc_blocks + key0 / 64;
 }
 
-// A task in shared memory: less for the roles to work out and to keep in registers. The loader fills it once it was
-// given the task. own, rows: keys from the block's first, and query rows, to the end of a packed sequence; no end where
-// dense, no keys where there are no rows.
-struct held { int own, rows, steps, keys, row, part, batch, first, blocks, turn, real, base, q0, key0, diagonal, acc0,
-    lower, distance, heads; };
-template<int BN> TILE void put_held(held &h, const attention_bwd_params &p, const task &t) {
+// A task as the roles read it from shared memory, so that they neither work it out again nor keep it in registers. The
+// loader fills it when it has drawn the task. own: keys of a packed sequence from the block's first on, 0 where the
+// sequence has no rows; rows: query rows of the sequence. Both are UNMASKED where the call is dense.
+struct key_task_smem {
+  int own, rows, steps, keys, row, part, batch, first, blocks, rotation, q_blocks, base, q0, key0, diagonal, acc0,
+      lower, distance, heads;
+};
+template<int BN> TILE void put_task(key_task_smem &h, const attention_bwd_params &p, const key_task &t) {
   put(h.steps, t.steps);
   put(h.keys, t.seq.keys - t.key0);          // from the block's first on
   put(h.row, t.seq.k0 + t.key0);             // the block in the maps: row, head, batch
@@ -107,8 +114,8 @@ template<int BN> TILE void put_held(held &h, const attention_bwd_params &p, cons
   put(h.batch, in_memory(p, t));
   put(h.first, t.first);
   put(h.blocks, t.blocks);
-  put(h.turn, t.turn);
-  put(h.real, t.real);
+  put(h.rotation, t.rotation);
+  put(h.q_blocks, t.q_blocks);
   put(h.base, t.base);
   put(h.q0, t.seq.q0);
   put(h.key0, t.key0);
@@ -126,30 +133,30 @@ template<int BN> TILE void put_held(held &h, const attention_bwd_params &p, cons
   }
 }
 // The task's key head; query head and block of a step.
-TILE int key_head(const held &h, const attention_bwd_params &p) { return get(h.part) / p.parts; }
-TILE int head_of(const held &h, const attention_bwd_params &p, int step) {
+TILE int key_head(const key_task_smem &h, const attention_bwd_params &p) { return get(h.part) / p.parts; }
+TILE int head_of(const key_task_smem &h, const attention_bwd_params &p, int step) {
   return get(h.part) * p.group + step / get(h.blocks);
 }
-TILE int block_of(const held &h, int step) {
-  int blocks = get(h.blocks), i = step % blocks + get(h.turn);
+TILE int block_of(const key_task_smem &h, int step) {
+  int blocks = get(h.blocks), i = step % blocks + get(h.rotation);
   return get(h.first) + (i < blocks ? i : i - blocks);
 }
 // Thread (the loader), before it makes the step's stage full.
 template<int M, int BN>
-TILE void put_place(place &at, const attention_bwd_params &p, const held &h, int head, int block) {
+TILE void put_step(step_info &info, const attention_bwd_params &p, const key_task_smem &h, int head, int block) {
   int key0 = get(h.key0), diagonal = get(h.diagonal), lower = WINDOWS ? get(h.lower) : 0;
-  put(at.keys, get(h.keys));
-  put(at.diagonal, block * M + diagonal - key0);
-  put(at.dq_block, get(h.base) + head * p.q_blocks + block);
-  put(at.turn, block >= get(h.real) || (WINDOWS && !p.order) ?
+  put(info.keys, get(h.keys));
+  put(info.diagonal, block * M + diagonal - key0);
+  put(info.dq_block, get(h.base) + head * p.q_padded + block);
+  put(info.position, block >= get(h.q_blocks) || (WINDOWS && !p.order) ?
       -1 : key0 / BN - (WINDOWS ? first_visitor<M, BN>(p, diagonal, lower, block) : 0));
-  if (WINDOWS) put(at.lower, block * M + lower - key0);
-  if (PACKED) put(at.rows, get(h.rows) - block * M);
+  if (WINDOWS) put(info.lower, block * M + lower - key0);
+  if (PACKED) put(info.rows, get(h.rows) - block * M);
   if (EVERYTHING) {
-    put(at.distance, block * M + get(h.distance) - key0);
-    put(at.row, block * M);
-    put(at.key, key0);
-    put(at.head, get(h.heads) + head);
+    put(info.distance, block * M + get(h.distance) - key0);
+    put(info.row, block * M);
+    put(info.key, key0);
+    put(info.head, get(h.heads) + head);
   }
 }
 
@@ -162,8 +169,8 @@ TILE void load_step(st<elem, M, C> &tile, sv<M> &numbers, const gmap &map, sem &
   tma_load(tile, map, full, row, 0, head, batch);
   tma_load(numbers, from + first, full);
 }
-// In a pair of blocks each loads half of a step's columns for both, and all of its numbers. Half of the columns of dq
-// are each one's, too.
+// In a pair of blocks each loads half of a step's columns for both, and all of its numbers. Each also adds half of the
+// columns of dq.
 TILE int other_rank() { return cluster_rank() ^ 1; }
 TILE int first_column() { return cluster_rank() * (D / 2); }   // of this block's half
 template<int M, int C>
@@ -176,8 +183,8 @@ TILE void load_step_of_pair(st<elem, M, C> &tile, sv<M> &numbers, const gmap &ma
 
 // ---- a step's arithmetic, keys by queries
 
-// Scores to probabilities: 2^(c x - lse2), 0 where the query does not see the key. `keys`, `diagonal` and `lower` as in
-// place, from the tile's first key and query on.
+// Scores to probabilities: 2^(c x - lse2), 0 where the query does not see the key. `keys`, `diagonal` and `lower` are
+// those of step_info, counted from the tile's first key and query.
 template<int N>
 TILE void probabilities(rt<float, N> &x, const sv<N> &lse2, float c, int keys, int diagonal, int lower = -UNMASKED) {
   if (diagonal < 63) triu(x, -diagonal, -infinity());
@@ -192,18 +199,18 @@ template<int N, class Prob> TILE void score_gradient(rt<float, N> &dp, const Pro
 
 // ---- dq, in global memory
 
-// Warpgroup. Where tiles of dq are added in a fixed order: the step's turn, else -1.
-TILE int turn_of(const place &at) { return DETERMINISTIC ? get(at.turn) : -1; }
-// Warpgroup. Adds a tile of dq, the `tile`-th of all, when it is its turn.
-TILE void add_dq(const attention_bwd_params &p, int64_t tile, int turn, const rt<float, 64> &dq) {
-  if (turn >= 0) order_wait(p.order + tile, turn);
+// Warpgroup. Where tiles of dq are added in a fixed order: the step's position in that order, else -1.
+TILE int position_of(const step_info &info) { return DETERMINISTIC ? get(info.position) : -1; }
+// Warpgroup. Adds a tile of dq, the `tile`-th of all, when all before it in the order have added.
+TILE void add_dq(const attention_bwd_params &p, int64_t tile, int position, const rt<float, 64> &dq) {
+  if (position >= 0) order_wait(p.order + tile, position);
   add_acc(p.dq_acc + tile * 64 * 64, dq);
-  if (turn >= 0) order_pass(p.order + tile, turn + 1);
+  if (position >= 0) order_pass(p.order + tile, position + 1);
 }
-// A role of one thread that writes zeros into the accumulator of dq while the others compute: for all heads at once,
-// before, it would be an eighth of the time of short sequences, and most of it would have to come back from memory. B:
-// blocks of the cluster. `zeros` is its own. Heads (or parts of them) have numbers in the order of tasks. A task's
-// thread sees to its share of the head p.lag after its own.
+// The body of a role of one thread, which writes zeros into the accumulator of dq while the others compute. Zeroing all
+// heads before the kernel would cost an eighth of the time of short sequences, and most of the zeros would have to come
+// back from memory. Heads (or parts of them) have numbers in the order of tasks. A task's thread writes its share of
+// the zeros of the head p.lag after its own. B: blocks of the cluster. `zeros` is this role's own.
 template<int M, int B, int N> TILE void write_zeros(const attention_bwd_params &p, sv<N> &zeros, task_queue &queue) {
   int next, rank = B == 1 ? 0 : cluster_rank();
   grid_wait();
@@ -213,9 +220,9 @@ template<int M, int B, int N> TILE void write_zeros(const attention_bwd_params &
     int block, head = head_and_block(p, next, block) + p.lag;
     if (p.lag && head < p.batch * p.k_heads) {
       // Shares are counted in 16 stores and in 32 bits: a block may have 24 registers for this thread.
-      uint32_t tiles = ((p.group - 1) * p.q_blocks + p.q_real) * (M * D / N / 16), shares = p.k_blocks * B,
+      uint32_t tiles = ((p.group - 1) * p.q_padded + p.q_blocks) * (M * D / N / 16), shares = p.k_blocks * B,
           share = block * B + rank;
-      float *to = p.dq_acc + (int64_t)head * p.group * p.q_blocks * (M * D);
+      float *to = p.dq_acc + (int64_t)head * p.group * p.q_padded * (M * D);
       uint32_t i = (uint64_t)tiles * share / shares * 16, end = (uint64_t)tiles * (share + 1) / shares * 16;
       ROLLED for (; i < end; i++) tma_store(to + (int64_t)i * N, zeros);
       tma_store_wait<0, THREAD>();
@@ -225,17 +232,17 @@ template<int M, int B, int N> TILE void write_zeros(const attention_bwd_params &
     else cluster_queue_release<THREAD>(queue, count);
   }
 }
-// Thread (a loader), in front of a task's second step: nobody adds before that is loaded. Until its accumulator is
-// there.
-template<int B> TILE void wait_for_zeros(const attention_bwd_params &p, const held &h) {
+// Thread (a loader), before it loads a task's second step: nobody adds to dq before that is loaded. Waits until the
+// zeros of the task's head are there.
+template<int B> TILE void wait_for_zeros(const attention_bwd_params &p, const key_task_smem &h) {
   int head = get(h.batch) * p.k_heads + get(h.part);
   if (p.lag && head >= p.lag) order_wait<THREAD>(p.zeroed + head, p.k_blocks * B);
 }
 
 // ---- dk and dv
 
-// Warpgroup. A block of 64 keys of dk or dv, of which `keys` are the sequence's, leaves through a tile that nobody
-// reads any more (whose store is left running), or is added to the other parts'.
+// Warpgroup. Stores a block of 64 keys of dk or dv, of which `keys` are the sequence's. It leaves through a tile that
+// nobody reads any more, and the store is not waited for. With several parts it is added to the accumulator instead.
 template<int C>
 TILE void leave(const attention_grad &to, st<elem, 64, C> &tile, const rt<float, C> &x, int row, int head, int batch,
                 int acc, int keys) {
@@ -253,6 +260,6 @@ TILE void leave(const attention_grad &to, st<elem, 64, C> &tile, const rt<float,
 // The same of a dense task: its block-th 64 keys.
 template<int C>
 TILE void leave(const attention_grad &to, st<elem, 64, C> &tile, const rt<float, C> &x, const attention_bwd_params &p,
-                const task &t, int block) {
+                const key_task &t, int block) {
   leave(to, tile, x, t.key0 + block * 64, t.part / p.parts, t.batch, acc_block(p, t.batch, t.part, t.key0) + block, 64);
 }

@@ -28,8 +28,8 @@ struct shared {
   sem q_full[Q_STAGES];                            // with lse2
   ring<NC, ASYNC_READS> ring_ds;
   ring<NC, ASYNC_READS> ring_other;                // full: ds_other here; empty: ds_other in the other block
-  place at[SLOTS];                                 // of step n, from the loader
-  held now;                                        // the loader's task,
+  step_info info[SLOTS];                           // of step n, from the loader
+  key_task_smem now;                               // the loader's task,
   int row, head;                                   // and where it stands
   ring<1, ASYNC_READS> ring_k, ring_v;             // k: with k_other
   task_queue queue;
@@ -53,20 +53,20 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;
   for (uint32_t count = 0; (next = cluster_queue_draw<PAIR>(s.queue, count, next, p.counter)) < p.tasks; count++) {
-    put_held<BN>(s.now, p, task_at<M, BN>(p, next));
+    put_task<BN>(s.now, p, task_at<M, BN>(p, next));
     for (int step = 0; step < get(s.now.steps); step++, n++) {
       ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
       int head = head_of(s.now, p, step), block = block_of(s.now, step);
-      put_place<M, BN>(s.at[n % SLOTS], p, s.now, head, block);
+      put_step<M, BN>(s.info[n % SLOTS], p, s.now, head, block);
       put(s.row, block * M);
       put(s.head, head);
       sem_expect(s.q_full[at.stage], tile_bytes(s.q[0]) + M * 4);
       load_step_of_pair(s.q[at.stage], s.lse2[at.stage], p.q, s.q_full[at.stage], get(s.row), get(s.head),
-                        get(s.now.batch), p.lse2, (int64_t)get(s.at[n % SLOTS].dq_block) * M);
+                        get(s.now.batch), p.lse2, (int64_t)get(s.info[n % SLOTS].dq_block) * M);
       ring_acquire(s.ring_dout, to);
       ring_expect(s.ring_dout, to, tile_bytes(s.dout[0]) + M * 4);
       load_step_of_pair(s.dout[to.stage], s.delta[to.stage], p.dout, s.ring_dout.full[to.stage], get(s.row),
-                        get(s.head), get(s.now.batch), p.delta, (int64_t)get(s.at[n % SLOTS].dq_block) * M);
+                        get(s.head), get(s.now.batch), p.delta, (int64_t)get(s.info[n % SLOTS].dq_block) * M);
     }
   }
 }
@@ -76,7 +76,7 @@ TILE void sender(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next;
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
-    task t = task_at<M, BN>(p, next);
+    key_task t = task_at<M, BN>(p, next);
     ring_pos kv = ring_at<1>(count);
     int head = t.part / p.parts;
     uint32_t end = n + t.steps;
@@ -110,9 +110,9 @@ struct state { rt<float, D> dk, dv; rt<float, M> s, dp; rt<elem, M> p; };
 // stages are released.
 TILE void softmax(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   ring_pos to = ring_at<NC>(n);
-  int key0 = cluster_rank() * KEYS + wg * 64, keys = get(s.at[n % SLOTS].keys) - key0,
-      diagonal = get(s.at[n % SLOTS].diagonal) - key0;
-  float c = p.scale;
+  int key0 = cluster_rank() * KEYS + wg * 64, keys = get(s.info[n % SLOTS].keys) - key0,
+      diagonal = get(s.info[n % SLOTS].diagonal) - key0;
+  float c = p.scale_log2;
   mma_wait<1>(a.s);
   probabilities(a.s, s.lse2[ring_at<Q_STAGES>(n).stage], c, keys, diagonal);
   ring_acquire(s.ring_ds, to);   // here, so that the wait for dp stays below the exponentials (see mma_wait)
@@ -139,11 +139,11 @@ TILE void dq_issue(rt<float, HALF> &dq, shared &s, uint32_t n) {
 }
 TILE void dq_add(rt<float, HALF> &dq, const attention_bwd_params &p, shared &s, uint32_t n) {
   ring_pos at = ring_at<NC>(n);
-  int64_t tile = (int64_t)get(s.at[n % SLOTS].dq_block) * PAIR + cluster_rank();
-  int turn = turn_of(s.at[n % SLOTS]);
+  int64_t tile = (int64_t)get(s.info[n % SLOTS].dq_block) * PAIR + cluster_rank();
+  int position = position_of(s.info[n % SLOTS]);
   sem_arrive_at(s.ring_other.empty[at.stage], other_rank());
   ring_release(s.ring_ds, at);
-  add_dq(p, tile, turn, dq);
+  add_dq(p, tile, position, dq);
 }
 
 // dv += p^T dout, dk += ds^T q of step n
@@ -159,10 +159,10 @@ TILE void grads_release(shared &s, uint32_t n) {
   sem_arrive_at(s.ring_dout.empty[at.stage], other_rank());
 }
 
-// The turn of step n. BEFORE: the task has a step n - 1; DQ: it has a step n - 2, whose dq is this warpgroup's. dq's
-// registers are then dp's.
+// The matrix work of step n. BEFORE: the task has a step n - 1; DQ: it has a step n - 2, whose dq is this warpgroup's.
+// dq's registers are then dp's.
 template<bool BEFORE, int A, bool DQ>
-TILE void turn(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
+TILE void matrix_work(state &a, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
   ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
   rt<float, HALF> dq;
   turn_wait<NC>(wg);
@@ -226,10 +226,10 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     ring_wait(s.ring_k, ring_at<1>(count));
     ring_wait(s.ring_v, ring_at<1>(count));
     for (; n < end; n++) {
-      if (n == begin) turn<false, ZERO, false>(a, p, s, n, wg);
-      else if (n == begin + 1) turn<true, ZERO, false>(a, p, s, n, wg);
-      else if ((n ^ wg) & 1) turn<true, ACC, false>(a, p, s, n, wg);
-      else turn<true, ACC, true>(a, p, s, n, wg);
+      if (n == begin) matrix_work<false, ZERO, false>(a, p, s, n, wg);
+      else if (n == begin + 1) matrix_work<true, ZERO, false>(a, p, s, n, wg);
+      else if ((n ^ wg) & 1) matrix_work<true, ACC, false>(a, p, s, n, wg);
+      else matrix_work<true, ACC, true>(a, p, s, n, wg);
       softmax(a, p, s, n, wg);
     }
     finish(a, p, s, n, count, wg);

@@ -1,7 +1,8 @@
 // Attention backward with all features for wide heads (Dao 2023, algorithm 2), for a block of 64 keys that walks over
 // the blocks of 64 query rows i:
-//   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T;  ds = p (dp - delta) cap'(q_i k^T)
-//   dv += (keep * p)^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0 or 1 / (1 - dropout)
+//   x = cap(q_i k^T) - slope |distance|;  p = 2^(c x - lse2);  dp = keep * dout_i v^T
+//   ds = p (dp - delta) cap'(q_i k^T);  dv += (keep * p)^T dout_i;  dk += ds^T q_i
+//   dq_i += ds k   (fp32, in global memory);  c = scale log2 e;  keep: 0 or 1 / (1 - dropout)
 // dk and dv of 64 keys fill the registers of two warpgroups: each owns half of the columns of dk, dv and dq, and
 // computes p and ds for half of the keys, which both then read from shared memory.
 #include "attention/attention_bwd.h"
@@ -17,8 +18,8 @@ struct shared {
   ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before the fence in softmax); also hands out the stages of
                                        // dout
   sem dout_full[STAGES];               // dout and delta
-  place at[SLOTS];                     // of step n, from the loader
-  held task_of[2];                     // of even and odd tasks, as in the queue
+  step_info info[SLOTS];               // of step n, from the loader
+  key_task_smem task_of[2];            // of even and odd tasks, as in the queue
   ring<1, ASYNC_READS> ring_kv;
   task_queue queue;
 };
@@ -34,8 +35,8 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;
   for (uint32_t count = 0; (next = draw<M, BN>(p, s.queue, count, next)) < p.tasks; count++) {
-    held &t = s.task_of[count % 2];
-    put_held<BN>(t, p, task_at<M, BN>(p, next));
+    key_task_smem &t = s.task_of[count % 2];
+    put_task<BN>(t, p, task_at<M, BN>(p, next));
     int steps = get(t.steps), batch = get(t.batch);
     ring_pos kv = ring_at<1>(count);
     ring_acquire(s.ring_kv, kv);
@@ -45,9 +46,9 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
     for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n);
       int head = head_of(t, p, step), block = block_of(t, step), row = get(t.q0) + block * M;
-      int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
+      int64_t stats = (int64_t)(get(t.base) + head * p.q_padded + block) * M;
       ring_acquire(s.ring_q, at);
-      put_place<M, BN>(s.at[n % SLOTS], p, t, head, block);
+      put_step<M, BN>(s.info[n % SLOTS], p, t, head, block);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
       load_step(s.q[at.stage], s.lse2[at.stage], p.q, s.ring_q.full[at.stage], row, head, batch, p.lse2, stats);
       sem_expect(s.dout_full[at.stage], tile_bytes(s.dout[0]) + M * 4);
@@ -56,21 +57,21 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
   }
 }
 
-// Scores to probabilities; g becomes what the gradient of the scores is to be multiplied by, where they are capped.
-TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_bwd_params &p, const place &at,
+// Scores to probabilities. Where scores are capped, g becomes the cap's slope.
+TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_bwd_params &p, const step_info &info,
                         const rv &lse2, int key0) {
   const attention_features &f = p.features;
-  int keys = get(at.keys) - key0, diagonal = get(at.diagonal) - key0, lower = get(at.lower) - key0;
-  float c = p.scale;
+  int keys = get(info.keys) - key0, diagonal = get(info.diagonal) - key0, lower = get(info.lower) - key0;
+  float c = p.scale_log2;
   if (changes_scores(f)) {
     float to_cap = fast_rcp(f.softcap);   // c x / (softcap log2 e) times 2 log2 e is c x to_cap 2
-    int bh = get(at.head), batch = bh / p.q_heads;
+    int bh = get(info.head), batch = bh / p.q_heads;
     if (f.softcap != 0.f) map(g, x, [=](float, float y) {   // 1 - tanh^2, which is 0 far out
       float e = fast_exp2(-2.f * fabsf(y * c * to_cap)), r = fast_rcp(1.f + e);
       return 4.f * e * r * r;
     });
     cap_scores(x, f, c);
-    bias_scores(x, slope_of(f, batch, bh - batch * p.q_heads), get(at.distance) - key0);
+    bias_scores(x, slope_of(f, batch, bh - batch * p.q_heads), get(info.distance) - key0);
     c = 1.f;
   }
   if (diagonal < KEYS - 1) tril(x, diagonal, -infinity());
@@ -79,8 +80,8 @@ TILE void probabilities(rt<float, KEYS> &x, rt<float, KEYS> &g, const attention_
   map_row(x, lse2, [=](float a, float l) { return fast_exp2(fused(a, c, -l)); });
 }
 
-// Rows from `rows` on of two tiles, which belong to other sequences or to none, become 0: 0 times what they hold may be
-// NaN. A tile for each warpgroup.
+// Rows from `rows` on of two tiles become 0, each warpgroup clears one. They belong to other sequences or to none, and
+// 0 times what they hold may be NaN.
 TILE void clear_both(st<elem, 64, D> &a, st<elem, 64, D> &b, int rows, int wg) {
   clear_rows(wg == 0 ? a : b, 0, rows);
   fence_async();
@@ -92,13 +93,13 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
   rt<float, KEYS> x, dp, g;
   rv lse2, delta;
   ring_pos at = ring_at<STAGES>(n);
-  const place &here = s.at[n % SLOTS];
+  const step_info &info = s.info[n % SLOTS];
   const attention_features &f = p.features;
   int key0 = wg * KEYS;
   ring_wait(s.ring_q, at);
-  if (get(here.rows) < M) {
+  if (get(info.rows) < M) {
     sem_wait(s.dout_full[at.stage], at.phase);
-    clear_both(s.q[at.stage], s.dout[at.stage], get(here.rows), wg);
+    clear_both(s.q[at.stage], s.dout[at.stage], get(info.rows), wg);
   }
   mma_fence();
   mma_ABt_rows<ZERO>(x, s.q[at.stage], s.k, key0);
@@ -111,11 +112,11 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
   load(delta, s.delta[at.stage]);
   fill(g, 1.f);
   mma_wait<1>(x);
-  probabilities(x, g, p, here, lse2, key0);
+  probabilities(x, g, p, info, lse2, key0);
   mma_wait<0>(dp);
   if (f.drop_below) {   // what is dropped gets a sign
-    uint32_t word = head_key(f, get(here.head)), below = f.drop_below;
-    int row0 = get(here.row), col0 = get(here.key) + key0;
+    uint32_t word = head_key(f, get(info.head)), below = f.drop_below;
+    int row0 = get(info.row), col0 = get(info.key) + key0;
     float keep = f.keep_scale;
     map_row_pairs(x, [=](float &a, float &a8, int row, int col) {
       uint32_t bits = random_bits(word, row0 + row, col0 + col);
@@ -137,19 +138,19 @@ TILE void softmax(const attention_bwd_params &p, shared &s, uint32_t n, int wg) 
 // A quarter of dq of step n: 64 columns from col.
 TILE void dq_add(const attention_bwd_params &p, shared &s, uint32_t n, int col) {
   rt<float, 64> dq;
-  const place &at = s.at[n % SLOTS];
-  int turn = turn_of(at);
-  int64_t tile = (int64_t)get(at.dq_block) * (D / 64) + col / 64;
+  const step_info &info = s.info[n % SLOTS];
+  int position = position_of(info);
+  int64_t tile = (int64_t)get(info.dq_block) * (D / 64) + col / 64;
   mma_fence();
   mma_AB_cols<ZERO>(dq, s.ds[n % 2], s.k, col);
   mma_commit();
   mma_wait<0>(dq);
-  add_dq(p, tile, turn, dq);
+  add_dq(p, tile, position, dq);
 }
 
 TILE void finish(const attention_bwd_params &p, shared &s, uint32_t count, rt<float, HALF> &dk, rt<float, HALF> &dv,
                  int wg) {
-  const held &t = s.task_of[count % 2];
+  const key_task_smem &t = s.task_of[count % 2];
   float scale = p.out_scale, keep = p.features.drop_below ? p.features.keep_scale : 1.f;
   int row = get(t.row), head = key_head(t, p), keys = get(t.keys), col = wg * HALF;
   bool whole = !p.features.q_start || keys >= BN;   // else the next sequence's keys follow

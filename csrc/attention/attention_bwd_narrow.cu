@@ -25,10 +25,10 @@ struct shared {
   sv<ZEROS> zeros;
   ring<DOUT_STAGES, ASYNC_READS> ring_dout;    // with delta; also hands out the stages of q
   sem q_full[Q_STAGES];                        // with lse2
-  place at[SLOTS];                             // of step n, from the loader,
+  step_info info[SLOTS];                       // of step n, from the loader,
   int task_of[SLOTS];                          // and which of the block's tasks it belongs to
   ring<DS_STAGES, ASYNC_READS> ring_ds;
-  held now;                                    // the loader's task,
+  key_task_smem now;                           // the loader's task,
   int row, head;                               // and where it stands
   ring<1, ASYNC_READS> ring_k, ring_v;
   task_queue queue;
@@ -45,7 +45,7 @@ TILE void init(shared &s) {
 
 // ---- what feeds the compute warpgroups
 
-TILE void cleaner(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
+TILE void zero_writer(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
 
 // Has few registers: where it stands is in shared memory. It has acquired dout's stage of the step before, and with it
 // all that step n writes before dout: all who read the step Q_STAGES before have released that.
@@ -54,24 +54,24 @@ TILE void loader(const attention_bwd_params &p, shared &s, int) {
   int next = 0;
   grid_wait();
   for (uint32_t count = 0; (next = queue_draw(s.queue, count, next, p.counter)) < p.tasks; count++) {
-    const held &t = s.now;
-    put_held<BN>(s.now, p, task_at<M, BN>(p, next));
+    const key_task_smem &t = s.now;
+    put_task<BN>(s.now, p, task_at<M, BN>(p, next));
     for (int step = 0; step < get(t.steps); step++, n++) {
       ring_pos at = ring_at<Q_STAGES>(n), to = ring_at<DOUT_STAGES>(n);
       int head = head_of(t, p, step), block = block_of(t, step);
       if (step == 1) wait_for_zeros<1>(p, t);
-      put_place<M, BN>(s.at[n % SLOTS], p, t, head, block);
+      put_step<M, BN>(s.info[n % SLOTS], p, t, head, block);
       put(s.task_of[n % SLOTS], count);
       put(s.row, block * M);
       put(s.head, head);
       sem_expect(s.q_full[at.stage], tile_bytes(s.q[0]) + M * 4);
       // load_step would hold all numbers at once
       tma_load(s.q[at.stage], p.q, s.q_full[at.stage], get(s.row), 0, get(s.head), get(t.batch));
-      tma_load(s.lse2[at.stage], p.lse2 + (int64_t)get(s.at[n % SLOTS].dq_block) * M, s.q_full[at.stage]);
+      tma_load(s.lse2[at.stage], p.lse2 + (int64_t)get(s.info[n % SLOTS].dq_block) * M, s.q_full[at.stage]);
       ring_acquire(s.ring_dout, to);
       ring_expect(s.ring_dout, to, tile_bytes(s.dout[0]) + M * 4);
       tma_load(s.dout[to.stage], p.dout, s.ring_dout.full[to.stage], get(s.row), 0, get(s.head), get(t.batch));
-      tma_load(s.delta[to.stage], p.delta + (int64_t)get(s.at[n % SLOTS].dq_block) * M, s.ring_dout.full[to.stage]);
+      tma_load(s.delta[to.stage], p.delta + (int64_t)get(s.info[n % SLOTS].dq_block) * M, s.ring_dout.full[to.stage]);
     }
   }
 }
@@ -79,7 +79,7 @@ TILE void key_loader(const attention_bwd_params &p, shared &s, int) {
   int next;
   grid_wait();
   for (uint32_t count = 0; (next = queue_take(s.queue, count)) < p.tasks; count++) {
-    task t = task_at<M, BN>(p, next);
+    key_task t = task_at<M, BN>(p, next);
     ring_pos kv = ring_at<1>(count);
     int head = t.part / p.parts;
     ring_acquire(s.ring_v, kv);
@@ -105,21 +105,21 @@ template<int N> TILE void dq_issue(rt<float, N> &dq, shared &s, uint32_t n, int 
   mma_commit();
 }
 TILE void dq_add(const rt<float, 64> &dq, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
-  const place &at = s.at[n % SLOTS];
-  int block = get(at.dq_block), turn = turn_of(at);
-  if (turn >= 0) order_wait(p.order + (int64_t)block * NC + wg, turn);
+  const step_info &info = s.info[n % SLOTS];
+  int block = get(info.dq_block), position = position_of(info);
+  if (position >= 0) order_wait(p.order + (int64_t)block * NC + wg, position);
   add_acc(p.dq_acc + ((int64_t)block * (D / 64) + wg) * 64 * 64, dq);
 }
 // No product that reads ds of step n is left.
 TILE void dq_rest(const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
-  const place &at = s.at[n % SLOTS];
+  const step_info &info = s.info[n % SLOTS];
   rt<float, 32> dq;
   dq_issue(dq, s, n, wg);
   mma_wait<0>(dq);
-  int block = get(at.dq_block), turn = turn_of(at);
+  int block = get(info.dq_block), position = position_of(info);
   ring_release(s.ring_ds, ring_at<DS_STAGES>(n));
   add_acc_cols(p.dq_acc + ((int64_t)block * (D / 64) + 2) * 64 * 64, wg * 32, dq);
-  if (turn >= 0) order_pass(p.order + (int64_t)block * NC + wg, turn + 1);
+  if (position >= 0) order_pass(p.order + (int64_t)block * NC + wg, position + 1);
 }
 // dk += ds^T q of step n
 TILE void dk_issue(state &a, shared &s, uint32_t n, int wg) {
@@ -133,8 +133,8 @@ template<bool BEFORE> TILE void step(state &a, const attention_bwd_params &p, sh
   rt<float, M> x;
   OVERLAY(float, M, dp, x);
   sem_wait(s.q_full[at.stage], at.phase);
-  int keys = get(s.at[n % SLOTS].keys) - wg * 64, diagonal = get(s.at[n % SLOTS].diagonal) - wg * 64;
-  float c = p.scale;
+  int keys = get(s.info[n % SLOTS].keys) - wg * 64, diagonal = get(s.info[n % SLOTS].diagonal) - wg * 64;
+  float c = p.scale_log2;
   mma_fence();
   mma_ABt<ZERO>(x, s.k[wg], s.q[at.stage]);
   mma_commit();
@@ -220,5 +220,5 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
 
 typedef block<attention_bwd_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>,
               role<loader, THREAD, 1, LOAD_REGS>, role<key_loader, THREAD, 1, LOAD_REGS>,
-              role<cleaner, THREAD, 1, LOAD_REGS>, DEPENDENT> kernel;
+              role<zero_writer, THREAD, 1, LOAD_REGS>, DEPENDENT> kernel;
 ENTRY(kernel, M, BN)

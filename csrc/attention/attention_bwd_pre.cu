@@ -1,7 +1,8 @@
 // Before attention backward, for each block of 64 query rows:
-//   delta = f (rowsum(o * dout) - dlse)  (Dao 2023, algorithm 2, line 4; the gradient of lse enters as -dlse), f: ds_scale
+//   delta = ds_scale (rowsum(o * dout) - dlse)   (Dao 2023, algorithm 2, line 4; the gradient of lse enters as -dlse)
 //   lse2 = lse log2 e, +inf for rows without keys and for padding, so that the main kernel's 2^(x - lse2) is 0 there.
-//          From 2^24 on its rounding exceeds one power of two. Then more than that is added, so that 2^(x - lse2) stays below 1 and finite.
+//          From 2^24 on its rounding exceeds one power of two. Then more than that is added, so that 2^(x - lse2) stays
+//          below 1 and finite.
 // and zeros in dq's accumulator and the main kernel's counters.
 #include "tile/tile.h"
 #include "attention/attention_rows.h"
@@ -20,10 +21,10 @@ TILE void init(shared &s) {
 // block of the workspace; row of lse and its map; rows from there on
 struct task { int batch, head, row0, rows; int64_t block, row; };
 TILE bool task_at(task &t, const attention_bwd_pre_params &p, int i) {
-  int bh = i / p.q_blocks, block = i - bh * p.q_blocks;
+  int bh = i / p.q_padded, block = i - bh * p.q_padded;
   t.batch = bh / p.q_heads;
   t.head = bh - t.batch * p.q_heads;
-  row_blocks all = blocks_of(p.packed, t.batch, t.head, p.q_heads, p.q_blocks);
+  row_blocks all = blocks_of(p.packed, t.batch, t.head, p.q_heads, p.q_padded);
   t.block = all.first + block;
   t.row0 = block * 64;
   t.rows = p.q_total - t.row0;

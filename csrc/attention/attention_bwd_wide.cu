@@ -24,8 +24,8 @@ struct shared {
   sem p_full;                          // one phase a step: p^T is in ds
   ring<1, ASYNC_READS> ring_ds;
   ring<1, ASYNC_READS> ring_other;     // full: ds_other here; empty: ds_other in the other block
-  place at[SLOTS];                     // of step n, from the loader
-  held now;                            // the loader's task
+  step_info info[SLOTS];               // of step n, from the loader
+  key_task_smem now;                   // the loader's task
   ring<1, ASYNC_READS> ring_k, ring_v; // k: with k_other
   sem k_read;                          // one phase a task: by all products
   task_queue queue;
@@ -45,23 +45,23 @@ TILE void init(shared &s) {
 
 // ---- what feeds the pair: loads, of which each block makes its half of q and dout for both, and the exchange of ds
 
-TILE void cleaner(const attention_bwd_params &p, shared &s, int) { write_zeros<M, PAIR>(p, s.zeros, s.queue); }
+TILE void zero_writer(const attention_bwd_params &p, shared &s, int) { write_zeros<M, PAIR>(p, s.zeros, s.queue); }
 
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;
   grid_wait();
   for (uint32_t count = 0; (next = cluster_queue_draw<PAIR>(s.queue, count, next, p.counter)) < p.tasks; count++) {
-    held &t = s.now;
-    put_held<BN>(t, p, task_at<M, BN>(p, next));
+    key_task_smem &t = s.now;
+    put_task<BN>(t, p, task_at<M, BN>(p, next));
     int steps = get(t.steps), key0 = get(t.key0), batch = get(t.batch), k_head = key_head(t, p);
     for (int step = 0; step < steps; step++, n++) {
       ring_pos at = ring_at<STAGES>(n), kv = ring_at<1>(count);
       int head = head_of(t, p, step), block = block_of(t, step);
-      int64_t stats = (int64_t)(get(t.base) + head * p.q_blocks + block) * M;
+      int64_t stats = (int64_t)(get(t.base) + head * p.q_padded + block) * M;
       ring_acquire(s.ring_q, at);
       if (step == 1) wait_for_zeros<PAIR>(p, t);
-      put_place<M, BN>(s.at[n % SLOTS], p, t, head, block);
+      put_step<M, BN>(s.info[n % SLOTS], p, t, head, block);
       ring_expect(s.ring_q, at, tile_bytes(s.q[0]) + M * 4);
       load_step_of_pair(s.q[at.stage], s.lse2[at.stage], p.q, s.ring_q.full[at.stage], block * M, head, batch, p.lse2,
                         stats);
@@ -115,18 +115,17 @@ template<class... Tile> TILE void dq_step(rt<float, 64> &dq, shared &s, uint32_t
   ring_release(s.ring_ds, at);
   sem_arrive_at(s.ring_other.empty[0], other_rank());
 }
-// Additions leave a multiprocessor at 16 bytes a clock, and a warp waits until its own have left. Those of `values` are
-// made where nobody waits for it: when the next step's p is handed on and dv is running. In `keys` the registers do not
-// suffice for that.
+// Additions leave a multiprocessor at 16 bytes a clock, and a warp waits until its own have left. `values` adds when
+// the next step's p is handed on and dv is running: nobody waits for it then. `keys` has no registers to do the same.
 TILE void dq_add(rt<float, 64> &dq, const attention_bwd_params &p, shared &s, uint32_t n, int wg) {
-  const place &at = s.at[n % SLOTS];
-  int turn = turn_of(at);
-  int64_t tile = (int64_t)get(at.dq_block) * (D / 64) + cluster_rank() * 2 + wg;
-  // As add_dq, which asks first whether there is a turn: here that costs instructions. Padding's turn of -1 has come,
-  // and nobody waits for the next.
-  if (DETERMINISTIC) order_wait(p.order + tile, turn);
+  const step_info &info = s.info[n % SLOTS];
+  int position = position_of(info);
+  int64_t tile = (int64_t)get(info.dq_block) * (D / 64) + cluster_rank() * 2 + wg;
+  // As add_dq, which first asks whether there is an order; here that would cost instructions. For padding, whose
+  // position is -1, the wait passes at once and nobody waits for what is passed on.
+  if (DETERMINISTIC) order_wait(p.order + tile, position);
   add_acc(p.dq_acc + tile * 64 * 64, dq);
-  if (DETERMINISTIC) order_pass(p.order + tile, turn + 1);
+  if (DETERMINISTIC) order_pass(p.order + tile, position + 1);
 }
 
 // s^T or dp^T of step n: keys by queries.
@@ -139,16 +138,16 @@ TILE void issue(rt<float, M> &x, const st<elem, KEYS, D> &keys, const st<elem, M
   mma_commit();
 }
 TILE void softmax(rt<elem, M> &prob, rt<float, M> &x, const attention_bwd_params &p, shared &s, uint32_t n) {
-  int key0 = cluster_rank() * KEYS, keys = get(s.at[n % SLOTS].keys) - key0, diagonal = get(s.at[n % SLOTS].diagonal)
-    - key0;
-  float c = p.scale;
+  int key0 = cluster_rank() * KEYS, keys = get(s.info[n % SLOTS].keys) - key0,
+      diagonal = get(s.info[n % SLOTS].diagonal) - key0;
+  float c = p.scale_log2;
   probabilities(x, s.lse2[ring_at<STAGES>(n).stage], c, keys, diagonal);
   convert(prob, x);
 }
 // A result of task `count` leaves through the tile of k or v, which is free then.
 TILE void leave(const attention_grad &to, st<elem, KEYS, D> &tile, const rt<float, D> &x,
                 const attention_bwd_params &p, shared &s, uint32_t count, ring<1, ASYNC_READS> &of_tile) {
-  task t = task_at<M, BN>(p, queue_again(s.queue, count));
+  key_task t = task_at<M, BN>(p, queue_again(s.queue, count));
   leave(to, tile, x, t.key0 + cluster_rank() * KEYS, t.part / p.parts, t.batch,
         acc_block(p, t.batch, t.part, t.key0) + cluster_rank(), KEYS);
   tma_store_wait_read();
@@ -250,5 +249,6 @@ TILE void keys(const attention_bwd_params &p, shared &s, int) {
 
 typedef block<attention_bwd_params, shared, init, role<values, WARPGROUP, 1, COMPUTE_REGS>,
               role<keys, WARPGROUP, 1, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<sender, THREAD, 1, LOAD_REGS>, role<cleaner, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>, DEPENDENT> kernel;
+              role<sender, THREAD, 1, LOAD_REGS>, role<zero_writer, THREAD, 1, LOAD_REGS>, CLUSTER<PAIR>, DEPENDENT>
+    kernel;
 ENTRY(kernel, M, BN)

@@ -1,9 +1,10 @@
 // Attention of few queries to a long cache of keys and values:  o = softmax(x) v,  x = scale q k^T, optionally
 //   x = cap tanh(scale q k^T / cap) - slope |distance|,  and a sink: a logit that only enters the denominator
 // The query heads that share a key head, times the queries, are the rows of one tile, so that k and v are read once.
-// Keys are cut into splits, each every n-th key block, so that the GPU is full; attention_combine.cu adds up what they
-// leave. Online over key blocks like attention_fwd.cu. Lengths and pages are read on the device; what lies outside of a
-// sequence's keys may hold anything, NaN included: scores there are replaced, values cleared.
+// Keys are cut into n splits, so that the GPU is full. A split has every n-th key block; attention_combine.cu adds up
+// the splits' results. The softmax is online over key blocks, as in attention_fwd.cu. Lengths and pages are read on the
+// device. What lies outside of a sequence's keys may hold anything, NaN included: scores there are replaced, values
+// cleared.
 #include "tile/tile.h"
 #include "attention/attention_decode.h"
 
@@ -28,7 +29,7 @@ struct task {
   int batch, head, split, row0;
   int length, cache;
   int shift;                // query i is at position i + shift of its sequence
-  int low, high;            // keys that some row sees, and that all rows see: [low, high) and [low_all, high_all)
+  int low, high;            // some row sees keys [low, high), all rows see keys [low_all, high_all)
   int low_all, high_all;
   int begin, end;           // key blocks of this split: begin, begin + splits, ..., below end
 };
@@ -66,17 +67,18 @@ TILE void set_keys(const attention_decode_params &p, task &t) {
   t.begin = t.low / BN + t.split;
   t.end = t.high > t.low ? (t.high + BN - 1) / BN : 0;
 }
-// Without a window a split begins at the same key block whatever the length is: it is loaded before the length has
-// come, and thrown away where the sequence turns out to end in front of it.
+// Without a window a split begins at the same key block whatever the length is. That block is loaded before the length
+// has come, and thrown away where the sequence ends in front of it.
 TILE bool loads_ahead(const attention_decode_params &p, const task &t) {
   return p.left == 1 << 30 && t.split * BN < p.keys;
 }
 
 // ---- loads
 
-// Where the parts of a key block lie. Parts that begin behind the last key are read from outside of the tensor: zeros,
-// without a page and without memory traffic. So is a page that does not exist.
-struct parts { int place[BN / 16], row; };   // page or cache of each part; row of the first
+// Where the parts of a key block lie: place is the page or the cache of each part, row that of the first. Parts that
+// begin behind the last key are read from outside of the tensor: zeros, without a page and without memory traffic. So
+// is a page that does not exist.
+struct parts { int place[BN / 16], row; };
 
 TILE parts parts_of(const attention_decode_params &p, const task &t, int key0) {
   parts x;
@@ -99,14 +101,14 @@ TILE void load_block(st<elem, BN, D> &tile, const gmap &map, sem &full, const at
   }
 }
 
-// Thread, before grid_wait(): to the L2, the first key block of this block's first task. The kernel in front may still
-// write to the cache, and what it writes goes to the L2 too; but a page table or an index of caches may not be read
-// yet.
+// Thread, before grid_wait(). Brings the first key block of this block's first task into the L2. The kernel in front
+// may still write to the cache, and what it writes goes to the L2 too. But a page table or an index of caches may not
+// be read yet.
 TILE void prefetch_first(const gmap &map, const attention_decode_params &p, const task &t) {
   if (p.page_table || p.cache_index || p.left != 1 << 30) return;
   if (t.split * BN < p.keys) tma_prefetch_rows<D>(map, t.split * BN, 0, t.head, t.batch);
 }
-// The first task's numbers are worked out before grid_wait(): what stands between it and the first load is all latency.
+// The first task's numbers are worked out before grid_wait(): all that stands between it and the first load is latency.
 TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, const attention_decode_params &p, int i,
                     ring_pos &at, bool first) {
   task t = numbers_of(p, i);
@@ -128,7 +130,7 @@ TILE void load_keys(st<elem, BN, D> *stages, key_ring &ring, const gmap &map, co
   }
 }
 
-// A thread each for keys and values: a page of few keys costs many copies.
+// Keys and values have a thread each, because pages of few keys cost many copies.
 TILE void k_loader(const attention_decode_params &p, shared &s, int) {
   ring_pos at = {};
   int next = 0;
@@ -149,7 +151,8 @@ TILE void v_loader(const attention_decode_params &p, shared &s, int) {
 
 // ---- blocks of scores
 
-// Raw scores to what the softmax is of, times c = scale log2 e (raw) or 1 (base 2 already).
+// Raw scores to those that the softmax takes, up to the factor c: scale log2 e where they stay raw, 1 where they become
+// base 2 here.
 TILE void adjust(rt<float, BN> &x, const attention_decode_params &p, const task &t, const rv &slopes, int key0) {
   if (p.cap_log2 != 0.f) {
     float cap = p.cap_log2, inverse = fast_rcp(cap), scale = p.scale_log2;
@@ -171,8 +174,8 @@ TILE void adjust(rt<float, BN> &x, const attention_decode_params &p, const task 
   }
 }
 
-// Scores to probabilities; alpha = 2^(c (m - m')). c m would be rounded, by more than the numbers' range where scores
-// are large.
+// Scores to probabilities; alpha = 2^(c (m - m')). The difference is taken before the product with c: where scores are
+// large, rounding of c m would leave the numbers' range.
 TILE void softmax(rt<float, BN> &x, rv &m, rsum &l, rv &alpha, float c) {
   rv old = m, top;
   row_max(m, x);

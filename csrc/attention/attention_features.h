@@ -11,9 +11,9 @@ TILE bool changes_scores(const attention_features &f) { return f.softcap != 0.f 
 TILE float slope_of(const attention_features &f, int batch, int head) {
   return f.slopes ? f.slopes[batch * f.slope_batch + head] * 1.4426950408889634f : 0.f;
 }
-// a - 2 a / (1 + 2^(2 x log2 e / a)) takes two special functions and three more instructions instead of 16 and one,
-// which are a fifth to a third slower. It is wrong by a 2^-22: nothing to 16-bit results where a is what models have.
-// As CAP_LEAST, CAP_MOST of attention_problem.c.
+// a - 2 a / (1 + 2^(2 x log2 e / a)) takes two special functions and three more instructions, fast_tanh one and 16.
+// With fast_tanh kernels are a fifth to a third slower. The formula's error is a 2^-22. That does not show in 16-bit
+// results where a is a cap that models have. The limits are CAP_LEAST and CAP_MOST of attention_problem.c.
 TILE bool is_usual(float softcap) { return sizeof(elem) == 2 && softcap >= 4.f && softcap <= 256.f; }
 template<int N> TILE void cap_usual_scores(rt<float, N> &x, float softcap, float scale_log2) {
   float a = softcap * 1.4426950408889634f, b = 2.f * 1.4426950408889634f * scale_log2 / a;
@@ -21,7 +21,7 @@ template<int N> TILE void cap_usual_scores(rt<float, N> &x, float softcap, float
 }
 // x: scores of 64 rows and N keys. distance: row - key + keys - rows of the tile's first element.
 template<int N> TILE void cap_scores(rt<float, N> &x, const attention_features &f, float scale_log2) {
-  // two products: scale / softcap may be out of range
+  // two products, because scale / softcap may be out of range
   float a = f.softcap * 1.4426950408889634f, inverse = fast_rcp(a);
   if (is_usual(f.softcap)) cap_usual_scores(x, f.softcap, scale_log2);
   else if (f.softcap != 0.f) map(x, [=](float y) { return a * fast_tanh(y * scale_log2 * inverse); });
@@ -34,9 +34,9 @@ template<int N> TILE void bias_scores(rt<float, N> &x, float slope, int distance
   });
 }
 
-// Dropout: 32 random bits of (seed, batch, head, row, key), by two rounds of a mixing function (Wellons, lowbias32): 16
-// for the row, row % 16 < 8, and 16 for row + 8, which is the same thread's, as a row of the forward's tiles and as a
-// column of the backward's.
+// Dropout: 32 random bits of (seed, batch, head, row, key), by two rounds of a mixing function (Wellons, lowbias32). Of
+// these 16 are for the row, where row % 16 < 8, and 16 for row + 8. Both belong to the same thread, as rows of the
+// forward's tiles and as columns of the backward's.
 TILE uint32_t mix(uint32_t x) {
   x = (x ^ x >> 16) * 0x7feb352du;
   x = (x ^ x >> 15) * 0x846ca68bu;

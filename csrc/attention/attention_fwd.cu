@@ -6,8 +6,8 @@
 // found anew in every block: where p came out large, m is raised to m' = max c x, l and o are multiplied by 2^(m - m'),
 // and this block's p are made again.
 // Where |c x| passes 2^14, the rounding of m shows in p, and takes it out of range at last. Such a row has
-// p = 2^(c (x - t)) with t = max x, and m = -infinity, so that every block's p come out infinite or NaN at first, and
-// are made again. See maximum() in attention_fwd.h.
+// p = 2^(c (x - x_max)) with x_max = max x, and m = -infinity, so that every block's p come out infinite or NaN at
+// first, and are made again. See maximum() in attention_fwd.h.
 // A block owns 64 NC query rows of one head, a warpgroup 64 of them, and walks from the last key block that it sees to
 // the first. The scores of key block j - 1 are issued before the product with v_j. Warpgroups with large blocks take
 // turns with matrix work, so that one's exponentials run under the others'; many with small blocks are better off
@@ -17,9 +17,9 @@
 // From the row: D (columns of q and k), DV (of v and o), BN (keys a block), NC (compute warpgroups), TURNS (1: matrix
 // work in turns), STAGES (of k and v), O_COLS (columns of o that leave at a time: fewer take less shared memory),
 // FEATURES, *_REGS
-enum { T_SHARED = FEATURES == FEATURES_PACKED && NC == 4 };   // four warpgroups have no registers for t
+enum { X_MAX_SHARED = FEATURES == FEATURES_PACKED && NC == 4 };   // four warpgroups have no registers for x_max
 
-// The last warpgroup begins with key blocks that the first does not see: that far apart they are in the rings.
+// The last warpgroup begins with key blocks that the first does not see. So far are they apart in the rings.
 static_assert(STAGES > (64 * (NC - 1) + BN - 1) / BN,
               "stages for the key blocks between the first and the last warpgroup");
 typedef ring<STAGES, ASYNC_READS> kv_ring;
@@ -28,15 +28,15 @@ struct shared {
   st<elem, BN, D> k[STAGES];
   st<elem, BN, DV> v[STAGES];
   st<elem, 64, O_COLS> o[NC];
-  parked t[NC];                // T_SHARED: of rows with scores so large that they have no m
+  parked x_max[NC];            // X_MAX_SHARED: of rows with scores so large that they have no m
   kv_ring k_ring, v_ring;
   ring<NC, ASYNC_READS> q_ring;
   sem v_clean[2];              // as in a ring of two stages, one a task: no other sequence's rows in v
   sem draw;                    // one phase a task: the next one may be drawn
-  held task_of[2];             // of even and odd tasks, as in the queue
+  query_task_smem task_of[2];  // of even and odd tasks, as in the queue
   task_queue queue;
 };
-struct places { ring_pos k, v; };   // a role's in the two rings
+struct kv_pos { ring_pos k, v; };   // a role's positions in the two rings
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
@@ -59,17 +59,18 @@ TILE void load(const gmap &m, st<elem, BN, C> (&tiles)[STAGES], kv_ring &r, ring
 // Draws a task while the last two key blocks of the one before are loaded: early enough to hide the counter's latency,
 // not so early that blocks which are done wait for tasks that others hold.
 TILE void scheduler(const attention_fwd_params &p, shared &s, int) {
-  task t;
+  query_task t;
   int next = next_task(p, 0, 0, t);
   for (uint32_t count = 0; hand_out(p, s.queue, s.task_of, count, next, t); count++) {
     sem_wait(s.draw, ring_at<1>(count).phase);
     next = next_task(p, count + 1, next, t);
   }
 }
-// A warpgroup frees its q only with its last scores, for which the next task's keys and values need not wait.
+// This role is apart from the loader, because a warpgroup frees its q only with its last scores. The next task's keys
+// and values need not wait for that.
 TILE void query_loader(const attention_fwd_params &p, shared &s, int) {
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
-    task t = get_held(s.task_of[count % 2], p);
+    query_task t = get_task(s.task_of[count % 2], p);
     for (int w = 0; w < NC; w++) {
       ring_pos q = q_stage(count, w);
       ring_acquire(s.q_ring, q);
@@ -80,9 +81,9 @@ TILE void query_loader(const attention_fwd_params &p, shared &s, int) {
   }
 }
 TILE void loader(const attention_fwd_params &p, shared &s, int) {
-  places at = {};
+  kv_pos at = {};
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
-    task t = get_held(s.task_of[count % 2], p);
+    query_task t = get_task(s.task_of[count % 2], p);
     int j = t.first + t.steps - 1, k_head = t.head / p.group, batch = in_memory(p, t);
     load(p.k, s.k, s.k_ring, at.k, t.seq.k0 + j * BN, k_head, batch);
     if (t.steps == 1) sem_arrive<THREAD>(s.draw);
@@ -96,9 +97,10 @@ TILE void loader(const attention_fwd_params &p, shared &s, int) {
   }
 }
 
-// A task's first key block may have rows of the next sequence, or of none: 0 times what they hold may be NaN. The first
-// warpgroup clears them in v, while no tile is in its registers; all wait for it before their first product with v.
-TILE void clear_tail(const attention_fwd_params &p, shared &s, const places &at, const task &t, uint32_t count) {
+// A task's first key block may have rows of the next sequence, or of none, and 0 times what they hold may be NaN. The
+// first warpgroup clears them in v, while no tile is in its registers. All wait for it before their first product with
+// v.
+TILE void clear_tail(const attention_fwd_params &p, shared &s, const kv_pos &at, const query_task &t, uint32_t count) {
   int keys = t.seq.keys - (t.first + t.steps - 1) * BN;
   if (p.features.q_start && keys < BN) {
     ring_wait(s.v_ring, at.v);
@@ -112,13 +114,13 @@ TILE void clear_tail(const attention_fwd_params &p, shared &s, const places &at,
 
 // y, exponentials of scores, to probabilities and their sums.
 TILE void sum_up(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &y, const attention_fwd_params &p,
-                 const task &t, int row0, int col0) {
+                 const query_task &t, int row0, int col0) {
   row_sum(sum, y);
   drop(y, p, t, row0, col0);
   convert(probabilities, y);
 }
 TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, const rt<float, BN> &x, const rv &m,
-                       const attention_fwd_params &p, const task &t, int row0, int col0) {
+                       const attention_fwd_params &p, const query_task &t, int row0, int col0) {
   rt<float, BN> y;
   float c = exponent(p);
   map_row(y, x, m, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
@@ -126,27 +128,27 @@ TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, const rt<float, B
 }
 // The same from the scores' own origin; x is lost.
 TILE void exponentials(rt<elem, BN> &probabilities, rsum &sum, rt<float, BN> &x, const rv &base, const rv &top,
-                       const attention_fwd_params &p, const task &t, int row0, int col0) {
+                       const attention_fwd_params &p, const query_task &t, int row0, int col0) {
   float c = exponent(p);
   map_row(x, base, [](float a, float b) { return a - b; });
   map_row(x, top, [=](float a, float b) { return fast_exp2(fused(a, c, -b)); });
   sum_up(probabilities, sum, x, p, t, row0, col0);
 }
 
-TILE void raise_maximum(const attention_fwd_params &p, shared &s, const rt<float, BN> &x, rv &m, rv &t, rv &base,
+TILE void raise_maximum(const attention_fwd_params &p, shared &s, const rt<float, BN> &x, rv &m, rv &x_max, rv &base,
                         rv &top, rv &alpha, int wg) {
-  if constexpr (T_SHARED) maximum(x, m, base, top, alpha, s.t[wg], exponent(p), 0.f, 8.f);
-  else maximum(x, m, base, top, alpha, t, exponent(p), 0.f, 8.f);
+  if constexpr (X_MAX_SHARED) maximum(x, m, base, top, alpha, s.x_max[wg], exponent(p), 0.f, 8.f);
+  else maximum(x, m, base, top, alpha, x_max, exponent(p), 0.f, 8.f);
 }
 
-TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rv &kept,
+TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<float, DV> &o, rv &m, const rv &x_max,
                  const rsum &l, int wg) {
-  task t = get_held(s.task_of[count % 2], p);   // again, rather than in registers for the whole task
+  query_task t = get_task(s.task_of[count % 2], p);   // again, rather than in registers for the whole task
   int row0 = t.row0 + wg * 64, batch = in_memory(p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  if constexpr (T_SHARED) rows_maxima(m, s.t[wg], exponent(p));
-  else rows_maxima(m, kept, exponent(p));
+  if constexpr (X_MAX_SHARED) rows_maxima(m, s.x_max[wg], exponent(p));
+  else rows_maxima(m, x_max, exponent(p));
   fill(inverse, EVERYTHING && p.features.drop_below ? p.features.keep_scale : 1.f);
   if (PACKED) add_sink(p.features, t.head, m, sum, inverse);
   map(inverse, inverse, sum, [](float f, float l) { return l == 0.f ? 0.f : f * fast_rcp(l); });
@@ -161,12 +163,12 @@ TILE void finish(const attention_fwd_params &p, shared &s, uint32_t count, rt<fl
   }
 }
 
-TILE void scores(shared &s, places &at, rt<float, BN> &x, int wg) {   // the key block is there
+TILE void scores(shared &s, kv_pos &at, rt<float, BN> &x, int wg) {   // the key block is there
   mma_fence();
   mma_ABt<ZERO>(x, s.q[wg], s.k[at.k.stage]);
   mma_commit();
 }
-TILE void product(shared &s, places &at, rt<float, DV> &o, rt<elem, BN> &probabilities) {
+TILE void product(shared &s, kv_pos &at, rt<float, DV> &o, rt<elem, BN> &probabilities) {
   ring_wait(s.v_ring, at.v);
   mma_fence();
   mma_AB<ACC>(o, probabilities, s.v[at.v.stage]);
@@ -174,24 +176,24 @@ TILE void product(shared &s, places &at, rt<float, DV> &o, rt<elem, BN> &probabi
 }
 
 // The scores with a key block are there: its stage, and after the last one q, may be filled again.
-TILE void scores_done(shared &s, places &at, bool last, int wg) {
+TILE void scores_done(shared &s, kv_pos &at, bool last, int wg) {
   ring_done(s.k_ring, at.k);
   if (last) ring_release(s.q_ring, {wg, 0});   // whichever the phase is
 }
 // A key block that this warpgroup's rows do not see.
-TILE void pass_over(shared &s, places &at) {
+TILE void pass_over(shared &s, kv_pos &at) {
   ring_wait(s.k_ring, at.k);
   ring_done(s.k_ring, at.k);
   ring_wait(s.v_ring, at.v);
   ring_done(s.v_ring, at.v);
 }
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fwd_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<elem,
-               BN> &probabilities, rt<float, DV> &o,
-               rv &m, rv &kept, rsum &l, int j, int low, int masked, int wg) {
+TILE void step(const attention_fwd_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x,
+               rt<elem, BN> &probabilities, rt<float, DV> &o, rv &m, rv &x_max, rsum &l, int j, int low, int masked,
+               int wg) {
   rsum sum;
-  task t = {};
-  if (EVERYTHING) t = get_held(h, p);
+  query_task t = {};
+  if (EVERYTHING) t = get_task(h, p);
   int row0 = t.row0 + wg * 64;
   my_turn(wg);
   scores(s, at, x, wg);
@@ -207,7 +209,7 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
   exponentials(probabilities, sum, x, m, p, t, row0, j * BN);
   if (exceeds(sum, 16384.f)) {   // fp16 ends at 65504. NaN, too: where m is -infinity
     rv base, top, alpha;
-    raise_maximum(p, s, x, m, kept, base, top, alpha, wg);
+    raise_maximum(p, s, x, m, x_max, base, top, alpha, wg);
     scale_rows(o, alpha);
     scale(l, alpha);
     exponentials(probabilities, sum, x, base, top, p, t, row0, j * BN);
@@ -216,20 +218,20 @@ TILE void step(const attention_fwd_params &p, shared &s, places &at, const held 
 }
 
 TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
-  places at = {};
+  kv_pos at = {};
   if (PACKED && p.features.q_start)   // here, not behind the tasks: that took registers from them
     clear_behind<elem>({p.out, p.out_row, p.out_head, p.out_columns, p.q_heads, p.q_total,
                        p.features.q_start + p.batch}, p.lse, block_index() * NC + wg, block_count() * NC);
   if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.tasks; count++) {
-    const held &h = s.task_of[count % 2];
-    task t = get_held(h, p);
+    const query_task_smem &h = s.task_of[count % 2];
+    query_task t = get_task(h, p);
     int row0 = t.row0 + wg * 64, j = t.first + t.steps - 1;
-    reach mine = get_reach(h, wg);
+    key_range mine = get_key_range(h, wg);
     rt<float, BN> x;
     rt<elem, BN> probabilities;
     rt<float, DV> o;
-    rv m, kept, base, top, alpha;   // kept: t of the head of this file, where that is not parked
+    rv m, x_max, base, top, alpha;   // x_max: where it is not in s.x_max
     rsum l;
     if (PACKED && wg == 0) clear_tail(p, s, at, t, count);
     int idle = TURNS ? t.rounds - (mine.seen - mine.low) : 0;
@@ -244,12 +246,12 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     mma_wait<0>(x);
     scores_done(s, at, j == mine.low, wg);
     fill(m, -infinity());
-    if (T_SHARED) store(s.t[wg], m);
-    kept = m;
+    if (X_MAX_SHARED) store(s.x_max[wg], m);
+    x_max = m;
     fill(o, 0.f);
     change_scores(x, p, t, row0, j * BN);
     mask(x, p, h, j * BN, wg);
-    raise_maximum(p, s, x, m, kept, base, top, alpha, wg);
+    raise_maximum(p, s, x, m, x_max, base, top, alpha, wg);
     exponentials(probabilities, l, x, m, p, t, row0, j * BN);
     if (exceeds(l, 16384.f)) exponentials(probabilities, l, x, base, top, p, t, row0, j * BN);
     if (j > mine.low) ring_wait(s.k_ring, at.k);
@@ -257,15 +259,15 @@ TILE void compute(const attention_fwd_params &p, shared &s, int wg) {
     j--;
     do {   // windows have masked blocks at both ends
       for (; j >= mine.low && ((j + 1) * BN > mine.open || (WINDOWS && j < mine.closed)); j--)
-        step(p, s, at, h, x, probabilities, o, m, kept, l, j, mine.low, 1, wg);
+        step(p, s, at, h, x, probabilities, o, m, x_max, l, j, mine.low, 1, wg);
       for (; j >= mine.closed && (j + 1) * BN <= mine.open; j--)
-        step(p, s, at, h, x, probabilities, o, m, kept, l, j, mine.low, 0, wg);
+        step(p, s, at, h, x, probabilities, o, m, x_max, l, j, mine.low, 0, wg);
     } while (WINDOWS && j >= mine.low);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.v_ring, at.v);
     if (WINDOWS) for (; j >= t.first; j--) pass_over(s, at);
-    finish(p, s, count, o, m, kept, l, wg);
+    finish(p, s, count, o, m, x_max, l, wg);
     queue_release(s.queue, count);
   }
   if (TURNS) turn_end<NC>(wg);

@@ -1,18 +1,19 @@
 // What the kernels of attention forward share: how they walk over queries and keys, and what a block of scores goes
-// through. A task is a block of BM = 64 NC query rows of one (batch, head); its steps are the blocks of BN keys that
-// these see. Of its rows a warpgroup has 64. D, BN, NC, TURNS and FEATURES come from the row.
+// through. A task (query_task) is a block of BM = 64 NC query rows of one (batch, head). Each of NC warpgroups has 64
+// of these rows. A task's steps are the blocks of BN keys that its rows see. D, BN, NC, TURNS and FEATURES come from
+// the row.
 #pragma once
 #include "attention/attention_features.h"
 
 enum { BM = 64 * NC };
-struct task {
+struct query_task {
   int batch, head, row0;       // row0 and keys count in the sequence
   int first, steps;            // key blocks first .. first + steps - 1
   int rounds;                  // the most key blocks that a warpgroup's rows see
   sequence seq;
 };
-// a packed sequence that is shorter than the longest
-TILE bool is_empty(const task &t) { return PACKED && t.row0 >= t.seq.rows; }
+// Of a packed sequence that is shorter than the longest: nothing is left for this task.
+TILE bool is_empty(const query_task &t) { return PACKED && t.row0 >= t.seq.rows; }
 // Key blocks up to the last that rows before `end` see, and the first that row `row` sees.
 TILE int blocks_seen(const sequence &q, int end) {
   int keys = end + q.diagonal < q.keys ? end + q.diagonal : q.keys;
@@ -20,11 +21,11 @@ TILE int blocks_seen(const sequence &q, int end) {
 }
 TILE int first_block(const sequence &q, int row) { return WINDOWS && row + q.lower > 0 ? (row + q.lower) / BN : 0; }
 
-// A warpgroup's own part of a task's key blocks: low .. seen - 1; all of its rows see all keys of blocks below `open`
-// keys that are not below `closed`.
-struct reach { int low, seen, open, closed; };
-TILE reach reach_of(const task &t, int row0) {
-  reach a;
+// A warpgroup's own part of a task's key blocks: low to seen - 1. Blocks from `closed` on that end at key `open` or
+// before it need no mask: all of its rows see all of their keys.
+struct key_range { int low, seen, open, closed; };
+TILE key_range key_range_of(const query_task &t, int row0) {
+  key_range a;
   int last = t.first + t.steps - 1, see = row0 + t.seq.diagonal + 1;
   a.low = first_block(t.seq, row0) < last ? first_block(t.seq, row0) : last;
   a.seen = blocks_seen(t.seq, row0 + 64) > a.low ? blocks_seen(t.seq, row0 + 64) : a.low + 1;
@@ -34,8 +35,8 @@ TILE reach reach_of(const task &t, int row0) {
 }
 
 // Heads go in sections; the row blocks with most keys of a section first.
-TILE task task_at(const attention_fwd_params &p, int i) {
-  task t;
+TILE query_task task_at(const attention_fwd_params &p, int i) {
+  query_task t;
   int section = i / (p.l2_heads * p.q_blocks), r = i - section * p.l2_heads * p.q_blocks,
       left = p.batch * p.q_heads - section * p.l2_heads;
   int heads = left < p.l2_heads ? left : p.l2_heads, block = p.q_blocks - 1 - r / heads,
@@ -52,25 +53,29 @@ TILE task task_at(const attention_fwd_params &p, int i) {
   if (TURNS && WINDOWS) {
     t.rounds = 1;
     for (int w = 0; w < NC; w++) {
-      reach r = reach_of(t, t.row0 + w * 64);
+      key_range r = key_range_of(t, t.row0 + w * 64);
       if (r.seen - r.low > t.rounds) t.rounds = r.seen - r.low;
     }
   }
   return t;
 }
 // Thread: the next task's number, and what it is.
-TILE int next_task(const attention_fwd_params &p, uint32_t count, int i, task &t) {
+TILE int next_task(const attention_fwd_params &p, uint32_t count, int i, query_task &t) {
   return next_task(count, i, p.counter, [&](int i) {
     if (i < p.tasks) t = task_at(p, i);
     return i < p.tasks && is_empty(t);
   });
 }
 // batch of the maps
-TILE int in_memory(const attention_fwd_params &p, const task &t) { return PACKED && p.features.q_start ? 0 : t.batch; }
+TILE int in_memory(const attention_fwd_params &p, const query_task &t) {
+  return PACKED && p.features.q_start ? 0 : t.batch;
+}
 
-// A task in shared memory: dividing its number again would cost each role a third of a microsecond.
-struct held { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower; reach of[NC]; };
-TILE void put_held(held &h, const task &t) {
+// A task as the roles read it from shared memory. Taking its number apart again would cost each role a third of a
+// microsecond.
+struct query_task_smem { int batch, head, row0, first, steps, rounds, q0, k0, rows, keys, diagonal, lower;
+    key_range ranges[NC]; };
+TILE void put_task(query_task_smem &h, const query_task &t) {
   put(h.batch, t.batch);
   put(h.head, t.head);
   put(h.row0, t.row0);
@@ -86,37 +91,37 @@ TILE void put_held(held &h, const task &t) {
     put(h.lower, t.seq.lower);
   }
   for (int w = 0; w < NC; w++) {
-    reach a = reach_of(t, t.row0 + w * 64);
-    put(h.of[w].low, a.low);
-    put(h.of[w].seen, a.seen);
-    put(h.of[w].open, a.open);
-    put(h.of[w].closed, a.closed);
+    key_range a = key_range_of(t, t.row0 + w * 64);
+    put(h.ranges[w].low, a.low);
+    put(h.ranges[w].seen, a.seen);
+    put(h.ranges[w].open, a.open);
+    put(h.ranges[w].closed, a.closed);
   }
 }
-TILE task get_held(const held &h, const attention_fwd_params &p) {
-  task t = {get(h.batch), get(h.head), get(h.row0), get(h.first), get(h.steps), get(h.rounds),
+TILE query_task get_task(const query_task_smem &h, const attention_fwd_params &p) {
+  query_task t = {get(h.batch), get(h.head), get(h.row0), get(h.first), get(h.steps), get(h.rounds),
       {0, 0, p.q_total, p.k_rows, p.diagonal, -UNMASKED}};
   if (WINDOWS) t.seq = {get(h.q0), get(h.k0), get(h.rows), get(h.keys), get(h.diagonal), get(h.lower)};
   return t;
 }
-TILE reach get_reach(const held &h, int wg) {
-  return {get(h.of[wg].low), get(h.of[wg].seen), get(h.of[wg].open), get(h.of[wg].closed)};
+TILE key_range get_key_range(const query_task_smem &h, int wg) {
+  return {get(h.ranges[wg].low), get(h.ranges[wg].seen), get(h.ranges[wg].open), get(h.ranges[wg].closed)};
 }
 
-// A task's q has a stage of the ring for each warpgroup, all of which every task fills.
+// The ring of q has a stage for each warpgroup, and every task fills all of them.
 TILE ring_pos q_stage(uint32_t count, int wg) { return {wg, ring_at<1>(count).phase}; }
 
-// Thread: hands out a task, which t describes; false for what comes behind the last.
-TILE bool hand_out(const attention_fwd_params &p, task_queue &q, held (&task_of)[2], uint32_t count, int next,
-                   const task &t) {
+// Thread: hands out task number `next`, which t describes. False behind the last task.
+TILE bool hand_out(const attention_fwd_params &p, task_queue &q, query_task_smem (&task_of)[2], uint32_t count,
+                   int next, const query_task &t) {
   queue_acquire(q, count);
-  if (next < p.tasks) put_held(task_of[count % 2], t);
+  if (next < p.tasks) put_task(task_of[count % 2], t);
   queue_give(q, count, next);
   return next < p.tasks;
 }
 
-// Turns of rows that have them (TURNS 1): then the warpgroups issue their matrix work one after the other (pipe.h), and
-// one that has nothing to issue skips its turn, since all take as many in a task.
+// Where the row says TURNS=1, the warpgroups issue their matrix work one after the other (pipe.h). All take the same
+// number of turns in a task, so one that has nothing to issue skips its turn.
 TILE void my_turn(int wg) {
   if (TURNS) turn_wait<NC>(wg);
 }
@@ -128,38 +133,39 @@ TILE void skip_turn(int wg) {
   next_turn(wg);
 }
 
-// The task is read again: in registers from the task's begin on it would cost the other steps some.
-TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const held &h, int col0, int wg) {
+// Masks the scores with the keys from col0 on. It reads the task again: kept in registers, it would cost every step.
+TILE void mask(rt<float, BN> &x, const attention_fwd_params &p, const query_task_smem &h, int col0, int wg) {
   int row0 = get(h.row0) + wg * 64 - col0, keys = (WINDOWS ? get(h.keys) : p.k_rows) - col0;
   int diagonal = row0 + (WINDOWS ? get(h.diagonal) : p.diagonal), lower = WINDOWS ? row0 + get(h.lower) : 0;
   if (WINDOWS && lower > -64) triu(x, lower, -infinity());
   if (diagonal < BN - 1) tril(x, diagonal, -infinity());
   if (keys < BN) map_rc(x, [=](float a, int, int col) { return col < keys ? a : -infinity(); });
 }
-// The row's features: of scores, in front of the mask, and of probabilities. Capped or biased scores are in units of
-// log 2.
+// The row's features: what they do to scores, in front of the mask, and to probabilities. Capped or biased scores are
+// in units of log 2.
 TILE float exponent(const attention_fwd_params &p) {
   return EVERYTHING && changes_scores(p.features) ? 1.f : p.scale_log2;
 }
-TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
+TILE void change_scores(rt<float, BN> &x, const attention_fwd_params &p, const query_task &t, int row0, int col0) {
   if (!EVERYTHING || !changes_scores(p.features)) return;
   cap_scores(x, p.features, p.scale_log2);
   bias_scores(x, slope_of(p.features, t.batch, t.head), row0 + t.seq.keys - t.seq.rows - col0);
 }
-TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const task &t, int row0, int col0) {
+TILE void drop(rt<float, BN> &x, const attention_fwd_params &p, const query_task &t, int row0, int col0) {
   if (EVERYTHING && p.features.drop_below) drop(x, p.features, t.batch * p.q_heads + t.head, row0, col0);
 }
 
-// The rows' maxima. p = 2^(c (x - base) - top), where base is t and top is m, or 0 if the row has none; m = c max x -
-// below when it was found, and is raised by more than `slack` only, which spares o some of its scaling. A row has m or
-// t; what it does not have is -infinity, both where no key was seen. l and o are to be multiplied by alpha. t is in
-// registers, or in shared memory where a kernel has none to spare: hardly any block needs it.
+// The rows' maxima: p = 2^(c (x - base) - top). A row has m or x_max, and -infinity for the other; it has neither
+// where it has seen no key. `base` is x_max, or 0 without it; `top` is m, or 0 without it. m is c max x - below when it
+// is found, and is raised by more than `slack` only, which saves scalings of o. l and o are to be multiplied by alpha.
+// x_max is in registers, or in shared memory where a kernel has none to spare: hardly any block needs it.
 TILE void finite(rv &v) { map(v, v, [](float x) { return x == -infinity() ? 0.f : x; }); }
 TILE void load(rv &v, const rv &t) { v = t; }
 TILE void store(rv &t, const rv &v) { t = v; }
 template<int N, class T>
-TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T &t, float c, float below, float slack) {
-  load(base, t);
+TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T &x_max, float c, float below,
+                  float slack) {
+  load(base, x_max);
   map(alpha, m, base, [=](float m, float t) { return m == -infinity() ? t : 0.f; });
   top = m;
   finite(top);
@@ -169,7 +175,7 @@ TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T 
     return m > -infinity() && !(peak > m + slack) ? m : peak < limit && peak > -limit ? peak : -infinity();
   });
   map(base, m, base, [](float m, float h) { return m == -infinity() ? h : -infinity(); });
-  store(t, base);
+  store(x_max, base);
   finite(base);
   map(alpha, alpha, base, [=](float before, float now) { return (before - now) * c; });
   map(alpha, alpha, top, [](float x, float y) { return x + y; });
@@ -177,10 +183,10 @@ TILE void maximum(const rt<float, N> &x, rv &m, rv &base, rv &top, rv &alpha, T 
   finite(top);
   map(alpha, alpha, top, [](float x, float y) { return fast_exp2(x - y); });
 }
-// At the end, m of rows that have t.
-template<class T> TILE void rows_maxima(rv &m, const T &kept, float c) {
+// At the end: m of the rows that have x_max.
+template<class T> TILE void rows_maxima(rv &m, const T &x_max, float c) {
   rv t;
-  load(t, kept);
+  load(t, x_max);
   map(m, m, t, [=](float m, float t) { return m == -infinity() ? t * c : m; });
 }
 
@@ -200,7 +206,7 @@ TILE void add_sink(const attention_features &f, int head, rv &m, rv &sum, rv &fa
 
 // ---- results
 
-// 64 rows of o, rounded, leave C columns at a time through a tile whose last store is left running.
+// Rounds 64 rows of o and stores them, C columns at a time, through a tile. The last store is not waited for.
 template<typename T, int C, int N>
 TILE void store_output(const gmap &map, st<T, 64, C> &tile, const rt<float, N> &o, int row, int head, int batch) {
   UNROLLED for (int col = 0; col < N; col += C) {

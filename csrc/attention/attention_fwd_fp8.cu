@@ -3,34 +3,34 @@
 // The loop of attention_fwd.cu (see there), with c = scale log2 e q_descale k_descale. Probabilities are rounded to
 // e4m3 on their way into the product with v, which ends at 448: m is 6 less than the maximum when it was found, so that
 // more of the format's range is used, and is found again where p reaches its end.
-// Products of 8-bit operands want both along the reduction: v along the keys. Warps beside the loader turn every block
-// of v, from the loader's ring into one of their own.
+// Products of 8-bit operands want both along the reduction, v along the keys. Warps beside the loader (transposer)
+// transpose every block of v, from the loader's ring into one of their own, t_ring.
 #include "attention/attention_fwd.h"
 
 // From the row: D, BN (keys a block), NC (compute warpgroups), TURNS (1: matrix work in turns), K_STAGES, V_STAGES (of
-// 64 keys), T_STAGES (of turned v), O_COLS (columns of o that leave at a time: fewer take less shared memory), FEATURES
-// (0), *_REGS
-enum { TURNERS = 3 };
+// 64 keys), T_STAGES (of transposed v), O_COLS (columns of o that leave at a time: fewer take less shared memory),
+// FEATURES (0), *_REGS
+enum { TRANSPOSERS = 3 };
 
 struct shared {
   st<e4m3, 64, D> q[NC];
   st<e4m3, BN, D> k[K_STAGES];
   st<e4m3, 64, D> v[V_STAGES];   // parts of a block
-  tt<e4m3, BN, D> turned[T_STAGES];
+  tt<e4m3, BN, D> v_transposed[T_STAGES];
   st<bf16, 64, O_COLS> o[NC];
   ring<K_STAGES, ASYNC_READS> k_ring;
   ring<V_STAGES, GENERIC_READS> v_ring;
   ring<T_STAGES, ASYNC_READS> t_ring;
   ring<NC, ASYNC_READS> q_ring;
-  held task_of[2];               // of even and odd tasks, as in the queue
+  query_task_smem task_of[2];    // of even and odd tasks, as in the queue
   task_queue queue;
 };
-struct places { ring_pos k, v; };   // a role's in its rings of k and of v
+struct kv_pos { ring_pos k, v; };   // a role's positions in its rings of k and of v
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, NC));
-  ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, TURNERS, 0));
-  ring_init(s.t_ring, arrivals(0, TURNERS, 0), arrivals(0, 0, NC));
-  queue_init(s.queue, arrivals(0, TURNERS, NC));
+  ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, TRANSPOSERS, 0));
+  ring_init(s.t_ring, arrivals(0, TRANSPOSERS, 0), arrivals(0, 0, NC));
+  queue_init(s.queue, arrivals(0, TRANSPOSERS, NC));
   ring_init(s.q_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
 }
 
@@ -51,8 +51,8 @@ TILE void load_values(const attention_fp8_params &p, shared &s, ring_pos &at, in
   }
 }
 TILE void loader(const attention_fp8_params &p, shared &s, int) {
-  places at = {};
-  task t, following;
+  kv_pos at = {};
+  query_task t, following;
   int next = next_task(p.fwd, 0, 0, t);
   for (uint32_t count = 0; hand_out(p.fwd, s.queue, s.task_of, count, next, t); count++) {
     int j = t.steps - 1, k_head = t.head / p.fwd.group;
@@ -71,8 +71,8 @@ TILE void loader(const attention_fp8_params &p, shared &s, int) {
     t = following;
   }
 }
-TILE void turner(const attention_fp8_params &p, shared &s, int index) {
-  uint32_t block = 0;   // of all tasks: what is kept instead of places, for want of registers
+TILE void transposer(const attention_fp8_params &p, shared &s, int index) {
+  uint32_t block = 0;   // counted over all tasks: kept instead of ring positions, for want of registers
   for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
     uint32_t end = block + (uint32_t)get(s.task_of[count % 2].steps);
     queue_release<WARP>(s.queue, count);
@@ -82,7 +82,7 @@ TILE void turner(const attention_fp8_params &p, shared &s, int index) {
       for (int part = 0; part < BN; part += 64) {
         ring_pos from = ring_at<V_STAGES>(block * (BN / 64) + part / 64);
         ring_wait(s.v_ring, from);
-        transpose_part(s.turned[to.stage], part, s.v[from.stage], index, TURNERS);
+        transpose_part(s.v_transposed[to.stage], part, s.v[from.stage], index, TRANSPOSERS);
         ring_release<WARP>(s.v_ring, from);
       }
       ring_fill<WARP>(s.t_ring, to);
@@ -106,23 +106,23 @@ TILE void exponentials(rt<e4m3, BN> &probabilities, rsum &sum, rt<float, BN> &x,
   exponentials(probabilities, sum, x, top, c);
 }
 
-TILE float descale(const float *of, const attention_fp8_params &p, const task &t) {
+TILE float descale(const float *of, const attention_fp8_params &p, const query_task &t) {
   return of ? of[t.batch * p.k_heads + t.head / p.fwd.group] : 1.f;
 }
 // The factor of scores in the exponent. Of tensors of zeros it may be 0: then too a score of -infinity is masked and
 // others count.
-TILE float exponent(const attention_fp8_params &p, const task &t) {
+TILE float exponent(const attention_fp8_params &p, const query_task &t) {
   float c = p.fwd.scale_log2 * descale(p.q_descale, p, t) * descale(p.k_descale, p, t);
   return clamp(c, 1e-30f, 3e38f);
 }
 
-TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<float, D> &o, rv &m, const rv &kept,
+TILE void finish(const attention_fp8_params &p, shared &s, const query_task &t, rt<float, D> &o, rv &m, const rv &x_max,
                  const rsum &l, float c, int wg) {
   int row0 = t.row0 + wg * 64;
   float factor = descale(p.v_descale, p, t);
   rv sum, inverse, lse;
   reduce(sum, l);
-  rows_maxima(m, kept, c);
+  rows_maxima(m, x_max, c);
   map(inverse, sum, [=](float l) { return l == 0.f ? 0.f : factor * fast_rcp(l); });
   map_row(o, inverse, [](float x, float f) { return x * f; });
   store_output(p.fwd.o, s.o[wg], o, row0, t.head, t.batch);
@@ -132,19 +132,19 @@ TILE void finish(const attention_fp8_params &p, shared &s, const task &t, rt<flo
   }
 }
 
-TILE void scores(shared &s, places &at, rt<float, BN> &x, int wg) {   // the key block is there
+TILE void scores(shared &s, kv_pos &at, rt<float, BN> &x, int wg) {   // the key block is there
   mma_fence();
   mma_ABt<ZERO>(x, s.q[wg], s.k[at.k.stage]);
   mma_commit();
 }
-TILE void product(shared &s, places &at, rt<float, D> &o, rt<e4m3, BN> &probabilities) {
+TILE void product(shared &s, kv_pos &at, rt<float, D> &o, rt<e4m3, BN> &probabilities) {
   ring_wait(s.t_ring, at.v);
   mma_fence();
-  mma_AB<ACC>(o, probabilities, s.turned[at.v.stage]);
+  mma_AB<ACC>(o, probabilities, s.v_transposed[at.v.stage]);
   mma_commit();
 }
 // A key block that this warpgroup's rows do not see.
-TILE void pass_over(shared &s, places &at, int wg) {
+TILE void pass_over(shared &s, kv_pos &at, int wg) {
   skip_turn(wg);
   ring_wait(s.k_ring, at.k);
   ring_done(s.k_ring, at.k);
@@ -153,9 +153,9 @@ TILE void pass_over(shared &s, places &at, int wg) {
 }
 
 // x: scores with key block j; probabilities and v: block j + 1
-TILE void step(const attention_fp8_params &p, shared &s, places &at, const held &h, rt<float, BN> &x, rt<e4m3,
-               BN> &probabilities, rt<float, D> &o, rv &m, rv &kept, rsum &l, float c, int j,
-               int masked, int wg) {
+TILE void step(const attention_fp8_params &p, shared &s, kv_pos &at, const query_task_smem &h, rt<float, BN> &x,
+               rt<e4m3, BN> &probabilities, rt<float, D> &o, rv &m, rv &x_max, rsum &l, float c, int j, int masked,
+               int wg) {
   rsum sum;
   my_turn(wg);
   scores(s, at, x, wg);
@@ -171,7 +171,7 @@ TILE void step(const attention_fp8_params &p, shared &s, places &at, const held 
   exponentials(probabilities, sum, x, m, c);
   if (saturated(probabilities)) {
     rv base, top, alpha;
-    maximum(x, m, base, top, alpha, kept, c, 6.f, 0.f);
+    maximum(x, m, base, top, alpha, x_max, c, 6.f, 0.f);
     scale_rows(o, alpha);
     scale(l, alpha);
     exponentials(probabilities, sum, x, base, top, c);
@@ -180,18 +180,18 @@ TILE void step(const attention_fp8_params &p, shared &s, places &at, const held 
 }
 
 TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
-  places at = {};
+  kv_pos at = {};
   if (TURNS) turn_begin<NC>(wg);
   for (uint32_t count = 0; queue_take(s.queue, count) < p.fwd.tasks; count++) {
-    const held &h = s.task_of[count % 2];
-    task t = get_held(h, p.fwd);
+    const query_task_smem &h = s.task_of[count % 2];
+    query_task t = get_task(h, p.fwd);
     int j = t.steps - 1;
     float c = exponent(p, t);
-    reach mine = get_reach(h, wg);
+    key_range mine = get_key_range(h, wg);
     rt<float, BN> x;
     rt<e4m3, BN> probabilities;
     rt<float, D> o;
-    rv m, kept, base, top, alpha;
+    rv m, x_max, base, top, alpha;
     rsum l;
     for (; j >= mine.seen; j--) pass_over(s, at, wg);
     ring_wait(s.q_ring, q_stage(count, wg));
@@ -201,20 +201,20 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
     ring_done(s.k_ring, at.k);
     if (j == 0) ring_release(s.q_ring, {wg, 0});
     fill(m, -infinity());
-    kept = m;
+    x_max = m;
     fill(o, 0.f);
     mask(x, p.fwd, h, j * BN, wg);
-    maximum(x, m, base, top, alpha, kept, c, 6.f, 0.f);
+    maximum(x, m, base, top, alpha, x_max, c, 6.f, 0.f);
     exponentials(probabilities, l, x, m, c);
     if (saturated(probabilities)) exponentials(probabilities, l, x, base, top, c);
     if (j > 0) ring_wait(s.k_ring, at.k);
     j--;
-    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(p, s, at, h, x, probabilities, o, m, kept, l, c, j, 1, wg);
-    for (; j >= 0; j--) step(p, s, at, h, x, probabilities, o, m, kept, l, c, j, 0, wg);
+    for (; j >= 0 && (j + 1) * BN > mine.open; j--) step(p, s, at, h, x, probabilities, o, m, x_max, l, c, j, 1, wg);
+    for (; j >= 0; j--) step(p, s, at, h, x, probabilities, o, m, x_max, l, c, j, 0, wg);
     product(s, at, o, probabilities);
     mma_wait<0>(o, probabilities);
     ring_done(s.t_ring, at.v);
-    finish(p, s, t, o, m, kept, l, c, wg);
+    finish(p, s, t, o, m, x_max, l, c, wg);
     queue_release(s.queue, count);
   }
   if (TURNS) turn_end<NC>(wg);
@@ -222,5 +222,5 @@ TILE void compute(const attention_fp8_params &p, shared &s, int wg) {
 }
 
 typedef block<attention_fp8_params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>,
-              role<loader, THREAD, 1, LOAD_REGS>, role<turner, WARP, TURNERS, LOAD_REGS>> kernel;
+              role<loader, THREAD, 1, LOAD_REGS>, role<transposer, WARP, TRANSPOSERS, LOAD_REGS>> kernel;
 ENTRY(kernel, BM, BN)

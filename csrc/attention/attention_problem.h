@@ -1,4 +1,5 @@
-// What the host halves of attention's forward and backward share: reading the arguments, what follows from them for the kernels.
+// What the host halves of attention's forward and backward share: reading the arguments, what follows from them for the
+// kernels.
 #pragma once
 #include <float.h>
 #include <math.h>
@@ -22,13 +23,15 @@ static inline int64_t at_most(int64_t high, int64_t x) { return x > high ? high 
 static inline float attention_log2_scale(const attention_shape *x) { return (float)fmin(x->scale * LOG2E, FLT_MAX); }
 
 // Shape, features and scale. Fails where the arguments do not agree, and names the one.
-mg_status attention_read(attention_shape *x, const char *op, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v, const mg_attention_options *options);
+mg_status attention_read(attention_shape *x, const char *op, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
+                         const mg_attention_options *options);
 // Starts of packed sequences, on the CPU; on the GPU they are not read.
 mg_status attention_check_starts(const attention_shape *x, const char *op, const mg_attention_features *f);
 mg_status attention_check_shape(const char *op, const char *name, const mg_tensor *t, int dims, const int64_t *want);
 mg_status attention_check_contiguous(const char *op, const char *name, const mg_tensor *t);
 
-mg_problem attention_problem_of(const attention_shape *x, const mg_attention_options *options, const mg_tensor *q, int sms);
+mg_problem attention_problem_of(const attention_shape *x, const mg_attention_options *options, const mg_tensor *q,
+                                int sms);
 attention_features attention_features_of(const attention_shape *x, const mg_attention_features *f);
 // The last key that row 0 sees; of packed sequences, before their lengths.
 int attention_upper_diagonal(const attention_shape *x, const mg_attention_options *options);

@@ -5,7 +5,8 @@
 #include "attention/attention.h"
 
 enum { UNMASKED = 1 << 30 };
-// where it begins in q and in k; query row i sees keys i + lower .. i + diagonal
+// A sequence: its first row in q and in k, how many rows and keys it has. Query row i sees keys i + lower to i +
+// diagonal.
 struct sequence { int q0, k0, rows, keys, diagonal, lower; };
 
 TILE sequence sequence_of(const attention_features &f, bool packed, int batch, int q_rows, int k_rows, int diagonal) {
@@ -21,12 +22,13 @@ TILE sequence sequence_of(const attention_features &f, bool packed, int batch, i
   return q;
 }
 
-// The first m rows of a tile, n columns each, where the next sequence's rows follow: rows of ld elements.
+// Stores the first m rows of a tile, n columns of each, where the next sequence's rows follow. ld: elements from row to
+// row.
 template<int N> TILE void store_first(elem *g, int64_t ld, const rt<float, N> &t, int m, int n) {
   store_rows<elem>(t, [=](int row) { return row < m ? g + row * ld : (elem *)nullptr; }, n);
 }
 
-// Warpgroup, number i of n that share the work. lse (NULL: none) is -inf for these rows.
+// Warpgroup, the i-th of n that share the work. Makes these rows 0, and their lse (NULL: none) -inf.
 template<typename T> TILE void clear_behind(const rows_behind &t, float *lse, int i, int n) {
   if (!t.end) return;
   int first = *t.end, blocks = first < t.rows ? (t.rows - first + 63) / 64 : 0;
@@ -42,21 +44,21 @@ template<typename T> TILE void clear_behind(const rows_behind &t, float *lse, in
   }
 }
 
-// Backward: dq or dk, times what of the softmax scale ds did not have, mostly 1. Rounding of delta times a large scale
-// must not become an infinity; one that is there before becomes NaN.
+// Backward: dq or dk times out_scale, which is mostly 1. Where delta was rounded and the scale is large, the product
+// could leave fp32's range, and is clamped instead. An infinity from before becomes NaN.
 template<int N> TILE void scale_gradient(rt<float, N> &x, float scale) {
   if (scale > 1.f) map(x, [=](float a) { return clamp(a * scale, -3.38e38f, 3.38e38f) + (a - a); });
   else if (scale < 1.f) map(x, [=](float a) { return a * scale; });
 }
 
-// Backward, packed sequences: a head's blocks of `tile` rows in the workspace are the sequences', each with room for
-// its rows rounded up to blocks and for a block of padding. The first one of a sequence:
+// Backward, packed sequences: the first of a sequence's blocks of `tile` rows among those that a head has in the
+// workspace. Each sequence has room there for its rows, rounded up to blocks, and for a block of padding.
 TILE int padded_block(const int *q_start, int batch, int tile) { return q_start[batch] / tile + 2 * batch; }
 
 // The same for blocks of 64 rows, of (batch, head), and how many there are.
 struct row_blocks { int first, count; };
-TILE row_blocks blocks_of(const packed_rows &p, int batch, int head, int q_heads, int q_blocks) {
-  if (!p.start) return {(batch * q_heads + head) * q_blocks, q_blocks};
+TILE row_blocks blocks_of(const packed_rows &p, int batch, int head, int q_heads, int q_padded) {
+  if (!p.start) return {(batch * q_heads + head) * q_padded, q_padded};
   int first = padded_block(p.start, batch, 64 * p.tile) * p.tile;
   return {head * p.head_blocks + first, padded_block(p.start, batch + 1, 64 * p.tile) * p.tile - first};
 }

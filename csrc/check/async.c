@@ -5,8 +5,12 @@
 // ---- register tiles
 static const char *register_in_flight(const ck_register *r, bool written) {
   const int done = r->fiber == ck.current ? self()->seen[component(ck.current, PRODUCTS)] : 0;
-  if (r->writer) return r->writer > done ? "a product that has not been waited for still writes" : "has to be named in the mma_wait that frees it:";
-  if (written && r->reader) return r->reader > done ? "a product that has not been waited for still reads" : "has to be named in the mma_wait that frees it:";
+  if (r->writer)
+    return r->writer > done ? "a product that has not been waited for still writes" :
+                              "has to be named in the mma_wait that frees it:";
+  if (written && r->reader)
+    return r->reader > done ? "a product that has not been waited for still reads" :
+                              "has to be named in the mma_wait that frees it:";
   return NULL;
 }
 static bool check_register(const void *pc, const ck_register *r, bool written) {
@@ -14,7 +18,8 @@ static bool check_register(const void *pc, const ck_register *r, bool written) {
   const char *why = register_in_flight(r, written);
   const bool waited = why && why[0] == 'h';
   if (!why || !rule_on(waited ? CK_UNNAMED : CK_IN_FLIGHT)) return true;
-  report(waited ? CK_UNNAMED : CK_IN_FLIGHT, pc, r->product, ck.current, waited ? "touches a register tile that %s it was used by a product" : "touches a register tile that %s", why);
+  report(waited ? CK_UNNAMED : CK_IN_FLIGHT, pc, r->product, ck.current,
+         waited ? "touches a register tile that %s it was used by a product" : "touches a register tile that %s", why);
   return false;
 }
 void ck_reads(const void *pc, int width, ck_register *r) {
@@ -32,10 +37,13 @@ void ck_register_ends(ck_register *r) {
   if (ck.failed || ck.current < 0 || !register_in_flight(r, true)) return;
   const int done = self()->seen[component(ck.current, PRODUCTS)];
   if (r->writer > done || r->reader > done) {
-    if (rule_on(CK_LIFETIME)) report(CK_LIFETIME, self()->product_pc, NULL, -1, "leaves the scope of a register tile that a product still uses");
+    if (rule_on(CK_LIFETIME))
+      report(CK_LIFETIME, self()->product_pc, NULL, -1,
+             "leaves the scope of a register tile that a product still uses");
   } else if (rule_on(CK_UNNAMED)) {
-    report(CK_UNNAMED, r->product, NULL, -1, "the scope of a register tile of this product ends, and no mma_wait has named the tile: the compiler may give its registers "
-           "to something else before the wait");
+    report(CK_UNNAMED, r->product, NULL, -1,
+           "the scope of a register tile of this product ends, and no mma_wait has named the tile: "
+           "the compiler may give its registers to something else before the wait");
   }
 }
 
@@ -51,17 +59,19 @@ static operation *issue(const void *pc, int kind, ck_effect run, const void *clo
   return o;
 }
 
-void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_effect run, const void *closure, size_t size) {
+void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_effect run, const void *closure,
+             size_t size) {
   if (!called_by(pc, 1)) return;
   event_add(pc, CK_OP_LOAD, at, bytes);
   const int sem = sem_of(pc, at);
   if (sem < 0) return;
   semaphore *s = &ck.sem[sem];
   s->issued += bytes;
-  if (ck.kernel->cluster == 1 && s->issued > s->expected && rule_on(CK_BYTES)) {   // in a cluster other blocks' copies may come before the expectation
+  // in a cluster other blocks' copies may come before the expectation
+  if (ck.kernel->cluster == 1 && s->issued > s->expected && rule_on(CK_BYTES)) {
     report_place(offset_in_block(at));
-    report(CK_BYTES, pc, NULL, -1, "copies %d bytes in phase %d of {s:%d}: %d in all, and %d are expected", bytes, s->completed, offset_in_block(at), s->issued,
-           s->expected);
+    report(CK_BYTES, pc, NULL, -1, "copies %d bytes in phase %d of {s:%d}: %d in all, and %d are expected", bytes,
+           s->completed, offset_in_block(at), s->issued, s->expected);
     return;
   }
   if (!shadow_access(pc, to, ACCESS_WRITE | ACCESS_ASYNC, sem_component(sem), ck.sem[sem].completed + 1)) return;
@@ -72,8 +82,10 @@ void ck_load(const void *pc, const ck_region *to, const void *at, int bytes, ck_
   point();
 }
 
-// From this block to another of the cluster: a remote arrival, and a load whose source is shared memory, read until that phase is complete.
-void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *at, int bytes, ck_effect run, const void *closure, size_t size) {
+// From this block to another of the cluster: a remote arrival, and a load whose source is shared memory, read until
+// that phase is complete.
+void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *at, int bytes, ck_effect run,
+             const void *closure, size_t size) {
   const int sem = ck.failed ? -1 : sem_of(pc, at);
   if (sem < 0 || !shadow_access(pc, from, ACCESS_ASYNC, sem_component(sem), ck.sem[sem].completed + 1)) return;
   ck.sem[sem].bytes += bytes;
@@ -97,8 +109,8 @@ void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *
   point();
 }
 
-void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a, const ck_region *b, ck_effect run,
-                const void *closure, size_t size) {
+void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a,
+                const ck_region *b, ck_effect run, const void *closure, size_t size) {
   if (!called_by(pc, GROUP_WIDTH)) return;
   fiber *f = self();
   event_add(pc, CK_OP_PRODUCT, NULL, 0);
@@ -109,8 +121,9 @@ void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a
   }
   const bool unfenced = f->fence_due || d->touched > f->fence || (a_register && a_register->touched > f->fence);
   if (unfenced && rule_on(CK_MMA_FENCE)) {
-    report(CK_MMA_FENCE, pc, NULL, -1, f->fence_due ? "multiplies without an mma_fence since the last barrier wait"
-                                                    : "multiplies with a register tile that was used after the last mma_fence");
+    report(CK_MMA_FENCE, pc, NULL, -1,
+           f->fence_due ? "multiplies without an mma_fence since the last barrier wait"
+                        : "multiplies with a register tile that was used after the last mma_fence");
     return;
   }
   if (d->reader > f->seen[who] && rule_on(CK_IN_FLIGHT)) {
@@ -219,7 +232,8 @@ void ck_grid_wait(const void *pc) {
 static bool grid_over(const void *pc) {
   if (ck.failed) return false;
   if (!ck.kernel->dependent || self()->grid_waited || !rule_on(CK_GRID)) return true;
-  report(CK_GRID, pc, NULL, -1, "touches global memory without a grid_wait, while the kernel in front of this one may still run");
+  report(CK_GRID, pc, NULL, -1,
+         "touches global memory without a grid_wait, while the kernel in front of this one may still run");
   return false;
 }
 void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
@@ -231,7 +245,8 @@ void ck_global_load(const void *pc, const void *p, size_t bytes, const void *at)
   if (sem >= 0) shadow_global(pc, p, bytes, CK_GLOBAL_READ, sem_component(sem), ck.sem[sem].completed + 1);
 }
 void ck_global_store(const void *pc, const void *p, size_t bytes) {
-  if (grid_over(pc)) shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
+  if (grid_over(pc))
+    shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
 }
 
 // ---- shared memory through registers
@@ -256,11 +271,14 @@ void ck_bounds(const void *pc, bool inside, const char *what, const void *tile) 
 void ck_begins_at(const void *pc, int at, int unit, const void *tile) {
   if (ck.failed || at % unit == 0 || !rule_on(CK_BOUNDS)) return;
   report_place(in_shared(tile) ? offset_in_block(tile) : -1);
-  report(CK_BOUNDS, pc, NULL, -1, "a window begins at row or column %d of its tile, which is no multiple of %d", at, unit);
+  report(CK_BOUNDS, pc, NULL, -1, "a window begins at row or column %d of its tile, which is no multiple of %d", at,
+         unit);
 }
 void ck_called_by(const void *pc, int width) { called_by(pc, width); }
 
 int ck_block_index(void) { return self()->block; }
 int ck_block_count(void) { return ck.blocks; }
 int ck_cluster_rank(void) { return self()->rank; }
-const void *ck_at_rank(const void *p, int rank) { return (const char *)p + (ptrdiff_t)(rank - self()->rank) * (ptrdiff_t)ck.kernel->stride; }
+const void *ck_at_rank(const void *p, int rank) {
+  return (const char *)p + (ptrdiff_t)(rank - self()->rank) * (ptrdiff_t)ck.kernel->stride;
+}

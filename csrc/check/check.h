@@ -17,12 +17,14 @@ extern "C" {
 #endif
 
 // ---- what a kernel calls
-typedef struct ck_region { const void *p; int rows, pitch, bytes; } ck_region;   // `bytes` in each of `rows` rows, `pitch` bytes apart
+// `bytes` in each of `rows` rows, `pitch` bytes apart
+typedef struct ck_region { const void *p; int rows, pitch, bytes; } ck_region;
 typedef void (*ck_effect)(void *closure);
 
 // State of a register tile or vector: tickets of the product groups that still write or read it (0: none).
 // product: the last that used it. touched: the mma_fence after which ordinary code used it last, counted from 1.
-typedef struct ck_register { const void *product; int32_t writer, reader, touched; int16_t fiber; bool valid; } ck_register;
+typedef struct ck_register { const void *product; int32_t writer, reader, touched; int16_t fiber; bool valid;
+    } ck_register;
 
 void ck_reads(const void *pc, int width, ck_register *r);     // width: of the role that calls, here and below
 void ck_writes(const void *pc, int width, ck_register *r);
@@ -36,20 +38,24 @@ void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind)
 void ck_bounds(const void *pc, bool inside, const char *what, const void *tile);
 void ck_begins_at(const void *pc, int at, int unit, const void *tile);
 void ck_called_by(const void *pc, int width);
-void ck_global_load(const void *pc, const void *p, size_t bytes, const void *sem);   // what the next copy or store touches in global memory
+// what the next copy or store touches in global memory
+void ck_global_load(const void *pc, const void *p, size_t bytes, const void *sem);
 void ck_global_store(const void *pc, const void *p, size_t bytes);
 
 // `closure` is copied; the effect comes later.
-void ck_load(const void *pc, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure, size_t size);
-void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure, size_t size);
+void ck_load(const void *pc, const ck_region *to, const void *sem, int bytes, ck_effect run, const void *closure,
+             size_t size);
+void ck_send(const void *pc, const ck_region *from, const ck_region *to, const void *sem, int bytes, ck_effect run,
+             const void *closure, size_t size);
 void ck_store(const void *pc, const ck_region *from, ck_effect run, const void *closure, size_t size);
 // d (+)= a b. Operand a is a register tile or a region, the other one NULL.
-void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a, const ck_region *b, ck_effect run,
-                const void *closure, size_t size);
+void ck_product(const void *pc, ck_register *d, bool accumulates, ck_register *a_register, const ck_region *a,
+                const ck_region *b, ck_effect run, const void *closure, size_t size);
 
 void ck_sem_init(const void *pc, const void *sem, int count);
 void ck_sem_wait(const void *pc, const void *sem, uint32_t phase);
-enum ck_where { CK_LOCAL, CK_REMOTE, CK_ORDERED };            // not local: a semaphore of any block of the cluster; ordered: like a local one
+enum ck_where { CK_LOCAL, CK_REMOTE, CK_ORDERED };            // not local: a semaphore of any block of the cluster;
+                                                              // ordered: like a local one
 void ck_sem_arrive(const void *pc, const void *sem, int width, enum ck_where where);
 void ck_sem_expect(const void *pc, const void *sem, uint32_t bytes);
 void ck_bar(const void *pc, int id, int threads, bool waits);
@@ -81,14 +87,18 @@ typedef struct ck_kernel {
 
 // ---- what the tool calls
 enum ck_mutation {
-  CK_NONE, CK_DROP, CK_DOUBLE, CK_PHASE, CK_BYTES_MORE, CK_BYTES_LESS, CK_COUNT_MORE, CK_COUNT_LESS, CK_GROUP_LESS, CK_STAGE, CK_EARLY, CK_FENCE_LATE
+  CK_NONE, CK_DROP, CK_DOUBLE, CK_PHASE, CK_BYTES_MORE, CK_BYTES_LESS, CK_COUNT_MORE, CK_COUNT_LESS, CK_GROUP_LESS,
+  CK_STAGE, CK_EARLY, CK_FENCE_LATE
 };
 enum ck_op {
-  CK_OP_INIT, CK_OP_WAIT, CK_OP_ARRIVE, CK_OP_EXPECT, CK_OP_BAR_SYNC, CK_OP_BAR_ARRIVE, CK_OP_WG_SYNC, CK_OP_FENCE_ASYNC, CK_OP_MMA_FENCE, CK_OP_COMMIT,
-  CK_OP_MMA_WAIT, CK_OP_STORE_WAIT, CK_OP_ORDER_WAIT, CK_OP_ORDER_PASS, CK_OP_ORDER_COUNT, CK_OP_LOAD, CK_OP_STORE, CK_OP_PRODUCT, CK_OP_ATOMIC, CK_OP_GRID_WAIT
+  CK_OP_INIT, CK_OP_WAIT, CK_OP_ARRIVE, CK_OP_EXPECT, CK_OP_BAR_SYNC, CK_OP_BAR_ARRIVE, CK_OP_WG_SYNC,
+  CK_OP_FENCE_ASYNC, CK_OP_MMA_FENCE, CK_OP_COMMIT,
+  CK_OP_MMA_WAIT, CK_OP_STORE_WAIT, CK_OP_ORDER_WAIT, CK_OP_ORDER_PASS, CK_OP_ORDER_COUNT, CK_OP_LOAD, CK_OP_STORE,
+  CK_OP_PRODUCT, CK_OP_ATOMIC, CK_OP_GRID_WAIT
 };
 enum ck_rule {
-  CK_UNINITIALISED, CK_RACE, CK_OVERWRITE, CK_FENCE, CK_FENCE_READ, CK_IN_FLIGHT, CK_UNNAMED, CK_MMA_FENCE, CK_COUNT, CK_BYTES, CK_EXIT, CK_BARRIER,
+  CK_UNINITIALISED, CK_RACE, CK_OVERWRITE, CK_FENCE, CK_FENCE_READ, CK_IN_FLIGHT, CK_UNNAMED, CK_MMA_FENCE, CK_COUNT,
+  CK_BYTES, CK_EXIT, CK_BARRIER,
   CK_DEADLOCK, CK_BOUNDS, CK_LIFETIME, CK_INIT, CK_GLOBAL_RACE, CK_CRASH, CK_ELECTED, CK_PHASE_SEEN, CK_GRID, CK_RULES
 };
 typedef struct ck_request {
@@ -99,12 +109,14 @@ typedef struct ck_request {
   int site_count;
   int32_t ordered;                      // additions to global memory must be ordered too (deterministic kernels)
 } ck_request;
-// offset: of the semaphore in its block's struct, or -1; value: phase, bytes, arrivals (negative: at any block of the cluster), groups ...
+// offset: of the semaphore in its block's struct, or -1; value: phase, bytes, arrivals (negative: at any block of the
+// cluster), groups ...
 typedef struct ck_event { const void *pc; int32_t op, fiber, block, offset, value; } ck_event;
 
 // Run all blocks once. 0: no report. Else `text` holds the report as JSON (always terminated).
 int ck_run(const ck_kernel *kernel, const ck_request *request, const void *params, int blocks, char *text, size_t size);
-// Every synchronisation and asynchronous issue of the last run, in the order of execution; at most `most`. Returns how many there were.
+// Every synchronisation and asynchronous issue of the last run, in the order of execution; at most `most`. Returns how
+// many there were.
 int ck_events(ck_event *events, int most);
 long ck_steps(void);                    // of the last run's scheduler
 #ifdef __cplusplus

@@ -197,14 +197,20 @@ static void report_deadlock(void) {
     n += (size_t)snprintf(text + n, sizeof text - n, "\n{f:%d} waits ", i);
     if (f->wait == WAIT_SEM) {
       const semaphore *s = f->on;
-      n += (size_t)snprintf(text + n, sizeof text - n, "for phase %d (parity %d) of {s:%d}; it is in phase %d and lacks %d of %d arrivals and %d bytes", f->phase,
-                            (int)f->value, offset_in_block(s->at), s->completed, s->pending, s->count, s->bytes);
+      n += (size_t)snprintf(
+          text + n, sizeof text - n,
+          "for phase %d (parity %d) of {s:%d}; it is in phase %d and lacks %d of %d arrivals and %d bytes", f->phase,
+          (int)f->value, offset_in_block(s->at), s->completed, s->pending, s->count, s->bytes);
       for (int a = 0; a < s->arrivals[s->completed & 1] && n < sizeof text - 100; a++)
-        n += (size_t)snprintf(text + n, sizeof text - n, a ? ", {f:%d}" : "; arrived: {f:%d}", s->arrival[s->completed & 1][a].fiber);
+        n += (size_t)snprintf(text + n, sizeof text - n, a ? ", {f:%d}" : "; arrived: {f:%d}",
+                              s->arrival[s->completed & 1][a].fiber);
     } else if (f->wait == WAIT_BARRIER) {
       const named_barrier *b = f->on;
-      n += (size_t)snprintf(text + n, sizeof text - n, "at named barrier %d, where %d of %d threads are", (int)(b - ck.barrier[f->block]), b->threads, b->wanted);
-    } else if (f->wait == WAIT_ORDER) n += (size_t)snprintf(text + n, sizeof text - n, "for a global counter to reach %d; it is %d", (int)f->value, *(const int *)f->on);
+      n += (size_t)snprintf(text + n, sizeof text - n, "at named barrier %d, where %d of %d threads are",
+                            (int)(b - ck.barrier[f->block]), b->threads, b->wanted);
+    } else if (f->wait == WAIT_ORDER)
+      n += (size_t)snprintf(text + n, sizeof text - n, "for a global counter to reach %d; it is %d", (int)f->value,
+                            *(const int *)f->on);
     else n += (size_t)snprintf(text + n, sizeof text - n, "for asynchronous work");
   }
   const fiber *cause = cause_of_deadlock();
@@ -245,7 +251,8 @@ static void check_end(void) {
     const named_barrier *b = &ck.barrier[i / MAX_BARRIERS][i % MAX_BARRIERS];
     if (!b->threads || !rule_on(CK_BARRIER)) continue;
     ck.current = 0;
-    report(CK_BARRIER, NULL, NULL, -1, "the kernel ends while %d of %d threads have arrived at named barrier %d of block %d", b->threads, b->wanted,
+    report(CK_BARRIER, NULL, NULL, -1,
+           "the kernel ends while %d of %d threads have arrived at named barrier %d of block %d", b->threads, b->wanted,
            i % MAX_BARRIERS, i / MAX_BARRIERS);
   }
   for (int i = 0; i < ck.sems && !ck.failed; i++) {
@@ -253,8 +260,8 @@ static void check_end(void) {
     if (!s->bytes || !rule_on(CK_BYTES)) continue;
     ck.current = 0;
     report_sem(s);
-    report(CK_BYTES, NULL, NULL, -1, "the kernel ends while {s:%d} of block %d %s %d bytes", offset_in_block(s->at), s->block,
-           s->bytes > 0 ? "still expects" : "has got unexpected", s->bytes > 0 ? s->bytes : -s->bytes);
+    report(CK_BYTES, NULL, NULL, -1, "the kernel ends while {s:%d} of block %d %s %d bytes", offset_in_block(s->at),
+           s->block, s->bytes > 0 ? "still expects" : "has got unexpected", s->bytes > 0 ? s->bytes : -s->bytes);
   }
 }
 
@@ -278,7 +285,8 @@ static bool open_memory(void) {
 }
 
 static char *new_stack(void) {   // what overflows it is a crash, not another fiber's stack
-  char *p = mmap(NULL, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  char *p = mmap(NULL, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                 -1, 0);
   if (p == MAP_FAILED) {
     fprintf(stderr, "margay.check: out of memory for stacks\n");
     abort();
@@ -292,7 +300,8 @@ static void open_fibers(void) {
     fiber *f = &ck.fiber[i];
     char *stack = f->stack ? f->stack : new_stack();
     const ck_role *role = &ck.kernel->role[i % per_block];
-    *f = (fiber){.stack = stack, .role = role, .block = i / per_block, .rank = i / per_block % ck.kernel->cluster, .alive = true,
+    *f = (fiber){.stack = stack, .role = role, .block = i / per_block, .rank = i / per_block % ck.kernel->cluster,
+                 .alive = true,
                  .group = role->width == 128, .fence_due = true};
     f->leader_seen = f->seen = clock_new();
     f->leader_fenced = f->fenced = clock_new();
@@ -306,10 +315,9 @@ static void open_fibers(void) {
 }
 
 static void run_once(void) {
-  memset(ck.barrier, 0, sizeof ck.barrier);
-  memset(ck.watcher, 0, sizeof ck.watcher);
-  memset(ck.products_left, 0, sizeof ck.products_left);
-  memset(ck.stores_left, 0, sizeof ck.stores_left);
+  memset(ck.barrier, 0, (size_t)ck.blocks * sizeof *ck.barrier);       // only what this run may use: all of it is megabytes
+  memset(ck.products_left, 0, (size_t)ck.fibers * sizeof *ck.products_left);
+  memset(ck.stores_left, 0, (size_t)ck.fibers * sizeof *ck.stores_left);
   ck.ops = ck.sems = 0;
   words_reset();
   ck.steps = 0;
@@ -328,6 +336,7 @@ static void run_once(void) {
   ck.components = PER_FIBER * ck.fibers + ck.sems;
   const size_t clock_bytes = ((size_t)ck.components * sizeof(int32_t) + 63) & ~(size_t)63;
   pool_reset(clock_bytes * (4 * (size_t)(ck.fibers + ck.sems) + 4 * 8 * (size_t)ck.blocks + 2 * MAX_WORDS));
+  memset(ck.watcher, 0, (size_t)ck.sems * sizeof *ck.watcher);
   for (int i = 0; i < ck.sems; i++) {
     semaphore *s = &ck.sem[i];
     s->arrived = clock_new(), s->arrived_fenced = clock_new();
@@ -370,20 +379,24 @@ static void report_crash(void) {
   const int noted = ck.crash_frames;
   ck.crash_frames = 0;
   for (int i = 0; i < noted; i++)
-    if (!o && dladdr(&ck, &mine) && dladdr(ck.crash_frame[i], &other) && mine.dli_fbase == other.dli_fbase) ck.crash_frame[ck.crash_frames++] = ck.crash_frame[i];
+    if (!o && dladdr(&ck, &mine) && dladdr(ck.crash_frame[i], &other) && mine.dli_fbase == other.dli_fbase)
+      ck.crash_frame[ck.crash_frames++] = ck.crash_frame[i];
   ck.in_fiber = false;
   ck.effect = NULL;
   if (o) ck.current = o->fiber;
   if (!rule_on(CK_CRASH)) return;
   const char *when = o ? ", when what it has issued takes effect" : "";
-  const char *what = crash_signal == SIGFPE ? "divides an integer by zero" : "executes an instruction that the machine does not have";
+  const char *what = crash_signal == SIGFPE ? "divides an integer by zero" :
+                                              "executes an instruction that the machine does not have";
   if (crash_signal == SIGSEGV || crash_signal == SIGBUS)
-    report(CK_CRASH, o ? o->pc : NULL, NULL, -1, "crashes: touches address %p, where no memory is%s", (void *)(uintptr_t)crash_address, when);
+    report(CK_CRASH, o ? o->pc : NULL, NULL, -1, "crashes: touches address %p, where no memory is%s",
+           (void *)(uintptr_t)crash_address, when);
   else report(CK_CRASH, o ? o->pc : NULL, NULL, -1, "crashes: %s%s", what, when);
 }
 static void run_guarded(void) {
   static char stack[SIGNAL_STACK];
-  struct sigaction action = {.sa_sigaction = on_crash, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER}, before[CRASH_SIGNALS];
+  struct sigaction action = {.sa_sigaction = on_crash, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER},
+      before[CRASH_SIGNALS];
   const stack_t own = {.ss_sp = stack, .ss_size = sizeof stack};
   stack_t stack_before;
   crash_signal = 0;
@@ -398,7 +411,8 @@ static void run_guarded(void) {
   sigaltstack(&stack_before, NULL);
 }
 
-int ck_run(const ck_kernel *kernel, const ck_request *request, const void *params, int blocks, char *text, size_t size) {
+int ck_run(const ck_kernel *kernel, const ck_request *request, const void *params, int blocks, char *text,
+           size_t size) {
   ck_request recorded = *request;
   ck.kernel = kernel;
   ck.request = request;
@@ -409,7 +423,9 @@ int ck_run(const ck_kernel *kernel, const ck_request *request, const void *param
   ck.text_size = size;
   text[0] = 0;
   if (ck.fibers > MAX_FIBERS) {
-    snprintf(text, size, "{\"rule\": \"limit\", \"text\": \"%d blocks of %d roles, the checker runs at most %d roles at once\"}", blocks, kernel->fibers, MAX_FIBERS);
+    snprintf(text, size,
+             "{\"rule\": \"limit\", \"text\": \"%d blocks of %d roles, the checker runs at most %d roles at once\"}",
+             blocks, kernel->fibers, MAX_FIBERS);
     return 1;
   }
   if (request->mutation == CK_EARLY) {   // the order of calls, to know what comes next

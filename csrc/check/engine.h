@@ -2,7 +2,8 @@
 #pragma once
 #include "check/check.h"
 
-enum { GROUP_WIDTH = 128, MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192, MAX_GROUPS = 1 << 14, MAX_FRAMES = 48 };
+enum { GROUP_WIDTH = 128, MAX_FIBERS = 64, MAX_SEMS = 2048, MAX_OPS = 4096, MAX_BARRIERS = 16, CLOSURE = 192,
+    MAX_GROUPS = 1 << 14, MAX_FRAMES = 48 };
 
 // Components of a clock. Every semaphore has the phases it has completed. Every fiber has
 //   GENERIC      its own accesses, made by all of its threads
@@ -22,7 +23,8 @@ typedef struct semaphore {
   const char *at;
   int block, count, pending, bytes, completed;   // completed: phases
   int expected, issued;                          // bytes of this phase so far
-  struct arrival arrival[2][ARRIVALS];                  // of the phase before and of this one, by the phase's lowest bit
+  struct arrival arrival[2][ARRIVALS];                  // of the phase before and of this one, by the phase's lowest
+                                                        // bit
   int arrivals[2];
   clock arrived, arrived_fenced, released, released_fenced;
 } semaphore;
@@ -49,7 +51,8 @@ typedef struct fiber {
   int phase;                                     // of the semaphore it waits for, or waited for last
   const semaphore *last_sem;
   clock seen, fenced;                            // of each thread about itself
-  clock leader_seen, leader_fenced;              // of the elected thread, about the others too; the first two where !group
+  clock leader_seen, leader_fenced;              // of the elected thread, about the others too; the first two where
+                                                 // !group
   int products_committed, stores_committed;
   int products_open;                             // issued since the last commit
   const void *product_pc, *store_pc;             // of the last
@@ -122,7 +125,8 @@ enum { MAX_WORDS = 8192 };
 bool mutated(const void *pc, enum ck_mutation kind);
 // Begins every synchronising call: notes it. False: leave it out.
 bool begin(const void *pc, enum ck_op op, const void *at, int value);
-void make_late_fence(void);                      // at the end of a synchronising call, where a mutant has put a fence off
+void make_late_fence(void);                      // at the end of a synchronising call, where a mutant has put a fence
+                                                 // off
 void publish(clock seen, clock fenced);          // what the current fiber knows, and a new step of its own
 void learn(const int32_t *seen, const int32_t *fenced);
 void learn_component(int c, int value, bool leader_only);
@@ -145,15 +149,20 @@ bool shadow_global(const void *pc, const void *p, size_t bytes, enum ck_global k
 
 // ---- report.c
 bool rule_on(enum ck_rule rule);
-// The first report ends the run. In `format`, {s:N} stands for the semaphore or the place at offset N of a block's struct, {f:N} for fiber N.
-__attribute__((format(printf, 5, 6))) void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_fiber, const char *format, ...);
+// The first report ends the run. In `format`, {s:N} stands for the semaphore or the place at offset N of a block's
+// struct, {f:N} for fiber N.
+__attribute__((format(printf, 5, 6))) void report(enum ck_rule rule, const void *pc, const void *other_pc,
+                                                  int other_fiber, const char *format, ...);
 void report_sem(const semaphore *s);             // the same, and what its last phases are made of
-void report_place(int offset);                   // what the accesses are about, by its offset in the block's struct; before report()
-void report_last_wait(void);                      // and what the current fiber's last wait was for; after report_place()
+void report_place(int offset);                   // what the accesses are about, by its offset in the block's struct;
+                                                 // before report()
+void report_last_wait(void);                      // and what the current fiber's last wait was for; after
+                                                  // report_place()
 bool in_shared(const void *p);
 int offset_in_block(const void *p);
 int block_of(const void *p);
 void event_add(const void *pc, enum ck_op op, const void *at, int value);
 void events_reset(void);
-const ck_event *event_of(int fiber, int index);  // the fiber's index-th synchronising call in the recorded run, NULL past the end
+const ck_event *event_of(int fiber, int index);  // the fiber's index-th synchronising call in the recorded run, NULL
+                                                 // past the end
 void events_keep(void);                          // the last run's events become the recorded ones

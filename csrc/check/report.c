@@ -8,8 +8,10 @@
 enum { MAX_EVENTS = 1 << 18, LAST = 8 };
 static ck_event *events, *kept;
 static int event_count, kept_count, place = -1;
-static const char *const rules[CK_RULES] = {"uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight", "unnamed", "mma-fence", "count", "bytes",
-                                            "exit", "barrier", "deadlock", "bounds", "lifetime", "init", "global-race", "crash", "elected", "phase", "grid"};
+static const char *const rules[CK_RULES] = {
+    "uninitialised", "race",  "overwrite",   "fence", "fence-read", "in-flight", "unnamed",
+    "mma-fence",     "count", "bytes",       "exit",  "barrier",    "deadlock",  "bounds",
+    "lifetime",      "init",  "global-race", "crash", "elected",    "phase",     "grid"};
 
 bool rule_on(enum ck_rule rule) { return !(ck.request->rules_off >> rule & 1); }
 static const semaphore *place_sem;
@@ -74,13 +76,15 @@ static void put_string(const char *s) {
 }
 static void put_fiber(int number) {
   const fiber *f = &ck.fiber[number];
-  put("{\"block\": %d, \"rank\": %d, \"role\": %d, \"member\": %d, \"events\": [", f->block, f->rank, f->role->role, f->role->index);
+  put("{\"block\": %d, \"rank\": %d, \"role\": %d, \"member\": %d, \"events\": [", f->block, f->rank, f->role->role,
+      f->role->index);
   int shown[LAST], n = 0;
   for (int i = event_count - 1; i >= 0 && n < LAST; i--)
     if (events[i].fiber == number) shown[n++] = i;
   for (int i = n - 1; i >= 0; i--) {
     const ck_event *e = &events[shown[i]];
-    put("%s[%d, %llu, %d, %d]", i == n - 1 ? "" : ", ", e->op, (unsigned long long)(uintptr_t)e->pc, e->offset, e->value);
+    put("%s[%d, %llu, %d, %d]", i == n - 1 ? "" : ", ", e->op, (unsigned long long)(uintptr_t)e->pc, e->offset,
+        e->value);
   }
   put("]}");
 }
@@ -96,8 +100,9 @@ void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_f
   used = 0;
   put("{\"rule\": \"%s\", \"text\": ", rules[rule]);
   put_string(text);
-  put(", \"seed\": %llu, \"step\": %ld, \"place\": %d, \"pc\": %llu, \"other_pc\": %llu, \"fibers_per_block\": %d", (unsigned long long)ck.request->seed,
-      ck.steps, place, (unsigned long long)(uintptr_t)pc, (unsigned long long)(uintptr_t)other_pc, ck.kernel->fibers);
+  put(", \"seed\": %llu, \"step\": %ld, \"place\": %d, \"pc\": %llu, \"other_pc\": %llu, \"fibers_per_block\": %d",
+      (unsigned long long)ck.request->seed, ck.steps, place, (unsigned long long)(uintptr_t)pc,
+      (unsigned long long)(uintptr_t)other_pc, ck.kernel->fibers);
   if (ck.current >= 0) {
     put(", \"fiber\": ");
     put_fiber(ck.current);
@@ -107,8 +112,8 @@ void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_f
     put_fiber(other_fiber);
   }
   if (place_sem) {
-    put(", \"semaphore\": {\"place\": %d, \"last_wait\": %s, \"count\": %d, \"phases\": [", offset_in_block(place_sem->at), last_wait ? "true" : "false",
-        place_sem->count);
+    put(", \"semaphore\": {\"place\": %d, \"last_wait\": %s, \"count\": %d, \"phases\": [",
+        offset_in_block(place_sem->at), last_wait ? "true" : "false", place_sem->count);
     for (int phase = place_sem->completed > 0 ? place_sem->completed - 1 : 0; phase <= place_sem->completed; phase++) {
       put("%s[%d", phase < place_sem->completed || place_sem->completed == 0 ? "" : ", ", phase);
       for (int i = 0; i < place_sem->arrivals[phase & 1]; i++) {
@@ -121,12 +126,14 @@ void report(enum ck_rule rule, const void *pc, const void *other_pc, int other_f
   }
   if (ck.crash_frames) {
     put(", \"stack\": [");
-    for (int i = 0; i < ck.crash_frames; i++) put("%s%llu", i ? ", " : "", (unsigned long long)(uintptr_t)ck.crash_frame[i]);
+    for (int i = 0; i < ck.crash_frames; i++)
+      put("%s%llu", i ? ", " : "", (unsigned long long)(uintptr_t)ck.crash_frame[i]);
     put("]");
   }
   put(", \"roles\": [");
   for (int i = 0; i < ck.fibers; i++)
-    put("%s[%d, %d, %d]", i ? ", " : "", ck.fiber[i].block, ck.kernel->role[i % ck.kernel->fibers].role, ck.kernel->role[i % ck.kernel->fibers].index);
+    put("%s[%d, %d, %d]", i ? ", " : "", ck.fiber[i].block, ck.kernel->role[i % ck.kernel->fibers].role,
+        ck.kernel->role[i % ck.kernel->fibers].index);
   put("]}");
   while (ck.in_fiber) fiber_yield();   // does not come back: after a report nothing of the run goes on
 }

@@ -25,7 +25,8 @@ bool begin(const void *pc, enum ck_op op, const void *at, int value) {
   if (ck.failed) return false;
   if (ck.current < 0) return true;
   fiber *f = self();
-  if (ck.request->mutation == CK_EARLY && op != CK_OP_FENCE_ASYNC) {   // a fence in front of the arrival comes early with it
+  // a fence in front of the arrival comes early with it
+  if (ck.request->mutation == CK_EARLY && op != CK_OP_FENCE_ASYNC) {
     int ahead = 1;
     const ck_event *next = event_of(ck.current, f->events + ahead);
     while (next && next->op == CK_OP_FENCE_ASYNC) next = event_of(ck.current, f->events + ++ahead);
@@ -101,7 +102,9 @@ void ck_sem_init(const void *pc, const void *at, int count) {
   if (ck.failed) return;
   const size_t offset = (size_t)((const char *)at - ck.shared);
   if (ck.current >= 0 || offset >= ck.shared_bytes || ck.sems == MAX_SEMS) {
-    report(CK_INIT, pc, NULL, -1, ck.current >= 0 ? "initialises a semaphore outside of the block's init" : "initialises what is no semaphore of this block");
+    report(CK_INIT, pc, NULL, -1,
+           ck.current >= 0 ? "initialises a semaphore outside of the block's init" :
+                             "initialises what is no semaphore of this block");
     return;
   }
   event_add(pc, CK_OP_INIT, at, count);
@@ -119,8 +122,10 @@ static void check_watchers(const void *pc, const semaphore *s) {
     const watcher *w = &ck.watcher[s - ck.sem][i];
     if (!w->waits || (w->phases >= s->completed && s->arrived[component(i, PROGRESS)] >= w->when)) continue;
     report_sem(s);
-    report(CK_PHASE_SEEN, pc, w->pc, i, "completes phase %d of {s:%d} although {f:%d} is not known to have seen phase %d: the semaphore counts too few arrivals, "
-           "somebody arrives once too often, or this role should have waited for that one", s->completed, offset_in_block(s->at), i, s->completed - 1);
+    report(CK_PHASE_SEEN, pc, w->pc, i,
+           "completes phase %d of {s:%d} although {f:%d} is not known to have seen phase %d: the semaphore counts too "
+           "few arrivals, somebody arrives once too often, or this role should have waited for that one",
+           s->completed, offset_in_block(s->at), i, s->completed - 1);
     return;
   }
 }
@@ -130,7 +135,8 @@ static void check_blocked(const void *pc, const semaphore *s) {
     const fiber *f = &ck.fiber[i];
     if (!f->alive || f->wait != WAIT_SEM || f->on != s || (uint32_t)(s->completed & 1) == (uint32_t)f->value) continue;
     report_sem(s);
-    report(CK_PHASE_SEEN, pc, f->wait_pc, i, "completes phase %d of {s:%d} while {f:%d} still waits for phase %d, which so looks as if it had not been",
+    report(CK_PHASE_SEEN, pc, f->wait_pc, i,
+           "completes phase %d of {s:%d} while {f:%d} still waits for phase %d, which so looks as if it had not been",
            s->completed, offset_in_block(s->at), i, s->completed - 1);
   }
 }
@@ -153,8 +159,9 @@ void arrive(const void *pc, int sem, int warps, bool remote) {
   if (s->pending < warps) {
     if (!rule_on(CK_COUNT)) return;
     report_sem(s);
-    report(CK_COUNT, pc, NULL, -1, "arrives %d times at {s:%d} in phase %d, which expects only %d more of its %d arrivals", warps, offset_in_block(s->at),
-           s->completed, s->pending, s->count);
+    report(CK_COUNT, pc, NULL, -1,
+           "arrives %d times at {s:%d} in phase %d, which expects only %d more of its %d arrivals", warps,
+           offset_in_block(s->at), s->completed, s->pending, s->count);
     return;
   }
   if (remote) {   // what the caller wrote itself is not passed on
@@ -173,10 +180,13 @@ void arrive(const void *pc, int sem, int warps, bool remote) {
 
 // Who calls. An operation for one thread would be made 128 times by a warpgroup. A warpgroup's operation hangs, or
 // does a part, when a thread calls it.
-static const char *width_name(int width) { return width == 1 ? "one thread" : width == GROUP_WIDTH ? "a warpgroup" : "a warp"; }
+static const char *width_name(int width) {
+  return width == 1 ? "one thread" : width == GROUP_WIDTH ? "a warpgroup" : "a warp";
+}
 bool called_by(const void *pc, int width) {
   if (ck.failed || ck.current < 0 || self()->role->width == width || !rule_on(CK_ELECTED)) return !ck.failed;
-  report(CK_ELECTED, pc, NULL, -1, "is an operation of %s, called by a role of %s", width_name(width), width_name(self()->role->width));
+  report(CK_ELECTED, pc, NULL, -1, "is an operation of %s, called by a role of %s", width_name(width),
+         width_name(self()->role->width));
   return false;
 }
 
@@ -211,13 +221,17 @@ void ck_sem_wait(const void *pc, const void *at, uint32_t phase) {
   if (sem < 0) return;
   semaphore *s = &ck.sem[sem];
   const int parity = (int)(phase ^ mutated(pc, CK_PHASE)), next = ck.watcher[sem][ck.current].phases;
-  const int meant = !ck.watcher[sem][ck.current].waits ? -parity : (next & 1) == parity ? next : next - 1;   // -1: the one before the first
+  // -1: the one before the first
+  const int meant = !ck.watcher[sem][ck.current].waits ? -parity : (next & 1) == parity ? next : next - 1;
   if (s->completed > meant + 1 && rule_on(CK_PHASE_SEEN)) {
     report_sem(s);
     if (meant < 0)
-      report(CK_PHASE_SEEN, pc, NULL, -1, "waits for parity 1 of {s:%d}, which is the phase before the first: such a wait passes at once, and %d phases are complete "
-             "already. The first phase has parity 0", offset_in_block(s->at), s->completed);
-    report(CK_PHASE_SEEN, pc, NULL, -1, "waits for phase %d of {s:%d}, which has completed %d phases: it was overtaken", meant, offset_in_block(s->at), s->completed);
+      report(CK_PHASE_SEEN, pc, NULL, -1,
+             "waits for parity 1 of {s:%d}, which is the phase before the first: such a wait passes at once, and %d "
+             "phases are complete already. The first phase has parity 0",
+             offset_in_block(s->at), s->completed);
+    report(CK_PHASE_SEEN, pc, NULL, -1, "waits for phase %d of {s:%d}, which has completed %d phases: it was overtaken",
+           meant, offset_in_block(s->at), s->completed);
     return;
   }
   self()->phase = meant;
@@ -245,14 +259,16 @@ void ck_bar(const void *pc, int id, int threads, bool waits) {
   for (int i = 0; i <= mutated(pc, CK_DOUBLE) && !ck.failed; i++) {
     const int generation = b->generation;
     if (b->members && b->wanted != threads && rule_on(CK_BARRIER)) {
-      report(CK_BARRIER, pc, NULL, -1, "meets named barrier %d for %d threads; the last who came there expected %d", id, threads, b->wanted);
+      report(CK_BARRIER, pc, NULL, -1, "meets named barrier %d for %d threads; the last who came there expected %d", id,
+             threads, b->wanted);
       return;
     }
     b->members |= (uint64_t)1 << ck.current;
     int members = 0;
     for (int m = 0; m < ck.fibers; m++) members += b->members >> m & 1 ? ck.fiber[m].role->width : 0;
     if (members > threads && rule_on(CK_BARRIER)) {
-      report(CK_BARRIER, pc, NULL, -1, "is one too many at named barrier %d of %d threads: others meet there", id, threads);
+      report(CK_BARRIER, pc, NULL, -1, "is one too many at named barrier %d of %d threads: others meet there", id,
+             threads);
       return;
     }
     b->wanted = threads;

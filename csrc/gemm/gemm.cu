@@ -1,8 +1,10 @@
 // GEMM:  c = act(a b + bias),  fp32 accumulation
-// a is stored [m, k] or, with TA, [k, m]; b is stored [k, n] or, with TB, [n, k]. The maps read zeros outside, so that no size has a tail.
-// Persistent blocks: one loader thread fills a ring of stages BK deep, NC warpgroups multiply 64 rows each. The blocks of a cluster compute
-// tiles that lie one below the other: each loads its own rows of a and an equal part of their common columns of b, for all of them.
-// c leaves through 64 x 64 tiles whose stores run under the next tile's products.
+// a is stored [m, k] or, with TA, [k, m]; b is stored [k, n] or, with TB, [n, k]. The maps read zeros outside, so that
+// no size has a tail.
+// Blocks are persistent. One loader thread fills a ring of stages BK deep, NC warpgroups multiply 64 rows each. The
+// blocks of a cluster compute tiles that lie one below the other. Each loads its own rows of a, and an equal part of
+// their common columns of b for all of them. c leaves through 64 x 64 tiles whose stores run under the next tile's
+// products.
 #include "tile/tile.h"
 #include "gemm/activation.h"
 #include "gemm/gemm.h"
@@ -10,7 +12,8 @@
 
 // From the row: NC (compute warpgroups), BN (columns of a tile), STAGES, CLUSTER_SIZE, PER_SM, TA, TB, *_REGS.
 // PART: columns of b that each block of a cluster loads, rows of b as stored where TB.
-enum { BM = 64 * NC, BK = 64, PART = BN / CLUSTER_SIZE, B_ROWS = TB ? (int)BN : (int)BK, B_COLS = TB ? (int)BK : (int)BN };
+enum { BM = 64 * NC, BK = 64, PART = BN / CLUSTER_SIZE, B_ROWS = TB ? (int)BN : (int)BK,
+    B_COLS = TB ? (int)BK : (int)BN };
 static_assert(BN % 128 == 0, "the two tiles that c leaves through alternate, across tasks too");
 
 struct shared {

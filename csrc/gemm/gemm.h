@@ -7,7 +7,8 @@ typedef struct gemm_params {
   const void *bias;         // [n] of c's type, or NULL
   int m, n, k;
   int tasks;                // m_blocks * n_blocks
-  int m_blocks, n_blocks;   // c in tasks: how many down and across; a task is what a cluster computes, its blocks' tiles one below the other
+  int m_blocks, n_blocks;   // c in tasks: how many down and across; a task is what a cluster computes, its blocks'
+                            // tiles one below the other
   int sweep_rows;           // rows of tasks that share a sweep over the columns, for the L2
   int activation;           // mg_activation
 } gemm_params;

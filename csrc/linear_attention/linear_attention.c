@@ -13,8 +13,10 @@ static float scale_of(float scale, int64_t k) { return scale == 0 ? 1 / sqrtf((f
 
 static mg_status run_states(mg_call *c, const pass *x) {
   if (!mg_choose_other(c, MG_OP_linear_attention_states)) return c->status;
-  linear_attention_states_params p = {.initial = x->initial ? x->initial->data : NULL, .final = x->final ? x->final->data : NULL,
-                                      .chunks = (int)c->n.CHUNKS, .heads = (int)c->n.H, .a_dim = (int)c->n.K, .b_dim = (int)c->n.V,
+  linear_attention_states_params p = {.initial = x->initial ? x->initial->data : NULL,
+                                      .final = x->final ? x->final->data : NULL,
+                                      .chunks = (int)c->n.CHUNKS, .heads = (int)c->n.H, .a_dim = (int)c->n.K,
+                                      .b_dim = (int)c->n.V,
                                       .backwards = x->backwards, .scale = x->scale};
   if (c->n.CHUNKS) {
     mg_map_bthd(c, &p.a, x->a, 64, 64);

@@ -1,5 +1,6 @@
-// o_i = scale (q_i S + sum over j <= i of the chunk of (q_i . k_j) v_j), S the sum of k_t v_t^T over the chunks before (Katharopoulos et al. 2020;
-// in chunks: Yang et al. 2024, equation 2). A block computes one chunk of 64 steps of one head.
+// o_i = scale (q_i S + sum over j <= i of the chunk of (q_i . k_j) v_j), S the sum of k_t v_t^T over the chunks before
+// (Katharopoulos et al. 2020; in chunks: Yang et al. 2024, equation 2). A block computes one chunk of 64 steps of one
+// head.
 #include "tile/tile.h"
 #include "linear_attention/linear_attention.h"
 

@@ -3,7 +3,8 @@
 #include <stdint.h>
 #include "tile/gmap.h"
 
-// One pass over the sequence, forwards or backwards in time: the state in front of each chunk of 64 steps, and behind the last one.
+// One pass over the sequence, forwards or backwards in time: the state in front of each chunk of 64 steps, and behind
+// the last one.
 typedef struct linear_attention_states_params {
   gmap a, b;                // [B, H, T, K], [B, H, T, V]: S grows by scale a_t b_t^T
   gmap states;              // [B H, chunk, K, V]

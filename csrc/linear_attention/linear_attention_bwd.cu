@@ -1,4 +1,5 @@
-// Gradients of linear_attention.cu's o, with S the state before the chunk and G that of the gradients behind it, G = sum of scale q_t do_t^T:
+// Gradients of linear_attention.cu's o. S is the state before the chunk, G = sum of scale q_t do_t^T over the steps
+// behind it:
 //   dq_i = scale (S do_i + sum over j <= i of (do_i . v_j) k_j)
 //   dk_j = G v_j + scale sum over i >= j of (v_j . do_i) q_i
 //   dv_j = G^T k_j + scale sum over i >= j of (k_j . q_i) do_i
@@ -33,8 +34,9 @@ TILE void loader(const params &p, shared &s, int) {
   tma_load(s.dstate, p.dstates, s.full, 0, 0, t.chunk, matrix);
 }
 
-// One gradient: a state (turned: else its transpose), with the scores of a's steps with b's, those of later steps or of
-// earlier ones, times x. Times scale is what `dstate` has already: the scores, and of dq, the first, all of it.
+// One gradient: a times a state (not `turned`: its transpose), plus the scores of a's steps with b's, times x. `later`:
+// b's steps from the same one on, else up to it. `dstate` has the factor scale already; `state`, which dq uses, has
+// not.
 typedef st<elem, 64, D> rows;
 TILE void gradient(const gmap &out, shared &s, const task &t, float scale, const rows &a, const rows &b, const rows &x,
                    const st<elem, D, D> &state, bool later, bool turned) {

@@ -1,6 +1,8 @@
-// S_c = S_0 + scale sum of a_t b_t^T over the steps t before chunk c (Katharopoulos et al. 2020, equation 18); backwards in time: behind it.
-// A block owns 64 rows of one head's state and keeps them in registers. A loader thread copies the chunks of a and b into a ring; a
-// warpgroup writes the state, rounded, and adds the chunk. Steps past the end read as zeros and add nothing.
+// S_c = S_0 + scale sum of a_t b_t^T over the steps t before chunk c (Katharopoulos et al. 2020, equation 18).
+// Backwards in time the sum is over the steps behind it.
+// A block owns 64 rows of one head's state and keeps them in registers. A loader thread
+// copies the chunks of a and b into a ring; a warpgroup writes the state, rounded, and adds the chunk. Steps past the
+// end read as zeros and add nothing.
 #include "tile/tile.h"
 #include "linear_attention/linear_attention.h"
 

@@ -17,8 +17,10 @@ bool mg_begin(mg_call *c, mg_op op, const void *args) {
     some |= t && mg_is_written(f) && f->role != ROLE_WORK && !mg_is_empty(t);
   }
   if (!like) like = first;
-  if (!some || (c->status = mg_context_open(&c->context, like, *(const mg_stream *)((const char *)args + row->stream)))) return false;
-  c->problem = (mg_problem){.dtype = like->dtype, .gpu = c->context.device == MG_CUDA, .sms = c->context.sms, .size = c->n};
+  if (!some || (c->status = mg_context_open(&c->context, like, *(const mg_stream *)((const char *)args + row->stream))))
+    return false;
+  c->problem = (mg_problem){.dtype = like->dtype, .gpu = c->context.device == MG_CUDA, .sms = c->context.sms,
+                            .size = c->n};
   return true;
 }
 
@@ -35,8 +37,10 @@ static const char *name_of(const mg_call *c, const mg_tensor *t) {
   return "a tensor";
 }
 
-static void map(mg_call *c, gmap *m, const mg_tensor *t, const int64_t *shape, const int64_t *stride, int box_rows, int box_cols) {
-  if (c->status || !(c->status = mg_map(m, &c->context, "", t->data, t->dtype, shape, stride, box_rows, box_cols))) return;
+static void map(mg_call *c, gmap *m, const mg_tensor *t, const int64_t *shape, const int64_t *stride, int box_rows,
+                int box_cols) {
+  if (c->status || !(c->status = mg_map(m, &c->context, "", t->data, t->dtype, shape, stride, box_rows, box_cols)))
+    return;
   char reason[1024];                // begins with " is" or " has"
   snprintf(reason, sizeof reason, "%s", mg_last_error());
   mg_fail(c->status, "%s: %s%s", mg_op_name(c->op), name_of(c, t), reason);
@@ -53,8 +57,8 @@ void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int bo
 }
 
 void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
-  map(c, m, t, (int64_t[4]){t->shape[0], t->shape[2], t->shape[1], t->shape[3]}, (int64_t[4]){t->stride[0], t->stride[2], t->stride[1], 1},
-      box_rows, box_cols);
+  map(c, m, t, (int64_t[4]){t->shape[0], t->shape[2], t->shape[1], t->shape[3]},
+      (int64_t[4]){t->stride[0], t->stride[2], t->stride[1], 1}, box_rows, box_cols);
 }
 
 void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
@@ -62,14 +66,15 @@ void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box
   int64_t batch = 1;
   for (int i = d - 4; i >= 0; batch *= t->shape[i--])
     if (!c->status && t->shape[i] != 1 && t->stride[i] != batch * t->stride[d - 4])
-      c->status = mg_fail(MG_VALUE, "%s: %s has a stride of %lld elements in dimension %d, expected a dense tensor", mg_op_name(c->op), name_of(c, t),
-                          (long long)t->stride[i], i);
+      c->status = mg_fail(MG_VALUE, "%s: %s has a stride of %lld elements in dimension %d, expected a dense tensor",
+                          mg_op_name(c->op), name_of(c, t), (long long)t->stride[i], i);
   map(c, m, t, (int64_t[4]){batch, t->shape[d - 3], t->shape[d - 2], t->shape[d - 1]},
       (int64_t[4]){t->stride[d - 4], t->stride[d - 3], t->stride[d - 2], 1}, box_rows, box_cols);
 }
 
 int mg_tasks(mg_call *c, int64_t tasks) {
-  if (!c->status && tasks > INT32_MAX / 2) c->status = mg_fail(MG_UNSUPPORTED, "%s: more than 2^30 tiles", mg_op_name(c->op));
+  if (!c->status && tasks > INT32_MAX / 2)
+    c->status = mg_fail(MG_UNSUPPORTED, "%s: more than 2^30 tiles", mg_op_name(c->op));
   return (int)tasks;
 }
 

@@ -1,6 +1,6 @@
-// The CPU backend: clusters of blocks over threads. In a process with OpenMP (PyTorch has loaded one) they are OpenMP's: two pools
-// would compete for the cores, since OpenMP's threads spin for a while after each piece of work. Elsewhere they are a pool of our
-// own, which grows on demand, never shrinks, and starts anew after a fork.
+// The CPU backend: clusters of blocks over threads. In a process with OpenMP (PyTorch has loaded one) they are
+// OpenMP's: two pools would compete for the cores, since OpenMP's threads spin for a while after each piece of work.
+// Elsewhere they are a pool of our own, which grows on demand, never shrinks, and starts anew after a fork.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -26,9 +26,10 @@ static mg_isa detect_isa(void) {
   mg_isa best = MG_ISA_BASE;
 #ifdef __x86_64__
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = MG_ISA_AVX2;   // every CPU with AVX2 has F16C
-  if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
+  // every CPU with AVX2 has F16C
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = MG_ISA_AVX2;
+  if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
     best = MG_ISA_AVX512;
 #endif
   const char *wish = getenv(isa_variable);
@@ -50,7 +51,8 @@ mg_status mg_check_isa(void) {
   const char *wish = getenv(isa_variable);
   bool found = !wish || !*wish;
   for (mg_isa i = MG_ISA_BASE; !found && i < MG_ISA_COUNT; i++) found = !strcmp(wish, mg_isa_name(i));
-  if (!found) return mg_fail(MG_VALUE, "the environment's %s is %.40s, expected base, avx2 or avx512", isa_variable, wish);
+  if (!found)
+    return mg_fail(MG_VALUE, "the environment's %s is %.40s, expected base, avx2 or avx512", isa_variable, wish);
   atomic_store_explicit(&known, 1, memory_order_relaxed);
   return MG_OK;
 }
@@ -80,8 +82,8 @@ static int default_threads(void) {
 typedef void parallel_fn(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 static atomic_bool in_a_fork;       // GNU's runtime waits forever there for its parent's threads
 
-// OpenMP's entry point for a parallel region; GNU's, LLVM's and Intel's runtimes have it. NULL in a process without OpenMP. It may be
-// loaded after us, so its absence is not remembered.
+// OpenMP's entry point for a parallel region; GNU's, LLVM's and Intel's runtimes have it. NULL in a process without
+// OpenMP. It may be loaded after us, so its absence is not remembered.
 static parallel_fn *find_openmp(void) {
   static atomic_uintptr_t known;
   if (atomic_load_explicit(&in_a_fork, memory_order_relaxed)) return NULL;
@@ -122,8 +124,8 @@ static pool the_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTH
 
 extern _Thread_local size_t mg_machine_lacks;   // of tile/cpu/fiber.h
 
-// False without the memory that a cluster needs. A thread gets it before it takes one: what was taken has to run, for others may
-// wait for it.
+// False without the memory that a cluster needs. A thread gets it before it takes one: what was taken has to run, for
+// others may wait for it.
 static bool take_part(job *j) {
   const int cluster = (int)j->desc->cluster;
   mg_machine_lacks = 0;
@@ -139,7 +141,8 @@ static bool take_part(job *j) {
 
 static job *job_wanting_help(void) {
   job *j = the_pool.jobs;
-  while (j && (j->helpers == j->helpers_wanted || atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters)) j = j->link;
+  while (j && (j->helpers == j->helpers_wanted || atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters))
+    j = j->link;
   return j;
 }
 
@@ -173,14 +176,15 @@ static void grow(int threads) {
   sigset_t all, old;                // signals are for the application's own threads
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
-  for (pthread_t id; the_pool.threads < threads && !pthread_create(&id, NULL, helper, NULL); the_pool.threads++) pthread_detach(id);
+  for (pthread_t id; the_pool.threads < threads && !pthread_create(&id, NULL, helper, NULL); the_pool.threads++)
+    pthread_detach(id);
   pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
 static mg_status outcome(const job *j, const mg_kernel *row) {
   if (atomic_load_explicit(&j->next, memory_order_relaxed) >= j->clusters) return MG_OK;
-  return mg_fail(MG_MEMORY, "%s: out of memory, the kernel %s on the CPU could not get %zu bytes", mg_op_name(row->op), row->name,
-                 atomic_load(&j->lacks));
+  return mg_fail(MG_MEMORY, "%s: out of memory, the kernel %s on the CPU could not get %zu bytes", mg_op_name(row->op),
+                 row->name, atomic_load(&j->lacks));
 }
 
 static void member(void *j) { take_part(j); }

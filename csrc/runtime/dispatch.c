@@ -1,5 +1,7 @@
-// Rows of kernels.def as a table, the choice among them, and its explanation.
-// MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512 too.
+// Rows of kernels.def as a table, the choice among them, and its explanation. kernel_rows.def is what setup.py makes of
+// them: a row each for every choice from their sets.
+// MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512
+// too.
 #include <stdio.h>
 #include <string.h>
 #include "runtime/driver.h"
@@ -10,25 +12,37 @@
 #define KERNEL(name, ...) \
   extern HIDDEN const mg_kernel_desc name##_base, name##_avx2, name##_avx512; \
   extern HIDDEN const unsigned char name##_image[], name##_image_end[];
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
+
+// Is the row one of those beside the call's kernel of op `main`? See csrc/kernels.def.
+static inline bool stands_beside(const mg_kernel *row, mg_op main, const mg_problem *p);
+#define BESIDE(op) stands_beside(row, MG_OP_##op, problem)
 
 // Conditions see the fields of the problem and its sizes as plain names.
 #define FIELDS(X) \
-  X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, dv) X(int64_t, batch) \
-  X(int64_t, heads_q) X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, span) X(int, features) X(int64_t, sms)
+  X(bool, gpu) X(bool, causal) X(bool, deterministic) X(bool, trans_a) X(bool, trans_b) X(int64_t, d) X(int64_t, dv) \
+  X(int64_t, batch) X(int64_t, heads_q) X(int64_t, heads_k) X(int64_t, nq) X(int64_t, nk) X(int64_t, span) \
+  X(int, features) X(int64_t, sms)
 #define UNPACK(type, field) \
   const type field = problem->field; \
   (void)field;
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  static bool name##_when(const mg_problem *problem) { FIELDS(UNPACK) MG_SIZES(UNPACK_SIZE) return condition; }
+  static bool name##_when(const mg_kernel *row, const mg_problem *problem) { (void)row; FIELDS(UNPACK) MG_SIZES(UNPACK_SIZE) return condition; }
 #define UNPACK_SIZE(name) \
   const int64_t name = problem->size.name; \
   (void)name;
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
 #undef UNPACK
 #undef UNPACK_SIZE
+
+// What rows do not have among their constants is 0: theirs hide these.
+enum { D = 0, DV = 0, FEATURES = 0 };
+#define KERNEL(name, op, source, dtype, where, condition, ...) \
+  static mg_constants name##_constant(void) { enum { __VA_ARGS__ }; return (mg_constants){D, DV, FEATURES}; }
+#include "kernel_rows.def"
+#undef KERNEL
 
 #ifdef MARGAY_CUDA
 #define IMAGE_ANY(name) name##_image, name##_image_end
@@ -56,8 +70,9 @@ const bool mg_has_images = false;
 
 const mg_kernel mg_kernels[] = {
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_when, DESC_##where(name), IMAGE_##where(name)},
-#include "kernels.def"
+  {#name, #source, #condition, #__VA_ARGS__, MG_OP_##op, DTYPE_##dtype, MG_##where, name##_when, name##_constant, \
+   DESC_##where(name), IMAGE_##where(name)},
+#include "kernel_rows.def"
 #undef KERNEL
 };
 const int mg_kernel_count = sizeof mg_kernels / sizeof *mg_kernels;
@@ -88,7 +103,7 @@ static bool takes(const mg_kernel *row, const mg_problem *p, const mg_context *c
   if (row->dtype != p->dtype) append(why, "computes in %s", mg_dtype_name(row->dtype));
   else if (p->gpu && row->where == MG_CPU_ONLY) append(why, "runs on the CPU only");
   else if (!p->gpu && row->where == MG_GPU_ONLY) append(why, "runs on the GPU only");
-  else if (!row->when(p)) append(why, "needs %s", row->when_text);
+  else if (!row->when(row, p)) append(why, "needs %s", row->when_text);
   else if (p->gpu && c && !row->image) append(why, "was built without its GPU image");
   else if (row->desc[MG_ISA_BASE]->shared_bytes > shared)
     append(why, "needs %u bytes of shared memory, a block has %zu", row->desc[MG_ISA_BASE]->shared_bytes, shared);
@@ -112,6 +127,13 @@ static const mg_kernel *first_taker(mg_op op, const mg_problem *p, const mg_cont
   return NULL;
 }
 
+static inline bool stands_beside(const mg_kernel *row, mg_op op, const mg_problem *p) {
+  const mg_kernel *main = p->main ? p->main : first_taker(op, p, NULL);
+  if (!main) return false;
+  const mg_constants mine = row->constant(), theirs = main->constant();
+  return (!mine.D || mine.D == theirs.D) && (!mine.DV || mine.DV == (theirs.DV ? theirs.DV : theirs.D));
+}
+
 static bool has_size(mg_op op, int size) {
   const mg_row *row = mg_row_of(op);
   for (const mg_field *f = row->field; !row->by_hand && f->role; f++)
@@ -124,7 +146,8 @@ static void append_problem(text *t, mg_op op, const mg_problem *p) {
   const int64_t *sizes = (const int64_t *)&p->size;
   append(t, "%s", mg_dtype_name(p->dtype));
 #define FIELD(type, field) \
-  if (p->field && strcmp(#field, "gpu") && strcmp(#field, "sms") && (strcmp(#field, "dv") || p->dv != p->d)) append(t, ", %s=%lld", #field, (long long)p->field);
+  if (p->field && strcmp(#field, "gpu") && strcmp(#field, "sms") && (strcmp(#field, "dv") || p->dv != p->d)) \
+    append(t, ", %s=%lld", #field, (long long)p->field);
   FIELDS(FIELD)
 #undef FIELD
   for (int i = 0; i < MG_SIZE_COUNT; i++)
@@ -161,8 +184,9 @@ mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const 
   text t = {chars, sizeof chars, 0};
   append_problem(&t, op, p);
   append_reasons(&t, op, p, c, NULL);
-  return mg_fail(MG_UNSUPPORTED, "%s: no kernel for %s%s", mg_op_name(op), chars,
-                 p->gpu && !mg_has_images ? "\n  (this build has no GPU kernels: nvcc was not found, or MARGAY_CUDA=0)" : "");
+  return mg_fail(
+      MG_UNSUPPORTED, "%s: no kernel for %s%s", mg_op_name(op), chars,
+      p->gpu && !mg_has_images ? "\n  (this build has no GPU kernels: nvcc was not found, or MARGAY_CUDA=0)" : "");
 }
 
 size_t mg_explain(const mg_kernel **taken, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n) {
@@ -177,7 +201,9 @@ size_t mg_explain(const mg_kernel **taken, mg_op op, const mg_problem *p, const 
   const mg_kernel_desc *d = mg_desc(row);
   append(&t, "\n  %s takes it (condition: %s)\n    %s.cu, %s, tiles of %d x %d", row->name, row->when_text, row->source,
          row->constants, d->tile_m, d->tile_n);
-  if (p->gpu) append(&t, ", %u threads and %u bytes of shared memory a block, clusters of %u", d->threads, d->shared_bytes, d->cluster);
+  if (p->gpu)
+    append(&t, ", %u threads and %u bytes of shared memory a block, clusters of %u", d->threads, d->shared_bytes,
+           d->cluster);
   else append(&t, ", %s instructions", mg_isa_name(mg_host_isa()));
   return t.length;
 }

@@ -1,4 +1,5 @@
-// Finding the driver and its devices. State is written under `lock` and published with a release store; readers take no lock.
+// Finding the driver and its devices. State is written under `lock` and published with a release store; readers take no
+// lock.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -24,15 +25,21 @@ mg_status mg_driver_fail(int error, const char *what, ...) {
   va_end(args);
   const char *name = NULL, *description = NULL;
   if (!mg_cu.cuGetErrorName || mg_cu.cuGetErrorName(error, &name) || !name) name = "unknown error";
-  if (!mg_cu.cuGetErrorString || mg_cu.cuGetErrorString(error, &description) || !description) description = "no description";
-  const char *advice = error >= CU_FIRST_STICKY ? "; this or an earlier kernel failed asynchronously, MARGAY_SYNC=1 finds the first"
-                     : error == CU_NOT_INITIALIZED ? "; in a forked process start workers with the 'spawn' method instead" : "";
+  if (!mg_cu.cuGetErrorString || mg_cu.cuGetErrorString(error, &description) || !description)
+    description = "no description";
+  const char *advice = error >= CU_FIRST_STICKY ?
+                           "; this or an earlier kernel failed asynchronously, MARGAY_SYNC=1 finds the first" :
+                       error == CU_NOT_INITIALIZED ?
+                           "; in a forked process start workers with the 'spawn' method instead" :
+                           "";
   return mg_fail(MG_RUNTIME, "%s: CUDA error %d, %s (%s)%s", text, error, name, description, advice);
 }
 
 static mg_status fail_connect(int error, const char *call) {
   if (error == CU_STUB_LIBRARY)
-    return mg_fail(MG_RUNTIME, "libcuda.so.1 is the toolkit's link-time stub, not a driver; take its folder off the library search path");
+    return mg_fail(
+        MG_RUNTIME,
+        "libcuda.so.1 is the toolkit's link-time stub, not a driver; take its folder off the library search path");
   return mg_driver_fail(error, "the NVIDIA driver cannot be used, %s", call);
 }
 
@@ -42,7 +49,8 @@ static mg_status connect_driver(void) {
   void *library = dlopen(file && *file ? file : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) return mg_fail(MG_RUNTIME, "no NVIDIA driver: %s", dlerror());
   void *symbol = dlsym(library, "cuGetProcAddress_v2");
-  if (!symbol) return mg_fail(MG_RUNTIME, "the NVIDIA driver is older than CUDA 12.0 (R525): it has no cuGetProcAddress_v2");
+  if (!symbol)
+    return mg_fail(MG_RUNTIME, "the NVIDIA driver is older than CUDA 12.0 (R525): it has no cuGetProcAddress_v2");
   get_proc *get;
   memcpy(&get, &symbol, sizeof get);            // ISO C has no cast from an object pointer to a function pointer
 
@@ -51,7 +59,8 @@ static mg_status connect_driver(void) {
   symbol = NULL; \
   error = get(#name, &symbol, since, CU_PROC_LEGACY_STREAM, NULL); \
   if (error == CU_STUB_LIBRARY) return fail_connect(error, #name); \
-  if (error || !symbol) return mg_fail(MG_RUNTIME, "the NVIDIA driver lacks %s of CUDA %d.%d", #name, since / 1000, since % 1000 / 10); \
+  if (error || !symbol) \
+    return mg_fail(MG_RUNTIME, "the NVIDIA driver lacks %s of CUDA %d.%d", #name, since / 1000, since % 1000 / 10); \
   memcpy(&mg_cu.name, &symbol, sizeof symbol);
   MG_DRIVER_CALLS(CALL)
 #undef CALL
@@ -75,8 +84,10 @@ static mg_status open_slow(void) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, watch_fork);
   if (atomic_load(&state) == FORKED)
-    return mg_fail(MG_RUNTIME, "CUDA cannot be used in a process that was forked after CUDA's first use; start workers with the 'spawn' "
-                               "method (multiprocessing.set_start_method('spawn')) or fork before the first GPU call");
+    return mg_fail(
+        MG_RUNTIME,
+        "CUDA cannot be used in a process that was forked after CUDA's first use; start workers with the 'spawn' "
+        "method (multiprocessing.set_start_method('spawn')) or fork before the first GPU call");
   mg_status status = MG_OK;
   pthread_mutex_lock(&lock);
   if (atomic_load(&state) != OPEN) {
@@ -88,7 +99,9 @@ static mg_status open_slow(void) {
   return status;
 }
 
-mg_status mg_driver_open(void) { return atomic_load_explicit(&state, memory_order_acquire) == OPEN ? MG_OK : open_slow(); }
+mg_status mg_driver_open(void) {
+  return atomic_load_explicit(&state, memory_order_acquire) == OPEN ? MG_OK : open_slow();
+}
 int mg_driver_version(void) { return atomic_load_explicit(&state, memory_order_acquire) == OPEN ? version : 0; }
 
 mg_status mg_gpu_count(int *count) {
@@ -103,7 +116,8 @@ static mg_status read_gpu(mg_gpu *g, int index) {
   mg_status status = mg_gpu_count(&count);
   if (status) return status;
   if (index >= count) return mg_fail(MG_VALUE, "there is no device cuda:%d; this process sees %d", index, count);
-  if ((error = mg_cu.cuDeviceGet(&g->device, index)) || (error = mg_cu.cuDeviceGetName(g->name, sizeof g->name, g->device)) ||
+  if ((error = mg_cu.cuDeviceGet(&g->device, index)) ||
+      (error = mg_cu.cuDeviceGetName(g->name, sizeof g->name, g->device)) ||
       (error = mg_cu.cuDeviceGetAttribute(&g->major, CU_DEVICE_CC_MAJOR, g->device)) ||
       (error = mg_cu.cuDeviceGetAttribute(&g->minor, CU_DEVICE_CC_MINOR, g->device)) ||
       (error = mg_cu.cuDeviceGetAttribute(&g->sms, CU_DEVICE_SMS, g->device)) ||
@@ -118,7 +132,8 @@ static mg_status read_gpu(mg_gpu *g, int index) {
 mg_status mg_gpu_open(mg_gpu **gpu, int index) {
   mg_status status = mg_driver_open();
   if (status) return status;
-  if (index < 0 || index >= MAX_GPUS) return mg_fail(MG_VALUE, "device index %d is out of range, expected 0 to %d", index, MAX_GPUS - 1);
+  if (index < 0 || index >= MAX_GPUS)
+    return mg_fail(MG_VALUE, "device index %d is out of range, expected 0 to %d", index, MAX_GPUS - 1);
   if (!atomic_load_explicit(&gpus[index].open, memory_order_acquire)) {
     pthread_mutex_lock(&lock);
     if (!atomic_load(&gpus[index].open) && !(status = read_gpu(&gpus[index].gpu, index)))

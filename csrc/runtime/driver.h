@@ -1,4 +1,5 @@
-// The CUDA driver: found by dlopen on first use, never linked, so that the library loads and works on machines without it.
+// The CUDA driver: found by dlopen on first use, never linked, so that the library loads and works on machines without
+// it.
 #pragma once
 #include "runtime/runtime.h"
 #include "runtime/driver_api.h"
@@ -13,7 +14,8 @@ typedef struct mg_gpu {
   int device, major, minor, sms;
   int64_t l2_bytes;
   size_t shared_bytes;
-  _Atomic(cu_context) context;    // the primary context, retained at the first launch for the life of the process; NULL before
+  _Atomic(cu_context) context;    // the primary context, retained at the first launch for the life of the process; NULL
+                                  // before
   char name[96];
 } mg_gpu;
 

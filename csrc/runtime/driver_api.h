@@ -1,5 +1,6 @@
-// The part of the CUDA driver's binary interface that Margay uses, declared here so that the driver layer builds, and is tested against a
-// mock driver, where no CUDA toolkit is installed. tests/mock/abi.c holds every size, offset and constant against cuda.h.
+// The part of the CUDA driver's binary interface that Margay uses, declared here so that the driver layer builds, and
+// is tested against a mock driver, where no CUDA toolkit is installed. tests/mock/abi.c holds every size, offset and
+// constant against cuda.h.
 #pragma once
 #include <stdint.h>
 #include "margay.h"
@@ -75,11 +76,12 @@ typedef struct cu_launch_config {
   CALL(cuStreamSynchronize, 2000, (mg_stream stream)) \
   CALL(cuMemsetD16Async, 3020, (uint64_t pointer, uint16_t word, size_t n, mg_stream stream)) \
   CALL(cuMemsetD32Async, 3020, (uint64_t pointer, unsigned word, size_t n, mg_stream stream)) \
-  CALL(cuLibraryLoadData, 12000, (cu_library *library, const void *image, int *jit_options, void **jit_values, unsigned jit_count, \
-                                  int *options, void **values, unsigned count)) \
+  CALL(cuLibraryLoadData, 12000, (cu_library *library, const void *image, int *jit_options, void **jit_values, \
+                                  unsigned jit_count, int *options, void **values, unsigned count)) \
   CALL(cuLibraryUnload, 12000, (cu_library library)) \
   CALL(cuLibraryGetKernel, 12000, (cu_kernel *kernel, cu_library library, const char *name)) \
   CALL(cuKernelSetAttribute, 12000, (int attribute, int value, cu_kernel kernel, int device)) \
   CALL(cuLaunchKernelEx, 11060, (const cu_launch_config *config, cu_kernel kernel, void **params, void **extra)) \
-  CALL(cuTensorMapEncodeTiled, 12000, (gmap *map, int dtype, unsigned rank, void *data, const uint64_t *size, const uint64_t *stride, \
-                                       const uint32_t *box, const uint32_t *element_stride, int interleave, int swizzle, int l2, int fill))
+  CALL(cuTensorMapEncodeTiled, 12000, (gmap *map, int dtype, unsigned rank, void *data, const uint64_t *size, \
+                                       const uint64_t *stride, const uint32_t *box, const uint32_t *element_stride, \
+                                       int interleave, int swizzle, int l2, int fill))

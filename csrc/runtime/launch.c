@@ -1,5 +1,5 @@
-// Contexts, kernels and launches. On the GPU nothing here synchronises (but under MARGAY_SYNC=1, outside graph capture) or allocates device
-// memory; a row's image is loaded at its first launch, which may happen inside a graph capture.
+// Contexts, kernels and launches. On the GPU nothing here synchronises (but under MARGAY_SYNC=1, outside graph capture)
+// or allocates device memory; a row's image is loaded at its first launch, which may happen inside a graph capture.
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 
 enum {
 #define KERNEL(name, ...) ROW_##name,
-#include "kernels.def"
+#include "kernel_rows.def"
 #undef KERNEL
   ROWS
 };
@@ -19,7 +19,8 @@ enum {
 static mg_status open_gpu(mg_gpu **gpu, int index) {
   mg_status status = mg_gpu_open(gpu, index);
   if (!status && ((*gpu)->major != 9 || (*gpu)->minor != 0))
-    return mg_fail(MG_UNSUPPORTED, "cuda:%d is an %s of compute capability %d.%d; the GPU kernels need 9.0 (H100, H200, GH200)", index,
+    return mg_fail(MG_UNSUPPORTED,
+                   "cuda:%d is an %s of compute capability %d.%d; the GPU kernels need 9.0 (H100, H200, GH200)", index,
                    (*gpu)->name, (*gpu)->major, (*gpu)->minor);
   return status;
 }
@@ -32,7 +33,8 @@ void mg_intercept(mg_launch_taker take, int sms) {
 bool mg_intercepted(void) { return interception.take; }
 
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream) {
-  *c = (mg_context){.device = t->device, .device_index = t->device_index, .stream = stream, .shared_bytes = SIZE_MAX, .l2_bytes = 1 << 25};
+  *c = (mg_context){.device = t->device, .device_index = t->device_index, .stream = stream, .shared_bytes = SIZE_MAX,
+                    .l2_bytes = 1 << 25};
   if (t->device == MG_CPU) {
     c->persistent = interception.take;
     c->sms = interception.take ? interception.sms : mg_num_threads();
@@ -50,7 +52,8 @@ mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream) {
 
 // ---- loading
 
-// Kernels belong to no context; their attributes are per device. Written under `load_lock`, published by the bit of `devices`.
+// Kernels belong to no context; their attributes are per device. Written under `load_lock`, published by the bit of
+// `devices`.
 static struct { cu_kernel kernel; _Atomic uint64_t devices; } loaded[ROWS];
 static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -59,8 +62,8 @@ static mg_status load_kernel(const mg_kernel *row, cu_kernel *kernel) {
   int error = mg_cu.cuLibraryLoadData(&library, row->image, NULL, NULL, 0, NULL, NULL, 0);
   int version = mg_driver_version();
   if (error)
-    return mg_driver_fail(error, "%s: the kernel %s cannot be loaded, the driver supports CUDA %d.%d", mg_op_name(row->op), row->name,
-                          version / 1000, version % 1000 / 10);
+    return mg_driver_fail(error, "%s: the kernel %s cannot be loaded, the driver supports CUDA %d.%d",
+                          mg_op_name(row->op), row->name, version / 1000, version % 1000 / 10);
   if (!(error = mg_cu.cuLibraryGetKernel(kernel, library, row->name))) return MG_OK;
   mg_status status = mg_driver_fail(error, "%s: the kernel %s is not in its image", mg_op_name(row->op), row->name);
   mg_cu.cuLibraryUnload(library);
@@ -74,20 +77,25 @@ static mg_status load_on_device(const mg_kernel *row, const mg_gpu *gpu) {
   mg_status status = *kernel ? MG_OK : load_kernel(row, kernel);
   if (status) return status;
   int error = mg_cu.cuKernelSetAttribute(CU_FUNC_MAX_DYNAMIC_SHARED, shared, *kernel, gpu->device);
-  // Without, the next kernel was 12 us late: likely because a multiprocessor whose L1 is large has to be empty before it takes blocks with much shared memory.
-  if (!error && mg_desc(row)->followed) error = mg_cu.cuKernelSetAttribute(CU_FUNC_SHARED_CARVEOUT, 100, *kernel, gpu->device);
+  // Without, the next kernel was 12 us late: likely because a multiprocessor whose L1 is large has to be empty before
+  // it takes blocks with much shared memory.
+  if (!error && mg_desc(row)->followed)
+    error = mg_cu.cuKernelSetAttribute(CU_FUNC_SHARED_CARVEOUT, 100, *kernel, gpu->device);
   if (!error) return MG_OK;
-  return mg_driver_fail(error, "%s: the kernel %s cannot have %d bytes of shared memory", mg_op_name(row->op), row->name, shared);
+  return mg_driver_fail(error, "%s: the kernel %s cannot have %d bytes of shared memory", mg_op_name(row->op),
+                        row->name, shared);
 }
 
-// Loading is forbidden to a thread whose stream is being captured in the strict modes, though it adds nothing to the graph.
+// Loading is forbidden to a thread whose stream is being captured in the strict modes, though it adds nothing to the
+// graph.
 static mg_status load_relaxed(const mg_kernel *row, const mg_gpu *gpu) {
   int mode = CU_CAPTURE_RELAXED;
   int error = mg_cu.cuThreadExchangeStreamCaptureMode(&mode);
   if (error) return mg_driver_fail(error, "%s: cannot leave the thread's capture mode", mg_op_name(row->op));
   mg_status status = load_on_device(row, gpu);
   error = mg_cu.cuThreadExchangeStreamCaptureMode(&mode);
-  return error && !status ? mg_driver_fail(error, "%s: cannot restore the thread's capture mode", mg_op_name(row->op)) : status;
+  return error && !status ? mg_driver_fail(error, "%s: cannot restore the thread's capture mode", mg_op_name(row->op)) :
+                            status;
 }
 
 // The device's context is current.
@@ -97,7 +105,8 @@ static mg_status ensure_loaded(const mg_kernel *row, const mg_gpu *gpu) {
   if (atomic_load_explicit(devices, memory_order_acquire) & bit) return MG_OK;
   mg_status status = MG_OK;
   pthread_mutex_lock(&load_lock);
-  if (!(atomic_load(devices) & bit) && !(status = load_relaxed(row, gpu))) atomic_fetch_or_explicit(devices, bit, memory_order_release);
+  if (!(atomic_load(devices) & bit) && !(status = load_relaxed(row, gpu)))
+    atomic_fetch_or_explicit(devices, bit, memory_order_release);
   pthread_mutex_unlock(&load_lock);
   return status;
 }
@@ -138,26 +147,30 @@ static mg_status sync_check(mg_stream stream, const char *op, const char *name) 
   return error ? mg_driver_fail(error, "%s: %s failed", op, name) : MG_OK;
 }
 
-static mg_status enqueue(const mg_context *c, const mg_gpu *gpu, const mg_kernel *row, const void *params, unsigned blocks) {
+static mg_status enqueue(const mg_context *c, const mg_gpu *gpu, const mg_kernel *row, const void *params,
+                         unsigned blocks) {
   mg_status status = ensure_loaded(row, gpu);
   if (status) return status;
   const mg_kernel_desc *d = mg_desc(row);
   cu_launch_attribute attributes[2];
   unsigned count = 0;
-  if (d->cluster > 1) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_CLUSTER, .value.cluster = {d->cluster, 1, 1}};
-  if (d->dependent) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_PROGRAMMATIC_SERIALIZATION, .value.programmatic = 1};
+  if (d->cluster > 1) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_CLUSTER,
+                                                                  .value.cluster = {d->cluster, 1, 1}};
+  if (d->dependent) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_PROGRAMMATIC_SERIALIZATION,
+                                                                .value.programmatic = 1};
   const cu_launch_config config = {.grid = {blocks, 1, 1}, .block = {d->threads, 1, 1}, .shared_bytes = d->shared_bytes,
                                    .stream = c->stream, .attributes = attributes, .attribute_count = count};
   void *arguments[] = {(void *)params};
   int error = mg_cu.cuLaunchKernelEx(&config, loaded[row - mg_kernels].kernel, arguments, NULL);
   if (error)
-    return mg_driver_fail(error, "%s: launch of %s with %u blocks of %u threads and %u bytes of shared memory failed", mg_op_name(row->op),
-                          row->name, blocks, d->threads, d->shared_bytes);
+    return mg_driver_fail(error, "%s: launch of %s with %u blocks of %u threads and %u bytes of shared memory failed",
+                          mg_op_name(row->op), row->name, blocks, d->threads, d->shared_bytes);
   return sync_check(c->stream, mg_op_name(row->op), row->name);
 }
 
 mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *params, int64_t blocks) {
-  if (blocks > INT32_MAX) return mg_fail(MG_VALUE, "%s: %lld blocks, expected at most 2^31 - 1", mg_op_name(row->op), (long long)blocks);
+  if (blocks > INT32_MAX)
+    return mg_fail(MG_VALUE, "%s: %lld blocks, expected at most 2^31 - 1", mg_op_name(row->op), (long long)blocks);
   if (blocks < 1) return MG_OK;
   if (interception.take && interception.take(row->name, params, blocks)) return MG_OK;
   if (c->device == MG_CPU) return mg_cpu_run(row, params, (int)blocks);
@@ -189,6 +202,7 @@ mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_by
   uint64_t at = (uint64_t)(uintptr_t)data;
   int error = word_bytes == 2 ? mg_cu.cuMemsetD16Async(at, (uint16_t)word, (size_t)n, c->stream)
                               : mg_cu.cuMemsetD32Async(at, word, (size_t)n, c->stream);
-  status = error ? mg_driver_fail(error, "filling %lld words failed", (long long)n) : sync_check(c->stream, "fill", "it");
+  status = error ? mg_driver_fail(error, "filling %lld words failed", (long long)n) :
+                   sync_check(c->stream, "fill", "it");
   return mg_gpu_leave(pushed, status);
 }

@@ -32,15 +32,18 @@ typedef struct mg_sizes {           // by name: sizes.T; -1 where no argument ha
 enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 32 };
 
 // A row as data. The sizes of rows by hand have no names.
-typedef enum mg_role { ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS, ROLE_DRAW } mg_role;
-typedef enum mg_kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float, KIND_int, KIND_bool } mg_kind;
+typedef enum mg_role { ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM,
+    ROLE_LET, ROLE_NEEDS, ROLE_DRAW } mg_role;
+typedef enum mg_kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float, KIND_int,
+    KIND_bool } mg_kind;
 typedef struct mg_field {
   const char *name;                 // LET, NEEDS: the expression
   mg_role role;
   mg_kind kind;
   int dims;
   size_t offset;                    // in the op's struct of arguments
-  unsigned char size[MG_MAX_DIMS];  // which one each dimension is, as a place in mg_sizes. LET: the one that it computes
+  unsigned char size[MG_MAX_DIMS];  // which one each dimension is, as a place in mg_sizes. LET: the one that it
+                                    // computes
   double low, high;                 // NUM: its default, twice; DRAW: the range
 } mg_field;
 typedef struct mg_row {
@@ -55,26 +58,32 @@ typedef struct mg_row {
 const mg_row *mg_row_of(mg_op op);
 extern const char *const mg_size_names[];
 
-static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) { return *(const mg_tensor *const *)((const char *)args + f->offset); }
+static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) {
+  return *(const mg_tensor *const *)((const char *)args + f->offset);
+}
 static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
 static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_WORK; }
 static inline bool mg_may_miss(const mg_field *f) { return f->role == ROLE_OPTOUT || f->role == ROLE_OPT; }
 
-// Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row in ops.def says.
+// Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row
+// in ops.def says.
 mg_status mg_check(mg_op op, const void *args, mg_sizes *n);
 // The same of a row by hand: args in the row's order, NULL for an absent one. Its sizes are the op's own check.
 mg_status mg_check_by_hand(mg_op op, const mg_tensor *const *args);
 // Only the sizes of one argument: 0 to 2^31 - 1 in each dimension.
 mg_status mg_check_sizes(const char *op, const char *name, const mg_tensor *t);
-// The starts of packed sequences, `name`_{q,k}, an int32 vector that mg_check has passed: they begin with 0, do not fall and end with at most `total`,
-// and no sequence has more than max_seqlen rows. Reads the CPU's tensors; what a GPU holds is not looked at.
+// The starts of packed sequences, `name`_{q,k}, an int32 vector that mg_check has passed: they begin with 0, do not
+// fall and end with at most `total`, and no sequence has more than max_seqlen rows. Reads the CPU's tensors; what a GPU
+// holds is not looked at.
 mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen);
 
 mg_status mg_check_softcap(const char *op, float softcap);
-// As kernels take it: with a reciprocal in fp32, and room for log2 e. Scores below 2^-126 are 0 to a softmax, and none is above 2^125.
+// As kernels take it: with a reciprocal in fp32, and room for log2 e. Scores below 2^-126 are 0 to a softmax, and none
+// is above 2^125.
 static inline float mg_softcap(float x) { return x == 0 ? 0 : x < 0x1p-126f ? 0x1p-126f : x > 0x1p125f ? 0x1p125f : x; }
 
-const char *mg_op_name(mg_op op);                                     // as in messages: "attention", "attention_backward"
+// as in messages: "attention", "attention_backward"
+const char *mg_op_name(mg_op op);
 const char *mg_op_row(mg_op op);                                      // as in ops.def
 mg_status mg_op_find(mg_op *op, const char *name);                    // the name of a row of ops.def
 
@@ -91,16 +100,20 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
   int features;               // attention: FEATURES_* of attention/attention.h, the least set that the problem needs
   int sms;                    // multiprocessors of the device
   mg_sizes size;              // of rows that name theirs: conditions see them by name
+  const struct mg_kernel *main;   // for rows BESIDE another op: the kernel chosen for that; NULL: dispatch chooses it
 } mg_problem;
 
-typedef enum mg_isa { MG_ISA_BASE, MG_ISA_AVX2, MG_ISA_AVX512, MG_ISA_COUNT } mg_isa;   // AVX512: F, BW, VL, DQ and BF16
+// AVX512: F, BW, VL, DQ and BF16
+typedef enum mg_isa { MG_ISA_BASE, MG_ISA_AVX2, MG_ISA_AVX512, MG_ISA_COUNT } mg_isa;
 typedef enum mg_where { MG_ANY, MG_CPU_ONLY, MG_GPU_ONLY } mg_where;
+typedef struct mg_constants { int D, DV, FEATURES; } mg_constants;
 typedef struct mg_kernel {
   const char *name, *source, *when_text, *constants;
   mg_op op;
   mg_dtype dtype;
   mg_where where;
-  bool (*when)(const mg_problem *);
+  bool (*when)(const struct mg_kernel *row, const mg_problem *);
+  mg_constants (*constant)(void);                   // the row's constants that hosts read; 0: not among them
   const mg_kernel_desc *desc[MG_ISA_COUNT];         // NULL where an instruction set was not built; BASE always exists
   const unsigned char *image, *image_end;           // the GPU's fatbin; both NULL in a CPU-only build
 } mg_kernel;
@@ -126,24 +139,29 @@ typedef struct mg_context {
 } mg_context;
 // Fill `c` for the device of `t`. Fails with the reason why a GPU cannot be used.
 mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream);
-// First row of `op` that takes the problem on this device; MG_UNSUPPORTED with the reason of every row for its dtype and device when none does.
+// First row of `op` that takes the problem on this device; MG_UNSUPPORTED with the reason of every row for its dtype
+// and device when none does.
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c);
-// This thread's calls end, with MG_UNSUPPORTED, where they would choose a row; what the first of them asks is kept in `run`. NULL ends that.
+// This thread's calls end, with MG_UNSUPPORTED, where they would choose a row; what the first of them asks is kept in
+// `run`. NULL ends that.
 typedef struct mg_dry_run { bool asked; mg_op op; mg_problem problem; mg_context context; } mg_dry_run;
 void mg_run_dry(mg_dry_run *run);
-// For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others; NULL ends that.
+// For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others;
+// NULL ends that.
 mg_status mg_prefer(const char *name);
 const mg_kernel_desc *mg_desc(const mg_kernel *row);                  // of the running CPU's best instruction set
 
 // ---- tensormap.c
-// Map a view of 4 dimensions [batch, head, row, column] (strides in elements, column stride 1) with a box of box_rows x box_cols elements.
-// On the GPU: base and strides must be multiples of 16 bytes, a box at most 256 x 256, rows of 16-bit and 8-bit elements, which are swizzled, at
-// most 128 bytes, or 64, which have a swizzle of their own; fp32 tiles lie row after row. A failed rule is named.
+// Map a view of 4 dimensions [batch, head, row, column] (strides in elements, column stride 1) with a box of box_rows x
+// box_cols elements. On the GPU: base and strides must be multiples of 16 bytes, a box at most 256 x 256, rows of
+// 16-bit and 8-bit elements, which are swizzled, at most 128 bytes, or 64, which have a swizzle of their own; fp32
+// tiles lie row after row. A failed rule is named.
 mg_status mg_map(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
                  const int64_t stride[4], int box_rows, int box_cols);
-// The same for a tensor that is read once, from end to end: the L2 fetches no more than was asked for, which is faster then by a tenth.
-mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype, const int64_t shape[4],
-                      const int64_t stride[4], int box_rows, int box_cols);
+// The same for a tensor that is read once, from end to end: the L2 fetches no more than was asked for, which is faster
+// then by a tenth.
+mg_status mg_map_once(gmap *m, const mg_context *c, const char *name, void *data, mg_dtype dtype,
+                      const int64_t shape[4], const int64_t stride[4], int box_rows, int box_cols);
 
 // ---- launch.c, cpu.c
 mg_isa mg_host_isa(void);                           // the running CPU's best, at most the environment's MARGAY_ISA
@@ -151,15 +169,16 @@ const char *mg_isa_name(mg_isa isa);
 mg_status mg_check_isa(void);                       // fails where MARGAY_ISA is set to none of the names
 // blocks is a multiple of the row's cluster. CPU: runs to the end. GPU: enqueued on the context's stream.
 mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *params, int64_t blocks);
-// For tools: this thread's launches go to `take`, as if there were `sms` multiprocessors, and are run as usual only where it returns false.
-// mg_prefer()'s row is then taken whatever its place and condition. NULL ends that.
+// For tools: this thread's launches go to `take`, as if there were `sms` multiprocessors, and are run as usual only
+// where it returns false. mg_prefer()'s row is then taken whatever its place and condition. NULL ends that.
 typedef bool (*mg_launch_taker)(const char *row, const void *params, int64_t blocks);
 void mg_intercept(mg_launch_taker take, int sms);
 bool mg_intercepted(void);
 // Fill n 16- or 32-bit words; GPU: asynchronously on the stream.
 mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_bytes, int64_t n);
 
-// ---- call.c: a call of an op, as its host half sees it. A failure sticks: what follows it does nothing, and mg_run returns it
+// ---- call.c: a call of an op, as its host half sees it. A failure sticks: what follows it does nothing, and mg_run
+// returns it
 typedef struct mg_call {
   mg_status status;
   mg_op op;
@@ -170,8 +189,8 @@ typedef struct mg_call {
   const mg_kernel *kernel;
   const mg_kernel_desc *desc;
 } mg_call;
-// Checks, sizes, device, problem. False where nothing is left to do: a failure, or no result has an element. Then mg_choose, behind what the host half
-// adds to c->problem for the conditions of kernels.def. mg_open is both.
+// Checks, sizes, device, problem. False where nothing is left to do: a failure, or no result has an element. Then
+// mg_choose, behind what the host half adds to c->problem for the conditions of kernels.def. mg_open is both.
 bool mg_begin(mg_call *c, mg_op op, const void *args);
 bool mg_choose(mg_call *c);
 static inline bool mg_open(mg_call *c, mg_op op, const void *args) { return mg_begin(c, op, args) && mg_choose(c); }
@@ -181,14 +200,17 @@ bool mg_choose_other(mg_call *c, mg_op op);
 void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
 void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);   // a matrix, transposed
 void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);     // [batch, row, head, column]
-void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);    // dense; [batch ..., head, row, column]
+// dense; [batch ..., head, row, column]
+void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
 int mg_tasks(mg_call *c, int64_t tasks);    // as an int; too many are refused
 static inline int64_t mg_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 mg_status mg_run(mg_call *c, const void *params, int64_t blocks);
-mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks);   // as many blocks as are resident together, at most one for each task
+// as many blocks as are resident together, at most one for each task
+mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks);
 
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
-// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU). *row: what takes the problem, or NULL.
+// c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU). *row: what takes the
+// problem, or NULL.
 size_t mg_explain(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
 // attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up.
 size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n);

@@ -1,12 +1,13 @@
 // out = a + scale b
-// A loader thread copies tiles of a and b into a ring of stages; a warpgroup adds them in registers and stores the sum from a third tile.
+// A loader thread copies tiles of a and b into a ring of stages. A warpgroup adds them in registers and stores the sum
+// from a third tile.
 #include "tile/tile.h"
 #include "scaled_add/scaled_add.h"
 
 typedef st<elem, 64, 64> tile;
 struct shared {
   tile a[STAGES], b[STAGES], out;
-  ring<STAGES> inputs;      // read into registers: a release carries the fence that keeps the next copy behind the reads
+  ring<STAGES> inputs;      // read into registers: a release fences, so that the next copy comes after the reads
 };
 
 TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1)); }
@@ -47,5 +48,6 @@ TILE void compute(const scaled_add_params &p, shared &s, int) {
   tma_store_wait_read();
 }
 
-typedef block<scaled_add_params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>, OCCUPANCY<2>> kernel;
+typedef block<scaled_add_params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>,
+              OCCUPANCY<2>> kernel;
 ENTRY(kernel, 64, 64)

@@ -17,23 +17,22 @@ typedef struct ssd_fwd_params {
   const float *initial;     // [rows, heads, head_dim, state_dim], before the first step, or NULL: 0
   const float *cuts;        // [rows, cut_stride, heads, head_dim, state_dim]: in front of segments 1, 2, ...
   float *final;             // [rows, heads, head_dim, state_dim], after the last step, or NULL
-  const int *starts;        // [rows + 1]: row i is steps starts[i] .. starts[i + 1] - 1 of batch 0. NULL: a row is a batch
+  const int *starts;        // [rows + 1]: row i is steps starts[i] .. starts[i + 1] - 1 of batch 0; NULL: of batch i
   const int *seq_idx;       // [batch, steps] or NULL: where it changes, a sequence ends. `initial` is of sequence 0
   int64_t seq_stride;       // of batch
   void *y_data;             // y again, for the last chunks of packed rows: strides in elements
   int64_t y_step, y_head;
   int steps;                // of a batch
-  int segments, segment;    // into which a row is cut, and steps of one, whole chunks; the last has the rest. Of packed rows 1
+  int segments, segment;    // of a row, steps of one: whole chunks, the last has the rest. Packed rows have one
   int cut_stride;
   int heads, group_heads;   // group_heads: heads that share b and c
   int head_dim, state_dim;
 } ssd_fwd_params;
 
-// States behind all segments but the last, the first from the initial state, the others from 0, and by what each decays the state before it.
+// States behind all segments but the last, each from 0, and by what each decays the state before it.
 typedef struct ssd_cuts_params {
   gmap x, b;
   ssd_dt dt;
-  const float *initial;     // as above
   const int *seq_idx;
   int64_t seq_stride;
   float *cuts, *decays;     // [rows, cut_stride, heads, head_dim, state_dim], [rows, cut_stride, heads]
@@ -41,9 +40,10 @@ typedef struct ssd_cuts_params {
   int cut_stride, heads, group_heads, head_dim, state_dim;
 } ssd_cuts_params;
 
-// cuts[i] += decays[i] cuts[i - 1], i = 1, 2, ...: the states in front of the segments.
+// cuts[i] += decays[i] cuts[i - 1], cuts[-1] the initial state: the states in front of the segments.
 typedef struct ssd_join_params {
   float *cuts;
+  const float *initial;
   const float *decays;
   int cut, cut_stride, heads, head_dim, state_dim;
 } ssd_join_params;

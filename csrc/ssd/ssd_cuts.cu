@@ -1,13 +1,15 @@
-// States of SSD at the cuts of a sequence: what ssd_fwd.cu's S becomes over a segment of whole chunks,
-//   S = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b,   and the product of the e^(l_e), which a state before the segment decays by.
-// A unit is 64 rows of a head's state. A block has SLOTS units of one group of heads, which share b; where the group has no more, its last units
-// are computed for nothing.
-// Roles: a loader thread; a scan warp: dt -> each unit's weights; GROUPS state warpgroups.
+// States of SSD at the cuts of a sequence: what ssd_fwd.cu's S becomes from 0 over a segment of whole chunks,
+//   S = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
+// and the product of the e^(l_e), by which a state before the segment decays.
+// A unit is 64 rows of a head's state. A block has SLOTS units of one group of heads, which share b; where the group
+// has no more, its last units are computed for nothing. Roles: a loader thread; SCANS scan warps: dt -> each unit's
+// weights; GROUPS state warpgroups.
 #include "tile/tile.h"
 #include "ssd/ssd_fwd.h"
 
-// Q: steps of a chunk. N (state), HEADS (units of a warpgroup: 1 or 2), GROUPS, STAGES come from the row. A unit's state is TILES tiles of W columns.
-enum { Q = 64, SLOTS = GROUPS * HEADS, W = N < 128 ? N : 128, TILES = N / W };
+// Q: steps of a chunk. N (state), HEADS (units of a warpgroup: 1 or 2), GROUPS, STAGES and *_REGS come from the row. A
+// unit's state is TILES tiles of W columns.
+enum { Q = 64, SLOTS = GROUPS * HEADS, W = N < 128 ? N : 128, TILES = N / W, SCANS = 2, MINE = SLOTS / SCANS };
 static_assert(HEADS * TILES <= 2, "a warpgroup has two tiles of state");
 
 struct vectors { sv<Q> decay, weight; };         // e^(l_i), dt_j e^(l_e - l_j)
@@ -15,11 +17,11 @@ struct shared {
   st<elem, Q, N> b[STAGES];
   st<elem, Q, 64> x[STAGES][SLOTS];
   vectors v[STAGES][SLOTS];
-  ring<STAGES> inputs;                           // full: the bytes, and the scan warp's vectors
+  ring<STAGES> inputs;                           // full: the bytes, and the scan warps' vectors
 };
 typedef ssd_cuts_params params;
 
-TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 1, 0), arrivals(0, 0, GROUPS)); }
+TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, SCANS, 0), arrivals(0, 0, GROUPS)); }
 
 struct task { int row, cut, group, unit, first, end; };
 TILE int parts(const params &p) { return (p.head_dim + 63) / 64; }
@@ -33,7 +35,9 @@ TILE int unit_of(const params &p, const task &t, int slot) {
   int last = p.group_heads * parts(p) - 1;
   return t.unit + slot < last ? t.unit + slot : last;
 }
-TILE int head_of(const params &p, const task &t, int slot) { return t.group * p.group_heads + unit_of(p, t, slot) / parts(p); }
+TILE int head_of(const params &p, const task &t, int slot) {
+  return t.group * p.group_heads + unit_of(p, t, slot) / parts(p);
+}
 TILE int row_of(const params &p, const task &t, int slot) { return unit_of(p, t, slot) % parts(p) * 64; }
 
 TILE void loader(const params &p, shared &s, int) {
@@ -50,23 +54,26 @@ TILE void loader(const params &p, shared &s, int) {
   }
 }
 
-TILE void scan(const params &p, shared &s, int) {
+// The next chunk's dt is under way while this one's is worked on.
+TILE void scan(const params &p, shared &s, int warp) {
   task t = block_task(p);
   ring_pos at = {};
-  wv<Q> next, dt, l, out, changes;
+  wv<Q> given[MINE], dt, l, out, changes;
   fill(changes, 0.f);
   const float *g = p.dt.dt + (int64_t)t.row * p.steps * p.heads;
-  load(next, g + (int64_t)t.first * p.heads + head_of(p, t, 0), p.heads, Q, -infinity());   // while the one before is worked on
+  UNROLLED for (int i = 0; i < MINE; i++) {
+    int head = head_of(p, t, i * SCANS + warp);
+    load(given[i], g + (int64_t)t.first * p.heads + head, p.heads, t.end - t.first, -infinity());
+  }
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.inputs, at);
     if (p.seq_idx) count_changes(changes, p.seq_idx + t.row * p.seq_stride, step, t.end);
     float changed = last(changes);
-    ROLLED for (int slot = 0; slot < SLOTS; slot++) {
+    UNROLLED for (int i = 0; i < MINE; i++) {
+      int slot = i * SCANS + warp, head = head_of(p, t, slot);
       vectors &v = s.v[at.stage][slot];
-      log_decays(dt, l, next, p.dt, head_of(p, t, slot));
-      bool same = slot + 1 < SLOTS;
-      int then = same ? step : step + Q;
-      load(next, g + (int64_t)then * p.heads + head_of(p, t, same ? slot + 1 : 0), p.heads, t.end - then, -infinity());
+      log_decays(dt, l, given[i], p.dt, head);
+      load(given[i], g + (int64_t)(step + Q) * p.heads + head, p.heads, t.end - step - Q, -infinity());
       float end = last(l);
       map(out, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
       store(v.decay, out);
@@ -83,10 +90,6 @@ TILE void scan(const params &p, shared &s, int) {
 TILE int64_t first_of(const params &p, const task &t, int64_t i, int slot, int col) {
   return ((i * p.heads + head_of(p, t, slot)) * p.head_dim + row_of(p, t, slot)) * p.state_dim + col;
 }
-TILE void begin_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
-  if (p.initial && t.cut == 0) load(s, p.initial + first_of(p, t, t.row, slot, col), p.state_dim, p.head_dim - row_of(p, t, slot), p.state_dim - col);
-  else fill(s, 0.f);
-}
 TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, float decay, int slot, int col) {
   if (unit_of(p, t, slot) != t.unit + slot) return;
   int64_t i = (int64_t)t.row * p.cut_stride + t.cut;
@@ -96,44 +99,43 @@ TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, floa
   if (col == 0 && row_of(p, t, slot) == 0) store(p.decays + i * p.heads + head_of(p, t, slot), one, 1);
 }
 
-// A slot's weighted x, and its chunk's decay.
-TILE float weigh(rt<elem, Q> &x, shared &s, int stage, int slot) {
+// One chunk of a slot, whose tiles are s0 and s1, or s0 alone. The state is scaled while no product is in flight.
+TILE void advance(rt<float, W> &s0, rt<float, W> &s1, float &decay, shared &s, int stage, int slot) {
+  rt<elem, Q> x;
   vectors &v = s.v[stage][slot];
   load_t(x, s.x[stage][slot]);
   map_col(x, v.weight, [](float f, float w) { return f * w; });
-  return get(v.decay, Q - 1);
+  float d = get(v.decay, Q - 1);
+  decay *= d;
+  map(s0, [=](float f) { return f * d; });
+  if (TILES == 2) map(s1, [=](float f) { return f * d; });
+  mma_fence();
+  mma_AB_cols<ACC>(s0, x, s.b[stage], 0);
+  if (TILES == 2) mma_AB_cols<ACC>(s1, x, s.b[stage], W);
+  mma_commit();
+  if (TILES == 2) mma_wait<0>(s0, s1, x);
+  else mma_wait<0>(s0, x);
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  enum { TWO = HEADS * TILES == 2, OTHER = HEADS == 2 ? GROUPS : 0, COL = TILES == 2 ? W : 0 };   // s1: of another slot, or other columns
+  // s1: of another slot, or other columns
+  enum { TWO = HEADS * TILES == 2, OTHER = HEADS == 2 ? GROUPS : 0, COL = TILES == 2 ? W : 0 };
   task t = block_task(p);
   ring_pos at = {};
   rt<float, W> s0, s1;        // by name, not an array: registers
-  rt<elem, Q> x0, x1;
   float decay0 = 1.f, decay1 = 1.f;
-  begin_state(p, t, s0, wg, 0);
-  if (TWO) begin_state(p, t, s1, wg + OTHER, COL);
+  fill(s0, 0.f);
+  fill(s1, 0.f);
   for (int step = t.first; step < t.end; step += Q) {
     ring_wait(s.inputs, at);
-    float d0 = weigh(x0, s, at.stage, wg), d1 = d0;
-    if (HEADS == 2) d1 = weigh(x1, s, at.stage, wg + OTHER);
-    map(s0, [=](float f) { return f * d0; });
-    if (TWO) map(s1, [=](float f) { return f * d1; });
-    decay0 *= d0;
-    decay1 *= d1;
-    mma_fence();
-    mma_AB_cols<ACC>(s0, x0, s.b[at.stage], 0);
-    if (HEADS == 2) mma_AB_cols<ACC>(s1, x1, s.b[at.stage], 0);
-    else if (TILES == 2) mma_AB_cols<ACC>(s1, x0, s.b[at.stage], W);
-    mma_commit();
-    if (HEADS == 2) mma_wait<0>(s0, s1, x0, x1);
-    else if (TILES == 2) mma_wait<0>(s0, s1, x0);
-    else mma_wait<0>(s0, x0);
+    advance(s0, s1, decay0, s, at.stage, wg);
+    if (HEADS == 2) advance(s1, s0, decay1, s, at.stage, wg + OTHER);
     ring_done(s.inputs, at);
   }
   keep_state(p, t, s0, decay0, wg, 0);
   if (TWO) keep_state(p, t, s1, decay1, wg + OTHER, COL);
 }
 
-typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, 0>, role<loader, THREAD, 1, 0>, role<scan, WARP, 1, 0>> kernel;
+typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<scan, WARP, SCANS, LOAD_REGS>> kernel;
 ENTRY(kernel, Q, SLOTS)

@@ -1,21 +1,21 @@
-// Mamba-2 SSD forward (Dao & Gu 2024, section 6), one pass over the sequence in chunks of 64 steps, the state in registers throughout.
-// With l_i = sum of dt_k a for k <= i, inside a chunk whose last step is e, and S the state before it:
+// Mamba-2 SSD forward (Dao & Gu 2024, section 6), one pass over the sequence in chunks of 64 steps, the state in
+// registers throughout. With l_i = sum of dt_k a for k <= i, inside a chunk whose last step is e, and S the state
+// before it:
 //   y^T = e^(l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_i - l_j) dt_j for j <= i, plus d on the diagonal
 //   S   = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
-// Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps past the end have
-// dt = 0: they add nothing and decay nothing.
-// Where a chunk has several sequences (seq_idx), the sums l run on, since only their differences are used; what would go from one sequence to
-// another becomes 0: e^(l_i) behind a first change, P_ij and e^(l_e - l_j) where a change lies between.
-// Where the next packed row follows in memory (starts), the scan warp clears its steps in x and b before products read them, and y's last chunk
-// is stored from registers.
-// Roles: a loader thread; a scan warp: dt -> each head's vectors; a score warpgroup: each head's P; GROUPS state warpgroups with HEADS slots
-// each: 64 rows of a head's state, of which a head has SPLIT, in as many warpgroups.
+// Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps
+// past the end have dt = 0: they add nothing and decay nothing. Where a chunk has several sequences (seq_idx), the sums
+// l run on, since only their differences are used; what would go from one sequence to another becomes 0: e^(l_i) behind
+// a first change, P_ij and e^(l_e - l_j) where a change lies between. Where the next packed row follows in memory
+// (starts), the scan warp clears its steps in x and b before products read them, and y's last chunk is stored from
+// registers. Roles: a loader thread; a scan warp: dt -> each head's vectors; a score warpgroup: each head's P; GROUPS
+// state warpgroups with HEADS slots each: 64 rows of a head's state, of which a head has SPLIT, in as many warpgroups.
 #include "tile/tile.h"
 #include "ssd/ssd_fwd.h"
 
-// Q: steps of a chunk. N (state), HEADS (1 or 2), GROUPS, SPLIT, PER_SM and *_REGS come from the row. Slot i: part i % SPLIT of head i / SPLIT,
-// in warpgroup i % GROUPS: the first heads of all warpgroups come first, which is the order in which P is made.
-// A slot's state is TILES tiles of W columns.
+// Q: steps of a chunk. N (state), HEADS (1 or 2), GROUPS, SPLIT, PER_SM and *_REGS come from the row. Slot i: part i %
+// SPLIT of head i / SPLIT, in warpgroup i % GROUPS: the first heads of all warpgroups come first, which is the order in
+// which P is made. A slot's state is TILES tiles of W columns.
 enum { Q = 64, SLOTS = GROUPS * HEADS, ALL = SLOTS / SPLIT, W = N < 128 ? N : 128, TILES = N / W };
 static_assert(HEADS * TILES <= 2 && SPLIT <= GROUPS, "a warpgroup has two tiles of state");
 
@@ -28,7 +28,7 @@ struct shared {
   ring<2> x_ring[SLOTS];
   ring<2, ASYNC_READS> bc_ring;
   ring<2, ASYNC_READS> v_ring;   // refilled by plain stores only, which need no fence
-  sem p_full[2][ALL];            // refilled behind v_ring, whose stage the scan warp fills only after every reader of p has released it
+  sem p_full[2][ALL];            // refilled behind v_ring, whose stage is filled when all readers of p have released it
   sem last;                      // the tiles of a last chunk that runs over are there, and to be cleared behind its end
 };
 typedef ssd_fwd_params params;
@@ -42,9 +42,11 @@ TILE void init(shared &s) {
   sem_init(s.last, arrivals(SLOTS + 1, 0, 0));
 }
 
-struct task { int row, batch, head, segment, first, end; };   // the block's first head; steps first .. end - 1 of the batch
+// The block's first head; steps first .. end - 1 of the batch.
+struct task { int row, batch, head, segment, first, end; };
 TILE task block_task(const params &p) {
-  int blocks = p.heads / ALL, unit = block_index() / p.segments, segment = block_index() - unit * p.segments, row = unit / blocks;
+  int blocks = p.heads / ALL, unit = block_index() / p.segments, segment = block_index() - unit * p.segments;
+  int row = unit / blocks;
   task t = {row, row, (unit - row * blocks) * ALL, segment, segment * p.segment, (segment + 1) * p.segment};
   if (segment + 1 == p.segments) t.end = p.steps;
   if (p.starts) {
@@ -95,7 +97,8 @@ TILE void scan(const params &p, shared &s, int) {
   ring_pos at = {};
   wv<Q> next, dt, l, out, changes;
   fill(changes, 0.f);
-  const float *g = p.dt.dt + ((int64_t)t.batch * p.steps + t.first) * p.heads + t.head;   // of `next`: loaded while the one before is worked on
+  // of `next`, which is under way while the one before is worked on
+  const float *g = p.dt.dt + ((int64_t)t.batch * p.steps + t.first) * p.heads + t.head;
   load(next, g, p.heads, t.end - t.first, -infinity());
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.v_ring, at);
@@ -141,12 +144,14 @@ TILE void score(const params &p, shared &s, int) {
     ring_release(s.bc_ring, at);
     if (p.seq_idx) {
       load(l, s.changes[at.stage]);
-      map_rc(products, l, s.changes[at.stage], [](float x, float ni, float nj, int, int) { return ni == nj ? x : 0.f; });
+      map_rc(products, l, s.changes[at.stage],
+             [](float x, float ni, float nj, int, int) { return ni == nj ? x : 0.f; });
     }
     ROLLED for (int h = 0; h < ALL; h++) {
       vectors &v = s.v[at.stage][h];
       load(l, v.l);
-      store_tril(s.p[at.stage][h], products, l, v.m, p.d ? p.d[t.head + h] : 0.f, [](float x, float li, float mj) { return x * fast_exp2(li - mj); });
+      store_tril(s.p[at.stage][h], products, l, v.m, p.d ? p.d[t.head + h] : 0.f,
+                 [](float x, float li, float mj) { return x * fast_exp2(li - mj); });
       fence_async();
       sem_arrive(s.p_full[at.stage][h]);
     }
@@ -168,7 +173,8 @@ TILE void read_panel(rt<float, Q> &y, const rt<float, W> &state, int col, const 
 
 // One chunk of a slot. The state is scaled while no product is in flight.
 // s0, s1: its tiles, or s0 alone.
-TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s, const task &t, ring_pos at, int step, int slot, int wg) {
+TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s, const task &t, ring_pos at, int step,
+                  int slot, int wg) {
   rt<float, Q> y;
   rt<elem, Q> x;
   int head = slot / SPLIT, row0 = slot % SPLIT * 64;
@@ -219,8 +225,8 @@ TILE int64_t first_of(const params &p, const task &t, int64_t i, int slot, int c
 TILE void begin_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
   const float *from = t.segment ? p.cuts : p.initial;
   int64_t i = t.segment ? (int64_t)t.row * p.cut_stride + t.segment - 1 : t.row;
-  if (from) load(s, from + first_of(p, t, i, slot, col), p.state_dim, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
-  else fill(s, 0.f);          // as a value: the first use is a conversion, not a product
+  if (!from) return fill(s, 0.f);          // as a value: the first use is a conversion, not a product
+  load(s, from + first_of(p, t, i, slot, col), p.state_dim, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
 }
 TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, int slot, int col) {
   if (!p.final || t.segment + 1 < p.segments) return;
@@ -228,7 +234,8 @@ TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, int 
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  enum { TWO = HEADS * TILES == 2, OTHER = HEADS == 2 ? GROUPS : 0, COL = TILES == 2 ? W : 0 };   // s1: of another slot, or other columns
+  // s1: of another slot, or other columns
+  enum { TWO = HEADS * TILES == 2, OTHER = HEADS == 2 ? GROUPS : 0, COL = TILES == 2 ? W : 0 };
   task t = block_task(p);
   ring_pos at = {};
   rt<float, W> s0, s1;        // by name, not an array: registers
@@ -248,6 +255,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
   tma_store_wait_read();
 }
 
-typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>, role<score, WARPGROUP, 1, SCORE_REGS>,
-              role<loader, THREAD, 1, LOAD_REGS>, role<scan, WARP, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
+              role<score, WARPGROUP, 1, SCORE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<scan, WARP, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, ALL)

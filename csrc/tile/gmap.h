@@ -1,5 +1,6 @@
-// gmap: a global tensor seen in tiles. Plain C: the host fills it (runtime/tensormap.c), kernels hand it to tma_load and tma_store.
-// Four dimensions, innermost first: columns (contiguous), rows, heads, batch. Same size and alignment on every backend.
+// gmap: a global tensor seen in tiles. Plain C: the host fills it (runtime/tensormap.c), kernels hand it to tma_load
+// and tma_store. Four dimensions, innermost first: columns (contiguous), rows, heads, batch. Same size and alignment on
+// every backend.
 #pragma once
 #include <stdint.h>
 #ifdef __cplusplus

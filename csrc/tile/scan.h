@@ -10,9 +10,13 @@ template<int N> TILE void store(sv<N> &d, const wv<N> &v);
 template<int N> TILE float get(const wv<N> &v, int i);   // element i, in every thread
 template<int N> TILE float max_of(const wv<N> &v);      // in every thread; NaN may be lost
 template<int N> TILE float sum_of(const wv<N> &v);      // in every thread
-template<int N> TILE void load(wv<N> &v, const float *g, int64_t stride, int n, float pad);   // element i at g[i * stride]; i >= n become pad and are not read
-template<typename T, int N> TILE void store(T *g, const wv<N> &v, int n);                     // rounds to T; elements >= n are not written
-template<int N> TILE void store(float *g, int64_t stride, const wv<N> &v, int n);              // element i to g[i * stride]; i >= n are not written
-template<typename T> TILE void copy_row(T *d, const T *s, int n);                             // n elements of global memory, at any alignment
+// element i at g[i * stride]; i >= n become pad and are not read
+template<int N> TILE void load(wv<N> &v, const float *g, int64_t stride, int n, float pad);
+// rounds to T; elements >= n are not written
+template<typename T, int N> TILE void store(T *g, const wv<N> &v, int n);
+// element i to g[i * stride]; i >= n are not written
+template<int N> TILE void store(float *g, int64_t stride, const wv<N> &v, int n);
+// n elements of global memory, at any alignment
+template<typename T> TILE void copy_row(T *d, const T *s, int n);
 template<int N> TILE void load(wv<N> &v, const sv<N> &s);
 template<int R, int C> TILE void load_col(wv<R> &v, const sm<R, C> &s, int col);

@@ -1,13 +1,19 @@
 """Fast kernels for attention-like layers. Importing loads no tensor library and makes no CUDA call."""
 
-from margay._decode import append_kv, attention_decode
-from margay.drop_ins.fallback import FallbackWarning
-from margay.ops import attention, attention_varlen, dropout_mask, explain, info, linear_attention, matmul, scaled_add, ssd, ssd_step
+from margay.families.attention.attention import attention, attention_varlen, dropout_mask
+from margay.families.attention.decode import append_kv, attention_decode
+from margay.families.gemm.matmul import matmul
+from margay.families.linear_attention import linear_attention
+from margay.families.scaled_add import scaled_add
+from margay.families.ssd import ssd, ssd_step
 
 __version__ = "0.1.0"
 _MODULES = ("flash_attn", "flash_attn_interface", "integrations", "mamba", "nn")
-_FUNCTIONS = {"enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}     # of modules that need torch
-__all__ = ["FallbackWarning", "append_kv", "attention", "attention_decode", "attention_varlen", "dropout_mask", "explain", "info", "linear_attention", "matmul", "scaled_add", "ssd", "ssd_step", *_MODULES, *_FUNCTIONS]
+# name -> its module
+_LATER = {"explain": "margay._explain", "info": "margay._explain", "FallbackWarning": "margay.drop_ins.fallback",
+          "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}
+__all__ = ["append_kv", "attention", "attention_decode", "attention_varlen", "dropout_mask", "linear_attention",
+           "matmul", "scaled_add", "ssd", "ssd_step", *_MODULES, *_LATER]
 
 
 def __getattr__(name):
@@ -15,8 +21,8 @@ def __getattr__(name):
 
     if name in _MODULES:
         return importlib.import_module(f"margay.{name}")
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'margay' has no attribute {name!r}")
 
 

@@ -1,9 +1,10 @@
 """Python functions of an op, made from its row in csrc/ops.def.
 
-`function(name)` takes the op's inputs and numbers in the order of the row and returns its results. NumPy arrays give NumPy
-arrays. PyTorch tensors: plain ones in eager mode go straight to `_C`; whatever wants to see the call (compile, export, modes,
-subclasses, transforms, the meta device) gets the operator torch.ops.margay.<name>. A row `<name>_bwd` makes the op
-differentiable: it reads d<result>, and inputs, results and saved tensors by their names, and writes d<input>.
+`function(name)` takes the op's inputs and numbers in the order of the row and returns its results. NumPy arrays give
+NumPy arrays. PyTorch tensors: plain ones in eager mode go straight to `_C`; whatever wants to see the call (compile,
+export, modes, subclasses, transforms, the meta device) gets the operator torch.ops.margay.<name>. A row `<name>_bwd`
+makes the op differentiable: it reads d<result>, and inputs, results and saved tensors by their names, and writes
+d<input>.
 
 The functions are made as text and compiled once: loops over a row's arguments in every call would cost microseconds.
 """
@@ -12,7 +13,7 @@ import re
 import sys
 import types
 
-from margay import _C, ops
+from margay import _C, _shared
 
 ROWS = _C.ops()
 _HALF = "bfloat16, float16 or, on the CPU, float32"
@@ -34,6 +35,7 @@ class Row:
         self.results, self.saves, self.work = role("out", "optout"), role("save"), role("work")
         self.inputs, self.numbers = role("in", "opt", "mat"), role("num")
         self.optional = role("optout")                             # what a call may leave out, in the order of `want`
+        self.absent = [f["name"] for f in role("opt")]             # what may be None
         self.lets = [(f["sizes"][0], f["name"], condition(f["name"])) for f in role("let")]
         self.needs = [(f["name"], condition(f["name"])) for f in role("needs")]
         self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
@@ -60,7 +62,8 @@ class Row:
 
     def twin(self, f):
         """An input of the same sizes and dtype: the result lies in memory as it does."""
-        alike = (r["name"] for r in self.inputs if r["role"] == "in" and r["kind"] == f["kind"] == "half" and r["sizes"] == f["sizes"])
+        alike = (r["name"] for r in self.inputs if r["role"] == "in" and r["kind"] == f["kind"] == "half"
+                 and r["sizes"] == f["sizes"])
         return next(alike, None) if f["role"] in ("out", "optout") else None
 
     def new(self, f, place=""):
@@ -79,14 +82,17 @@ class Row:
 
     def schema(self):
         written = ["Tensor"] * len(self.results + self.saves)
-        return f"{self.name}({self.signature('Tensor', 'Tensor?', True)}) -> {written[0] if len(written) == 1 else '(' + ', '.join(written) + ')'}"
+        made = written[0] if len(written) == 1 else f"({', '.join(written)})"
+        return f"{self.name}({self.signature('Tensor', 'Tensor?', True)}) -> {made}"
 
     def stub(self):
         """The line of _C.pyi."""
-        kinds = dict.fromkeys(("in", "mat", "out", "save", "work"), "_Tensor") | dict.fromkeys(("opt", "optout"), "_Tensor | None")
+        kinds = dict.fromkeys(("in", "mat", "out", "save", "work"),
+                              "_Tensor") | dict.fromkeys(("opt", "optout"), "_Tensor | None")
         words = [f"{f['name']}: {kinds.get(f['role'], f['kind'])}" for f in self.arguments]
         last = max((i for i, f in enumerate(self.arguments) if f["role"] != "num"), default=-1)
-        words = [word + (f" = {default(f):g}" if i > last else "") for i, (word, f) in enumerate(zip(words, self.arguments))]
+        words = [word + (f" = {default(f):g}" if i > last else "")
+                 for i, (word, f) in enumerate(zip(words, self.arguments))]
         return f"def {self.name}({', '.join(words)}, stream: int = 0) -> None: ..."
 
 
@@ -102,7 +108,8 @@ def _text(expression):
     """A condition of C in Python: only what means the same in both, or has a plain translation."""
     if "?" in expression:
         raise SyntaxError(f"{expression}: a conditional expression has no translation")
-    return re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("/", "//")).strip()
+    return re.sub(r"!(?!=)", " not ",
+                  expression.replace("&&", " and ").replace("||", " or ").replace("/", "//")).strip()
 
 
 def condition(expression):
@@ -137,12 +144,15 @@ def check(row, tensors, numbers, dtype_name, halves):
         for i, size in enumerate(f["sizes"]):
             n, first, _ = sizes.setdefault(size, (t.shape[i], name, i))
             if t.shape[i] != n:
-                raise ValueError(f"{row.name}: {name} has size {t.shape[i]} in dimension {i}, expected {n} ({size} of {first})")
+                raise ValueError(f"{row.name}: {name} has size {t.shape[i]} in dimension {i}, expected {n} ({size} of "
+                                 f"{first})")
     numbers = {f["name"]: _number(row.name, f, numbers[f["name"]]) for f in row.numbers}
-    known = dict.fromkeys((size for f in row.inputs for size in f["sizes"]), -1) | {size: n for size, (n, _, _) in sizes.items()} | numbers
+    known = dict.fromkeys((size for f in row.inputs for size in f["sizes"]), -1) | numbers
+    known |= {size: n for size, (n, _, _) in sizes.items()}
     for text, code in row.needs:
         if not eval(code, {}, known):
-            found = [f"{size} = {n} (dimension {i} of {first})" for size, (n, first, i) in sorted(sizes.items()) if _mentions(text, size)]
+            found = [f"{size} = {n} (dimension {i} of {first})" for size, (n, first, i) in sorted(sizes.items())
+                     if _mentions(text, size)]
             found += [f"{name} is {value:g}" for name, value in numbers.items() if _mentions(text, name)]
             raise ValueError(f"{row.name}: {', '.join(found)}, expected {text}")
 
@@ -150,7 +160,7 @@ def check(row, tensors, numbers, dtype_name, halves):
 def _number(op, f, value):
     """As `_C` takes it, or refused in its words."""
     if f["kind"] == "float":
-        return ops._number(op, f["name"], value)
+        return _shared.number(op, f["name"], value)
     if f["kind"] == "bool":
         return bool(value)
     if isinstance(value, float) or not hasattr(value, "__index__") or not -2**31 <= value.__index__() < 2**31:
@@ -179,12 +189,14 @@ def make({signature}{want}):
 
 
 def _make(row, place="", threads="", **known):
-    lines = [f"{f['name']} = {row.new(f, place)}" + (f" if want[{row.optional.index(f)}] else None" if f in row.optional else "")
+    lines = [f"{f['name']} = {row.new(f, place)}" +
+             (f" if want[{row.optional.index(f)}] else None" if f in row.optional else "")
              for f in (*row.results, *row.saves, *row.work)]
     want = (True,) * len(row.optional)
-    text = _MAKE.format(signature=row.signature(), want=f", want={want}" if want else "", allocate="\n        ".join(lines),
-                        threads=threads, arguments=names(row.arguments), written=written(row),
-                        inputs="".join(f["name"] + ", " for f in (*row.inputs, *row.numbers)), want_given=", want" if want else ", ()")
+    text = _MAKE.format(signature=row.signature(), want=f", want={want}" if want else "",
+                        allocate="\n        ".join(lines), threads=threads, arguments=names(row.arguments),
+                        written=written(row), inputs="".join(f["name"] + ", " for f in (*row.inputs, *row.numbers)),
+                        want_given=", want" if want else ", ()")
     return compiled(row.name, text, C=getattr(_C, row.name), **known)["make"]
 
 
@@ -193,13 +205,16 @@ def written(row):
 
 
 def _again(row, inputs, want, verify, empty, copied, writable, copy_back):
-    """After a refusal by C: the reason in Python's words; or, where only an address or a stride was refused, the same on copies."""
+    """After a refusal by C: the reason in Python's words; or, where only an address or a stride was refused, the same
+    on copies."""
     verify(inputs)
     tensors, values = _named(row.inputs, inputs), _named(row.numbers, inputs[len(row.inputs):])
     wanted = dict(zip((f["name"] for f in row.optional), want))
-    made = {f["name"]: empty(f, inputs) if wanted.get(f["name"], True) else None for f in (*row.results, *row.saves, *row.work)}
+    made = {f["name"]: empty(f, inputs) if wanted.get(f["name"], True) else None
+            for f in (*row.results, *row.saves, *row.work)}
     copies = {f["name"]: t if t is None else copied(f, t) for f in row.inputs for t in (tensors[f["name"]],)}
-    halves = {f["name"] for f in row.arguments if f["kind"] == "half" and f["role"] in ("out", "optout")}      # the others are dense, and not in tiles
+    # the others are dense, and not in tiles
+    halves = {f["name"] for f in row.arguments if f["kind"] == "half" and f["role"] in ("out", "optout")}
     targets = {name: writable(t) if name in halves and t is not None else t for name, t in made.items()}
     if all(copies[name] is t for name, t in tensors.items()) and all(targets[name] is t for name, t in made.items()):
         raise
@@ -212,7 +227,7 @@ def _again(row, inputs, want, verify, empty, copied, writable, copy_back):
     return results if len(results) > 1 else results[0]
 
 
-_again = ops.one_exception(_again)
+_again = _shared.one_exception(_again)
 
 
 # ---- NumPy
@@ -225,18 +240,21 @@ def _numpy_function(row):
 
     def verify(inputs):
         tensors = _named(row.inputs, inputs)
-        _numpy.check_kinds(row.name, **tensors)
-        check(row, tensors, _named(row.numbers, inputs[len(row.inputs):]), lambda a: str(a.dtype), ("float16", "float32"))
+        _numpy.check_kinds(row.name, row.absent, **tensors)
+        check(row, tensors, _named(row.numbers, inputs[len(row.inputs):]), lambda a: str(a.dtype),
+              ("float16", "float32"))
 
     def copied(f, a):
-        reason = _numpy.why_copied(a, f["role"] == "mat") if f["kind"] == "half" else None if a.flags.c_contiguous else "gaps"
+        reason = _numpy.why_copied(a, f["role"] == "mat") if f["kind"] == "half" else _numpy.why_dense(a)
         return a if reason is None else np.ascontiguousarray(a)
 
     known = dict(empty=np.empty, empty_like=np.empty_like, dtypes={"float32": np.float32})
-    shapes = {f["name"]: _new_alone(row, f, dict(known, empty_like=lambda a: np.empty(a.shape, a.dtype))) for f in (*row.results, *row.saves, *row.work)}
+    shapes = {f["name"]: _new_alone(row, f, dict(known, empty_like=lambda a: np.empty(a.shape, a.dtype)))
+              for f in (*row.results, *row.saves, *row.work)}
 
     def again(inputs, want):
-        return _again(row, inputs, want, verify, lambda f, inputs: shapes[f["name"]](*inputs), copied, lambda a: a, lambda a, target: None)
+        return _again(row, inputs, want, verify, lambda f, inputs: shapes[f["name"]](*inputs), copied, lambda a: a,
+                      lambda a, target: None)
 
     made = _make(row, again=again, **known)
     return _only_results(row, made)
@@ -258,7 +276,7 @@ def _only_results(row, made):
 _CALL = """
 def call({signature}):
     if is_compiling() or {absent}not plain({tensors}):
-{missing}        check_tensors({name!r}, {required})
+        check_kinds({name!r}, {optional}, {given})
         {results} = seen({all})
         return {returned}
     if autocast_anywhere() and is_autocast_enabled({first}.device.type):
@@ -292,23 +310,27 @@ def _torch_function(row):
 
     def verify(values):
         given = _named(row.inputs, values)
-        t._check_tensors(row.name, **given)
-        check(row, given, _named(row.numbers, values[len(inputs):]), ops.dtype_name, ("bfloat16", "float16", "float32"))
-        t._check_devices(row.name, **{name: given[name] for name in row.halves})
-        t._check_same_device(row.name, **given)
+        t.check_kinds(row.name, row.absent, **given)
+        check(row, given, _named(row.numbers, values[len(inputs):]), _shared.dtype_name,
+              ("bfloat16", "float16", "float32"))
+        t.check_devices(row.name, **{name: given[name] for name in row.halves})
+        t.check_same_device(row.name, **given)
 
     def copied(f, x):
-        return x.contiguous() if f["kind"] != "half" else t._mappable_matrix(x) if f["role"] == "mat" else t._mappable(x)
+        return x.contiguous() if f["kind"] != "half" else t.mappable_matrix(x) if f["role"] == "mat" else t.mappable(x)
 
-    dense = dict(known, empty_like=t._dense_like)
+    dense = dict(known, empty_like=t.dense_like)
     shapes = {f["name"]: _new_alone(row, f, dense, place) for f in (*row.results, *row.saves, *row.work)}
 
     def again(values, want):
-        return _again(row, values, want, verify, lambda f, values: shapes[f["name"]](*values), copied, t._mappable_empty, t._copy_back)
+        return _again(row, values, want, verify, lambda f, values: shapes[f["name"]](*values), copied, t.mappable_empty,
+                      t.copy_back)
 
-    direct = _direct[row.name] = _make(row, place, f"{row.first}.is_cuda or use_threads(); ", again=again, use_threads=t._use_torch_threads, **known)
+    direct = _direct[row.name] = _make(row, place, f"{row.first}.is_cuda or use_threads(); ", again=again,
+                                       use_threads=t.use_torch_threads, **known)
     made = ", ".join(row.new(f, place) for f in (*row.results, *row.saves))
-    fake = compiled(row.name, f"def fake({row.signature()}):\n    verify(({every}, ))\n    return {made}", verify=verify, **dense)["fake"]
+    fake = compiled(row.name, f"def fake({row.signature()}):\n    verify(({every}, ))\n    return {made}",
+                    verify=verify, **dense)["fake"]
 
     backward = Row(row.name + "_bwd") if row.name + "_bwd" in ROWS else None
     if row.name in _gradients:
@@ -319,8 +341,10 @@ def _torch_function(row):
         gradient, saved = _no_gradient(row), []
 
     def save(ctx, inputs, output):
-        values = (*inputs, *(default(f) for f in row.numbers[len(inputs) - len(row.inputs):]))    # the dispatcher leaves out defaults
-        kept = _named(row.inputs, values) | _named((*row.results, *row.saves), output if isinstance(output, tuple) else (output,))
+        # the dispatcher leaves out defaults
+        values = (*inputs, *(default(f) for f in row.numbers[len(inputs) - len(row.inputs):]))
+        kept = _named(row.inputs, values) | _named((*row.results, *row.saves),
+                                                   output if isinstance(output, tuple) else (output,))
         ctx.save_for_backward(*(kept[name] for name in saved))
         ctx.numbers = values[len(row.inputs):]
         ctx.set_materialize_grads(False)
@@ -333,24 +357,27 @@ def _torch_function(row):
         backward = staticmethod(gradient)
 
     def autocast(*values):
-        with t._without_autocast_keys():
+        with t.without_autocast_keys():
             given = _named(row.inputs, values)
-            cast = dict(zip(row.halves, t._autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
+            cast = dict(zip(row.halves, t.autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
             return seen(*(cast.get(name, x) for name, x in given.items()), *values[len(inputs):])
 
-    t._register(row.schema(), direct, fake, _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
+    t.register(row.name.removesuffix("_bwd"), row.schema(), direct, fake,
+               _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
     seen = getattr(torch.ops.margay, row.name)
-    optional = {f["name"] for f in row.inputs if f["role"] == "opt"}
-    needed = [name for name in inputs[1:] if name not in optional]
-    missing = "".join(f"        if {name} is None:\n            raise TypeError('{row.name}: {name} is NoneType, expected torch.Tensor (same as {row.first})')\n"
-                      for name in needed)
-    text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first, results=written(row), returned=names(row.results),
-                        required=", ".join(f"{name}={name}" for name in inputs), missing=missing,
-                        absent="".join(f"{name} is None or " for name in needed), halves="".join(name + ", " for name in row.halves),
-                        gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in optional else f"{name}.requires_grad" for name in inputs))
-    return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t._c_may_read, seen=seen, check_tensors=t._check_tensors,
-                    autocast_anywhere=t._autocast_anywhere, is_autocast_enabled=torch.is_autocast_enabled, autocast=t._autocast,
-                    is_grad_enabled=torch.is_grad_enabled, record=super(torch.autograd.Function, Record).apply, make=direct)["call"]
+    needed = [name for name in inputs[1:] if name not in row.absent]
+    text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first,
+                        results=written(row), returned=names(row.results),
+                        given=", ".join(f"{name}={name}" for name in inputs), optional=row.absent,
+                        absent="".join(f"{name} is None or " for name in needed),
+                        halves="".join(name + ", " for name in row.halves),
+                        gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in row.absent
+                                             else f"{name}.requires_grad" for name in inputs))
+    return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t.c_may_read, seen=seen,
+                    check_kinds=t.check_kinds, autocast_anywhere=t.autocast_anywhere,
+                    is_autocast_enabled=torch.is_autocast_enabled, autocast=t.autocast,
+                    is_grad_enabled=torch.is_grad_enabled, record=super(torch.autograd.Function, Record).apply,
+                    make=direct)["call"]
 
 
 def _samples_by_row(transforms, row):
@@ -395,7 +422,7 @@ def _gradient_by_names(torch, t, row, backward, shapes):
                 known[f["name"]] = torch.zeros_like(shapes[incoming[f["name"]]["name"]](*map(known.get, arguments)))
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
-        if not torch.is_grad_enabled() and not t._compiling() and t._c_may_read(*given[:len(backward.inputs)]):
+        if not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)]):
             made = direct(*given, want=[need[i] for i in optional]) if optional else direct(*given)
         else:
             made = seen(*given)
@@ -408,8 +435,8 @@ def _gradient_by_names(torch, t, row, backward, shapes):
 
 
 def function(name, gradient=None, rule=None):
-    """The op's function. gradient(ctx, *grads): where no row <name>_bwd says it; ctx.saved_tensors are the inputs, ctx.numbers the
-    numbers. rule: of vmap, see _transforms."""
+    """The op's function. gradient(ctx, *grads): where no row <name>_bwd says it; ctx.saved_tensors are the inputs,
+    ctx.numbers the numbers. rule: of vmap, see _transforms."""
     if gradient:
         _gradients[name] = gradient
     if rule:
@@ -438,12 +465,14 @@ def _first_call(name, first, others):
 
 
 def for_torch(name):
-    """Makes the function for PyTorch tensors, and torch.ops.margay.<name>, when they are first wanted: that takes some 2 ms."""
+    """Makes the function for PyTorch tensors, and torch.ops.margay.<name>, when they are first wanted: that takes some
+    2 ms."""
     if not hasattr(_for_torch, name):
         if name + "_bwd" in ROWS:
             for_torch(name + "_bwd")
         setattr(_for_torch, name, _torch_function(Row(name)))
 
 
-for_torch._dynamo_marked_constant = True          # called, not traced; as torch.compiler.assume_constant_result, without the compiler
+# called, not traced; as torch.compiler.assume_constant_result, without the compiler
+for_torch._dynamo_marked_constant = True
 _for_torch = types.ModuleType("margay._for_torch")

@@ -45,7 +45,8 @@ FIELD(cu_launch_attribute, id, CUlaunchAttribute, id);
 SAME(offsetof(cu_launch_attribute, value), offsetof(CUlaunchAttribute, value));
 SAME(offsetof(cu_launch_attribute, value.cluster.x), offsetof(CUlaunchAttribute, value.clusterDim.x));
 SAME(offsetof(cu_launch_attribute, value.cluster.z), offsetof(CUlaunchAttribute, value.clusterDim.z));
-SAME(offsetof(cu_launch_attribute, value.programmatic), offsetof(CUlaunchAttribute, value.programmaticStreamSerializationAllowed));
+SAME(offsetof(cu_launch_attribute, value.programmatic),
+     offsetof(CUlaunchAttribute, value.programmaticStreamSerializationAllowed));
 
 SAME(sizeof(cu_launch_config), sizeof(CUlaunchConfig));
 SAME(offsetof(cu_launch_config, grid), offsetof(CUlaunchConfig, gridDimX));

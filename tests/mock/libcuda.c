@@ -1,5 +1,5 @@
-// A driver without a GPU: records every call as a line of text, keeps the state that the calls change, and fails the n-th call on request.
-// Two devices are H100s (0 and 1), device 2 is an A100. Built by the tests as a shared library.
+// A driver without a GPU: records every call as a line of text, keeps the state that the calls change, and fails the
+// n-th call on request. Two devices are H100s (0 and 1), device 2 is an A100. Built by the tests as a shared library.
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -18,7 +18,8 @@ static int depth, mode, capturing, libraries;
 // ---- controls of the tests
 const char *mock_log(void) { return log_text; }
 void mock_clear(void) { log_length = 0, log_text[0] = 0, calls = 0; }
-void mock_fail(int at, int error) { fail_at = at, fail_with = error, calls = 0; }      // the at-th call from now on, once; 0: none
+// the at-th call from now on, once; 0: none
+void mock_fail(int at, int error) { fail_at = at, fail_with = error, calls = 0; }
 void mock_refuse_lookups(int error) { lookups_fail_with = error; }
 void mock_version(int v) { version = v; }
 void mock_capturing(int on) { capturing = on; }
@@ -54,7 +55,10 @@ static int cuDriverGetVersion(int *v) {
   return CU_OK;
 }
 static int cuGetErrorName(int error, const char **text) {
-  *text = error == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : error == 999 ? NULL : "CUDA_ERROR_MOCK";
+  *text = error == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" :
+          error == 2   ? "CUDA_ERROR_OUT_OF_MEMORY" :
+          error == 999 ? NULL :
+                         "CUDA_ERROR_MOCK";
   return *text ? CU_OK : INVALID_VALUE;
 }
 static int cuGetErrorString(int error, const char **text) {
@@ -131,8 +135,8 @@ static int cuMemsetD32Async(uint64_t pointer, unsigned word, size_t n, mg_stream
   RECORD("cuMemsetD32Async %llx word=%x n=%zu stream=%p\n", (unsigned long long)pointer, word, n, stream);
   return CU_OK;
 }
-static int cuLibraryLoadData(cu_library *library, const void *image, int *jit_options, void **jit_values, unsigned jit_count, int *options,
-                             void **values, unsigned count) {
+static int cuLibraryLoadData(cu_library *library, const void *image, int *jit_options, void **jit_values,
+                             unsigned jit_count, int *options, void **values, unsigned count) {
   (void)jit_options, (void)jit_values, (void)options, (void)values;
   RECORD("cuLibraryLoadData image=%s options=%u\n", (const char *)image, jit_count + count);
   libraries++;
@@ -159,21 +163,25 @@ static int cuLaunchKernelEx(const cu_launch_config *c, cu_kernel kernel, void **
   const char *dependent = "";
   for (unsigned i = 0; i < c->attribute_count; i++) {
     if (c->attributes[i].id == CU_LAUNCH_CLUSTER) cluster = c->attributes[i].value.cluster.x;
-    else if (c->attributes[i].id == CU_LAUNCH_PROGRAMMATIC_SERIALIZATION && c->attributes[i].value.programmatic == 1) dependent = " dependent";
+    else if (c->attributes[i].id == CU_LAUNCH_PROGRAMMATIC_SERIALIZATION && c->attributes[i].value.programmatic == 1)
+      dependent = " dependent";
     else return INVALID_VALUE;
   }
-  RECORD("cuLaunchKernelEx %s grid=%u,%u,%u block=%u,%u,%u shared=%u cluster=%u%s stream=%p params=%d context=%d\n", (const char *)kernel,
-         c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_bytes, cluster, dependent, c->stream, *(int *)params[0],
-         depth ? stack[depth - 1]->device : -1);
+  RECORD("cuLaunchKernelEx %s grid=%u,%u,%u block=%u,%u,%u shared=%u cluster=%u%s stream=%p params=%d context=%d\n",
+         (const char *)kernel, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2],
+         c->shared_bytes, cluster, dependent, c->stream, *(int *)params[0], depth ? stack[depth - 1]->device : -1);
   return CU_OK;
 }
-static int cuTensorMapEncodeTiled(gmap *map, int dtype, unsigned rank, void *data, const uint64_t *size, const uint64_t *stride,
-                                  const uint32_t *box, const uint32_t *step, int interleave, int swizzle, int l2, int fill) {
+static int cuTensorMapEncodeTiled(gmap *map, int dtype, unsigned rank, void *data, const uint64_t *size,
+                                  const uint64_t *stride, const uint32_t *box, const uint32_t *step, int interleave,
+                                  int swizzle, int l2, int fill) {
   (void)l2;
-  RECORD("cuTensorMapEncodeTiled dtype=%d rank=%u data=%p size=%ju,%ju,%ju,%ju stride=%ju,%ju,%ju box=%u,%u,%u,%u step=%u interleave=%d "
-         "swizzle=%d fill=%d\n", dtype, rank, data, (uintmax_t)size[0], (uintmax_t)size[1], (uintmax_t)size[2], (uintmax_t)size[3],
-         (uintmax_t)stride[0], (uintmax_t)stride[1], (uintmax_t)stride[2], box[0], box[1], box[2], box[3], step[0], interleave, swizzle,
-         fill);
+  RECORD(
+      "cuTensorMapEncodeTiled dtype=%d rank=%u data=%p size=%ju,%ju,%ju,%ju stride=%ju,%ju,%ju box=%u,%u,%u,%u step=%u "
+      "interleave=%d swizzle=%d fill=%d\n",
+      dtype, rank, data, (uintmax_t)size[0], (uintmax_t)size[1], (uintmax_t)size[2], (uintmax_t)size[3],
+      (uintmax_t)stride[0], (uintmax_t)stride[1], (uintmax_t)stride[2], box[0], box[1], box[2], box[3], step[0],
+      interleave, swizzle, fill);
   if ((uintptr_t)map % 64) return INVALID_VALUE;
   return CU_OK;
 }

@@ -1,5 +1,6 @@
-// What tests/mock/kernels.def names: descriptions whose CPU function counts, and images that hold just the kernel's name.
-// Also the ops that module.c names, without arithmetic: they check, choose and launch, and so show what becomes of a call's arguments.
+// What tests/mock/kernel_rows.def names: descriptions whose CPU function counts, and images that hold just the kernel's
+// name. Also the ops that module.c names, without arithmetic: they check, choose and launch, and so show what becomes
+// of a call's arguments.
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -16,7 +17,8 @@ static void run(const void *raw, int first, int blocks) {
   if (p->hits && first < blocks) atomic_fetch_add(&p->hits[first], 1);
 }
 
-#define DESC(name, shared, threads, cluster, dependent, followed) {shared, threads, cluster, 1, sizeof(params), dependent, followed, 64, 64, run}
+#define DESC(name, shared, threads, cluster, dependent, followed) \
+  {shared, threads, cluster, 1, sizeof(params), dependent, followed, 64, 64, run}
 #define ROW(name, shared, threads, cluster, dependent, followed) \
   extern const mg_kernel_desc name##_base, name##_avx2, name##_avx512; \
   extern const unsigned char name##_image[], name##_image_end[]; \
@@ -47,19 +49,23 @@ static mg_status launch(mg_op op, const mg_tensor *t, mg_problem p, mg_stream st
   return mg_launch(&c, row, &params, blocks);
 }
 
-mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
-                           const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
+mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k,
+                           const mg_tensor *v, const mg_tensor *workspace, const mg_attention_options *options,
+                           mg_stream stream) {
   const mg_tensor *const args[15] = {out, lse, q, k, v, workspace};   // the optional ones behind these: absent
   mg_status status = mg_check_by_hand(MG_OP_attention_fwd, args);
   if (status) return status;
-  return launch(MG_OP_attention_fwd, q, (mg_problem){.d = q->shape[3], .causal = options->causal}, stream, q->shape[0] * q->shape[1]);
+  return launch(MG_OP_attention_fwd, q, (mg_problem){.d = q->shape[3], .causal = options->causal}, stream,
+                q->shape[0] * q->shape[1]);
 }
 
-mg_status mg_attention_fwd_fp8(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
-                               const mg_tensor *workspace, const mg_tensor *q_descale, const mg_tensor *k_descale, const mg_tensor *v_descale,
+mg_status mg_attention_fwd_fp8(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k,
+                               const mg_tensor *v, const mg_tensor *workspace, const mg_tensor *q_descale,
+                               const mg_tensor *k_descale, const mg_tensor *v_descale,
                                const mg_attention_options *options, mg_stream stream) {
   (void)options, (void)stream;
-  return mg_check_by_hand(MG_OP_attention_fwd_fp8, (const mg_tensor *const[15]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
+  return mg_check_by_hand(MG_OP_attention_fwd_fp8,
+                          (const mg_tensor *const[15]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
 }
 
 mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
@@ -70,31 +76,36 @@ mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg
   return MG_OK;
 }
 
-mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout, const mg_tensor *q,
-                           const mg_tensor *k, const mg_tensor *v, const mg_tensor *out, const mg_tensor *lse, const mg_tensor *dlse,
-                           const mg_tensor *workspace, const mg_attention_options *options, mg_stream stream) {
-  const mg_tensor *const args[15] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};   // the optional ones behind these: absent
+mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout,
+                           const mg_tensor *q, const mg_tensor *k, const mg_tensor *v, const mg_tensor *out,
+                           const mg_tensor *lse, const mg_tensor *dlse, const mg_tensor *workspace,
+                           const mg_attention_options *options, mg_stream stream) {
+  // the optional ones behind these: absent
+  const mg_tensor *const args[15] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};
   (void)options, (void)stream;
   return mg_check_by_hand(MG_OP_attention_bwd, args);
 }
 
-mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *v_cache,
-                              const mg_tensor *cache_seqlens, const mg_tensor *page_table, const mg_tensor *cache_batch_idx, const mg_tensor *sink,
-                              const mg_tensor *alibi_slopes, const mg_tensor *workspace, const mg_decode_options *options, mg_stream stream) {
-  const mg_tensor *const args[] = {out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink, alibi_slopes, workspace};
+mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k_cache,
+                              const mg_tensor *v_cache, const mg_tensor *cache_seqlens, const mg_tensor *page_table,
+                              const mg_tensor *cache_batch_idx, const mg_tensor *sink, const mg_tensor *alibi_slopes,
+                              const mg_tensor *workspace, const mg_decode_options *options, mg_stream stream) {
+  const mg_tensor *const args[] = {
+      out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink, alibi_slopes, workspace};
   (void)options, (void)stream;
   return mg_check_by_hand(MG_OP_attention_decode, args);
 }
 
-mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k_cache, const mg_tensor *page_table,
-                                        const mg_decode_options *options) {
+mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k_cache,
+                                        const mg_tensor *page_table, const mg_decode_options *options) {
   (void)q, (void)k_cache, (void)page_table, (void)options;
   *bytes = 0;
   return MG_OK;
 }
 
-mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const mg_tensor *k, const mg_tensor *v, const mg_tensor *cache_seqlens,
-                       const mg_tensor *page_table, const mg_tensor *cache_batch_idx, int length, mg_stream stream) {
+mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const mg_tensor *k, const mg_tensor *v,
+                       const mg_tensor *cache_seqlens, const mg_tensor *page_table, const mg_tensor *cache_batch_idx,
+                       int length, mg_stream stream) {
   const mg_tensor *const args[] = {k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx};
   (void)length, (void)stream;
   return mg_check_by_hand(MG_OP_append_kv, args);
@@ -134,7 +145,8 @@ mg_status test_fill(int device, void *data, uint32_t word, size_t word_bytes, in
   mg_status status = mg_context_open(&c, &t, (void *)0x30);
   return status ? status : mg_fill(&c, data, word, word_bytes, n);
 }
-mg_status test_map(int device, void *data, int dtype, const int64_t *shape, const int64_t *stride, int rows, int cols, gmap_cpu *view) {
+mg_status test_map(int device, void *data, int dtype, const int64_t *shape, const int64_t *stride, int rows, int cols,
+                   gmap_cpu *view) {
   mg_context c;
   gmap m;
   const mg_tensor t = {.device = (mg_device)device};

@@ -1,5 +1,5 @@
-// Every tile operation in a kernel of its own, written in the vocabulary only: the CPU and the GPU build of this file must agree with the
-// formulas in test_tile.py. Rows: ops.def.
+// Every tile operation in a kernel of its own, written in the vocabulary only: the CPU and the GPU build of this file
+// must agree with the formulas in test_tile.py. Rows: ops.def.
 #include "tile/tile.h"
 
 struct op_params {
@@ -112,6 +112,14 @@ SHAPE TILE void mma_AB_rows_register(const op_params &p, TILES &s, int) {
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
 }
+SHAPE TILE void mma_AB_cols_register(const op_params &p, TILES &s, int) {
+  rt<elem, CA> a;
+  sem_wait(s.full, 0);
+  load(a, s.a);
+  PRODUCT(mma_AB_cols<ZERO>(d, a, s.b, I), mma_AB_cols<ACC>(d, a, s.b, I))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
 SHAPE TILE void mma_ABt_part_register(const op_params &p, TILES &s, int) {
   rt<elem, CA> a;
   sem_wait(s.full, 0);
@@ -180,7 +188,8 @@ SHAPE TILE void store_with_row_col(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   outer(t, p, s.v);
   load(y, p.y, 64, 0.f);
-  store_rc(s.b, t, y, s.v, [](float a, float u, float v, int row, int col) { return col <= row ? a + u - v : a * 2.f; });
+  store_rc(s.b, t, y, s.v,
+           [](float a, float u, float v, int row, int col) { return col <= row ? a + u - v : a * 2.f; });
   put_b(p, s);
 }
 SHAPE TILE void store_triangle(const op_params &p, TILES &s, int) {
@@ -199,7 +208,8 @@ SHAPE TILE void gathered_rows(const op_params &p, TILES &s, int) {   // row r fr
   load_rows(s.b, [=](int row) { return row < m ? e + row % 3 : (const elem *)nullptr; }, p.n);
   put_b(p, s);
 }
-SHAPE TILE void scattered_rows(const op_params &p, TILES &s, int) {  // row r to element r (N + I) of out; every fifth is left out
+// row r to element r (N + I) of out; every fifth is left out
+SHAPE TILE void scattered_rows(const op_params &p, TILES &s, int) {
   rt<float, N> t;
   elem *out = (elem *)p.out;
   int m = p.m;
@@ -212,7 +222,8 @@ SHAPE TILE void cleared_rows(const op_params &p, TILES &s, int) {
   clear_rows(s.b, I, p.m);
   put_b(p, s);
 }
-SHAPE TILE void cleared_by_warp(const op_params &p, TILES &s, int) {   // on a GPU four warps, each of which writes all of it
+// on a GPU four warps, each of which writes all of it
+SHAPE TILE void cleared_by_warp(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   clear_rows<WARP>(s.b, I, p.m);
   put_b(p, s);
@@ -274,7 +285,12 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     convert(e, u);
     map_col(t, e, s.v, [](float a, float b, float c) { return a * b - c; });
   }
-  if (I == 15) map_rc(t, u, s.v, [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
+  if (I == 17)
+    map_rc(t, y, s.v,
+           [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
+  if (I == 15)
+    map_rc(t, u, s.v,
+           [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
   if (I == 13) map_row_pairs(t, [](float &a, float &b, int row, int col) {
     a += (float)(row - 2 * col);
     b += (float)(1000 + row - 2 * col);
@@ -414,7 +430,7 @@ SHAPE TILE void scalars(const op_params &p, TILES &s, int) {
 // ---- scans: a warp makes prefix sums of a column, a warpgroup writes them out
 struct scan_shared {
   sm<64, 4> m;
-  sv<64> sums, products, total;
+  sv<64> sums, products, total, places;
   parked aside;
   sem full, done;
 };
@@ -438,6 +454,8 @@ TILE void scan_warp(const op_params &, scan_shared &s, int) {
   store(s.products, w);
   fill(w, total);
   store(s.total, w);
+  map_index(w, [=](int i) { return total + (float)(i * i); });
+  store(s.places, w);
   sem_arrive<WARP>(s.done);
 }
 TILE void scan_out(const op_params &p, scan_shared &s, int) {
@@ -452,6 +470,8 @@ TILE void scan_out(const op_params &p, scan_shared &s, int) {
   store(p.out + 64, y, 64);
   load(y, s.total);
   store(p.out + 128, y, 64);
+  load(y, s.places);
+  store(p.out + 192, y, 64);
 }
 
 // ---- a tile made of parts with 16 rows, from places in reverse order
@@ -462,7 +482,8 @@ struct parts_shared {
 TILE void parts_init(parts_shared &s) { sem_init(s.full, arrivals(1, 0, 0)); }
 TILE void parts_loader(const op_params &p, parts_shared &s, int) {
   sem_expect(s.full, tile_bytes(s.a));
-  for (int i = 0; i < 4; i++) tma_load_rows(s.a, 16 * i, 16, p.a, s.full, p.row + 16 * (3 - i), p.col, p.head + i, p.batch);
+  for (int i = 0; i < 4; i++)
+    tma_load_rows(s.a, 16 * i, 16, p.a, s.full, p.row + 16 * (3 - i), p.col, p.head + i, p.batch);
 }
 TILE void parts_out(const op_params &p, parts_shared &s, int) {
   rt<float, 128> t;
@@ -471,7 +492,8 @@ TILE void parts_out(const op_params &p, parts_shared &s, int) {
   store(p.out, 128, t, 64, 128);
 }
 
-// ---- 8-bit operands: 2 a b^T of shared tiles; 2 (x[col] + y[row]) b with the sum rounded to e4m3 and b turned by three warps
+// ---- 8-bit operands: 2 a b^T of shared tiles; 2 (x[col] + y[row]) b with the sum rounded to e4m3 and b turned by
+// three warps
 template<int N, int K> struct e4m3_shared {
   st<e4m3, 64, K> a;
   st<e4m3, N, K> b;
@@ -627,7 +649,8 @@ TILE void visit_columns(const op_params &p, visit_shared &s, int) {
   store(p.out + block_index() * 4352 + 4160, sum, 64);
 }
 
-// ---- protocol: tasks from the queue, stages through a ring, turns. out[row of a task] = sum over p.n tiles of its row sums
+// ---- protocol: tasks from the queue, stages through a ring, turns. out[row of a task] = sum over p.n tiles of its row
+// sums
 struct ring_shared {
   st<elem, 64, 64> a[2];
   ring<2> stages;
@@ -705,10 +728,12 @@ TILE void cluster_compute(const op_params &p, cluster_shared &s, int) {
   }
 }
 
-// ---- the blocks of a pair take tasks together and send each other a tile that says whose it is; each writes out the other's
+// ---- the blocks of a pair take tasks together and send each other a tile that says whose it is; each writes out the
+// other's
 struct exchange_shared {
   st<elem, 64, 64> mine, other;
-  sem full, there, sent, read;         // mine is written; other is there; mine has arrived at the other block, which has read it
+  sem full, there, sent, read;         // mine is written; other is there; mine has arrived at the other block, which
+                                       // has read it
   task_queue queue;
 };
 TILE void exchange_init(exchange_shared &s) {
@@ -766,9 +791,13 @@ TILE void stuck_compute(const op_params &, stuck_shared &s, int wg) {
 // ---- entries: extern "C" int NAME(const op_params *, int blocks), 0 when it ran
 #ifdef __CUDACC__
 #define EXPORT extern "C"
-#define RUN_OP(name, K)                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(K::threads, 1) device_##name(const __grid_constant__ op_params p) { K::run(p); } \
-  EXPORT int name(const op_params *p, int blocks) { return launch((const void *)device_##name, p, blocks, K::threads, K::cluster); }
+#define RUN_OP(name, K) \
+  extern "C" __global__ void __launch_bounds__(K::threads, 1) device_##name(const __grid_constant__ op_params p) { \
+    K::run(p); \
+  } \
+  EXPORT int name(const op_params *p, int blocks) { \
+    return launch((const void *)device_##name, p, blocks, K::threads, K::cluster); \
+  }
 #include <cuda.h>
 #include <cuda_runtime.h>
 static int launch(const void *f, const op_params *p, int blocks, int threads, int cluster) {
@@ -793,21 +822,28 @@ EXPORT void *op_buffer(const void *host, size_t bytes) {
   if (cudaMalloc(&p, bytes) || cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice)) return nullptr;
   return p;
 }
-EXPORT int op_fetch(void *host, const void *p, size_t bytes) { return cudaMemcpy(host, p, bytes, cudaMemcpyDeviceToHost); }
+EXPORT int op_fetch(void *host, const void *p, size_t bytes) {
+  return cudaMemcpy(host, p, bytes, cudaMemcpyDeviceToHost);
+}
 EXPORT void op_release(void *p) { cudaFree(p); }
 // size and stride[1..3] (bytes), columns first; the box is rows x cols elements
 EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, const int64_t *stride, int rows, int cols) {
   typedef decltype(&cuTensorMapEncodeTiled) encode;
   void *f = nullptr;
   cudaDriverEntryPointQueryResult found;
-  if (int e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found)) return e;
+  if (int e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found))
+    return e;
   cuuint64_t sizes[4], strides[3];
   cuuint32_t box[4] = {(cuuint32_t)cols, (cuuint32_t)rows, 1, 1}, step[4] = {1, 1, 1, 1};
   for (int i = 0; i < 4; i++) sizes[i] = size[i];
   for (int i = 0; i < 3; i++) strides[i] = stride[i + 1];
   bool wide = element_bytes == 4, narrow = element_bytes * cols == 64;
-  CUtensorMapDataType type = wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  CUtensorMapSwizzle swizzle = wide ? CU_TENSOR_MAP_SWIZZLE_NONE : narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  CUtensorMapDataType type = wide               ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 :
+                             element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 :
+                                                  CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  CUtensorMapSwizzle swizzle = wide   ? CU_TENSOR_MAP_SWIZZLE_NONE :
+                               narrow ? CU_TENSOR_MAP_SWIZZLE_64B :
+                                        CU_TENSOR_MAP_SWIZZLE_128B;
   return ((encode)f)((CUtensorMap *)m, type, 4, p, sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
@@ -834,12 +870,13 @@ EXPORT int op_map(gmap *m, void *p, int element_bytes, const int64_t *size, cons
   return 0;
 }
 #endif
-#define OP_NAMED(name, body, ...)                                                                                        \
-  typedef block<op_params, tiles<__VA_ARGS__>, init<__VA_ARGS__>, role<body<__VA_ARGS__>, WARPGROUP, 1, 0>,               \
-                role<loader<__VA_ARGS__>, THREAD, 1, 0>>                                                                 \
-      name##_kernel;                                                                                                     \
+#define OP_NAMED(name, body, ...) \
+  typedef block<op_params, tiles<__VA_ARGS__>, init<__VA_ARGS__>, role<body<__VA_ARGS__>, WARPGROUP, 1, 0>, \
+                role<loader<__VA_ARGS__>, THREAD, 1, 0>> \
+      name##_kernel; \
   RUN_OP(name, name##_kernel)
-#define OP(body, RA, CA, RB, CB, N, I) OP_NAMED(body##_##RA##_##CA##_##RB##_##CB##_##N##_##I, body, RA, CA, RB, CB, N, I)
+#define OP(body, RA, CA, RB, CB, N, I) \
+  OP_NAMED(body##_##RA##_##CA##_##RB##_##CB##_##N##_##I, body, RA, CA, RB, CB, N, I)
 #include "ops.def"
 #define E4M3(N, K)                                                                                                     \
   typedef block<op_params, e4m3_shared<N, K>, e4m3_init<N, K>, role<e4m3_ABt<N, K>, WARPGROUP, 1, 0>,                  \
@@ -865,23 +902,28 @@ typedef block<op_params, scan_shared, scan_init, role<scan_out, WARPGROUP, 1, 0>
               role<scan_warp, WARP, 1, 0>>
     scan_kernel;
 RUN_OP(scan, scan_kernel)
-typedef block<op_params, parts_shared, parts_init, role<parts_out, WARPGROUP, 1, 0>, role<parts_loader, THREAD, 1, 0>> parts_kernel;
+typedef block<op_params, parts_shared, parts_init, role<parts_out, WARPGROUP, 1, 0>, role<parts_loader, THREAD, 1, 0>>
+              parts_kernel;
 RUN_OP(parts, parts_kernel)
-typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1, 0>, role<zero_thread, THREAD, 1, 0>> zero_kernel;
+typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1, 0>, role<zero_thread, THREAD, 1, 0>>
+              zero_kernel;
 RUN_OP(zeros, zero_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
 typedef block<op_params, visit_shared, visit_init, role<visit_tiles, WARPGROUP, 1, 0>, role<visit_loader, THREAD, 1, 0>, role<visit_columns, WARP, 1, 0>>
     visit_kernel;
 RUN_OP(visits, visit_kernel)
-typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>, role<ring_test_loader, THREAD, 1, 0>>
+typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>,
+              role<ring_test_loader, THREAD, 1, 0>>
     ring_kernel;
 RUN_OP(rings, ring_kernel)
-typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WARPGROUP, 1, 0>, role<cluster_loader, THREAD, 1, 0>,
+typedef block<op_params, cluster_shared, cluster_init, role<cluster_compute, WARPGROUP, 1, 0>,
+              role<cluster_loader, THREAD, 1, 0>,
               CLUSTER<2>>
     cluster_kernel;
 RUN_OP(clusters, cluster_kernel)
-typedef block<op_params, exchange_shared, exchange_init, role<exchange_compute, WARPGROUP, 1, 0>, role<exchange_loader, THREAD, 1, 0>,
+typedef block<op_params, exchange_shared, exchange_init, role<exchange_compute, WARPGROUP, 1, 0>,
+              role<exchange_loader, THREAD, 1, 0>,
               role<exchange_sender, THREAD, 1, 0>, CLUSTER<2>>
     exchange_kernel;
 RUN_OP(exchange, exchange_kernel)

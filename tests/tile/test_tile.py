@@ -225,7 +225,7 @@ def check_product(c):
         b = b[I:I + c.N]
     if name == "mma_AB_rows_register":
         b = b[I:I + c.CA]
-    if name == "mma_AB_cols_shared":
+    if name in ("mma_AB_cols_shared", "mma_AB_cols_register"):
         b = b[:, I:I + c.N]
     if "_At" in name:
         a = a.T
@@ -305,7 +305,7 @@ def check_form(c):
     x, y = c.x[None, :], c.y[:, None]
     t64 = t.astype(np.float64)
     below = np.arange(c.N)[None, :] - np.arange(64)[:, None]   # col - row
-    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, None, None, None, None][c.I]
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, *[None] * 5][c.I]
     if c.I == 10:
         return same(c.matrix(), np.where(below > 3, -np.inf, t))
     if c.I == 11:
@@ -320,8 +320,8 @@ def check_form(c):
         return close(c.matrix(), t64 + added, np.abs(t64) + 2000, 1e-6)
     if c.I == 16:
         return close(c.matrix(), t64 * (np.arange(64)[:, None] % 8 + 2 * (np.arange(c.N) % 8)) - x, 1 + 22 * np.abs(t64), 1e-6)
-    if c.I == 15:
-        return close(c.matrix(), t64 * u + x + np.arange(64)[:, None] - 2 * np.arange(c.N), 2 + t64 * t64 + 400, 1e-6)
+    if c.I in (15, 17):
+        return close(c.matrix(), t64 * (u if c.I == 15 else y) + x + np.arange(64)[:, None] - 2 * np.arange(c.N), 2 + t64 * t64 + 400, 1e-6)
     if c.I == 6:
         return same(c.matrix(), np.where(np.arange(c.N)[None, :] <= np.arange(64)[:, None] + 3, t, -np.inf))
     close(c.matrix(), want, 1 + t64 * t64, 1e-6)
@@ -510,13 +510,14 @@ def test_nan_to_e4m3(any_ops):
 def test_scan(ops):
     rng = np.random.default_rng(1)
     m = rng.standard_normal((2, 2, 100, 12)).astype(np.float32)
-    r = ops.run("scan", {"a": (m, 64, 4)}, {"out": np.full(192, np.nan, np.float32)}, row=60, col=4, head=1, batch=1)
+    r = ops.run("scan", {"a": (m, 64, 4)}, {"out": np.full(256, np.nan, np.float32)}, row=60, col=4, head=1, batch=1)
     v = np.zeros(64)
     v[:40] = m[1, 1, 60:, 6]
     sums = np.cumsum(v)
     close(r["out"][:64], sums, 8, 1e-6)
     close(r["out"][64:128], v * sums, 8 * (1 + np.abs(v)), 1e-6)
-    close(r["out"][128:], np.full(64, sums[-1]), 8, 1e-6)
+    close(r["out"][128:192], np.full(64, sums[-1]), 8, 1e-6)
+    close(r["out"][192:], sums[-1] + np.arange(64) ** 2, 8 + np.arange(64) ** 2, 1e-6)
 
 
 def test_parts(ops):

@@ -1,5 +1,6 @@
-// Backend of the protocol checker: the CPU backend's arithmetic on hooks that tell the checker's runtime (check/check.h) what every operation
-// reads, writes, issues and waits for. Everything is inlined into the roles' bodies, so that an address in the code stands for a chain of calls.
+// Backend of the protocol checker: the CPU backend's arithmetic on hooks that tell the checker's runtime
+// (check/check.h) what every operation reads, writes, issues and waits for. Everything is inlined into the roles'
+// bodies, so that an address in the code stands for a chain of calls.
 #pragma once
 #pragma GCC optimize("no-trapping-math")
 #define TILE static inline __attribute__((always_inline))

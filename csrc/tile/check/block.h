@@ -1,16 +1,26 @@
-// From a kernel's roles to a ck_kernel, and what the tool finds in the compiled file: mg_check_run, mg_check_fields, mg_check_desc.
+// From a kernel's roles to a ck_kernel, and what the tool finds in the compiled file: mg_check_run, mg_check_fields,
+// mg_check_desc.
 #pragma once
 #include <stdio.h>
 #include <sys/mman.h>
 #include <type_traits>
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role {
   ROLE_RULES(REGISTERS);
-  enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
+  enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS,
+      BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
-template<int N> struct OCCUPANCY { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
-template<int N> struct CLUSTER { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 }; };
-struct DEPENDENT { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
-struct FOLLOWED { enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
+template<int N> struct OCCUPANCY {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 };
+};
+template<int N> struct CLUSTER {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 };
+};
+struct DEPENDENT {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 };
+};
+struct FOLLOWED {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 };
+};
 
 template<class Params, class Shared, auto BODY> static void role_body(const void *params, void *shared, int index) {
   BODY(*(const Params *)params, *(Shared *)shared, index);
@@ -24,7 +34,8 @@ template<class Params, class Shared, int N> static void add_role(ck_kernel &, CL
 template<class Params, class Shared> static void add_role(ck_kernel &, DEPENDENT *, int) {}
 template<class Params, class Shared> static void add_role(ck_kernel &, FOLLOWED *, int) {}
 
-template<class... Parts> static constexpr int registers_asked() {   // the first thread or warp role asks for its whole warpgroup
+// the first thread or warp role asks for its whole warpgroup
+template<class... Parts> static constexpr int registers_asked() {
   int others = 0;
   ((others = others == 0 && (int)Parts::OTHERS > 0 ? (int)Parts::BUDGET : others), ...);
   return (others + ... + (Parts::GROUPS * (int)Parts::BUDGET));
@@ -64,7 +75,8 @@ template<class Params, class Shared, auto INIT, class... Parts> struct block {
     if (capacity < bytes) {
       for (char *&p : m.packed) {
         if (capacity) munmap(p, PACK_GROWTH * capacity);
-        p = (char *)mmap(nullptr, PACK_GROWTH * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        p = (char *)mmap(nullptr, PACK_GROWTH * bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       }
       for (uint64_t *&p : m.packed_tag) p = (uint64_t *)realloc(p, bytes / GRANULE * sizeof *p);
       m.written = (uint32_t *)realloc(m.written, bytes / GRANULE * sizeof *m.written);
@@ -86,22 +98,25 @@ template<> struct kind_of_field<sem> { enum { KIND = FIELD_SEM, STAGES = 1 }; };
 #ifndef FIELDS
 #define FIELDS
 #endif
-#define FIELD(m)                                                                                                       \
-  {#m, offsetof(S, m), sizeof(S::m), sizeof(std::remove_all_extents_t<decltype(S::m)>),                                \
-   kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::KIND, kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::STAGES},
+#define FIELD(m) \
+  {#m, offsetof(S, m), sizeof(S::m), sizeof(std::remove_all_extents_t<decltype(S::m)>), \
+   kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::KIND, \
+   kind_of_field<std::remove_all_extents_t<decltype(S::m)>>::STAGES},
 template<class S> static const check_field *fields_of() {
   static const check_field fields[] = {FIELDS{nullptr, 0, 0, 0, 0, 0}};
   return fields;
 }
 
-// ---- a problem of the file's own, for files that are no row of kernels.def. The statements fill the parameters `p`; memory is the run's. What is
+// ---- a problem of the file's own, for files that are no row of kernels.def. The statements fill the parameters `p`;
+// memory is the run's. What is
 // behind the end of a tensor or vector (to 16 bytes) is no memory: touching it is a crash.
 static char *example_memory;
 static size_t example_used;
 enum : size_t { EXAMPLE_BYTES = 64 << 20, EXAMPLE_PAGE = 1 << 16 };
 static void *example_take(size_t bytes) {
   if (!example_memory)
-    example_memory = (char *)mmap(nullptr, EXAMPLE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    example_memory = (char *)mmap(nullptr, EXAMPLE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                                  0);
   const size_t room = (bytes + EXAMPLE_PAGE - 1) / EXAMPLE_PAGE * EXAMPLE_PAGE;
   char *p = example_memory + example_used;
   example_used += room + EXAMPLE_PAGE;
@@ -136,16 +151,17 @@ template<typename T> static T *example_words(int n) { return (T *)example_take((
     return &p;                                             \
   }
 
-#define ENTRY(K, TILE_M, TILE_N)                                                                                                        \
-  extern "C" {                                                                                                                          \
-  extern const mg_kernel_desc mg_check_desc;                                                                                            \
-  const mg_kernel_desc mg_check_desc = {sizeof(K::shared_type), K::THREADS, K::SIZE, K::PER_SM, sizeof(K::params), K::WAITS, K::LETS, TILE_M, TILE_N, nullptr}; \
-  const check_field *mg_check_fields(void) { return fields_of<K::shared_type>(); }                                                      \
-  const ck_kernel *mg_check_kernel(void) {                                                                                              \
-    static const ck_kernel k = K::kernel();                                                                                             \
-    return &k;                                                                                                                          \
-  }                                                                                                                                     \
-  int mg_check_run(const ck_request *request, const void *params, int blocks, char *text, size_t size) {                                \
-    return ck_run(mg_check_kernel(), request, params, blocks, text, size);                                                                             \
-  }                                                                                                                                     \
+#define ENTRY(K, TILE_M, TILE_N) \
+  extern "C" { \
+  extern const mg_kernel_desc mg_check_desc; \
+  const mg_kernel_desc mg_check_desc = {sizeof(K::shared_type), K::THREADS, K::SIZE, K::PER_SM, sizeof(K::params), \
+                                        K::WAITS, K::LETS, TILE_M, TILE_N, nullptr}; \
+  const check_field *mg_check_fields(void) { return fields_of<K::shared_type>(); } \
+  const ck_kernel *mg_check_kernel(void) { \
+    static const ck_kernel k = K::kernel(); \
+    return &k; \
+  } \
+  int mg_check_run(const ck_request *request, const void *params, int blocks, char *text, size_t size) { \
+    return ck_run(mg_check_kernel(), request, params, blocks, text, size); \
+  } \
   }

@@ -10,7 +10,9 @@ TILE int cluster_rank() { return ck_cluster_rank(); }
 TILE void sem_init(sem &s, int count) { ck_sem_init(HERE, &s, count); }
 TILE void sem_wait(sem &s, uint32_t phase) { ck_sem_wait(HERE, &s, phase); }
 template<int W> TILE void sem_arrive(sem &s) { ck_sem_arrive(HERE, &s, W, CK_LOCAL); }
-template<int W, int ORDER> TILE void sem_arrive_at(sem &s, int rank) { ck_sem_arrive(HERE, ck_at_rank(&s, rank), W, ORDER ? CK_ORDERED : CK_REMOTE); }
+template<int W, int ORDER> TILE void sem_arrive_at(sem &s, int rank) {
+  ck_sem_arrive(HERE, ck_at_rank(&s, rank), W, ORDER ? CK_ORDERED : CK_REMOTE);
+}
 TILE void sem_expect(sem &s, uint32_t bytes) { ck_sem_expect(HERE, &s, bytes); }
 TILE void bar_sync(int id, int threads) { ck_bar(HERE, id, threads, true); }
 TILE void bar_arrive(int id, int threads) { ck_bar(HERE, id, threads, false); }

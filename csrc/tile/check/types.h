@@ -5,7 +5,8 @@
 struct bf16 { uint16_t u; };
 struct fp16 { uint16_t u; };
 struct e4m3 { uint8_t u; };
-// A register tile knows whether it was written and which products still use it; leaving its scope before they are done is an error.
+// A register tile knows whether it was written and which products still use it; leaving its scope before they are done
+// is an error.
 struct state_of_registers : ck_register {
   state_of_registers() : ck_register{} {}
   ~state_of_registers() { ck_register_ends(this); }

@@ -1,8 +1,10 @@
-// CPU backend of the tile vocabulary: roles are fibers (fiber.h), tile operations are loops that the compiler vectorises, products a
-// micro kernel (mma.h). Everything is static: objects for several instruction sets are linked into one library.
+// CPU backend of the tile vocabulary: roles are fibers (fiber.h), tile operations are loops that the compiler
+// vectorises, products a micro kernel (mma.h). Everything is static: objects for several instruction sets are linked
+// into one library.
 #pragma once
 #if !defined(__clang__)
-#pragma GCC optimize("no-trapping-math")   // else the compiler keeps a branch around arithmetic that only one side of a condition needs
+#pragma GCC optimize("no-trapping-math")   // else the compiler keeps a branch around arithmetic that only one side of a
+                                           // condition needs
 #endif
 #define TILE static inline
 #include <math.h>

@@ -1,5 +1,6 @@
 // From a kernel's roles to its mg_kernel_desc. See tile/tile.h for how a kernel file uses it.
-// No member functions here: objects of one kernel for several instruction sets are linked together, and only static functions stay apart.
+// No member functions here: objects of one kernel for several instruction sets are linked together, and only static
+// functions stay apart.
 #pragma once
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role;
 struct DEPENDENT;
@@ -10,14 +11,24 @@ template<int N> struct CLUSTER;
 template<class Part> struct part_of;
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct part_of<role<BODY, WIDTH, COUNT, REGISTERS>> {
   ROLE_RULES(REGISTERS);
-  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS, BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
+  enum : int { MEMBERS = COUNT, WARPGROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - WARPGROUPS,
+      BUDGET = REGISTERS, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
-template<int N> struct part_of<OCCUPANCY<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 }; };
-template<int N> struct part_of<CLUSTER<N>> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 }; };
-template<> struct part_of<DEPENDENT> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 }; };
-template<> struct part_of<FOLLOWED> { enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 }; };
+template<int N> struct part_of<OCCUPANCY<N>> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = N, RANKS = 0, WAITS = 0, LETS = 0 };
+};
+template<int N> struct part_of<CLUSTER<N>> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = N, WAITS = 0, LETS = 0 };
+};
+template<> struct part_of<DEPENDENT> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 1, LETS = 0 };
+};
+template<> struct part_of<FOLLOWED> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 };
+};
 
-template<class... Parts> static constexpr int registers_asked() {   // the first thread or warp role asks for its whole warpgroup
+// the first thread or warp role asks for its whole warpgroup
+template<class... Parts> static constexpr int registers_asked() {
   int others = 0;
   ((others = others == 0 && (int)part_of<Parts>::OTHERS > 0 ? (int)part_of<Parts>::BUDGET : others), ...);
   return (others + ... + (part_of<Parts>::WARPGROUPS * (int)part_of<Parts>::BUDGET));
@@ -79,10 +90,10 @@ template<class Kernel> static void run_kernel(const void *params, int first, int
 
 #define MG_JOIN_(a, b) a##_##b
 #define MG_JOIN(a, b) MG_JOIN_(a, b)
-#define ENTRY(K, TILE_M, TILE_N)                                                                                                    \
-  extern "C" {                                                                                                                      \
-  extern const mg_kernel_desc MG_JOIN(KERNEL, ISA);                                                                                 \
-  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, K::WAITS, K::LETS, TILE_M,  \
-                                               TILE_N, run_kernel<K>};                                                                      \
+#define ENTRY(K, TILE_M, TILE_N) \
+  extern "C" { \
+  extern const mg_kernel_desc MG_JOIN(KERNEL, ISA); \
+  const mg_kernel_desc MG_JOIN(KERNEL, ISA) = {K::SHARED_BYTES, K::THREADS, K::SIZE, K::PER_SM, K::PARAMS_BYTES, \
+                                               K::WAITS, K::LETS, TILE_M, TILE_N, run_kernel<K>}; \
   }
 #define EXAMPLE(...)   // a problem for the checker, see check/block.h

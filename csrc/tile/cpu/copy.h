@@ -18,7 +18,8 @@ template<typename T, int R, int C> TILE window tile_window(const gmap &map, int 
   return w;
 }
 // R x C elements into rows of ld elements
-template<typename T, int R, int C> TILE void copy_in(T *d, int ld, const gmap &map, int row, int col, int head, int batch) {
+template<typename T, int R, int C>
+TILE void copy_in(T *d, int ld, const gmap &map, int row, int col, int head, int batch) {
   window w = tile_window<T, R, C>(map, row, col, head, batch);
   for (int r = 0; r < R; r++, d += ld) {
     const T *g = (const T *)(w.p + r * w.row_stride);
@@ -29,32 +30,38 @@ template<typename T, int R, int C> TILE void copy_in(T *d, int ld, const gmap &m
     }
   }
 }
-template<typename T, int R, int C> TILE void copy_out(const gmap &map, const T *d, int row, int col, int head, int batch) {
+template<typename T, int R, int C>
+TILE void copy_out(const gmap &map, const T *d, int row, int col, int head, int batch) {
   window w = tile_window<T, R, C>(map, row, col, head, batch);
   for (int r = w.r0; r < w.r1 && w.c0 < w.c1; r++)
     memcpy((T *)(w.p + r * w.row_stride) + w.c0, d + r * C + w.c0, (w.c1 - w.c0) * sizeof(T));
 }
 // What a tile's copy or store touches in global memory.
-template<typename T, int R, int C, class F> TILE void each_row(const gmap &map, int row, int col, int head, int batch, F f) {
+template<typename T, int R, int C, class F>
+TILE void each_row(const gmap &map, int row, int col, int head, int batch, F f) {
   window w = tile_window<T, R, C>(map, row, col, head, batch);
   for (int r = w.r0; r < w.r1 && w.c0 < w.c1; r++) f((T *)(w.p + r * w.row_stride) + w.c0, (w.c1 - w.c0) * sizeof(T));
 }
-template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+template<typename T, int R, int C>
+TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
   through_map(t, m, col);
   each_row<T, R, C>(m, row, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
   issue_load(t, whole(t), s, R * C * sizeof(T), [=, &t, &m] { copy_in<T, R, C>(t.d, C, m, row, col, head, batch); });
 }
 template<typename T, int R, int C>
-TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s, int row, int col, int head, int batch) {
+TILE void tma_load_rows(st<T, R, C> &t, int r0, int rows, const gmap &m, sem &s, int row, int col, int head,
+                        int batch) {
   through_map(t, m, col);
-  for (int r = 0; r < rows; r++) each_row<T, 1, C>(m, row + r, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
+  for (int r = 0; r < rows; r++)
+    each_row<T, 1, C>(m, row + r, col, head, batch, [&](const T *p, size_t bytes) { copy_reads_global(p, bytes, s); });
   issue_load(t, part(t, r0, rows, 0, C), s, rows * C * (int)sizeof(T), [=, &t, &m] {
     for (int r = 0; r < rows; r++) copy_in<T, 1, C>(t.d + (r0 + r) * C, C, m, row + r, col, head, batch);
   });
 }
 // The same part of tile t in every block of the mask
 template<int RN, int CN, typename T, int R, int C>
-TILE void multicast(st<T, R, C> &t, int r0, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+TILE void multicast(st<T, R, C> &t, int r0, int c0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                    int mask) {
   through_map(t, m, col);
   for (int rank = 0; mask >> rank; rank++) {
     if (!(mask >> rank & 1)) continue;
@@ -64,11 +71,13 @@ TILE void multicast(st<T, R, C> &t, int r0, int c0, const gmap &m, sem &s, int r
   }
 }
 template<int RN, typename T, int R, int C>
-TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                                  int mask) {
   multicast<RN, C>(t, r0, 0, m, s, row, col, head, batch, mask);
 }
 template<int CN, typename T, int R, int C>
-TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                                  int mask) {
   multicast<R, CN>(t, 0, c0, m, s, row, col, head, batch, mask);
 }
 template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s) {
@@ -77,13 +86,15 @@ template<int N> TILE void tma_load(sv<N> &t, const float *g, sem &s) {
 }
 template<int R, int C> TILE void tma_load(sm<R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
   through_map(t, m, col);
-  issue_load(t, whole(t), s, R * C * sizeof(float), [=, &t, &m] { copy_in<float, R, C>(t.d, C, m, row, col, head, batch); });
+  issue_load(t, whole(t), s, R * C * sizeof(float),
+             [=, &t, &m] { copy_in<float, R, C>(t.d, C, m, row, col, head, batch); });
 }
 template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T, R, C> &t, sem &s, int rank) {
   st<T, R, C> &u = at_rank(d, rank);
   issue_send(whole(t), u, whole(u), at_rank(s, rank), R * C * sizeof(T), [&t, &u] { memcpy(u.d, t.d, sizeof u.d); });
 }
-template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
+template<typename T, int R, int C>
+TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
   called_by<WARPGROUP>();
   through_map(t, m, col);
   each_row<T, R, C>(m, row, col, head, batch, [](const T *p, size_t bytes) { store_writes_global(p, bytes); });
@@ -222,7 +233,8 @@ TILE int get(const int &s) {
   reads_shared(whole(s));
   return s;
 }
-template<typename T, int K, int N> TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count) {
+template<typename T, int K, int N>
+TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count) {
   called_by<WARP>();
   begins_at(d, k0, 64);
   for (int n0 = 16 * index; n0 < N; n0 += 16 * count) {
@@ -272,7 +284,8 @@ template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t,
     narrow_row(g, t.d[r], n < N ? n : N);
   }
 }
-// An accumulator is row-major tiles of at most 64 columns. Additions of several threads to one: a lock each, hashed by its address.
+// An accumulator is row-major tiles of at most 64 columns. Additions of several threads to one: a lock each, hashed by
+// its address.
 static int acc_locks[256];
 static int *lock_acc(const float *g) {
   int *lock = &acc_locks[(uint32_t)((uintptr_t)g >> 8) * 2654435761u >> 24];

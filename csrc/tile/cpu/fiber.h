@@ -1,4 +1,5 @@
-// A cluster of blocks on one thread: every member of a role is a cooperative fiber. One machine per thread, shared by all kernels.
+// A cluster of blocks on one thread: every member of a role is a cooperative fiber. One machine per thread, shared by
+// all kernels.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -11,7 +12,8 @@
 #include <ucontext.h>
 #endif
 
-enum { MAX_FIBERS = 64, MAX_CLUSTER = 16, BARRIERS = 16, STACK_BYTES = 1 << 20, GUARD_BYTES = 1 << 16, GRANULE = 1024, PACK_KINDS = 3, PACK_GROWTH = 4 };
+enum { MAX_FIBERS = 64, MAX_CLUSTER = 16, BARRIERS = 16, STACK_BYTES = 1 << 20, GUARD_BYTES = 1 << 16, GRANULE = 1024,
+    PACK_KINDS = 3, PACK_GROWTH = 4 };
 enum wait_kind { WAIT_NONE, WAIT_SEM, WAIT_BARRIER, WAIT_ORDER };
 
 struct barrier { uint32_t generation; int threads; };
@@ -56,7 +58,8 @@ TILE void *map_pages(size_t bytes) {
   return nullptr;
 }
 TILE size_t arena_bytes(size_t capacity) {
-  return capacity * (1 + PACK_GROWTH * PACK_KINDS) + capacity / GRANULE * (sizeof(uint32_t) + PACK_KINDS * sizeof(uint64_t));
+  return capacity * (1 + PACK_GROWTH * PACK_KINDS) +
+         capacity / GRANULE * (sizeof(uint32_t) + PACK_KINDS * sizeof(uint64_t));
 }
 static void machine_free(void *p) {
   machine *m = (machine *)p;
@@ -89,7 +92,8 @@ static machine *machine_open(size_t stride, int cluster, int fibers) {
     char *p = m->shared;
     p += m->capacity;
     for (int i = 0; i < PACK_KINDS; i++, p += PACK_GROWTH * m->capacity) m->packed[i] = p;
-    for (int i = 0; i < PACK_KINDS; i++, p += m->capacity / GRANULE * sizeof(uint64_t)) m->packed_tag[i] = (uint64_t *)p;
+    for (int i = 0; i < PACK_KINDS; i++, p += m->capacity / GRANULE * sizeof(uint64_t))
+      m->packed_tag[i] = (uint64_t *)p;
     m->written = (uint32_t *)p;
   }
   m->stride = stride;
@@ -149,7 +153,8 @@ __attribute__((noreturn, unused)) static void report_deadlock(const machine &m) 
   }
   abort();
 }
-// Run something else; returns when the calling fiber can go on. A counter in global memory is passed by another thread: poll it.
+// Run something else; returns when the calling fiber can go on. A counter in global memory is passed by another thread:
+// poll it.
 __attribute__((noinline, unused)) static void fiber_yield() {
   machine &m = *mg_machine;
   int me = m.current;

@@ -1,4 +1,5 @@
-// Bodies of tile/math.h. Loops over a row vectorise: a map inlines its lambda (flatten), the scalar functions have no branches or calls.
+// Bodies of tile/math.h. Loops over a row vectorise: a map inlines its lambda (flatten), the scalar functions have no
+// branches or calls.
 #pragma once
 #define MAP template<int N, class F> __attribute__((flatten)) TILE
 #define MAP_VECTOR template<class F> __attribute__((flatten)) TILE
@@ -94,7 +95,9 @@ MAP void map_row(rt<float, N> &d, const rt<float, N> &t, const rv &v, F f) {
     for (int c = 0; c < N; c++) d.d[r][c] = f(t.d[r][c], x);
   }
 }
-template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f) { map_row(t, f, [](float x, float y) { return x * y; }); }
+template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f) {
+  map_row(t, f, [](float x, float y) { return x * y; });
+}
 MAP void map_col(rt<float, N> &t, const cv<N> &v, F f) {
   reads(v);
   changes(t);
@@ -128,7 +131,8 @@ MAP void map_col(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c]);
   }
 }
-template<typename T, int N, class F> __attribute__((flatten)) TILE void map_col(rt<float, N> &t, const rt<T, N> &u, const sv<N> &v, F f) {
+template<typename T, int N, class F>
+__attribute__((flatten)) TILE void map_col(rt<float, N> &t, const rt<T, N> &u, const sv<N> &v, F f) {
   reads(u);
   reads_shared(whole(v));
   changes(t);
@@ -195,8 +199,12 @@ MAP void map_col_pairs(rt<float, N> &t, F f) {
   for (int r = 0; r < 64; r++)
     for (int c = 0; c < N; c += c % 16 == 7 ? 9 : 1) f(t.d[r][c], t.d[r][c + 8], r, c);
 }
-template<int N> TILE void tril(rt<float, N> &t, int diagonal, float x) { map_rc(t, [=](float a, int row, int col) { return col > row + diagonal ? x : a; }); }
-template<int N> TILE void triu(rt<float, N> &t, int diagonal, float x) { map_rc(t, [=](float a, int row, int col) { return col < row + diagonal ? x : a; }); }
+template<int N> TILE void tril(rt<float, N> &t, int diagonal, float x) {
+  map_rc(t, [=](float a, int row, int col) { return col > row + diagonal ? x : a; });
+}
+template<int N> TILE void triu(rt<float, N> &t, int diagonal, float x) {
+  map_rc(t, [=](float a, int row, int col) { return col < row + diagonal ? x : a; });
+}
 MAP_VECTOR void map_rows(rv &d, F f) {
   writes(d);
   for (int r = 0; r < 64; r++) d.d[r] = f(r);
@@ -386,7 +394,8 @@ __attribute__((flatten)) TILE void store_rc(st<T, 64, N> &s, const rt<float, N> 
   }
 }
 template<typename T, int N, class F>
-__attribute__((flatten)) TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+__attribute__((flatten)) TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v,
+                                              float diag, F f) {
   reads(t, u);
   reads_shared(whole(v));
   writes_shared(s, whole(s));

@@ -1,26 +1,32 @@
 // Bodies of tile/mma.h: one micro kernel over packed operands.
 //
-// A word is what one lane multiplies in one step: a float, or, for bf16 where the CPU has dot products, a pair of neighbours along k.
-// The second operand is packed into panels of PW columns, k words deep: word (k, n) at panel n / PW, row k, column n % PW. The first
-// operand is read word by word with any strides: as stored, or from panels where its tile is the transpose. Packed forms of shared tiles
-// are kept until the tile is written again, so that all warpgroups of a block, and all key blocks of a query tile, share them.
+// A word is what one lane multiplies in one step: a float, or, for bf16 where the CPU has dot products, a pair of
+// neighbours along k. The second operand is packed into panels of PW columns, k words deep: word (k, n) at panel n /
+// PW, row k, column n % PW. The first operand is read word by word with any strides: as stored, or from panels where
+// its tile is the transpose. Packed forms of shared tiles are kept until the tile is written again, so that all
+// warpgroups of a block, and all key blocks of a query tile, share them.
 #pragma once
-enum pack_kind { PACK_ROWS, PACK_COLS, PACK_FLAT };   // k runs along the tile's rows; along its columns; row-major floats
+enum pack_kind { PACK_ROWS, PACK_COLS, PACK_FLAT };   // k runs along the tile's rows; along its columns; row-major
+                                                      // floats
 
 template<typename T> struct word_of { typedef float type; enum { ELEMENTS = 1 }; };
 #if defined(__AVX512BF16__)
 template<> struct word_of<bf16> { typedef uint32_t type; enum { ELEMENTS = 2 }; };
 #endif
 enum { PW = 2 * VW };
-// Rows of the micro kernel: with 2 vectors a row, one word and a row of b they fill the registers. Panels are a multiple of PANEL_ROWS.
+// Rows of the micro kernel: with 2 vectors a row, one word and a row of b they fill the registers. Panels are a
+// multiple of PANEL_ROWS.
 enum { FLAT_ROWS = VW == 16 ? 8 : 6, PANEL_ROWS = VW == 16 ? 8 : 4 };
 
 // ---- micro kernel
 TILE vf multiply_add(float a, vf b, vf c) { return a * b + c; }
 #if defined(__AVX512BF16__)
-TILE vf multiply_add(uint32_t a, vf b, vf c) { return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b); }
+TILE vf multiply_add(uint32_t a, vf b, vf c) {
+  return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+}
 #endif
-// c[MR][V * VW] (+)= a[MR][k] b[k][V * VW]; AR, AK: strides of a between rows and between k. A panel holds PANEL columns.
+// c[MR][V * VW] (+)= a[MR][k] b[k][V * VW]; AR, AK: strides of a between rows and between k. A panel holds PANEL
+// columns.
 template<int A, int MR, int V, int PANEL, int AR, int AK, class Word>
 TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
   vf x[MR][V];
@@ -61,9 +67,11 @@ TILE void micro_at(float *c, int ldc, panel_a<Word> a, int i, const Word *b, int
   micro<A, MR, V, PANEL, 1, PW>(c, ldc, a.p + i / PW * PW * a.depth + i % PW, b, k);
 }
 // All 64 rows of V vectors of columns
-template<int A, int V, int PANEL, class First, class Word> TILE void product_columns(float *c, int ldc, First a, const Word *b, int k) {
+template<int A, int V, int PANEL, class First, class Word>
+TILE void product_columns(float *c, int ldc, First a, const Word *b, int k) {
   enum { REST = 64 % First::ROWS };
-  for (int i = 0; i + First::ROWS <= 64; i += First::ROWS) micro_at<A, First::ROWS, V, PANEL>(c + i * ldc, ldc, a, i, b, k);
+  for (int i = 0; i + First::ROWS <= 64; i += First::ROWS)
+    micro_at<A, First::ROWS, V, PANEL>(c + i * ldc, ldc, a, i, b, k);
   if constexpr (REST > 0) micro_at<A, REST, V, PANEL>(c + (64 - REST) * ldc, ldc, a, 64 - REST, b, k);
 }
 // d (+)= a b, k words deep; consecutive panels of b are `depth` words deep, LAST is the width of the last one
@@ -132,7 +140,8 @@ template<typename T, int R, int C> __attribute__((noinline)) static void pack_ro
       for (int j = 0; j < PW; j++) d[j] = even[j].u | (uint32_t)odd[j].u << 16;
     }
 }
-template<enum pack_kind KIND, typename T, int R, int C> TILE const typename word_of<T>::type *packed(const st<T, R, C> &t) {
+template<enum pack_kind KIND, typename T, int R, int C>
+TILE const typename word_of<T>::type *packed(const st<T, R, C> &t) {
   typedef typename word_of<T>::type word;
   if constexpr (KIND == PACK_FLAT && (word_of<T>::ELEMENTS == 2 || sizeof(T) == 4)) return (const word *)t.d;
   machine &m = *mg_machine;
@@ -146,18 +155,22 @@ template<enum pack_kind KIND, typename T, int R, int C> TILE const typename word
   else widen_row((float *)d, t.d, R * C);
   return d;
 }
-template<typename T, int K> TILE flat_a<typename word_of<T>::type, K / word_of<T>::ELEMENTS> operand(const st<T, 64, K> &a) {
+template<typename T, int K>
+TILE flat_a<typename word_of<T>::type, K / word_of<T>::ELEMENTS> operand(const st<T, 64, K> &a) {
   return {packed<PACK_FLAT>(a)};
 }
 // A register operand that needs conversion is converted to the floats behind it for this product only.
-template<typename T, int K> TILE flat_a<typename word_of<T>::type, K / word_of<T>::ELEMENTS> operand(const rt<T, K> &a, float *scratch) {
+template<typename T, int K>
+TILE flat_a<typename word_of<T>::type, K / word_of<T>::ELEMENTS> operand(const rt<T, K> &a, float *scratch) {
   if constexpr (word_of<T>::ELEMENTS == 2 || sizeof(T) == 4) return {(const typename word_of<T>::type *)a.d[0]};
   else {
     widen_row(scratch, a.d[0], 64 * K);
     return {scratch};
   }
 }
-template<typename T, int K> constexpr int scratch_floats() { return word_of<T>::ELEMENTS == 2 || sizeof(T) == 4 ? 1 : 64 * K; }
+template<typename T, int K> constexpr int scratch_floats() {
+  return word_of<T>::ELEMENTS == 2 || sizeof(T) == 4 ? 1 : 64 * K;
+}
 
 // ---- contract
 // r0 is a multiple of the packed panel's width, see pack_cols.
@@ -169,10 +182,12 @@ TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K>
   issue_product<A>(d, whole(a), part(b, r0, N, 0, K),
                    [=, &d, &a, &b] { product<A, VW>(d, operand(a), packed<PACK_COLS>(b) + r0 * DEPTH, DEPTH, DEPTH); });
 }
-template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
+template<int A, typename T, int N, int K>
+TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
   mma_ABt_rows<A>(d, a, b, 0);
 }
-template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
+template<int A, typename T, int N, int K, int W>
+TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
   enum { E = word_of<T>::ELEMENTS };
   begins_at(b, k0, 64);
   issue_product<A>(d, a, part(b, 0, N, k0, K), [=, &d, &a, &b] {
@@ -190,7 +205,8 @@ TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> 
   issue_product<A>(d, whole(a), part(b, 0, K, cb, N),
                    [=, &d, &a, &b] { product<A, PW>(d, operand(a), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH); });
 }
-template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const rt<T, K> &a, const st<T, K, W> &b, int cb) {
+template<int A, typename T, int N, int K, int W>
+TILE void mma_AB_cols(rt<float, N> &d, const rt<T, K> &a, const st<T, K, W> &b, int cb) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
   begins_at(b, cb, 64);
   issue_product<A>(d, a, part(b, 0, K, cb, N), [=, &d, &a, &b] {
@@ -198,10 +214,12 @@ template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float,
     product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
   });
 }
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
+template<int A, typename T, int N, int K>
+TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
   mma_AB_cols<A>(d, a, b, 0);
 }
-template<int A, typename T, int N, int K, int R> TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
+template<int A, typename T, int N, int K, int R>
+TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
   enum { E = word_of<T>::ELEMENTS };
   begins_at(b, r0, 64);
   issue_product<A>(d, a, part(b, r0, K, 0, N), [=, &d, &a, &b] {
@@ -209,7 +227,9 @@ template<int A, typename T, int N, int K, int R> TILE void mma_AB_rows(rt<float,
     product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b) + r0 / E * PW, R / E, K / E);
   });
 }
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) { mma_AB_rows<A>(d, a, b, 0); }
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) {
+  mma_AB_rows<A>(d, a, b, 0);
+}
 template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const tt<T, K, N> &b) {
   enum { DEPTH = K / word_of<T>::ELEMENTS };
   issue_product<A>(d, a, whole(b), [&d, &a, &b] {
@@ -228,7 +248,8 @@ TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K,
     product<A, PW>(d, first, packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
   });
 }
-template<int A, typename T, int N, int K> TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
+template<int A, typename T, int N, int K>
+TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
   typedef typename word_of<T>::type word;
   enum { DEPTH = K / word_of<T>::ELEMENTS };
   issue_product<A>(d, whole(a), whole(b), [&d, &a, &b] {

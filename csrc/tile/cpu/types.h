@@ -1,5 +1,5 @@
-// Tile types of the CPU backend: plain row-major arrays. Sizes and alignments of everything that lives in shared memory equal the GPU's,
-// because the host reads a block's shared_bytes from the CPU object.
+// Tile types of the CPU backend: plain row-major arrays. Sizes and alignments of everything that lives in shared memory
+// equal the GPU's, because the host reads a block's shared_bytes from the CPU object.
 #pragma once
 #include <stdint.h>
 

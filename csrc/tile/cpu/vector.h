@@ -1,7 +1,7 @@
 // Vectors of the instruction set this object is compiled for, and conversion of rows between element types.
 #pragma once
 #include <string.h>
-#if defined(__x86_64__)
+#if defined(__AVX__)           // the baseline needs no intrinsics, and this header is half of the time of a small row's object
 #include <immintrin.h>
 #endif
 
@@ -24,7 +24,8 @@ TILE float bits_float(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 
 TILE float widen(float x) { return x; }
 TILE float widen(bf16 x) { return bits_float((uint32_t)x.u << 16); }
-// The exponent is moved by a multiplication, so that subnormals come out right; 0x1p112f has no effect on what infinity and NaN become.
+// The exponent is moved by a multiplication, so that subnormals come out right; 0x1p112f has no effect on what infinity
+// and NaN become.
 TILE float widen(fp16 x) {
   uint32_t sign = (uint32_t)(x.u & 0x8000) << 16, rest = (uint32_t)(x.u & 0x7fff) << 13;
   float y = bits_float(rest) * 0x1p112f;
@@ -72,7 +73,8 @@ TILE void widen_row(float *d, const fp16 *s, int n) {
 }
 TILE void narrow_row(fp16 *d, const float *s, int n) {
   int i = 0;
-  for (; i + 8 <= n; i += 8) _mm_storeu_si128((__m128i *)(d + i), _mm256_cvtps_ph(_mm256_loadu_ps(s + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i *)(d + i), _mm256_cvtps_ph(_mm256_loadu_ps(s + i), _MM_FROUND_TO_NEAREST_INT));
   for (; i < n; i++) narrow(d[i], s[i]);
 }
 #endif

@@ -2,7 +2,8 @@
 #pragma once
 #define TILE static __device__ __forceinline__
 #include "tile/sm90/types.h"
-extern __shared__ __align__(1024) char block_memory[];   // the shared struct; an extern symbol, so that its addresses are constants
+extern __shared__ __align__(1024) char block_memory[];   // the shared struct; an extern symbol, so that its addresses
+                                                         // are constants
 #ifdef TRACED
 #include "tile/sm90/trace.h"
 #else

@@ -2,15 +2,24 @@
 #pragma once
 template<auto Body, int Width, int Count, int Registers> struct role {
   ROLE_RULES(Registers);
-  static constexpr int groups = Width == WARPGROUP ? Count : 0, warps = Width == WARPGROUP ? 0 : Count, registers = Registers, occupancy = 0, cluster = 0, followed = 0;
+  static constexpr int groups = Width == WARPGROUP ? Count : 0, warps = Width == WARPGROUP ? 0 : Count,
+                       registers = Registers, occupancy = 0, cluster = 0, followed = 0;
   template<class P, class S> static __device__ __forceinline__ void run(const P &p, S &s, int index) {
     if (Width == WARPGROUP || Width == WARP || lane() == 0) Body(p, s, index);
   }
 };
-struct DEPENDENT { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = 0, followed = 0; };
-struct FOLLOWED { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = 0, followed = 1; };
-template<int N> struct OCCUPANCY { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = N, cluster = 0, followed = 0; };
-template<int N> struct CLUSTER { static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = N, followed = 0; };
+struct DEPENDENT {
+  static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = 0, followed = 0;
+};
+struct FOLLOWED {
+  static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = 0, followed = 1;
+};
+template<int N> struct OCCUPANCY {
+  static constexpr int groups = 0, warps = 0, registers = 0, occupancy = N, cluster = 0, followed = 0;
+};
+template<int N> struct CLUSTER {
+  static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = N, followed = 0;
+};
 
 // setmaxnreg towards `Want` from what every thread got at launch; 0 keeps that.
 template<int Want, int Launched> TILE void set_registers() {
@@ -20,14 +29,22 @@ template<int Want, int Launched> TILE void set_registers() {
 
 template<class Params, class Shared, void (*Init)(Shared &), class... Role> struct block {
   typedef Params params;
-  static constexpr int groups = (Role::groups + ...), warps = (Role::warps + ...), threads = 128 * (groups + (warps > 0));
-  static constexpr int occupancy = (Role::occupancy + ...) ? (Role::occupancy + ...) : 1, cluster = (Role::cluster + ...) ? (Role::cluster + ...) : 1;
+  static constexpr int groups = (Role::groups + ...), warps = (Role::warps + ...),
+                       threads = 128 * (groups + (warps > 0));
+  static constexpr int occupancy = (Role::occupancy + ...) ? (Role::occupancy + ...) : 1,
+                       cluster = (Role::cluster + ...) ? (Role::cluster + ...) : 1;
   static constexpr int launched = registers_at_launch(threads, occupancy);
-  static constexpr int first_registers() { int r = 0; ((r = r == 0 && Role::warps ? Role::registers : r), ...); return r; }
+  static constexpr int first_registers() {
+    int r = 0;
+    ((r = r == 0 && Role::warps ? Role::registers : r), ...);
+    return r;
+  }
   static constexpr int warp_registers = first_registers();
-  BLOCK_RULES(Shared, ((Role::groups * Role::registers) + ...) + (warps ? warp_registers : 0), groups, warps, occupancy);
+  BLOCK_RULES(Shared, ((Role::groups * Role::registers) + ...) + (warps ? warp_registers : 0), groups, warps,
+              occupancy);
 
-  template<int Group, int Warp, class R, class... Rest> static __device__ __forceinline__ void dispatch(const Params &p, Shared &s, int group, int warp) {
+  template<int Group, int Warp, class R, class... Rest>
+  static __device__ __forceinline__ void dispatch(const Params &p, Shared &s, int group, int warp) {
     if constexpr (R::groups > 0) {
       if (group >= Group && group < Group + R::groups) {
         set_registers<R::registers, launched>();
@@ -54,5 +71,8 @@ template<class Params, class Shared, void (*Init)(Shared &), class... Role> stru
   }
 };
 #define ENTRY(kernel, TILE_M, TILE_N) \
-  extern "C" __global__ void __launch_bounds__(kernel::threads, kernel::occupancy) KERNEL(const __grid_constant__ kernel::params p) { kernel::run(p); }
+  extern "C" __global__ void __launch_bounds__(kernel::threads, kernel::occupancy) \
+      KERNEL(const __grid_constant__ kernel::params p) { \
+    kernel::run(p); \
+  }
 #define EXAMPLE(...)   // a problem for the checker, see check/block.h

@@ -3,32 +3,41 @@
 
 // ---- TMA
 TILE void tma_panel(uint32_t dst, const gmap &m, sem &s, int row, int col, int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%0], [%1, {%3, %4, %5, %6}], [%2];"
     ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 TILE void tma_panel_multicast(uint32_t dst, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-    ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch), "h"((uint16_t)mask) : "memory");
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+    ::"r"(dst), "l"(&m), "r"(shared_address(&s)), "r"(col), "r"(row), "r"(head), "r"(batch), "h"((uint16_t)mask)
+    : "memory");
 }
-template<typename T, int R, int C> TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
+template<typename T, int R, int C>
+TILE void tma_load(st<T, R, C> &t, const gmap &m, sem &s, int row, int col, int head, int batch) {
   constexpr int WIDTH = panel_columns<T, C>;
 #pragma unroll
-  for (int p = 0; p < C / WIDTH; p++) tma_panel(shared_address(&t) + p * R * panel_bytes<T, C>, m, s, row, col + p * WIDTH, head, batch);
+  for (int p = 0; p < C / WIDTH; p++)
+    tma_panel(shared_address(&t) + p * R * panel_bytes<T, C>, m, s, row, col + p * WIDTH, head, batch);
 }
 template<typename T, int R, int C>
 TILE void tma_load_rows(st<T, R, C> &t, int r0, int, const gmap &m, sem &s, int row, int col, int head, int batch) {
   static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
-  for (int p = 0; p < C / 64; p++) tma_panel(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch);
+  for (int p = 0; p < C / 64; p++)
+    tma_panel(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch);
 }
 template<int RN, typename T, int R, int C>
-TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+TILE void tma_load_rows_multicast(st<T, R, C> &t, int r0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                                  int mask) {
   static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
-  for (int p = 0; p < C / 64; p++) tma_panel_multicast(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch, mask);
+  for (int p = 0; p < C / 64; p++)
+    tma_panel_multicast(shared_address(&t) + p * R * 128 + r0 * 128, m, s, row, col + p * 64, head, batch, mask);
 }
 template<int CN, typename T, int R, int C>
-TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch, int mask) {
+TILE void tma_load_cols_multicast(st<T, R, C> &t, int c0, const gmap &m, sem &s, int row, int col, int head, int batch,
+                                  int mask) {
   static_assert(sizeof(T) == 2, "panels of 64 columns");
 #pragma unroll
   for (int p = 0; p < CN / 64; p++)
@@ -45,15 +54,18 @@ template<typename T, int R, int C> TILE void tma_send(st<T, R, C> &d, const st<T
   asm volatile("{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %4;\nmapa.shared::cluster.u32 at, %2, %4;\n"
     "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [at], %3;\n"
     "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %3, [at];\n}\n"
-    ::"r"(shared_address(&d)), "r"(shared_address(&t)), "r"(shared_address(&s)), "r"(tile_bytes(t)), "r"(rank) : "memory");
+    ::"r"(shared_address(&d)), "r"(shared_address(&t)), "r"(shared_address(&s)), "r"(tile_bytes(t)), "r"(rank)
+    : "memory");
 }
-template<typename T, int R, int C> TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
+template<typename T, int R, int C>
+TILE void tma_store(const gmap &m, st<T, R, C> &t, int row, int col, int head, int batch) {
   static_assert(sizeof(T) == 2, "panels of 64 columns");
   if (thread_in_group() == 0) {
 #pragma unroll
     for (int p = 0; p < C / 64; p++)
       asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-        ::"l"(&m), "r"(shared_address(&t) + p * R * 128), "r"(col + p * 64), "r"(row), "r"(head), "r"(batch) : "memory");
+        ::"l"(&m), "r"(shared_address(&t) + p * R * 128), "r"(col + p * 64), "r"(row), "r"(head), "r"(batch)
+        : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 }
@@ -72,11 +84,13 @@ template<int G, int W> TILE void tma_store_wait() {
 template<int C> TILE void tma_prefetch_rows(const gmap &m, int row, int col, int head, int batch) {
 #pragma unroll
   for (int c = 0; c < C; c += 64)
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&m), "r"(col + c), "r"(row), "r"(head), "r"(batch) : "memory");
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
+        ::"l"(&m), "r"(col + c), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" ::"l"(&m) : "memory"); }
 
-// ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8 columns, 16-31 of the right 8.
+// ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8
+// columns, 16-31 of the right 8.
 template<typename T, int C> TILE uint32_t block_address(const st<T, 64, C> &t, int col) {
   static_assert(sizeof(T) == 2, "8 columns are 16 bytes");
   int r = warp_in_group() * 16 + (lane() & 15), chunk = (col & 63) / 8 + (lane() >> 4);
@@ -88,7 +102,8 @@ template<typename T, int K> TILE uint32_t block_address_t(const st<T, K, 64> &t,
   return shared_address(&t) + r * 128 + ((chunk ^ (r & 7)) << 4);
 }
 TILE void store_block(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+      ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 TILE void load_block(uint32_t (&d)[4], uint32_t a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -111,8 +126,9 @@ template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 6
     }
   }
 }
-// Of several panels, the blocks of a panel are an exclusive or away from its first: said so, the compiler does not compute or keep each of them (3 % of the
-// backward at D=64; with one panel it is slower).
+// Where a tile has several panels, the addresses of a panel's blocks are an exclusive or away from its first block's.
+// Written like this, the compiler does not compute or keep each of them: 3 % of the backward at D=64. With one panel it
+// is slower.
 template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<T, N> &s, int c0) {
 #pragma unroll
   for (int k = 0; k < N / 16; k++) {
@@ -125,7 +141,8 @@ template<typename T, int C, int N> TILE void store(st<T, 64, C> &d, const rt<flo
 #pragma unroll
   for (int k = 0; k < N / 16; k++) {
     const float *x = s.d + 8 * k;
-    store_block(block_address(d, c0 + 16 * k), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+    store_block(block_address(d, c0 + 16 * k), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
+                pack<T>(x[6], x[7]));
   }
 }
 // Address of 16-byte chunk c of row r.
@@ -137,15 +154,19 @@ template<int R, int C> TILE uint32_t chunk_address(const st<e4m3, R, C> &t, int 
 TILE void store_half(uint32_t a, uint32_t x, uint32_t y) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(a), "r"(x), "r"(y) : "memory");
 }
-// 16 columns at a time, and of these 32 rows. ldmatrix.trans moves pairs of columns: a thread gets rows 2t, 2t + 1 of columns 2g, 2g + 1 (g: lane / 4)
-// of each of four blocks of 8 rows, which are, two blocks together, the bytes of one word in rows 2g and in 2g + 1 of the transpose. Both matrices of
-// rows that stmatrix then writes have even and odd ones, 0 2 4 6 9 11 13 15 and 1 3 5 7 8 10 12 14: these lie in different banks.
-template<int K, int N> TILE void transpose_part(tt<e4m3, K, N> &d, int k0, const st<e4m3, 64, N> &s, int index, int count) {
-  constexpr uint32_t FROM = panel_bytes<e4m3, N>, TO = panel_bytes<e4m3, K>, NEIGHBOUR = TO == 128 ? 0x90 : 0x40;   // row r ^ 1, same chunk
+// It takes 16 columns at a time, and 32 rows of these. ldmatrix.trans moves pairs of columns: a thread gets rows 2t,
+// 2t + 1 of columns 2g, 2g + 1 (g: lane / 4) of each of four blocks of 8 rows. Two of these blocks together are the
+// bytes of one word in rows 2g and 2g + 1 of the transpose. stmatrix then writes two matrices of rows, 0 2 4 6 9 11 13
+// 15 and 1 3 5 7 8 10 12 14. Each has even and odd rows, so that they lie in different banks.
+template<int K, int N>
+TILE void transpose_part(tt<e4m3, K, N> &d, int k0, const st<e4m3, 64, N> &s, int index, int count) {
+  // row r ^ 1, same chunk
+  constexpr uint32_t FROM = panel_bytes<e4m3, N>, TO = panel_bytes<e4m3, K>, NEIGHBOUR = TO == 128 ? 0x90 : 0x40;
   constexpr int BATCH = N > 128 ? 1 : 2;   // loads in flight: beside wide tiles there are 24 registers
   int g = lane() & 7, block = lane() >> 3 & 1;
   uint32_t first = lane() < 16 ? 0x6420 : 0x7531, other = first ^ 0x1111;
-  uint32_t from0 = chunk_address(s, lane(), 0), to0 = (chunk_address(d.t, 2 * g + (g >> 2), block) ^ k0 % TO) + k0 / TO * N * TO;
+  uint32_t from0 = chunk_address(s, lane(), 0),
+           to0 = (chunk_address(d.t, 2 * g + (g >> 2), block) ^ k0 % TO) + k0 / TO * N * TO;
 #pragma unroll 1
   for (uint32_t c = index; c < N / 16; c += count) {   // the chunk of s
     uint32_t from = (from0 ^ c % (FROM / 16) << 4) + c / (FROM / 16) * 64 * FROM, to = to0 + c * 16 * TO;
@@ -176,10 +197,12 @@ template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K
   for (int k = 0; k < K / 16; k++) {
     const float *x = s.d + 8 * k;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(block_address_t(d, k)),
-      "r"(pack<T>(x[0], x[1])), "r"(pack<T>(x[2], x[3])), "r"(pack<T>(x[4], x[5])), "r"(pack<T>(x[6], x[7])) : "memory");
+      "r"(pack<T>(x[0], x[1])), "r"(pack<T>(x[2], x[3])), "r"(pack<T>(x[4], x[5])), "r"(pack<T>(x[6], x[7]))
+      : "memory");
   }
 }
-template<typename T, int N, class F> TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
+template<typename T, int N, class F>
+TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
   const float2 *g = (const float2 *)(v.d + thread_col());
   int r = thread_row(), c = thread_col();
 #pragma unroll
@@ -195,7 +218,8 @@ template<typename T, int N, class F> TILE void store_rc(st<T, 64, N> &s, const r
   }
 }
 // 16 x 16 blocks above the diagonal cost a store of zeros and no arithmetic.
-template<typename T, int N, class F> TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+template<typename T, int N, class F>
+TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
   const float2 *g = (const float2 *)(v.d + thread_col());
   int r = lane() >> 2, c = thread_col();
 #pragma unroll
@@ -229,7 +253,8 @@ template<int W, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, i
 template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, int n) {
   int r = thread_in_group() / 2, first = thread_in_group() % 2 * (C / 16);
   const T *g = f(r);
-  int whole = g && ((uintptr_t)g & 15) == 0 ? n & ~7 : 0, end = min(n, (first + C / 16) * 8);   // columns that are whole vectors
+  // columns that are whole vectors
+  int whole = g && ((uintptr_t)g & 15) == 0 ? n & ~7 : 0, end = min(n, (first + C / 16) * 8);
 #pragma unroll
   for (int i = 0; i < C / 16; i++) {
     int chunk = first + i;
@@ -286,7 +311,7 @@ template<int N, class F, class D, class G, class... X> TILE void each_of_triangl
     else if (k == warp_in_group()) each_of_block(diagonal, k, each_block(x, k)...);
     else each_of_block(left, k, each_block(x, k)...);
 }
-// A row's place, worked out anew each time: kept in a register for the whole kernel it would cost more.
+// A row's place. It is worked out anew each time: kept in a register for the whole kernel it would cost more.
 TILE int row_here() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -325,7 +350,7 @@ template<int N> TILE void store(sv<4 * N> &d, const csum<N> &c) {
   for (int i = 0; i < N / 64; i++)
     *(float2 *)(d.d + warp_in_group() * N + (first + i) * 8 + thread_col()) = make_float2(x[2 * i], x[2 * i + 1]);
 }
-// Asked for anew: kept for the next time, it would be one of the registers that parking is to spare.
+// The address is asked for anew. Kept for the next time, it would take one of the registers that parking frees.
 TILE int parking_place() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -436,7 +461,8 @@ template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t,
     }
   }
 }
-// Accumulator order: thread t's four values of column group i are floats 4 (128 i + t) .. + 3, so that a warp touches 512 contiguous bytes.
+// Accumulator order: thread t's four values of column group i are floats 4 (128 i + t) .. + 3, so that a warp touches
+// 512 contiguous bytes.
 template<int N> TILE void add_acc(float *g, const rt<float, N> &t) {
   float *p = g + 4 * thread_in_group();
 #pragma unroll

@@ -98,7 +98,8 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, F f) {
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f) {
   int r = thread_row(), c = thread_col();
 #pragma unroll
-  for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i], v.d[(i >> 1) & 1], r + ((i >> 1) & 1) * 8, c + (i >> 2) * 8 + (i & 1));
+  for (int i = 0; i < N / 2; i++)
+    t.d[i] = f(t.d[i], v.d[(i >> 1) & 1], r + ((i >> 1) & 1) * 8, c + (i >> 2) * 8 + (i & 1));
 }
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f) {
   const float2 *g = (const float2 *)(v.d + thread_col());
@@ -107,7 +108,8 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u
   for (int k = 0; k < N / 8; k++) {
     float2 x = g[k * 4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) t.d[4 * k + i] = f(t.d[4 * k + i], u.d[4 * k + i], i & 1 ? x.y : x.x, r + (i >> 1) * 8, c + k * 8 + (i & 1));
+    for (int i = 0; i < 4; i++)
+      t.d[4 * k + i] = f(t.d[4 * k + i], u.d[4 * k + i], i & 1 ? x.y : x.x, r + (i >> 1) * 8, c + k * 8 + (i & 1));
   }
 }
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
@@ -123,14 +125,18 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &u, const sv
 template<int N, class F> TILE void map_row_pairs(rt<float, N> &t, F f) {
   int r = thread_row(), c = thread_col();
 #pragma unroll
-  for (int i = 0; i < N / 4; i++) f(t.d[(i >> 1) * 4 + (i & 1)], t.d[(i >> 1) * 4 + (i & 1) + 2], r, c + (i >> 1) * 8 + (i & 1));
+  for (int i = 0; i < N / 4; i++)
+    f(t.d[(i >> 1) * 4 + (i & 1)], t.d[(i >> 1) * 4 + (i & 1) + 2], r, c + (i >> 1) * 8 + (i & 1));
 }
 template<int N, class F> TILE void map_col_pairs(rt<float, N> &t, F f) {
   int r = thread_row(), c = thread_col();
 #pragma unroll
-  for (int i = 0; i < N / 4; i++) f(t.d[(i >> 2) * 8 + (i & 3)], t.d[(i >> 2) * 8 + (i & 3) + 4], r + ((i >> 1) & 1) * 8, c + (i >> 2) * 16 + (i & 1));
+  for (int i = 0; i < N / 4; i++)
+    f(t.d[(i >> 2) * 8 + (i & 3)], t.d[(i >> 2) * 8 + (i & 3) + 4], r + ((i >> 1) & 1) * 8,
+      c + (i >> 2) * 16 + (i & 1));
 }
-// Compared are constants with one number, and rows r + 8 of an 8-column group with the same as rows r of the group before.
+// Each comparison is of a constant with one number. Rows r + 8 of an 8-column group compare with the same number as
+// rows r of the group before.
 template<int N> TILE void tril(rt<float, N> &t, int diagonal, float x) {
   int last = thread_row() + diagonal - thread_col();
 #pragma unroll
@@ -146,7 +152,10 @@ template<class F> TILE void map_rows(rv &d, F f) {
   d.d[1] = f(thread_row() + 8);
 }
 template<class F> TILE void map(rv &d, const rv &a, F f) { d.d[0] = f(a.d[0]); d.d[1] = f(a.d[1]); }
-template<class F> TILE void map(rv &d, const rv &a, const rv &b, F f) { d.d[0] = f(a.d[0], b.d[0]); d.d[1] = f(a.d[1], b.d[1]); }
+template<class F> TILE void map(rv &d, const rv &a, const rv &b, F f) {
+  d.d[0] = f(a.d[0], b.d[0]);
+  d.d[1] = f(a.d[1], b.d[1]);
+}
 
 template<int N> TILE void row_max(rv &m, const rt<float, N> &t) {
 #pragma unroll

@@ -26,7 +26,8 @@ template<int G, class... Tile> TILE void mma_wait(Tile &...tiles) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(G) : "memory");
   (mma_pin(tiles), ...);
 }
-// Ends the live range of an accumulator's old value before an overwriting product; without it the value stays in registers.
+// Ends the live range of an accumulator's old value before an overwriting product; without it the value stays in
+// registers.
 template<int A, int N> TILE void mma_begin(rt<float, N> &t) {
   PRODUCT_RULES(N);
   if (A == ZERO) {
@@ -34,14 +35,19 @@ template<int A, int N> TILE void mma_begin(rt<float, N> &t) {
     for (int i = 0; i < N / 2; i++) asm volatile("" : "=f"(t.d[i]));
   }
 }
-// Low word of a descriptor: address and, for an MN-major operand, the distance of its 64-column panels; both in units of 16 bytes.
-// In a cluster an address has the block's rank above its 18 bits, which would end up in the distance.
-TILE uint32_t desc(const void *p, uint32_t panel_bytes) { return (shared_address(p) & 0x3ffff) >> 4 | (panel_bytes >> 4) << 16; }
+// Low word of a descriptor: address and, for an MN-major operand, the distance of its 64-column panels; both in units
+// of 16 bytes. In a cluster an address has the block's rank above its 18 bits, which would end up in the distance.
+TILE uint32_t desc(const void *p, uint32_t panel_bytes) {
+  return (shared_address(p) & 0x3ffff) >> 4 | (panel_bytes >> 4) << 16;
+}
 // Step k (32 bytes of the reduction) of an operand stored along it (R rows, panels of BYTES), or across it.
-template<int R, int BYTES = 128> TILE uint32_t along(int k) { return ((k / (BYTES / 32)) * R * BYTES + (k % (BYTES / 32)) * 32) >> 4; }
+template<int R, int BYTES = 128> TILE uint32_t along(int k) {
+  return ((k / (BYTES / 32)) * R * BYTES + (k % (BYTES / 32)) * 32) >> 4;
+}
 TILE uint32_t across(int k) { return (k * 16 * 128) >> 4; }
 
-template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
+template<int A, typename T, int N, int K, int R>
+TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K> &b, int r0) {
   mma_begin<A>(d);
   constexpr int BYTES = panel_bytes<T, K>;
   uint32_t da = desc(&a, 16), db = desc(&b, 16) + r0 * BYTES / 16;
@@ -50,45 +56,54 @@ template<int A, typename T, int N, int K, int R> TILE void mma_ABt_rows(rt<float
     if constexpr (sizeof(T) == 1) wgmma_e4m3<BYTES>(d.d, da + along<64, BYTES>(k), db + along<R, BYTES>(k), A || k);
     else wgmma<T, 0, 0>(d.d, da + along<64>(k), db + along<R>(k), A || k);
 }
-template<int A, typename T, int N, int K> TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
+template<int A, typename T, int N, int K>
+TILE void mma_ABt(rt<float, N> &d, const st<T, 64, K> &a, const st<T, N, K> &b) {
   mma_ABt_rows<A>(d, a, b, 0);
 }
-template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb) {
+template<int A, typename T, int N, int K, int W>
+TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb) {
   mma_begin<A>(d);
   uint32_t da = desc(&a, 16), db = desc(&b, K * 128) + ((cb / 64 * K * 128) >> 4);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 0, 1>(d.d, da + along<64>(k), db + across(k), A || k);
 }
-template<int A, typename T, int N, int K, int W> TILE void mma_AB_cols(rt<float, N> &d, const rt<T, K> &a, const st<T, K, W> &b, int cb) {
+template<int A, typename T, int N, int K, int W>
+TILE void mma_AB_cols(rt<float, N> &d, const rt<T, K> &a, const st<T, K, W> &b, int cb) {
   mma_begin<A>(d);
   uint32_t db = desc(&b, K * 128) + ((cb / 64 * K * 128) >> 4);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1>(d.d, a.d[k], db + across(k), A || k);
 }
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
+template<int A, typename T, int N, int K>
+TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
   mma_AB_cols<A>(d, a, b, 0);
 }
 template<int A, typename T, int N, int K, int WA, int WB>
 TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K, WB> &b, int cb) {
   mma_begin<A>(d);
   uint32_t da = desc(&a, K * 128) + ((ca / 64 * K * 128) >> 4), db = desc(&b, K * 128) + ((cb / 64 * K * 128) >> 4);
-  if constexpr (N == 32) db += (cb & 32) * 2 >> 4;   // half of a panel: the swizzle is of the address, so that a row's second half begins as its first
+  // Half of a panel: the swizzle is a function of the address, so that a row's second half begins as its first.
+  if constexpr (N == 32) db += (cb & 32) * 2 >> 4;
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1, 1>(d.d, da + across(k), db + across(k), A || k);
 }
-template<int A, typename T, int N, int K> TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
+template<int A, typename T, int N, int K>
+TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
   mma_begin<A>(d);
   uint32_t da = desc(&a, K * 128), db = desc(&b, 16);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1, 0>(d.d, da + across(k), db + along<N>(k), A || k);
 }
-template<int A, typename T, int N, int K, int R> TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
+template<int A, typename T, int N, int K, int R>
+TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
   mma_begin<A>(d);
   uint32_t db = desc(&b, R * 128) + across(r0 / 16);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1>(d.d, a.d[k], db + across(k), A || k);
 }
-template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) { mma_AB_rows<A>(d, a, b, 0); }
+template<int A, typename T, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<T, K> &a, const st<T, K, N> &b) {
+  mma_AB_rows<A>(d, a, b, 0);
+}
 template<int A, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<e4m3, K> &a, const tt<e4m3, K, N> &b) {
   mma_begin<A>(d);
   constexpr int BYTES = panel_bytes<e4m3, K>;
@@ -96,7 +111,8 @@ template<int A, int N, int K> TILE void mma_AB(rt<float, N> &d, const rt<e4m3, K
 #pragma unroll
   for (int k = 0; k < K / 32; k++) wgmma_e4m3<BYTES>(d.d, a.d[k], db + along<N, BYTES>(k), A || k);
 }
-template<int A, typename T, int N, int K, int W> TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
+template<int A, typename T, int N, int K, int W>
+TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0) {
   mma_begin<A>(d);
   uint32_t db = desc(&b, 16) + ((k0 / 64 * N * 128) >> 4);
 #pragma unroll

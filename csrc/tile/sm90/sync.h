@@ -1,6 +1,7 @@
 // Synchronisation on sm_90a: mbarriers, named barriers, proxy fences.
 #pragma once
-enum traced { TRACE_WAIT = 1, TRACE_ARRIVE, TRACE_EXPECT, TRACE_BAR_SYNC, TRACE_BAR_ARRIVE, TRACE_WG_SYNC, TRACE_FENCE_ASYNC, TRACE_MMA_FENCE, TRACE_COMMIT,
+enum traced { TRACE_WAIT = 1, TRACE_ARRIVE, TRACE_EXPECT, TRACE_BAR_SYNC, TRACE_BAR_ARRIVE, TRACE_WG_SYNC,
+    TRACE_FENCE_ASYNC, TRACE_MMA_FENCE, TRACE_COMMIT,
               TRACE_MMA_WAIT, TRACE_STORE_WAIT, TRACE_ORDER_WAIT, TRACE_ORDER_PASS, TRACE_ORDER_COUNT };
 TILE void hardware_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 TILE void group_barrier() { hardware_barrier(8 + (int)(threadIdx.x >> 7), 128); }
@@ -18,23 +19,27 @@ TILE void sem_wait(sem &s, uint32_t phase) {
 // One arrival per warp, after all its lanes: it orders every lane's accesses.
 template<int W> TILE void sem_arrive(sem &s) {
   if (W != THREAD) __syncwarp();
-  if (W == THREAD || lane() == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&s)) : "memory");
+  if (W == THREAD || lane() == 0)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&s)) : "memory");
   trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);   // last: a delay in front of it would hide a read that it overtakes
 }
 template<int W, int ORDER> TILE void sem_arrive_at(sem &s, int rank) {
   if (W != THREAD) __syncwarp();
   if (W != THREAD && lane() != 0) ;
   else if (ORDER)
-    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];\n}\n"
+    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];\n}\n"
                  ::"r"(shared_address(&s)), "r"(rank) : "memory");
   else
-    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [a];\n}\n"
+    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [a];\n}\n"
                  ::"r"(shared_address(&s)), "r"(rank) : "memory");
   trace(TRACE_ARRIVE, &s, W == WARPGROUP ? 4 : 1);
 }
 TILE void sem_expect(sem &s, uint32_t bytes) {
   trace(TRACE_EXPECT, &s, (int)bytes);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&s)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+      ::"r"(shared_address(&s)), "r"(bytes) : "memory");
 }
 TILE int cluster_rank() { uint32_t r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return (int)r; }
 TILE void cluster_sync() {

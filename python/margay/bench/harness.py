@@ -7,6 +7,7 @@ is the median of its rounds, a ratio the median of the rounds' ratios.
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import platform
@@ -23,10 +24,12 @@ import torch
 import margay
 from margay.bench import report
 
-# What the card really reaches: FLOP/s of cuBLAS bf16 products of random numbers, bytes/s of a device-to-device copy (read + write).
+# What the card really reaches: FLOP/s of cuBLAS bf16 products of random numbers, bytes/s of a device-to-device copy
+# (read + write).
 CEILINGS = {"h200": (680e12, 4.28e12), "h100": (680e12, 3.0e12)}
 FLUSH_BYTES = 256 << 20              # more than any L2
-HIDE_CYCLES = 400_000                # the device waits this long before each sample, so that a slow host call is not in the device's time
+# the device waits this long before each sample, so that a slow host call is not in the device's time
+HIDE_CYCLES = 400_000
 
 
 @dataclasses.dataclass
@@ -36,7 +39,8 @@ class Problem:
     flops: float = 0
     bytes: float = 0
     rate: float = 1                  # of the card's products, in those of 16 bits
-    beside: dict[str, tuple[Callable, float]] = dataclasses.field(default_factory=dict)   # name -> other work of ours and its flops, to compare rates with
+    # name -> other work of ours and its flops, to compare rates with
+    beside: dict[str, tuple[Callable, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -57,6 +61,20 @@ class Options:
     plot: bool = False               # also write FAMILY-DEVICE.png
 
 
+def gradient(call, inputs, dout):
+    """The backward of a call, through autograd for every runner. The forward runs at the first call: a backend may
+    refuse it."""
+    @functools.cache
+    def graph():
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        return call(*leaves), leaves
+
+    def backward():
+        out, leaves = graph()
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    return backward
+
+
 def device_slug():
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
@@ -72,8 +90,9 @@ class Clock:
     def __enter__(self):
         self.samples, self.process = [], None
         with contextlib.suppress(OSError):
-            self.process = subprocess.Popen(["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits",
-                                             "-lms", "100"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            self.process = subprocess.Popen(["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,power.draw",
+                                             "--format=csv,noheader,nounits", "-lms", "100"], stdout=subprocess.PIPE,
+                                            stderr=subprocess.DEVNULL, text=True)
             threading.Thread(target=self._read, daemon=True).start()
         return self
 
@@ -91,7 +110,8 @@ class Clock:
     def since(self, start):
         """Median clock in MHz and power in W since `start`."""
         now = [sample for sample in self.samples if sample[0] >= start] or self.samples[-1:]
-        return {"sm_mhz": statistics.median(s[1] for s in now), "watts": statistics.median(s[2] for s in now)} if now else {}
+        return {"sm_mhz": statistics.median(s[1] for s in now),
+                "watts": statistics.median(s[2] for s in now)} if now else {}
 
 
 # ---- timers: milliseconds of one call, the median over about measure_ms
@@ -144,7 +164,8 @@ def timer_for(device):
 def relative_error(ours, peer):
     """Largest over the outputs of |ours - peer| / |peer| (Frobenius); NaN if either has one."""
     as_tuple = lambda x: x if isinstance(x, (tuple, list)) else (x,)
-    errors = [((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)).item() for a, b in zip(as_tuple(ours), as_tuple(peer), strict=True)]
+    errors = [((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)).item()
+              for a, b in zip(as_tuple(ours), as_tuple(peer), strict=True)]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
@@ -187,13 +208,16 @@ def result_of(case, problem, errors, rounds, device):
     result = {"name": case.name, **case.fields, "ms": times, "rounds_ms": rounds, "speed_ratio": ratio, "error": errors,
               "date": datetime.date.today().isoformat()}
     if problem.flops:
-        flops = dict.fromkeys(problem.runners, problem.flops) | {name: work for name, (_, work) in problem.beside.items()}
+        flops = dict.fromkeys(problem.runners, problem.flops) | {name: work
+                                                                 for name, (_, work) in problem.beside.items()}
         result["tflops"] = {name: flops[name] / ms * 1e-9 for name, ms in times.items()}
-        result["of_rate"] = {name: statistics.median(problem.flops / o * b / work for o, b in zip(rounds[ours], rounds[name]))
+        result["of_rate"] = {name: statistics.median(problem.flops / o * b / work
+                                                     for o, b in zip(rounds[ours], rounds[name]))
                              for name, (_, work) in problem.beside.items()}
     ceiling = CEILINGS.get(device)
     if ceiling and (problem.flops or problem.bytes):
-        result["roofline"] = max(problem.flops / problem.rate / ceiling[0], problem.bytes / ceiling[1]) / (times[ours] * 1e-3)
+        result["roofline"] = max(problem.flops / problem.rate / ceiling[0],
+                                 problem.bytes / ceiling[1]) / (times[ours] * 1e-3)
     return result
 
 
@@ -202,7 +226,8 @@ def result_of(case, problem, errors, rounds, device):
 def environment(on_gpu):
     env = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
     if on_gpu:
-        env.update(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), driver=margay.info()["driver"])
+        env.update(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(),
+                   driver=margay.info()["driver"])
     else:
         env.update(cpu=cpu_name(), isa=margay.info()["isa"])
     return env
@@ -227,7 +252,8 @@ def run_case(case, timer, options, clock):
     problem = case.build()
     if options.peers:
         ours = next(iter(problem.runners))
-        problem.runners = {name: call for name, call in problem.runners.items() if name == ours or name in options.peers}
+        problem.runners = {name: call for name, call in problem.runners.items() if name == ours
+                           or name in options.peers}
     errors = check(problem)
     result = {**result_of(case, problem, errors, measure(problem, timer, options), timer.device), **clock.since(start)}
     print(f"{case.name}: {describe(result)}", flush=True)
@@ -237,7 +263,8 @@ def run_case(case, timer, options, clock):
 def described(family, results, options, device):
     """Results with what they were measured on, and how: the content of a result file."""
     method = {"rounds": options.rounds, "ms_per_measurement": options.measure_ms, "inputs": "normal, seed 0"}
-    return {"family": family, "environment": environment(device != margay.info()["isa"]), "method": method, "cases": results}
+    return {"family": family, "environment": environment(device != margay.info()["isa"]), "method": method,
+            "cases": results}
 
 
 def save(family, results, options, device):

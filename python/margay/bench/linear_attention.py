@@ -1,15 +1,14 @@
-"""Causal linear attention against the same in chunks by PyTorch's products.
+"""Causal linear attention forward and backward, against PyTorch's products in chunks (GPU).
 
-FLOP, of a sequence of T steps and one head: chunks of Q = 64 steps with K and V columns take T (2 Q K + 2 Q V + 4 K V) forward,
-2.5 times that backward.
+FLOP, of a sequence of T steps and one head: chunks of Q = 64 steps with K and V columns take T (2 Q K + 2 Q V + 4 K V)
+forward, 2.5 times that backward.
 """
 import functools
 
 import torch
 
 import margay
-from margay.bench.attention import gradient
-from margay.bench.harness import Case, GpuTimer, Problem, run_family
+from margay.bench.harness import Case, GpuTimer, Problem, gradient, run_family
 
 CHUNK = 64
 SHAPES = [(8, 2048, 16), (4, 4096, 16), (1, 16384, 16)]     # batch, steps, heads
@@ -32,7 +31,7 @@ def build(b, t, h, d, backward, device="cuda", dtype=torch.bfloat16):
     flops = b * h * t * (4 * CHUNK * d + 4 * d * d)
     calls = {"margay": margay.linear_attention, "torch": by_chunks}
     if backward:
-        runners = {name: gradient(lambda q, k, v, causal, call=call: call(q, k, v), q, k, v, dout, True) for name, call in calls.items()}
+        runners = {name: gradient(call, (q, k, v), dout) for name, call in calls.items()}
     else:
         runners = {name: functools.partial(call, q, k, v) for name, call in calls.items()}
     return Problem(runners, 2e-2, flops * (2.5 if backward else 1), 0)

@@ -1,7 +1,7 @@
-"""What a call costs besides the computation.
+"""The host's time of a small call, of the first call, of the import.
 
-The host's time of an eager call on a small problem; the first call of a fresh process, after torch's own start; the
-time of `import margay`.
+What a call costs besides the computation: an eager call on a small problem; the first call of a fresh process, after
+torch's own start; `import margay`.
 """
 import statistics
 import subprocess
@@ -32,7 +32,8 @@ IMPORT = "import time; start = time.perf_counter(); import margay; print(time.pe
 
 def fresh_process(program, repeats=5):
     """Median of the seconds that the program prints."""
-    return statistics.median(float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    return statistics.median(float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True,
+                                                  text=True).stdout)
                              for _ in range(repeats))
 
 
@@ -50,7 +51,8 @@ def host_microseconds(call, device):
 
 
 def calls(device):
-    rows = 128 if device == "cuda" else 1                             # on the CPU the call computes: as little as possible
+    # on the CPU the call computes: as little as possible
+    rows = 128 if device == "cuda" else 1
     q = torch.randn(1, 4, rows, 64, device=device).to(torch.bfloat16)
     g = q.detach().requires_grad_()
     out = torch.empty_like(q)
@@ -72,8 +74,10 @@ def run(options, arguments):
     for _ in range(options.rounds):
         for name, call in functions.items():
             rounds[name].append(host_microseconds(call, device))
-    results = [{"name": name, "group": "host time of a call", "us": statistics.median(values), "rounds_us": values} for name, values in rounds.items()]
-    results.append({"name": "first call in a fresh process", "group": "start", "us": fresh_process(FIRST_CALL.format(device=device)) * 1e6})
+    results = [{"name": name, "group": "host time of a call", "us": statistics.median(values), "rounds_us": values}
+               for name, values in rounds.items()]
+    results.append({"name": "first call in a fresh process", "group": "start",
+                    "us": fresh_process(FIRST_CALL.format(device=device)) * 1e6})
     results.append({"name": "import margay, without torch", "group": "start", "us": fresh_process(IMPORT) * 1e6})
     for result in results:
         print(f"{result['name']}: {result['us']:.1f} us")

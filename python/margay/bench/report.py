@@ -1,6 +1,8 @@
 """Tables, summaries and plots of result files. Needs neither torch nor a GPU."""
+import importlib
 import math
 import statistics
+from pathlib import Path
 
 
 def geomean(values):
@@ -18,7 +20,8 @@ def summary(cases):
         members = [case for case in cases if case["group"] == group]
         for peer in unique(peer for case in members for peer in case["speed_ratio"]):
             ratios = [case["speed_ratio"][peer] for case in members if peer in case["speed_ratio"]]
-            lines.append(f"{group}: {geomean(ratios):.3f} x {peer} (geometric mean of {len(ratios)}; worst {min(ratios):.3f})")
+            lines.append(f"{group}: {geomean(ratios):.3f} x {peer} (geometric mean of {len(ratios)}; worst "
+                         f"{min(ratios):.3f})")
     return "\n".join(lines)
 
 
@@ -42,108 +45,39 @@ def markdown(header, rows):
 
 def caption(content):
     env = content["environment"]
-    machine = f"{env['gpu']}, driver {env['driver']}, cuDNN {env['cudnn']}" if "gpu" in env else f"{env['cpu']}, {env['threads']} threads"
+    machine = (f"{env['gpu']}, driver {env['driver']}, cuDNN {env['cudnn']}" if "gpu" in env else
+               f"{env['cpu']}, {env['threads']} threads")
     dates = sorted({case["date"] for case in content["cases"] if "date" in case})
-    return f"{machine}, torch {env['torch']}" + (f", measured {' to '.join(unique([dates[0], dates[-1]]))}." if dates else ".")
-
-
-def attention(content):
-    """A table per direction: TFLOP/s of Margay and, in parentheses, how many times as fast as the first peer that is."""
-    parts = []
-    for direction in unique(case["direction"] for case in content["cases"]):
-        cases = [case for case in content["cases"] if case["direction"] == direction]
-        lengths, peer = sorted({case["n"] for case in cases}), next(iter(cases[0]["speed_ratio"]))
-        rows = []
-        for dtype, d, mask in unique((case["dtype"], case["d"], case["mask"]) for case in cases):
-            row = {case["n"]: case for case in cases if (case["dtype"], case["d"], case["mask"]) == (dtype, d, mask)}
-            cells = [f"{row[n]['tflops']['margay']:.0f} ({row[n]['speed_ratio'][peer]:.2f})" if n in row else "" for n in lengths]
-            rows.append([dtype, d, mask, *cells, f"{geomean(case['speed_ratio'][peer] for case in row.values()):.2f}",
-                         roofline(row.values())])
-        header = ["dtype", "D", "mask", *(f"N={n}" for n in lengths), "mean", "roofline"]
-        parts.append(f"Attention {direction}: TFLOP/s (times as fast as {peer})\n\n{markdown(header, rows)}")
-    return "\n\n".join(parts)
-
-
-def roofline(cases):
-    shares = [case["roofline"] for case in cases if "roofline" in case]
-    return f"{max(shares):.0%}" if shares else ""
-
-
-def gemm(content):
-    """A row per shape, two columns per dtype and layout."""
-    groups = unique((case["dtype"], case["layout"]) for case in content["cases"])
-    found = {(case["m"], case["n"], case["k"], case["dtype"], case["layout"]): case for case in content["cases"]}
-    peer = next(iter(content["cases"][0]["speed_ratio"]))
-
-    def cell(*key):
-        case = found.get(key)
-        return f"{case['tflops']['margay']:.0f} ({case['speed_ratio'][peer]:.2f})" if case else ""
-    rows = [["{} x {} x {}".format(*shape), *(cell(*shape, *group) for group in groups)]
-            for shape in unique((case["m"], case["n"], case["k"]) for case in content["cases"])]
-    means = [geomean(case["speed_ratio"][peer] for case in content["cases"] if (case["dtype"], case["layout"]) == group) for group in groups]
-    rows.append(["geometric mean", *(f"({mean:.3f})" for mean in means)])
-    header = ["M x N x K", *(" ".join(group) for group in groups)]
-    return f"Matrix product: TFLOP/s (times as fast as {peer})\n\n{markdown(header, rows)}"
-
-
-def decode(content):
-    """A row per group and batch: microseconds (of a graph: of one of its layers), the share of 4.35 TB/s, and how many times as fast as PyTorch."""
-    contexts = sorted({case["n"] for case in content["cases"]})
-    rows = []
-    for group, batch in unique((case["group"], case["batch"]) for case in content["cases"]):
-        row = {case["n"]: case for case in content["cases"] if (case["group"], case["batch"]) == (group, batch)}
-        rows.append([group, batch, *(decode_cell(row[n]) if n in row else "" for n in contexts)])
-    header = ["", "B", *(f"N={n}" for n in contexts)]
-    return f"Attention for generation: us, share of 4.35 TB/s (times as fast as torch)\n\n{markdown(header, rows)}"
-
-
-def decode_cell(case):
-    ms = case["ms"]["margay"]
-    return f"{ms * 1e3 / case.get('layers', 1):.0f}, {case['bytes'] / (ms * 1e-3) / 4.35e12:.0%}" + "".join(f" ({ratio:.1f})" for ratio in case["speed_ratio"].values())
-
-
-def cpu(content):
-    """A row per case."""
-    rows = [[case["direction"], case["dtype"], case["d"], case["mask"], f"{case['ms']['margay']:.2f}", f"{case['ms']['torch']:.2f}",
-             f"{case['speed_ratio']['torch']:.2f}"] for case in content["cases"]]
-    return "Attention on the CPU, N = 2048\n\n" + markdown(["direction", "dtype", "D", "mask", "margay ms", "torch ms", "times as fast"], rows)
+    return f"{machine}, torch {env['torch']}" + (f", measured {' to '.join(unique([dates[0], dates[-1]]))}." if dates
+                                                 else ".")
 
 
 def overhead(content):
     """A row per measurement."""
-    rows = [[case["name"], f"{case['us']:.1f}" if case["us"] < 1000 else f"{case['us'] / 1000:.1f} ms"] for case in content["cases"]]
+    rows = [[case["name"], f"{case['us']:.1f}" if case["us"] < 1000 else f"{case['us'] / 1000:.1f} ms"]
+            for case in content["cases"]]
     return "Host time\n\n" + markdown(["", "us"], rows)
-
-
-def features(content):
-    """A row per kind of problem, a column per direction and head dim."""
-    columns = unique((case["direction"], case["d"]) for case in content["cases"])
-    found = {(case["kind"], case["direction"], case["d"]): case for case in content["cases"]}
-
-    def cell(*key):
-        case = found.get(key)
-        if not case:
-            return ""
-        notes = [f"{ratio:.2f} of dense" for ratio in case.get("of_rate", {}).values()] + [f"{ratio:.2f} x {peer}" for peer, ratio in case["speed_ratio"].items()]
-        return f"{case['tflops']['margay']:.0f}" + (f" ({', '.join(notes)})" if notes else "")
-    rows = [[kind, *(cell(kind, *column) for column in columns)] for kind in unique(case["kind"] for case in content["cases"])]
-    header = ["causal, bfloat16", *(f"{direction} D={d}" for direction, d in columns)]
-    return f"Features of attention: TFLOP/s of the visible pairs (of the dense rate, times as fast as others)\n\n{markdown(header, rows)}"
 
 
 def by_case(content):
     """A row per case."""
     peer = next(iter(content["cases"][0]["speed_ratio"]))
-    rows = [[case["name"], f"{case['ms']['margay']:.3f}", f"{case['tflops']['margay']:.0f}", f"{case['speed_ratio'][peer]:.2f}"] for case in content["cases"]]
+    rows = [[case["name"], f"{case['ms']['margay']:.3f}", f"{case['tflops']['margay']:.0f}",
+             f"{case['speed_ratio'][peer]:.2f}"] for case in content["cases"]]
     return markdown(["", "ms", "TFLOP/s", f"times as fast as {peer}"], rows)
 
 
-TABLES = {"attention": attention, "attention-fp8": attention, "features": features, "gemm": gemm, "cpu": cpu, "decode": decode, "overhead": overhead,
-          "linear_attention": by_case}
+def tables():
+    """Tables that are not by_case: result file -> function. A family that wants its own has them in TABLES of its
+    tables.py."""
+    found = {"overhead": overhead}
+    for path in sorted(Path(__file__).parent.glob("*/tables.py")):
+        found |= importlib.import_module(f"margay.bench.{path.parent.name}.tables").TABLES
+    return found
 
 
 def table(content):
-    return f"{TABLES[content['family']](content)}\n\n{caption(content)}"
+    return f"{tables().get(content['family'], by_case)(content)}\n\n{caption(content)}"
 
 
 # ---- plots
@@ -183,7 +117,8 @@ def figure(content):
     """A panel a group, TFLOP/s over sizes, a line a runner."""
     import matplotlib.pyplot as plt
     found = list(panels(content))
-    columns = next(n for n in (6, 4, 3, 2, 1) if len(found) % n == 0)        # rows of equal length: forward above backward
+    # rows of equal length: forward above backward
+    columns = next(n for n in (6, 4, 3, 2, 1) if len(found) % n == 0)
     rows = len(found) // columns
     size = (min(12, 5 * columns), 2.3 * rows + 0.4)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
@@ -202,7 +137,8 @@ def figure(content):
 
 
 def figure_of_ratios(content):
-    """How many times as fast as each peer, case by case: a dot a round, a line at the median, which is what tables show."""
+    """How many times as fast as each peer, case by case: a dot a round, a line at the median, which is what tables
+    show."""
     import matplotlib.pyplot as plt
     cases = content["cases"]
     figure, axis = plt.subplots(figsize=(9, 0.8 + 0.25 * len(cases)), layout="constrained")
@@ -211,7 +147,8 @@ def figure_of_ratios(content):
             if peer in case["speed_ratio"]:
                 ours, theirs = next(iter(case["rounds_ms"].values())), case["rounds_ms"][peer]
                 ratios = [b / a for a, b in zip(ours, theirs)]
-                axis.plot(ratios, [y] * len(ratios), "o", color=f"C{i + 1}", markersize=3, label=peer if y == 0 else None)
+                axis.plot(ratios, [y] * len(ratios), "o", color=f"C{i + 1}", markersize=3,
+                          label=peer if y == 0 else None)
                 axis.plot(case["speed_ratio"][peer], y, "|", color=f"C{i + 1}", markersize=12)
     axis.axvline(1, color="gray", linewidth=0.8)
     axis.set_yticks(range(len(cases)), [case["name"] for case in cases], fontsize=7)

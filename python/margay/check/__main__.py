@@ -9,6 +9,7 @@ option. Rules, reports and what it cannot see: docs/protocol.md.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import importlib.util
 import json
@@ -34,6 +35,7 @@ def parse(arguments=None):
     parser.add_argument("--seed", type=int, metavar="S", help="only this schedule")
     parser.add_argument("--shapes", default="", metavar="REGEX", help="problems whose description matches")
     parser.add_argument("--mutate", action="store_true", help="mutate every synchronising call and list what no run reports")
+    parser.add_argument("--once", action="store_true", help="with --mutate: a call that several rows have is mutated in one of them, theirs in turn")
     parser.add_argument("--harmless", type=Path, metavar="FILE", help="mutants known to be harmless (of the library: csrc/check/harmless.txt)")
     parser.add_argument("--json", action="store_true", help="findings as JSON, a line each")
     parser.add_argument("--list", action="store_true", help="list the problems, run nothing")
@@ -117,17 +119,23 @@ def check_kernel(name, options):
     return runs, None
 
 
-def mutate_kernel(name, options):
-    """(mutants, reported, harmless lines, survivor lines)"""
-    problems = problems_of(name, options)
-    kernel = problems[0].kernel
+def mutate_kernels(names, options):
+    """(mutants, reported, harmless lines, survivor lines) of each. With --once they are kernels of one file."""
+    problems = [problems_of(name, options) for name in names]
     entries = mutants.read_harmless(options.harmless or csrc() / "check" / HARMLESS)
-    all_mutants = mutants.campaign(problems, options.seeds)
+    todos = [mutants.mutants_of(found) for found in problems]
+    if options.once:
+        todos = mutants.dealt(todos, lambda site, kind: mutants.why_harmless(entries, problems[0][0].kernel, site, kind))
+    return [mutate_kernel(found, todo, entries, options) for found, todo in zip(problems, todos)]
+
+
+def mutate_kernel(problems, todo, entries, options):
+    all_mutants = mutants.campaign(problems, options.seeds, todo)
     harmless, survivors = [], []
     for mutant in all_mutants:
         if not mutant.missed:
             continue
-        why = mutants.why_harmless(entries, kernel, mutant)
+        why = mutants.why_harmless(entries, problems[0].kernel, mutant.site, mutant.kind)
         line = f"{mutant.kind} | {mutant.site.name()} | {mutant.site.line} | no report in {len(mutant.missed)} of {options.seeds} seeds"
         if why:
             harmless.append(f"{line}: {why}")
@@ -136,9 +144,19 @@ def mutate_kernel(name, options):
     return len(all_mutants), sum(not mutant.missed for mutant in all_mutants), harmless, survivors
 
 
+def of_one_file(names):
+    """Lists of names, the longest first: processes then end together."""
+    from margay.check.problems import rows
+    files = collections.defaultdict(list)
+    for name in names:
+        files[rows()[name]["source"] if name in rows() else name].append(name)
+    return sorted(files.values(), key=len, reverse=True)
+
+
 def each(work, names, options, show):
-    """Work on every name, results in order."""
+    """Work on every name, or list of names, results in order."""
     progress = text.Progress(len(names), not options.json)
+    title = lambda name: name if isinstance(name, str) else ", ".join(name)
     start_cheaply()
     for first in range(0, len(names), PER_POOL):
         part = names[first:first + PER_POOL]
@@ -148,12 +166,12 @@ def each(work, names, options, show):
                 try:
                     result = future.result()
                 except concurrent.futures.process.BrokenProcessPool:
-                    left = [name for name, future in futures if not future.done() or future.exception()]
+                    left = [title(name) for name, future in futures if not future.done() or future.exception()]
                     raise SystemExit(f"margay.check: a process died while it checked {' or '.join(left[:options.jobs])}: a kernel that writes where it must not, "
                                      "or no memory left; `--jobs 1` says which") from None
                 progress.clear()
                 show(name, result)
-                progress.step(name)
+                progress.step(title(name))
     progress.clear()
 
 
@@ -188,8 +206,11 @@ def check(names, options):
 def mutate(names, options):
     start, counts, open_ones = time.monotonic(), [0, 0, 0], []
 
-    def show(name, result):
-        total, reported, harmless, survivors = result
+    def show(names, results):
+        for name, result in zip(names, results):
+            show_one(name, *result)
+
+    def show_one(name, total, reported, harmless, survivors):
         for i, n in enumerate((total, reported, len(harmless))):
             counts[i] += n
         open_ones.extend(survivors)
@@ -201,7 +222,7 @@ def mutate(names, options):
             print(text.dim(f"  {line}"))
         for line in survivors:
             print(text.red("  survives: ") + line, flush=True)
-    each(mutate_kernel, names, options, show)
+    each(mutate_kernels, of_one_file(names) if options.once else [[name] for name in names], options, show)
     if not options.json:
         print(f"{counts[0]} mutants, {counts[1]} reported ({counts[1] / max(1, counts[0]):.1%}), {counts[2]} known to be harmless, {len(open_ones)} survive, "
               f"{time.monotonic() - start:.1f} s")

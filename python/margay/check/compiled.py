@@ -140,7 +140,7 @@ def build(source, dtype, constants):
         with tempfile.TemporaryDirectory(dir=out.parent) as work:
             run([tool("CXX"), "-std=gnu++17", *flags, "-fno-exceptions", "-fno-rtti", "-shared", "-x", "c++", f"-I{csrc()}", "-DCHECK",
                  "-DKERNEL=checked", "-DISA=check", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}", f"-DFIELDS={fields}", source, "-x", "none",
-                 runtime_object(), "-o", f"{work}/out.so"], f"{source.name} ({dtype}, {constants}) does not compile:")
+                 runtime_object(), "-Wl,-Bsymbolic", "-o", f"{work}/out.so"], f"{source.name} ({dtype}, {constants}) does not compile:")
             os.replace(f"{work}/out.so", out)
     return out
 

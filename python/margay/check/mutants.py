@@ -67,11 +67,27 @@ def sites(problems, seeds=(0,)):
 Mutant = collections.namedtuple("Mutant", "site kind missed rules")   # missed: seeds without a report
 
 
-def campaign(problems, seeds, progress=lambda done, total: None):
-    todo = [(site, kind) for site in sites(problems) for kind in KINDS[OPS[site.op]]
+def mutants_of(problems):
+    """(site, kind) of each."""
+    return [(site, kind) for site in sites(problems) for kind in KINDS[OPS[site.op]]
             if kind != "count less" or min(site.values) > 1]       # a semaphore counts at least one arrival
+
+
+def dealt(todos, excused):
+    """What is left of the mutants of a file's kernels where a mutant that several of them have is tried on one, theirs in turn.
+
+    Those that are `excused` are tried on all: the excuse may hold for one kernel only."""
+    have = collections.defaultdict(list)
+    for i, todo in enumerate(todos):
+        for site, kind in todo:
+            have[site.chain, site.op, kind].append(i)
+    chosen = {key: owners[n % len(owners)] for n, (key, owners) in enumerate(have.items())}
+    return [[(site, kind) for site, kind in todo if chosen[site.chain, site.op, kind] == i or excused(site, kind)] for i, todo in enumerate(todos)]
+
+
+def campaign(problems, seeds, todo=None):
     order, mutants = list(problems), []
-    for done, (site, kind) in enumerate(todo):
+    for site, kind in mutants_of(problems) if todo is None else todo:
         missed, rules = [], collections.Counter()
         for seed in range(seeds):
             for i, problem in enumerate(order):
@@ -83,7 +99,6 @@ def campaign(problems, seeds, progress=lambda done, total: None):
             else:
                 missed.append(seed)
         mutants.append(Mutant(site, kind, missed, rules))
-        progress(done + 1, len(todo))
     return mutants
 
 
@@ -98,8 +113,8 @@ def read_harmless(path):
     return entries
 
 
-def why_harmless(entries, kernel, mutant):
-    for source, kind, pattern, why in entries:
-        if source == kernel.source.name and re.fullmatch(kind, mutant.kind) and re.search(pattern, mutant.site.name()):
+def why_harmless(entries, kernel, site, kind):
+    for source, kinds, pattern, why in entries:
+        if source == kernel.source.name and re.fullmatch(kinds, kind) and re.search(pattern, site.name()):
             return why
     return None

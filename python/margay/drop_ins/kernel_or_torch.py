@@ -3,10 +3,12 @@
 import torch
 
 import margay
-from margay import _torch, ops
-from margay._features import Features
+from margay import _shared, _torch, info
 from margay.drop_ins import torch_attention
 from margay.drop_ins.fallback import fall_back
+from margay.families.attention import attention_torch
+from margay.families.attention.attention import DROPS_ALL, MAX_HEAD_DIM
+from margay.families.attention.features import Features
 
 _gpus: dict = {}        # device index -> why no kernel runs on it, or None
 
@@ -19,16 +21,19 @@ def attention_varlen(op, q, k, v, *lengths, **options):
     return _call(op, "attention_varlen", q, k, v, *lengths, **options)
 
 
-def attention_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None,
-                     dropout_p=0.0):
-    """attention_varlen of [1, H, T, D] to [1, H, T, Dv], without its checks: the starts are margay's own, int32 and in order."""
+def attention_packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=False, scale=None,
+                     window=(-1, -1), softcap=0.0, sink=None, dropout_p=0.0):
+    """attention_varlen of [1, H, T, D] to [1, H, T, Dv], without its checks: the starts are margay's own, int32 and in
+    order."""
     reason = unsupported(q, k, v, scale, dropout_p)
     if reason is None:
-        features = Features(*window, softcap, dropout_p, None, sink, None, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-        return _torch.attention_features(q, k, v, features, causal, scale, False, False)
+        features = Features(*window, softcap, dropout_p, None, sink, None, cu_seqlens_q, cu_seqlens_k, longest_q,
+                            longest_k)
+        return attention_torch.attention_features(q, k, v, features, causal, scale, False, False)
     fall_back(op, reason)
     rows = (t[0].transpose(0, 1) for t in (q, k, v))
-    return torch_attention.attention_varlen(*rows, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=causal, scale=scale, window=window, softcap=softcap,
+    return torch_attention.attention_varlen(*rows, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal=causal,
+                                            scale=scale, window=window, softcap=softcap,
                                    sink=sink, dropout_p=dropout_p).transpose(0, 1)[None]
 
 
@@ -54,12 +59,12 @@ def unsupported(q, k, v, scale=None, dropout_p=0.0):
     if torch.is_autocast_enabled(q.device.type) and dtype in _torch.DTYPES:
         dtype = torch.get_autocast_dtype(q.device.type)
     if not _torch.has_kernels(dtype, q.is_cuda):
-        return f"dtype {ops.dtype_name(q)} on {q.device.type}"
-    if max(q.shape[-1], v.shape[-1]) > ops.MAX_HEAD_DIM:
-        return f"a head dim over {ops.MAX_HEAD_DIM}"
-    if scale is not None and not ops.SMALLEST_SCALE <= scale <= ops.LARGEST_SCALE:
+        return f"dtype {_shared.dtype_name(q)} on {q.device.type}"
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        return f"a head dim over {MAX_HEAD_DIM}"
+    if scale is not None and not _shared.SMALLEST_SCALE <= scale <= _shared.LARGEST_SCALE:
         return "a scale that float32 cannot hold" if scale > 0 else "a scale that is not positive"
-    if ops.DROPS_ALL <= dropout_p <= 1:
+    if DROPS_ALL <= dropout_p <= 1:
         return "a dropout probability of 1"
     return _why_not_gpu(q.device.index) if q.is_cuda else None
 
@@ -67,7 +72,8 @@ def unsupported(q, k, v, scale=None, dropout_p=0.0):
 def refuse_8_bits(op, q):
     """PyTorch has no attention of them to fall back to."""
     if q.dtype.itemsize == 1:
-        raise NotImplementedError(f"{op}: q has dtype {ops.dtype_name(q)}, expected bfloat16, float16 or float32; float8_e4m3fn is taken by margay.attention, "
+        raise NotImplementedError(f"{op}: q has dtype {_shared.dtype_name(q)}, expected bfloat16, float16 or float32; "
+                                  "float8_e4m3fn is taken by margay.attention, "
                                   "and by margay.flash_attn_interface")
 
 
@@ -77,8 +83,9 @@ def _unsupported_cache(q, v_cache):
 
 def _why_not_gpu(index):
     if index not in _gpus:
-        reason, capability = ops.info()["gpu_reason"], torch.cuda.get_device_capability(index)
-        _gpus[index] = f"a GPU that is not used ({reason})" if reason else None if capability == (9, 0) else "a GPU other than compute capability 9.0"
+        reason, capability = info()["gpu_reason"], torch.cuda.get_device_capability(index)
+        other = None if capability == (9, 0) else "a GPU other than compute capability 9.0"
+        _gpus[index] = f"a GPU that is not used ({reason})" if reason else other
     return _gpus[index]
 
 

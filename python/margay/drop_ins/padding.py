@@ -1,8 +1,9 @@
 """Padded batches as packed ones. A plan says where the sequences are; it may be made once for many layers.
 
-A plan of runs is made on the host, where the mask is known there and what is no padding is one run of each batch row. Then the batch as it lies in memory
-is packed already: what is padding belongs to sequences that have keys and no queries, or queries and no keys. A plan of any mask has tensors of
-fixed size only and brings the rows in another order: nothing waits for the device, graphs can be captured and compiled.
+A plan of runs is made on the host, where the mask is known there and what is no padding is one run of each batch row.
+Then the batch as it lies in memory is packed already: what is padding belongs to sequences that have keys and no
+queries, or queries and no keys. A plan of any mask has tensors of fixed size only and brings the rows in another order:
+nothing waits for the device, graphs can be captured and compiled.
 """
 
 from typing import NamedTuple
@@ -10,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from margay import _torch
-from margay._features import Features
 from margay.drop_ins import kernel_or_torch
+from margay.families.attention import attention_torch
+from margay.families.attention.features import Features
 
 
 class Plan(NamedTuple):
@@ -26,8 +28,9 @@ class Plan(NamedTuple):
 def attention(op, q, k, v, key_mask, query_mask=None, **options):
     """Attention where padding is not seen.
 
-    q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv], key_mask bool [B, Nk], query_mask bool [B, Nq] or None: True where there is no padding.
-    A causal mask and a window count only what is no padding. Rows of queries that are padding in query_mask are 0.
+    q [B, Hq, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk, Dv], key_mask bool [B, Nk], query_mask bool [B, Nq] or None: True
+    where there is no padding. A causal mask and a window count only what is no padding. Rows of queries that are
+    padding in query_mask are 0.
     """
     return planned_attention(op, q, k, v, plan(key_mask, query_mask, q.shape[2]), **options).transpose(1, 2)
 
@@ -35,14 +38,16 @@ def attention(op, q, k, v, key_mask, query_mask=None, **options):
 def planned_attention(op, q, k, v, plan, **options):
     """q, k and v as in `attention`; the result is [B, Nq, Hq, Dv]."""
     batch, _, rows, _ = q.shape
-    if plan.keys is None and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _records(op, q, k, v, **options):
+    if (plan.keys is None and torch.is_grad_enabled() and not torch.compiler.is_compiling() and
+            _records(op, q, k, v, **options)):
         return _InPlace.apply(q, k, v, options["sink"], plan, options)
     q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
     if plan.keys is not None:
         k, v = _ordered(k, *plan.keys), _ordered(v, *plan.keys)
     if plan.queries is not None:
         q = _ordered(q, *plan.queries[:2])
-    out = kernel_or_torch.attention_packed(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *plan[:4], **options).transpose(1, 2)
+    out = kernel_or_torch.attention_packed(op, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *plan[:4],
+                                           **options).transpose(1, 2)
     if plan.queries is not None:
         _, _, place, mask = plan.queries
         out = torch.where(mask[:, None, None], out[:, place], 0)
@@ -50,7 +55,8 @@ def planned_attention(op, q, k, v, plan, **options):
 
 
 def _in_rows(t):
-    """[B, H, N, D] as [1, B N, H, D], without a copy where the heads of a row lie behind one another in memory, as layers make them."""
+    """[B, H, N, D] as [1, B N, H, D], without a copy where the heads of a row lie behind one another in memory, as
+    layers make them."""
     batch, heads, rows, dim = t.shape
     t = t if t.stride(3) == 1 else t.contiguous()
     return t.transpose(1, 2).reshape(1, batch * rows, heads, dim)
@@ -58,8 +64,9 @@ def _in_rows(t):
 
 def _records(op, q, k, v, sink=None, scale=None, dropout_p=0.0, **options):
     """Is a gradient wanted of a call that kernels compute and nothing in torch has to see?"""
-    return ((q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad) and _torch._c_may_read(q, k, v, sink) and
-            not _torch._autocast_anywhere() and kernel_or_torch.unsupported(q, k, v, scale, dropout_p) is None)
+    return ((q.requires_grad or k.requires_grad or v.requires_grad or sink is not None and sink.requires_grad)
+            and _torch.c_may_read(q, k, v, sink) and
+            not _torch.autocast_anywhere() and kernel_or_torch.unsupported(q, k, v, scale, dropout_p) is None)
 
 
 class _InPlace(torch.autograd.Function):
@@ -69,16 +76,19 @@ class _InPlace(torch.autograd.Function):
     def forward(ctx, q, k, v, sink, plan, options):
         batch, _, rows, _ = q.shape
         ctx.rows = rows, k.shape[2]
-        features = Features(*options.get("window", (-1, -1)), options["softcap"], options["dropout_p"], None, sink, None, plan.cu_seqlens_q,
-                            plan.cu_seqlens_k, plan.longest_q, plan.longest_k)
+        features = Features(*options.get("window", (-1, -1)), options["softcap"], options["dropout_p"], None, sink,
+                            None, plan.cu_seqlens_q, plan.cu_seqlens_k, plan.longest_q, plan.longest_k)
         q, k, v = (_in_rows(t).transpose(1, 2) for t in (q, k, v))
-        out = _torch._FeaturesFunction.forward(ctx, q, k, v, sink, features, options["scale"], options["causal"], False, False)
+        out = attention_torch._FeaturesFunction.forward(ctx, q, k, v, sink, features, options["scale"],
+                                                        options["causal"], False, False)
         return out.transpose(1, 2).reshape(batch, rows, out.shape[1], out.shape[3])
 
     @staticmethod
     def backward(ctx, dout):
         batch, rows, heads, dim = dout.shape
-        *grads, dsink = _torch._features_gradient(ctx, dout.reshape(1, batch * rows, heads, dim).transpose(1, 2), None, direct=_torch._features_backward)
+        *grads, dsink = attention_torch._features_gradient(ctx,
+                                                           dout.reshape(1, batch * rows, heads, dim).transpose(1, 2),
+                                                           None, direct=attention_torch._features_backward)
         in_batches = (g.transpose(1, 2).reshape(batch, -1, g.shape[1], g.shape[3]).transpose(1, 2) for g in grads)
         return *in_batches, dsink, None, None
 
@@ -86,7 +96,8 @@ class _InPlace(torch.autograd.Function):
 def plan(key_mask, query_mask, rows):
     """The plan of any mask, made where the mask is.
 
-    Each batch row becomes two sequences, what is no padding and then the padding, so that every row belongs to one and gets a value.
+    Each batch row becomes two sequences, what is no padding and then the padding, so that every row belongs to one and
+    gets a value.
     """
     order, real, _, cu_seqlens_k = pack(key_mask)
     keys, queries = (order, real), None
@@ -101,7 +112,8 @@ def plan(key_mask, query_mask, rows):
 
 
 def runs(mask):
-    """Where the True ones of each row of a mask bool [B, N] on the CPU begin and end, NumPy arrays [B]; None where those of a row are not one run."""
+    """Where the True ones of each row of a mask bool [B, N] on the CPU begin and end, NumPy arrays [B]; None where
+    those of a row are not one run."""
     if not mask.numel():
         return None
     mask = mask.numpy()
@@ -122,7 +134,8 @@ def plan_of_runs(first, end, rows, columns, ordered, device):
     starts = np.empty((2, parts * batch + parts), np.int32)
     starts[:, 0], starts[:, -1] = 0, (batch * rows, batch * columns)
     inner = starts[:, 1:parts * batch + 1].reshape(2, batch, parts)
-    if ordered:                                  # sequences: queries of padding, keys of padding, a batch row, queries of padding, ...
+    # sequences: queries of padding, keys of padding, a batch row, queries of padding, ...
+    if ordered:
         inner[0] = row[:, None] * rows + np.maximum(np.stack((first, first, end), 1) - (columns - rows), 0)
         inner[1, :, 1:] = row[:, None] * columns + np.stack((first, end), 1)
         inner[1, 1:, 0], inner[1, :1, 0] = inner[1, :-1, 2], 0
@@ -136,8 +149,8 @@ def plan_of_runs(first, end, rows, columns, ordered, device):
 
 
 def pack(mask):
-    """Of mask bool [B, N]: the order of its places with the True ones of each row first, int64 [B N]; the mask in that order; the place of each in
-    that order; and cu_seqlens int32 [2 B + 1] of each row's True and False places."""
+    """Of mask bool [B, N]: the order of its places with the True ones of each row first, int64 [B N]; the mask in that
+    order; the place of each in that order; and cu_seqlens int32 [2 B + 1] of each row's True and False places."""
     batch, columns = mask.shape
     count = mask.sum(1, keepdim=True)
     place = torch.where(mask, mask.cumsum(1), count + (~mask).cumsum(1)) - 1

@@ -1,4 +1,5 @@
-"""Attention in plain PyTorch: every option of the kernels, any dtype, differentiable to any order. Memory is quadratic in the rows.
+"""Attention in plain PyTorch: every option of the kernels, any dtype, differentiable to any order. Memory is quadratic
+in the rows.
 
 The drop-ins fall back to it. 16-bit inputs are computed in float32. Nothing here reads a tensor's values on the host.
 """
@@ -8,25 +9,30 @@ import math
 import torch
 import torch.nn.functional as F
 
-from margay import ops
-from margay._decode_torch import cache_rows, table_rows
+from margay.families.attention.attention import drawn_dropout
+from margay.families.attention.decode_torch import cache_rows, table_rows
 
 
-def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
-              return_lse=False, deterministic=False, mask=None):
-    """As `margay.attention`. mask: bool (True: visible) or float (added to the scores), broadcastable to [B, Hq, Nq, Nk]."""
-    simple = not (softcap or return_lse or dropout_p) and sink is None and alibi_slopes is None and tuple(window) == (-1, -1)
+def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None,
+              dropout_p=0.0, dropout_seed=None, return_lse=False, deterministic=False, mask=None):
+    """As `margay.attention`. mask: bool (True: visible) or float (added to the scores), broadcastable to [B, Hq, Nq,
+    Nk]."""
+    simple = not (softcap or return_lse
+                  or dropout_p) and sink is None and alibi_slopes is None and tuple(window) == (-1, -1)
     if simple and (not causal or mask is None and q.shape[2] == k.shape[2]):
         mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale,
+                                              enable_gqa=q.shape[1] != k.shape[1])
     distance = _distance(q.shape[2], k.shape[2], q.device)
     slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
-    out, lse = _attend(q, k, v, distance, None, slopes, causal, scale, window, softcap, sink, dropout_p, dropout_seed, mask)
+    out, lse = _attend(q, k, v, distance, None, slopes, causal, scale, window, softcap, sink, dropout_p, dropout_seed,
+                       mask)
     return (out, lse) if return_lse else out
 
 
-def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, scale=None, window=(-1, -1), softcap=0.0,
-                     sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None, return_lse=False, deterministic=False):
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, scale=None,
+                     window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
+                     return_lse=False, deterministic=False):
     """As `margay.attention_varlen`; rows behind the last sequence are 0."""
     rows = _packed_rows(q, k, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
     heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
@@ -35,8 +41,9 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     return (out, lse[0]) if return_lse else out
 
 
-def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cache_batch_idx=None, causal=False, scale=None, window=(-1, -1),
-                     softcap=0.0, sink=None, alibi_slopes=None, num_splits=0, return_lse=False):
+def attention_decode(q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cache_batch_idx=None, causal=False,
+                     scale=None, window=(-1, -1), softcap=0.0, sink=None, alibi_slopes=None, num_splits=0,
+                     return_lse=False):
     """As `margay.attention_decode`."""
     if page_table is not None:
         page_table, cache_batch_idx = table_rows(page_table, cache_batch_idx), None
@@ -66,9 +73,11 @@ def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_b
     else:
         page_table = table_rows(page_table, cache_batch_idx)
         there = (position >= 0) & (position < size * page_table.shape[1])
-        row, position = page_table.long().gather(1, (position // size).clamp(0, page_table.shape[1] - 1)), position % size
+        row, position = page_table.long().gather(1,
+                                                 (position // size).clamp(0, page_table.shape[1] - 1)), position % size
     there = (there & (lengths >= 0) & (row >= 0) & (row < caches)).flatten()
-    # What has no place is written where another row goes, with that row's values, or keeps the value of a place where none has one.
+    # What has no place is written where another row goes, with that row's values, or keeps the value of a place where
+    # none has one.
     source = torch.arange(batch * new, device=k.device).where(there, there.int().argmax())
     place = [x.flatten()[source].where(there.any(), 0) for x in (row, position)]
     for cache, rows in ((k_cache, k), (v_cache, v)):
@@ -76,21 +85,27 @@ def append_kv(k_cache, v_cache, k, v, *, cache_seqlens, page_table=None, cache_b
 
 
 def dropped_probabilities(q, k, kept, *, causal, scale, window, softcap, alibi_slopes):
-    """softmax(scores) [B, Hq, Nq, Nk] in q's dtype, negative where `kept` is False; for tests, as flash-attn's S_dmask."""
+    """softmax(scores) [B, Hq, Nq, Nk] in q's dtype, negative where `kept` is False; for tests, as flash-attn's
+    S_dmask."""
     slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
     with torch.no_grad():
-        weights, _ = _weights(q, k, _distance(q.shape[2], k.shape[2], q.device), None, slopes, causal, scale, window, softcap)
+        weights, _ = _weights(q, k, _distance(q.shape[2], k.shape[2], q.device), None, slopes, causal, scale, window,
+                              softcap)
         return _signed(weights, kept, q.dtype)
 
 
-def dropped_probabilities_varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, kept, *, causal, scale, window, softcap, alibi_slopes):
-    """The same for packed rows: [B, Hq, max_seqlen_q, max_seqlen_k], 0 behind a sequence's rows and keys. `kept` is of that shape, or of the packed rows'."""
+def dropped_probabilities_varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, kept, *, causal, scale,
+                                 window, softcap, alibi_slopes):
+    """The same for packed rows: [B, Hq, max_seqlen_q, max_seqlen_k], 0 behind a sequence's rows and keys. `kept` is of
+    that shape, or of the packed rows'."""
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(cu_seqlens_q.shape[0] - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
     with torch.no_grad():
         rows = _packed_rows(q, k, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
         weights, _ = _weights(*(t.transpose(0, 1)[None] for t in (q, k)), *rows, causal, scale, window, softcap)
-        (row, is_row), (column, is_column) = (_places(*lengths) for lengths in ((cu_seqlens_q, max_seqlen_q, q.shape[0]), (cu_seqlens_k, max_seqlen_k, k.shape[0])))
+        (row, is_row), (column, is_column) = (_places(*lengths)
+                                              for lengths in ((cu_seqlens_q, max_seqlen_q, q.shape[0]),
+                                                              (cu_seqlens_k, max_seqlen_k, k.shape[0])))
         there = (is_row[:, :, None] & is_column[:, None])[:, None]
         unpacked = lambda t: t[0][:, row[:, :, None], column[:, None]].transpose(0, 1)
         if kept.shape == weights.shape:
@@ -101,11 +116,12 @@ def dropped_probabilities_varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
 def kept(shape, p, seed, device):
     """What the dropout of these functions keeps. The kernels' probability: a multiple of 1 / 65536."""
     generator = None if seed is None else torch.Generator(device).manual_seed(seed % 2**63)
-    return torch.rand(shape, device=device, generator=generator) >= ops.drawn_dropout(p)
+    return torch.rand(shape, device=device, generator=generator) >= drawn_dropout(p)
 
 
 def _signed(weights, kept, dtype):
-    return torch.where(kept, weights, -weights.clamp(min=2**-24)).to(dtype)       # no zero of float16 hides that it was dropped
+    # no zero of float16 hides that it was dropped
+    return torch.where(kept, weights, -weights.clamp(min=2**-24)).to(dtype)
 
 
 def _places(starts, longest, total):
@@ -147,8 +163,10 @@ def _packed_rows(q, k, cu_seqlens_q, cu_seqlens_k, slopes):
     return distance, allowed, slopes
 
 
-def _attend(q, k, v, distance, allowed, slopes, causal, scale, window, softcap, sink, dropout_p=0.0, dropout_seed=None, mask=None):
-    """Heads first. distance: column minus the query's diagonal column; allowed: what may be seen besides causal mask and window."""
+def _attend(q, k, v, distance, allowed, slopes, causal, scale, window, softcap, sink, dropout_p=0.0, dropout_seed=None,
+            mask=None):
+    """Heads first. distance: column minus the query's diagonal column; allowed: what may be seen besides causal mask
+    and window."""
     dtype, device = q.dtype, q.device
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
@@ -156,7 +174,8 @@ def _attend(q, k, v, distance, allowed, slopes, causal, scale, window, softcap, 
     with torch.autocast(device.type, enabled=False):
         weights, lse = _weights(q, k, distance, allowed, slopes, causal, scale, window, softcap, sink, mask)
         if dropout_p:
-            weights = weights * kept(weights.shape, dropout_p, dropout_seed, device) / max(1 - ops.drawn_dropout(dropout_p), 1e-38)
+            weights = weights * kept(weights.shape, dropout_p, dropout_seed,
+                                     device) / max(1 - drawn_dropout(dropout_p), 1e-38)
         return (weights @ _for_heads(v, q)).to(dtype), lse
 
 
@@ -184,7 +203,8 @@ def _weights(q, k, distance, allowed, slopes, causal, scale, window, softcap, si
         elif mask is not None:
             scores = scores + mask
         scores = scores.masked_fill(~seen, -math.inf)
-        top = scores.detach().amax(3, keepdim=True) if scores.shape[3] else scores.new_full((*scores.shape[:3], 1), -math.inf)
+        top = (scores.detach().amax(3, keepdim=True) if scores.shape[3] else
+               scores.new_full((*scores.shape[:3], 1), -math.inf))
         if sink is not None:
             sink = sink.to(exact)[:, None, None]
             top = torch.maximum(top, sink.detach())

@@ -1,5 +1,5 @@
-// The loop goes on without the result where nothing has to be stored, and leaves the accumulator's scope while the product still writes it: the
-// registers are something else's by then.
+// The loop goes on without the result where nothing has to be stored, and leaves the accumulator's scope while the
+// product still writes it: the registers are something else's by then.
 // Known from: epilogues that are skipped outside of the matrix.
 // Expected: lifetime on -
 // margay.check: bf16 STAGES=2
@@ -35,5 +35,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 256)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 64); p.b = example_tensor<elem>(1, 1, 64, 150); p.c = example_words<float>(60 * 150);
-        p.rows = 60; p.cols = 150)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 64); p.b = example_tensor<elem>(1, 1, 64, 150);
+        p.c = example_words<float>(60 * 150); p.rows = 60; p.cols = 150)

@@ -1,4 +1,5 @@
-// The accumulator is stored while the last product still writes it: the loop's waits let one group run on, and nothing waits for the last.
+// The accumulator is stored while the last product still writes it: the loop's waits let one group run on, and nothing
+// waits for the last.
 // Known from: triton-lang/triton#8964 (waits that were missing in front of uses of an accumulator).
 // Expected: in-flight on -
 // margay.check: bf16 STAGES=2
@@ -48,5 +49,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 60, 64);
-        p.steps = 5)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.out = example_tensor<elem>(1, 1, 60, 64); p.steps = 5)

@@ -1,5 +1,5 @@
-// A warpgroup releases its stages with the arrival of a warp, and the semaphore counts one: on the GPU every one of its four warps arrives, and the
-// stage is free, two phases on, while three of them may still read.
+// A warpgroup releases its stages with the arrival of a warp, and the semaphore counts one: on the GPU every one of its
+// four warps arrives, and the stage is free, two phases on, while three of them may still read.
 // Known from: triton-lang/triton#9498 (review: 32 lanes arrive where one is counted).
 // Expected: elected on -
 // margay.check: bf16 STAGES=2
@@ -11,7 +11,8 @@ struct shared {
   ring<STAGES> inputs;
 };
 
-TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 1, 0)); }   // BAD, with the release below: arrivals(0, 0, 1)
+// BAD, with the release below: arrivals(0, 0, 1)
+TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 1, 0)); }
 
 TILE void loader(const params &p, shared &s, int) {
   ring_pos at = {};

@@ -1,4 +1,5 @@
-// Two warpgroups hand a turn to each other. The one that passes it on last passes it to nobody: the barrier keeps its arrivals.
+// Two warpgroups hand a turn to each other. The one that passes it on last passes it to nobody: the barrier keeps its
+// arrivals.
 // Known from: ping-pong schedules; the next use of the id, by another kernel's role, would find the barrier half full.
 // Expected: barrier on -
 // margay.check: bf16 STAGES=2

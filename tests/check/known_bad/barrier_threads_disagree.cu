@@ -1,4 +1,5 @@
-// Two warpgroups write, a third stores what they wrote. It counts all three at the barrier, the writers count themselves only.
+// Two warpgroups write, a third stores what they wrote. It counts all three at the barrier, the writers count
+// themselves only.
 // Known from: kernels that get one more role later.
 // Expected: barrier on -
 // margay.check: bf16 STAGES=2

@@ -1,6 +1,7 @@
-// Two blocks copy into each other's stages, but take a stage for free as soon as their own consumers have released it: the peer may
-// still multiply from its copy.
-// Known from: inclusionAI/humming#56 (the leader of a cluster reused memory behind its own epilogue only; wrong elements on H100 and H200).
+// Two blocks copy into each other's stages, but take a stage for free as soon as their own consumers have released it:
+// the peer may still multiply from its copy.
+// Known from: inclusionAI/humming#56 (the leader of a cluster reused memory behind its own epilogue only; wrong
+// elements on H100 and H200).
 // Expected: overwrite|race on b
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
@@ -11,7 +12,8 @@ struct shared {
   ring<STAGES, ASYNC_READS> inputs;
 };
 
-TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1)); }   // BAD, with the release below: cluster_ring_init<2>
+// BAD, with the release below: cluster_ring_init<2>
+TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1)); }
 
 // Each block loads its own rows of a, and half of their common b for both.
 TILE void loader(const params &p, shared &s, int) {
@@ -45,5 +47,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>, CLUSTER<2>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 2, p.a = example_tensor<elem>(1, 1, 128, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.c = example_words<float>(2 * 64 * 64);
-        p.steps = 5)
+EXAMPLE(kernel, 2, p.a = example_tensor<elem>(1, 1, 128, 300); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.c = example_words<float>(2 * 64 * 64); p.steps = 5)

@@ -1,4 +1,5 @@
-// The ring of a cluster counts the consumers of both blocks, and each of them releases only its own block's stage: no stage is ever free again.
+// The ring of a cluster counts the consumers of both blocks, and each of them releases only its own block's stage: no
+// stage is ever free again.
 // Known from: kernels that get clusters later.
 // Expected: deadlock on inputs
 // margay.check: bf16 STAGES=2
@@ -44,5 +45,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>, CLUSTER<2>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 2, p.a = example_tensor<elem>(1, 1, 128, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.c = example_words<float>(2 * 64 * 64);
-        p.steps = 5)
+EXAMPLE(kernel, 2, p.a = example_tensor<elem>(1, 1, 128, 300); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.c = example_words<float>(2 * 64 * 64); p.steps = 5)

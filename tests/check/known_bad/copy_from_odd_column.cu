@@ -1,4 +1,5 @@
-// A copy begins at column 100 of a tensor map, 200 bytes from the row's beginning: the copy engine takes multiples of 16.
+// A copy begins at column 100 of a tensor map, 200 bytes from the row's beginning: the copy engine takes multiples of
+// 16.
 // Known from: a test of our own, which the GPU ended as an illegal instruction.
 // Expected: bounds on after
 // margay.check: bf16 STAGES=2

@@ -1,4 +1,5 @@
-// A warpgroup fetches its tiles itself. The operations are a thread's: all 128 threads expect the bytes and issue the copy.
+// A warpgroup fetches its tiles itself. The operations are a thread's: all 128 threads expect the bytes and issue the
+// copy.
 // Known from: mlc-ai/TIRx-kernels#202 (copies issued by a whole warp instead of one thread).
 // Expected: elected on -
 // margay.check: bf16 STAGES=2

@@ -1,4 +1,5 @@
-// A semaphore is initialised for one arrival, but a warpgroup arrives by its four warps. Nobody waits on it yet, so nothing shows until somebody does.
+// A semaphore is initialised for one arrival, but a warpgroup arrives by its four warps. Nobody waits on it yet, so
+// nothing shows until somebody does.
 // Known from: kernels whose role grew from a thread to a warpgroup.
 // Expected: count on done
 // margay.check: bf16 STAGES=2

@@ -1,5 +1,7 @@
-// Two warpgroups release every stage, the semaphore counts one of them: a stage is free as soon as the first has done with it.
-// Known from: tile-ai/tilelang#2360 (review): semaphores for one arrival that whole warps arrive at, so that a slot is free too early.
+// Two warpgroups release every stage, the semaphore counts one of them: a stage is free as soon as the first has done
+// with it.
+// Known from: tile-ai/tilelang#2360 (review): semaphores for one arrival that whole warps arrive at, so that a slot is
+// free too early.
 // Expected: phase|race on inputs|tile
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

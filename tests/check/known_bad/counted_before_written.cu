@@ -1,4 +1,5 @@
-// A thread counts that zeros are in global memory when their copies have only been issued: who is told may add to what was there.
+// A thread counts that zeros are in global memory when their copies have only been issued: who is told may add to what
+// was there.
 // Expected: global-race on -
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

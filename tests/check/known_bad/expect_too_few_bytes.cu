@@ -1,5 +1,7 @@
-// Two tiles arrive in a stage and only one is expected: the stage is full when either has come, and the other's bytes count for the next round.
-// Known from: a copy that is added to a stage later; flashinfer-ai/flashinfer-bench#183 (review: a multicast's bytes expected in one block only).
+// Two tiles arrive in a stage and only one is expected: the stage is full when either has come, and the other's bytes
+// count for the next round.
+// Known from: a copy that is added to a stage later; flashinfer-ai/flashinfer-bench#183 (review: a multicast's bytes
+// expected in one block only).
 // Expected: bytes|uninitialised on inputs|b
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
@@ -45,5 +47,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 300, 64); p.b = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 300, 64);
-        p.tasks = 5)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 300, 64); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5)

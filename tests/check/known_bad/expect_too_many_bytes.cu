@@ -1,5 +1,6 @@
 // More bytes are expected than the stage's copies bring: it never becomes full.
-// Known from: a copy that is taken out of a stage later, or shared with another block; facebookexperimental/triton#908 has the same wait for bytes.
+// Known from: a copy that is taken out of a stage later, or shared with another block; facebookexperimental/triton#908
+// has the same wait for bytes.
 // Expected: deadlock on inputs
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
@@ -45,5 +46,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 300, 64); p.b = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 300, 64);
-        p.tasks = 5)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 300, 64); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5)

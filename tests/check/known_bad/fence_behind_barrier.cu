@@ -1,5 +1,7 @@
-// The fence comes after the barrier: the thread that issues the copy fences its own writes, and nobody fences the others'.
-// Known from: ThunderKittens (tma.cuh: barrier, then the issuing thread fences); NVIDIA/Fuser#4814 puts the fence just behind the barrier on purpose.
+// The fence comes after the barrier: the thread that issues the copy fences its own writes, and nobody fences the
+// others'.
+// Known from: ThunderKittens (tma.cuh: barrier, then the issuing thread fences); NVIDIA/Fuser#4814 puts the fence just
+// behind the barrier on purpose.
 // Expected: fence on out
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,5 +1,7 @@
-// The first fence stands in front of the loop, where the accumulator was filled. The later products follow barrier waits with no fence of their own.
-// Known from: NVIDIA/Fuser#3680 (fences left out where a barrier wait precedes; the compiler put them in again and said so).
+// The first fence stands in front of the loop, where the accumulator was filled. The later products follow barrier
+// waits with no fence of their own.
+// Known from: NVIDIA/Fuser#3680 (fences left out where a barrier wait precedes; the compiler put them in again and said
+// so).
 // Expected: mma-fence on -
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
@@ -45,5 +47,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 60, 64);
-        p.steps = 5)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.out = example_tensor<elem>(1, 1, 60, 64); p.steps = 5)

@@ -1,5 +1,5 @@
-// The ring is declared as if only matrix instructions read its stages, so that its release carries no fence: but the stage is read into registers,
-// and the next copy may overtake these reads.
+// The ring is declared as if only matrix instructions read its stages, so that its release carries no fence: but the
+// stage is read into registers, and the next copy may overtake these reads.
 // Known from: deepseek-ai/DeepEP#642, NVIDIA/TransformerEngine#2695.
 // Expected: fence-read on tile
 // margay.check: bf16 STAGES=2

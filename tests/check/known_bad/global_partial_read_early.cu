@@ -1,4 +1,5 @@
-// Two blocks sum halves of the rows, and the first adds what the second has left in global memory without waiting until it is there.
+// Two blocks sum halves of the rows, and the first adds what the second has left in global memory without waiting until
+// it is there.
 // Known from: split-K and stream-K reductions, e.g. ROCm/tritonBLAS#61.
 // Expected: global-race on -
 // margay.check: bf16 STAGES=2
@@ -39,5 +40,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 2, p.in = example_tensor<elem>(1, 1, 60, 128); p.partial = example_words<float>(64); p.out = example_words<float>(64);
-        p.ready = example_words<int>(1))
+EXAMPLE(kernel, 2, p.in = example_tensor<elem>(1, 1, 60, 128); p.partial = example_words<float>(64);
+        p.out = example_words<float>(64); p.ready = example_words<int>(1))

@@ -40,5 +40,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 2, p.in = example_tensor<elem>(1, 1, 60, 128); p.partial = example_words<float>(64); p.out = example_words<float>(64);
-        p.ready = example_words<int>(1))
+EXAMPLE(kernel, 2, p.in = example_tensor<elem>(1, 1, 60, 128); p.partial = example_words<float>(64);
+        p.out = example_words<float>(64); p.ready = example_words<int>(1))

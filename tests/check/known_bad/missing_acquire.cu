@@ -1,4 +1,5 @@
-// The first copies need not wait for a free stage, and the loop leaves out one wait too many: it fills a stage anew that may not have been read.
+// The first copies need not wait for a free stage, and the loop leaves out one wait too many: it fills a stage anew
+// that may not have been read.
 // Known from: prologues that fill the ring by hand.
 // Expected: overwrite|race|count on tile|inputs
 // margay.check: bf16 STAGES=2

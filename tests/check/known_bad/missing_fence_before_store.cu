@@ -1,4 +1,5 @@
-// The staging tile is written through registers and stored by an asynchronous copy with no fence between: the copy may read what was there before.
+// The staging tile is written through registers and stored by an asynchronous copy with no fence between: the copy may
+// read what was there before.
 // Known from: MoonshotAI/FlashKDA#24, sgl-project/sglang#39124; it rarely shows, a barrier alone mostly seems to do.
 // Expected: fence on out
 // margay.check: bf16 STAGES=2

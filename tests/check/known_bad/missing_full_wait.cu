@@ -1,5 +1,7 @@
-// The tile that stays for the whole task has a semaphore of its own, and nobody waits for it: the products may read q before it has arrived.
-// Known from: compilers that place waits, e.g. tile-ai/tilelang#2166 (one of several loaded tiles is read in front of the wait).
+// The tile that stays for the whole task has a semaphore of its own, and nobody waits for it: the products may read q
+// before it has arrived.
+// Known from: compilers that place waits, e.g. tile-ai/tilelang#2166 (one of several loaded tiles is read in front of
+// the wait).
 // Expected: race on q
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
@@ -51,5 +53,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.q = example_tensor<elem>(1, 1, 60, 64); p.k = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 60, 300);
-        p.tasks = 5)
+EXAMPLE(kernel, 1, p.q = example_tensor<elem>(1, 1, 60, 64); p.k = example_tensor<elem>(1, 1, 300, 64);
+        p.out = example_tensor<elem>(1, 1, 60, 300); p.tasks = 5)

@@ -1,4 +1,5 @@
-// Steps of which nothing is needed are skipped, and with them the release of their stage: the loader waits for it for ever.
+// Steps of which nothing is needed are skipped, and with them the release of their stage: the loader waits for it for
+// ever.
 // Known from: loops with an early `continue`, as for tiles that are wholly masked.
 // Expected: deadlock on inputs
 // margay.check: bf16 STAGES=2
@@ -46,4 +47,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.first = 1)
+EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5;
+        p.first = 1)

@@ -1,5 +1,7 @@
-// Every thread writes and fences its part of the staging tile, but the one that issues the copy does not wait for the other 127.
-// Known from: ThunderKittens' linear attention (nothing between the store to shared memory and its copy); Dao-AILab/flash-attention#1344.
+// Every thread writes and fences its part of the staging tile, but the one that issues the copy does not wait for the
+// other 127.
+// Known from: ThunderKittens' linear attention (nothing between the store to shared memory and its copy);
+// Dao-AILab/flash-attention#1344.
 // Expected: elected on out
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

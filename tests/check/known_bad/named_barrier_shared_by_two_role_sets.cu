@@ -1,5 +1,7 @@
-// Two pairs of warpgroups exchange halves, each pair at a barrier of its own. Both use the same id, so that one of each pair can meet there.
-// Known from: ThunderKittens' long convolution for 4096 (both warpgroups compute the id 4 from a warp number that is always below 4).
+// Two pairs of warpgroups exchange halves, each pair at a barrier of its own. Both use the same id, so that one of each
+// pair can meet there.
+// Known from: ThunderKittens' long convolution for 4096 (both warpgroups compute the id 4 from a warp number that is
+// always below 4).
 // Expected: barrier|uninitialised on -|part
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

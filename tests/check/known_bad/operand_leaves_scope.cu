@@ -1,6 +1,7 @@
-// The register operand is declared in the loop, and the wait names the accumulator only: the operand's registers are free from the product on, and the
-// compiler may fill them with something else above the wait.
-// Known from: kernels that leave the registers of inline assembly to the compiler; triton-lang/triton#7760 makes the accumulator an object for it.
+// The register operand is declared in the loop, and the wait names the accumulator only: the operand's registers are
+// free from the product on, and the compiler may fill them with something else above the wait.
+// Known from: kernels that leave the registers of inline assembly to the compiler; triton-lang/triton#7760 makes the
+// accumulator an object for it.
 // Expected: unnamed on -
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
@@ -48,5 +49,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 60, 64);
-        p.steps = 5)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.out = example_tensor<elem>(1, 1, 60, 64); p.steps = 5)

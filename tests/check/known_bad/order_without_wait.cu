@@ -1,5 +1,7 @@
-// Blocks add to one sum in the order of their tasks, so that every run gets the same. In the first round nobody waits, as if one block began.
-// Known from: deterministic backward passes, e.g. Dao-AILab/flash-attention#1678 (counters of the wrong shape: blocks wait for others' turns).
+// Blocks add to one sum in the order of their tasks, so that every run gets the same. In the first round nobody waits,
+// as if one block began.
+// Known from: deterministic backward passes, e.g. Dao-AILab/flash-attention#1678 (counters of the wrong shape: blocks
+// wait for others' turns).
 // Expected: global-race on -
 // margay.check: bf16 STAGES=2, DETERMINISTIC=1
 #include "tile/tile.h"
@@ -38,4 +40,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 2, p.in = example_tensor<elem>(1, 1, 300, 64); p.sum = example_words<float>(64 * 64); p.turn = example_words<int>(1); p.tasks = 5)
+EXAMPLE(kernel, 2, p.in = example_tensor<elem>(1, 1, 300, 64); p.sum = example_words<float>(64 * 64);
+        p.turn = example_words<int>(1); p.tasks = 5)

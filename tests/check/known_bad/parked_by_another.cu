@@ -1,5 +1,7 @@
-// Two warpgroups park in one place, as if each thread had a part of its own in the whole block; it has one in its warpgroup.
-// Known from: per-thread scratch in shared memory used as if it were laid out by rows (the rows of two threads' parts differ).
+// Two warpgroups park in one place, as if each thread had a part of its own in the whole block; it has one in its
+// warpgroup.
+// Known from: per-thread scratch in shared memory used as if it were laid out by rows (the rows of two threads' parts
+// differ).
 // Expected: overwrite on aside
 // margay.check: bf16
 #include "tile/tile.h"

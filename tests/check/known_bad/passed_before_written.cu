@@ -1,4 +1,5 @@
-// One block tells another that its tile is in global memory when the store has only read shared memory: what it writes may not have arrived yet.
+// One block tells another that its tile is in global memory when the store has only read shared memory: what it writes
+// may not have arrived yet.
 // Known from: HazyResearch/ThunderKittens#194 (a signal to other GPUs behind a wait for the store's reads).
 // Expected: global-race on -
 // margay.check: bf16 STAGES=2

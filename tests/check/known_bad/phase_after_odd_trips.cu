@@ -1,6 +1,7 @@
-// A persistent loop starts its ring anew at every task. The semaphores do not: after a number of steps that is no multiple of two rounds the parities
-// are wrong, and both sides pass waits that they should not pass.
-// Known from: tile-ai/tilelang#2674, where a pipelined loop under a persistent one was right only if its length was a multiple of two rounds.
+// A persistent loop starts its ring anew at every task. The semaphores do not: after a number of steps that is no
+// multiple of two rounds the parities are wrong, and both sides pass waits that they should not pass.
+// Known from: tile-ai/tilelang#2674, where a pipelined loop under a persistent one was right only if its length was a
+// multiple of two rounds.
 // Expected: phase on inputs
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
@@ -49,4 +50,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 192); p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.steps = 3)
+EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 192); p.out = example_tensor<elem>(1, 1, 300, 64);
+        p.tasks = 5; p.steps = 3)

@@ -1,5 +1,5 @@
-// One warpgroup tells another of every part that is ready, through one semaphore and with nothing that comes back. If it gets two parts ahead, the
-// other waits for a parity that has been and gone.
+// One warpgroup tells another of every part that is ready, through one semaphore and with nothing that comes back. If
+// it gets two parts ahead, the other waits for a parity that has been and gone.
 // Known from: flags turned into mbarriers: a parity tells two neighbouring phases apart, no more.
 // Expected: phase on ready
 // margay.check: bf16 STAGES=2

@@ -1,5 +1,5 @@
-// A warpgroup fills the stages that another one multiplies, and does not wait for a free one. It finds its own last writes there, too, but a wg_sync would
-// not help: the report is to name the reader.
+// A warpgroup fills the stages that another one multiplies, and does not wait for a free one. It finds its own last
+// writes there, too, but a wg_sync would not help: the report is to name the reader.
 // Known from: chains of warpgroups in which the last link has a ring and the first forgets it.
 // Expected: overwrite|elected|count|phase on tile|inputs
 // margay.check: bf16 STAGES=2

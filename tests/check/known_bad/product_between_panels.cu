@@ -1,4 +1,5 @@
-// A product of a^T and b takes 64 columns of a from column 32. The columns lie in panels of 64: the descriptor's address would be the panel's begin.
+// A product of a^T and b takes 64 columns of a from column 32. The columns lie in panels of 64: the descriptor's
+// address would be the panel's begin.
 // Known from: operands that are cut as if they lay row by row.
 // Expected: bounds on a
 // margay.check: bf16 STAGES=2
@@ -31,4 +32,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 64, 128); p.b = example_tensor<elem>(1, 1, 64, 64); p.c = example_words<float>(64 * 64))
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 64, 128); p.b = example_tensor<elem>(1, 1, 64, 64);
+        p.c = example_words<float>(64 * 64))

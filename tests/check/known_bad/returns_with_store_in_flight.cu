@@ -1,5 +1,6 @@
 // The role returns while its last store still reads shared memory, which may be another block's by then.
-// Known from: epilogues of kernels that are not persistent; NVIDIA/cutlass#2002 asks whether the wait may be left out, as it seems to do nothing.
+// Known from: epilogues of kernels that are not persistent; NVIDIA/cutlass#2002 asks whether the wait may be left out,
+// as it seems to do nothing.
 // Expected: exit on out
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

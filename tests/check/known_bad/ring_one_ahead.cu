@@ -1,5 +1,7 @@
-// The producer turns its parity one step too late: at every new round it takes the first stage for free before its readers have released it.
-// Known from: parities written out by hand; tile-ai/tilelang#3087 waited for one that had long been complete, and the copies ran into the readers.
+// The producer turns its parity one step too late: at every new round it takes the first stage for free before its
+// readers have released it.
+// Known from: parities written out by hand; tile-ai/tilelang#3087 waited for one that had long been complete, and the
+// copies ran into the readers.
 // Expected: phase|count on inputs
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

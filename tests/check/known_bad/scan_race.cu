@@ -1,12 +1,14 @@
-// A scan with its state in registers: x is read by a product and then, for the state's update, into registers. The ring knows only of the product,
-// and the next chunk's copy may overtake the loads.
-// Known from: our own first scan, which got a few tiles of y wrong in some launches (state 128, H200) until its releases carried a fence.
+// A scan with its state in registers: x is read by a product and then, for the state's update, into registers. The ring
+// knows only of the product, and the next chunk's copy may overtake the loads.
+// Known from: our own first scan, which got a few tiles of y wrong in some launches (state 128, H200) until its
+// releases carried a fence.
 // Expected: fence-read on x
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 
 struct params { gmap x, b, dt, within, y; float *state; float a; int chunks; };
-struct vectors { sv<64> decay, weight; };   // e^(l_i) and dt_j e^(l_e - l_j), where l_i sums dt a up to i and e is the chunk's last step
+struct vectors { sv<64> decay, weight; };   // e^(l_i) and dt_j e^(l_e - l_j), where l_i sums dt a up to i and e is the
+                                            // chunk's last step
 struct shared {
   st<elem, 64, 64> x[STAGES], b[STAGES], within, y;
   sm<64, 4> dt[STAGES];
@@ -106,8 +108,10 @@ TILE void run_state(const params &p, shared &s, int) {
   tma_store_wait_read();
 }
 
-typedef block<params, shared, init, role<run_state, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>, role<scan, WARP, 1, 0>> kernel;
+typedef block<params, shared, init, role<run_state, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>,
+              role<scan, WARP, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.x = example_tensor<elem>(1, 1, 300, 64); p.b = example_tensor<elem>(1, 1, 300, 64); p.y = example_tensor<elem>(1, 1, 300, 64);
-        p.dt = example_tensor<float>(1, 1, 300, 4); p.within = example_tensor<elem>(1, 1, 64, 64); p.state = example_words<float>(64 * 64);
-        p.a = -1.f; p.chunks = 5)
+EXAMPLE(kernel, 1, p.x = example_tensor<elem>(1, 1, 300, 64); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.y = example_tensor<elem>(1, 1, 300, 64); p.dt = example_tensor<float>(1, 1, 300, 4);
+        p.within = example_tensor<elem>(1, 1, 64, 64); p.state = example_words<float>(64 * 64); p.a = -1.f;
+        p.chunks = 5)

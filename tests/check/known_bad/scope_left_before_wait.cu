@@ -1,4 +1,5 @@
-// The accumulator's scope ends before the wait: what comes next may get its registers while the product still writes them.
+// The accumulator's scope ends before the wait: what comes next may get its registers while the product still writes
+// them.
 // Known from: kernels cut into functions.
 // Expected: lifetime on -
 // margay.check: bf16 STAGES=2

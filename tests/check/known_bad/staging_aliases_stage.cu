@@ -1,4 +1,5 @@
-// The result leaves through a stage of the ring, "which is free now": but the loader runs ahead and may be filling it for the next task.
+// The result leaves through a stage of the ring, "which is free now": but the loader runs ahead and may be filling it
+// for the next task.
 // Known from: ThunderKittens (lcf.cuh: the memory of the finish step lies over the input ring), inclusionAI/humming#56.
 // Expected: overwrite|race on tile
 // margay.check: bf16 STAGES=2
@@ -48,4 +49,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 192); p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.steps = 3)
+EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 192); p.out = example_tensor<elem>(1, 1, 300, 64);
+        p.tasks = 5; p.steps = 3)

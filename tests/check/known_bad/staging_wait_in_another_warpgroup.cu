@@ -1,6 +1,7 @@
-// Two warpgroups write a staging tile each, one thread of the first issues both stores. All threads wait for their stores, but only that thread has
-// any, and the others overwrite the tiles without having heard from it.
-// Known from: fast.cu (examples/matmul/matmul_11.cuh: wait at 492, the one issuer at 527); NVIDIA/TransformerEngine#3417.
+// Two warpgroups write a staging tile each, one thread of the first issues both stores. All threads wait for their
+// stores, but only that thread has any, and the others overwrite the tiles without having heard from it.
+// Known from: fast.cu (examples/matmul/matmul_11.cuh: wait at 492, the one issuer at 527);
+// NVIDIA/TransformerEngine#3417.
 // Expected: race|overwrite on c
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

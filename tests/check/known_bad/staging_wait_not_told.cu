@@ -1,5 +1,5 @@
-// The thread that issued the last store waits for it, and the other 127 overwrite the staging tile without having heard of that: to them the wait is
-// none, as they have no stores.
+// The thread that issued the last store waits for it, and the other 127 overwrite the staging tile without having heard
+// of that: to them the wait is none, as they have no stores.
 // Known from: NVIDIA/TransformerEngine#3417 (no barrier between the leader's wait and the others' writes).
 // Expected: overwrite on out
 // margay.check: bf16 STAGES=2

@@ -1,5 +1,5 @@
-// A thread that only stores: it takes over finished tiles. tma_store is a warpgroup's, and elects the group's first thread, which this one is not:
-// nothing would be stored, and the wait would wait for nothing.
+// A thread that only stores: it takes over finished tiles. tma_store is a warpgroup's, and elects the group's first
+// thread, which this one is not: nothing would be stored, and the wait would wait for nothing.
 // Known from: NVIDIA/cutlass's epilogues with a warp of their own for stores, whose operations are other ones.
 // Expected: elected on -
 // margay.check: bf16 STAGES=2

@@ -1,4 +1,5 @@
-// The loader, one thread, meets its warpgroup with wg_sync. The barrier counts 128 threads, which this role does not have: it hangs.
+// The loader, one thread, meets its warpgroup with wg_sync. The barrier counts 128 threads, which this role does not
+// have: it hangs.
 // Known from: named barriers whose count does not fit those who call them.
 // Expected: elected on -
 // margay.check: bf16 STAGES=2

@@ -1,4 +1,5 @@
-// A warp adds up the tile by itself. Register tiles belong to a warpgroup: the warp holds a quarter of the rows, and nobody the others.
+// A warp adds up the tile by itself. Register tiles belong to a warpgroup: the warp holds a quarter of the rows, and
+// nobody the others.
 // Known from: helpers for a warpgroup that are called behind a test of the warp's number.
 // Expected: elected on -
 // margay.check: bf16 STAGES=2

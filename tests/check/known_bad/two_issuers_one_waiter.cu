@@ -1,6 +1,7 @@
-// Two warpgroups change a stage in place and store their halves of it from there. Only the first waits for its store before it hands the stage back
-// for both: a wait covers the stores of the thread that waits, not those of the block.
-// Known from: bulk groups belong to a thread, NVIDIA/TransformerEngine#3417 lists kernels that waited in another one than the issuer.
+// Two warpgroups change a stage in place and store their halves of it from there. Only the first waits for its store
+// before it hands the stage back for both: a wait covers the stores of the thread that waits, not those of the block.
+// Known from: bulk groups belong to a thread, NVIDIA/TransformerEngine#3417 lists kernels that waited in another one
+// than the issuer.
 // Expected: overwrite on tile
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

@@ -1,5 +1,7 @@
-// Only the left half of p is written, because the rows of v that the right half meets are zeros: but zero times what happens to lie there can be NaN.
-// Known from: ThunderKittens' long convolution (blocks of shared memory that a short batch leaves unwritten, multiplied by zeros).
+// Only the left half of p is written, because the rows of v that the right half meets are zeros: but zero times what
+// happens to lie there can be NaN.
+// Known from: ThunderKittens' long convolution (blocks of shared memory that a short batch leaves unwritten, multiplied
+// by zeros).
 // Expected: uninitialised on p
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

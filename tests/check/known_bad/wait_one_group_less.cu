@@ -1,5 +1,6 @@
 // The loop leaves one product in flight, as it may, but releases the stage of that product instead of the one before.
-// Known from: pipelined loops; triton-lang/triton#3106 (operands overwritten before the products that read them were waited for).
+// Known from: pipelined loops; triton-lang/triton#3106 (operands overwritten before the products that read them were
+// waited for).
 // Expected: overwrite on a
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
@@ -46,5 +47,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 60, 64);
-        p.steps = 5)
+EXAMPLE(kernel, 1, p.a = example_tensor<elem>(1, 1, 60, 300); p.b = example_tensor<elem>(1, 1, 300, 64);
+        p.out = example_tensor<elem>(1, 1, 60, 64); p.steps = 5)

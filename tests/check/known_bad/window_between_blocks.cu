@@ -1,4 +1,5 @@
-// A window of a shared tile begins at column 8. The instructions move blocks of 16 columns, whose addresses are only right at multiples of 16.
+// A window of a shared tile begins at column 8. The instructions move blocks of 16 columns, whose addresses are only
+// right at multiples of 16.
 // Known from: windows of half a block, as for 8 columns of padding.
 // Expected: bounds on tile
 // margay.check: bf16 STAGES=2

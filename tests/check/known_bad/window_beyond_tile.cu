@@ -1,5 +1,6 @@
 // A tile of 128 columns is read in windows of 48, of which the last goes beyond its edge.
-// Known from: HazyResearch/ThunderKittens#95 (copies beyond a tile's bounds) and every window that does not divide its tile.
+// Known from: HazyResearch/ThunderKittens#95 (copies beyond a tile's bounds) and every window that does not divide its
+// tile.
 // Expected: bounds on tile
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"

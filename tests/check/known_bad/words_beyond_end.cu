@@ -1,4 +1,5 @@
-// Row sums are written for whole tiles, also where the matrix ends: nothing stops the last tile's from going beyond the vector.
+// Row sums are written for whole tiles, also where the matrix ends: nothing stops the last tile's from going beyond the
+// vector.
 // Known from: every kernel whose last tile is not whole.
 // Expected: crash on -
 // margay.check: bf16 STAGES=2
@@ -47,4 +48,5 @@ TILE void compute(const params &p, shared &s, int) {
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>> kernel;
 ENTRY(kernel, 64, 64)
-EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.sums = example_words<float>(300))
+EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 300, 64); p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5;
+        p.sums = example_words<float>(300))

@@ -1,6 +1,6 @@
 // The roles ask for more registers than the block is launched with (168 a thread): the last setmaxnreg waits for ever.
-// Known from: NVIDIA/Fuser#3992 (some kernels hung with 40 and 240), tile-ai/tilelang#2559 (hung with a second block on the multiprocessor).
-// Refused: register pool: the roles ask for more registers than the block is launched with
+// Known from: NVIDIA/Fuser#3992 (some kernels hung with 40 and 240), tile-ai/tilelang#2559 (hung with a second block on
+// the multiprocessor). Refused: register pool: the roles ask for more registers than the block is launched with
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 
@@ -41,6 +41,7 @@ TILE void compute(const params &p, shared &s, int wg) {
   }
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, 2, 240>, role<loader, THREAD, 1, 40>> kernel;   // BAD: 232: 2 * 240 + 40 > 3 * 168
+// BAD: 232: 2 * 240 + 40 > 3 * 168
+typedef block<params, shared, init, role<compute, WARPGROUP, 2, 240>, role<loader, THREAD, 1, 40>> kernel;
 ENTRY(kernel, 128, 64)
 EXAMPLE(kernel, 1, p.in = example_tensor<elem>(1, 1, 600, 64); p.out = example_tensor<elem>(1, 1, 600, 64); p.tasks = 5)

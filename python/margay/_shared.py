@@ -1,0 +1,95 @@
+"""What all families share: whose tensors a call has, ops made from rows, numbers and shapes in the words of messages.
+
+Imports nothing: `import margay` stays fast.
+"""
+
+import sys
+
+SMALLEST_SCALE = 2.0**-126     # of float32, without loss of precision
+LARGEST_SCALE = (2 - 2.0**-23) * 2.0**127
+
+
+def is_torch(op, name, x):
+    """True of a PyTorch tensor, False of a NumPy array. Looks only at libraries that are imported: x would not exist
+    without its own."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return True
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        return False
+    raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
+
+
+functions: dict = {}   # of rows of ops.def, by name
+
+
+def of_row(name):
+    from margay import _op
+
+    return functions.setdefault(name, _op.function(name))
+
+
+def number(op, name, x):
+    try:
+        return float(x)
+    except OverflowError:
+        found = f"an integer of {x.bit_length()} bits" if isinstance(x, int) else "too large"
+        raise ValueError(f"{op}: {name} is {found}, expected a number that float32 can hold") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name} is {x!r}, expected a number") from None
+
+
+def integer(op, name, x):
+    if isinstance(x, int):                         # torch.compile traces no __index__
+        return x
+    if isinstance(x, float) or not hasattr(x, "__index__"):
+        raise TypeError(f"{op}: {name} is {x!r}, expected an integer")
+    return int(x)
+
+
+def checked_scale(op, scale):
+    """A positive scale as a float, 0 for the default."""
+    if scale is None:
+        return 0.0
+    scale = number(op, "scale", scale)
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(f"{op}: scale is {scale:g}, expected a positive finite number")
+    return scale
+
+
+def one_exception(function):
+    """Of a function that is called where an exception is handled: what it raises stands alone."""
+    def called(*arguments):
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise error from None
+    return called
+
+
+def dtype_name(t):
+    return str(t.dtype).removeprefix("torch.")
+
+
+def memory_order(strides):
+    """The dimensions before the last from the outermost to the innermost in memory."""
+    return sorted(range(len(strides) - 1), key=lambda i: -strides[i])
+
+
+def shape(t):
+    return list(t.shape)
+
+
+def check_rank(op, name, t, rank, layout):
+    if t.ndim != rank:
+        raise ValueError(f"{op}: {name} has shape {shape(t)}, expected {rank} dimensions {layout}")
+
+
+def check_dtype(op, name, t, other_name, other):
+    if t.dtype != other.dtype:
+        raise TypeError(f"{op}: {name} has dtype {dtype_name(t)}, expected {dtype_name(other)} (same as {other_name})")
+
+
+def mismatch(op, name, t, what, dim, other_name, other):
+    raise ValueError(f"{op}: {name} has shape {shape(t)}, expected {what} {other.shape[dim]} in dimension {dim} "
+                     f"(same as {other_name}, which has shape {shape(other)})")

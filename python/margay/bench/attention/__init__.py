@@ -1,0 +1,1 @@
+"""Attention's benchmarks: dense calls on a GPU and on the CPU, its features, generation."""

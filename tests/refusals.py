@@ -1,0 +1,41 @@
+"""What tests of bad input share."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def tensors(*shapes, dtype=torch.bfloat16, device="cpu", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
+
+
+def refused(error, message, function, *arguments, **options):
+    """Refused with this message, and with nothing else: one exception, not one during the handling of another."""
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        function(*arguments, **options)
+    if error is not Exception:                                # which dynamo makes of what a fake kernel raises
+        assert_alone(raised.value)
+
+
+def assert_alone(error):
+    assert (error.__cause__ is None and (error.__context__ is None
+                                         or error.__suppress_context__)), repr(error.__context__)
+
+
+def run_python(program, *options):
+    return subprocess.run([sys.executable, *options, "-c", program], capture_output=True, text=True)
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that sees every call on it."""
+
+    seen = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(str(function))
+        return super().__torch_function__(function, types, args, kwargs or {})
