@@ -1,5 +1,6 @@
-// Host half of ssd's backward. The sequence is cut into segments of SEG chunks, worked on from the last to the first: of each the states in front of its
-// chunks and the gradients of those behind, then all gradients. So the states of one segment are all that is kept.
+// Host half of ssd's backward. The sequence is cut into segments of SEG chunks, worked on from the last to the first:
+// of each the states in front of its chunks and the gradients of those behind, then all gradients. So the states of one
+// segment are all that is kept.
 #include "ssd/ssd_bwd.h"
 #include "runtime/runtime.h"
 
@@ -8,9 +9,12 @@ typedef struct segment { int first, chunks; } segment;
 static float *data_of(const mg_tensor *t) { return t ? t->data : NULL; }
 
 static ssd_steps steps_of(const mg_call *c, const mg_ssd_bwd_args *a) {
-  return (ssd_steps){.dt = {.dt = a->dt->data, .a = a->a->data, .bias = data_of(a->dt_bias), .softplus = a->dt_softplus, .low = a->dt_min, .high = a->dt_max},
-                     .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL, .seq_idx = a->seq_idx ? a->seq_idx->data : NULL,
-                     .seq_stride = a->seq_idx ? a->seq_idx->stride[0] : 0, .count = (int)c->n.T, .rows = (int)c->n.R, .heads = (int)c->n.H};
+  return (ssd_steps){.dt = {.dt = a->dt->data, .a = a->a->data, .bias = data_of(a->dt_bias), .softplus = a->dt_softplus,
+                            .low = a->dt_min, .high = a->dt_max},
+                     .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL,
+                     .seq_idx = a->seq_idx ? a->seq_idx->data : NULL,
+                     .seq_stride = a->seq_idx ? a->seq_idx->stride[0] : 0, .count = (int)c->n.T, .rows = (int)c->n.R,
+                     .heads = (int)c->n.H};
 }
 
 // What of a pass the call's tensors say.
@@ -45,9 +49,11 @@ static mg_status run_gradients(mg_call *c, const mg_ssd_bwd_args *a, segment s) 
   if (!mg_choose(c)) return c->status;
   const int splits = (int)c->n.SPLIT;
   float *parts = splits > 1 ? a->parts->data : NULL;
-  ssd_bwd_params p = {.steps = steps_of(c, a), .d = data_of(a->d), .ddt = a->ddt->data, .sums = a->sums->data, .dx_data = a->dx->data, .db = a->db->data,
-                      .dc = a->dc->data, .parts = parts, .first = s.first, .chunks = s.chunks, .all_chunks = (int)c->n.CHUNKS, .batches = (int)c->n.B,
-                      .groups = (int)c->n.G, .group_heads = (int)(c->n.H / c->n.G), .splits = splits, .head_dim = (int)c->n.P, .state_dim = (int)c->n.N,
+  ssd_bwd_params p = {.steps = steps_of(c, a), .d = data_of(a->d), .ddt = a->ddt->data, .sums = a->sums->data,
+                      .dx_data = a->dx->data, .db = a->db->data, .dc = a->dc->data, .parts = parts, .first = s.first,
+                      .chunks = s.chunks, .all_chunks = (int)c->n.CHUNKS, .batches = (int)c->n.B,
+                      .groups = (int)c->n.G, .group_heads = (int)(c->n.H / c->n.G), .splits = splits,
+                      .head_dim = (int)c->n.P, .state_dim = (int)c->n.N,
                       .skips = a->dd != NULL, .biased = a->ddt_bias != NULL};
   strides_of(p.dx_stride, a->dx);
   strides_of(p.db_stride, a->db);
@@ -60,8 +66,10 @@ static mg_status run_gradients(mg_call *c, const mg_ssd_bwd_args *a, segment s) 
   mg_map_stack(c, &p.states, a->states, 64, 64);
   mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   const int64_t tiles = c->n.B * s.chunks * c->n.G;
-  if (mg_run(c, &p, mg_tasks(c, tiles * splits)) || splits == 1 || !mg_choose_other(c, MG_OP_ssd_bwd_join)) return c->status;
-  ssd_bwd_join_params j = {.parts = parts, .steps = p.steps, .db = p.db, .dc = p.dc, .first = s.first, .chunks = s.chunks, .batches = p.batches,
+  if (mg_run(c, &p, mg_tasks(c, tiles * splits)) || splits == 1) return c->status;
+  if (!mg_choose_other(c, MG_OP_ssd_bwd_join)) return c->status;
+  ssd_bwd_join_params j = {.parts = parts, .steps = p.steps, .db = p.db, .dc = p.dc, .first = s.first,
+                           .chunks = s.chunks, .batches = p.batches,
                            .groups = p.groups, .splits = splits, .state_dim = p.state_dim};
   strides_of(j.db_stride, a->db);
   strides_of(j.dc_stride, a->dc);
@@ -73,7 +81,8 @@ mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
   if (!mg_begin(&c, MG_OP_ssd_bwd, a)) return c.status;
   const int chunks = (int)c.n.CHUNKS, each = (int)c.n.SEG, last = (int)c.n.LATER;
   const int64_t state = c.n.R * c.n.H * c.n.P * c.n.N;
-  // starts: the states in front of segments 1, 2, ..., then the gradient of the state that one segment hands to the one in front of it.
+  // starts: the states in front of segments 1, 2, ..., then the gradient of the state that one segment hands to the one
+  // in front of it.
   float *starts = data_of(a->starts), *between = last ? starts + last * state : NULL;
   ssd_states_params p = {0};
   if (last) {
@@ -83,7 +92,8 @@ mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
     p.pass[0].final = starts + (last - 1) * state;
     run_states(&c, a, &p, 1, (segment){0, each * last});
   }
-  if (a->cu_seqlens && !c.status) c.status = mg_fill(&c.context, a->sums->data, 0, 4, c.n.B * c.n.TRIPLE * c.n.H);   // of empty places too
+  // Places where packed rows have no chunk have no shares.
+  if (a->cu_seqlens && !c.status) c.status = mg_fill(&c.context, a->sums->data, 0, 4, c.n.B * c.n.TRIPLE * c.n.H);
   for (int s = last; s >= 0 && !c.status; s--) {
     const segment at = {s * each, chunks - s * each < each ? chunks - s * each : each};
     p.pass[0] = pass_of(&c, a, true, true);
@@ -94,7 +104,8 @@ mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
     if (!run_states(&c, a, &p, 2, at) && at.chunks) run_gradients(&c, a, at);
   }
   if (c.status || !mg_choose_other(&c, MG_OP_ssd_bwd_sums)) return c.status;
-  const ssd_bwd_sums_params sums = {.sums = a->sums->data, .out = {a->da->data, data_of(a->dd), data_of(a->ddt_bias)}, .batches = (int)c.n.B, .chunks = chunks,
+  const ssd_bwd_sums_params sums = {.sums = a->sums->data, .out = {a->da->data, data_of(a->dd), data_of(a->ddt_bias)},
+                                    .batches = (int)c.n.B, .chunks = chunks,
                                     .heads = (int)c.n.H};
   return mg_run(&c, &sums, mg_tasks(&c, mg_ceil_div(c.n.H, 64) * 3));
 }

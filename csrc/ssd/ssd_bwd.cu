@@ -1,31 +1,36 @@
-// Backward of Mamba-2's SSD (Dao & Gu 2024, section 6) in chunks of 64 steps, all of them at once. With l_i = sum of dt_k a for k <= i inside a chunk
-// that ends with step e, S the state in front of the chunk and G the gradient of the state behind it (ssd_states.cu), and of every head
+// Backward of Mamba-2's SSD (Dao & Gu 2024, section 6) in chunks of 64 steps, all of them at once. With l_i = sum of
+// dt_k a for k <= i inside a chunk that ends with step e, S the state in front of the chunk and G the gradient of the
+// state behind it (ssd_states.cu), and of every head
 //   R_ij = (dy_i . x_j) e^(l_i - l_j) dt_j for j <= i,  w_j = dt_j e^(l_e - l_j):
 //   dx_j = sum over i of (c_i . b_j) e^(l_i - l_j) dt_j dy_i + w_j G b_j + d dy_j
 //   dc_i = sum over heads of [ sum over j of R_ij b_j + e^(l_i) S^T dy_i ]
 //   db_j = sum over heads of [ sum over i of R_ij c_i + w_j G^T x_j ]
-// R is summed over the heads of a group in registers before its products. The gradient of the log decay dt_t a of a step t is
+// R is summed over the heads of a group in registers before its products. The gradient of the log decay dt_t a of a
+// step t is
 //   D_t = sum over i >= t of (row_i - col_i + in_i) + e^(l_e) <G, S> + sum over j < t of out_j
 // with row_i and col_j the sums of R_ij (c_i . b_j), in_i = e^(l_i) dy_i . S c_i and out_j = w_j x_j . G b_j; then
 //   ddt_t = a D_t + (col_t + out_t) / dt_t,  da = sum of dt_t D_t,  dd = sum of x_t . dy_t
-// where col / dt and out / dt are made without the division, and row - col without R's diagonal, which is in both. Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in
-// memory, the scan warp clears them. What would go from one sequence of seq_idx to another becomes 0.
-// A block works on one chunk of the heads of one group, or on a part of them: 64 columns of P at a time, which all of this is linear in. States of more
-// than 128 columns come in two passes over the heads; the first does all but the second half of dc and db. Roles: a loader thread; a scan warp: dt -> a
-// head's vectors; a collect warp: what the others found -> ddt, and shares of da, dd and ddt_bias; a warpgroup for pairs of steps; two for the products
-// with a state: dc, of dy and S, and db, of x and G.
+// where col / dt and out / dt are made without the division, and row - col without R's diagonal, which is in both.
+// Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in memory, the scan warp clears
+// them. What would go from one sequence of seq_idx to another becomes 0.
+// A block works on one chunk of the heads of one group, or on a part of them: 64 columns of P at a time, which all of this is linear in. States of more than 128
+// columns come in two passes over the heads; the first does all but the second half of dc and db.
+// Roles: a loader thread; a scan warp: dt -> a head's vectors; a collect warp: what the others found -> ddt, and shares of da, dd and
+// ddt_bias; a warpgroup for pairs of steps; two for the products with a state: dc, of dy and S, and db, of x and G.
 //
-// Registers of a thread, N = 128       tiles that live together                                 vectors and the rest
-//   pairs, 168 registers               c.b 32, R 32, x.dy 32, then 16 of its copy, dx 32        column sums 16, rows 6, 18
-//   give_dc, give_db, 160              product 64, dc or db 64                                  rows 6, a shared tile's words 4, 22
-//   loader, scan, collect, 24          -                                                        vectors of two each, 7 at most
+// Registers of a thread, N = 128   tiles that live together                            vectors and the rest
+//   pairs, 168                     c.b 32, R 32, x.dy 32, then 16 of its copy, dx 32   column sums 16, rows 8, 16
+//   give_dc, give_db, 160          product 64, dc or db 64                             rows 6, a tile's words 4, 22
+//   loader, scan, collect, 24      -                                                   vectors of two each, 7 at most
 #include "tile/tile.h"
 #include "ssd/ssd_steps.h"
 
 // N: columns of the state, 64, 128 or 256. STAGES. A tile of the state has W columns
 enum { Q = 64, W = N < 128 ? N : 128, PASSES = N / W, V = 4 };
-struct vectors { sv<Q> l, dt, decay, tail, weight, slope; };      // l_i in base 2; dt_j; e^(l_i); e^(l_e - l_j); w_j; of dt with respect to what was given
-// Without the diagonal: row, and col without dt_j; the diagonal, without dt_j; in and out without their factors; rows of <G, S> and of x . dy
+// l_i in base 2; dt_j; e^(l_i); e^(l_e - l_j); w_j; of dt with respect to what was given
+struct vectors { sv<Q> l, dt, decay, tail, weight, slope; };
+// Without the diagonal: row, and col without dt_j; the diagonal, without dt_j; in and out without their factors; rows
+// of <G, S> and of x . dy
 struct found { sv<4 * Q> row; sv<Q> col, own, in, out, kept, skip; };
 struct shared {
   st<elem, Q, W> b[PASSES], c[PASSES], state[STAGES], dstate[STAGES][PASSES];
@@ -291,13 +296,15 @@ TILE void pairs(const params &p, shared &s, int) {
       map_rc(x, mine, s.changes, [](float y, float nj, float ni, int, int) { return ni == nj ? y : 0.f; });
     }
     bool other = p.steps.seq_idx != nullptr;
-    each_of_triangles<Q>([](int, int, float &x, float &r, float score, float &col, float &, float &row, float li, float lj, float dtj) {
+    each_of_triangles<Q>([](int, int, float &x, float &r, float score, float &col, float &, float &row, float li,
+                            float lj, float dtj) {
       float e = fast_exp2(li - lj), w = e * dtj, g = x * score;
       col = fused(g, e, col);
       row = fused(g, w, row);
       r = fused(x, w, r);
       x = score * w;
-    }, [=](int j, int i, float &x, float &r, float score, float &col, float &own, float &row, float li, float lj, float dtj) {
+    }, [=](int j, int i, float &x, float &r, float score, float &col, float &own, float &row, float li, float lj,
+           float dtj) {
       float e = i < j ? 0.f : fast_exp2(li - lj), w = e * dtj, g = x * score, later = i == j ? 0.f : g;
       col = fused(later, e, col);
       row = fused(later, w, row);
@@ -379,9 +386,11 @@ TILE void contract(const params &p, shared &s, int which) {
       fill(rest, 0.f);
       fill(dot, 0.f);
       ring_wait(s.inputs, at);
-      if (which && PASSES == 2) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);   // in registers that the product has then
+      // In registers that the product has then.
+      if (which && PASSES == 2) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);
       mma_fence();
-      mma_AB<ZERO>(product, which ? s.x[at.stage] : s.dy[at.stage], which ? s.dstate[at.stage][pass] : s.state[at.stage]);
+      mma_AB<ZERO>(product, which ? s.x[at.stage] : s.dy[at.stage],
+                   which ? s.dstate[at.stage][pass] : s.state[at.stage]);
       mma_commit();
       if (which && PASSES == 1) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);
       if (!which && p.skips && !pass) each<64>(multiply, s.x[at.stage], s.dy[at.stage], rest);
@@ -414,5 +423,7 @@ TILE void contract(const params &p, shared &s, int which) {
 TILE void give_dc(const params &p, shared &s, int) { contract(p, s, 0); }
 TILE void give_db(const params &p, shared &s, int) { contract(p, s, 1); }
 
-typedef block<params, shared, init, role<pairs, WARPGROUP, 1, 168>, role<give_dc, WARPGROUP, 1, 160>, role<give_db, WARPGROUP, 1, 160>, role<loader, THREAD, 1, 24>, role<scan, WARP, 1, 24>, role<collect, WARP, 1, 24>> kernel;
+typedef block<params, shared, init, role<pairs, WARPGROUP, 1, 168>, role<give_dc, WARPGROUP, 1, 160>,
+              role<give_db, WARPGROUP, 1, 160>, role<loader, THREAD, 1, 24>, role<scan, WARP, 1, 24>,
+              role<collect, WARP, 1, 24>> kernel;
 ENTRY(kernel, Q, 1)

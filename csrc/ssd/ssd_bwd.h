@@ -3,8 +3,8 @@
 #include <stdint.h>
 #include "ssd/ssd.h"
 
-// The steps of all rows. Chunks of 64 steps begin where a row begins. Those of a batch are counted from 0; packed rows have their chunks one behind the
-// other, row i from starts[i] / 64 + i on, and some places between them are empty.
+// The steps of all rows. Chunks of 64 steps begin where a row begins. Those of a batch are counted from 0; packed rows
+// have their chunks one behind the other, row i from starts[i] / 64 + i on, and some places between them are empty.
 typedef struct ssd_steps {
   ssd_dt dt;
   const int *starts;        // [rows + 1] or NULL, as in ssd_fwd_params
@@ -13,13 +13,15 @@ typedef struct ssd_steps {
   int count, rows, heads;   // count: of a batch
 } ssd_steps;
 
-// A pass over a segment of every row, forwards or backwards in time: the state in front of each chunk, or the gradient of the state behind it.
+// A pass over a segment of every row, forwards or backwards in time: the state in front of each chunk, or the gradient
+// of the state behind it.
 typedef struct ssd_pass {
   gmap a, b;                // [batch, step, head, head_dim], [batch, step, group, state_dim]
   gmap states;              // [batch heads, chunk of the segment, head_dim, state_dim]
   const float *initial;     // [rows, heads, head_dim, state_dim] or NULL: zero
   float *final;             // the same, or NULL; may be `initial`
-  float *starts;            // [segment, rows, heads, head_dim, state_dim] or NULL: the state in front of segments 1, 2, ... of `every` chunks
+  // [segment, rows, heads, head_dim, state_dim] or NULL: the state in front of segments 1, 2, ... of `every` chunks
+  float *starts;
   int backwards, keep;      // keep: write `states`
 } ssd_pass;
 typedef struct ssd_states_params {
@@ -39,9 +41,11 @@ typedef struct ssd_bwd_params {
   const float *d;           // [heads] or NULL
   float *ddt;               // [batch, step, head]
   float *sums;              // [batch, 3 all_chunks, heads]: shares of da, then of dd, then of ddt_bias
-  void *dx_data, *db, *dc;  // dx again, for the last chunks of packed rows; strides of batch, step, head or group in elements
+  // dx again, for the last chunks of packed rows; strides of batch, step, head or group in elements
+  void *dx_data, *db, *dc;
   int64_t dx_stride[3], db_stride[3], dc_stride[3];
-  float *parts;             // [splits, batch, 64 chunks, groups, 2 state_dim]: dc and db of a part of the heads each; NULL where splits is 1
+  // [splits, batch, 64 chunks, groups, 2 state_dim]: dc and db of a part of the heads each; NULL where splits is 1
+  float *parts;
   int first, chunks, all_chunks, batches;
   int groups, group_heads, splits, head_dim, state_dim;
   int skips, biased;        // dd and ddt_bias are wanted

@@ -1,4 +1,5 @@
-// db and dc as the sums of their parts, which blocks of ssd_bwd.cu wrote for some of the heads each. A block adds 64 steps of one group.
+// db and dc as the sums of their parts, which blocks of ssd_bwd.cu wrote for some of the heads each. A block adds 64
+// steps of one group.
 #include "tile/tile.h"
 #include "ssd/ssd_steps.h"
 
@@ -9,7 +10,8 @@ typedef ssd_bwd_join_params params;
 TILE void init(shared &) {}
 
 TILE void add_parts(const params &p, shared &, int) {
-  int which = block_index() % 2, at = block_index() / 2, group = at % p.groups, chunk = at / p.groups % p.chunks, batch = at / p.groups / p.chunks;
+  int which = block_index() % 2, at = block_index() / 2, group = at % p.groups, chunk = at / p.groups % p.chunks,
+      batch = at / p.groups / p.chunks;
   chunk_steps t = steps_of(p.steps, p.first + chunk);
   int rows = t.end - t.step, n = p.state_dim;
   int64_t ld = (int64_t)p.groups * 2 * n;

@@ -1,5 +1,5 @@
-// da, dd and ddt_bias as the sums of what the chunks have of them. A block adds 64 heads of one of the three: WG warpgroups tiles of 64 chunks in
-// turn, always in the same order, then a warp what they have.
+// da, dd and ddt_bias as the sums of what the chunks have of them. A block adds 64 heads of one of the three: WG
+// warpgroups tiles of 64 chunks in turn, always in the same order, then a warp what they have.
 #include "tile/tile.h"
 #include "ssd/ssd_bwd.h"
 

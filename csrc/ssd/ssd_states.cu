@@ -1,10 +1,11 @@
-// States of Mamba-2's SSD (Dao & Gu 2024, section 6) in front of each chunk of 64 steps. With l_i = sum of dt_k a for k <= i inside a chunk that ends
-// with step e:
+// States of Mamba-2's SSD (Dao & Gu 2024, section 6) in front of each chunk of 64 steps. With l_i the sum of dt_k a
+// for k <= i inside a chunk that ends with step e:
 //   S <- e^(l_e) S + sum of (w_j a_j) b_j^T
 //   forwards    a = x, b = b, w_j = dt_j e^(l_e - l_j)
-//   backwards   a = dy, b = c, w_j = e^(l_j), from the last chunk to the first: the gradient of the state behind each chunk
-// A block keeps 64 rows of the state for each of its WG warpgroups in registers; these share b. Steps past the end have dt = 0: they add nothing.
-// Where the next packed row follows in memory, the scan warps clear its steps in a and b before products read them.
+//   backwards   a = dy, b = c, w_j = e^(l_j), from the last chunk to the first: the gradient of the state behind each
+// A block keeps 64 rows of the state for each of its WG warpgroups in registers; these share b. Steps past the end have
+// dt = 0: they add nothing. Where the next packed row follows in memory, the scan warps clear its steps in a and b
+// before products read them.
 // Roles: a loader thread; a scan warp for each warpgroup: dt -> the weights; WG state warpgroups.
 //
 // Registers of a thread: state N / 2, a's weighted chunk 16, addresses and the rest 30.
@@ -31,7 +32,8 @@ TILE void init(shared &s) {
 TILE int parts(const params &p) { return (p.head_dim + 63) / 64; }
 struct task { int row, batch, group, unit, first, end, place, chunks; };
 TILE task block_task(const params &p) {
-  int blocks = p.group_heads * parts(p) / WG, at = block_index() / p.passes, matrix = at / blocks, row = matrix / p.groups;
+  int blocks = p.group_heads * parts(p) / WG, at = block_index() / p.passes, matrix = at / blocks,
+      row = matrix / p.groups;
   task t = {row, row, matrix % p.groups, at % blocks * WG, p.first * 64, p.steps.count, 0, p.chunks};
   if (p.steps.starts) {
     t.batch = 0;
@@ -56,7 +58,8 @@ TILE void loader(const params &p, shared &s, int) {
     sem &full = runs_over(p.steps, step, t.end) ? s.last : s.inputs.full[at.stage];
     ring_acquire(s.inputs, at);
     sem_expect(full, tile_bytes(s.b[0]) + WG * tile_bytes(s.a[0][0]));
-    for (int wg = 0; wg < WG; wg++) tma_load(s.a[at.stage][wg], q.a, full, step, row_of(p, t, wg), head_of(p, t, wg), t.batch);
+    for (int wg = 0; wg < WG; wg++)
+      tma_load(s.a[at.stage][wg], q.a, full, step, row_of(p, t, wg), head_of(p, t, wg), t.batch);
     tma_load(s.b[at.stage], q.b, full, step, 0, t.group, t.batch);
     ring_next(s.inputs, at);
   }
@@ -112,7 +115,8 @@ TILE void run_state(const params &p, shared &s, int wg) {
   for (int i = 0; i < t.chunks; i++) {
     int chunk = chunk_of(q, t, i);
     if (q.starts && chunk && chunk % p.every == 0)
-      store(q.starts + (int64_t)(chunk / p.every - 1) * p.steps.rows * p.steps.heads * p.head_dim * p.state_dim + first, p.state_dim, state, rows, p.state_dim);
+      store(q.starts + (int64_t)(chunk / p.every - 1) * p.steps.rows * p.steps.heads * p.head_dim * p.state_dim + first,
+            p.state_dim, state, rows, p.state_dim);
     if (q.keep) {
       tma_store_wait_read();
       wg_sync();
@@ -137,5 +141,6 @@ TILE void run_state(const params &p, shared &s, int wg) {
   tma_store_wait_read();
 }
 
-typedef block<params, shared, init, role<run_state, WARPGROUP, WG, 0>, role<loader, THREAD, 1, 0>, role<scan, WARP, WG, 0>, OCCUPANCY<PER_SM>> kernel;
+typedef block<params, shared, init, role<run_state, WARPGROUP, WG, 0>, role<loader, THREAD, 1, 0>,
+              role<scan, WARP, WG, 0>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, 64, WG)

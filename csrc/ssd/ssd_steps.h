@@ -33,7 +33,8 @@ TILE void step_slopes(wv<64> &slope, const wv<64> &raw, const ssd_steps &p, int 
   bool soft = p.dt.softplus;
   map(slope, raw, raw, [=](float x, float) {
     float y = x + bias, dt = soft ? softplus(y) : y;
-    return x == -infinity() || dt < low || dt > high ? 0.f : soft ? fast_rcp(1.f + fast_exp2(y * -1.4426950408889634f)) : 1.f;
+    float slope = soft ? fast_rcp(1.f + fast_exp2(y * -1.4426950408889634f)) : 1.f;
+    return x == -infinity() || dt < low || dt > high ? 0.f : slope;
   });
 }
 // How often seq_idx has changed; 0 where there is none.

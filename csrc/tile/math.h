@@ -57,8 +57,8 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u
 // t = f(t, u[row], v[col], row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &u, const sv<N> &v, F f);
 // f(row, col, ...) for every place of 64 x N, N a multiple of 16, with what each further argument has there. A register
-// tile, an rsum's row and a csum's column may be changed. Of an rv comes the row's value, of an sv<N> the column's, of a
-// shared tile, 64 rows of 16 bits (fp32 on the CPU), the element.
+// tile, an rsum's row and a csum's column may be changed. Of an rv comes the row's value, of an sv<N> the column's, of
+// a shared tile, 64 rows of 16 bits (fp32 on the CPU), the element.
 template<int N, class F, class... X> TILE void each(F f, X &...x);
 // The same with a function each for blocks of 16 x 16 right of the diagonal, on it and left of it.
 template<int N, class F, class D, class G, class... X>

@@ -592,7 +592,8 @@ TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
   store(p.out + 512, 3, v, p.n);
 }
 
-// ---- several tiles in one pass: block 0 visits all places alike, block 1 those right of, on and left of the diagonal's blocks in ways of their own
+// ---- several tiles in one pass: block 0 visits all places alike, block 1 those right of, on and left of the
+// diagonal's blocks in ways of their own
 struct visit_shared {
   st<elem, 64, 128> a;
   sv<64> v;
@@ -910,7 +911,8 @@ typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1
 RUN_OP(zeros, zero_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
-typedef block<op_params, visit_shared, visit_init, role<visit_tiles, WARPGROUP, 1, 0>, role<visit_loader, THREAD, 1, 0>, role<visit_columns, WARP, 1, 0>>
+typedef block<op_params, visit_shared, visit_init, role<visit_tiles, WARPGROUP, 1, 0>,
+              role<visit_loader, THREAD, 1, 0>, role<visit_columns, WARP, 1, 0>>
     visit_kernel;
 RUN_OP(visits, visit_kernel)
 typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>,

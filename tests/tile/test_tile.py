@@ -559,7 +559,8 @@ def test_visits(ops):
     rng = np.random.default_rng(6)
     array = random(rng, ops.elem, 1, 2, 100, 200)
     x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(64).astype(np.float32)
-    r = ops.run("visits", {"a": (array, 64)}, {"x": x, "y": y, "out": np.full(2 * 4352, np.nan, np.float32)}, blocks=2, row=50, col=104, head=1, batch=0)
+    vectors = {"x": x, "y": y, "out": np.full(2 * 4352, np.nan, np.float32)}
+    r = ops.run("visits", {"a": (array, 64)}, vectors, blocks=2, row=50, col=104, head=1, batch=0)
     a = window(decode(array, ops.elem)[0, 1], 50, 104, 64, 64).astype(np.float64)
     t = (x[None, :] + y[:, None]).astype(np.float64)
     row, col = np.arange(64)[:, None], np.arange(64)[None, :]
@@ -567,8 +568,9 @@ def test_visits(ops):
     # On the CPU and on a GPU a sum that starts with 1 has 1 once, or from each of a row's four threads.
     first = 4.0 if ops.target == "sm90" else 1.0
     block = col // 16 - row // 16
-    for i, (want, rows, columns) in enumerate(((new, for_row, for_column), [np.where(block > 0, one, np.where(block == 0, other, zero)) for one, other, zero in (
-            (new, 1000 + 64 * row + col, -1), (for_row, 1, 0), (for_column, 2, 0))])):
+    parts = lambda right, on, left: np.where(block > 0, right, np.where(block == 0, on, left))  # noqa: E731
+    triangles = parts(new, 1000 + 64 * row + col, -1), parts(for_row, 1, 0), parts(for_column, 2, 0)
+    for i, (want, rows, columns) in enumerate(((new, for_row, for_column), triangles)):
         got = r["out"][4352 * i:4352 * (i + 1)]
         close(got[:4096].reshape(64, 64), want, 1 + np.abs(want) + np.abs(t * a), 1e-6)
         close(got[4096:4160], first + rows.sum(1), 1 + np.abs(rows).sum(1), 1e-6)

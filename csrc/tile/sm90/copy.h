@@ -275,7 +275,9 @@ template<typename T, int C> TILE block_words<T> each_block(const st<T, 64, C> &s
   load_block(b.w, block_address(s, 16 * k));
   return b;
 }
-template<typename T, int C> TILE block_words<T> each_block(st<T, 64, C> &s, int k) { return each_block((const st<T, 64, C> &)s, k); }
+template<typename T, int C> TILE block_words<T> each_block(st<T, 64, C> &s, int k) {
+  return each_block((const st<T, 64, C> &)s, k);
+}
 template<int N> TILE block_pairs each_block(const sv<N> &v, int k) {
   const float2 *g = (const float2 *)(v.d + thread_col());
   return {{g[k * 8], g[k * 8 + 4]}};
@@ -304,7 +306,8 @@ template<int N, class F, class... X> TILE void each(F f, X &...x) {
 #pragma unroll
   for (int k = 0; k < N / 16; k++) each_of_block(f, k, each_block(x, k)...);
 }
-template<int N, class F, class D, class G, class... X> TILE void each_of_triangles(F right, D diagonal, G left, X &...x) {
+template<int N, class F, class D, class G, class... X>
+TILE void each_of_triangles(F right, D diagonal, G left, X &...x) {
 #pragma unroll
   for (int k = 0; k < N / 16; k++)
     if (k > warp_in_group()) each_of_block(right, k, each_block(x, k)...);
@@ -345,7 +348,8 @@ template<int N> TILE void store(sv<4 * N> &d, const csum<N> &c) {
   halve<16, N / 8>(x);
   halve<8, N / 16>(x);
   halve<4, N / 32>(x);
-  int first = ((lane() >> 4 & 1) * 4 + (lane() >> 3 & 1) * 2 + (lane() >> 2 & 1)) * (N / 64);   // of its groups of eight columns
+  // Of its groups of eight columns.
+  int first = ((lane() >> 4 & 1) * 4 + (lane() >> 3 & 1) * 2 + (lane() >> 2 & 1)) * (N / 64);
 #pragma unroll
   for (int i = 0; i < N / 64; i++)
     *(float2 *)(d.d + warp_in_group() * N + (first + i) * 8 + thread_col()) = make_float2(x[2 * i], x[2 * i + 1]);

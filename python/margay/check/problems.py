@@ -264,9 +264,12 @@ def call_ssd(dtype, dim, batch, steps, heads, n, kind):
     return y, states
 
 
-# label, steps, heads, groups, head dim, state less than N, what else is given. Heads of many columns, so that few blocks take several units each
-SSD_BWD = (("wide heads", 150, 1, 1, 360, 0, "seq_idx"), ("groups", 130, 2, 2, 128, 8, "states"), ("one chunk", 40, 4, 1, 128, 0, ""),
-           ("packed", 140, 1, 1, 200, 0, "packed"))
+# label, steps, heads, groups, head dim, state less than N, what else is given. Heads of many columns, so that few blocks
+# take several units each.
+SSD_BWD = (("wide heads", 150, 1, 1, 360, 0, "seq_idx"), ("groups", 130, 2, 2, 128, 8, "states"),
+           ("one chunk", 40, 4, 1, 128, 0, ""), ("packed", 140, 1, 1, 200, 0, "packed"))
+SSD_BWD_GIVEN = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_bias", "dinitial_states", "ddt_bias"),
+                 "seq_idx": ("seq_idx", "d", "dd"), "packed": ("cu_seqlens", "initial_states", "dinitial_states", "d", "dd")}
 
 
 def ssd_bwd(row, large):
@@ -274,22 +277,23 @@ def ssd_bwd(row, large):
     shapes = [("large", 3000, 16, 2, 128, 0, ""), ("few blocks", 640, 2, 1, 256, 0, "")] if large else []
     for label, steps, heads, *problem in [*shapes, *SSD_BWD]:
         heads *= 2 if row["op"] == "ssd_bwd_join" else 1       # it adds what blocks have that share a group's heads
-        yield label, lambda problem=(steps, heads, *problem): call_ssd_bwd(row["dtype"], c.get("N", c.get("W", 64)), *problem)
+        problem = c.get("N", c.get("W", 64)), steps, heads, *problem
+        yield label, lambda problem=problem: call_ssd_bwd(row["dtype"], *problem)
 
 
 def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
-    n, batch, starts = most - less, 1, (0, steps // 2, steps)
-    sizes = dict(B=batch, T=steps, H=heads, P=dim, G=groups, N=n, STARTS=len(starts) if kind == "packed" else -1)
+    batch, starts = 1, (0, steps // 2, steps)
+    sizes = dict(B=batch, T=steps, H=heads, P=dim, G=groups, N=most - less, STARTS=len(starts) if kind == "packed" else -1)
     op = _op.Row("ssd_bwd")
     for size, _, code in op.lets:
         sizes[size] = int(eval(code, {}, sizes))
-    given = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_bias", "dinitial_states", "ddt_bias"), "seq_idx": ("seq_idx", "d", "dd"),
-             "packed": ("cu_seqlens", "initial_states", "dinitial_states", "d", "dd")}[kind]
-    values = dict(dt=np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads)), a=-1.0, seq_idx=np.arange(steps) // 50, cu_seqlens=starts)
+    values = dict(dt=np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads)), a=-1.0,
+                  seq_idx=np.arange(steps) // 50, cu_seqlens=starts)
     kinds = dict(half=dtype, float32="float32", int32="int32")
+    fields = [f for f in op.arguments if f["role"] != "num"]
     tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
-               for f in op.arguments if f["role"] != "num" and (f["name"] in given or f["role"] not in ("opt", "optout"))}
-    _C.ssd_bwd(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"), kind == "states")
+               for f in fields if f["name"] in SSD_BWD_GIVEN[kind] or f["role"] not in ("opt", "optout")}
+    _C.ssd_bwd(*(tensors.get(f["name"]) for f in fields), kind == "states")
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
