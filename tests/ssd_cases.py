@@ -32,10 +32,11 @@ class Case:
     packed: tuple = ()           # cu_seqlens
 
     def __str__(self):
-        words = [f"seed{self.seed}", f"t{self.steps}", f"b{self.batch}", f"h{self.heads}x{self.groups}", f"p{self.dim}", f"n{self.state}", self.layout,
-                 str(self.dtype)[6:]]
+        words = [f"seed{self.seed}", f"t{self.steps}", f"b{self.batch}", f"h{self.heads}x{self.groups}", f"p{self.dim}",
+                 f"n{self.state}", self.layout, str(self.dtype)[6:]]
         words += [name for name in ("d", "bias", "softplus", "initial") if getattr(self, name)]
-        words += ["limits"] * bool(self.limits) + [f"seq{self.sequences}"] * bool(self.sequences) + ["packed"] * bool(self.packed)
+        words += ["limits"] * bool(self.limits) + [f"seq{self.sequences}"] * bool(self.sequences)
+        words += ["packed"] * bool(self.packed)
         return "-".join(words)
 
     @property
@@ -60,12 +61,14 @@ def random_case(seed, dtypes=DTYPES):
     kind = r.choice(("plain", "plain", "seq_idx", "packed"))
     if kind == "packed":
         batch = 1
-        inner = sorted(r.choice((0, steps, r.randint(0, steps), r.randint(0, steps) // 64 * 64)) for _ in range(r.randint(0, 6)))
+        inner = sorted(r.choice((0, steps, r.randint(0, steps), r.randint(0, steps) // 64 * 64))
+                       for _ in range(r.randint(0, 6)))
         packed = (0, *inner, steps)
     if kind == "seq_idx":
         sequences = r.choice((1, 2, 4, 20, 1000))
-    return Case(seed, steps, batch, heads, groups, dim, state, r.choice(LAYOUTS), r.choice(dtypes), yes(0.7), yes(0.4), yes(0.4),
-                r.choice(((), (), (0.02, 0.1), (0.0, 0.05), (0.01, math.inf))), yes(0.5), sequences, packed)
+    limits = (), (), (0.02, 0.1), (0.0, 0.05), (0.01, math.inf)
+    return Case(seed, steps, batch, heads, groups, dim, state, r.choice(LAYOUTS), r.choice(dtypes), yes(0.7), yes(0.4),
+                yes(0.4), r.choice(limits), yes(0.5), sequences, packed)
 
 
 AWKWARD = [Case(i, **change) for i, change in enumerate(
@@ -74,14 +77,16 @@ AWKWARD = [Case(i, **change) for i, change in enumerate(
        dict(steps=200, dim=16, state=24), dict(batch=0), dict(heads=0), dict(dim=8, state=8),
        dict(heads=12, groups=3, dim=8, state=120, layout="gaps"), dict(dim=128, state=128, initial=True, steps=200),
        dict(dim=72, state=200, steps=65, heads=3), dict(dim=128, state=256, sequences=3, initial=True, d=False),
-       dict(state=256, steps=200, packed=(0, 0, 63, 127, 127, 192, 200), initial=True), dict(steps=0, packed=(0, 0, 0), initial=True),
-       dict(steps=0, initial=True), dict(steps=0, packed=(0,)), dict(packed=(0, 1, 2, 66, 130), heads=8, state=128)])]
+       dict(state=256, steps=200, packed=(0, 0, 63, 127, 127, 192, 200), initial=True),
+       dict(steps=0, packed=(0, 0, 0), initial=True), dict(steps=0, initial=True), dict(steps=0, packed=(0,)),
+       dict(packed=(0, 1, 2, 66, 130), heads=8, state=128)])]
 # Rows of "gaps" begin at multiples of 16 bytes whatever they hold: sizes that are multiples of nothing.
 ODD = [Case(100 + i, layout="gaps", **change) for i, change in enumerate(
     [dict(dim=1, state=1), dict(dim=5, state=7, heads=3), dict(dim=63, state=65, heads=6, groups=2, batch=2),
      dict(dim=33, state=127, heads=1), dict(dim=64, state=127, heads=8, steps=129),
      dict(dim=7, state=3, heads=5, groups=5, steps=65), dict(dim=65, state=129, heads=1, steps=65),
-     dict(dim=127, state=255, heads=2, steps=129, initial=True), dict(dim=13, state=3, heads=3, packed=(0, 65, 70, 130), initial=True)])]
+     dict(dim=127, state=255, heads=2, steps=129, initial=True),
+     dict(dim=13, state=3, heads=3, packed=(0, 65, 70, 130), initial=True)])]
 
 
 def inputs_of(case, device="cpu"):
@@ -113,7 +118,8 @@ def inputs_of(case, device="cpu"):
         x, b, c = (widened(t, device) for t in (x, b, c))
         if seq_idx is not None:
             seq_idx = widened(seq_idx, device)
-    values = dict(x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=bias, initial_states=initial, seq_idx=seq_idx, cu_seqlens=starts)
+    values = dict(x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=bias, initial_states=initial, seq_idx=seq_idx,
+                  cu_seqlens=starts)
     return {name: t if t is None else t.to(device) for name, t in values.items()}
 
 
@@ -141,16 +147,20 @@ def pieces(seq_idx, cu_seqlens, batch, steps):
         ids = [0] * steps if seq_idx is None else seq_idx[i].tolist()
         cuts = [t for t in range(1, steps) if ids[t] != ids[t - 1]]
         for first, end in zip([0, *cuts], [*cuts, steps]):
-            found.append((i, i if first == 0 and (not steps or ids[0] == 0) else None, i if end == steps else None, first, end))
+            begin = i if first == 0 and (not steps or ids[0] == 0) else None
+            found.append((i, begin, i if end == steps else None, first, end))
     return found
 
 
-def by_sequences(scan, x, dt, a, b, c, d=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None, dtype=torch.float64, **numbers):
-    """y and the last states, each sequence by itself: scan(x, dt, a, b, c, d, S) of tensors [heads, steps, ...] gives y and S."""
+def by_sequences(scan, x, dt, a, b, c, d=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+                 dtype=torch.float64, **numbers):
+    """y and the last states, each sequence by itself: scan(x, dt, a, b, c, d, S) of tensors [heads, steps, ...] gives y
+    and S."""
     batch, steps, heads, dim = x.shape
     n = b.shape[3]
     half = x.dtype
-    x, dt, a, b, c, d, dt_bias, initial_states = (t if t is None else t.to(dtype) for t in (x, dt, a, b, c, d, dt_bias, initial_states))
+    given = x, dt, a, b, c, d, dt_bias, initial_states
+    x, dt, a, b, c, d, dt_bias, initial_states = (t if t is None else t.to(dtype) for t in given)
     dt = steps_of(dt, dt_bias, **numbers)
     b, c = (t.repeat_interleave(heads // max(t.shape[2], 1), 2) for t in (b, c))
     rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
@@ -158,9 +168,9 @@ def by_sequences(scan, x, dt, a, b, c, d=None, dt_bias=None, initial_states=None
     d = x.new_zeros(heads) if d is None else d
     for i, begin, last, first, end in pieces(seq_idx, cu_seqlens, batch, steps):
         state = x.new_zeros(heads, dim, n) if begin is None or initial_states is None else initial_states[begin]
-        one = slice(first, end)
-        y_one, state = scan(*(t[i, one].transpose(0, 1) for t in (x, dt)), a, *(t[i, one].transpose(0, 1) for t in (b, c)), d, state, half)
-        y[i, one] = y_one.transpose(0, 1)
+        x_one, dt_one, b_one, c_one = (t[i, first:end].transpose(0, 1) for t in (x, dt, b, c))
+        y_one, state = scan(x_one, dt_one, a, b_one, c_one, d, state, half)
+        y[i, first:end] = y_one.transpose(0, 1)
         if last is not None:
             states[last] = state
     return y, states
@@ -170,7 +180,8 @@ def recurrence(x, dt, a, b, c, d, state, half):
     """The definition."""
     ys = [x[:, :0]]
     for t in range(x.shape[1]):
-        state = state * torch.exp(dt[:, t] * a)[:, None, None] + (dt[:, t, None] * x[:, t])[..., None] * b[:, t, None, :]
+        decay = torch.exp(dt[:, t] * a)[:, None, None]
+        state = decay * state + (dt[:, t, None] * x[:, t])[..., None] * b[:, t, None, :]
         ys.append(((state @ c[:, t, :, None])[..., 0] + d[:, None] * x[:, t])[:, None])
     return torch.cat(ys, 1), state
 
@@ -181,7 +192,8 @@ def by_chunks(x, dt, a, b, c, d, state, half):
     for i in range(0, x.shape[1], CHUNK):
         xs, dts, bs, cs = (t[:, i:i + CHUNK] for t in (x, dt, b, c))
         l = (dts * a[:, None]).cumsum(1)
-        later = torch.ones(l.shape[1], l.shape[1], dtype=torch.bool, device=l.device).triu(1)        # there the exponent may be anything
+        # Beside the diagonal the exponent may be anything.
+        later = torch.ones(l.shape[1], l.shape[1], dtype=torch.bool, device=l.device).triu(1)
         decay = torch.exp((l[..., :, None] - l[..., None, :]).masked_fill(later, -math.inf))
         weights = cs @ bs.mT * decay * dts[..., None, :] + torch.diag_embed(d[:, None].expand_as(l))
         ys.append(torch.exp(l)[..., None] * (cs @ rounded(state).mT) + rounded(weights) @ xs)

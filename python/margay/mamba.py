@@ -47,5 +47,5 @@ def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, 
             raise NotImplementedError(f"selective_state_update: {name} has shape {list(t.shape)} and strides "
                                       f"{list(t.stride())}, expected one value for each head, expanded")
     first = lambda t: t if t is None else t[..., 0]  # noqa: E731
-    return ssd_step(state, x, first(dt), first(first(A)), B, C, D=first(D), z=z, dt_bias=first(dt_bias), dt_softplus=dt_softplus,
-                    state_indices=state_batch_indices)
+    return ssd_step(state, x, first(dt), first(first(A)), B, C, D=first(D), z=z, dt_bias=first(dt_bias),
+                    dt_softplus=dt_softplus, state_indices=state_batch_indices)

@@ -20,8 +20,8 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
         most dt_limit[1].
     initial_states: S_0, [batch, H, P, N]; zero if None. It is that of sequence 0 where seq_idx is given.
     seq_idx: integers [batch, T]. Where it changes, the state begins anew with zeros.
-    cu_seqlens: integers [sequences + 1]. x has batch 1, and sequence i has steps cu_seqlens[i] to cu_seqlens[i + 1] - 1.
-        The states are then those of the sequences, [sequences, H, P, N].
+    cu_seqlens: integers [sequences + 1]. x has batch 1, and sequence i has steps cu_seqlens[i] to
+        cu_seqlens[i + 1] - 1. The states are then those of the sequences, [sequences, H, P, N].
     return_final_states: return (y, S_T), S_T float32 [batch, H, P, N].
     """
     torch_ = is_torch("ssd", "x", x)
@@ -141,7 +141,8 @@ def ssd_step(state, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus
     batch, heads, dim = x.shape
     groups, n = b.shape[1:]
     states = batch if state_indices is None else len(state)
-    expected = dict(state=(states, heads, dim, n), dt=(batch, heads), A=(heads,), B=(batch, groups, n), C=(batch, groups, n))
+    expected = dict(state=(states, heads, dim, n), dt=(batch, heads), A=(heads,), B=(batch, groups, n),
+                    C=(batch, groups, n))
     for name, t in dict(state=state, dt=dt, A=a, B=b, C=c).items():
         if tuple(t.shape) != expected[name]:
             raise ValueError(f"{op}: {name} has shape {shape(t)}, expected {list(expected[name])}")
