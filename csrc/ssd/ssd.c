@@ -35,10 +35,10 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
                           .state_dim = cuts.state_dim};
   if (!mg_choose_other(c, MG_OP_ssd_cuts)) return c->status;
   const int64_t units = mg_ceil_div((c->n.P + 63) / 64 * cuts.group_heads, c->desc->tile_n);
-  if (mg_run(c, &cuts, mg_tasks(c, c->n.R * c->n.G * units * cuts.cut))) return c->status;
+  if (mg_run(c, &cuts, mg_tasks(c, c->n.R * c->n.G * units * cuts.cut, "blocks"))) return c->status;
   if ((cuts.cut == 1 && !join.initial) || !mg_choose_other(c, MG_OP_ssd_join)) return c->status;
   const int64_t tiles = mg_ceil_div(c->n.P, 64) * mg_ceil_div(c->n.N, c->desc->tile_n);
-  return mg_run(c, &join, mg_tasks(c, c->n.R * c->n.H * tiles));
+  return mg_run(c, &join, mg_tasks(c, c->n.R * c->n.H * tiles, "blocks"));
 }
 
 mg_status mg_ssd(const mg_ssd_args *a) {
@@ -70,5 +70,5 @@ mg_status mg_ssd(const mg_ssd_args *a) {
     p.cut_stride = (int)c.n.CUTS;
     if (run_cuts(&c, a, &p) || !mg_choose(&c)) return c.status;
   }
-  return mg_run(&c, &p, mg_tasks(&c, blocks * p.segments));
+  return mg_run(&c, &p, mg_tasks(&c, blocks * p.segments, "blocks"));
 }

@@ -38,7 +38,7 @@ static mg_status run_states(mg_call *c, const mg_ssd_bwd_args *a, ssd_states_par
   p->group_heads = (int)(c->n.H / c->n.G);
   p->head_dim = (int)c->n.P;
   p->state_dim = (int)c->n.N;
-  return mg_run(c, p, mg_tasks(c, passes * c->n.R * c->n.H * mg_ceil_div(c->n.P, 64) / c->desc->tile_n));
+  return mg_run(c, p, mg_tasks(c, passes * c->n.R * c->n.H * mg_ceil_div(c->n.P, 64) / c->desc->tile_n, "blocks"));
 }
 
 static void strides_of(int64_t *stride, const mg_tensor *t) {
@@ -66,14 +66,14 @@ static mg_status run_gradients(mg_call *c, const mg_ssd_bwd_args *a, segment s) 
   mg_map_stack(c, &p.states, a->states, 64, 64);
   mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   const int64_t tiles = c->n.B * s.chunks * c->n.G;
-  if (mg_run(c, &p, mg_tasks(c, tiles * splits)) || splits == 1) return c->status;
+  if (mg_run(c, &p, mg_tasks(c, tiles * splits, "blocks")) || splits == 1) return c->status;
   if (!mg_choose_other(c, MG_OP_ssd_bwd_join)) return c->status;
   ssd_bwd_join_params j = {.parts = parts, .steps = p.steps, .db = p.db, .dc = p.dc, .first = s.first,
                            .chunks = s.chunks, .batches = p.batches,
                            .groups = p.groups, .splits = splits, .state_dim = p.state_dim};
   strides_of(j.db_stride, a->db);
   strides_of(j.dc_stride, a->dc);
-  return mg_run(c, &j, mg_tasks(c, tiles * 2));
+  return mg_run(c, &j, mg_tasks(c, tiles * 2, "blocks"));
 }
 
 mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
@@ -107,5 +107,5 @@ mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
   const ssd_bwd_sums_params sums = {.sums = a->sums->data, .out = {a->da->data, data_of(a->dd), data_of(a->ddt_bias)},
                                     .batches = (int)c.n.B, .chunks = chunks,
                                     .heads = (int)c.n.H};
-  return mg_run(&c, &sums, mg_tasks(&c, mg_ceil_div(c.n.H, 64) * 3));
+  return mg_run(&c, &sums, mg_tasks(&c, mg_ceil_div(c.n.H, 64) * 3, "blocks"));
 }
