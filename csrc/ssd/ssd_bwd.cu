@@ -13,10 +13,12 @@
 // where col / dt and out / dt are made without the division, and row - col without R's diagonal, which is in both.
 // Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in memory, the scan warp clears
 // them. What would go from one sequence of seq_idx to another becomes 0.
-// A block works on one chunk of the heads of one group, or on a part of them: 64 columns of P at a time, which all of this is linear in. States of more than 128
-// columns come in two passes over the heads; the first does all but the second half of dc and db.
-// Roles: a loader thread; a scan warp: dt -> a head's vectors; a collect warp: what the others found -> ddt, and shares of da, dd and
-// ddt_bias; a warpgroup for pairs of steps; two for the products with a state: dc, of dy and S, and db, of x and G.
+// A block works on one chunk of the heads of one group, or on a part of them: 64 columns of P at a time, which all of
+// this is linear in. States of more than 128 columns come in two passes over the heads; the first does all but the
+// second half of dc and db.
+// Roles: a loader thread; a scan warp: dt -> a head's vectors; a collect warp: what the others found -> ddt, and shares
+// of da, dd and ddt_bias; a warpgroup for pairs of steps; two for the products with a state: dc, of dy and S, and db,
+// of x and G.
 //
 // Registers of a thread, N = 128   tiles that live together                            vectors and the rest
 //   pairs, 168                     c.b 32, R 32, x.dy 32, then 16 of its copy, dx 32   column sums 16, rows 8, 16
@@ -69,7 +71,13 @@ TILE task block_task(const params &p) {
   int units = end > first && steps.end > steps.step ? (end - first) * parts(p) : 0;
   return {at / p.chunks, chunk, group, split, group * p.group_heads + first, units, steps.step, steps.end};
 }
-TILE int head_of(const params &p, const task &t, int unit) { return t.head0 + unit / parts(p); }
+// Counted, not divided: a division takes as long as a sum over a warp.
+struct unit { int head, part; };
+TILE void unit_next(const params &p, unit &u) {
+  if (++u.part < parts(p)) return;
+  u.part = 0;
+  u.head++;
+}
 TILE bool runs_over(const params &p, const task &t) { return runs_over(p.steps, t.step, t.end); }
 
 TILE void loader(const params &p, shared &s, int) {
@@ -82,10 +90,11 @@ TILE void loader(const params &p, shared &s, int) {
     tma_load(s.b[pass], p.b, bc, t.step, pass * W, t.group, t.batch);
     tma_load(s.c[pass], p.c, bc, t.step, pass * W, t.group, t.batch);
   }
-  for (int pass = 0; pass < PASSES; pass++)
-    for (int u = 0; u < t.units; u++) {
+  for (int pass = 0; pass < PASSES; pass++) {
+    unit w = {t.head0, 0};
+    for (int u = 0; u < t.units; u++, unit_next(p, w)) {
       sem &full = over ? s.last[at.stage] : s.inputs.full[at.stage];
-      int head = head_of(p, t, u), col = u % parts(p) * 64, matrix = t.batch * p.steps.heads + head;
+      int head = w.head, col = w.part * 64, matrix = t.batch * p.steps.heads + head;
       ring_acquire(s.inputs, at);
       sem_expect(full, 2 * tile_bytes(s.x[0]) + (1 + PASSES - pass) * tile_bytes(s.state[0]));
       tma_load(s.x[at.stage], p.x, full, t.step, col, head, t.batch);
@@ -94,6 +103,7 @@ TILE void loader(const params &p, shared &s, int) {
       tma_load(s.state[at.stage], p.states, full, col, pass * W, t.chunk, matrix);
       ring_next(s.inputs, at);
     }
+  }
 }
 
 // ---- the scan warp
@@ -129,9 +139,12 @@ TILE void scan(const params &p, shared &s, int) {
     sem_arrive<WARP>(s.bc_full);
   }
   if (t.units) load_steps(raw, p.steps, t.batch, t.step, t.end, t.head0);
+  unit w = {t.head0, 0};
   for (int u = 0; u < PASSES * t.units; u++) {
-    int head = head_of(p, t, u % t.units);
-    load_steps(next, p.steps, t.batch, t.step, t.end, head_of(p, t, (u + 1) % t.units));
+    int head = w.head;
+    unit_next(p, w);
+    if (u + 1 == t.units || u + 1 == PASSES * t.units) w = {t.head0, 0};   // the next pass, if there is one
+    load_steps(next, p.steps, t.batch, t.step, t.end, w.head);
     ring_acquire(s.v_ring, at);
     give_vectors(p, s.v[at.stage], raw, changes, head);
     sem_arrive<WARP>(s.v_ring.full[at.stage]);
@@ -214,12 +227,14 @@ TILE void collect(const params &p, shared &s, int) {
   ring_pos at = {}, with = {};
   wv<Q> ddt, x;
   float da = 0, dd = 0;
-  for (int pass = 0; pass < PASSES; pass++)
-    for (int u = 0; u < t.units; u++) {
-      int head = head_of(p, t, u);
+  for (int pass = 0; pass < PASSES; pass++) {
+    unit w = {t.head0, 0};
+    for (int u = 0; u < t.units; u++, unit_next(p, w)) {
+      int head = w.head;
+      bool last = w.part + 1 == parts(p);
       vectors &v = s.v[at.stage];
       found &f = s.f[with.stage];
-      if (u % parts(p) == 0) {
+      if (w.part == 0) {
         fill(ddt, 0.f);
         da = dd = 0;
       }
@@ -230,15 +245,16 @@ TILE void collect(const params &p, shared &s, int) {
         dd += sum_of(x);
       }
       ring_release<WARP>(s.f_ring, with);
-      if ((u + 1) % parts(p) == 0) multiply(ddt, v.slope);
+      if (last) multiply(ddt, v.slope);
       ring_release<WARP>(s.v_ring, at);
       ring_next(s.f_ring, with);
       ring_next(s.v_ring, at);
-      if ((u + 1) % parts(p)) continue;
+      if (!last) continue;
       put_ddt(p, t, head, ddt, pass);
       put_sum(p, t, 0, head, da, pass);
       if (p.skips && !pass) put_sum(p, t, 1, head, dd, 0);
     }
+  }
 }
 
 // ---- pairs of steps: row j, column i
@@ -267,8 +283,9 @@ TILE void pairs(const params &p, shared &s, int) {
   if (PASSES == 2) mma_ABt<ACC>(scores, s.b[PASSES - 1], s.c[PASSES - 1]);
   mma_commit();
   mma_wait<0>(scores);
-  for (int u = 0; u < t.units; u++) {
-    int head = head_of(p, t, u);
+  unit w = {t.head0, 0};
+  for (int u = 0; u < t.units; u++, unit_next(p, w)) {
+    int head = w.head;
     vectors &v = s.v[vs.stage];
     found &f = s.f[with.stage];
     rv l, dt, weight;
@@ -338,7 +355,7 @@ TILE void pairs(const params &p, shared &s, int) {
     mma_wait<0>(dx, weights);
     sem_arrive(s.inputs.empty[at.stage]);     // read by products alone
     ring_next(s.inputs, at);
-    put_dx(p, s, t, dx, head, u % parts(p) * 64);
+    put_dx(p, s, t, dx, head, w.part * 64);
   }
   store(s.r, r);
   fence_async();
