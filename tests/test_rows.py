@@ -106,6 +106,8 @@ def test_results_have_the_row_s_sizes(row):
                 getattr(_C, row.name)(**tensors | {f["name"]: np.zeros(other, tensors[f["name"]].dtype)})
         with pytest.raises(TypeError, match=f"^{row.called}: {f['name']} has dtype float64, expected "):
             getattr(_C, row.name)(**tensors | {f["name"]: np.zeros(shape)})
+        if 0 in shape:                                            # nothing would be written
+            continue
         read_only = np.zeros(shape, tensors[f["name"]].dtype)
         read_only.flags.writeable = False
         with pytest.raises(BufferError, match=f"{row.called}: {f['name']}"):

@@ -52,6 +52,8 @@ template<typename T, int K> TILE void store_t(st<T, K, 64> &d, const rt<float, K
 TILE void load(rv &v, const sv<64> &s);
 TILE void store(sv<64> &d, const rv &v);                // a warp's own 16 rows, which its load() then sees; others want
                                                         // an arrival or a sync
+// Four parts, N floats each, whose sum it is. Others want an arrival or a sync.
+template<int N> TILE void store(sv<4 * N> &d, const csum<N> &c);
 TILE void load(rv &v, const parked &s);                 // without any sync
 TILE void store(parked &d, const rv &v);
 template<int N> TILE void load(cv<N> &v, const sv<N> &s);

@@ -27,6 +27,7 @@ TILE float fast_tanh(float x) {
 template<int N> TILE void fill(rt<float, N> &t, float x);
 TILE void fill(rv &v, float x);
 TILE void fill(rsum &v, float x);
+template<int N> TILE void clear(csum<N> &v);
 template<int N, class F> TILE void map(rt<float, N> &t, F f);                                              // t = f(t)
 // t = f(t, u)
 template<int N, class F> TILE void map(rt<float, N> &t, const rt<float, N> &u, F f);
@@ -53,6 +54,15 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, F f);
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &v, F f);
 // t = f(t, u, v[col], row, col)
 template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f);
+// t = f(t, u[row], v[col], row, col)
+template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &u, const sv<N> &v, F f);
+// f(row, col, ...) for every place of 64 x N, N a multiple of 16, with what each further argument has there. A register
+// tile, an rsum's row and a csum's column may be changed. Of an rv comes the row's value, of an sv<N> the column's, of
+// a shared tile, 64 rows of 16 bits (fp32 on the CPU), the element.
+template<int N, class F, class... X> TILE void each(F f, X &...x);
+// The same with a function each for blocks of 16 x 16 right of the diagonal, on it and left of it.
+template<int N, class F, class D, class G, class... X>
+TILE void each_of_triangles(F right, D diagonal, G left, X &...x);
 // map_row_pairs calls f(a, b, row, col) once for each row % 16 < 8; f may change a = t[row][col] and b = t[row +
 // 8][col]. map_col_pairs does so for each col % 16 < 8, with b = t[row][col + 8].
 template<int N, class F> TILE void map_row_pairs(rt<float, N> &t, F f);

@@ -21,6 +21,8 @@ TILE void mma_ABt_rows(rt<float, N> &d, const st<T, 64, K> &a, const st<T, R, K>
 // N columns of b from cb (a multiple of 64)
 template<int A, typename T, int N, int K, int W>
 TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> &b, int cb);
+template<int A, typename T, int N, int K, int W>
+TILE void mma_AB_cols(rt<float, N> &d, const rt<T, K> &a, const st<T, K, W> &b, int cb);
 // 64 columns of a from ca (a multiple of 64), N columns of b from cb (a multiple of 64, or of 32 where N is 32)
 // a^T b
 template<int A, typename T, int N, int K, int WA, int WB>

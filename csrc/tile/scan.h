@@ -3,7 +3,9 @@
 #pragma once
 template<int N> TILE void fill(wv<N> &v, float x);
 template<int N, class F> TILE void map(wv<N> &d, const wv<N> &a, const wv<N> &b, F f);   // d = f(a, b)
+template<int N, class F> TILE void map_index(wv<N> &d, F f);   // d = f(index)
 template<int N> TILE void cumsum(wv<N> &v);             // inclusive
+template<int N> TILE void cumsum_down(wv<N> &v);        // v[i] = sum of v[j], j >= i
 template<int N> TILE float last(const wv<N> &v);        // element N - 1, in every thread
 template<int N> TILE void store(sv<N> &d, const wv<N> &v);
 template<int N> TILE float get(const wv<N> &v, int i);   // element i, in every thread
@@ -13,6 +15,8 @@ template<int N> TILE float sum_of(const wv<N> &v);      // in every thread
 template<int N> TILE void load(wv<N> &v, const float *g, int64_t stride, int n, float pad);
 // rounds to T; elements >= n are not written
 template<typename T, int N> TILE void store(T *g, const wv<N> &v, int n);
+// element i to g[i * stride]; i >= n are not written
+template<int N> TILE void store(float *g, int64_t stride, const wv<N> &v, int n);
 // n elements of global memory, at any alignment
 template<typename T> TILE void copy_row(T *d, const T *s, int n);
 template<int N> TILE void load(wv<N> &v, const sv<N> &s);

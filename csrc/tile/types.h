@@ -18,6 +18,7 @@
 //   rsum                64 row sums in the making, partial per thread until reduce(). It is a type of its own, so that
 //                       nobody reads it too early
 //   cv<N>               N floats, one per column of a register tile
+//   csum<N>             N column sums in the making, partial per thread until they are stored
 //   wv<N>               N floats held by one warp
 //   gv<N>               N floats held by a warpgroup, N / 128 neighbouring ones by each thread; N is 256 or 512. Made for
 //                       rows of shared tiles: a thread has the same columns of every row, so that what goes down the

@@ -74,14 +74,17 @@ class Row:
     # ---- pieces of generated text
 
     def size(self, name):
-        """Where a size is read: from the first input that has it and is always there. LET: its expression."""
+        """Where a size is read: from the first input that has it, best one that is always there. LET: its expression."""
         for f in self.inputs:
             if f["role"] != "opt" and name in f["sizes"]:
                 return f"{f['name']}.shape[{f['sizes'].index(name)}]"
         for let, expression, _ in self.lets:
             if let == name:
                 return "(" + re.sub(r"\b[A-Z]\w*\b", lambda m: self.size(m[0]), _text(expression)) + ")"
-        raise TypeError(f"{self.name}: no input that is always there has the size {name}")
+        for f in self.inputs:
+            if name in f["sizes"]:
+                return f"(-1 if {f['name']} is None else {f['name']}.shape[{f['sizes'].index(name)}])"
+        raise TypeError(f"{self.name}: no input has the size {name}")
 
     def shape(self, f):
         return "(" + "".join(self.size(name) + ", " for name in f["sizes"]) + ")"

@@ -93,7 +93,7 @@ def test_once():
 
 
 def test_a_run_is_quick():
-    for name in ("attention_fwd_bf16_d64", "attention_bwd_bf16_d64", "matmul_bf16_nn_128x256", "ssd_fwd_bf16_n128"):
+    for name in ("attention_fwd_bf16_d64", "attention_bwd_bf16_d64", "matmul_bf16_nn_128x256", "ssd_bf16_n128"):
         problem = problems(rows()[name])[1]
         problem.run(0)
         times = []
@@ -291,22 +291,22 @@ def test_file_in_the_place_of_a_row(tmp_path):
     """A variant of a library kernel, checked with the row's problems: the proxy fence of a release after register reads left out."""
     text = (csrc() / "ssd" / "ssd_fwd.cu").read_text()
     bad = tmp_path / "ssd_without_fence.cu"
-    bad.write_text(text.replace("ring<2> dt_ring, x_ring[ALL];", "ring<2, ASYNC_READS> dt_ring, x_ring[ALL];"))
+    bad.write_text(text.replace("ring<2> x_ring[SLOTS];", "ring<2, ASYNC_READS> x_ring[SLOTS];"))
     assert bad.read_text() != text
-    code, out, err = run(bad, "--as", "ssd_fwd_bf16_n128")
+    code, out, err = run(bad, "--as", "ssd_bf16_n128")
     assert code == 1 and "fence-read" in out and "no fence_async by the reader" in out, out + err
     good = tmp_path / "ssd_same.cu"
     good.write_text(text)
-    assert run(good, "--as", "ssd_fwd_bf16_n128")[0] == 0
+    assert run(good, "--as", "ssd_bf16_n128")[0] == 0
 
 
 def test_other_parameters_in_the_place_of_a_row(tmp_path):
     """Read as the row's, they would be anything."""
     other = tmp_path / "scaled_add.cu"
     other.write_text((csrc() / "scaled_add" / "scaled_add.cu").read_text().replace("STAGES", "4"))    # a constant that the row does not have
-    code, out, err = run(other, "--as", "ssd_fwd_bf16_n128")
-    sizes = [rows()[name]["params_bytes"] for name in ("scaled_add_bf16", "ssd_fwd_bf16_n128")]
-    assert code == 1 and f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_fwd_bf16_n128, in whose place it shall be checked, of {sizes[1]}" in err
+    code, out, err = run(other, "--as", "ssd_bf16_n128")
+    sizes = [rows()[name]["params_bytes"] for name in ("scaled_add_bf16", "ssd_bf16_n128")]
+    assert code == 1 and f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_bf16_n128, in whose place it shall be checked, of {sizes[1]}" in err
     assert "Traceback" not in err and len(set(sizes)) == 2
 
 
@@ -377,7 +377,7 @@ def test_help_says_what_the_manual_says():
 # ---- the GPU's side
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", ["attention_fwd_bf16_d64", "matmul_bf16_nn_64x128_pair", "ssd_fwd_bf16_n128"])
+@pytest.mark.parametrize("row", ["attention_fwd_bf16_d64", "matmul_bf16_nn_64x128_pair", "ssd_bf16_n128"])
 def test_device(row):
     code, out, err = run("--device", row)
     assert code == 0 and " 0 findings" in out, out + err
@@ -387,7 +387,7 @@ def test_device(row):
 def test_device_shows_a_missing_fence(tmp_path):
     """The race of the first scan kernel that was tried on a GPU: a copy overtakes what was read through registers, now and then."""
     bad = tmp_path / "race.cu"
-    bad.write_text((csrc() / "ssd" / "ssd_fwd.cu").read_text().replace("ring<2> dt_ring, x_ring[ALL];", "ring<2, ASYNC_READS> dt_ring, x_ring[ALL];"))
+    bad.write_text((csrc() / "ssd" / "ssd_fwd.cu").read_text().replace("ring<2> x_ring[SLOTS];", "ring<2, ASYNC_READS> x_ring[SLOTS];"))
     start = time.monotonic()
-    code, out, err = run("--device", bad, "--as", "ssd_fwd_bf16_n128_x2")
+    code, out, err = run("--device", bad, "--as", "ssd_bf16_n128_x2")
     assert code == 1 and "results change" in out and time.monotonic() - start < 60, out + err

@@ -3,176 +3,126 @@
 An answer may have twice the error of the same scan in PyTorch, by chunks, with the operands of its products rounded
 to 16 bits, plus rounding: see `check_error`."""
 
-import dataclasses
 import math
-import random
 
+import numpy as np
 import pytest
 import torch
 
+import margay as mg
 from cases import DEVICES, Guarded, check_error
-from margay import _C
+from margay import _C, _op
+from margay.mamba import mamba_chunk_scan_combined, selective_state_update
+from ssd_cases import AWKWARD, CHUNK, ODD, Case, exact, inputs_of, plain, random_case, steps_of
 
-CHUNK = 64
-STEPS = (0, 1, 2, 13, 63, 64, 65, 127, 128, 129, 192, 200, 300, 411)
-LAYOUTS = ("dense", "fused", "gaps")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    seed: int
-    steps: int = 130
-    batch: int = 1
-    heads: int = 4
-    groups: int = 1
-    dim: int = 64
-    state: int = 64
-    layout: str = "dense"        # "fused": x, b, c are columns of one tensor; "gaps": NaN between their rows
-
-    def __str__(self):
-        return (f"seed{self.seed}-t{self.steps}-b{self.batch}-h{self.heads}x{self.groups}-p{self.dim}-n{self.state}"
-                f"-{self.layout}")
+GPU_TYPES = (torch.bfloat16, torch.float16)
 
 
-def random_case(seed):
-    """Sizes that the GPU's tensor copies can address in every layout."""
-    r = random.Random(seed)
-    groups = r.choice((1, 1, 2, 4))
-    heads = math.lcm(groups, 4) * r.choice((1, 1, 2, 3))
-    steps = r.choice(STEPS) if r.random() < 0.8 else r.randrange(500)
-    dim, state = 8 * r.randint(1, 8), 8 * r.randint(1, 16)
-    return Case(seed, steps, r.choice((1, 1, 2, 3)), heads, groups, dim, state, r.choice(LAYOUTS))
+def outputs(case, device, y=None):
+    """y, the last states and the scratch, poisoned."""
+    columns = -(-case.dim // 8) * 8                # rows of whole 16 bytes
+    cuts = min(640 // (case.rows * case.heads + 1), case.steps // 512)
+    new = lambda *shape, dtype=torch.float32: torch.full(shape, math.nan, dtype=dtype, device=device)  # noqa: E731
+    if y is None:
+        y = new(case.batch, case.steps, case.heads, columns, dtype=case.dtype)[..., :case.dim]
+    return dict(y=y, final_states=new(case.rows, case.heads, case.dim, case.state),
+                cuts=new(case.rows, cuts, case.heads, case.dim, case.state), decays=new(case.rows, cuts, case.heads))
 
 
-AWKWARD = [Case(i, **change) for i, change in enumerate(
-    [dict(steps=t, state=n, groups=g, batch=2) for t in (0, 1, 64, 65, 300, 1000) for n in (64, 128) for g in (1, 2)]
-    + [dict(heads=8, state=128), dict(heads=8, groups=2, dim=40, state=96), dict(steps=70, groups=4, state=128),
-       dict(steps=200, dim=16, state=24), dict(batch=0), dict(heads=0), dict(dim=8, state=8),
-       dict(heads=12, groups=3, dim=8, state=120, layout="gaps")])]
-# Rows of "gaps" begin at multiples of 16 bytes whatever they hold: sizes that are multiples of nothing.
-ODD = [Case(100 + i, layout="gaps", **change) for i, change in enumerate(
-    [dict(dim=1, state=1), dict(dim=5, state=7, heads=3), dict(dim=63, state=65, heads=6, groups=2, batch=2),
-     dict(dim=33, state=127, heads=1), dict(dim=64, state=127, heads=8, steps=129),
-     dict(dim=7, state=3, heads=5, groups=5, steps=65)])]
+def run(case, inputs):
+    out = outputs(case, inputs["x"].device)
+    _C.ssd(**out, **inputs, **case.numbers())
+    return out["y"], out["final_states"]
 
 
-def inputs_of(case, device="cpu"):
-    """x, dt, b, c, a, d. Memory beside them is NaN."""
-    g = torch.Generator().manual_seed(case.seed)
-    shapes = (case.heads, case.dim), (case.groups, case.state), (case.groups, case.state)
-    x, b, c = (torch.randn(case.batch, case.steps, *shape, generator=g).bfloat16() for shape in shapes)
-    dt = torch.nn.functional.softplus(torch.randn(case.batch, case.steps, case.heads, generator=g) - 2.5)
-    a, d = -torch.exp(torch.rand(case.heads, generator=g) * 2.77), torch.randn(case.heads, generator=g)
-    a[1:2] = -200.0                                # a head that forgets at once: e^(-l) would overflow
-    if case.layout == "fused":
-        fused = torch.cat([t.flatten(2) for t in (x, b, c)], 2).to(device)
-        x, b, c = (t.unflatten(2, shape) for t, shape in zip(fused.split([h * size for h, size in shapes], 2), shapes))
-    if case.layout == "gaps":
-        x, b, c = (widened(t, device) for t in (x, b, c))
-    return [t.to(device) for t in (x, dt, b, c, a, d)]
-
-
-def widened(t, device):
-    """A copy of t whose rows begin 16 bytes and more behind one another."""
-    unit = 16 // t.element_size()
-    columns = -(-t.shape[-1] // unit) * unit + 2 * unit
-    wide = torch.full((*t.shape[:-1], columns), math.nan, dtype=t.dtype, device=device)
-    view = wide[..., unit:unit + t.shape[-1]]
-    return view.copy_(t)
-
-
-def recurrence(x, dt, b, c, a, d):
-    """y and the last state in float64: the definition."""
-    x, dt, b, c, a, d = (t.double() for t in (x, dt, b, c, a, d))
-    batch, steps, heads, dim = x.shape
-    b, c = (t.repeat_interleave(heads // max(t.shape[2], 1), 2) for t in (b, c))
-    state, y = x.new_zeros(batch, heads, dim, b.shape[3]), torch.empty_like(x)
-    for t in range(steps):
-        state = (state * torch.exp(dt[:, t] * a)[..., None, None] +
-                 (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :])
-        y[:, t] = (state @ c[:, t, ..., None])[..., 0] + d[:, None] * x[:, t]
-    return y, state
-
-
-def by_chunks(x, dt, b, c, a, d):
-    """y and the last state by products of 16-bit numbers: what products read is rounded, sums are float32."""
-    half, heads = x.dtype, x.shape[2]
-    x, b, c = (t.float() for t in (x, b, c))
-    b, c = (t.repeat_interleave(heads // max(t.shape[2], 1), 2).transpose(1, 2) for t in (b, c))        # [B, H, T, N]
-    x, dt, rounded = x.transpose(1, 2), dt.transpose(1, 2), lambda t: t.to(half).float()
-    state, ys = x.new_zeros(*x.shape[:2], x.shape[3], b.shape[3]), [x[:, :, :0]]
-    for i in range(0, x.shape[2], CHUNK):
-        xs, dts, bs, cs = (t[:, :, i:i + CHUNK] for t in (x, dt, b, c))
-        l = (dts * a[:, None]).cumsum(2)
-        decay = torch.exp(l[..., :, None] - l[..., None, :]).tril()        # beside the diagonal it may be infinite
-        weights = cs @ bs.mT * decay * dts[..., None, :] + torch.diag_embed(d[:, None].expand_as(l))
-        ys.append(torch.exp(l)[..., None] * (cs @ rounded(state).mT) + rounded(weights) @ xs)
-        end = l[..., -1:]
-        state = torch.exp(end)[..., None] * state + rounded(xs * (dts * torch.exp(end - l))[..., None]).mT @ bs
-    return torch.cat(ys, 2).transpose(1, 2).to(half), state
-
-
-def run(inputs, dim, n):
-    x = inputs[0]
-    batch, _, heads, _ = x.shape
-    rows = *x.shape[:3], -(-dim // 8) * 8          # of whole 16 bytes
-    y = torch.full(rows, math.nan, dtype=x.dtype, device=x.device)[..., :dim]
-    state = torch.full((batch, heads, dim, n), math.nan, device=x.device)
-    _C.ssd_fwd(y, state, *inputs)
-    return y, state
-
-
-def check_results(inputs, y, state):
-    x, dt, _, _, a, _ = inputs
+def check_results(case, inputs, y, state):
+    inputs = {name: t if t is None else t.cpu() for name, t in inputs.items()}
     relative = 0.0
-    if x.numel():        # a weight's exponent is the difference of two sums of dt a over a chunk; e^-150 is nothing
-        longest = (dt * -a).double().unfold(1, min(CHUNK, x.shape[1]), 1).sum(3).clamp(max=150).max()
+    # A weight's exponent is the difference of two sums of dt a over a chunk.
+    if inputs["x"].numel():
+        dt = steps_of(inputs["dt"], inputs["dt_bias"], **case.numbers()).double()
+        longest = (dt * -inputs["a"]).unfold(1, min(CHUNK, case.steps), 1).sum(3).max()
         relative = 2**-23 * (16 + float(longest))
-    for name, found, plain, exact in zip(("y", "state"), (y, state), by_chunks(*inputs), recurrence(*inputs)):
-        check_error(name, found, plain, exact, 2, (relative, 0.0))
+    # The chunks' sums are added to the state one after the other; tensor cores make a chunk's of four, and cut off what
+    # float32 does not hold.
+    # A few steps' rounded weights may all be too small, in one order of operations and not in another.
+    parts = -(-case.steps // CHUNK) * (4 if y.is_cuda else 1) * 2**-23
+    parts += 2 * torch.finfo(case.dtype).eps / max(state.numel(), 1) ** 0.5
+    wanted = plain(inputs, case.numbers()), exact(inputs, case.numbers())
+    for name, found, rounded, right in zip(("y", "state"), (y, state), *wanted):
+        check_error(name, found.cpu(), rounded, right, 2, (relative + parts * (name == "state"), 2**-22))
 
 
-# The GPU copies dt by rows of 4 heads.
 WHERE = [(case, "cpu") for case in AWKWARD + ODD]
-WHERE += [pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in AWKWARD + ODD if case.heads % 4 == 0]
+# The GPU's copies ask for rows of whole 16 bytes, which those of y are here and those of the inputs with "gaps".
+WHERE += [pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in AWKWARD + ODD]
 
 
 @pytest.mark.parametrize("case, device", WHERE, ids=str)
 def test_awkward(case, device, one_thread):
     inputs = inputs_of(case, device)
-    check_results(inputs, *run(inputs, case.dim, case.state))
+    check_results(case, inputs, *run(case, inputs))
+
+
+@pytest.mark.parametrize("case", [random_case(i) for i in range(200)], ids=str)
+def test_random(case, one_thread):
+    inputs = inputs_of(case)
+    check_results(case, inputs, *run(case, inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [random_case(i, GPU_TYPES) for i in range(1000, 1500)], ids=str)
+def test_random_on_a_gpu(case):
+    inputs = inputs_of(case, "cuda")
+    check_results(case, inputs, *run(case, inputs))
+
+
+# Few heads and a large device (on the CPU: many threads): rows are cut into segments.
+LONG = [Case(500 + i, **change) for i, change in enumerate(
+    [dict(steps=5000, heads=2, state=128, initial=True), dict(steps=3200, heads=1, softplus=True, bias=True),
+     dict(steps=1100, heads=4, state=128, sequences=5, initial=True),
+     dict(steps=2133, heads=8, groups=2, state=128, sequences=9), dict(steps=1024, heads=1, initial=True),
+     dict(steps=1100, heads=3, dim=96, state=136, sequences=3, initial=True, batch=2),
+     dict(steps=1100, heads=6, groups=3, dim=128, state=104, dtype=torch.float16, initial=True)])]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", [random_case(i) for i in range(60)], ids=str)
-def test_random(case, device, one_thread):
-    inputs = inputs_of(case, device)
-    check_results(inputs, *run(inputs, case.dim, case.state))
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_segments(case, device):
+    threads = _C.num_threads()
+    _C.set_num_threads(9)
+    try:
+        inputs = inputs_of(case, device)
+        check_results(case, inputs, *run(case, inputs))
+    finally:
+        _C.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", [random_case(i) for i in range(100, 130)] + AWKWARD[:4] + AWKWARD[-4:], ids=str)
+@pytest.mark.parametrize("case", [random_case(i, GPU_TYPES) for i in range(300, 330)] + AWKWARD[:4] + AWKWARD[-4:],
+                         ids=str)
 def test_writes_outputs_only(case, device, one_thread):
     inputs = inputs_of(case, device)
-    y = Guarded((case.batch, case.steps, case.heads, case.dim), torch.bfloat16, device, case.seed % 2)
-    state = Guarded((case.batch, case.heads, case.dim, case.state), torch.float32, device)
-    before = [t.clone() for t in inputs]
-    _C.ssd_fwd(y.view, state.view, *inputs)
-    y.check("y")
-    state.check("state")
-    assert all(map(torch.equal, inputs, before)), "an input was written"
-    check_results(inputs, y.view, state.view)
+    before = {name: t if t is None else t.clone() for name, t in inputs.items()}
+    out = outputs(case, device)
+    guarded = {name: Guarded(t.shape, t.dtype, device) for name, t in out.items() if name in ("y", "final_states")}
+    _C.ssd(**out | {name: g.view for name, g in guarded.items()}, **inputs, **case.numbers())
+    for name, g in guarded.items():
+        g.check(name)
+    assert all(t is None or torch.equal(t, before[name]) for name, t in inputs.items()), "an input was written"
+    check_results(case, inputs, guarded["y"].view, guarded["final_states"].view)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_y_with_gaps(device, one_thread):
+@pytest.mark.parametrize("packed", ((), (0, 64, 100, 129)))
+def test_y_with_gaps(device, packed, one_thread):
     """What is between the rows of y stays as it was."""
-    case = Case(7, steps=129, batch=2, heads=8, dim=40, state=72)
+    case = Case(7, steps=129, batch=1 if packed else 2, heads=8, dim=40, state=72, packed=packed)
     inputs = inputs_of(case, device)
-    wide = torch.full((2, 129, 8, 64), math.nan, dtype=torch.bfloat16, device=device)
-    state = torch.full((2, 8, 40, 72), math.nan, device=device)
-    _C.ssd_fwd(wide[..., 16:56], state, *inputs)
-    check_results(inputs, wide[..., 16:56], state)
+    wide = torch.full((case.batch, 129, 8, 64), math.nan, dtype=torch.bfloat16, device=device)
+    out = outputs(case, device, wide[..., 16:56])
+    _C.ssd(**out, **inputs, **case.numbers())
+    check_results(case, inputs, out["y"], out["final_states"])
     assert wide[..., :16].isnan().all() and wide[..., 56:].isnan().all()
 
 
@@ -180,50 +130,233 @@ def test_nan_stays_in_its_head(one_thread):
     """NaN in x reaches its own head from its step on, and nothing else."""
     case = Case(8, steps=200, batch=2, heads=8, state=128)
     inputs = inputs_of(case)
-    y, state = run(inputs, case.dim, case.state)
-    inputs[0][1, 130, 5] = math.nan
-    found_y, found_state = run(inputs, case.dim, case.state)
+    y, state = run(case, inputs)
+    inputs["x"][1, 130, 5] = math.nan
+    found_y, found_state = run(case, inputs)
     assert found_y[1, 130:, 5].isnan().all() and found_state[1, 5].isnan().all()
     found_y[1, 128:, 5], found_state[1, 5] = y[1, 128:, 5], state[1, 5]        # a product is of a chunk: 0 times NaN
     assert torch.equal(found_y, y) and torch.equal(found_state, state)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_stays_in_its_sequence(device, one_thread):
+    """What follows a packed sequence in memory, in one chunk with it, does not reach it."""
+    case = Case(9, steps=200, heads=8, state=128, packed=(0, 50, 150, 200), initial=True)
+    inputs = inputs_of(case, device)
+    y, state = run(case, inputs)
+    for name in ("x", "dt", "b", "c"):
+        inputs[name][:, 50:150] = math.nan
+    found_y, found_state = run(case, inputs)
+    others = [*range(50), *range(150, 200)]
+    assert torch.equal(found_y[:, others], y[:, others]) and torch.equal(found_state[[0, 2]], state[[0, 2]])
+    assert found_y[:, 50:150].isnan().all() and found_state[1].isnan().all()
 
 
 def test_check_can_fail(one_thread):
     """An element off by one typical magnitude is found, a step left out, and a state that is not decayed once."""
     case = Case(9, steps=300, state=128)
     inputs = inputs_of(case)
-    y, state = run(inputs, case.dim, case.state)
-    check_results(inputs, y, state)
+    y, state = run(case, inputs)
+    check_results(case, inputs, y, state)
     off, without, late = y.clone(), y.clone(), state.clone()
     off[0, 100, 2, 7] += float(y.float().abs().mean())
     without[0, 64] = y[0, 63]
     late[:, 3] *= 1.01
     for wrong in ((off, state), (without, state), (y, late), (y * 1.01, state), (torch.nextafter(y, y * 0), state)):
         with pytest.raises(AssertionError):
-            check_results(inputs, *wrong)
+            check_results(case, inputs, *wrong)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [64, 128])
+@pytest.mark.parametrize("n", [64, 128, 256])
 def test_repeats_bitwise(n):
-    inputs = inputs_of(Case(1, steps=1000, batch=2, heads=8, state=n), "cuda")
-    first = run(inputs, 64, n)
+    case = Case(1, steps=1000, batch=2, heads=8, state=n)
+    inputs = inputs_of(case, "cuda")
+    first = run(case, inputs)
     for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(run(inputs, 64, n), first))
+        assert all(torch.equal(a, b) for a, b in zip(run(case, inputs), first))
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (dict(groups=3),
-     r"ssd_fwd: H = 4 \(dimension 2 of x\), G = 3 \(dimension 2 of b\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
-    (dict(state=0), r"ssd_fwd: N = 0 \(dimension 3 of b\), expected N > 0"),
+@pytest.mark.parametrize("change, error, message", [
+    (dict(B=(1, 5, 3, 16), C=(1, 5, 3, 16)), ValueError,
+     r"ssd: G = 3 \(dimension 2 of b\), H = 4 \(dimension 2 of x\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
+    (dict(B=(1, 5, 1, 0), C=(1, 5, 1, 0)), ValueError,
+     r"ssd: N = 0 \(dimension 3 of b\), P = 8 \(dimension 3 of x\), expected P > 0 && N > 0"),
+    (dict(B=(1, 5, 1, 300), C=(1, 5, 1, 300)), NotImplementedError,
+     "(?s)ssd: no kernel for bfloat16.*P <= 128 && N <= 256"),
+    (dict(initial_states=(2, 4, 8, 16)), ValueError, r"ssd: B = 1 .*, R = 2 .*, expected R < 0 \|\| R == "),
+    (dict(cu_seqlens=(0, 3, 2, 5)), ValueError,
+     r"ssd: cu_seqlens\[2\] is 2, expected 3 \(the one before\) to 5 \(the steps that there are\)"),
+    (dict(cu_seqlens=(1, 5)), ValueError, r"ssd: cu_seqlens\[0\] is 1, expected 0"),
+    (dict(cu_seqlens=(0, 6)), ValueError, r"ssd: cu_seqlens\[1\] is 6, expected 0 \(the one before\) to 5"),
+    (dict(cu_seqlens=(0, 4)), ValueError, r"ssd: cu_seqlens\[1\] is 4, expected 5 \(the steps that there are\)"),
+    (dict(cu_seqlens=(0, 5), seq_idx=True), ValueError, "ssd: seq_idx and cu_seqlens are given, expected one of them"),
+    (dict(dt_limit=(1, 0)), ValueError, r"ssd: dt_limit is \(1, 0\), expected the smaller number first"),
+    (dict(dt_limit=3), TypeError, "ssd: dt_limit is 3, expected a pair of numbers"),
+    (dict(z=(1, 5, 4, 9)), ValueError, r"ssd: z has shape \[1, 5, 4, 9\], expected \[1, 5, 4, 8\] \(as x\)"),
+    (dict(D=(4, 9)), ValueError, r"ssd: D has shape \[4, 9\], expected \[heads\] or \[heads, head dim\] of x"),
+    (dict(seq_idx="x"), TypeError, "ssd: seq_idx is str, expected a tensor of int32"),
+    (dict(dt=(1, 5, 3)), ValueError, "ssd: dt has size 3 in dimension 2, expected 4"),
 ])
-def test_refused(wrong, message):
-    case = Case(0, **dict(steps=5, dim=8, state=16) | wrong)
-    with pytest.raises(ValueError, match=message):
-        run(inputs_of(case), case.dim, case.state)
+def test_refused(change, error, message):
+    shapes = dict(x=(1, 5, 4, 8), dt=(1, 5, 4), A=(4,), B=(1, 5, 1, 16), C=(1, 5, 1, 16))
+
+    def made(name, value):
+        if name == "cu_seqlens":
+            return torch.tensor(value, dtype=torch.int32)
+        if name == "seq_idx":
+            return torch.zeros(1, 5, dtype=torch.int32) if value is True else value
+        return value if name == "dt_limit" else torch.zeros(value, dtype=torch.bfloat16)
+    with pytest.raises(error, match=message):
+        mg.ssd(**{name: made(name, value) for name, value in (shapes | change).items()})
 
 
-def test_no_kernel():
-    with pytest.raises(NotImplementedError,
-                       match="(?s)ssd_fwd: no kernel for bfloat16.*ssd_fwd_bf16_n128 needs P <= 64 && N <= 128"):
-        run(inputs_of(Case(0, steps=5, dim=8, state=129)), 8, 129)
+# ---- the public functions
+
+
+def arguments_of(case, device="cpu"):
+    """mg.ssd's, of a case of the row."""
+    names = dict(a="A", b="B", c="C", d="D")
+    values = {names.get(name, name): t for name, t in inputs_of(case, device).items()}
+    low, high = case.numbers()["dt_min"], case.numbers()["dt_max"]
+    return values | dict(dt_softplus=case.softplus, dt_limit=(low, high), return_final_states=True)
+
+
+PUBLIC = [Case(700, steps=70, heads=4, state=24, dim=40, bias=True, softplus=True, limits=(0.02, 0.3), initial=True),
+          Case(701, steps=100, batch=2, state=128, sequences=4, initial=True, d=False),
+          Case(702, steps=130, heads=6, groups=3, packed=(0, 13, 70, 130), initial=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", PUBLIC, ids=str)
+def test_public(case, device):
+    """The row's results; other dtypes of what float32 computes; D of columns and z by PyTorch's own operations."""
+    inputs, arguments = inputs_of(case, device), arguments_of(case, device)
+    y, states = run(case, inputs)
+    found_y, found_states = mg.ssd(**arguments)
+    assert torch.equal(found_y, y) and torch.equal(found_states, states)
+    if arguments["seq_idx"] is not None:
+        arguments["seq_idx"] = arguments["seq_idx"].long()
+        assert torch.equal(mg.ssd(**arguments)[0], y)
+    half = {name: t.bfloat16() for name, t in arguments.items() if name in ("dt", "A", "dt_bias") and t is not None}
+    wide = {name: t.float() for name, t in half.items()}
+    assert torch.equal(mg.ssd(**arguments | half)[0], mg.ssd(**arguments | wide)[0])
+    d, z = torch.randn(*y.shape[2:], device=device), torch.randn(y.shape, device=device).bfloat16()
+    plain_y = mg.ssd(**arguments | dict(D=None))[0].float()
+    want = ((plain_y + d * arguments["x"].float()) * torch.nn.functional.silu(z.float())).to(y.dtype)
+    found = mg.ssd(**arguments | dict(D=d, z=z))[0]
+    assert found.dtype == y.dtype and torch.allclose(found.float(), want.float(), rtol=2**-7, atol=1e-6)
+    noncontiguous = arguments | dict(x=arguments["x"].transpose(1, 3).contiguous().transpose(1, 3))
+    assert torch.equal(mg.ssd(**noncontiguous)[0], y)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_are_carried(device):
+    """Two calls, the second from the first one's state, are one call."""
+    case = Case(710, steps=192, batch=2, heads=4, state=64, softplus=True)
+    arguments = arguments_of(case, device)
+    y, states = mg.ssd(**arguments)
+
+    def cut(part):
+        return {name: t[:, part] if name in ("x", "dt", "B", "C") else t for name, t in arguments.items()}
+    first, state = mg.ssd(**cut(slice(0, 128)))
+    second, end = mg.ssd(**cut(slice(128, None)) | dict(initial_states=state))
+    assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, states)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_are_the_separate_sequences(device):
+    case = PUBLIC[2]
+    arguments = arguments_of(case, device)
+    y, states = mg.ssd(**arguments)
+    for i, (first, end) in enumerate(zip(case.packed, case.packed[1:])):
+        one = {name: t[:, first:end] if name in ("x", "dt", "B", "C") else t for name, t in arguments.items()}
+        one |= dict(initial_states=arguments["initial_states"][i:i + 1], cu_seqlens=None)
+        y_one, state = mg.ssd(**one)
+        assert torch.equal(y_one, y[:, first:end]) and torch.equal(state[0], states[i])
+
+
+def test_numpy():
+    case = Case(720, steps=70, heads=4, state=24, dim=40, dtype=torch.float32, bias=True, initial=True)
+    arguments = arguments_of(case)
+    arrays = {name: t.numpy() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
+    z, d = np.random.default_rng(0).standard_normal((1, 70, 4, 40), np.float32), np.ones((4, 40), np.float32)
+    for found, want in zip(mg.ssd(**arrays), mg.ssd(**arguments)):
+        assert isinstance(found, np.ndarray) and np.array_equal(found, want.numpy())
+    found = mg.ssd(**arrays | dict(z=z, D=d))[0]
+    want = mg.ssd(**arguments | dict(z=torch.tensor(z), D=torch.ones(4, 40)))[0]
+    assert np.allclose(found, want.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operator(device):
+    """As torch.compile and transforms see it."""
+    case = PUBLIC[1]
+    inputs = inputs_of(case, device)
+    _op.for_torch("ssd")
+    torch.library.opcheck(torch.ops.margay.ssd.default, (*inputs.values(), True, 0.0, 1.0),
+                          test_utils=("test_schema", "test_faketensor"))
+    arguments = arguments_of(case, device)
+    with torch.no_grad():
+        want = mg.ssd(**arguments)
+        compiled = torch.compile(lambda **a: mg.ssd(**a), fullgraph=True, backend="aot_eager")
+        assert all(map(torch.equal, compiled(**arguments), want))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mamba_ssm_s_names(device):
+    case = PUBLIC[0]
+    arguments = arguments_of(case, device)
+    low_high = arguments.pop("dt_limit")
+    del arguments["cu_seqlens"]
+    y, states = mamba_chunk_scan_combined(chunk_size=256, dt_limit=low_high, **arguments)
+    assert all(map(torch.equal, (y, states), mg.ssd(**arguments, dt_limit=low_high)))
+    case = PUBLIC[2]
+    arguments = arguments_of(case, device)
+    starts, initial = arguments.pop("cu_seqlens"), arguments.pop("initial_states")
+    arguments.pop("dt_limit")
+    y, last, states = mamba_chunk_scan_combined(chunk_size=256, cu_seqlens=starts, initial_states=initial[:1],
+                                                return_varlen_states=True, **arguments)
+    own = torch.cat([initial[:1], torch.zeros_like(initial[1:])])
+    want = mg.ssd(**arguments, cu_seqlens=starts, initial_states=own)
+    assert torch.equal(y, want[0]) and torch.equal(states, want[1]) and torch.equal(last[0], states[-1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("indexed", (False, True))
+def test_steps_are_the_sequence(device, indexed):
+    """1000 steps, one after the other, are the whole; in the pool of states nothing else changes."""
+    case = Case(730, steps=1000, batch=2, heads=4, groups=2, dim=16, state=24, dtype=torch.float32, bias=True,
+                softplus=True, limits=(0.01, 0.2), initial=True)
+    arguments = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in arguments_of(case).items()}
+    y, states = mg.ssd(**arguments_of(case))
+    pool = torch.full((5, *states.shape[1:]), 7.0, device=device)
+    at = torch.tensor([3, 1], device=device)
+    pool[at] = arguments["initial_states"]
+    state = pool if indexed else arguments["initial_states"].clone()
+    per_step = ("x", "dt", "B", "C")
+    rest = {name: arguments[name] for name in ("A", "D", "dt_bias", "dt_softplus", "dt_limit")}
+    ys = [mg.ssd_step(state, *(arguments[name][:, t] for name in ("x", "dt")), rest["A"],
+                      *(arguments[name][:, t] for name in per_step[2:]),
+                      **{name: t for name, t in rest.items() if name != "A"}, state_indices=at if indexed else None)
+          for t in range(case.steps)]
+    assert torch.allclose(torch.stack(ys, 1).cpu(), y, rtol=1e-3, atol=1e-3)
+    assert torch.allclose((state[at] if indexed else state).cpu(), states, rtol=1e-4, atol=1e-4)
+    assert not indexed or (pool[[0, 2, 4]] == 7).all()
+
+
+def test_step_as_mamba_ssm():
+    g = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    state, x, dt, a = randn(2, 4, 8, 16), randn(2, 4, 8), randn(2, 4), -randn(4).exp()
+    b, c = randn(2, 2, 1, 16)
+    d, bias, z = randn(4), randn(4), randn(2, 4, 8)
+    mine, other = state.clone(), state.clone()
+    y = mg.ssd_step(mine, x, dt, a, b, c, D=d, z=z, dt_bias=bias, dt_softplus=True)
+    wide = lambda t, *more: t[(..., *([None] * len(more)))].expand(*t.shape, *more)  # noqa: E731
+    found = selective_state_update(other, x, wide(dt, 8), wide(a, 8, 16), b, c, wide(d, 8), z, wide(bias, 8), True)
+    assert torch.equal(found, y) and torch.equal(other, mine)
+    with pytest.raises(NotImplementedError, match="dt has shape .*, expected one value for each head"):
+        selective_state_update(other, x, randn(2, 4, 8), wide(a, 8, 16), b, c)
+    none = mg.ssd_step(mine, x, dt, a, b, c, state_indices=torch.tensor([1, -1]))
+    assert (none[1] == 0).all() and torch.equal(mine[0], other[0]) and not torch.equal(mine[1], other[1])

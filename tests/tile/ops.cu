@@ -112,6 +112,14 @@ SHAPE TILE void mma_AB_rows_register(const op_params &p, TILES &s, int) {
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
 }
+SHAPE TILE void mma_AB_cols_register(const op_params &p, TILES &s, int) {
+  rt<elem, CA> a;
+  sem_wait(s.full, 0);
+  load(a, s.a);
+  PRODUCT(mma_AB_cols<ZERO>(d, a, s.b, I), mma_AB_cols<ACC>(d, a, s.b, I))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
 SHAPE TILE void mma_ABt_part_register(const op_params &p, TILES &s, int) {
   rt<elem, CA> a;
   sem_wait(s.full, 0);
@@ -295,6 +303,9 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     convert(e, u);
     map_col(t, e, s.v, [](float a, float b, float c) { return a * b - c; });
   }
+  if (I == 17)
+    map_rc(t, y, s.v,
+           [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
   if (I == 15)
     map_rc(t, u, s.v,
            [](float a, float b, float c, int row, int col) { return fused(a, b, c) + (float)(row - 2 * col); });
@@ -437,7 +448,7 @@ SHAPE TILE void scalars(const op_params &p, TILES &s, int) {
 // ---- scans: a warp makes prefix sums of a column, a warpgroup writes them out
 struct scan_shared {
   sm<64, 4> m;
-  sv<64> sums, products, total;
+  sv<64> sums, products, total, places;
   parked aside;
   sem full, done;
 };
@@ -461,6 +472,8 @@ TILE void scan_warp(const op_params &, scan_shared &s, int) {
   store(s.products, w);
   fill(w, total);
   store(s.total, w);
+  map_index(w, [=](int i) { return total + (float)(i * i); });
+  store(s.places, w);
   sem_arrive<WARP>(s.done);
 }
 TILE void scan_out(const op_params &p, scan_shared &s, int) {
@@ -475,6 +488,8 @@ TILE void scan_out(const op_params &p, scan_shared &s, int) {
   store(p.out + 64, y, 64);
   load(y, s.total);
   store(p.out + 128, y, 64);
+  load(y, s.places);
+  store(p.out + 192, y, 64);
 }
 
 // ---- a tile made of parts with 16 rows, from places in reverse order
@@ -591,6 +606,66 @@ TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
   store((elem *)(p.out + 128), w, p.m);
   copy_row((elem *)(p.out + 256), p.e + 1, p.m);
   copy_row((elem *)(p.out + 384), p.e, p.m);
+  cumsum_down(v);
+  store(p.out + 512, 3, v, p.n);
+}
+
+// ---- several tiles in one pass: block 0 visits all places alike, block 1 those right of, on and left of the
+// diagonal's blocks in ways of their own
+struct visit_shared {
+  st<elem, 64, 128> a;
+  sv<64> v;
+  sv<256> columns;
+  sem full, summed;
+};
+TILE void visit_init(visit_shared &s) {
+  sem_init(s.full, arrivals(1, 0, 0));
+  sem_init(s.summed, arrivals(0, 0, 1));
+}
+TILE void visit_loader(const op_params &p, visit_shared &s, int) {
+  sem_expect(s.full, tile_bytes(s.a) + 64 * 4);
+  tma_load(s.a, p.a, s.full, p.row, p.col, p.head, p.batch);
+  tma_load(s.v, p.x, s.full);
+}
+TILE void visit_tiles(const op_params &p, visit_shared &s, int) {
+  rt<float, 64> t, u;
+  rv y;
+  rsum l;
+  csum<64> c;
+  float *out = p.out + block_index() * 4352;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  outer(u, p, s.v);
+  load(y, p.y, 64, 0.f);
+  fill(l, 1.f);
+  clear(c);
+  const rt<float, 64> &same = u;
+  auto all = [](int row, int col, float &t, float u, float a, float y, float x, float &l, float &c) {
+    l = fused(u, a, l);
+    c = fused(t, x, c);
+    t = fused(t, a, y) + (float)(row - 2 * col);
+  };
+  if (block_index() == 0) each<64>(all, t, same, s.a, y, s.v, l, c);
+  else each_of_triangles<64>(all, [](int row, int col, float &t, float, float, float, float, float &l, float &c) {
+    t = (float)(1000 + 64 * row + col);
+    l += 1.f;
+    c += 2.f;
+  }, [](int, int, float &t, float, float, float, float, float &, float &) { t = -1.f; }, t, same, s.a, y, s.v, l, c);
+  store(out, 64, t, 64, 64);
+  reduce(y, l);
+  store(out + 4096, y, 64);
+  store(s.columns, c);
+  sem_arrive(s.summed);
+}
+TILE void visit_columns(const op_params &p, visit_shared &s, int) {
+  wv<64> sum, part;
+  fill(sum, 0.f);
+  sem_wait(s.summed, 0);
+  for (int i = 0; i < 4; i++) {
+    load(part, slice<64>(s.columns, 64 * i));
+    map(sum, sum, part, [](float a, float b) { return a + b; });
+  }
+  store(p.out + block_index() * 4352 + 4160, sum, 64);
 }
 
 // ---- protocol: tasks from the queue, stages through a ring, turns. out[row of a task] = sum over p.n tiles of its row
@@ -854,6 +929,10 @@ typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1
 RUN_OP(zeros, zero_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
+typedef block<op_params, visit_shared, visit_init, role<visit_tiles, WARPGROUP, 1, 0>,
+              role<visit_loader, THREAD, 1, 0>, role<visit_columns, WARP, 1, 0>>
+    visit_kernel;
+RUN_OP(visits, visit_kernel)
 typedef block<op_params, ring_shared, ring_test_init, role<ring_test_compute, WARPGROUP, 2, 0>,
               role<ring_test_loader, THREAD, 1, 0>>
     ring_kernel;

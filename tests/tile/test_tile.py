@@ -225,7 +225,7 @@ def check_product(c):
         b = b[I:I + c.N]
     if name == "mma_AB_rows_register":
         b = b[I:I + c.CA]
-    if name == "mma_AB_cols_shared":
+    if name in ("mma_AB_cols_shared", "mma_AB_cols_register"):
         b = b[:, I:I + c.N]
     if "_At" in name:
         a = a.T
@@ -313,7 +313,7 @@ def check_form(c):
     x, y = c.x[None, :], c.y[:, None]
     t64 = t.astype(np.float64)
     below = np.arange(c.N)[None, :] - np.arange(64)[:, None]   # col - row
-    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, None, None, None, None][c.I]
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, *[None] * 5][c.I]
     if c.I == 10:
         return same(c.matrix(), np.where(below > 3, -np.inf, t))
     if c.I == 11:
@@ -328,8 +328,8 @@ def check_form(c):
         return close(c.matrix(), t64 + added, np.abs(t64) + 2000, 1e-6)
     if c.I == 16:
         return close(c.matrix(), t64 * (np.arange(64)[:, None] % 8 + 2 * (np.arange(c.N) % 8)) - x, 1 + 22 * np.abs(t64), 1e-6)
-    if c.I == 15:
-        return close(c.matrix(), t64 * u + x + np.arange(64)[:, None] - 2 * np.arange(c.N), 2 + t64 * t64 + 400, 1e-6)
+    if c.I in (15, 17):
+        return close(c.matrix(), t64 * (u if c.I == 15 else y) + x + np.arange(64)[:, None] - 2 * np.arange(c.N), 2 + t64 * t64 + 400, 1e-6)
     if c.I == 6:
         return same(c.matrix(), np.where(np.arange(c.N)[None, :] <= np.arange(64)[:, None] + 3, t, -np.inf))
     close(c.matrix(), want, 1 + t64 * t64, 1e-6)
@@ -518,13 +518,14 @@ def test_nan_to_e4m3(any_ops):
 def test_scan(ops):
     rng = np.random.default_rng(1)
     m = rng.standard_normal((2, 2, 100, 12)).astype(np.float32)
-    r = ops.run("scan", {"a": (m, 64, 4)}, {"out": np.full(192, np.nan, np.float32)}, row=60, col=4, head=1, batch=1)
+    r = ops.run("scan", {"a": (m, 64, 4)}, {"out": np.full(256, np.nan, np.float32)}, row=60, col=4, head=1, batch=1)
     v = np.zeros(64)
     v[:40] = m[1, 1, 60:, 6]
     sums = np.cumsum(v)
     close(r["out"][:64], sums, 8, 1e-6)
     close(r["out"][64:128], v * sums, 8 * (1 + np.abs(v)), 1e-6)
-    close(r["out"][128:], np.full(64, sums[-1]), 8, 1e-6)
+    close(r["out"][128:192], np.full(64, sums[-1]), 8, 1e-6)
+    close(r["out"][192:], sums[-1] + np.arange(64) ** 2, 8 + np.arange(64) ** 2, 1e-6)
 
 
 def test_parts(ops):
@@ -546,7 +547,7 @@ def test_zeros(ops):
 def test_warp(ops):
     rng = np.random.default_rng(5)
     x, e = rng.standard_normal(200).astype(np.float32), random(rng, ops.elem, 64)
-    out = np.full(512, np.nan, np.float32)
+    out = np.full(704, np.nan, np.float32)
     r = ops.run("warp", {}, {"x": x, "e": e, "out": out.copy()}, m=43, n=50)["out"]
     v = np.where(np.arange(64) < 50, x[np.minimum(3 * np.arange(64), 199)], -2).astype(np.float32)
     same(r[:64], v)
@@ -557,6 +558,31 @@ def test_warp(ops):
         want = out[at:at + 128].copy().view(e.dtype)
         want[:43] = values
         same(decode(r[at:at + 128].view(e.dtype), ops.elem), decode(want, ops.elem))
+    down = np.cumsum(v[::-1], dtype=np.float64)[::-1]
+    close(r[512:662:3], down[:50], 64, 1e-6)
+    assert np.isnan(np.delete(r[512:], np.arange(0, 150, 3))).all()
+
+
+def test_visits(ops):
+    rng = np.random.default_rng(6)
+    array = random(rng, ops.elem, 1, 2, 100, 200)
+    x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(64).astype(np.float32)
+    vectors = {"x": x, "y": y, "out": np.full(2 * 4352, np.nan, np.float32)}
+    r = ops.run("visits", {"a": (array, 64)}, vectors, blocks=2, row=50, col=104, head=1, batch=0)
+    a = window(decode(array, ops.elem)[0, 1], 50, 104, 64, 64).astype(np.float64)
+    t = (x[None, :] + y[:, None]).astype(np.float64)
+    row, col = np.arange(64)[:, None], np.arange(64)[None, :]
+    new, for_row, for_column = t * a + y[:, None] + row - 2 * col, t * a, t * x[None, :]
+    # On the CPU and on a GPU a sum that starts with 1 has 1 once, or from each of a row's four threads.
+    first = 4.0 if ops.target == "sm90" else 1.0
+    block = col // 16 - row // 16
+    parts = lambda right, on, left: np.where(block > 0, right, np.where(block == 0, on, left))  # noqa: E731
+    triangles = parts(new, 1000 + 64 * row + col, -1), parts(for_row, 1, 0), parts(for_column, 2, 0)
+    for i, (want, rows, columns) in enumerate(((new, for_row, for_column), triangles)):
+        got = r["out"][4352 * i:4352 * (i + 1)]
+        close(got[:4096].reshape(64, 64), want, 1 + np.abs(want) + np.abs(t * a), 1e-6)
+        close(got[4096:4160], first + rows.sum(1), 1 + np.abs(rows).sum(1), 1e-6)
+        close(got[4160:4224], columns.sum(0), 1 + np.abs(columns).sum(0), 1e-6)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -21,6 +21,7 @@ template<typename T, int N> struct rt { REGISTER_TILE_RULES(T, N); alignas(64) T
 struct rv { alignas(64) float d[64]; state_of_registers state; };
 struct rsum { alignas(64) float d[64]; state_of_registers state; };
 template<int N> struct cv { alignas(64) float d[N]; state_of_registers state; };
+template<int N> struct csum { alignas(64) float d[N]; state_of_registers state; };
 template<int N> struct wv { alignas(64) float d[N]; state_of_registers state; };
 template<int N> struct gv { GROUP_VECTOR_RULES(N); alignas(64) float d[N]; state_of_registers state; };
 struct alignas(8) sem { uint8_t opaque[8]; };

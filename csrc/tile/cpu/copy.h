@@ -191,6 +191,12 @@ TILE void store(sv<64> &d, const rv &v) {
   writes_shared(d, whole(d));
   memcpy(d.d, v.d, sizeof v.d);
 }
+template<int N> TILE void store(sv<4 * N> &d, const csum<N> &c) {
+  reads(c);
+  writes_shared(d, whole(d));
+  memset(d.d, 0, sizeof d.d);
+  memcpy(d.d, c.d, sizeof c.d);
+}
 TILE void load(rv &v, const parked &s) {
   reads_parked(whole(s));
   writes(v);

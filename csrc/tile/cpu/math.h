@@ -57,6 +57,10 @@ TILE void fill(rsum &v, float x) {
   writes(v);
   for (int r = 0; r < 64; r++) v.d[r] = x;
 }
+template<int N> TILE void clear(csum<N> &v) {
+  writes(v);
+  for (int c = 0; c < N; c++) v.d[c] = 0.f;
+}
 
 MAP void map(rt<float, N> &t, F f) {
   changes(t);
@@ -175,6 +179,16 @@ MAP void map_rc(rt<float, N> &t, const rt<float, N> &u, const sv<N> &v, F f) {
     for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], u.d[r][c], v.d[c], r, c);
   }
 }
+MAP void map_rc(rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
+  reads(u);
+  reads_shared(whole(v));
+  changes(t);
+  for (int r = 0; r < 64; r++) {
+    float x = u.d[r];
+#pragma GCC ivdep
+    for (int c = 0; c < N; c++) t.d[r][c] = f(t.d[r][c], x, v.d[c], r, c);
+  }
+}
 MAP void map_row_pairs(rt<float, N> &t, F f) {
   changes(t);
   for (int r = 0; r < 64; r += r % 16 == 7 ? 9 : 1)
@@ -288,6 +302,70 @@ TILE void reduce(rv &v, const rsum &l) {
   reads(l);
   writes(v);
   memcpy(v.d, l.d, sizeof v.d);
+}
+
+// each(): row r of an argument, and its element c. Sums of a row are made in its places, so that the loop has no order.
+template<int N> struct row_buffer { alignas(64) float d[N]; };
+struct row_places { float *d; };
+struct row_values { const float *d; };
+struct row_value { float x; };
+template<int N> TILE void each_uses(rt<float, N> &t) { changes(t); }
+template<int N> TILE void each_uses(const rt<float, N> &t) { reads(t); }
+template<int N> TILE void each_uses(csum<N> &c) { changes(c); }
+TILE void each_uses(rsum &l) { changes(l); }
+TILE void each_uses(const rv &v) { reads(v); }
+template<int N> TILE void each_uses(const sv<N> &v) { reads_shared(whole(v)); }
+template<typename T, int C> TILE void each_uses(const st<T, 64, C> &s) { reads_shared(whole(s)); }
+template<int N, int M> TILE row_places each_row(rt<float, M> &t, int r) { return {t.d[r]}; }
+template<int N, int M> TILE row_values each_row(const rt<float, M> &t, int r) { return {t.d[r]}; }
+template<int N, int M> TILE row_places each_row(csum<M> &c, int) { return {c.d}; }
+template<int N> TILE row_buffer<N> each_row(rsum &, int) { return {}; }
+template<int N> TILE row_value each_row(const rv &v, int r) { return {v.d[r]}; }
+template<int N, int M> TILE row_values each_row(const sv<M> &v, int) { return {v.d}; }
+template<int N, int C> TILE row_values each_row(const st<float, 64, C> &s, int r) { return {s.d + r * C}; }
+template<int N, typename T, int C> TILE row_buffer<N> each_row(const st<T, 64, C> &s, int r) {
+  row_buffer<N> b;
+  widen_row(b.d, s.d + r * C, N);
+  return b;
+}
+TILE float &each_at(row_places b, int c) { return b.d[c]; }
+TILE float each_at(row_values b, int c) { return b.d[c]; }
+TILE float each_at(row_value b, int) { return b.x; }
+template<int N> TILE float &each_at(row_buffer<N> &b, int c) { return b.d[c]; }
+template<int N, class X, class B> TILE void each_end(X &, const B &, int) {}
+template<int N> TILE void each_end(rsum &l, const row_buffer<N> &b, int r) {
+  vf x = {};
+  int c = 0;
+  for (; c + VW <= N; c += VW) x += vload(b.d + c);
+  l.d[r] += sum_lanes(x);
+}
+template<int N, class F, class D, class G, class... X>
+__attribute__((flatten)) TILE void each_of_triangles(F right, D diagonal, G left, X &...x) {
+  (each_uses(x), ...);
+  for (int r = 0; r < 64; r++) {
+    auto run = [&](auto... b) __attribute__((always_inline)) {
+      const int block = r / 16 * 16, end = block + 16 < N ? block + 16 : N;
+#pragma GCC ivdep
+      for (int c = 0; c < block && c < N; c++) left(r, c, each_at(b, c)...);
+#pragma GCC ivdep
+      for (int c = block; c < end; c++) diagonal(r, c, each_at(b, c)...);
+#pragma GCC ivdep
+      for (int c = end; c < N; c++) right(r, c, each_at(b, c)...);
+      (each_end<N>(x, b, r), ...);
+    };
+    run(each_row<N>(x, r)...);
+  }
+}
+template<int N, class F, class... X> __attribute__((flatten)) TILE void each(F f, X &...x) {
+  (each_uses(x), ...);
+  for (int r = 0; r < 64; r++) {
+    auto run = [&](auto... b) __attribute__((always_inline)) {
+#pragma GCC ivdep
+      for (int c = 0; c < N; c++) f(r, c, each_at(b, c)...);
+      (each_end<N>(x, b, r), ...);
+    };
+    run(each_row<N>(x, r)...);
+  }
 }
 
 // ---- rounding

@@ -205,6 +205,15 @@ TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> 
   issue_product<A>(d, whole(a), part(b, 0, K, cb, N),
                    [=, &d, &a, &b] { product<A, PW>(d, operand(a), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH); });
 }
+template<int A, typename T, int N, int K, int W>
+TILE void mma_AB_cols(rt<float, N> &d, const rt<T, K> &a, const st<T, K, W> &b, int cb) {
+  enum { DEPTH = K / word_of<T>::ELEMENTS };
+  begins_at(b, cb, 64);
+  issue_product<A>(d, a, part(b, 0, K, cb, N), [=, &d, &a, &b] {
+    alignas(64) float scratch[scratch_floats<T, K>()];
+    product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
+  });
+}
 template<int A, typename T, int N, int K>
 TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
   mma_AB_cols<A>(d, a, b, 0);

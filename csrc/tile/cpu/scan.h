@@ -10,9 +10,17 @@ template<int N, class F> __attribute__((flatten)) TILE void map(wv<N> &d, const 
 #pragma GCC ivdep
   for (int i = 0; i < N; i++) d.d[i] = f(a.d[i], b.d[i]);
 }
+template<int N, class F> __attribute__((flatten)) TILE void map_index(wv<N> &d, F f) {
+  writes(d);
+  for (int i = 0; i < N; i++) d.d[i] = f(i);
+}
 template<int N> TILE void cumsum(wv<N> &v) {
   changes(v);
   for (int i = 1; i < N; i++) v.d[i] += v.d[i - 1];
+}
+template<int N> TILE void cumsum_down(wv<N> &v) {
+  changes(v);
+  for (int i = N - 2; i >= 0; i--) v.d[i] += v.d[i + 1];
 }
 template<int N> TILE float last(const wv<N> &v) {
   reads(v);
@@ -48,6 +56,11 @@ template<typename T, int N> TILE void store(T *g, const wv<N> &v, int n) {
   touches_global(g, n > 0 ? (n < N ? n : N) * sizeof(T) : 0, GLOBAL_WRITE);
   reads(v);
   narrow_row(g, v.d, n < N ? n : N);
+}
+template<int N> TILE void store(float *g, int64_t stride, const wv<N> &v, int n) {
+  for (int i = 0; i < N && i < n; i++) touches_global(g + i * stride, sizeof(float), GLOBAL_WRITE);
+  reads(v);
+  for (int i = 0; i < N && i < n; i++) g[i * stride] = v.d[i];
 }
 template<typename T> TILE void copy_row(T *d, const T *s, int n) {
   called_by<WARP>();

@@ -17,6 +17,7 @@ template<typename T, int N> struct alignas(64) rt { REGISTER_TILE_RULES(T, N); T
 struct alignas(64) rv { float d[64]; };
 struct alignas(64) rsum { float d[64]; };
 template<int N> struct alignas(64) cv { float d[N]; };
+template<int N> struct alignas(64) csum { float d[N]; };
 template<int N> struct alignas(64) wv { float d[N]; };
 template<int N> struct alignas(64) gv { GROUP_VECTOR_RULES(N); float d[N]; };
 // Arrivals are counted in warps. bytes goes below zero while copies complete ahead of their expectation.

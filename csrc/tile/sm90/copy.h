@@ -266,6 +266,54 @@ template<typename T, int C, class F> TILE void load_rows(st<T, 64, C> &t, F f, i
   for (int c = max(whole, first * 8); c < end; c++)
     *(T *)((char *)t.d + c / 64 * 64 * 128 + r * 128 + ((c / 8 ^ r) & 7) * 16 + c % 8 * 2) = g[c];
 }
+// each(): what an argument has in block k of 16 columns, and of that a thread's element j, 0 to 7.
+template<typename T> struct block_words { uint32_t w[4]; };
+struct block_pairs { float2 c[2]; };
+template<class X> TILE X &each_block(X &x, int) { return x; }
+template<typename T, int C> TILE block_words<T> each_block(const st<T, 64, C> &s, int k) {
+  block_words<T> b;
+  load_block(b.w, block_address(s, 16 * k));
+  return b;
+}
+template<typename T, int C> TILE block_words<T> each_block(st<T, 64, C> &s, int k) {
+  return each_block((const st<T, 64, C> &)s, k);
+}
+template<int N> TILE block_pairs each_block(const sv<N> &v, int k) {
+  const float2 *g = (const float2 *)(v.d + thread_col());
+  return {{g[k * 8], g[k * 8 + 4]}};
+}
+template<int N> TILE block_pairs each_block(sv<N> &v, int k) { return each_block((const sv<N> &)v, k); }
+template<int N> TILE float &each_at(rt<float, N> &t, int k, int j) { return t.d[8 * k + j]; }
+template<int N> TILE float each_at(const rt<float, N> &t, int k, int j) { return t.d[8 * k + j]; }
+TILE float each_at(const rv &v, int, int j) { return v.d[j >> 1 & 1]; }
+TILE float &each_at(rsum &l, int, int j) { return l.d[j >> 1 & 1]; }
+template<int N> TILE float &each_at(csum<N> &c, int k, int j) { return c.d[4 * k + (j >> 2) * 2 + (j & 1)]; }
+TILE float each_at(const block_pairs &b, int, int j) { return j & 1 ? b.c[j >> 2].y : b.c[j >> 2].x; }
+template<typename T> TILE float each_at(const block_words<T> &b, int, int j) {
+  float2 x = unpack<T>(b.w[j >> 1]);
+  return j & 1 ? x.y : x.x;
+}
+// A row's sum is whole before the next block is read: the compiler would read all of a shared tile first.
+template<class B> TILE void each_pin(B &) {}
+TILE void each_pin(rsum &l) { asm volatile("" : "+f"(l.d[0]), "+f"(l.d[1])::"memory"); }
+template<class F, class... B> TILE void each_of_block(F f, int k, B &&...b) {
+  int r = thread_row(), c = thread_col() + 16 * k;
+#pragma unroll
+  for (int j = 0; j < 8; j++) f(r + (j >> 1 & 1) * 8, c + (j >> 2) * 8 + (j & 1), each_at(b, k, j)...);
+  (each_pin(b), ...);
+}
+template<int N, class F, class... X> TILE void each(F f, X &...x) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) each_of_block(f, k, each_block(x, k)...);
+}
+template<int N, class F, class D, class G, class... X>
+TILE void each_of_triangles(F right, D diagonal, G left, X &...x) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++)
+    if (k > warp_in_group()) each_of_block(right, k, each_block(x, k)...);
+    else if (k == warp_in_group()) each_of_block(diagonal, k, each_block(x, k)...);
+    else each_of_block(left, k, each_block(x, k)...);
+}
 // A row's place. It is worked out anew each time: kept in a register for the whole kernel it would cost more.
 TILE int row_here() {
   int thread;
@@ -282,6 +330,29 @@ TILE void store(sv<64> &d, const rv &v) {   // four threads hold a row, each wit
   __syncwarp();                             // until all four have read what was there: lanes may be apart
   row[0] = v.d[0];
   row[8] = v.d[1];
+}
+// The eight lanes of a column halve their columns three times, each keeping one half and giving the other away.
+template<int STEP, int N, int M> TILE void halve(float (&x)[M]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    bool upper = lane() & STEP;
+    float mine = upper ? x[i + N] : x[i], other = upper ? x[i] : x[i + N];
+    x[i] = mine + __shfl_xor_sync(~0u, other, STEP);
+  }
+}
+template<int N> TILE void store(sv<4 * N> &d, const csum<N> &c) {
+  static_assert(N % 64 == 0, "column sums of 64 columns, or a multiple");
+  float x[N / 4];
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) x[i] = c.d[i];
+  halve<16, N / 8>(x);
+  halve<8, N / 16>(x);
+  halve<4, N / 32>(x);
+  // Of its groups of eight columns.
+  int first = ((lane() >> 4 & 1) * 4 + (lane() >> 3 & 1) * 2 + (lane() >> 2 & 1)) * (N / 64);
+#pragma unroll
+  for (int i = 0; i < N / 64; i++)
+    *(float2 *)(d.d + warp_in_group() * N + (first + i) * 8 + thread_col()) = make_float2(x[2 * i], x[2 * i + 1]);
 }
 // The address is asked for anew. Kept for the next time, it would take one of the registers that parking frees.
 TILE int parking_place() {

@@ -17,6 +17,10 @@ template<int N> TILE void fill(rt<float, N> &t, float x) {
 }
 TILE void fill(rv &v, float x) { v.d[0] = v.d[1] = x; }
 TILE void fill(rsum &v, float x) { v.d[0] = v.d[1] = x; }
+template<int N> TILE void clear(csum<N> &v) {
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) v.d[i] = 0.f;
+}
 template<int N, class F> TILE void map(rt<float, N> &t, F f) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i]);
@@ -106,6 +110,16 @@ template<int N, class F> TILE void map_rc(rt<float, N> &t, const rt<float, N> &u
 #pragma unroll
     for (int i = 0; i < 4; i++)
       t.d[4 * k + i] = f(t.d[4 * k + i], u.d[4 * k + i], i & 1 ? x.y : x.x, r + (i >> 1) * 8, c + k * 8 + (i & 1));
+  }
+}
+template<int N, class F> TILE void map_rc(rt<float, N> &t, const rv &u, const sv<N> &v, F f) {
+  const float2 *g = (const float2 *)(v.d + thread_col());
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int k = 0; k < N / 8; k++) {
+    float2 x = g[k * 4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) t.d[4 * k + i] = f(t.d[4 * k + i], u.d[i >> 1], i & 1 ? x.y : x.x, r + (i >> 1) * 8, c + k * 8 + (i & 1));
   }
 }
 template<int N, class F> TILE void map_row_pairs(rt<float, N> &t, F f) {

@@ -67,6 +67,13 @@ TILE void mma_AB_cols(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, W> 
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 0, 1>(d.d, da + along<64>(k), db + across(k), A || k);
 }
+template<int A, typename T, int N, int K, int W>
+TILE void mma_AB_cols(rt<float, N> &d, const rt<T, K> &a, const st<T, K, W> &b, int cb) {
+  mma_begin<A>(d);
+  uint32_t db = desc(&b, K * 128) + ((cb / 64 * K * 128) >> 4);
+#pragma unroll
+  for (int k = 0; k < K / 16; k++) wgmma<T, 1>(d.d, a.d[k], db + across(k), A || k);
+}
 template<int A, typename T, int N, int K>
 TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
   mma_AB_cols<A>(d, a, b, 0);

@@ -8,6 +8,10 @@ template<int N, class F> TILE void map(wv<N> &d, const wv<N> &a, const wv<N> &b,
 #pragma unroll
   for (int k = 0; k < N / 32; k++) d.d[k] = f(a.d[k], b.d[k]);
 }
+template<int N, class F> TILE void map_index(wv<N> &d, F f) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++) d.d[k] = f(lane() + 32 * k);
+}
 template<int N> TILE void cumsum(wv<N> &v) {
   float carry = 0;
 #pragma unroll
@@ -20,6 +24,20 @@ template<int N> TILE void cumsum(wv<N> &v) {
     }
     v.d[k] = x + carry;
     carry += __shfl_sync(~0u, x, 31);
+  }
+}
+template<int N> TILE void cumsum_down(wv<N> &v) {
+  float carry = 0;
+#pragma unroll
+  for (int k = N / 32 - 1; k >= 0; k--) {
+    float x = v.d[k];
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+      float y = __shfl_down_sync(~0u, x, o);
+      if (lane() + o < 32) x += y;
+    }
+    v.d[k] = x + carry;
+    carry += __shfl_sync(~0u, x, 0);
   }
 }
 template<int N> TILE float last(const wv<N> &v) { return __shfl_sync(~0u, v.d[N / 32 - 1], 31); }
@@ -62,6 +80,11 @@ template<int N> TILE void store(float *g, const wv<N> &v, int n) {
 #pragma unroll
   for (int k = 0; k < N / 32; k++)
     if (lane() + 32 * k < n) g[lane() + 32 * k] = v.d[k];
+}
+template<int N> TILE void store(float *g, int64_t stride, const wv<N> &v, int n) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++)
+    if (lane() + 32 * k < n) g[(lane() + 32 * k) * stride] = v.d[k];
 }
 template<typename T> TILE void copy_row(T *d, const T *s, int n) {
   int vectors = (((uintptr_t)d | (uintptr_t)s) & 15) == 0 ? n / 8 : 0;

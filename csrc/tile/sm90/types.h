@@ -38,6 +38,7 @@ template<int N> struct rt<e4m3, N> { REGISTER_TILE_RULES(e4m3, N); uint32_t d[N 
 struct rv { float d[2]; };                         // rows r and r + 8, the same in the four threads of a row
 struct rsum { float d[2]; };                       // rows r and r + 8, this thread's columns only
 template<int N> struct cv { float d[N / 4]; };     // columns c, c + 1 of each 8-column group
+template<int N> struct csum { float d[N / 4]; };   // as cv, this thread's two rows only
 template<int N> struct wv { float d[N / 32]; };    // element lane + 32 k
 template<int N> struct gv { GROUP_VECTOR_RULES(N); float d[N / 128]; };   // elements N / 128 t + k of thread t
 struct alignas(8) sem { uint64_t b; };

@@ -227,19 +227,74 @@ def matmul(row, large):
         yield labels.get(m, f"{m}x{n}x{k}" + (" bias" if bias else "")), call
 
 
-def ssd_fwd(row, large):
-    c, dtype = constants(row), row["dtype"]
-    block = c["HEADS"] * c["GROUPS"]
-    shapes = [("large", 1, 1000, 66 * block, c["N"]), ("few blocks", 2, 1000, 4 * block, c["N"])] if large else []
-    shapes += [(f"{steps} steps, state {n}", 1, steps, 2 * block, n) for steps, n in ((64 * 5 + 10, c["N"]), (64, c["N"] - 8), (130, c["N"]))]
-    for label, batch, steps, heads, n in shapes:
-        def call(batch=batch, steps=steps, n=n, heads=-(-heads // 4) * 4):
-            x, b, c = new(batch, steps, heads, 64, dtype=dtype), new(batch, steps, 1, n, dtype=dtype), new(batch, steps, 1, n, dtype=dtype)
-            y, state = new(batch, steps, heads, 64, dtype=dtype), new(batch, heads, 64, n)
-            dt = np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads))
-            _C.ssd_fwd(y, state, x, new(batch, steps, heads, values=dt), b, c, new(heads, values=-1.0), new(heads))
-            return y, state
-        yield label, call
+# label, steps, state less than N, what else is given
+SSD = (("plain", 64 * 5 + 10, 0, ""), ("one chunk", 64, 8, "none"), ("states, seq_idx", 130, 0, "seq_idx"), ("states, packed", 400, 0, "packed"))
+
+
+def ssd(row, large):
+    c = constants(row)
+    block, n, dim = c["HEADS"] * c["GROUPS"] // c["SPLIT"], c["N"], 64 * c["SPLIT"]
+    shapes = [("large", 1, 1000, 66 * block, n, ""), ("few blocks", 2, 1000, 4 * block, n, "")] if large else []
+    shapes += [(f"{steps} steps, {label}", 1, steps, 2 * block, n - less, kind) for label, steps, less, kind in SSD]
+    shapes += [("1700 steps, cut", 1, 1700, block, n, "seq_idx")]
+    for label, *problem in shapes:
+        yield label, lambda problem=problem: call_ssd(row["dtype"], dim, *problem)
+
+
+def ssd_cuts(row, large):
+    """Of few heads: 2 segments or 4, of which the last is not this kernel's."""
+    n = constants(row).get("N", 64)
+    for label, steps, heads, dim, n, kind in (*([("large", 20000, 2, 64, n, "states")] if large else []), ("two heads", 1700, 2, 64, 64, "states"),
+                                              ("one head, seq_idx", 2100, 1, 48, n - 8, "seq_idx"), ("two parts", 1100, 1, 128, n, "states")):
+        yield f"{steps} steps, {label}" if label != "large" else label, lambda x=(steps, heads, n, kind), dim=dim: call_ssd(row["dtype"], dim, 1, *x)
+
+
+def call_ssd(dtype, dim, batch, steps, heads, n, kind):
+    x, b, c = new(batch, steps, heads, dim, dtype=dtype), new(batch, steps, 1, n, dtype=dtype), new(batch, steps, 1, n, dtype=dtype)
+    dt = new(batch, steps, heads, values=np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads)))
+    starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps)
+    rows = len(starts) - 1 if kind == "packed" else batch
+    y, states = new(batch, steps, heads, dim, dtype=dtype), new(rows, heads, dim, n)
+    cuts = min(640 // (rows * heads + 1), steps // 512)
+    more = kind not in ("", "none")
+    _C.ssd(y, None if kind == "none" else states, new(rows, cuts, heads, dim, n), new(rows, cuts, heads), x, dt, new(heads, values=-1.0), b, c, new(heads) if kind == "" else None,
+           new(heads) if more else None, new(rows, heads, dim, n) if more else None,
+           new(batch, steps, dtype="int32", values=np.arange(steps) // 50) if kind == "seq_idx" else None,
+           new(len(starts), dtype="int32", values=starts) if kind == "packed" else None, more)
+    return y, states
+
+
+# label, steps, heads, groups, head dim, state less than N, what else is given. Heads of many columns, so that few blocks
+# take several units each.
+SSD_BWD = (("wide heads", 640, 1, 1, 360, 0, "seq_idx"), ("groups", 130, 2, 2, 128, 8, "states"),
+           ("one chunk", 40, 4, 1, 128, 0, ""), ("packed", 140, 1, 1, 200, 0, "packed"))
+SSD_BWD_GIVEN = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_bias", "dinitial_states", "ddt_bias"),
+                 "seq_idx": ("seq_idx", "d", "dd"), "packed": ("cu_seqlens", "initial_states", "dinitial_states", "d", "dd")}
+
+
+def ssd_bwd(row, large):
+    c = constants(row)
+    shapes = [("large", 3000, 16, 2, 128, 0, ""), ("few blocks", 640, 2, 1, 256, 0, "")] if large else []
+    for label, steps, heads, *problem in [*shapes, *SSD_BWD]:
+        heads *= 2 if row["op"] == "ssd_bwd_join" else 1       # it adds what blocks have that share a group's heads
+        problem = c.get("N", c.get("W", 64)), steps, heads, *problem
+        yield label, lambda problem=problem: call_ssd_bwd(row["dtype"], *problem)
+
+
+def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
+    batch, starts = 1, (0, steps // 2, steps)
+    sizes = dict(B=batch, T=steps, H=heads, P=dim, G=groups, N=most - less, STARTS=len(starts) if kind == "packed" else -1)
+    op = _op.Row("ssd_bwd")
+    for size, _, code in op.lets:
+        sizes[size] = int(eval(code, {}, sizes))
+    values = dict(dt=np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads)), a=-1.0,
+                  seq_idx=np.arange(steps) // 50, cu_seqlens=starts)
+    kinds = dict(half=dtype, float32="float32", int32="int32")
+    fields = [f for f in op.arguments if f["role"] != "num"]
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+               for f in fields if f["name"] in SSD_BWD_GIVEN[kind] or f["role"] not in ("opt", "optout")}
+    _C.ssd_bwd(*(tensors.get(f["name"]) for f in fields), kind == "states")
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
 def scaled_add(row, large):
@@ -333,8 +388,11 @@ def owner(row):
 OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
        "attention_bwd": lambda row, large: attention(row, True, large),
        "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
-       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul, "ssd_fwd": ssd_fwd, "scaled_add": scaled_add,
-       "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d, "causal_conv1d_step": causal_conv1d_step}
+       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul,
+       "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts,
+       "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd, "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
+       "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
+       "causal_conv1d_step": causal_conv1d_step}
 
 
 def of_op(row, large):

@@ -1,0 +1,68 @@
+// Parameters of the kernels of ssd's backward. Plain C: filled by ssd_bwd.c.
+#pragma once
+#include <stdint.h>
+#include "ssd/ssd.h"
+
+// The steps of all rows. Chunks of 64 steps begin where a row begins. Those of a batch are counted from 0; packed rows
+// have their chunks one behind the other, row i from starts[i] / 64 + i on, and some places between them are empty.
+typedef struct ssd_steps {
+  ssd_dt dt;
+  const int *starts;        // [rows + 1] or NULL, as in ssd_fwd_params
+  const int *seq_idx;       // [batch, steps] or NULL, the same
+  int64_t seq_stride;
+  int count, rows, heads;   // count: of a batch
+} ssd_steps;
+
+// A pass over a segment of every row, forwards or backwards in time: the state in front of each chunk, or the gradient
+// of the state behind it.
+typedef struct ssd_pass {
+  gmap a, b;                // [batch, step, head, head_dim], [batch, step, group, state_dim]
+  gmap states;              // [batch heads, chunk of the segment, head_dim, state_dim]
+  const float *initial;     // [rows, heads, head_dim, state_dim] or NULL: zero
+  float *final;             // the same, or NULL; may be `initial`
+  // [segment, rows, heads, head_dim, state_dim] or NULL: the state in front of segments 1, 2, ... of `every` chunks
+  float *starts;
+  int backwards, keep;      // keep: write `states`
+} ssd_pass;
+typedef struct ssd_states_params {
+  ssd_pass pass[2];
+  ssd_steps steps;
+  int passes;               // at once
+  int first, chunks, every; // the segment's first chunk and number of chunks; packed rows have one segment
+  int groups, group_heads, head_dim, state_dim;
+} ssd_states_params;
+
+// Gradients of a segment's chunks, all at once, from the states in front of them and the gradients of those behind.
+typedef struct ssd_bwd_params {
+  gmap x, dy, dx;           // [batch, step, head, head_dim]
+  gmap b, c;                // [batch, step, group, state_dim]
+  gmap states, dstates;     // [batch heads, chunk of the segment, head_dim, state_dim]
+  ssd_steps steps;
+  const float *d;           // [heads] or NULL
+  float *ddt;               // [batch, step, head]
+  float *sums;              // [batch, 3 all_chunks, heads]: shares of da, then of dd, then of ddt_bias
+  // dx again, for the last chunks of packed rows; strides of batch, step, head or group in elements
+  void *dx_data, *db, *dc;
+  int64_t dx_stride[3], db_stride[3], dc_stride[3];
+  // [splits, batch, 64 chunks, groups, 2 state_dim]: dc and db of a part of the heads each; NULL where splits is 1
+  float *parts;
+  int first, chunks, all_chunks, batches;
+  int groups, group_heads, splits, head_dim, state_dim;
+  int skips, biased;        // dd and ddt_bias are wanted
+} ssd_bwd_params;
+
+// db and dc from their parts.
+typedef struct ssd_bwd_join_params {
+  const float *parts;
+  ssd_steps steps;
+  void *db, *dc;
+  int64_t db_stride[3], dc_stride[3];
+  int first, chunks, batches, groups, splits, state_dim;
+} ssd_bwd_join_params;
+
+// da, dd and ddt_bias [heads] from the chunks' shares.
+typedef struct ssd_bwd_sums_params {
+  const float *sums;
+  float *out[3];            // NULL: not wanted
+  int batches, chunks, heads;
+} ssd_bwd_sums_params;

@@ -1,0 +1,152 @@
+"""Gradients of the Mamba-2 scan against those of its recurrence in float64, by torch.autograd.
+
+A gradient may have three times the error of that of the same scan in PyTorch, by chunks, with the operands of its
+products rounded to 16 bits."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import margay as mg
+from cases import DEVICES, check_error
+from margay import _C, _op
+from ssd_cases import CHUNK, Case, exact, inputs_of, plain, random_case, steps_of
+
+GPU_TYPES = (torch.bfloat16, torch.float16)
+GIVEN = ("x", "dt", "a", "b", "c", "d", "dt_bias", "initial_states")
+
+
+def sizes_of(case):
+    row = _op.Row("ssd_bwd")
+    sizes = dict(B=case.batch, T=case.steps, H=case.heads, P=case.dim, G=case.groups, N=case.state,
+                 STARTS=len(case.packed) or -1)
+    for name, _, code in row.lets:
+        sizes[name] = int(eval(code, {}, sizes))
+    return row, sizes
+
+
+def run(case, inputs, dy, dstates):
+    """Gradients by name, in memory that begins as NaN, as does the scratch."""
+    row, sizes = sizes_of(case)
+    x = inputs["x"]
+    known = dict(inputs, dy=dy, dfinal_states=dstates)
+    for f in (*row.results, *row.work):
+        shape, dtype = [sizes[size] for size in f["sizes"]], x.dtype if f["kind"] == "half" else torch.float32
+        wide = shape[:-1] + [-(-shape[-1] // 8) * 8] if f["name"] == "dx" else shape      # of whole 16 bytes
+        known[f["name"]] = torch.full(wide, torch.nan, dtype=dtype, device=x.device)[..., :shape[-1]]
+        if f["role"] == "optout" and inputs[f["name"][1:]] is None:
+            known[f["name"]] = None
+    known.update(case.numbers())
+    _C.ssd_bwd(*(known[f["name"]] for f in row.arguments))
+    return {name: known["d" + name] for name in GIVEN if inputs[name] is not None}
+
+
+def gradients(scan, case, inputs, dy, dstates, dtype=None):
+    leaves = {name: inputs[name].detach().to(dtype or inputs[name].dtype).requires_grad_() for name in GIVEN
+              if inputs[name] is not None}
+    y, states = scan({**inputs, **leaves}, case.numbers())
+    results = [(t, g.to(t.dtype)) for t, g in ((y, dy), (states, dstates)) if t.requires_grad]
+    grads = torch.autograd.grad([t for t, _ in results], list(leaves.values()), [g for _, g in results],
+                                allow_unused=True)
+    return {name: torch.zeros_like(t) if grad is None else grad for (name, t), grad in zip(leaves.items(), grads)}
+
+
+def problem(case, device):
+    inputs = inputs_of(case, device)
+    g = torch.Generator().manual_seed(case.seed + 1)
+    dy = torch.randn(*inputs["x"].shape, generator=g).to(device, case.dtype)
+    dstates = torch.randn(case.rows, case.heads, case.dim, case.state, generator=g).to(device)
+    if case.dim % 8:              # rows begin at multiples of 16 bytes
+        dy = torch.nn.functional.pad(dy, (0, -case.dim % 8))[..., :case.dim]
+    return inputs, dy, dstates
+
+
+def check(case, device):
+    inputs, dy, dstates = problem(case, device)
+    ours = {name: t.cpu() for name, t in run(case, inputs, dy, dstates).items()}
+    inputs, dy, dstates = {name: t if t is None else t.cpu() for name, t in inputs.items()}, dy.cpu(), dstates.cpu()
+    right = gradients(exact, case, inputs, dy, dstates, torch.float64)
+    rounded = gradients(plain, case, inputs, dy, dstates)
+    relative = 0.0
+    if inputs["x"].numel():        # as of the scan itself
+        dt = steps_of(inputs["dt"], inputs["dt_bias"], **case.numbers()).double()
+        longest = (dt * -inputs["a"]).unfold(1, min(CHUNK, case.steps), 1).sum(3).clamp(max=150).max()
+        relative = 2**-23 * (16 + float(longest)) * (4 if device == "cuda" else 2)
+    for name, found in ours.items():
+        rows = max(found.numel(), 1) / found.shape[-1] if found.numel() else 1
+        # Float32 results of 16-bit products: where they are few, the plain ones may be right by chance, or wrong in
+        # both directions.
+        chance = torch.finfo(case.dtype).eps * (0.05 + 0.5 / rows**0.5) if found.dtype is torch.float32 else 0.0
+        check_error("d" + name, found, rounded[name], right[name], 3, (relative + chance, 2**-22))
+
+
+CHANGES = (
+    [dict(steps=t, state=n, heads=3 * g, groups=g) for t in (1, 63, 64, 65, 300) for n in (64, 128) for g in (1, 2)]
+    + [dict(steps=1000, heads=2), dict(steps=200, state=256, dim=128), dict(steps=130, state=200, dim=72, sequences=4),
+       dict(steps=0)]
+    + [dict(dim=5, state=7, layout="gaps", dtype=torch.float32), dict(limits=(0.03, 0.1)), dict(sequences=1000),
+       dict(heads=5, layout="fused")])
+AWKWARD = [Case(i, batch=2, d=i % 2 == 0, initial=i % 3 > 0, softplus=i % 2 == 1, bias=i % 2 == 1, **change)
+           for i, change in enumerate(CHANGES)]
+AWKWARD += [Case(100 + i, initial=True, d=True, **change) for i, change in enumerate(
+    [dict(steps=333, packed=(0, 100, 100, 164, 165, 333)), dict(steps=64, packed=(0, 64), dim=72),
+     dict(steps=200, packed=(0, 0, 63, 127, 200), state=256, dim=128),
+     dict(steps=0, packed=(0, 0, 0))])]
+
+
+@pytest.mark.parametrize("case", AWKWARD, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_awkward(case, device, one_thread):
+    if device == "cuda" and case.dtype is torch.float32:
+        pytest.skip("computed on the CPU only")
+    check(case, device)
+
+
+@pytest.mark.parametrize("case", [random_case(i) for i in range(2000, 2060)], ids=str)
+def test_random(case, one_thread):
+    check(case, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [random_case(i, GPU_TYPES) for i in range(3000, 3200)], ids=str)
+def test_random_on_a_gpu(case):
+    check(case, "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_segments(device):
+    """Heads have the gradients that they have alone where the scratch does not hold the states of all steps."""
+    case = Case(5, steps=1090, heads=512, state=128, initial=True, d=True)
+    inputs, dy, dstates = problem(case, device)
+    assert sizes_of(case)[1]["LATER"] > 0
+    whole = run(case, inputs, dy, dstates)
+    part = dataclasses.replace(case, heads=16)
+    assert sizes_of(part)[1]["LATER"] == 0
+    places = dict(x=2, dt=2, a=0, d=0, dt_bias=0, initial_states=1)
+    cut = lambda t, place: t.narrow(place, 100, 16).contiguous()  # noqa: E731
+    heads = {name: t if t is None or name not in places else cut(t, places[name]) for name, t in inputs.items()}
+    alone = run(part, heads, cut(dy, 2), cut(dstates, 1))
+    for name, t in alone.items():
+        if name in places:
+            assert torch.equal(t, cut(whole[name], places[name])), name
+    for name in ("b", "c"):
+        assert whole[name].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autograd(device):
+    """Through mg.ssd: as C gives it, only what is asked for, and with gradients of one result."""
+    case = Case(6, steps=150, heads=4, groups=2, state=64, initial=True, d=True, bias=True, softplus=True)
+    inputs, dy, dstates = problem(case, device)
+    want = run(case, inputs, dy, dstates)
+    leaves = {name: inputs[name].clone().requires_grad_() for name in GIVEN}
+    x, dt, a, b, c, d, bias, initial = leaves.values()
+    y, states = mg.ssd(x, dt, a, b, c, D=d, dt_bias=bias, dt_softplus=True, initial_states=initial,
+                       return_final_states=True)
+    grads = torch.autograd.grad((y, states), list(leaves.values()), (dy, dstates))
+    for name, grad in zip(leaves, grads):
+        assert torch.equal(grad, want[name]), name
+    y = mg.ssd(x, dt, a, b.detach(), c.detach(), D=d.detach(), dt_bias=bias.detach(), dt_softplus=True)
+    grad, = torch.autograd.grad(y, x, dy)
+    assert grad.isfinite().all() and grad.shape == x.shape
