@@ -88,6 +88,22 @@ def all_rows():
     return [row for family in families() for row in kernel_rows((ROOT / CSRC / family / "kernels.def").read_text(), f"{family}/kernels.def")]
 
 
+def check_sizes(text, known, name="ops.def"):
+    """Sizes of an ops.def are names of MG_SIZES. A number would compile, as the place of another size."""
+    text = re.sub(r"//.*", "", text)
+    for found in re.finditer(r"\b(?:OUT|OPTOUT|SAVE|WORK|IN|OPT|MAT)\((\w+), *\w+, *([^()]*)\)|\bLET\((\w+),", text):
+        for size in words(found[3] or found[2]):
+            if size not in known:
+                line, argument = text.count("\n", 0, found.start()) + 1, found[1] or "LET"
+                fixed = f"; of a fixed size LET says how large it is: LET(K, {size})" if size.isdigit() else ""
+                raise SystemExit(f"{name}:{line}: {argument} has the size {size}, expected a name of MG_SIZES in csrc/margay.h{fixed}")
+
+
+def known_sizes():
+    header = (ROOT / CSRC / "margay.h").read_text()
+    return set(re.findall(r" X\((\w+)\)", re.search(r"#define MG_SIZES\(X\)(?:.*\\\n)*.*", header)[0]))
+
+
 def kernel_rows(text, name="kernels.def"):
     """The rows, their sets written out."""
     text, rows = re.sub(r"//.*", "", text), []
@@ -98,7 +114,8 @@ def kernel_rows(text, name="kernels.def"):
         try:
             if len(fields) != 7:
                 raise ValueError("A row is KERNEL(name, op, source, element type, place, condition, constants), with "
-                                 "at least one constant")
+                                 "at least one constant: a file that needs none may have the size of its tile there, "
+                                 "COLUMNS=64")
             rows += written_out(Row(*fields))
         except ValueError as error:
             raise SystemExit(f"{name}:{text.count(chr(10), 0, found.start()) + 1}: {row[:120]}\n{error}") from None
@@ -364,6 +381,8 @@ class Build(build_ext):
 
 def compile_everything(cuda, python_include):
     """Returns the objects of the library and the object of the Python module."""
+    for family in families():
+        check_sizes((ROOT / CSRC / family / "ops.def").read_text(), known_sizes(), f"{family}/ops.def")
     wanted = re.compile(os.environ.get("MARGAY_ROWS") or ".*")
     rows = [row for row in all_rows() if wanted.fullmatch(row.name)]
     if not rows:

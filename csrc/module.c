@@ -319,10 +319,8 @@ static bool check_count(const char *op, Py_ssize_t found, int least, int most) {
   return false;
 }
 
-static bool read_stream(PyObject *const *objects, Py_ssize_t count, int at, mg_stream *stream) {
-  *stream = NULL;
-  if (count <= at) return true;
-  *stream = PyLong_AsVoidPtr(objects[at]);
+static bool read_stream(PyObject *object, mg_stream *stream) {
+  *stream = PyLong_AsVoidPtr(object);
   return !PyErr_Occurred();
 }
 
@@ -359,240 +357,132 @@ static bool read_int(PyObject *object, int *value) {
   return true;
 }
 
-// Run an op without the GIL and turn its status into None or an exception.
-#define RUN(call) \
-  mg_status status; \
-  Py_BEGIN_ALLOW_THREADS \
-  status = call; \
-  Py_END_ALLOW_THREADS \
-  release(&a); \
-  return none_or_raise(status)
-
-// ---- ops
-
-// (left, right, softcap, dropout, seed, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), None or nothing. Its four
-// tensors go to `tensors`, which ends with them.
-static bool read_features(const char *op, PyObject *object, mg_attention_features *f, PyObject **tensors) {
-  for (int i = 0; i < 4; i++) tensors[i] = Py_None;
-  if (!object || object == Py_None) return true;
-  unsigned long long seed;
-  long long left, right, max_q, max_k;
-  double softcap, dropout;
-  if (!PyTuple_Check(object)) {
-    PyErr_Format(PyExc_TypeError, "%s: features is %R, expected None or a tuple (left, right, softcap, dropout, seed, sink, "
-                 "alibi_slopes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)", op, (PyObject *)Py_TYPE(object));
-    return false;
-  }
-  if (!PyArg_ParseTuple(object, "LLddKOOOOLL:features", &left, &right, &softcap, &dropout, &seed, &tensors[0], &tensors[1],
-                        &tensors[2], &tensors[3], &max_q, &max_k) ||
-      !to_float(op, "softcap", softcap, &f->softcap) || !to_float(op, "dropout", dropout, &f->dropout))
-    return false;
-  f->window = left >= 0 || right >= 0;
-  f->left = left;
-  f->right = right;
-  f->seed = seed;
-  f->max_q = max_q;
-  f->max_k = max_k;
-  return true;
-}
-static void set_features(mg_attention_options *options, mg_attention_features *f, PyObject *object, const mg_tensor *const *views) {
-  if (!object || object == Py_None) return;
-  options->features = f;
-  f->sink = views[0];
-  f->slopes = views[1];
-  f->q_start = views[2];
-  f->k_start = views[3];
-}
-
-static PyObject *attention_fwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"out", "lse", "q", "k", "v", "workspace", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"};
-  args a;
-  mg_stream stream;
-  mg_attention_options options = {0};
-  mg_attention_features features = {0};
-  if (!check_count("attention_fwd", count, 7, 10)) return NULL;
-  PyObject *more = count > 9 ? objects[9] : NULL;
-  PyObject *tensors[10] = {objects[0], objects[1], objects[2], objects[3], objects[4], count > 8 ? objects[8] : Py_None};
-  if (!read_stream(objects, count, 7, &stream) || !read_float("attention", "scale", objects[5], &options.scale) ||
-      !read_bool(objects[6], &options.causal) || !read_features("attention", more, &features, tensors + 6) || !read_tensors(&a, module, "attention", names, tensors, more ? 10 : 6, stream))
-    return NULL;
-  set_features(&options, &features, more, a.view + 6);
-  if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_attention_fwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], &options, stream));
-}
-
-static PyObject *attention_fwd_fp8(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"out", "lse", "q", "k", "v", "workspace", "q_descale", "k_descale", "v_descale"};
-  args a;
-  mg_stream stream;
-  mg_attention_options options = {0};
-  if (!check_count("attention_fwd_fp8", count, 11, 12) || !read_stream(objects, count, 11, &stream) ||
-      !read_float("attention", "scale", objects[9], &options.scale) ||
-      !read_bool(objects[10], &options.causal) || !read_tensors(&a, module, "attention", names, objects, 9, stream))
-    return NULL;
-  if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_attention_fwd_fp8(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], &options, stream));
-}
-
-static PyObject *attention_bwd_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"q", "k", "v", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"};
-  args a;
-  size_t bytes;
-  mg_attention_options options = {0};
-  mg_attention_features features = {0};
-  if (!check_count("attention_bwd_workspace", count, 5, 6)) return NULL;
-  PyObject *more = count > 5 ? objects[5] : NULL, *tensors[7] = {objects[0], objects[1], objects[2]};
-  if (!read_bool(objects[3], &options.causal) || !read_bool(objects[4], &options.deterministic) ||
-      !read_features("attention_backward", more, &features, tensors + 3) ||
-      !read_tensors(&a, module, "attention_backward", names, tensors, more ? 7 : 3, NULL))
-    return NULL;
-  set_features(&options, &features, more, a.view + 3);
-  mg_status status = mg_attention_bwd_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options);
-  release(&a);
-  return status ? raise_status(status) : PyLong_FromSize_t(bytes);
-}
-
-static PyObject *attention_bwd(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"dq", "dk", "dv", "dout", "q", "k", "v", "out", "lse", "dlse", "workspace", "sink", "alibi_slopes",
-                                      "cu_seqlens_q", "cu_seqlens_k"};
-  args a;
-  mg_stream stream;
-  mg_attention_options options = {0};
-  mg_attention_features features = {0};
-  if (!check_count("attention_bwd", count, 14, 16)) return NULL;
-  PyObject *more = count > 15 ? objects[15] : NULL, *tensors[15];
-  memcpy(tensors, objects, 11 * sizeof *tensors);
-  if (!read_stream(objects, count, 14, &stream) || !read_float("attention_backward", "scale", objects[11], &options.scale) ||
-      !read_bool(objects[12], &options.causal) || !read_bool(objects[13], &options.deterministic) ||
-      !read_features("attention_backward", more, &features, tensors + 11) ||
-      !read_tensors(&a, module, "attention_backward", names, tensors, more ? 15 : 11, stream))
-    return NULL;
-  set_features(&options, &features, more, a.view + 11);
-  if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_attention_bwd(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], a.view[9],
-                       a.view[10], &options, stream));
-}
-
-static bool read_decode_options(mg_decode_options *o, PyObject *const *objects) {   // scale, causal, left, right, softcap, length, splits
-  return read_float("attention_decode", "scale", objects[0], &o->scale) && read_bool(objects[1], &o->causal) && read_int(objects[2], &o->window_left) &&
-         read_int(objects[3], &o->window_right) && read_float("attention_decode", "softcap", objects[4], &o->softcap) && read_int(objects[5], &o->length) &&
-         read_int(objects[6], &o->splits);
-}
-
-static PyObject *attention_decode(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"out", "lse", "q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cache_batch_idx", "sink", "alibi_slopes",
-                                      "workspace"};
-  args a;
-  mg_stream stream;
-  mg_decode_options options;
-  if (!check_count("attention_decode", count, 18, 19) || !read_stream(objects, count, 18, &stream) || !read_decode_options(&options, objects + 11) ||
-      !read_tensors(&a, module, "attention_decode", names, objects, 11, stream))
-    return NULL;
-  if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_attention_decode(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], a.view[7], a.view[8], a.view[9], a.view[10],
-                          &options, stream));
-}
-
-static PyObject *attention_decode_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"q", "k_cache", "page_table"};
-  args a;
-  size_t bytes;
-  mg_decode_options options;
-  if (!check_count("attention_decode_workspace", count, 10, 10) || !read_decode_options(&options, objects + 3) ||
-      !read_tensors(&a, module, "attention_decode", names, objects, 3, NULL))
-    return NULL;
-  mg_status status = mg_attention_decode_workspace(&bytes, a.view[0], a.view[1], a.view[2], &options);
-  release(&a);
-  return status ? raise_status(status) : PyLong_FromSize_t(bytes);
-}
-
-static PyObject *append_kv(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
-  static const char *const names[] = {"k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx"};
-  args a;
-  mg_stream stream;
-  int length;
-  if (!check_count("append_kv", count, 8, 9) || !read_stream(objects, count, 8, &stream) || !read_int(objects[7], &length) ||
-      !read_tensors(&a, module, "append_kv", names, objects, 7, stream))
-    return NULL;
-  if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  RUN(mg_append_kv(a.view[0], a.view[1], a.view[2], a.view[3], a.view[4], a.view[5], a.view[6], length, stream));
-}
-
 // ---- ops by their rows in ops.def
 
 typedef union any_args {
 #define OP(op, ...) mg_##op##_args op;
 #include "ops.def"
 } any_args;
-typedef mg_status runner(const void *args);
 
-// A number of a row; `object` NULL: its default.
+static bool read_integer(const mg_field *f, PyObject *object, void *to) {
+  if (f->kind == KIND_int) return read_int(object, to);
+  if (f->kind == KIND_int64_t) *(int64_t *)to = PyLong_AsLongLong(object);
+  else *(uint64_t *)to = PyLong_AsUnsignedLongLongMask(object);
+  return !PyErr_Occurred();
+}
+
 static bool set_number(const char *op, const mg_field *f, PyObject *object, void *to) {
-  static const char *const kinds[] = {[KIND_float] = "a number", [KIND_int] = "an integer of 32 bits", [KIND_bool] = "True or False"};
-  if (!object) {
-    if (f->kind == KIND_float) *(float *)to = (float)f->low;
-    else if (f->kind == KIND_int) *(int *)to = (int)f->low;
-    else *(bool *)to = f->low != 0;
-    return true;
-  }
-  if (f->kind == KIND_float ? read_float(op, f->name, object, to) : f->kind == KIND_int ? read_int(object, to) : read_bool(object, to)) return true;
+  static const char *const kinds[] = {[KIND_float] = "a number", [KIND_int] = "an integer of 32 bits", [KIND_bool] = "True or False",
+                                      [KIND_int64_t] = "an integer of 64 bits", [KIND_uint64_t] = "an integer"};
+  if (f->kind == KIND_float ? read_float(op, f->name, object, to) : f->kind == KIND_bool ? read_bool(object, to) : read_integer(f, object, to)) return true;
   if (f->kind == KIND_float && PyErr_ExceptionMatches(PyExc_ValueError)) return false;   // says which, and why
   PyErr_Clear();
   PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected %s", op, f->name, object, kinds[f->kind]);
   return false;
 }
 
-// The objects that stand for the row's arguments, and behind them the stream; those by name follow the others, as in every vectorcall.
-static bool sort_arguments(const mg_row *row, PyObject *const *objects, Py_ssize_t count, PyObject *names, PyObject **sorted) {
-  const int n = row->arguments;
+// The arguments of one call of a row: of the op itself, or of its workspace's size, for which only those that are read are taken.
+typedef struct row_call {
+  const mg_row *row;
+  const char *op;                   // in messages
+  bool only_space;
+  any_args values;
+  mg_stream stream;
+  const mg_field *field[MAX_TENSORS];
+  const char *names[MAX_TENSORS];
+  PyObject *tensors[MAX_TENSORS];   // those that are given
+  int count;
+} row_call;
+
+static bool takes(const row_call *c, const mg_field *f) { return !c->only_space || !mg_is_tensor(f) || mg_is_read(f); }
+
+static bool set_argument(row_call *c, const mg_field *f, PyObject *object) {
+  if (!mg_is_tensor(f)) return set_number(c->op, f, object, (char *)&c->values + f->offset);
+  if (object == Py_None) return true;   // what must not be absent is found by mg_check
+  c->field[c->count] = f;
+  c->names[c->count] = f->name;
+  c->tensors[c->count++] = object;
+  return true;
+}
+
+// By position, in the row's order, the stream behind them; those by name follow, as in every vectorcall.
+static bool set_arguments(row_call *c, PyObject *const *objects, Py_ssize_t count, PyObject *names) {
+  const mg_field *const field = c->row->field, *const end = field + c->row->arguments, *f = field;
   const Py_ssize_t named = names ? PyTuple_Size(names) : 0;
-  if (count > n + 1) return PyErr_Format(PyExc_TypeError, "%s takes at most %d arguments, got %zd", row->name, n + 1, count), false;
-  for (int i = 0; i <= n; i++) sorted[i] = i < count ? objects[i] : NULL;
+  bool has_stream = false;
+  uint64_t set = 0;                 // which arguments are
+  _Static_assert(MG_MAX_ARGS <= 64, "a bit for each argument");
+  int most = c->row->arguments + 1;
+  if (c->only_space)
+    for (f = field, most = 0; f < end; f++) most += takes(c, f);
+  if (count > most)
+    return PyErr_Format(PyExc_TypeError, "%s%s takes at most %d arguments, got %zd", c->row->name,
+                        c->only_space ? "_workspace" : "", most, count), false;
+  memcpy(&c->values, c->row->defaults, c->row->bytes);
+  f = field;
+  for (Py_ssize_t i = 0; i < count; i++, f++) {
+    while (f < end && !takes(c, f)) f++;
+    if (f == end) has_stream = true;
+    else set |= (uint64_t)1 << (f - field);
+    if (f == end ? !read_stream(objects[i], &c->stream) : !set_argument(c, f, objects[i])) return false;
+  }
   for (Py_ssize_t k = 0; k < named; k++) {
-    PyObject *name = PyTuple_GetItem(names, k);
-    int i = 0;
-    while (i < n && PyUnicode_CompareWithASCIIString(name, row->field[i].name)) i++;
-    if (i == n && PyUnicode_CompareWithASCIIString(name, "stream")) return PyErr_Format(PyExc_TypeError, "%s has no argument %U", row->name, name), false;
-    if (sorted[i]) return PyErr_Format(PyExc_TypeError, "%s: %U is given twice", row->name, name), false;
-    sorted[i] = objects[count + k];
+    PyObject *name = PyTuple_GetItem(names, k), *object = objects[count + k];
+    for (f = field; f < end && (!takes(c, f) || PyUnicode_CompareWithASCIIString(name, f->name)); f++) {}
+    if (f == end && (c->only_space || PyUnicode_CompareWithASCIIString(name, "stream"))) return PyErr_Format(PyExc_TypeError, "%s has no argument %U", c->row->name, name), false;
+    if (f == end ? has_stream : set >> (f - field) & 1) return PyErr_Format(PyExc_TypeError, "%s: %U is given twice", c->row->name, name), false;
+    if (f == end ? !read_stream(object, &c->stream) : !set_argument(c, f, object)) return false;
   }
   return true;
 }
 
-static PyObject *call_row(PyObject *module, mg_op op, runner *run, PyObject *const *objects, Py_ssize_t count, PyObject *keywords) {
-  const mg_row *row = mg_row_of(op);
-  const char *name = mg_op_name(op), *names[MAX_TENSORS];
-  const mg_field *field[MAX_TENSORS];
-  PyObject *sorted[MG_MAX_ARGS + 1], *tensors[MAX_TENSORS];
-  any_args values;
+// The views of the tensors that are given; `a` is then to be released.
+static bool view_arguments(row_call *c, args *a, PyObject *module) {
+  if (!read_tensors(a, module, c->op, c->names, c->tensors, c->count, c->stream)) return false;
+  if (!ask_stream(a, &c->stream)) return release(a), false;
+  for (int i = 0; i < c->count; i++) *(const mg_tensor **)(void *)((char *)&c->values + c->field[i]->offset) = a->view[i];
+  *(mg_stream *)(void *)((char *)&c->values + c->row->stream) = c->stream;
+  return true;
+}
+
+typedef mg_status runner(const void *args);
+static PyObject *call_row(PyObject *module, mg_op op, runner *run, PyObject *const *objects, Py_ssize_t count, PyObject *names) {
+  row_call c;
   args a;
-  mg_stream stream;
-  int n = 0;
-  if (!sort_arguments(row, objects, count, keywords, sorted) ||
-      !read_stream(sorted, sorted[row->arguments] ? row->arguments + 1 : 0, row->arguments, &stream))
-    return NULL;
-  for (int i = 0; i < row->arguments; i++) {
-    const mg_field *f = &row->field[i];
-    if (!mg_is_tensor(f)) {
-      if (!set_number(name, f, sorted[i], (char *)&values + f->offset)) return NULL;
-      continue;
-    }
-    field[n] = f;
-    names[n] = f->name;
-    tensors[n++] = sorted[i] ? sorted[i] : Py_None;   // what must not be absent is found by mg_check
-  }
-  if (!read_tensors(&a, module, name, names, tensors, n, stream)) return NULL;
-  if (!ask_stream(&a, &stream)) return release(&a), NULL;
-  for (int i = 0; i < n; i++) *(const mg_tensor **)(void *)((char *)&values + field[i]->offset) = a.view[i];
-  *(mg_stream *)(void *)((char *)&values + row->stream) = stream;
-  RUN(run(&values));
+  mg_status status;
+  c.row = mg_row_of(op), c.op = mg_op_name(op), c.only_space = false, c.stream = NULL, c.count = 0;
+  if (!set_arguments(&c, objects, count, names) || !view_arguments(&c, &a, module)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = run(&c.values);
+  Py_END_ALLOW_THREADS
+  release(&a);
+  return none_or_raise(status);
+}
+
+typedef mg_status sizer(size_t *bytes, const void *args);
+static PyObject *call_workspace(PyObject *module, mg_op op, sizer *run, PyObject *const *objects, Py_ssize_t count, PyObject *names) {
+  row_call c;
+  args a;
+  size_t bytes = 0;
+  c.row = mg_row_of(op), c.op = mg_op_name(op), c.only_space = true, c.stream = NULL, c.count = 0;
+  if (!set_arguments(&c, objects, count, names) || !view_arguments(&c, &a, module)) return NULL;
+  const mg_status status = run(&bytes, &c.values);
+  release(&a);
+  return status ? raise_status(status) : PyLong_FromSize_t(bytes);
 }
 
 #define OP(op, ...) \
   static mg_status run_##op(const void *args) { return mg_##op(args); } \
-  static PyObject *py_##op(PyObject *module, PyObject *const *objects, Py_ssize_t count, PyObject *keywords) { \
-    return call_row(module, MG_OP_##op, run_##op, objects, count, keywords); \
+  static PyObject *py_##op(PyObject *module, PyObject *const *objects, Py_ssize_t count, PyObject *names) { \
+    return call_row(module, MG_OP_##op, run_##op, objects, count, names); \
   }
+#include "ops.def"
+#define SPACE(op) \
+  static mg_status size_##op(size_t *bytes, const void *args) { return mg_##op##_workspace(bytes, args); } \
+  static PyObject *py_##op##_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count, PyObject *names) { \
+    return call_workspace(module, MG_OP_##op, size_##op, objects, count, names); \
+  }
+#define OP(op, ...) __VA_ARGS__
 #include "ops.def"
 
 // ---- what there is, and what would be used
@@ -683,7 +573,7 @@ static PyObject *kernel_dict(const mg_kernel *row) {
   static const char *const places[] = {"any", "cpu", "gpu"};
   const mg_kernel_desc *d = mg_desc(row);
   PyObject *dict = PyDict_New();
-  if (dict && put(dict, "name", text(row->name)) && put(dict, "op", text(mg_op_row(row->op))) && put(dict, "source", text(row->source)) &&
+  if (dict && put(dict, "name", text(row->name)) && put(dict, "op", text(mg_op_row(row->op))) && put(dict, "owner", text(mg_row_of(row->op)->owner)) && put(dict, "source", text(row->source)) &&
       put(dict, "dtype", text(mg_dtype_name(row->dtype))) && put(dict, "where", text(places[row->where])) &&
       put(dict, "when", text(row->when_text)) && put(dict, "constants", text(row->constants)) &&
       put(dict, "has_gpu_image", PyBool_FromLong(row->image != NULL)) &&
@@ -707,12 +597,13 @@ static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t 
 }
 
 static PyObject *field_dict(const mg_field *f) {
-  static const char *const roles[] = {"end", "out", "optout", "save", "work", "in", "opt", "mat", "num", "let", "needs", "draw"};
-  static const char *const kinds[] = {"half", "float32", "int32", "uint8", "bfloat16", "float8_e4m3fn", "float", "int", "bool"};
+  static const char *const roles[] = {"end", "out", "optout", "save", "work", "optwork", "space", "inout", "in", "opt", "mat", "num", "let", "needs", "takes",
+                                      "draw"};
+  static const char *const kinds[] = {"half", "float32", "int32", "uint8", "bfloat16", "float8_e4m3fn", "float", "int", "bool", "int64", "uint64"};
   const int n = f->role == ROLE_LET ? 1 : f->dims;
   PyObject *sizes = PyTuple_New(n);
   for (int i = 0; sizes && i < n; i++) PyTuple_SetItem(sizes, i, text(mg_size_names[f->size[i]]));
-  return Py_BuildValue("{s:s, s:s, s:s, s:N, s:d, s:d}", "name", f->name, "role", roles[f->role], "kind", kinds[f->kind], "sizes", sizes,
+  return Py_BuildValue("{s:s, s:z, s:s, s:s, s:N, s:d, s:d}", "name", f->name, "text", f->text, "role", roles[f->role], "kind", kinds[f->kind], "sizes", sizes,
                        "low", f->low, "high", f->high);
 }
 
@@ -722,8 +613,8 @@ static PyObject *ops(PyObject *module, PyObject *const *objects, Py_ssize_t coun
   PyObject *all = PyDict_New();
   for (int i = 0; all && i < MG_OP_COUNT; i++) {
     const mg_row *row = mg_row_of((mg_op)i);
-    if (row->by_hand) continue;
-    PyObject *list = PyList_New(0);
+    if (!row->arguments) continue;
+    PyObject *list = Py_BuildValue("[{s:s, s:s, s:()}]", "name", *row->called, "role", "called", "sizes");
     for (const mg_field *f = row->field; list && f->role; f++) {
       PyObject *dict = field_dict(f);
       if (!dict || PyList_Append(list, dict)) Py_CLEAR(list);
@@ -818,26 +709,32 @@ static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssiz
 
 // ---- the module
 
+// The arguments of <op>_workspace: what is read, and numbers.
+#define DOC_OUT(name)
+#define DOC_OPTOUT(name)
+#define DOC_SAVE(name)
+#define DOC_WORK(name)
+#define DOC_OPTWORK(name)
+#define DOC_SPACE(name)
+#define DOC_INOUT(name) name ", "
+#define DOC_IN(name) name ", "
+#define DOC_OPT(name) name ", "
+#define DOC_MAT(name) name ", "
+#define TENSOR(name, role, ...) DOC_##role(#name)
+#define NUM(type, name, value) #name "=" #value ", "
+#define OP(op, ...) __attribute__((unused)) static const char op##_reads[] = #op "_workspace(" __VA_ARGS__ ") -> bytes";
+#include "ops.def"
+
 #define FUNCTION(f) (PyCFunction)(void (*)(void))f   // through the one function pointer type that compilers let pass for any
 static PyMethodDef methods[] = {
-  {"attention_fwd_fp8", FUNCTION(attention_fwd_fp8), METH_FASTCALL, "attention_fwd_fp8(out, lse, q, k, v, workspace, q_descale, k_descale, v_descale, scale, causal, stream=0)"},
-  {"attention_fwd", FUNCTION(attention_fwd), METH_FASTCALL, "attention_fwd(out, lse, q, k, v, scale, causal, stream=0, workspace=None, features=None)"},
-  {"attention_bwd_workspace", FUNCTION(attention_bwd_workspace), METH_FASTCALL,
-   "attention_bwd_workspace(q, k, v, causal, deterministic, features=None) -> bytes"},
-  {"attention_bwd", FUNCTION(attention_bwd), METH_FASTCALL,
-   "attention_bwd(dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, stream=0, features=None)"},
-  {"attention_decode", FUNCTION(attention_decode), METH_FASTCALL,
-   "attention_decode(out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink, alibi_slopes, workspace, scale, causal, left, right, "
-   "softcap, length, splits, stream=0)"},
-  {"attention_decode_workspace", FUNCTION(attention_decode_workspace), METH_FASTCALL,
-   "attention_decode_workspace(q, k_cache, page_table, scale, causal, left, right, softcap, length, splits) -> bytes"},
-  {"append_kv", FUNCTION(append_kv), METH_FASTCALL,
-   "append_kv(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, length, stream=0)"},
 #define TENSOR(name, ...) #name ", "
 #define NUM(type, name, value) #name "=" #value ", "
 #define OP(op, ...) {#op, FUNCTION(py_##op), METH_FASTCALL | METH_KEYWORDS, #op "(" __VA_ARGS__ "stream=0)"},
 #include "ops.def"
-  {"ops", FUNCTION(ops), METH_FASTCALL, "ops() -> rows of ops.def that name their sizes: {op: [{name, role, kind, sizes, low, high}]}"},
+#define SPACE(op) {#op "_workspace", FUNCTION(py_##op##_workspace), METH_FASTCALL | METH_KEYWORDS, op##_reads},
+#define OP(op, ...) __VA_ARGS__
+#include "ops.def"
+  {"ops", FUNCTION(ops), METH_FASTCALL, "ops() -> rows of ops.def: {op: [{name, text, role, kind, sizes, low, high}]}"},
   {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS, "explain(op, *, dtype, gpu, ...) -> (row or None, why and why not the others)"},
   {"dry_run", FUNCTION(dry_run), METH_O, "dry_run(call) -> what explain says of the first kernel that a function without arguments would launch; nothing is launched"},
   {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},

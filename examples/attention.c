@@ -57,8 +57,10 @@ int main(void) {
   mg_tensor tq = view(q), tk = view(k), tv = view(v), tout = view(out);
   mg_tensor tlse = {.data = lse, .dtype = MG_FP32, .device = MG_CPU, .dims = 3, .shape = {BATCH, HEADS, ROWS},
                     .stride = {HEADS * ROWS, ROWS, 1}};
-  mg_attention_options options = {.scale = 1 / sqrtf(DIM), .causal = true};
-  if (mg_attention_fwd(&tout, &tlse, &tq, &tk, &tv, NULL, &options, NULL)) {
+  mg_attention_fwd_args args = mg_attention_fwd_defaults;
+  args.out = &tout, args.lse = &tlse, args.q = &tq, args.k = &tk, args.v = &tv;
+  args.scale = 1 / sqrtf(DIM), args.causal = true;
+  if (mg_attention_fwd(&args)) {
     fprintf(stderr, "%s\n", mg_last_error());
     return 1;
   }
@@ -66,7 +68,7 @@ int main(void) {
   for (int i = 0; i < COUNT; i++) checksum += from_bf16(out[i]);
   for (int row = 0; row < BATCH * HEADS * ROWS; row++) {
     const int head = row / ROWS * ROWS * DIM;
-    worst = fmax(worst, row_error(out + row * DIM, q + row * DIM, k + head, v + head, row % ROWS, options.scale));
+    worst = fmax(worst, row_error(out + row * DIM, q + row * DIM, k + head, v + head, row % ROWS, args.scale));
   }
   const bool agree = worst < 0.01;
   printf("checksum %.4f, largest difference %.2g: they %s\n", checksum, worst, agree ? "agree" : "differ");

@@ -60,8 +60,12 @@ class Params(ctypes.Structure):
     _fields_ = [("magic", ctypes.c_int), ("hits", ctypes.c_void_p)]
 
 
-class Options(ctypes.Structure):
-    _fields_ = [("scale", ctypes.c_float), ("causal", ctypes.c_bool), ("deterministic", ctypes.c_bool), ("features", ctypes.c_void_p)]
+class Forward(ctypes.Structure):
+    """mg_attention_fwd_args."""
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("out", "lse", "q", "k", "v")), ("scale", ctypes.c_float), ("causal", ctypes.c_bool),
+                ("workspace", ctypes.c_void_p), ("left", ctypes.c_int64), ("right", ctypes.c_int64), ("softcap", ctypes.c_float), ("dropout_p", ctypes.c_float),
+                ("seed", ctypes.c_uint64), *((name, ctypes.c_void_p) for name in ("sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")),
+                ("max_seqlen_q", ctypes.c_int64), ("max_seqlen_k", ctypes.c_int64), ("stream", ctypes.c_void_p)]
 
 
 class Runtime:
@@ -90,17 +94,19 @@ class Runtime:
         return self.c.test_launch(ROWS.index(row), device, index, ctypes.c_void_p(stream), ctypes.byref(params), ctypes.c_int64(blocks))
 
     def attention(self, out, lse, q, k, v, causal=False):
-        views = [None if t is None else ctypes.byref(t) for t in (out, lse, q, k, v)]
-        return self.c.mg_attention_fwd(*views, None, ctypes.byref(Options(1.0, causal, False)), None)
+        args = Forward.in_dll(self.c, "mg_attention_fwd_defaults")
+        args = Forward.from_buffer_copy(args)
+        for name, t in dict(out=out, lse=lse, q=q, k=k, v=v).items():
+            setattr(args, name, None if t is None else ctypes.addressof(t))
+        args.scale, args.causal = 1.0, causal
+        return self.c.mg_attention_fwd(ctypes.byref(args))
 
     def check(self, op, tensors):
         """Of an op's arguments, which begin with its tensors; numbers behind them are 0, and so are optional tensors."""
         number = ctypes.c_int()
         assert self.c.mg_op_find(ctypes.byref(number), op.encode()) == 0
-        args = (ctypes.POINTER(Tensor) * (len(tensors) + 8))(*(None if t is None else ctypes.pointer(t) for t in tensors))
-        if op.startswith("attention"):
-            return self.c.mg_check_by_hand(number, args)
-        return self.c.mg_check(number, args, (ctypes.c_int64 * 64)())
+        args = (ctypes.POINTER(Tensor) * (len(tensors) + 16))(*(None if t is None else ctypes.pointer(t) for t in tensors))
+        return self.c.mg_check(number, args, (ctypes.c_int64 * 64)(), False)
 
 
 def in_child(function):
@@ -181,8 +187,8 @@ def fakes(kind=Fake, **more):
     return {name: kind(shape, data=(i + 1) << 24, **more) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def call(module, t, stream=()):
-    return module.attention_fwd(t["out"], t.get("lse"), t["q"], t["k"], t["v"], 1.0, False, *stream)
+def call(module, t, **stream):
+    return module.attention_fwd(t["out"], t.get("lse"), t["q"], t["k"], t["v"], 1.0, False, **stream)
 
 
 class Table(ctypes.Structure):

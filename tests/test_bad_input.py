@@ -81,9 +81,9 @@ def test_bad_02_matmul_shape(change, message):
 def test_bad_02_missing():
     q, k, v = qkv()
     for i in range(3):
-        some = [None if i == j else t for j, t in enumerate((q, k, v))]
-        refused(TypeError, "attention_backward: q, k or v is missing, expected tensors", _C.attention_bwd_workspace,
-                *some, False, False)
+        some = [t if i == j else None for j, t in enumerate((q, k, v))]
+        message = "attention_backward: dout is missing, expected a tensor, or another of size " + "VHH"[i]
+        refused(TypeError, message, _C.attention_bwd_workspace, None, *some, None, None, None)
 
 
 def test_bad_03_device():
@@ -704,7 +704,8 @@ def test_bad_14_more_blocks_than_int_holds():
     features = -1, -1, 0.0, 0.0, 0, None, None, starts, starts, 64, far
     message = ("attention_backward: 2147483648 blocks of keys (65536 packed sequences, 1 heads, 32768 blocks for up to "
                "4194304 keys), at most 2^30 are accepted")
-    refused(ValueError, message, _C.attention_bwd_workspace, q, k, k, False, False, features)
+    refused(ValueError, message, _C.attention_bwd_workspace, None, q, k, k, None, None, None, 0.0, False,
+            False, *features)
     rows = torch.zeros(far, 1, 8)
     leaves = [t.clone().requires_grad_() for t in (rows[:64], rows, rows)]
     out = mg.attention_varlen(*leaves, starts, starts, 64, far)
@@ -716,12 +717,12 @@ def test_bad_14_more_blocks_than_int_holds():
                        ((1, 1, 2**31, 8), "expected 0 to 2^31 - 1 in every dimension"),
                        ((1, -4, 9, 8), "expected 0 to 2^31 - 1 in every dimension")):
         t = wide(*shape)
-        refused(ValueError, bad, _C.attention_bwd_workspace, t, t, t, False, False)
+        refused(ValueError, bad, _C.attention_bwd_workspace, None, t, t, t)
     options = 0.5, False, -1, -1, 0.0, -1, 0
-    for shape, bad in (((2**31 - 1, 2**31 - 1, 2**31 - 1, 8), "is too large, expected below 2^30"),
+    for shape, bad in (((2**31 - 1, 2**31 - 1, 2**31 - 1, 8), "expected batch * heads * queries below 2^30"),
                        ((2**33, 2**33, 1, 8), "expected 0 to 2^31 - 1"), ((1, -1, 2, 8), "expected 0 to 2^31 - 1")):
         t = wide(*shape)
-        refused(ValueError, bad, _C.attention_decode_workspace, t, t, None, *options)
+        refused(ValueError, bad, _C.attention_decode_workspace, t, t, t, None, None, None, None, None, *options)
     cache, other = torch.zeros(2, 1, 16, 4, 8).unbind(0)
     new, table = wide(2**31 - 1, 2**31 - 1, 4, 8), wide(2**31 - 1, 1, code=0)
     refused(ValueError, "new rows, at most 2^30 are accepted", _C.append_kv, cache, other, new, new, None, table, None,
@@ -735,8 +736,7 @@ def test_bad_39_windows_of_the_raw_layer(seconds):
     results = []
     for left, right in (seconds.values(), [min(n, 500) for n in seconds.values()]):
         results.append(torch.empty_like(q))
-        _C.attention_fwd(results[-1], None, q, k, v, 0.125, False, 0, None,
-                         (left, right, 0.0, 0.0, 0, None, None, None, None, 0, 0))
+        _C.attention_fwd(results[-1], None, q, k, v, 0.125, False, None, left, right)
     assert torch.equal(*results)
 
 

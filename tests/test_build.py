@@ -113,6 +113,19 @@ def test_a_bad_row_is_named(setup_py):
             setup_py.kernel_rows(f"{text}KERNEL({row})\n")
 
 
+def test_a_bad_size_is_named(setup_py):
+    known = setup_py.known_sizes()
+    assert {"B", "M", "N", "CHUNKS"} <= known
+    for name in setup_py.families():
+        setup_py.check_sizes((ROOT / "csrc" / name / "ops.def").read_text(), known)
+    for size, message in (("64", r"parts has the size 64, expected a name of MG_SIZES in csrc/margay\.h; .*LET\(K, 64\)"),
+                          ("ABSENT", r"parts has the size ABSENT, expected a name of MG_SIZES in csrc/margay\.h$")):
+        with pytest.raises(SystemExit, match=rf"^here:2: {message}"):
+            setup_py.check_sizes(f"// a comment\nOP(x, IN(a, HALF, M,N) WORK(parts, F32, M,{size},N))", known, "here")
+    with pytest.raises(SystemExit, match="LET has the size ABSENT"):
+        setup_py.check_sizes("LET(ABSENT, (M + 63) / 64)", known)
+
+
 def test_sets_are_written_out(setup_py):
     rows = setup_py.kernel_rows("""// KERNEL(no row)
 KERNEL(matmul_*_{n,t}{n,t}_d*{,_det}, matmul, gemm, {bf16, fp32}, ANY,   // the type's set comes first

@@ -91,12 +91,13 @@ def test_stub_has_the_modules_arguments(name):
         return
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     defaults = [ast.unparse(default) for default in arguments.defaults]
-    written = names[:len(names) - len(defaults)] + [f"{n}={d}"
-                                                    for n, d in zip(names[len(names) - len(defaults):], defaults)]
-    assert doc.group(1).replace(" or None", "") == ", ".join(written)
+    required = len(names) - len(defaults)
+    written = names[:required] + [n if d == "None" else f"{n}={d}" for n, d in zip(names[required:], defaults)]
+    assert doc.group(1).replace(" or None", "").replace("=false", "=False").removesuffix(", ") == ", ".join(written)
     for count in (len(names) - len(defaults) - 1, len(names) + 1):
         if count >= 0:
-            with pytest.raises(TypeError, match=name):
+            missing = _C.ops().get(name.removesuffix("_workspace"), [{"name": name}])[0]["name"] + r": \w+ is missing"
+            with pytest.raises(TypeError, match=name if count > len(names) else f"{name}|{missing}"):
                 getattr(_C, name)(*[None] * count)
 
 

@@ -23,11 +23,12 @@ def problem(n, d, dtype, causal, deterministic, group):
     q, dout = (torch.randn(batch, heads, n, d, generator=g, device="cuda", dtype=dtype) for _ in range(2))
     k, v = (torch.randn(batch, heads // group, n, d, generator=g, device="cuda", dtype=dtype) for _ in range(2))
     out, lse = torch.empty_like(q), torch.empty(batch, heads, n, device="cuda")
-    _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, None, None)
+    _C.attention_fwd(out, lse, q, k, v, 0.0, causal)
     grads = [torch.empty_like(t) for t in (q, k, v)]
-    workspace = torch.empty(_C.attention_bwd_workspace(q, k, v, causal, deterministic, None), dtype=torch.uint8, device="cuda")
+    read, numbers = (dout, q, k, v, out, lse, None), (0.0, causal, deterministic)
+    workspace = torch.empty(_C.attention_bwd_workspace(*read, *numbers), dtype=torch.uint8, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    call = lambda: _C.attention_bwd(*grads, dout, q, k, v, out, lse, None, workspace, 0.0, causal, deterministic, stream, None)
+    call = lambda: _C.attention_bwd(*grads, *read, workspace, *numbers, stream=stream)
     fields = dict(dtype=str(dtype)[6:], gpu=True, d=d, batch=batch, heads_q=heads, heads_k=heads // group, nq=n, nk=n, causal=causal, deterministic=deterministic)
     return call, grads, fields, 10 * batch * heads * n * n * d / (2 if causal else 1)
 

@@ -25,10 +25,9 @@ def attention(dtype, d, nq, nk, causal, deterministic):
     out, dout = torch.empty_like(q), torch.randn_like(q)
     lse = torch.empty(q.shape[:3], device="cuda")
     counter = torch.empty(16, dtype=torch.uint8, device="cuda")
-    _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, counter)
-    workspace = torch.empty(_C.attention_bwd_workspace(q, k, v, causal, deterministic), dtype=torch.uint8, device="cuda")
-    grads = [torch.empty_like(t) for t in (q, k, v)]
-    _C.attention_bwd(*grads, dout, q, k, v, out, lse, None, workspace, 0.0, causal, deterministic)
+    _C.attention_fwd(out, lse, q, k, v, 0.0, causal, counter)
+    grads, read, numbers = [torch.empty_like(t) for t in (q, k, v)], (dout, q, k, v, out, lse, None), (0.0, causal, deterministic)
+    _C.attention_bwd(*grads, *read, torch.empty(_C.attention_bwd_workspace(*read, *numbers), dtype=torch.uint8, device="cuda"), *numbers)
     return out, *grads
 
 
@@ -45,6 +44,7 @@ def packed(dtype, d, **options):
     return out.detach(), *torch.autograd.grad(out, leaves, torch.randn_like(out))
 
 
+BY_HAND = "attention_fwd", "attention_fwd_fp8", "attention_bwd", "attention_decode", "append_kv", "matmul"     # ops with problems of their own here
 ALL_FEATURES = dict(window=(90, 0), softcap=5.0, dropout_p=0.2, dropout_seed=1)
 
 
@@ -69,10 +69,11 @@ def decode(dtype, d, queries, page, splits):
     q, new = tensor(dtype, 4, queries, 6, d), [tensor(dtype, 4, 5, 2, d) for _ in range(2)]
     _C.append_kv(k, v, *new, lengths, table, index, 0)
     settings = 0.0, True, 150, -1, 20.0, -1, splits
-    size = _C.attention_decode_workspace(q, k, table, *settings)
+    read = q, k, v, lengths, table, index, torch.zeros(6, device="cuda"), torch.rand(4, 6, device="cuda")
+    size = _C.attention_decode_workspace(*read, *settings)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
     out, lse = torch.empty_like(q), torch.empty(4, 6, queries, device="cuda")
-    _C.attention_decode(out, lse, q, k, v, lengths, table, index, torch.zeros(6, device="cuda"), torch.rand(4, 6, device="cuda"), workspace, *settings)
+    _C.attention_decode(out, lse, *read, workspace, *settings)
     return out,
 
 
@@ -102,7 +103,7 @@ def problems(dtype, name):
     for d, queries, page, splits in itertools.product((40, 128, 256), (1, 30), (0, 16, 64), (1, 3)):
         yield lambda d=d, n=queries, page=page, splits=splits: decode(dtype, d, n, page, splits)
     for row in _C.kernels():
-        if row["op"] != "matmul" and owner(row["op"]) and row["dtype"] == name and row["has_gpu_image"]:
+        if owner(row) not in BY_HAND and row["dtype"] == name and row["has_gpu_image"]:
             for _, call in from_row(row, False):
                 yield lambda row=row, call=call: of_row(row, call)
 

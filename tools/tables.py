@@ -38,17 +38,18 @@ def table_of_rows():
     for row in map(_op.Row, _op.ROWS):
         tensors = lambda fields: ", ".join(described(f) for f in fields)  # noqa: E731
         numbers = ", ".join(f"{f['name']} = {_op.default(f):g}" for f in row.numbers)
-        needs = ", ".join(f"`{text}`".replace("|", "\\|") for text, _ in row.needs)
-        needs += "".join(f"{', ' if needs or i else ''}{let} = `{text}`" for i, (let, text, _) in enumerate(row.lets))
-        lines.append(f"| `{row.name}` | {tensors([*row.results, *row.saves, *row.work])} | {tensors(row.inputs)} | {numbers} | {needs} |")
+        needs = [(f["text"] or f"`{f['name']}`").replace("|", "\\|") for f, _ in row.derived if f["role"] != "let"]
+        needs = ", ".join([*needs, *(f"{let} = `{text}`" for let, text, _ in row.lets)])
+        changed = [f for f in row.inputs if f["role"] == "inout"]
+        lines.append(f"| `{row.name}` | {tensors([*row.results, *row.saves, *row.work, *changed])} | {tensors([f for f in row.inputs if f not in changed])} | {numbers} | {needs} |")
     return "\n".join(lines) + "\n"
 
 
 def described(f):
     kind = "" if f["kind"] == "half" else f" {f['kind']}"
     text = f"{f['name']}{kind} [{', '.join(f['sizes'])}]"
-    note = {"save": " (kept for the backward)", "work": " (scratch)"}.get(f["role"], "")
-    return f"({text})" if f["role"] in ("opt", "optout") else text + note
+    note = {"save": " (kept for the backward)", "work": " (scratch)", "optwork": " (scratch)", "space": " (scratch)", "inout": " (in place)"}.get(f["role"], "")
+    return (f"({text})" if f["role"] in _op.MAY_MISS else text) + note
 
 
 def body(content, kind, name):

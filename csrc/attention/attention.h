@@ -111,8 +111,8 @@ typedef struct attention_bwd_params {
   int *zeroed;              // [batch * k_heads], from 0: blocks of the grid that have done so for a head
   int acc_blocks;           // of dk and dv: blocks of 64 keys of a head; packed sequences: of all of them
   int *counter;             // in the workspace: tasks are drawn from it
-  int *order;               // [batch, q_heads, q_padded, 2]: key blocks that have added to this half of dq; NULL where
-                            // not deterministic
+  int *order;               // [batch, q_heads, q_padded, 2; of 256 columns 4]: key blocks that have added to this half
+                            // or quarter of a block of dq; NULL where not deterministic
   int tasks, k_blocks;
   int q_padded, q_blocks;   // blocks of the kernel's tile of query rows of one head: allocated, at least q_blocks + 1
                             // (packed sequences: for all of them together); with rows in them

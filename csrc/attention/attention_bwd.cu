@@ -25,13 +25,14 @@ struct shared {
   st<elem, 64, M> ds[DS_STAGES][NC];   // ds^T: keys x queries
   sv<M> lse2[STAGES], delta[STAGES];
   sv<ZEROS> zeros;
-  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2 (read before ring_fill's fence, in softmax); also hands out the
-                                       // stages of dout. full: by the loader's expect, or by the trimmer's arrival
+  ring<STAGES, ASYNC_READS> ring_q;    // q and lse2; also hands out the stages of dout. full: by the loader's expect,
+                                       // or by the trimmer's arrival. Its release has no fence: softmax, which reads
+                                       // lse2 and delta through registers, has one in ring_fill
   sem dout_full[STAGES];               // dout and delta
   step_info info[SLOTS];               // of step n, from the loader
   ring<DS_STAGES, ASYNC_READS> ring_ds;
-  ring<1, ASYNC_READS> ring_trim;      // PACKED: a stage that is loaded for the trimmer,
-  int trim_stage, trim_rows;           // this one, and the rows that stay
+  ring<1, ASYNC_READS> ring_trim;      // PACKED: full when a stage of q and dout is loaded for the trimmer;
+  int trim_stage, trim_rows;           // which stage that is, and how many of its rows stay
   key_task_smem task_of[2];            // of even and odd tasks, as in the queue
   ring<2, ASYNC_READS> ring_k;
   ring<1, ASYNC_READS> ring_v;
@@ -50,8 +51,8 @@ TILE void init(shared &s) {
 
 // ---- what feeds the compute warpgroups
 
-// Zeros of dq for a later head. Rows for packed sequences have no thread left for this role; writes_zeros() in
-// attention_bwd.c says the same.
+// Zeros of dq for a later head. Kernels for packed sequences lack this role: attention_bwd_pre.cu writes all zeros for
+// them. writes_zeros() in attention_bwd.c knows that.
 TILE void zero_writer(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
 
 // Warpgroup or warp. Rows from `rows` on of two tiles become 0. They belong to other sequences or to none, and 0 times
@@ -264,7 +265,7 @@ TILE bool ends_early(const key_task_smem &h, int wg) {
 }
 // One step from its products to dv and dk, without the 64 rows that see nothing of this warpgroup's keys: a task's
 // first step for the second warpgroup (begins_late), its last step for the first (ends_early). Where a step has 64
-// rows, that is all of them. No product is in flight.
+// rows, that is all of them: ds is zeros, and the stage is only waited for and released. No product is in flight.
 template<int A>
 TILE void end_step(state &a, const attention_bwd_params &p, shared &s, uint32_t n, uint32_t count, int wg) {
   ring_pos at = ring_at<STAGES>(n), to = ring_at<DS_STAGES>(n);
@@ -341,10 +342,10 @@ TILE void compute(const attention_bwd_params &p, shared &s, int wg) {
     ring_wait(s.ring_k, ring_at<2>(count));
     ring_wait(s.ring_v, ring_at<1>(count));
     const key_task_smem &t = s.task_of[count % 2];
-    // Each clears its own keys. ring_ds orders that for the other, which reads k for dq.
+    // Each warpgroup clears its own keys. The other one reads k for dq, when it has waited for ring_ds.
     if (PACKED) {
       clear_rest(s.k[count % 2][wg], s.v[wg], get(t.own) - wg * 64);
-      if (!TURNS) wg_sync();   // else the turn's barrier does
+      if (!TURNS) wg_sync();   // all four warps have cleared; with TURNS, turn_wait sees to that
     }
     uint32_t begin = n, end = n + get(t.steps) - ends_early(t, wg);
     if (begins_late(t, wg)) {   // asked again below, rather than kept in a register

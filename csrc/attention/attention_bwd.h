@@ -7,19 +7,20 @@
 // tasks, the `parts`, whose dk and dv are added up. M and BN are the kernel's tile. D (columns of dq and dk),
 // DETERMINISTIC and FEATURES come from the row.
 //
-// docs/02-tour.md follows a stage through attention_bwd.cu.
+// docs/02-tour.md follows a stage through attention_bwd.cu, and says what the kernels of pairs do otherwise.
 #pragma once
 #include "attention/attention_features.h"
 
 // ---- the walk
 
-enum { SLOTS = 8 };   // more than STAGES + 2: a step's info is read until two steps after its stage is released
+enum { SLOTS = 8 };   // more than q's stages + 1: the info of a step may be read when its stage and the next step's
+                      // have been released
 // What the compute roles have to know of a step. They read it here instead of keeping it in registers.
 struct step_info {
   int keys;        // keys from the block's first to the last there is
   int diagonal;    // query i of the step sees keys of the block up to i + diagonal
   int dq_block;    // index of the step's query block among all heads' blocks
-  int position;    // in the order of additions to dq_block: of this key block among those that add to it; -1 for
+  int position;    // where additions to dq_block keep an order: how many key blocks add before this one. -1 for
                    // padding, which not every key block visits
   int rows;        // PACKED: the step's query rows before those of another sequence
   int lower;       // WINDOWS: query i of the step sees keys of the block from i + lower on
@@ -201,7 +202,8 @@ template<int N, class Prob> TILE void score_gradient(rt<float, N> &dp, const Pro
 
 // Warpgroup. Where tiles of dq are added in a fixed order: the step's position in that order, else -1.
 TILE int position_of(const step_info &info) { return DETERMINISTIC ? get(info.position) : -1; }
-// Warpgroup. Adds a tile of dq, the `tile`-th of all, when all before it in the order have added.
+// Warpgroup. Adds a tile of dq, the `tile`-th of all, when all before it in the order have added. These belong to tasks
+// that were drawn before: the key blocks of a head are drawn in the order of their keys.
 TILE void add_dq(const attention_bwd_params &p, int64_t tile, int position, const rt<float, 64> &dq) {
   if (position >= 0) order_wait(p.order + tile, position);
   add_acc(p.dq_acc + tile * 64 * 64, dq);

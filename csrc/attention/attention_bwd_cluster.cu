@@ -2,12 +2,12 @@
 // rows i:
 //   s^T = k q_i^T;  p^T = 2^(c s^T - lse2);  dp^T = v dout_i^T;  ds^T = p^T (dp^T - delta)
 //   dv += p^T dout_i;  dk += ds^T q_i;  dq_i += ds k   (fp32, in global memory);  c = scale log2 e
-// Each of two warpgroups owns 64 keys, as in attention_bwd.cu: p^T and ds^T are register operands, dk and dv stay in
-// registers.
+// Each of two warpgroups owns 64 keys, as in attention_bwd.cu. p^T is a register operand, dk and dv stay in registers.
+// ds^T is in shared memory for dq, and dk reads it there.
 // Additions to dq are what the L2 can bear least. The two blocks of a cluster therefore exchange their ds, and each
 // adds half of the columns of dq for the keys of both. Of q and dout each loads half of the columns for both.
 // One 64 x 64 tile of dq a step: the warpgroups take turns at it, w has the steps n with n % 2 = w and their stages of
-// ds. It lags two steps behind, which is what the exchange needs.
+// ds. It lags two steps behind, so that the other block's ds has time to arrive.
 // One turn of matrix work is dq(n - 2), dv and dk(n - 1), s and dp(n).
 // The rows of this kernel are named _x2, for the two blocks.
 #include "attention/attention_bwd.h"
@@ -23,11 +23,14 @@ struct shared {
   st<elem, M, D> q[Q_STAGES], dout[DOUT_STAGES];
   st<elem, 64, M> ds[NC][NC], ds_other[NC][NC];    // of step n % NC: ds^T, keys x queries, here and in the other block
   sv<M> lse2[Q_STAGES], delta[DOUT_STAGES];
-  ring<DOUT_STAGES, ASYNC_READS> ring_dout;        // with delta, which is read before the fence of an arrival; also
-                                                   // hands out the stages of q
+  ring<DOUT_STAGES, ASYNC_READS> ring_dout;        // with delta; also hands out the stages of q. Its release has no
+                                                   // fence: softmax has one, in ring_fill
   sem q_full[Q_STAGES];                            // with lse2
-  ring<NC, ASYNC_READS> ring_ds;
-  ring<NC, ASYNC_READS> ring_other;                // full: ds_other here; empty: ds_other in the other block
+  ring<NC, ASYNC_READS> ring_ds;                   // released by the warpgroup that makes dq, and by the other block's
+                                                   // when its copy has arrived. dk reads it too, but only the
+                                                   // warpgroup's own tile, before the same warpgroup writes it again
+  ring<NC, ASYNC_READS> ring_other;                // full: ds_other of this block; empty: ds_other of the other block,
+                                                   // which this one's sender writes
   step_info info[SLOTS];                           // of step n, from the loader
   key_task_smem now;                               // the loader's task,
   int row, head;                                   // and where it stands
@@ -47,8 +50,9 @@ TILE void init(shared &s) {
 
 // ---- what feeds the pair: loads, of which each block makes its half of q and dout for both, and the exchange of ds
 
-// Has few registers: what it knows of its task and step is in shared memory. It has acquired dout's stage of the step
-// before, and with it all that step n writes before dout: all who read the step Q_STAGES before have released that.
+// Has few registers: what it knows of its task and step is in shared memory. It acquires no stage of q. When it loads q
+// of step n, it has acquired dout's stage of step n - 1. So step n - 1 - DOUT_STAGES is released, and with it all steps
+// before, of which step n - Q_STAGES was in this stage of q.
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;
@@ -131,7 +135,7 @@ TILE void dq_issue(rt<float, HALF> &dq, shared &s, uint32_t n) {
   mma_AtB<ZERO>(dq, s.ds[at.stage][0], 0, s.k[0], first_column());
   mma_AtB<ACC>(dq, s.ds[at.stage][1], 0, s.k[1], first_column());
   ring_wait(s.ring_other, at);
-  sem_arrive_at(s.ring_ds.empty[at.stage], other_rank());   // its copy is here
+  sem_arrive_at(s.ring_ds.empty[at.stage], other_rank());   // the copy of the other block's ds is here
   mma_fence();
   mma_AtB<ACC>(dq, s.ds_other[at.stage][0], 0, s.k_other[0], 0);
   mma_AtB<ACC>(dq, s.ds_other[at.stage][1], 0, s.k_other[1], 0);

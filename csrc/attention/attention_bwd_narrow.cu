@@ -47,8 +47,9 @@ TILE void init(shared &s) {
 
 TILE void zero_writer(const attention_bwd_params &p, shared &s, int) { write_zeros<M, 1>(p, s.zeros, s.queue); }
 
-// Has few registers: where it stands is in shared memory. It has acquired dout's stage of the step before, and with it
-// all that step n writes before dout: all who read the step Q_STAGES before have released that.
+// Has few registers: where it stands is in shared memory. It acquires no stage of q. When it loads q of step n, it has
+// acquired dout's stage of step n - 1. So step n - 1 - DOUT_STAGES is released, and with it all steps before, of which
+// step n - Q_STAGES was in this stage of q.
 TILE void loader(const attention_bwd_params &p, shared &s, int) {
   uint32_t n = 0;
   int next = 0;

@@ -20,10 +20,14 @@ struct shared {
   st<elem, KEYS, M> ds, ds_other;      // p^T, then ds^T in its place; the other block's ds^T
   sv<M> lse2[STAGES], delta[STAGES];
   sv<ZEROS> zeros;
-  ring<STAGES, ASYNC_READS> ring_q, ring_dout;   // with lse2 and delta, which are read before the fence of an arrival
+  // With lse2 and delta, which are read through registers before a fence (of p_full, of ring_ds). `keys` alone releases
+  // q: when it has p of a step, `values` has read q and lse2.
+  ring<STAGES, ASYNC_READS> ring_q, ring_dout;
   sem p_full;                          // one phase a step: p^T is in ds
-  ring<1, ASYNC_READS> ring_ds;
-  ring<1, ASYNC_READS> ring_other;     // full: ds_other here; empty: ds_other in the other block
+  ring<1, ASYNC_READS> ring_ds;        // acquired by `values` for p^T, filled by `keys` with ds^T. Released by both
+                                       // after dq, and by the other block when its copy has arrived
+  ring<1, ASYNC_READS> ring_other;     // full: ds_other of this block; empty: ds_other of the other block, which this
+                                       // one's sender writes
   step_info info[SLOTS];               // of step n, from the loader
   key_task_smem now;                   // the loader's task
   ring<1, ASYNC_READS> ring_k, ring_v; // k: with k_other
@@ -94,7 +98,7 @@ TILE void sender(const attention_bwd_params &p, shared &s, int) {
       ring_acquire(s.ring_other, at);
       tma_send(s.ds_other, s.ds, s.ring_other.full[0], other_rank());
       ring_wait(s.ring_other, at);
-      sem_arrive_at<THREAD>(s.ring_ds.empty[0], other_rank());   // its copy is here
+      sem_arrive_at<THREAD>(s.ring_ds.empty[0], other_rank());   // the copy of the other block's ds is here
     }
     cluster_queue_release<THREAD>(s.queue, count);
   }
@@ -198,7 +202,7 @@ TILE void values(const attention_bwd_params &p, shared &s, int) {
     value_step<ACC, false>(dv, prob, dq, p, s, n++);
     dq_add(dq, p, s, n - 1, 0);
     sem_arrive(s.k_read);
-    leave(p.dv, s.v, dv, p, s, count, s.ring_v);   // the last dp is done: its ds was there
+    leave(p.dv, s.v, dv, p, s, count, s.ring_v);   // v is free: dq_step has seen ds of the last step, so its dp is done
   }
 }
 
@@ -234,7 +238,7 @@ TILE void keys(const attention_bwd_params &p, shared &s, int) {
     rt<float, M> dp;
     uint32_t last = n + task_at<M, BN>(p, next).steps - 1;
     float scale = p.out_scale;
-    ring_wait(s.ring_v, ring_at<1>(count));   // k's is known to who sees the first p
+    ring_wait(s.ring_v, ring_at<1>(count));   // not for ring_k: `values` has waited for it before its first p
     issue(dp, s.v, s.dout, s.ring_dout, n);
     mma_wait<0>(dp);
     key_step<ZERO, true>(dk, dp, p, s, n++);

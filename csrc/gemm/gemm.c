@@ -34,11 +34,9 @@ mg_status mg_matmul(const mg_matmul_args *a) {
              trans_b = c.problem.trans_b = c.n.K > 0 && is_transposed(a->b);
   if (!mg_choose(&c)) return c.status;
   const mg_kernel_desc *d = c.desc;
-  const int64_t m_blocks = mg_ceil_div(c.n.M, (int64_t)d->tile_m * d->cluster),
-                n_blocks = mg_ceil_div(c.n.N, d->tile_n);
-  gemm_params p = {.bias = a->bias ? a->bias->data : NULL, .m = (int)c.n.M, .n = (int)c.n.N, .k = (int)c.n.K,
-                   .activation = a->activation,
-                   .tasks = mg_tasks(&c, m_blocks * n_blocks), .m_blocks = (int)m_blocks, .n_blocks = (int)n_blocks,
+  const int64_t m_blocks = mg_ceil_div(c.n.M, (int64_t)d->tile_m * d->cluster), n_blocks = mg_ceil_div(c.n.N, d->tile_n);
+  gemm_params p = {.bias = a->bias ? a->bias->data : NULL, .m = (int)c.n.M, .n = (int)c.n.N, .k = (int)c.n.K, .activation = a->activation,
+                   .tasks = mg_tasks(&c, m_blocks * n_blocks, "tiles"), .m_blocks = (int)m_blocks, .n_blocks = (int)n_blocks,
                    .sweep_rows = square_group(c.context.sms, d)};
   // K = 0: the kernel reads only outside of this.
   const mg_tensor nothing = {.data = a->out->data, .dtype = a->out->dtype, .dims = 2, .shape = {1, 1},
@@ -46,8 +44,5 @@ mg_status mg_matmul(const mg_matmul_args *a) {
   map(&c, &p.a, c.n.K ? a->a : &nothing, trans_a, BLOCK_K);
   map(&c, &p.b, c.n.K ? a->b : &nothing, trans_b, trans_b ? d->tile_n / (int)d->cluster : BLOCK_K);
   mg_map_rows(&c, &p.c, a->out, C_BOX, C_BOX);
-  // resident at a time; the CPU's threads share single tasks
-  int64_t clusters = (int64_t)c.context.sms * d->blocks_per_sm / d->cluster;
-  if (!c.context.persistent || clusters > p.tasks) clusters = p.tasks;
-  return mg_run(&c, &p, (clusters ? clusters : 1) * d->cluster);
+  return mg_run_resident(&c, &p, p.tasks);
 }

@@ -23,7 +23,7 @@ static mg_status run_states(mg_call *c, const pass *x) {
     mg_map_bthd(c, &p.b, x->b, 64, 64);
     mg_map_stack(c, &p.states, x->states, 64, 64);
   }
-  return mg_run(c, &p, mg_tasks(c, c->n.B * c->n.H * (c->desc->tile_n / 64)));
+  return mg_run(c, &p, mg_tasks(c, c->n.B * c->n.H * (c->desc->tile_n / 64), "tiles"));
 }
 
 mg_status mg_linear_attention(const mg_linear_attention_args *a) {
@@ -37,7 +37,7 @@ mg_status mg_linear_attention(const mg_linear_attention_args *a) {
   mg_map_bthd(&c, &p.v, a->v, 64, 64);
   mg_map_bthd(&c, &p.out, a->out, 64, 64);
   mg_map_stack(&c, &p.states, a->states, c.desc->tile_n, 64);
-  return mg_run(&c, &p, mg_tasks(&c, c.n.B * c.n.H * c.n.CHUNKS));
+  return mg_run(&c, &p, mg_tasks(&c, c.n.B * c.n.H * c.n.CHUNKS, "tiles"));
 }
 
 mg_status mg_linear_attention_bwd(const mg_linear_attention_bwd_args *a) {
@@ -56,5 +56,5 @@ mg_status mg_linear_attention_bwd(const mg_linear_attention_bwd_args *a) {
   mg_map_bthd(&c, &p.dv, a->dv, 64, 64);
   mg_map_stack(&c, &p.states, a->states, c.desc->tile_n, 64);
   mg_map_stack(&c, &p.dstates, a->dstates, c.desc->tile_n, 64);
-  return mg_run(&c, &p, mg_tasks(&c, c.n.B * c.n.H * c.n.CHUNKS));
+  return mg_run(&c, &p, mg_tasks(&c, c.n.B * c.n.H * c.n.CHUNKS, "tiles"));
 }

@@ -1,8 +1,10 @@
 // Rows of ops.def as data and as checks: every bad input that can be seen in one argument, or in the memory of two, ends here with its message.
-// Only mg_check_starts reads the tensors' data.
+// No tensor's data is read.
 #include <float.h>
+#include <inttypes.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include "runtime/runtime.h"
 
@@ -14,22 +16,37 @@ const char *const mg_size_names[] = {
 #undef SIZE
 };
 
-// LET and NEEDS as functions that see sizes and numbers by name.
-#define SEEN(name) const int64_t name = n->name; (void)name;
-#define LET(size, ...) { MG_SIZES(SEEN) n->size = __VA_ARGS__; }
-#define OP(op, ...) static void op##_let(mg_sizes *n) { (void)n; __VA_ARGS__ }
-#include "ops.def"
-
-#define NUM(type, name, value) const type name = a->name; (void)name;
-#define NEEDS(...) if (!(__VA_ARGS__)) return #__VA_ARGS__;
+// LET, NEEDS and TAKES as a function that sees sizes, numbers and which tensors are given by name; returns the first condition that does not hold.
+#define FIRST(x, ...) x
+static const float LARGEST = FLT_MAX;
+#define SEEN(name) const int64_t name = sizes->name; (void)name;
+#define TENSOR(name, ...) const bool name = given->name; (void)name;
+#define NUM(type, name, value) const type name = given->name; (void)name;
+#define LET(size, ...) { MG_SIZES(SEEN) sizes->size = __VA_ARGS__; }
+#define NEED(status, expression, ...) { \
+    MG_SIZES(SEEN) \
+    static const mg_need need = {#expression, FIRST(__VA_ARGS__, 0), status}; \
+    if (!(expression)) return &need; \
+  }
+#define NEEDS(...) NEED(MG_VALUE, __VA_ARGS__, NULL)
+#define TAKES(...) NEED(MG_UNSUPPORTED, __VA_ARGS__, NULL)
 #define OP(op, ...) \
-  static const char *op##_broken(const void *args, const mg_sizes *n) { \
-    const mg_##op##_args *a = args; \
-    MG_SIZES(SEEN) (void)a; \
+  static const mg_need *op##_derive(const void *args, mg_sizes *sizes) { \
+    const mg_##op##_args *given = args; \
+    (void)given, (void)sizes, (void)LARGEST; \
     __VA_ARGS__ return NULL; \
   }
 #include "ops.def"
 #undef SEEN
+#undef NEED
+
+#define NUM(type, name, value) .name = value,
+#define OP(op, ...) const mg_##op##_args mg_##op##_defaults = {__VA_ARGS__ .stream = NULL};
+#include "ops.def"
+
+#define CALLED(name) #name,
+#define OP(op, ...) static const char *const op##_called[] = {__VA_ARGS__ #op};   // the first is the name in messages
+#include "ops.def"
 
 enum {
 #define TENSOR(...) + 1
@@ -40,59 +57,43 @@ enum {
 
 // Each in a function of its own: there `self` is the op's struct, and the names of sizes are their places in mg_sizes.
 #define SIZE(name) name,
-#define TENSOR(name, role, dtype, ...) {#name, ROLE_##role, KIND_##dtype, sizeof((const char[]){__VA_ARGS__}), offsetof(self, name), {__VA_ARGS__}, 0, 0},
-#define NUM(type, name, value) {#name, ROLE_NUM, KIND_##type, 0, offsetof(self, name), {0}, value, value},
-#define LET(size, ...) {#__VA_ARGS__, ROLE_LET, KIND_int, 0, 0, {size}, 0, 0},
-#define NEEDS(...) {#__VA_ARGS__, ROLE_NEEDS, KIND_bool, 0, 0, {0}, 0, 0},
-#define DRAW(name, low, high) {#name, ROLE_DRAW, KIND_float, 0, 0, {0}, low, high},
+#define TENSOR(name_, role_, dtype, ...) \
+  {.name = #name_, .role = ROLE_##role_, .kind = KIND_##dtype, .dims = sizeof((const char[]){__VA_ARGS__}), .offset = offsetof(self, name_), .size = {__VA_ARGS__}},
+#define NUM(type, name_, value) {.name = #name_, .role = ROLE_NUM, .kind = KIND_##type, .offset = offsetof(self, name_), .low = value, .high = value},
+#define LET(size_, ...) {.name = #__VA_ARGS__, .role = ROLE_LET, .size = {size_}},
+#define NEED(role_, expression, ...) {.name = #expression, .role = ROLE_##role_, .text = FIRST(__VA_ARGS__, 0)},
+#define NEEDS(...) NEED(NEEDS, __VA_ARGS__, NULL)
+#define TAKES(...) NEED(TAKES, __VA_ARGS__, NULL)
+#define DRAW(name_, low_, high_) {.name = #name_, .role = ROLE_DRAW, .low = low_, .high = high_},
 #define OP(op, ...) \
   static const mg_row *op##_row(void) { \
     typedef mg_##op##_args self; \
     _Static_assert((int)op##_arguments <= (int)MG_MAX_ARGS, "MG_MAX_ARGS of runtime.h"); \
     enum { MG_SIZES(SIZE) }; \
     static const mg_field fields[] = {__VA_ARGS__ {.role = ROLE_END}}; \
-    static const mg_row row = {#op, fields, op##_arguments, false, offsetof(self, stream), sizeof(self), op##_let, op##_broken}; \
+    static const mg_row row = {.name = #op, .owner = #op, .called = op##_called, .field = fields, .arguments = op##_arguments, .defaults = &mg_##op##_defaults, \
+                               .stream = offsetof(self, stream), .bytes = sizeof(self), .derive = op##_derive}; \
+    return &row; \
+  }
+#define PART(part, op) \
+  static const mg_row *part##_row(void) { \
+    static const mg_field none = {.role = ROLE_END}; \
+    static const mg_row row = {.name = #part, .owner = #op, .called = op##_called, .field = &none}; \
     return &row; \
   }
 #include "ops.def"
+#undef NEED
 #undef SIZE
-
-// Rows by hand: an array of views.
-#define OP(op, ...)
-#define ARG(name, role, dims, kind) const mg_tensor *name;
-#define BY_HAND(op, ...) typedef struct op##_views { __VA_ARGS__ const mg_tensor *end; } op##_views;
-#include "ops.def"
-#undef ARG
-#define OP(op, ...)
-#define ARG(name, role, dims, kind) {#name, ROLE_##role, KIND_##kind, dims, offsetof(self, name), {0}, 0, 0},
-#define BY_HAND(op, ...) \
-  static const mg_row *op##_row(void) { \
-    typedef op##_views self; \
-    static const mg_field fields[] = {__VA_ARGS__ {.role = ROLE_END}}; \
-    static const mg_row row = {#op, fields, sizeof fields / sizeof *fields - 1, true, 0, sizeof(self), NULL, NULL}; \
-    return &row; \
-  }
-#include "ops.def"
-#undef ARG
 
 static const mg_row *(*const rows[MG_OP_COUNT])(void) = {
 #define OP(op, ...) op##_row,
-#define BY_HAND(op, ...) op##_row,
+#define PART(part, op) part##_row,
 #include "ops.def"
 };
 const mg_row *mg_row_of(mg_op op) { return rows[op](); }
 
 const char *mg_op_row(mg_op op) { return mg_row_of(op)->name; }
-const char *mg_op_name(mg_op op) {
-  switch (op) {
-    case MG_OP_attention_fwd: case MG_OP_attention_fwd_fp8: return "attention";
-    case MG_OP_attention_bwd: case MG_OP_attention_bwd_pre: case MG_OP_attention_bwd_post: return "attention_backward";
-    case MG_OP_attention_combine: return "attention_decode";
-    case MG_OP_linear_attention_states: return "linear_attention";
-    case MG_OP_ssd_cuts: case MG_OP_ssd_join: return "ssd";
-    default: return mg_op_row(op);
-  }
-}
+const char *mg_op_name(mg_op op) { return *mg_row_of(op)->called; }
 
 mg_status mg_op_find(mg_op *op, const char *name) {
   char known[512] = "";
@@ -166,7 +167,7 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
   const char *wanted = NULL;
   for (int i = 0; i < t->dims; i++)
     if (t->shape[i] > 1 && t->stride[i] < 0) wanted = "no negative ones";
-  const bool dense = c->rule->role == ROLE_SAVE || c->rule->role == ROLE_WORK;
+  const bool dense = c->rule->role == ROLE_SAVE || c->rule->role == ROLE_WORK || c->rule->role == ROLE_OPTWORK;
   const bool rows = !dense && c->rule->kind != KIND_F32 && c->rule->kind != KIND_U8;
   if (!wanted && !rows && !contiguous(t)) wanted = "a contiguous tensor";
   if (!wanted && rows && !unit(t, t->dims - 1)) {
@@ -178,10 +179,10 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
                  list(t->shape, t->dims).chars, list(t->stride, t->dims).chars, wanted);
 }
 
-mg_status mg_check_sizes(const char *op, const char *name, const mg_tensor *t) {
+static mg_status check_range(const call *c, const mg_tensor *t) {
   for (int i = 0; i < t->dims; i++)
     if (t->shape[i] < 0 || t->shape[i] > INT32_MAX)
-      return mg_fail(MG_VALUE, "%s: %s has shape %s, expected 0 to 2^31 - 1 in every dimension", op, name, list(t->shape, t->dims).chars);
+      return mg_fail(MG_VALUE, "%s: %s has shape %s, expected 0 to 2^31 - 1 in every dimension", c->op, c->rule->name, list(t->shape, t->dims).chars);
   return MG_OK;
 }
 
@@ -192,7 +193,7 @@ static mg_status check_memory(const call *c, const mg_tensor *t, span *s) {
   int64_t size = (int64_t)mg_dtype_size(t->dtype), bytes = size;
   *s = (span){0, 0};
   mg_status status = MG_OK;
-  if (c->rule->kind != KIND_U8 || t->shape[0] < 0) status = mg_check_sizes(c->op, c->rule->name, t);   // a workspace is only bytes
+  if (c->rule->kind != KIND_U8 || t->shape[0] < 0) status = check_range(c, t);   // a workspace is only bytes
   if (status || mg_is_empty(t)) return status;
   for (int i = 0; i < t->dims; i++) {
     int64_t step;
@@ -265,28 +266,35 @@ static mg_status check_outputs(const call *c, const mg_field *args, int n, const
   return MG_OK;
 }
 
+// s NULL: only what can be seen without memory.
 static mg_status check_arg(call *c, const mg_field *rule, const mg_tensor *t, span *s) {
   mg_status status;
   c->rule = rule;
   if (t->dims != rule->dims) return mg_fail(MG_VALUE, "%s: %s has %d dimensions, expected %d", c->op, rule->name, t->dims, rule->dims);
   if ((status = check_device(c, t)) || (status = check_dtype(c, t))) return status;
-  return check_memory(c, t, s);
+  return s ? check_memory(c, t, s) : check_range(c, t);
 }
 
 // ---- sizes that arguments share
 
 typedef struct bound { const mg_field *field; int dim; } bound;   // where a size was seen first
 
-static mg_status compare(const char *op, const mg_field *f, const mg_tensor *t, int64_t *n, bound *first) {
+static const char *let_of(const mg_row *row, int size) {   // its expression
+  for (const mg_field *f = row->field; f->role; f++)
+    if (f->role == ROLE_LET && f->size[0] == size) return f->name;
+  return "?";
+}
+
+static mg_status compare(const char *op, const mg_row *row, const mg_field *f, const mg_tensor *t, int64_t *n, bound *first) {
   for (int i = 0; i < f->dims; i++) {
     const int s = f->size[i];
-    if (!first[s].field) {
+    if (!first[s].field && n[s] < 0) {
       first[s] = (bound){f, i};
       n[s] = t->shape[i];
     } else if (t->shape[i] != n[s]) {
-      const bool let = first[s].field->role == ROLE_LET;
+      const bool let = !first[s].field;
       return mg_fail(MG_VALUE, "%s: %s has size %lld in dimension %d, expected %lld (%s %s %s)", op, f->name, (long long)t->shape[i], i,
-                     (long long)n[s], mg_size_names[s], let ? "=" : "of", first[s].field->name);
+                     (long long)n[s], mg_size_names[s], let ? "=" : "of", let ? let_of(row, s) : first[s].field->name);
     }
   }
   return MG_OK;
@@ -300,88 +308,93 @@ static bool mentions(const char *expression, const char *name) {
   return false;
 }
 
-// "ssd_fwd: H = 4 (dimension 2 of x), G = 3 (dimension 2 of b), expected H == 0 || ..."
-static mg_status refuse(const char *op, const mg_row *row, const void *args, const char *expression, const int64_t *n, const bound *first) {
-  char found[400] = "";
-  size_t at = 0;
-#define FOUND(...) at += (size_t)snprintf(found + at, at < sizeof found ? sizeof found - at : 0, __VA_ARGS__)
-  for (int s = 0; s < MG_SIZE_COUNT; s++) {
-    if (!first[s].field || !mentions(expression, mg_size_names[s])) continue;
-    FOUND("%s%s = %lld", at ? ", " : "", mg_size_names[s], (long long)n[s]);
-    if (first[s].field->role != ROLE_LET) FOUND(" (dimension %d of %s)", first[s].dim, first[s].field->name);
-  }
-  for (const mg_field *f = row->field; f->role; f++) {
-    const char *p = (const char *)args + f->offset;
-    if (f->role != ROLE_NUM || !mentions(expression, f->name)) continue;
-    if (f->kind == KIND_float) FOUND("%s%s is %g", at ? ", " : "", f->name, (double)*(const float *)(const void *)p);
-    else FOUND("%s%s is %d", at ? ", " : "", f->name, f->kind == KIND_bool ? *(const bool *)p : *(const int *)(const void *)p);
-  }
-#undef FOUND
-  return mg_fail(MG_VALUE, "%s: %s, expected %s", op, found, expression);
+// The fewest digits from which float32 finds x again.
+static void print_float(char text[32], float x) {
+  int digits = 6;
+  do snprintf(text, 32, "%.*g", digits, (double)x);
+  while (++digits < 10 && x == x && strtof(text, NULL) != x);
 }
 
-// What is read decides, then LET; results are compared with both. NEEDS come before them: a LET may divide by what they ask for.
+static void print_number(char text[32], const mg_field *f, const void *p) {
+  switch (f->kind) {
+    case KIND_float: print_float(text, *(const float *)p); break;
+    case KIND_bool: snprintf(text, 32, "%d", *(const bool *)p); break;
+    case KIND_int64_t: snprintf(text, 32, "%" PRId64, *(const int64_t *)p); break;
+    case KIND_uint64_t: snprintf(text, 32, "%" PRIu64, *(const uint64_t *)p); break;
+    default: snprintf(text, 32, "%d", *(const int *)p);
+  }
+}
+
+// "ssd_fwd: H = 4 (dimension 2 of x), G = 3 (dimension 2 of b), expected H == 0 || ..."
+static mg_status refuse(const char *op, const mg_row *row, const void *args, const mg_need *need, const int64_t *n, const bound *first) {
+  char found[600] = "", number[32];
+  size_t at = 0;
+#define FOUND(...) at += (size_t)snprintf(found + at, at < sizeof found ? sizeof found - at : 0, __VA_ARGS__)
+  for (const mg_field *f = row->field; f->role; f++)
+    for (int i = 0; i < f->dims; i++) {
+      const int s = f->size[i];
+      if (first[s].field == f && first[s].dim == i && mentions(need->expression, mg_size_names[s]))
+        FOUND("%s%s = %lld (dimension %d of %s)", at ? ", " : "", mg_size_names[s], (long long)n[s], i, f->name);
+    }
+  for (const mg_field *f = row->field; f->role; f++)
+    if (f->role == ROLE_LET && n[f->size[0]] >= 0 && mentions(need->expression, mg_size_names[f->size[0]]))
+      FOUND("%s%s = %lld", at ? ", " : "", mg_size_names[f->size[0]], (long long)n[f->size[0]]);
+  for (const mg_field *f = row->field; f < row->field + row->arguments; f++) {
+    const void *p = (const char *)args + f->offset;
+    if (!mentions(need->expression, f->name)) continue;
+    if (f->role == ROLE_NUM) print_number(number, f, p);
+    FOUND("%s%s is %s", at ? ", " : "", f->name, f->role == ROLE_NUM ? number : mg_arg(args, f) ? "given" : "missing");
+  }
+#undef FOUND
+  return mg_fail(need->status, "%s: %s, expected %s", op, found, need->text ? need->text : need->expression);
+}
+
+// A size that follows from no argument that is given: which ones have it.
+static mg_status check_known(const char *op, const mg_row *row, const int64_t *n) {
+  for (const mg_field *f = row->field; f < row->field + row->arguments; f++)
+    for (int i = 0; i < f->dims && mg_is_read(f) && !mg_may_miss(f); i++)
+      if (n[f->size[i]] < 0)
+        return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor, or another of size %s in one of its dimensions", op, f->name, mg_size_names[f->size[i]]);
+  return MG_OK;
+}
+
+// What is read decides, and LET; results are compared with both.
 static mg_status check_sizes(const char *op, const mg_row *row, const void *args, const mg_tensor *const *t, mg_sizes *sizes) {
   int64_t *n = (int64_t *)sizes;
   bound first[MG_SIZE_COUNT] = {0};
   mg_status status = MG_OK;
   for (int s = 0; s < MG_SIZE_COUNT; s++) n[s] = -1;
   for (int i = 0; i < row->arguments && !status; i++)
-    if (t[i] && !mg_is_written(&row->field[i])) status = compare(op, &row->field[i], t[i], n, first);
-  const char *broken = status ? NULL : row->broken(args, sizes);
+    if (t[i] && mg_is_read(&row->field[i])) status = compare(op, row, &row->field[i], t[i], n, first);
+  if (!status) status = check_known(op, row, n);
+  const mg_need *broken = status ? NULL : row->derive(args, sizes);
   if (broken) status = refuse(op, row, args, broken, n, first);
-  if (status) return status;
-  row->let(sizes);
-  for (const mg_field *f = row->field; f->role; f++)
-    if (f->role == ROLE_LET) first[f->size[0]] = (bound){f, 0};
   for (int i = 0; i < row->arguments && !status; i++)
-    if (t[i] && mg_is_written(&row->field[i])) status = compare(op, &row->field[i], t[i], n, first);
+    if (t[i] && !mg_is_read(&row->field[i])) status = compare(op, row, &row->field[i], t[i], n, first);
   return status;
 }
 
-static mg_status check_row(mg_op op, const void *args, mg_sizes *sizes) {
+mg_status mg_check(mg_op op, const void *args, mg_sizes *sizes, bool only_space) {
   const mg_row *row = mg_row_of(op);
   const mg_field *rule = row->field;
   const int n = row->arguments;
-  call c = {.op = mg_op_name(op)};
+  call c = {.op = *row->called};
   const mg_tensor *t[MG_MAX_ARGS];
   span spans[MG_MAX_ARGS];
   for (int i = 0; i < n; i++) {
     t[i] = NULL;
-    if (!mg_is_tensor(&rule[i])) continue;
+    if (!mg_is_tensor(&rule[i]) || (only_space && !mg_is_read(&rule[i]))) continue;
     t[i] = mg_arg(args, &rule[i]);
-    if (!t[i] && !mg_may_miss(&rule[i])) return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, rule[i].name);
-    if (!c.like && (rule[i].role == ROLE_IN || rule[i].role == ROLE_MAT)) {
+    if (!t[i] && !only_space && !mg_may_miss(&rule[i])) return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, rule[i].name);
+    if (t[i] && !c.like && (rule[i].role == ROLE_IN || rule[i].role == ROLE_MAT)) {
       c.like = &rule[i];
       c.like_tensor = t[i];
     }
   }
-  mg_status status = check_arg(&c, c.like, c.like_tensor, spans);   // first, so that the others are not blamed for its faults
-  for (int i = 0; i < n && !status; i++)
-    if (t[i]) status = check_arg(&c, &rule[i], t[i], &spans[i]);
-  if (!status && sizes) status = check_sizes(c.op, row, args, t, sizes);
-  return status ? status : check_outputs(&c, rule, n, t, spans);
-}
-
-mg_status mg_check(mg_op op, const void *args, mg_sizes *n) { return check_row(op, args, n); }
-mg_status mg_check_by_hand(mg_op op, const mg_tensor *const *args) { return check_row(op, args, NULL); }
-
-mg_status mg_check_softcap(const char *op, float softcap) {
-  if (softcap >= 0 && softcap <= FLT_MAX) return MG_OK;
-  return mg_fail(MG_VALUE, "%s: softcap is %g, expected 0 (none) or a positive number", op, (double)softcap);
-}
-
-mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen) {
-  if (starts->device != MG_CPU) return MG_OK;
-  const int32_t *start = starts->data;
-  if (start[0] != 0) return mg_fail(MG_VALUE, "%s: cu_seqlens_%c[0] is %d, expected 0", op, which, start[0]);
-  for (int64_t i = 1; i < starts->shape[0]; i++) {
-    if (start[i] < start[i - 1] || start[i] > total)
-      return mg_fail(MG_VALUE, "%s: cu_seqlens_%c[%lld] is %d, expected %d (the one before) to %lld (the rows that there are)", op, which, (long long)i,
-                     start[i], start[i - 1], (long long)total);
-    if (start[i] - start[i - 1] > max_seqlen)
-      return mg_fail(MG_VALUE, "%s: max_seqlen_%c is %lld, expected at least %d (rows of sequence %lld)", op, which, (long long)max_seqlen,
-                     start[i] - start[i - 1], (long long)i - 1);
-  }
-  return MG_OK;
+  mg_status status = MG_OK;
+  if (c.like) status = check_arg(&c, c.like, c.like_tensor, only_space ? NULL : spans);   // first, so that the others are not blamed for its faults
+  for (int i = 0; c.like && i < n && !status; i++)
+    if (t[i]) status = check_arg(&c, &rule[i], t[i], only_space ? NULL : &spans[i]);
+  if (!status) status = check_sizes(c.op, row, args, t, sizes);
+  return status || only_space ? status : check_outputs(&c, rule, n, t, spans);
 }

@@ -2,6 +2,7 @@
 // them: a row each for every choice from their sets.
 // MARGAY_CUDA: the build has embedded the rows' GPU images. MARGAY_X86: it has compiled the rows for AVX2 and AVX-512
 // too.
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 #include "runtime/driver.h"
@@ -136,7 +137,7 @@ static inline bool stands_beside(const mg_kernel *row, mg_op op, const mg_proble
 
 static bool has_size(mg_op op, int size) {
   const mg_row *row = mg_row_of(op);
-  for (const mg_field *f = row->field; !row->by_hand && f->role; f++)
+  for (const mg_field *f = row->field; f->role; f++)
     for (int i = 0; i < f->dims; i++)
       if (f->size[i] == size) return true;
   return false;
@@ -150,7 +151,8 @@ static void append_problem(text *t, mg_op op, const mg_problem *p) {
     append(t, ", %s=%lld", #field, (long long)p->field);
   FIELDS(FIELD)
 #undef FIELD
-  for (int i = 0; i < MG_SIZE_COUNT; i++)
+  const bool in_fields = has_size(op, offsetof(mg_sizes, NQ) / sizeof *sizes);   // attention's: its rows' sizes are some of the fields
+  for (int i = 0; i < MG_SIZE_COUNT && !in_fields; i++)
     if (has_size(op, i) && sizes[i] > 0) append(t, ", %s=%lld", mg_size_names[i], (long long)sizes[i]);
   append(t, p->gpu ? ", on the GPU" : ", on the CPU");
 }

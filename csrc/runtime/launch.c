@@ -43,6 +43,7 @@ mg_status mg_context_open(mg_context *c, const mg_tensor *t, mg_stream stream) {
   mg_gpu *gpu;
   mg_status status = open_gpu(&gpu, t->device_index);
   if (status) return status;
+  c->gpu = gpu;
   c->persistent = true;
   c->sms = interception.take ? interception.sms : gpu->sms;
   c->l2_bytes = gpu->l2_bytes;
@@ -174,11 +175,9 @@ mg_status mg_launch(const mg_context *c, const mg_kernel *row, const void *param
   if (blocks < 1) return MG_OK;
   if (interception.take && interception.take(row->name, params, blocks)) return MG_OK;
   if (c->device == MG_CPU) return mg_cpu_run(row, params, (int)blocks);
-  mg_gpu *gpu;
   bool pushed;
-  mg_status status;
-  if ((status = mg_gpu_open(&gpu, c->device_index)) || (status = mg_gpu_enter(gpu, &pushed))) return status;
-  return mg_gpu_leave(pushed, enqueue(c, gpu, row, params, (unsigned)blocks));
+  mg_status status = mg_gpu_enter(c->gpu, &pushed);
+  return status ? status : mg_gpu_leave(pushed, enqueue(c, c->gpu, row, params, (unsigned)blocks));
 }
 
 static void fill_cpu(void *data, uint32_t word, size_t word_bytes, int64_t n) {
@@ -195,10 +194,9 @@ mg_status mg_fill(const mg_context *c, void *data, uint32_t word, size_t word_by
     fill_cpu(data, word, word_bytes, n);
     return MG_OK;
   }
-  mg_gpu *gpu;
   bool pushed;
-  mg_status status;
-  if ((status = mg_gpu_open(&gpu, c->device_index)) || (status = mg_gpu_enter(gpu, &pushed))) return status;
+  mg_status status = mg_gpu_enter(c->gpu, &pushed);
+  if (status) return status;
   uint64_t at = (uint64_t)(uintptr_t)data;
   int error = word_bytes == 2 ? mg_cu.cuMemsetD16Async(at, (uint16_t)word, (size_t)n, c->stream)
                               : mg_cu.cuMemsetD32Async(at, word, (size_t)n, c->stream);

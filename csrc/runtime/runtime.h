@@ -10,6 +10,12 @@
 __attribute__((format(printf, 2, 3))) mg_status mg_fail(mg_status status, const char *format, ...);
 const char *mg_dtype_name(mg_dtype t);
 size_t mg_dtype_size(mg_dtype t);
+#define MG_LOG2E 1.4426950408889634
+static inline int64_t mg_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t mg_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t mg_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline size_t mg_round_up(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
+static inline void *mg_data(const mg_tensor *t) { return t ? t->data : NULL; }
 // a b of sizes, which are not negative; INT64_MAX where it is more.
 static inline int64_t mg_times(int64_t a, int64_t b) {
   int64_t product;
@@ -19,7 +25,7 @@ static inline int64_t mg_times(int64_t a, int64_t b) {
 // ---- check.c: rows of ops.def
 typedef enum mg_op {
 #define OP(name, ...) MG_OP_##name,
-#define BY_HAND(name, ...) MG_OP_##name,
+#define PART(name, op) MG_OP_##name,
 #include "ops.def"
   MG_OP_COUNT
 } mg_op;
@@ -31,13 +37,17 @@ typedef struct mg_sizes {           // by name: sizes.T; -1 where no argument ha
 } mg_sizes;
 enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 32 };
 
-// A row as data. The sizes of rows by hand have no names.
-typedef enum mg_role { ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM,
-    ROLE_LET, ROLE_NEEDS, ROLE_DRAW } mg_role;
-typedef enum mg_kind { KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float, KIND_int,
-    KIND_bool } mg_kind;
+// A row as data.
+typedef enum mg_role {
+  ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_OPTWORK, ROLE_SPACE, ROLE_INOUT, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS,
+  ROLE_TAKES, ROLE_DRAW
+} mg_role;
+typedef enum mg_kind {
+  KIND_HALF, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float, KIND_int, KIND_bool, KIND_int64_t, KIND_uint64_t
+} mg_kind;
 typedef struct mg_field {
-  const char *name;                 // LET, NEEDS: the expression
+  const char *name;                 // LET, NEEDS, TAKES: the expression
+  const char *text;                 // NEEDS, TAKES: what is accepted, in words, or NULL
   mg_role role;
   mg_kind kind;
   int dims;
@@ -46,14 +56,16 @@ typedef struct mg_field {
                                     // computes
   double low, high;                 // NUM: its default, twice; DRAW: the range
 } mg_field;
+typedef struct mg_need { const char *expression, *text; mg_status status; } mg_need;
 typedef struct mg_row {
   const char *name;
-  const mg_field *field;            // tensors and numbers in order, then the rest, then one of ROLE_END
-  int arguments;                    // tensors and numbers
-  bool by_hand;
+  const char *owner;                // the op that a caller calls; of a PART, not itself
+  const char *const *called;        // its name in messages
+  const mg_field *field;            // in order, and one of ROLE_END. Of a PART: only that
+  int arguments;                    // tensors and numbers, which come first
+  const void *defaults;             // the op's struct of arguments where no argument is given
   size_t stream, bytes;             // offset of the stream in the struct of arguments, and its size
-  void (*let)(mg_sizes *n);
-  const char *(*broken)(const void *args, const mg_sizes *n);   // the first of NEEDS that does not hold, or NULL
+  const mg_need *(*derive)(const void *args, mg_sizes *n);   // computes LETs; the first of NEEDS and TAKES that does not hold, or NULL
 } mg_row;
 const mg_row *mg_row_of(mg_op op);
 extern const char *const mg_size_names[];
@@ -62,25 +74,15 @@ static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) {
   return *(const mg_tensor *const *)((const char *)args + f->offset);
 }
 static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
-static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_WORK; }
-static inline bool mg_may_miss(const mg_field *f) { return f->role == ROLE_OPTOUT || f->role == ROLE_OPT; }
+static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_INOUT; }
+static inline bool mg_is_read(const mg_field *f) { return f->role >= ROLE_INOUT && f->role <= ROLE_MAT; }
+static inline bool mg_may_miss(const mg_field *f) {
+  return f->role == ROLE_OPTOUT || f->role == ROLE_OPTWORK || f->role == ROLE_SPACE || f->role == ROLE_OPT;
+}
 
-// Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row
-// in ops.def says.
-mg_status mg_check(mg_op op, const void *args, mg_sizes *n);
-// The same of a row by hand: args in the row's order, NULL for an absent one. Its sizes are the op's own check.
-mg_status mg_check_by_hand(mg_op op, const mg_tensor *const *args);
-// Only the sizes of one argument: 0 to 2^31 - 1 in each dimension.
-mg_status mg_check_sizes(const char *op, const char *name, const mg_tensor *t);
-// The starts of packed sequences, `name`_{q,k}, an int32 vector that mg_check has passed: they begin with 0, do not
-// fall and end with at most `total`, and no sequence has more than max_seqlen rows. Reads the CPU's tensors; what a GPU
-// holds is not looked at.
-mg_status mg_check_starts(const char *op, char which, const mg_tensor *starts, int64_t total, int64_t max_seqlen);
-
-mg_status mg_check_softcap(const char *op, float softcap);
-// As kernels take it: with a reciprocal in fp32, and room for log2 e. Scores below 2^-126 are 0 to a softmax, and none
-// is above 2^125.
-static inline float mg_softcap(float x) { return x == 0 ? 0 : x < 0x1p-126f ? 0x1p-126f : x > 0x1p125f ? 0x1p125f : x; }
+// Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row in ops.def says.
+// only_space: what mg_<op>_workspace may ask, of the tensors that are given and read: ranks, devices, dtypes, sizes and NEEDS.
+mg_status mg_check(mg_op op, const void *args, mg_sizes *n, bool only_space);
 
 // as in messages: "attention", "attention_backward"
 const char *mg_op_name(mg_op op);
@@ -129,6 +131,7 @@ static inline bool mg_is_empty(const mg_tensor *t) {
 
 // ---- a call's device side
 typedef struct mg_context {
+  struct mg_gpu *gpu;         // NULL on the CPU
   mg_device device;
   int device_index;
   mg_stream stream;
@@ -192,25 +195,34 @@ typedef struct mg_call {
 // Checks, sizes, device, problem. False where nothing is left to do: a failure, or no result has an element. Then
 // mg_choose, behind what the host half adds to c->problem for the conditions of kernels.def. mg_open is both.
 bool mg_begin(mg_call *c, mg_op op, const void *args);
+// The same for mg_<op>_workspace, which knows sizes alone. False: a failure.
+bool mg_begin_space(mg_call *c, mg_op op, const void *args);
 bool mg_choose(mg_call *c);
 static inline bool mg_open(mg_call *c, mg_op op, const void *args) { return mg_begin(c, op, args) && mg_choose(c); }
-// The same for another kernel of the call: a row of `op`, which may be the row's own or one by hand without arguments.
+// The same for another kernel of the call, of a PART or of the op itself; and for one that has been chosen before.
 bool mg_choose_other(mg_call *c, mg_op op);
-// t as a map: its last two dimensions are rows and columns, one before them is the batch, two are batch and head.
+void mg_use(mg_call *c, const mg_kernel *kernel);
+// Fails, with the op's name before what is said.
+__attribute__((format(printf, 3, 4))) mg_status mg_refuse(mg_call *c, mg_status status, const char *format, ...);
+// The first of `bytes` bytes of workspace; NULL and a failure where there are fewer, or not at a multiple of 16.
+void *mg_space(mg_call *c, const mg_tensor *workspace, size_t bytes);
+void mg_set(mg_call *c, void *data, uint32_t word, size_t word_bytes, int64_t n);   // mg_fill
+// t as a map: its last two dimensions are rows and columns, one before them is the batch, two are batch and head. once: see mg_map_once.
 void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
+void mg_map_rows_once(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
 void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);   // a matrix, transposed
 void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);     // [batch, row, head, column]
-// dense; [batch ..., head, row, column]
-void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
-int mg_tasks(mg_call *c, int64_t tasks);    // as an int; too many are refused
-static inline int64_t mg_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+void mg_map_bthd_once(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
+void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);    // dense; [batch ..., head, row, column]
+int mg_tasks(mg_call *c, int64_t tasks, const char *what);   // as an int; more than 2^30 are refused
+// Blocks of a grid for `tasks` clusters: where a grid is resident, no more than there is room for at a time.
+int64_t mg_resident(const mg_call *c, int64_t tasks);
 mg_status mg_run(mg_call *c, const void *params, int64_t blocks);
-// as many blocks as are resident together, at most one for each task
-mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks);
+static inline mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks) { return mg_run(c, params, mg_resident(c, tasks)); }
 
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
 // c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU). *row: what takes the
 // problem, or NULL.
 size_t mg_explain(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
-// attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up.
+// attention/attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up.
 size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n);

@@ -17,7 +17,8 @@ from margay import _C, _shared
 
 ROWS = _C.ops()
 _HALF = "bfloat16, float16 or, on the CPU, float32"
-_KINDS = {"float": float, "int": int, "bool": bool}
+_KINDS = {"float": float, "int": int, "bool": bool, "int64": int, "uint64": int}
+_LARGEST = 2.0**128 - 2.0**104         # float32's; LARGEST of rows
 _made: dict = {}        # (op, type of the first argument) -> function
 _gradients: dict = {}   # op -> a gradient written by hand
 _rules: dict = {}       # op -> a rule of vmap written by hand
@@ -25,22 +26,50 @@ _direct: dict = {}      # op -> what computes it on plain PyTorch tensors
 
 
 class Row:
-    """A row of ops.def. Its entries are dicts: name, role, kind, sizes, low, high."""
+    """A row of ops.def. Its entries are dicts: name, text, role, kind, sizes, low, high."""
 
     def __init__(self, name):
         entries = ROWS[name]
         role = lambda *roles: [f for f in entries if f["role"] in roles]  # noqa: E731
-        self.name = name
-        self.arguments = role("out", "optout", "save", "work", "in", "opt", "mat", "num")
-        self.results, self.saves, self.work = role("out", "optout"), role("save"), role("work")
-        self.inputs, self.numbers = role("in", "opt", "mat"), role("num")
+        self.name, self.called = name, role("called")[0]["name"]       # the latter in messages
+        self.arguments = role("out", "optout", "save", "work", "optwork", "space", "inout", "in", "opt", "mat", "num")
+        self.results, self.saves, self.work = role("out", "optout"), role("save"), role("work", "optwork", "space")
+        self.inputs, self.numbers = role("inout", "in", "opt", "mat"), role("num")
         self.optional = role("optout")                             # what a call may leave out, in the order of `want`
         self.absent = [f["name"] for f in role("opt")]             # what may be None
         self.lets = [(f["sizes"][0], f["name"], condition(f["name"])) for f in role("let")]
-        self.needs = [(f["name"], condition(f["name"])) for f in role("needs")]
+        self.needs = [(f["name"], condition(f["name"])) for f in role("needs", "takes")]
+        self.derived = [(f, condition(f["name"])) for f in role("let", "needs", "takes")]      # in the row's order
+        self.sizes = dict.fromkeys(size for f in entries for size in f["sizes"])
         self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
         self.first = self.inputs[0]["name"]
         self.halves = [f["name"] for f in self.inputs if f["kind"] == "half"]
+
+    def derive(self, known):
+        """Adds LETs to `known`: sizes (-1: no tensor that is given has it), numbers, and of each tensor that is read
+        whether it is given. Returns the first entry that does not hold, or None."""
+        for f, code in self.derived:
+            value = eval(code, {"LARGEST": _LARGEST}, known)
+            if f["role"] == "let":
+                known[f["sizes"][0]] = value
+            elif not value:
+                return f
+        return None
+
+    def problem(self, r, low, high, whole=()):
+        """Random sizes that NEEDS and TAKES hold for, and which tensors are given, as `derive` takes them; numbers have
+        their defaults. r: a random.Random. low, high: of sizes without DRAW. whole: sizes that are multiples of 8."""
+        lets = {let for let, _, _ in self.lets}
+        for _ in range(10000):
+            given = {f["name"]: f["role"] != "opt" or r.random() < 0.5 for f in self.inputs}
+            known = dict.fromkeys(self.sizes, -1)
+            for size in sorted({size for f in self.inputs if given[f["name"]] for size in f["sizes"]} - lets):
+                n = r.randint(*map(int, self.draw.get(size, (low, high))))
+                known[size] = -(-n // 8) * 8 if size in whole else n
+            known |= given | {f["name"]: default(f) for f in self.numbers}
+            if not self.derive(known):
+                return known
+        raise RuntimeError(f"{self.name}: no sizes were found for which NEEDS and TAKES hold")
 
     # ---- pieces of generated text
 
@@ -87,13 +116,30 @@ class Row:
 
     def stub(self):
         """The line of _C.pyi."""
-        kinds = dict.fromkeys(("in", "mat", "out", "save", "work"),
-                              "_Tensor") | dict.fromkeys(("opt", "optout"), "_Tensor | None")
-        words = [f"{f['name']}: {kinds.get(f['role'], f['kind'])}" for f in self.arguments]
-        last = max((i for i, f in enumerate(self.arguments) if f["role"] != "num"), default=-1)
-        words = [word + (f" = {default(f):g}" if i > last else "")
-                 for i, (word, f) in enumerate(zip(words, self.arguments))]
-        return f"def {self.name}({', '.join(words)}, stream: int = 0) -> None: ..."
+        stubs = [f"def {self.name}({_stubs(self.arguments)}, stream: int = 0) -> None: ..."]
+        if any(f["role"] == "space" for f in self.arguments):
+            read = [f for f in self.arguments if f in self.inputs or f in self.numbers]
+            stubs.append(f"def {self.name}_workspace({_stubs(read, '_Tensor | None')}) -> int: ...")
+        return "\n".join(stubs)
+
+
+MAY_MISS = ("opt", "optout", "optwork", "space")
+
+
+def _stubs(fields, tensor="_Tensor"):
+    """With defaults once all that follow have one."""
+    words, late = [], True
+    for f in reversed(fields):
+        number = f["role"] == "num"
+        late = late and (number or f["role"] in MAY_MISS)
+        kind = tensor if not number else "int" if f["kind"] in ("int64", "uint64") else f["kind"]
+        kind = "_Tensor | None" if f["role"] in MAY_MISS else kind
+        words.append(f"{f['name']}: {kind}" + (f" = {_literal(default(f))}" if late else ""))
+    return ", ".join(reversed(words))
+
+
+def _literal(value):
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def names(fields):
@@ -107,7 +153,10 @@ def default(f):
 def _text(expression):
     """A condition of C in Python: only what means the same in both, or has a plain translation."""
     if "?" in expression:
-        raise SyntaxError(f"{expression}: a conditional expression has no translation")
+        if_so, *others = re.split("[?:]", expression)
+        if len(others) != 2 or "(" in expression:
+            raise SyntaxError(f"{expression}: only a conditional expression without brackets has a translation")
+        return f"{_text(others[0])} if {_text(if_so)} else {_text(others[1])}"
     return re.sub(r"!(?!=)", " not ",
                   expression.replace("&&", " and ").replace("||", " or ").replace("/", "//")).strip()
 
@@ -123,38 +172,44 @@ def compiled(name, text, **known):
 
 def check(row, tensors, numbers, dtype_name, halves):
     """What C checks of dtypes and sizes, in its words, of tensors by name that may have no memory."""
-    sizes, like = {}, None
     for f in row.inputs:
+        if tensors[f["name"]] is None and f["role"] != "opt":
+            raise TypeError(f"{row.called}: {f['name']} is missing, expected a tensor")
+    given = [f for f in row.inputs if tensors[f["name"]] is not None]
+    like = next((f["name"] for f in given if f["kind"] == "half" and f["role"] != "inout"), None)
+    for f in sorted(given, key=lambda f: f["name"] != like):       # first: the others are not blamed for its faults
         name, t = f["name"], tensors[f["name"]]
-        if t is None:
-            if f["role"] != "opt":
-                raise TypeError(f"{row.name}: {name} is missing, expected a tensor")
-            continue
         if t.ndim != len(f["sizes"]):
-            raise ValueError(f"{row.name}: {name} has {t.ndim} dimensions, expected {len(f['sizes'])}")
-        found = dtype_name(t)
-        if f["kind"] == "half" and like is None:
-            like = name, found
+            raise ValueError(f"{row.called}: {name} has {t.ndim} dimensions, expected {len(f['sizes'])}")
+        found, expected, same = dtype_name(t), f["kind"], ""
+        if f["kind"] == "half":
             if found not in halves:
-                raise TypeError(f"{row.name}: {name} has dtype {found}, expected {_HALF}")
-        expected = like[1] if f["kind"] == "half" else f["kind"]
+                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {_HALF}")
+            expected, same = dtype_name(tensors[like]), f" (same as {like})"
         if found != expected:
-            same = f" (same as {like[0]})" if f["kind"] == "half" else ""
-            raise TypeError(f"{row.name}: {name} has dtype {found}, expected {expected}{same}")
-        for i, size in enumerate(f["sizes"]):
-            n, first, _ = sizes.setdefault(size, (t.shape[i], name, i))
-            if t.shape[i] != n:
-                raise ValueError(f"{row.name}: {name} has size {t.shape[i]} in dimension {i}, expected {n} ({size} of "
-                                 f"{first})")
-    numbers = {f["name"]: _number(row.name, f, numbers[f["name"]]) for f in row.numbers}
-    known = dict.fromkeys((size for f in row.inputs for size in f["sizes"]), -1) | numbers
-    known |= {size: n for size, (n, _, _) in sizes.items()}
-    for text, code in row.needs:
-        if not eval(code, {}, known):
-            found = [f"{size} = {n} (dimension {i} of {first})" for size, (n, first, i) in sorted(sizes.items())
-                     if _mentions(text, size)]
-            found += [f"{name} is {value:g}" for name, value in numbers.items() if _mentions(text, name)]
-            raise ValueError(f"{row.name}: {', '.join(found)}, expected {text}")
+            raise TypeError(f"{row.called}: {name} has dtype {found}, expected {expected}{same}")
+    sizes = {}
+    for f in given:
+        for i, n in enumerate(tensors[f["name"]].shape):
+            size = f["sizes"][i]
+            expected, first, _ = sizes.setdefault(size, (n, f["name"], i))
+            if n != expected:
+                raise ValueError(f"{row.called}: {f['name']} has size {n} in dimension {i}, expected {expected} "
+                                 f"({size} of {first})")
+    numbers = {f["name"]: _number(row.called, f, numbers[f["name"]]) for f in row.numbers}
+    known = dict.fromkeys(row.sizes, -1) | {size: n for size, (n, _, _) in sizes.items()}
+    known |= {name: t is not None for name, t in tensors.items()} | numbers
+    broken = row.derive(known)
+    if broken:
+        text = broken["name"]
+        found = {f"{size} = {n} (dimension {i} of {first})": size for size, (n, first, i) in sizes.items()}
+        found |= {f"{let} = {known[let]}": let for let, _, _ in row.lets if known[let] >= 0}
+        for name in (f["name"] for f in row.arguments if f["name"] in known):
+            value = f"{numbers[name]:g}" if name in numbers else "given" if known[name] else "missing"
+            found[f"{name} is {value}"] = name
+        found = ", ".join(words for words, name in found.items() if _mentions(text, name))
+        error = NotImplementedError if broken["role"] == "takes" else ValueError
+        raise error(f"{row.called}: {found}, expected {broken['text'] or text}")
 
 
 def _number(op, f, value):
@@ -163,6 +218,8 @@ def _number(op, f, value):
         return _shared.number(op, f["name"], value)
     if f["kind"] == "bool":
         return bool(value)
+    if f["kind"] in ("int64", "uint64"):
+        return _shared.integer(op, f["name"], value)
     if isinstance(value, float) or not hasattr(value, "__index__") or not -2**31 <= value.__index__() < 2**31:
         raise TypeError(f"{op}: {f['name']} is {value!r}, expected an integer of 32 bits")
     return value.__index__()
@@ -401,8 +458,20 @@ def _no_gradient(row):
     return gradient
 
 
+def _check_names(row, backward):
+    """A gradient by a name that the forward does not know would be lost without a word."""
+    inputs, results, saves, numbers = ([f["name"] for f in fields] for fields in (row.inputs, row.results, row.saves, row.numbers))
+    read, written = ["d" + name for name in results] + inputs + results + saves, ["d" + name for name in inputs]
+    for what, fields, expected in (("reads", backward.inputs, read), ("reads", backward.numbers, numbers),
+                                   ("writes", backward.results, written)):
+        unknown = [f["name"] for f in fields if f["name"] not in expected]
+        if unknown:
+            raise TypeError(f"{backward.name}: {what} {unknown[0]}; by its row, {row.name} has {', '.join(expected) or 'none'}")
+
+
 def _gradient_by_names(torch, t, row, backward, shapes):
     """The gradient that the row <op>_bwd computes, and the names of what it wants saved."""
+    _check_names(row, backward)
     direct, seen = _direct[backward.name], getattr(torch.ops.margay, backward.name)
     incoming = {"d" + f["name"]: f for f in row.results}
     saved = [f["name"] for f in backward.inputs if f["name"] not in incoming]

@@ -119,7 +119,7 @@ def test_bad_01_attention_kind():
 def test_bad_02_attention_shape():
     for wrong in ((3,), (2, 4)):
         refused(ValueError, "attention: sink has", mg.attention, *qkv(), sink=torch.zeros(wrong))
-    refused(ValueError, "attention: alibi_slopes has shape [1, 3], expected [4] or [2, 4]", mg.attention, *qkv(),
+    refused(ValueError, "attention: alibi_slopes has size 3 in dimension 1, expected 4 (H of q)", mg.attention, *qkv(),
             alibi_slopes=torch.zeros(3))
     for wrong in ((), (1, 2, 4)):
         refused(ValueError,
@@ -137,17 +137,17 @@ def test_bad_02_attention_shape():
                               (1, (80, 2, 64),
                                "attention_decode: k_cache has shape [80, 2, 64], expected 4 dimensions"),
                               (2, (3, 80, 2, 32),
-                               "attention_decode: v_cache has size 32 in dimension 3, expected 64 (same as k_cache)"),
+                               "attention_decode: v_cache has size 32 in dimension 3, expected 64 (K of q)"),
                               (2, (3, 50, 2, 64),
-                               "attention_decode: v_cache has size 50 in dimension 1, expected 80 (same as k_cache)"),
-                              (1, (3, 80, 0, 64), "attention_decode: q has 4 heads and k_cache has 0")):
+                               "attention_decode: v_cache has size 50 in dimension 1, expected 80 (ROWS of k_cache)"),
+                              (1, (3, 80, 0, 64), "attention_decode: v_cache has size 2 in dimension 2, expected 0 (HK of")):
         arguments = with_argument(decode(), i, torch.zeros(shape).bfloat16())
         refused(ValueError, message, mg.attention_decode, *arguments)
         refused(ValueError, message, mg.attention_decode, *(t.float().numpy() for t in arguments))
     for i, shape, message in ((2, (2, 2, 64), "append_kv: k has shape [2, 2, 64], expected 4 dimensions"),
                               (2, (2, 1, 3, 64),
-                               "append_kv: k has size 3 in dimension 2, expected 2 (same as k_cache)"),
-                              (3, (2, 2, 2, 64), "append_kv: v has size 2 in dimension 1, expected 1 (same as k)")):
+                               "append_kv: k has size 3 in dimension 2, expected 2 (HK of k_cache)"),
+                              (3, (2, 2, 2, 64), "append_kv: v has size 2 in dimension 1, expected 1 (NEW of k)")):
         refused(ValueError, message, mg.append_kv, *with_argument(append(), i, torch.zeros(shape).bfloat16()),
                 cache_seqlens=3)
     refused(ValueError,
@@ -293,7 +293,8 @@ def test_bad_10_11_attention_empty(device):
         assert (out == 0).all() and (lse == -math.inf).all()
     out, lse = mg.attention_decode(q, k[:, :0], v[:, :0], sink=sink, return_lse=True)
     assert (out == 0).all() and (lse == 1).all()
-    refused(ValueError, "attention_decode: k_cache has size 0 in dimension 0, expected at least 2 (the batch)",
+    refused(ValueError, "attention_decode: B = 2 (dimension 0 of q), CACHES = 0 (dimension 0 of k_cache), page_table is "
+            "missing, cache_batch_idx is missing, expected k_cache with a cache for each sequence",
             mg.attention_decode, q, k[:0], v[:0])
     cache, other, new, _ = append(device)
     before = cache.clone()
@@ -383,13 +384,13 @@ def test_bad_21_starts_of_the_raw_layer():
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = torch.full_like(q, math.nan)
     features = -1, -1, 0.0, 0.0, 0, None, None, numbers(0, 30, 100_000), starts_k, *longest
-    refused(ValueError, "attention: cu_seqlens_q[2] is 100000", _C.attention_fwd, out, None, q, k, v, 0.125, False, 0,
-            None, features)
-    lse, workspace = (torch.zeros(1, 4, 100),
-                      torch.zeros(_C.attention_bwd_workspace(q, k, v, False, False, features), dtype=torch.uint8))
+    refused(ValueError, "attention: cu_seqlens_q[2] is 100000", _C.attention_fwd, out, None, q, k, v, 0.125, False,
+            None, *features)
+    size = _C.attention_bwd_workspace(out, q, k, v, q, None, None, 0.125, False, False, *features)
+    lse, workspace = torch.zeros(1, 4, 100), torch.zeros(size, dtype=torch.uint8)
     grads = [torch.full_like(t, math.nan) for t in (q, k, v)]
     refused(ValueError, "attention_backward: cu_seqlens_q[2] is 100000", _C.attention_bwd, *grads, out, q, k, v, q, lse,
-            None, workspace, 0.125, False, False, 0, features)
+            None, workspace, 0.125, False, False, *features)
     assert all(t.isnan().all() for t in (out, *grads))
 
 
@@ -504,29 +505,30 @@ def test_bad_22_lengths():
                     *with_argument(packed(), i, wrong))
     assert torch.equal(mg.attention_varlen(*with_argument(packed(), 3, packed()[3].long())),
                        mg.attention_varlen(*packed()))
-    refused(ValueError, "attention: cu_seqlens_q has size 2 and cu_seqlens_k 3", mg.attention_varlen,
-            *with_argument(packed(), 3, numbers(0, 70)))
+    refused(ValueError, "attention: cu_seqlens_k has size 3 in dimension 0, expected 2 (STARTS of cu_seqlens_q)",
+            mg.attention_varlen, *with_argument(packed(), 3, numbers(0, 70)))
     for wrong in (numbers(0), numbers()):
-        refused(ValueError, "attention: cu_seqlens_q has", mg.attention_varlen, *with_argument(packed(), 3, wrong))
+        refused(ValueError, "attention: cu_seqlens_k has size 3 in dimension 0, expected", mg.attention_varlen,
+                *with_argument(packed(), 3, wrong))
     refused(ValueError, "attention: cu_seqlens_q has 2 dimensions, expected 1", mg.attention_varlen,
             *with_argument(packed(), 3, packed()[3][None]))
     for wrong in (None, 9.5, "9"):
         refused(TypeError, f"attention: max_seqlen_q is {wrong!r}, expected an integer", mg.attention_varlen,
                 *with_argument(packed(), 5, wrong))
     for wrong in (-1, 2**40):
-        refused(ValueError, f"attention: max_seqlen_q is {wrong} and max_seqlen_k 70, expected 0 to 2^30",
+        refused(ValueError, f"max_seqlen_q is {wrong}, max_seqlen_k is 70, expected 0 to 2^30",
                 mg.attention_varlen, *with_argument(packed(), 5, wrong))
     refused(TypeError, "flash_attn_varlen_func: cu_seqlens_q is torch.int64, expected an int32 tensor",
             flash_attn.flash_attn_varlen_func, *with_argument(packed(), 3, packed()[3].long()))
     for call, arguments in ((mg.attention_decode, decode()), (mg.append_kv, append())):
-        op = call.__name__
+        op, like = call.__name__, "k" if call is mg.append_kv else "q"
         for dtype in (torch.int64, torch.float32):
             refused(TypeError, f"{op}: cache_seqlens has dtype {str(dtype)[6:]}, expected int32", call, *arguments,
                     cache_seqlens=numbers(3, 4).to(dtype))
             refused(TypeError, f"{op}: cache_batch_idx has dtype {str(dtype)[6:]}, expected int32", call, *arguments,
                     cache_seqlens=3, cache_batch_idx=numbers(0, 1).to(dtype))
-        refused(ValueError, f"{op}: cache_seqlens has size 3 in dimension 0, expected 2 (the batch)", call, *arguments,
-                cache_seqlens=numbers(1, 2, 3))
+        refused(ValueError, f"{op}: cache_seqlens has size 3 in dimension 0, expected 2 (B of {like})", call,
+                *arguments, cache_seqlens=numbers(1, 2, 3))
         refused(ValueError, f"{op}: cache_seqlens has 0 dimensions, expected 1", call, *arguments,
                 cache_seqlens=numbers(3)[0])
         for wrong, kind in ((3.5, "float"), ([3, 4], "list"), ("3", "str")):

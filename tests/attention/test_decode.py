@@ -385,43 +385,47 @@ INT = dict(dtype=torch.int32)
     (dict(q=torch.randn(2, 4, 64).bfloat16()), ValueError,
      "attention_decode: q has shape [2, 4, 64], expected 4 dimensions"),
     (dict(q=torch.randn(2, 1, 3, 64).bfloat16()), ValueError,
-     "attention_decode: q has 3 heads and k_cache has 2, expected a multiple of k_cache's"),
+     "attention_decode: H = 3 (dimension 2 of q), HK = 2 (dimension 2 of k_cache), expected heads of q that are a "
+     "multiple of those of k_cache"),
     (dict(q=torch.randn(2, 1, 4, 32).bfloat16()), ValueError,
-     "attention_decode: q has size 32 in dimension 3, expected 64 (same as k_cache)"),
+     "attention_decode: k_cache has size 64 in dimension 3, expected 32 (K of q)"),
     (dict(v_cache=torch.randn(2, 99, 2, 64).bfloat16()), ValueError,
-     "attention_decode: v_cache has size 99 in dimension 1, expected 100 (same as k_cache)"),
+     "attention_decode: v_cache has size 99 in dimension 1, expected 100 (ROWS of k_cache)"),
     (dict(k_cache=torch.randn(1, 100, 2, 64).bfloat16(), v_cache=torch.randn(1, 100, 2, 64).bfloat16()), ValueError,
-     "attention_decode: k_cache has size 1 in dimension 0, expected at least 2 (the batch)"),
+     "attention_decode: B = 2 (dimension 0 of q), CACHES = 1 (dimension 0 of k_cache), page_table is missing, "
+     "cache_batch_idx is missing, expected k_cache with a cache for each sequence"),
     (dict(cache_seqlens=torch.tensor([5, 6])), TypeError,
      "attention_decode: cache_seqlens has dtype int64, expected int32"),
     (dict(cache_seqlens=torch.tensor([5], **INT)), ValueError,
-     "attention_decode: cache_seqlens has size 1 in dimension 0, expected 2 (the batch)"),
+     "attention_decode: cache_seqlens has size 1 in dimension 0, expected 2 (B of q)"),
     (dict(cache_seqlens=101), ValueError,
-     "attention_decode: cache_seqlens is 101, expected 0 to 100 (what the cache holds)"),
+     "attention_decode: KEYS = 100, length is 101, expected cache_seqlens of 0 to KEYS (what the cache holds)"),
     (dict(cache_seqlens=-1), ValueError, "attention_decode: cache_seqlens is -1, expected 0 to what the cache holds"),
     (dict(cache_seqlens=2.5), TypeError,
      "attention_decode: cache_seqlens is float, expected an int32 tensor or an int"),
     (dict(page_table=torch.zeros(2, 3, dtype=torch.int64)), TypeError,
      "attention_decode: page_table has dtype int64, expected int32"),
     (dict(page_table=torch.zeros(3, 3, **INT)), ValueError,
-     "attention_decode: page_table has size 3 in dimension 0, expected 2 (the batch)"),
+     "attention_decode: B = 2 (dimension 0 of q), TABLE = 3 (dimension 0 of page_table), expected a row of "
+     "page_table for each sequence"),
     (dict(page_table=torch.zeros(2, 3, **INT), cache_seqlens=301), ValueError,
-     "attention_decode: cache_seqlens is 301, expected 0 to 300 (what the cache holds)"),
+     "attention_decode: KEYS = 300, length is 301, expected cache_seqlens of 0 to KEYS (what the cache holds)"),
     (dict(page_table=torch.zeros(2, 3, **INT), v_cache=torch.randn(2, 99, 2, 64).bfloat16()), ValueError,
-     "attention_decode: v_cache has size 99 in dimension 1, expected 100 (same as k_cache)"),
+     "attention_decode: v_cache has size 99 in dimension 1, expected 100 (ROWS of k_cache)"),
     (dict(page_table=torch.zeros(5, 3, **INT), cache_batch_idx=torch.zeros(3, **INT)), ValueError,
-     "attention_decode: cache_batch_idx has size 3 in dimension 0, expected 2 (the batch)"),
+     "attention_decode: cache_batch_idx has size 3 in dimension 0, expected 2 (B of q)"),
     (dict(page_table=torch.zeros(5, 3, **INT), cache_batch_idx=torch.zeros(2)), TypeError,
      "attention_decode: cache_batch_idx has dtype float32, expected int32"),
     (dict(page_table=torch.zeros(2, **INT), k_cache=torch.randn(9, 16, 2, 64).bfloat16(),
           v_cache=torch.randn(9, 16, 2, 64).bfloat16()), ValueError,
      "attention_decode: page_table has 1 dimensions, expected 2"),
     (dict(sink=torch.zeros(3)), ValueError,
-     "attention_decode: sink has size 3 in dimension 0, expected 4 (the heads of q)"),
+     "attention_decode: sink has size 3 in dimension 0, expected 4 (H of q)"),
     (dict(sink=torch.zeros(4, dtype=torch.int32)), TypeError,
      "attention_decode: sink is a tensor of dtype int32, expected a float32 tensor"),
     (dict(alibi_slopes=torch.zeros(3, 4)), ValueError,
-     "attention_decode: alibi_slopes has size 3 in dimension 0, expected 2 (the batch, or 1)"),
+     "attention_decode: B = 2 (dimension 0 of q), SLOPES = 3 (dimension 0 of alibi_slopes), expected alibi_slopes of "
+     "shape [1, H] or [B, H]"),
     (dict(scale=-1.0), ValueError, "attention_decode: scale is -1, expected a positive finite number"),
     (dict(softcap=-1.0), ValueError, "attention_decode: softcap is -1, expected 0 (none) or a positive number"),
     (dict(softcap=math.nan), ValueError, "attention_decode: softcap is nan, expected 0 (none) or a positive number"),
@@ -438,9 +442,9 @@ def test_bad_decode(change, error, message):
 
 @pytest.mark.parametrize("change, error, message", [
     (dict(k=torch.zeros(2, 1, 3, 64).bfloat16()), ValueError,
-     "append_kv: k has size 3 in dimension 2, expected 2 (same as k_cache)"),
+     "append_kv: k has size 3 in dimension 2, expected 2 (HK of k_cache)"),
     (dict(v=torch.zeros(2, 2, 2, 64).bfloat16()), ValueError,
-     "append_kv: v has size 2 in dimension 1, expected 1 (same as k)"),
+     "append_kv: v has size 2 in dimension 1, expected 1 (NEW of k)"),
     (dict(k=torch.zeros(2, 1, 2, 64)), TypeError,
      "append_kv: k has dtype float32, expected bfloat16 (same as k_cache)"),
     (dict(cache_seqlens=None), TypeError, "append_kv: cache_seqlens is None, expected an int32 tensor or an int"),
@@ -461,10 +465,11 @@ def test_raw_pages():
     pages = [torch.zeros(9, 16, 2, 64).bfloat16() for _ in range(2)]
     q, table, index = torch.zeros(2, 1, 4, 64).bfloat16(), torch.zeros(2, 3, **INT), torch.zeros(2, **INT)
     settings = 0.0, False, -1, -1, 0.0, -1, 1
-    with pytest.raises(ValueError, match="cache_batch_idx is given with page_table, expected at most one of them"):
+    with pytest.raises(ValueError, match="attention_decode: page_table is given, cache_batch_idx is given, expected at most one of them"):
         _C.attention_decode(q.clone(), None, q, *pages, None, table, index, None, None, None, *settings)
     with pytest.raises(NotImplementedError,
-                       match="attention_decode: k_cache has pages of 5 keys, expected a multiple of 16"):
+                       match=r"attention_decode: ROWS = 5 \(dimension 1 of k_cache\), .*, expected k_cache with pages of a "
+                             "multiple of 16 keys"):
         _C.attention_decode(q.clone(), None, q, *(t[:, :5] for t in pages), None, table, None, None, None, None,
                             *settings)
 
@@ -520,9 +525,9 @@ def test_opcheck():
 def test_raw_needs_workspace():
     inputs, _ = tensors(DecodeCase(8))
     settings = 0.0, False, -1, -1, 0.0, -1, 3
-    size = _C.attention_decode_workspace(inputs[0], inputs[1], None, *settings)
+    size = _C.attention_decode_workspace(*inputs, None, None, None, None, None, *settings)
     out = torch.empty_like(inputs[0])
-    with pytest.raises(ValueError, match=f"attention_decode: workspace has 0 bytes at .*, expected {size} bytes"):
+    with pytest.raises(ValueError, match=f"attention_decode: workspace is missing, expected {size} bytes"):
         _C.attention_decode(out, None, *inputs, None, None, None, None, None, None, *settings)
 
 
@@ -543,7 +548,7 @@ def test_explain(rows, num_splits, paged):
     assert ("attention_decode_fp32_d64 takes it" in text and f"planned for the {rows} keys" in text
             and ("page_table [2, " in text) == paged)
     splits = int(re.search(r"(\d+) splits?, " + ("as num_splits says" if num_splits else "chosen"), text).group(1))
-    size = _C.attention_decode_workspace(q, k, options.get("page_table"), 0.0, False, 5, 0, 0.0, -1, num_splits)
+    size = _C.attention_decode_workspace(q=q, k_cache=k, **options, left=5, right=0, num_splits=num_splits)
     parts = 2 * 2 * 12 * splits if splits > 1 else 0
     assert size == -(-parts * 64 * 4 // 256) * 256 + -(-parts * 4 // 256) * 256
     assert splits == (num_splits or splits) and ("attention_combine_fp32 takes it" in text) == (splits > 1)

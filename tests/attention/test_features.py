@@ -287,9 +287,9 @@ def test_numpy():
 
 
 BAD = [
-    (dict(sink=torch.zeros(3)), ValueError, "sink has size 3, expected 2"),
-    (dict(alibi_slopes=torch.zeros(3)), ValueError, r"alibi_slopes has shape \[1, 3\], expected \[2\] or \[1, 2\]"),
-    (dict(alibi_slopes=torch.zeros(4, 2)), ValueError, "alibi_slopes has shape"),
+    (dict(sink=torch.zeros(3)), ValueError, r"sink has size 3 in dimension 0, expected 2 \(H of q\)"),
+    (dict(alibi_slopes=torch.zeros(3)), ValueError, r"alibi_slopes has size 3 in dimension 1, expected 2 \(H of q\)"),
+    (dict(alibi_slopes=torch.zeros(4, 2)), ValueError, r"SLOPES = 4 \(dimension 0 of alibi_slopes\), .*expected alibi_slopes of shape \[1, H\] or \[B, H\]"),
     (dict(softcap=-1.0), ValueError, "softcap is -1, expected 0"),
     (dict(softcap=math.nan), ValueError, "softcap is nan"),
     (dict(dropout_p=1.0), ValueError, "dropout_p is 1, expected 0 to less than 1"),
@@ -313,7 +313,7 @@ def test_bad_starts():
     q = torch.randn(10, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="attention: cu_seqlens_k is None"):
         mg.attention_varlen(q, q, q, torch.tensor([0, 10]), None, 10, 10)
-    with pytest.raises(ValueError, match="cu_seqlens_q has size 2 and cu_seqlens_k 3"):
+    with pytest.raises(ValueError, match=r"cu_seqlens_k has size 3 in dimension 0, expected 2 \(STARTS of cu_seqlens_q\)"):
         mg.attention_varlen(q, q, q, torch.tensor([0, 10]), torch.tensor([0, 5, 10]), 10, 10)
     with pytest.raises(ValueError, match="max_seqlen_q is -1"):
         mg.attention_varlen(q, q, q, torch.tensor([0, 10]), torch.tensor([0, 10]), -1, 10)
@@ -383,8 +383,8 @@ def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slo
     nans = lambda t, *shape: torch.full(shape or t.shape, math.nan, dtype=t.dtype, device=device)
     out, lse, grads = nans(v, *q.shape[:3], v.shape[3]), nans(dlse), [nans(t) for t in (q, k, v)]
     attention_torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
-    attention_torch._call_attention_bwd(grads, dout, dlse.masked_fill(lse == -math.inf, 0), q, k, v, out, lse, 0.0,
-                                        causal, True, features)
+    read = dout, q, k, v, out, lse, dlse.masked_fill(lse == -math.inf, 0)
+    attention_torch._call_attention_bwd(grads, read, (0.0, causal, True, *features))
     return out, lse, *grads
 
 
@@ -471,7 +471,7 @@ def test_gaps_between_keys_may_hold_nan(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", HALF)
 def test_sink_without_keys_in_c(dtype, device):
-    """As margay.h says: the sink is part of lse, also where it is all there is. q may hold anything."""
+    """As its row says: the sink is part of lse, also where it is all there is. q may hold anything."""
     sink = torch.tensor([0.5, -1.0, 30.0, -math.inf, 0.0, 1e-3], device=device)
     near = sink.abs()[:, None] * 2**-22                       # lse is turned into units of log 2 and back
     for rows, dim in ((1, 8), (130, 64), (70, 256)):
@@ -481,7 +481,7 @@ def test_sink_without_keys_in_c(dtype, device):
         for number in (0.0, 3.0):                             # rows of sinks, and of all features
             features = -1, -1, number, 0.0, 0, sink, None, None, None, 0, 0
             for causal in (False, True):
-                _C.attention_fwd(out.fill_(math.nan), lse.fill_(math.nan), q, k, k, 0.125, causal, 0, None, features)
+                _C.attention_fwd(out.fill_(math.nan), lse.fill_(math.nan), q, k, k, 0.125, causal, None, *features)
                 assert ((out == 0).all() and torch.equal(lse.isfinite(),
                                                          sink.isfinite()[:, None].expand(6, rows).expand_as(lse)))
                 assert (((lse - sink[:, None]).nan_to_num(0.0).abs() <= near.nan_to_num(0.0)).all()
@@ -489,8 +489,8 @@ def test_sink_without_keys_in_c(dtype, device):
         starts = [torch.tensor(t, dtype=torch.int32, device=device)
                   for t in ([0, rows // 2, rows // 2, rows - 1], [0, 0, 0, 0])]
         features = -1, -1, 0.0, 0.0, 0, sink, None, *starts, rows, 0
-        _C.attention_fwd(out[:1].fill_(math.nan), lse[:1].fill_(math.nan), q[:1], k[:1], k[:1], 0.125, False, 0, None,
-                         features)
+        _C.attention_fwd(out[:1].fill_(math.nan), lse[:1].fill_(math.nan), q[:1], k[:1], k[:1], 0.125, False, None,
+                         *features)
         assert (out[:1] == 0).all() and (lse[0, :, rows - 1:] == -math.inf).all()
         assert ((lse[0, :, :rows - 1] - sink[:, None]).nan_to_num(0.0).abs() <= near.nan_to_num(0.0)).all()
 

@@ -67,11 +67,11 @@ def test_raw_writes_outputs_only(case, device):
     out, *grads = (Guarded(t.shape, t.dtype, device, case.seed % 2) for t in (dout, q, k, v))
     lse = Guarded(q.shape[:3], torch.float32, device)
     _C.attention_fwd(out.view, lse.view, q, k, v, scale, case.causal)
-    size = _C.attention_bwd_workspace(q, k, v, case.causal, False)
+    read, numbers = (dout, q, k, v, out.view, lse.view, None), (scale, case.causal, False)
+    size = _C.attention_bwd_workspace(*read, *numbers)
     workspace = torch.full((size + 512,), 255, dtype=torch.uint8, device=device)
     start = -workspace.data_ptr() % 256
-    _C.attention_bwd(*(g.view for g in grads), dout, q, k, v, out.view, lse.view, None, workspace[start:start + size],
-                     scale, case.causal, False)
+    _C.attention_bwd(*(g.view for g in grads), *read, workspace[start:start + size], *numbers)
     assert ((workspace[:start] == 255).all()
             and (workspace[start + size:] == 255).all()), "memory beside the workspace was written"
     for name, result in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):

@@ -39,92 +39,39 @@ extern const unsigned char misnamed_image[], misnamed_image_end[];
 const unsigned char misnamed_image[] = "another";
 const unsigned char misnamed_image_end[] = "";
 
-static mg_status launch(mg_op op, const mg_tensor *t, mg_problem p, mg_stream stream, int64_t blocks) {
-  mg_context c;
-  const mg_kernel *row;
-  const params params = {.magic = 42};
-  mg_status status = mg_context_open(&c, t, stream);
-  p.dtype = t->dtype, p.gpu = t->device == MG_CUDA;
-  if (status || (status = mg_select(&row, op, &p, &c))) return status;
-  return mg_launch(&c, row, &params, blocks);
-}
-
-mg_status mg_attention_fwd(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k,
-                           const mg_tensor *v, const mg_tensor *workspace, const mg_attention_options *options,
-                           mg_stream stream) {
-  const mg_tensor *const args[15] = {out, lse, q, k, v, workspace};   // the optional ones behind these: absent
-  mg_status status = mg_check_by_hand(MG_OP_attention_fwd, args);
-  if (status) return status;
-  return launch(MG_OP_attention_fwd, q, (mg_problem){.d = q->shape[3], .causal = options->causal}, stream,
-                q->shape[0] * q->shape[1]);
-}
-
-mg_status mg_attention_fwd_fp8(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k,
-                               const mg_tensor *v, const mg_tensor *workspace, const mg_tensor *q_descale,
-                               const mg_tensor *k_descale, const mg_tensor *v_descale,
-                               const mg_attention_options *options, mg_stream stream) {
-  (void)options, (void)stream;
-  return mg_check_by_hand(MG_OP_attention_fwd_fp8,
-                          (const mg_tensor *const[15]){out, lse, q, k, v, workspace, q_descale, k_descale, v_descale});
-}
-
-mg_status mg_attention_bwd_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k, const mg_tensor *v,
-                                     const mg_attention_options *options) {
-  (void)options;
-  if (!q || !k || !v) return mg_fail(MG_TYPE, "attention_backward: q, k or v is missing, expected tensors");
-  *bytes = (size_t)q->shape[2] * 4;
-  return MG_OK;
-}
-
-mg_status mg_attention_bwd(const mg_tensor *dq, const mg_tensor *dk, const mg_tensor *dv, const mg_tensor *dout,
-                           const mg_tensor *q, const mg_tensor *k, const mg_tensor *v, const mg_tensor *out,
-                           const mg_tensor *lse, const mg_tensor *dlse, const mg_tensor *workspace,
-                           const mg_attention_options *options, mg_stream stream) {
-  // the optional ones behind these: absent
-  const mg_tensor *const args[15] = {dq, dk, dv, dout, q, k, v, out, lse, dlse, workspace};
-  (void)options, (void)stream;
-  return mg_check_by_hand(MG_OP_attention_bwd, args);
-}
-
-mg_status mg_attention_decode(const mg_tensor *out, const mg_tensor *lse, const mg_tensor *q, const mg_tensor *k_cache,
-                              const mg_tensor *v_cache, const mg_tensor *cache_seqlens, const mg_tensor *page_table,
-                              const mg_tensor *cache_batch_idx, const mg_tensor *sink, const mg_tensor *alibi_slopes,
-                              const mg_tensor *workspace, const mg_decode_options *options, mg_stream stream) {
-  const mg_tensor *const args[] = {
-      out, lse, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, sink, alibi_slopes, workspace};
-  (void)options, (void)stream;
-  return mg_check_by_hand(MG_OP_attention_decode, args);
-}
-
-mg_status mg_attention_decode_workspace(size_t *bytes, const mg_tensor *q, const mg_tensor *k_cache,
-                                        const mg_tensor *page_table, const mg_decode_options *options) {
-  (void)q, (void)k_cache, (void)page_table, (void)options;
-  *bytes = 0;
-  return MG_OK;
-}
-
-mg_status mg_append_kv(const mg_tensor *k_cache, const mg_tensor *v_cache, const mg_tensor *k, const mg_tensor *v,
-                       const mg_tensor *cache_seqlens, const mg_tensor *page_table, const mg_tensor *cache_batch_idx,
-                       int length, mg_stream stream) {
-  const mg_tensor *const args[] = {k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx};
-  (void)length, (void)stream;
-  return mg_check_by_hand(MG_OP_append_kv, args);
-}
-
-// Rows that name their sizes: matmul launches, the others only check.
+// Every op only checks, but matmul and attention's forward, which launch. A workspace has 4 bytes for each row of q.
 static mg_status check_only(mg_op op, const void *args) {
   mg_sizes n;
-  return mg_check(op, args, &n);
+  return mg_check(op, args, &n, false);
 }
 #define mg_matmul mg_matmul_checked
+#define mg_attention_fwd mg_attention_fwd_checked
 #define OP(op, ...) mg_status mg_##op(const mg_##op##_args *a) { return check_only(MG_OP_##op, a); }
 #include "ops.def"
 #undef mg_matmul
+#undef mg_attention_fwd
+#define SPACE(op) \
+  mg_status mg_##op##_workspace(size_t *bytes, const mg_##op##_args *a) { \
+    mg_call c; \
+    if (mg_begin_space(&c, MG_OP_##op, a)) *bytes = (size_t)c.n.NQ * 4; \
+    return c.status; \
+  }
+#define OP(op, ...) __VA_ARGS__
+#include "ops.def"
 mg_status mg_matmul(const mg_matmul_args *a) {
   mg_call c;
   const params params = {.magic = 42};
   if (!mg_open(&c, MG_OP_matmul, a)) return c.status;
   return mg_run(&c, &params, 1);
+}
+mg_status mg_attention_fwd(const mg_attention_fwd_args *a) {
+  mg_call c;
+  const params params = {.magic = 42};
+  if (!mg_begin(&c, MG_OP_attention_fwd, a)) return c.status;
+  c.problem.d = c.n.K;
+  c.problem.causal = a->causal;
+  mg_choose(&c);
+  return mg_run(&c, &params, c.n.BQ * c.n.H);
 }
 
 size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n) {

@@ -1,7 +1,7 @@
 """What mg_check refuses."""
 import pytest
 
-from mocked import BUFFER, CPU, CUDA, FP32, INT64, OK, TYPE, UINT8, VALUE, qkv, tensor
+from mocked import BUFFER, CPU, CUDA, FP32, INT32, INT64, OK, TYPE, UINT8, VALUE, qkv, tensor
 
 
 def refused(rt, status, message, op="attention", **change):
@@ -44,7 +44,8 @@ def test_bad_06_07_strides(rt):
 
 def test_expanded_inputs_and_unused_strides_are_taken(rt):
     lse = tensor([2, 1, 1], [1, -7, 99], data=10 << 24, dtype=FP32)
-    a = qkv(device=CPU, k=tensor([2, 4, 200, 64], [0, 0, 64, 1], data=9 << 24), lse=lse)
+    row, rows = [2, 1, 1, 64], [2, 1, 200, 64]
+    a = qkv(device=CPU, out=tensor(row, data=7 << 24), q=tensor(row, data=8 << 24), k=tensor(rows, [0, 0, 64, 1], data=9 << 24), v=tensor(rows), lse=lse)
     assert rt.check("attention_fwd", [a[name] for name in ("out", "lse", "q", "k", "v")] + [None]) == OK, rt.error()
 
 
@@ -137,14 +138,17 @@ def test_overlap_against_enumeration(rt):
     random.seed(1)
     false_alarms = accepted = 0
     for _ in range(1500):
+        shared = [random.randint(1, 3), random.randint(1, 4)]
+
         def draw():
-            shape = [random.randint(1, 3) for _ in range(3)] + [random.randint(1, 4)]
+            shape = [random.randint(1, 3) for _ in range(2)] + shared
             strides = [random.choice([0, 1, 4, 8, 12, 24, 48]) for _ in range(3)] + [1]
             return tensor(shape, strides, data=(1 << 20) + 2 * random.randint(0, 40))
         out, q = draw(), draw()
-        rest = [tensor([1, 1, 1, 1], data=(i + 2) << 24) for i in range(2)]
+        v_cache, v = (tensor(t.shape[:4], data=(i + 2) << 24) for i, t in enumerate((out, q)))
+        pages = tensor([q.shape[0], 1], data=5 << 24, dtype=INT32)
         wrong = len(set(addresses(out))) < len(addresses(out)) or bool(set(addresses(out)) & set(addresses(q)))
-        status = rt.check("attention_fwd", [out, None, q, *rest, None])
+        status = rt.check("append_kv", [out, v_cache, q, v, None, pages])
         assert status in (OK, BUFFER)
         assert not (wrong and status == OK), (addresses(out), addresses(q))
         accepted += status == OK

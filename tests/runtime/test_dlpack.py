@@ -9,7 +9,7 @@ from mocked import Fake, Old, Table, call, fakes, new_capsule, tabled
 
 def test_module_launches_on_the_given_stream(module):
     t = fakes()
-    assert call(module, t, [0x5000]) is None
+    assert call(module, t, stream=0x5000) is None
     assert any(line.startswith("cuLaunchKernelEx forward") and "stream=0x5000" in line for line in module.log())
     assert t["q"].asked == {"max_version": (1, 3), "stream": 0x5000}
     assert call(module, fakes()) is None and any("stream=(nil)" in line for line in module.log())
@@ -26,7 +26,7 @@ def test_module_devices(module):
 
 def test_module_old_producers(module):
     t = fakes(Old)
-    call(module, t, [0x5000])
+    call(module, t, stream=0x5000)
     assert t["q"].asked == {"stream": 0x5000}
     call(module, fakes(Old, strides=None))
 
@@ -47,7 +47,7 @@ def test_module_exchange_table(module):
     call(module, t)
     assert table.streams == [(2, 1)] and t["q"].asked is None
     assert any("stream=0x7770" in line and "context=1" in line for line in module.log())
-    call(module, t, [0x5000])                 # a stream that the caller names is taken as it is
+    call(module, t, stream=0x5000)                 # a stream that the caller names is taken as it is
     assert len(table.streams) == 1 and any("stream=0x5000" in line for line in module.log())
     call(module, fakes(kind, device=(1, 0), code=2, bits=32))
     assert len(table.streams) == 1            # the CPU has none

@@ -7,13 +7,13 @@ from mocked import call, fakes
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ((), "attention_fwd takes 7 to 10 positional arguments, got 0"),
-    ((None,) * 11, "got 11"),
-    ((None,) * 5 + ("x", False), "must be real number"),
-    ((None,) * 5 + (1.0, False, "x"), "int"),
-    ((None,) * 5 + (1.0, False, 0, None, [1]), "attention: features is <class 'list'>, expected None or a tuple \\(left, right, softcap"),
-    ((None,) * 5 + (1.0, False, 0, None, 3), "attention: features is <class 'int'>, expected None or a tuple"),
-    ((None,) * 5 + (1.0, False, 0, None, (1,)), "features\\(\\) takes exactly 11 arguments \\(1 given\\)"),
+    ((), "attention: out is missing, expected a tensor"),
+    ((None,) * 5 + (1.0, False) + (None,) + (0,) * 13, "attention_fwd takes at most 20 arguments, got 21"),
+    ((None,) * 5 + ("x", False), "attention: scale is 'x', expected a number"),
+    ((None,) * 5 + (1.0, False, None, "x"), "attention: left is 'x', expected an integer of 64 bits"),
+    ((None,) * 5 + (1.0, False, None, 1 << 63), "attention: left is 9223372036854775808, expected an integer of 64 bits"),
+    ((None,) * 5 + (1.0, False, None, -1, -1, [1]), "attention: softcap is \\[1\\], expected a number"),
+    ((None,) * 5 + (1.0, False, None, -1, -1, 0.0, 0.0, 1.5), "attention: seed is 1.5, expected an integer"),
 ])
 def test_module_arguments(module, arguments, message):
     with pytest.raises(TypeError, match=message):
@@ -21,10 +21,12 @@ def test_module_arguments(module, arguments, message):
 
 
 def test_features_of_the_backward(module):
-    with pytest.raises(TypeError, match="attention_backward: features is <class 'list'>, expected None or a tuple"):
-        module.attention_bwd_workspace(None, None, None, False, False, [1])
-    with pytest.raises(TypeError, match="attention_backward: features is <class 'list'>, expected None or a tuple"):
-        module.attention_bwd(*(None,) * 11, 1.0, False, False, 0, [1])
+    with pytest.raises(TypeError, match=r"attention_backward: left is \[1\], expected an integer of 64 bits"):
+        module.attention_bwd_workspace(*(None,) * 7, 1.0, False, False, [1])
+    with pytest.raises(TypeError, match=r"attention_backward: left is \[1\], expected an integer of 64 bits"):
+        module.attention_bwd(*(None,) * 11, 1.0, False, False, [1])
+    with pytest.raises(TypeError, match="attention_bwd has no argument dout_"):
+        module.attention_bwd_workspace(dout_=None)
 
 
 @pytest.mark.parametrize("number", (1e-46, -1e-46, 5e-324, 1e39, -1e300))
@@ -34,11 +36,11 @@ def test_bad_39_numbers_that_float32_cannot_hold(module, number):
     t = fakes()
     with pytest.raises(ValueError, match="^attention: scale is " + message):
         module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], number, False)
-    for place, name in ((2, "softcap"), (3, "dropout")):
+    for place, name in ((2, "softcap"), (3, "dropout_p")):
         features = [-1, -1, 0.0, 0.0, 0, None, None, None, None, 0, 0]
         features[place] = number
         with pytest.raises(ValueError, match=f"^attention: {name} is {message}"):
-            module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], 1.0, False, 0, None, tuple(features))
+            module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], 1.0, False, None, *features)
     for place, name in ((11, "scale"), (15, "softcap")):
         arguments = [*(None,) * 11, 1.0, False, -1, -1, 0.0, -1, 0]
         arguments[place] = number
@@ -92,7 +94,7 @@ def test_module_torch(module):
 
 def test_module_workspace(module):
     t = fakes()
-    assert module.attention_bwd_workspace(t["q"], t["k"], t["v"], False, True) == 32
+    assert module.attention_bwd_workspace(None, t["q"], t["k"], t["v"], None, None, None, 0.0, False, True) == 32
 
 
 def test_module_info(module):
@@ -101,7 +103,7 @@ def test_module_info(module):
     assert info["devices"][2] == {"name": "NVIDIA A100", "cc": "8.0", "sms": 108}
     assert not [line for line in module.log() if "Retain" in line]            # looking costs the devices no memory
     rows = module.kernels()
-    assert rows[1] == {"name": "clustered", "op": "scaled_add", "source": "scaled_add", "dtype": "bfloat16", "where": "any",
+    assert rows[1] == {"name": "clustered", "op": "scaled_add", "owner": "scaled_add", "source": "scaled_add", "dtype": "bfloat16", "where": "any",
                        "when": "d <= 128", "constants": "D=128, CLUSTER=2", "has_gpu_image": True, "shared_bytes": 200000, "threads": 384, "params_bytes": 16}
     assert not rows[2]["has_gpu_image"]
 

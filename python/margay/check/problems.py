@@ -131,9 +131,9 @@ FEATURES = {0: (None,), 1: ("window",), 2: ("window", "packed"), 3: ("packed", "
 
 
 def features_of(kind, heads, nq, nk):
-    """The last argument of the C functions."""
+    """The last arguments of the C functions."""
     if kind is None:
-        return None
+        return ()
     left, right = (-1, -1) if kind == "packed" else (nk // 2, 60)
     if kind != "scores":
         last = nq - nq // 10, nk - nk // 10       # behind it, rows of no sequence
@@ -154,12 +154,12 @@ def call_attention(row, dtype, d, dv, nq, nk, causal, extra, backward, batch=1, 
         return out, lse
     features = features_of(kind, heads, nq, nk)
     if not backward:
-        _C.attention_fwd(out, lse, q, k, v, 0.0, causal, 0, new(16, dtype="uint8", values=0) if extra else None, features)
+        _C.attention_fwd(out, lse, q, k, v, 0.0, causal, new(16, dtype="uint8", values=0) if extra else None, *features)
         return out, lse
     deterministic = constants(row).get("DETERMINISTIC") == 1 or (extra and "DETERMINISTIC" not in constants(row))
-    workspace = aligned_bytes(_C.attention_bwd_workspace(q, k, v, causal, deterministic, features))
     grads = [new(*shape, dtype=dtype) for shape in (q_shape, k_shape, v_shape)]
-    _C.attention_bwd(*grads, new(*out_shape, dtype=dtype), q, k, v, out, lse, None, workspace, 0.0, causal, deterministic, 0, features)
+    read, numbers = (new(*out_shape, dtype=dtype), q, k, v, out, lse, None), (0.0, causal, deterministic, *features)
+    _C.attention_bwd(*grads, *read, aligned_bytes(_C.attention_bwd_workspace(*read, *numbers)), *numbers)
     return grads
 
 
@@ -195,9 +195,9 @@ def call_decode(dtype, d, batch, queries, heads, k_heads, keys, page, lengths, s
     table = new(batch, pages, dtype="int32", values=np.arange(batch * pages)[::-1].reshape(batch, pages).copy()) if page else None
     lengths = new(batch, dtype="int32", values=np.array(lengths)) if lengths else None
     settings = 0.0, o["causal"], o["left"], -1, o["softcap"], -1, splits
-    size = _C.attention_decode_workspace(q, k, table, *settings)
-    _C.attention_decode(out, lse, q, k, v, lengths, table, None, new(heads) if o["sink"] else None,
-                        new(1, heads, values=0.1) if o["slopes"] else None, aligned_bytes(size) if size else None, *settings)
+    read = q, k, v, lengths, table, None, new(heads) if o["sink"] else None, new(1, heads, values=0.1) if o["slopes"] else None
+    size = _C.attention_decode_workspace(*read, *settings)
+    _C.attention_decode(out, lse, *read, aligned_bytes(size) if size else None, *settings)
     return out, lse
 
 
@@ -275,29 +275,25 @@ def scaled_add(row, large):
 
 def from_row(kernel, large):
     """Random problems from the op's row in ops.def: sizes for which NEEDS and the kernel's condition hold, values in the ranges of DRAW."""
-    op, r = _op.Row(owner(kernel["op"])), random.Random(zlib.crc32(kernel["name"].encode()))
-    drawn = sorted({size for f in op.inputs for size in f["sizes"]} - {let for let, _, _ in op.lets})
+    op, r = _op.Row(owner(kernel)), random.Random(zlib.crc32(kernel["name"].encode()))
     whole = {f["sizes"][-1] for f in op.inputs if f["kind"] == "half"}      # rows of 16 bytes, which the GPU's maps ask for
-    conditions = [code for _, code in op.needs] + [_op.condition(kernel["when"])]
-    facts = dict(true=True, gpu=False, sms=SMS) | {f["name"]: _op.default(f) for f in op.numbers}
+    condition, facts = _op.condition(kernel["when"]), dict(true=True, gpu=False, sms=SMS)
     for i in range(5 if large else 3):
         label = ("large", "few blocks")[i] if large and i < 2 else None
         undrawn = (1, 3000) if label == "large" else (400, 1000) if i == 0 else (1, 300)      # the first: so many tasks that rings go round
         for _ in range(10000):
-            n = {size: r.randint(*map(int, op.draw.get(size, undrawn))) for size in drawn}
-            n = {size: -(-x // 8) * 8 if size in whole else x for size, x in n.items()}
-            if all(eval(code, {}, facts | n) for code in conditions):
+            n = op.problem(r, *undrawn, whole)
+            if eval(condition, {}, facts | n):
                 break
         else:
             raise RuntimeError(f"{kernel['name']}: no sizes were found for which {kernel['when']} holds")
-        for let, _, code in op.lets:
-            n[let] = eval(code, {}, n)
 
         def call(n=n):
-            given = {f["name"]: drawn_tensor(op, f, n, kernel["dtype"]) for f in op.arguments if f["role"] != "num"}
+            tensors = [f for f in op.arguments if f["role"] != "num" and n.get(f["name"], True)]
+            given = {f["name"]: drawn_tensor(op, f, n, kernel["dtype"]) for f in tensors}
             getattr(_C, op.name)(**given)
             return [given[f["name"]] for f in op.results]
-        yield label or ", ".join(f"{size}={x}" for size, x in n.items()), call
+        yield label or ", ".join(f"{size}={n[size]}" for size in op.sizes if n[size] >= 0), call
 
 
 def drawn_tensor(op, f, n, dtype):
@@ -306,9 +302,9 @@ def drawn_tensor(op, f, n, dtype):
     return new(*shape, dtype=dtype if f["kind"] == "half" else f["kind"], values=values)
 
 
-def owner(op):
-    """The op with a row of its own that launches the kernels of `op`, or None."""
-    return max((name for name in _op.ROWS if op == name or op.startswith(name + "_")), key=len, default=None)
+def owner(row):
+    """The op that launches a row of kernels.def, or None."""
+    return row["owner"]
 
 
 OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
@@ -319,7 +315,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attent
 
 def of_op(row, large):
     """Those that somebody chose, or else random ones, or None."""
-    choose = OPS.get(row["op"]) or owner(row["op"]) and from_row
+    choose = OPS.get(row["op"]) or owner(row) and from_row
     return choose and choose(row, large)
 
 

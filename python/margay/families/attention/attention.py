@@ -103,7 +103,7 @@ def read_window(window, op="attention"):
 
 
 def read_softcap(op, x):
-    """As mg_check_softcap in csrc/runtime/check.c, before float32 makes 0 or infinity of it."""
+    """As csrc/attention/ops.def, before float32 makes 0 or infinity of it."""
     x = _shared.number(op, "softcap", x)
     if x != 0 and not 2.0**-150 < x < 2.0**128 - 2.0**103:
         raise ValueError(f"{op}: softcap is {x:g}, expected 0 (none) or a positive number that float32 holds")
@@ -223,7 +223,7 @@ def _explained(op, general, named, given):
         q, k, v = map(library.packed, (q, k, v))
         options |= {name: library.as_starts(name, given[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
         options |= {name: given[name] for name in ("max_seqlen_q", "max_seqlen_k")}
-    features = read_features(library, **options, seed=0) if options else None
+    features = read_features(library, **options, seed=0) if options else ()
     return [], copied, [lambda: library.backward_workspace(q, k, v, given.get("causal", False),
                                                            given.get("deterministic", False), features)]
 

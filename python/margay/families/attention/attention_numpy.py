@@ -11,7 +11,7 @@ from margay.families.attention.features import Features  # noqa: F401, for atten
 
 def attention(q, k, v, causal, scale, return_lse, deterministic):
     check_kinds("attention", q=q, k=k, v=v)
-    return _attention_forward(q, k, v, None, causal, scale, return_lse)
+    return _attention_forward(q, k, v, (), causal, scale, return_lse)
 
 
 def attention_features(q, k, v, features, causal, scale, return_lse, deterministic):
@@ -30,7 +30,7 @@ def _attention_forward(q, k, v, features, causal, scale, want_lse):
     scale, causal = checked_scale("attention", scale), bool(causal)
     try:
         out, lse = _attention_outputs(q, v, want_lse)
-        _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, None, features)
+        _C.attention_fwd(out, lse, q, k, v, scale, causal, None, *features)
     except Exception:
         out, lse = _attention_forward_of_copies(q, k, v, features, causal, scale, want_lse)
     return (out, lse) if want_lse else out
@@ -40,7 +40,7 @@ def _attention_forward(q, k, v, features, causal, scale, want_lse):
 def _attention_forward_of_copies(q, k, v, features, causal, scale, want_lse):
     check_attention(q, k, v)
     out, lse = _attention_outputs(q, v, want_lse)
-    of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, None, features), q, k, v)
+    of_copies(lambda q, k, v: _C.attention_fwd(out, lse, q, k, v, scale, causal, None, *features), q, k, v)
     return out, lse
 
 
@@ -70,4 +70,5 @@ def unpacked(a):
     return a[0].transpose(1, 0, 2)
 
 
-backward_workspace = _C.attention_bwd_workspace
+def backward_workspace(q, k, v, causal, deterministic, features):
+    return _C.attention_bwd_workspace(None, q, k, v, None, None, None, 0.0, causal, deterministic, *features)

@@ -88,7 +88,7 @@ def _attention_gradient(ctx, dout, dlse, direct=None):
 # the Python arguments. Calls that need neither pay nothing.
 
 
-def _attention_forward(q, k, v, scale, causal, want_lse=True, features=None):
+def _attention_forward(q, k, v, scale, causal, want_lse=True, features=()):
     scale = checked_scale("attention", scale)
     try:
         out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else like_but_last(q, v.shape[-1])
@@ -115,48 +115,48 @@ def _attention_forward_of_copies(q, k, v, scale, causal, want_lse, features):
 _ONE_WAVE = 1 << 20   # elements of out; smaller problems have at most about one task for each multiprocessor
 
 
-def _call_attention_fwd(out, lse, q, k, v, scale, causal, features=None):
+def _call_attention_fwd(out, lse, q, k, v, scale, causal, features=()):
     workspace = None
     if not q.is_cuda:
         use_torch_threads()
     elif out.numel() > _ONE_WAVE:
         workspace = torch.empty(16, dtype=torch.uint8, device=q.device)
-    _C.attention_fwd(out, lse, q, k, v, scale, causal, 0, workspace, features)
+    _C.attention_fwd(out, lse, q, k, v, scale, causal, workspace, *features)
 
 
-def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features=None):
+def _attention_backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features=()):
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     scale = checked_scale("attention", scale)
     dout = rows_contiguous(dout)
     dlse = None if dlse is None else dlse.contiguous()
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    read, numbers = (dout, q, k, v, out, lse, dlse), (scale, causal, deterministic, *features)     # in the row's order
     try:
-        _call_attention_bwd(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features)
+        _call_attention_bwd(grads, read, numbers)
     except ValueError:                     # the forward's arguments were right: only addresses and strides can be wrong
-        return _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic,
-                                             features)
+        return _attention_backward_of_copies(grads, read, numbers)
     return grads
 
 
 @_shared.one_exception
-def _attention_backward_of_copies(grads, dout, dlse, q, k, v, out, lse, *options):
-    if all_mappable(*grads, dout, q, k, v, out):
+def _attention_backward_of_copies(grads, read, numbers):
+    *mapped, lse, dlse = read
+    if all_mappable(*grads, *mapped):
         raise
-    grads = [dense_like(t) for t in (q, k, v)]
+    grads = [dense_like(t) for t in grads]
     targets = [mappable_empty(t) for t in grads]
-    dout, q, k, v, out = map(mappable, (dout, q, k, v, out))
-    _call_attention_bwd(targets, dout, dlse, q, k, v, out, lse, *options)
+    _call_attention_bwd(targets, (*map(mappable, mapped), lse, dlse), numbers)
     for grad, target in zip(grads, targets):
         copy_back(grad, target)
     return tuple(grads)
 
 
-def _call_attention_bwd(grads, dout, dlse, q, k, v, out, lse, scale, causal, deterministic, features):
-    if not q.is_cuda:
+def _call_attention_bwd(grads, read, numbers):
+    if not grads[0].is_cuda:
         use_torch_threads()
-    size = _C.attention_bwd_workspace(q, k, v, causal, deterministic, features)
-    workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-    _C.attention_bwd(*grads, dout, q, k, v, out, lse, dlse, workspace, scale, causal, deterministic, 0, features)
+    size = _C.attention_bwd_workspace(*read, *numbers)
+    workspace = torch.empty(size, dtype=torch.uint8, device=grads[0].device)
+    _C.attention_bwd(*grads, *read, workspace, *numbers)
 
 
 def _check_attention(q, k, v):
@@ -422,8 +422,8 @@ def dropout_mask(p, seed, batch, heads, rows, keys):
 def backward_workspace(q, k, v, causal, deterministic, features):
     if autocast_anywhere() and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q.device.type, q, k, v)
-    return _C.attention_bwd_workspace(q, k, v, causal, deterministic or torch.are_deterministic_algorithms_enabled(),
-                                      features)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return _C.attention_bwd_workspace(None, q, k, v, None, None, None, 0.0, causal, deterministic, *features)
 
 
 # ---- operators

@@ -19,7 +19,7 @@ def attention_decode(tensors, options, want_lse):
         tensors = q, k_cache, v_cache, seqlens, page_table, None, *others
     out = np.empty(q.shape, q.dtype)
     lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32) if want_lse else None
-    size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
+    size = _C.attention_decode_workspace(*tensors, *options)
     workspace = np.empty(size // 8 + 2, np.int64).view(np.uint8)[:size] if size else None
     with_copies(lambda *tensors: _C.attention_decode(out, lse, *tensors, workspace, *options), *tensors)
     return out, lse

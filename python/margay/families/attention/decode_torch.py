@@ -40,11 +40,11 @@ def _refuse_gradient(op, tensors):
 def _decode_forward(tensors, options, want_lse=True):
     if tensors[4] is not None:
         tensors = _pages_in_order(*tensors)
-    q, k_cache, v_cache, _, page_table, *_ = tensors
+    q = tensors[0]
     if not q.is_cuda:
         _torch.use_torch_threads()
     try:
-        size = _C.attention_decode_workspace(q, k_cache, page_table, *options)
+        size = _C.attention_decode_workspace(*tensors, *options)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device) if size else None
         out, lse = _outputs(q, want_lse)
         _C.attention_decode(out, lse, *tensors, workspace, *options)
