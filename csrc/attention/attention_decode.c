@@ -91,8 +91,15 @@ size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, si
   return length + 1 + mg_explain(&row, MG_OP_attention_combine, p, c, end, left);
 }
 
+// In the words of the Python functions, whose cache_seqlens may be a number.
+static void check_length(mg_call *c, int length, int least) {
+  if (length < least || length > c->n.KEYS)
+    mg_refuse(c, MG_VALUE, "cache_seqlens is %d, expected 0 to %lld (what the cache holds)", length, (long long)c->n.KEYS);
+}
+
 static bool make_plan(mg_call *c, plan *w, const mg_attention_decode_args *a) {
   const mg_sizes *n = &c->n;
+  check_length(c, a->length, -1);
   const int64_t heads = n->B * n->HK, keys = a->length >= 0 ? a->length : n->KEYS;
   c->problem = (mg_problem){.dtype = c->problem.dtype, .gpu = c->problem.gpu, .causal = a->causal, .d = n->K, .batch = n->B, .heads_q = n->H, .heads_k = n->HK,
                             .nq = n->NQ, .nk = keys, .page = a->page_table ? n->ROWS : 0, .splits = a->num_splits, .sms = c->context.sms, .size = *n};
@@ -179,6 +186,7 @@ mg_status mg_append_kv(const mg_append_kv_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_append_kv, a) || mg_is_empty(a->k)) return c.status;
   const mg_sizes *n = &c.n;
+  if (!a->cache_seqlens) check_length(&c, a->length, 0);
   const int64_t tasks = mg_times(n->B * n->NEW, n->HK);
   append_kv_params p = {.k = a->k->data, .v = a->v->data, .k_cache = a->k_cache->data, .v_cache = a->v_cache->data, .lengths = mg_data(a->cache_seqlens),
                         .page_table = mg_data(a->page_table), .cache_index = mg_data(a->cache_batch_idx),

@@ -539,19 +539,19 @@ def test_bad_22_lengths():
         refused(TypeError, f"{op}: page_table is list, expected torch.Tensor", call, *arguments, cache_seqlens=3,
                 page_table=[[0]])
         refused(ValueError, f"{op}: page_table has", call, *arguments, cache_seqlens=3, page_table=numbers(0, 1))
-        refused(ValueError, f"{op}: page_table has size 1 in dimension 0, expected 2 (the batch)", call, *arguments,
+        refused(ValueError, "TABLE = 1 (dimension 0 of page_table), expected a row of page_table for each", call, *arguments,
                 cache_seqlens=3, page_table=numbers(0, 1)[None])
         # in place, and what is brought in order first
         for pages in (arguments, [t[:, :15] if t.shape[1] == 80 else t for t in arguments]):
             table = numbers(0, 1, 1, 0)[:, None]
-            refused(ValueError, f"{op}: cache_batch_idx has size 3 in dimension 0, expected 2 (the batch)", call,
+            refused(ValueError, f"{op}: cache_batch_idx has size 3 in dimension 0, expected 2 (B of {like})", call,
                     *pages, cache_seqlens=3, page_table=table, cache_batch_idx=numbers(0, 1, 2))
             refused(TypeError, f"{op}: cache_batch_idx has dtype int64, expected int32", call, *pages, cache_seqlens=3,
                     page_table=table, cache_batch_idx=numbers(0, 1).long())
             refused(TypeError, f"{op}: page_table has dtype int64, expected int32", call, *pages, cache_seqlens=3,
                     page_table=table[:2].long())
-            refused(ValueError, f"{op}: page_table has size 4 in dimension 0, expected 2 (the batch)", call, *pages,
-                    cache_seqlens=3, page_table=table)
+            refused(ValueError, "TABLE = 4 (dimension 0 of page_table), expected a row of page_table for each", call,
+                    *pages, cache_seqlens=3, page_table=table)
 
 
 def test_bad_32_tracing():

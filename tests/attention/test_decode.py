@@ -399,7 +399,7 @@ INT = dict(dtype=torch.int32)
     (dict(cache_seqlens=torch.tensor([5], **INT)), ValueError,
      "attention_decode: cache_seqlens has size 1 in dimension 0, expected 2 (B of q)"),
     (dict(cache_seqlens=101), ValueError,
-     "attention_decode: KEYS = 100, length is 101, expected cache_seqlens of 0 to KEYS (what the cache holds)"),
+     "attention_decode: cache_seqlens is 101, expected 0 to 100 (what the cache holds)"),
     (dict(cache_seqlens=-1), ValueError, "attention_decode: cache_seqlens is -1, expected 0 to what the cache holds"),
     (dict(cache_seqlens=2.5), TypeError,
      "attention_decode: cache_seqlens is float, expected an int32 tensor or an int"),
@@ -409,7 +409,7 @@ INT = dict(dtype=torch.int32)
      "attention_decode: B = 2 (dimension 0 of q), TABLE = 3 (dimension 0 of page_table), expected a row of "
      "page_table for each sequence"),
     (dict(page_table=torch.zeros(2, 3, **INT), cache_seqlens=301), ValueError,
-     "attention_decode: KEYS = 300, length is 301, expected cache_seqlens of 0 to KEYS (what the cache holds)"),
+     "attention_decode: cache_seqlens is 301, expected 0 to 300 (what the cache holds)"),
     (dict(page_table=torch.zeros(2, 3, **INT), v_cache=torch.randn(2, 99, 2, 64).bfloat16()), ValueError,
      "attention_decode: v_cache has size 99 in dimension 1, expected 100 (ROWS of k_cache)"),
     (dict(page_table=torch.zeros(5, 3, **INT), cache_batch_idx=torch.zeros(3, **INT)), ValueError,
