@@ -38,7 +38,7 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
   if (mg_run(c, &cuts, mg_tasks(c, c->n.R * c->n.G * units * cuts.cut, "blocks"))) return c->status;
   if ((cuts.cut == 1 && !join.initial) || !mg_choose_other(c, MG_OP_ssd_join)) return c->status;
   const int64_t tiles = mg_ceil_div(c->n.P, 64) * mg_ceil_div(c->n.N, c->desc->tile_n);
-  return mg_run(c, &join, mg_tasks(c, c->n.R * c->n.H * tiles, "blocks"));
+  return mg_run(c, &join, mg_tasks(c, c->n.R * c->n.H * tiles, "tiles"));
 }
 
 mg_status mg_ssd(const mg_ssd_args *a) {
@@ -47,7 +47,7 @@ mg_status mg_ssd(const mg_ssd_args *a) {
   if (a->cu_seqlens && (c.status = check_starts(a->cu_seqlens, c.n.T))) return c.status;
   c.problem.size.B = c.n.R;         // conditions ask for blocks
   if (!mg_choose(&c)) return c.status;
-  const mg_tensor *seq_idx = a->cu_seqlens ? NULL : a->seq_idx;
+  const mg_tensor *seq_idx = a->seq_idx;
   ssd_fwd_params p = {
     .dt = {.dt = a->dt->data, .a = a->a->data, .bias = a->dt_bias ? a->dt_bias->data : NULL,
            .softplus = a->dt_softplus, .low = a->dt_min, .high = a->dt_max},

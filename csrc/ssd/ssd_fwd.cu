@@ -25,7 +25,7 @@ struct shared {
   st<elem, Q, 64> x[2][SLOTS], p[2][ALL], y[GROUPS];
   vectors v[2][ALL];
   sv<Q> changes[2];              // of seq_idx, from the chunk's begin to each step
-  ring<2> x_ring[SLOTS];
+  ring<2, ASYNC_READS> x_ring[SLOTS];   // read into registers too, in front of advance()'s fence
   ring<2, ASYNC_READS> bc_ring;
   ring<2, ASYNC_READS> v_ring;   // refilled by plain stores only, which need no fence
   sem p_full[2][ALL];            // refilled behind v_ring, whose stage is filled when all readers of p have released it
@@ -197,13 +197,13 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s
   mma_wait<0>(y);
   store_t(s.y[wg], y);
   load_t(x, s.x[at.stage][slot]);
-  ring_release(s.x_ring[slot], at);
   map_col(x, v.weight, [](float f, float w) { return f * w; });
   mma_fence();
   mma_AB_cols<ACC>(s0, x, s.b[at.stage], 0);
   if (TILES == 2) mma_AB_cols<ACC>(s1, x, s.b[at.stage], W);
   mma_commit();
-  fence_async();
+  fence_async();                 // behind the reads of x and the writes of y
+  ring_release(s.x_ring[slot], at);
   wg_sync();
   bool over = runs_over(p, t, step);
   if (!over) tma_store(p.y, s.y[wg], step, row0, t.head + head, t.batch);
