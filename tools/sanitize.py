@@ -13,7 +13,7 @@ import torch
 import margay
 from margay import _C
 from margay.check.device import on_gpu
-from margay.check.problems import from_row, owner
+from margay.check.problems import of_op, owner
 
 
 def tensor(dtype, *shape):
@@ -104,7 +104,7 @@ def problems(dtype, name):
         yield lambda d=d, n=queries, page=page, splits=splits: decode(dtype, d, n, page, splits)
     for row in _C.kernels():
         if owner(row) not in BY_HAND and row["dtype"] == name and row["has_gpu_image"]:
-            for _, call in from_row(row, False):
+            for _, call in of_op(row, False):
                 yield lambda row=row, call=call: of_row(row, call)
 
 

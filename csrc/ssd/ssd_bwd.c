@@ -101,7 +101,7 @@ mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
     p.pass[0].final = s ? between : data_of(a->dinitial_states);
     p.pass[1] = pass_of(&c, a, false, true);
     p.pass[1].initial = s ? starts + (s - 1) * state : data_of(a->initial_states);
-    if (!run_states(&c, a, &p, 2, at) && at.chunks) run_gradients(&c, a, at);
+    if (!run_states(&c, a, &p, 2, at) && at.chunks && c.n.T) run_gradients(&c, a, at);
   }
   if (c.status || !mg_choose_other(&c, MG_OP_ssd_bwd_sums)) return c.status;
   const ssd_bwd_sums_params sums = {.sums = a->sums->data, .out = {a->da->data, data_of(a->dd), data_of(a->ddt_bias)},

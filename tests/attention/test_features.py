@@ -384,7 +384,7 @@ def run_packed(tensors, lengths, device, causal=False, left=-1, softcap=0.0, slo
     out, lse, grads = nans(v, *q.shape[:3], v.shape[3]), nans(dlse), [nans(t) for t in (q, k, v)]
     attention_torch._call_attention_fwd(out, lse, q, k, v, 0.0, causal, features)
     read = dout, q, k, v, out, lse, dlse.masked_fill(lse == -math.inf, 0)
-    attention_torch._call_attention_bwd(grads, read, (0.0, causal, True, *features))
+    attention_torch._call_attention_bwd(grads, read, 0.0, causal, True, features)
     return out, lse, *grads
 
 

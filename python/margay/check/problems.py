@@ -287,6 +287,7 @@ def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
     op = _op.Row("ssd_bwd")
     for size, _, code in op.lets:
         sizes[size] = int(eval(code, {}, sizes))
+    sizes["ROWS"] = sizes["R"]
     values = dict(dt=np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads)), a=-1.0,
                   seq_idx=np.arange(steps) // 50, cu_seqlens=starts)
     kinds = dict(half=dtype, float32="float32", int32="int32")
@@ -319,15 +320,15 @@ def causal_conv1d(row, large):
             initial = new(places, w - 1, c, dtype=dtype) if kind in ("states", "packed") else None
             x, weight, bias = new(b, t, c, dtype=dtype), new(c, w), new(c)
             of = dict(x=x, weight=weight, bias=bias, initial_states=initial, silu=True)
-            of |= dict(cu_seqlens=packed) if packed else dict(seq_idx=seq_idx)
-            name = "causal_conv1d" + ("_packed" if packed else "") + ("_bwd" if backward else "")
+            of |= dict(cu_seqlens=packed) if kind == "packed" else dict(seq_idx=seq_idx)
+            name = "causal_conv1d" + ("_packed" if kind == "packed" else "") + ("_bwd" if backward else "")
             states = new(places, w - 1, c, dtype=dtype)
             if not backward:
                 out = new(b, t, c, dtype=dtype)
                 getattr(_C, name)(out=out, final_states=states, **of)
                 return out, states
             partials = new(_conv_parts(b, t, c), w + 1, c)
-            dx, dweight, dbias, dinitial = new(b, t, c, dtype=dtype), new(c, w), new(c), initial and new(places, w - 1, c, dtype=dtype)
+            dx, dweight, dbias, dinitial = new(b, t, c, dtype=dtype), new(c, w), new(c), None if initial is None else new(places, w - 1, c, dtype=dtype)
             getattr(_C, name)(dx=dx, dweight=dweight, dbias=dbias, dinitial_states=dinitial, partials=partials,
                               dout=new(b, t, c, dtype=dtype), dfinal_states=states, **of)
             return dx, dweight, dbias
