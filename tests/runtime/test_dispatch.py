@@ -9,5 +9,6 @@ def test_select_and_launch(rt):
 
 def test_unsupported_lists_reasons(rt):
     assert rt.attention(**qkv(d=256)) == UNSUPPORTED
-    assert rt.error().splitlines() == ["attention: no kernel for bfloat16, d=256, on the GPU", "  forward needs d <= 128",
+    assert rt.error().splitlines() == ["attention: no kernel for bfloat16, d=256, on the GPU",
+                                       "  forward needs d <= 128",
                                        "  1 more for other dtypes or devices"]
