@@ -103,8 +103,8 @@ static const dl_exchange *table_of(state *s, PyObject *object) {
   for (int i = 0; i < known; i++)
     if (s->type[i].type == type) return s->type[i].table;
   const dl_exchange *table = find_table(type);
-  if (atomic_flag_test_and_set(&s->adding)) return table;   // another thread adds a type; a later call will add this
-                                                            // one
+  if (atomic_flag_test_and_set(&s->adding)) return table;   // another thread adds a type; a later
+                                                            // call will add this one
   known = atomic_load(&s->types);
   if (known < MAX_TYPES) {
     s->type[known].type = Py_NewRef(type);
@@ -391,8 +391,8 @@ static bool set_number(const char *op, const mg_field *f, PyObject *object, void
   static const char *const kinds[] = {[KIND_float] = "a number", [KIND_int] = "an integer of 32 bits",
                                       [KIND_bool] = "True or False",
                                       [KIND_int64_t] = "an integer of 64 bits", [KIND_uint64_t] = "an integer"};
-  if (f->kind == KIND_float ? read_float(op, f->name, object, to) : f->kind == KIND_bool
-      ? read_bool(object, to) : read_integer(f, object, to)) return true;
+  if (f->kind == KIND_float ? read_float(op, f->name, object, to) :
+      f->kind == KIND_bool ? read_bool(object, to) : read_integer(f, object, to)) return true;
   if (f->kind == KIND_float && PyErr_ExceptionMatches(PyExc_ValueError)) return false;   // says which, and why
   PyErr_Clear();
   PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected %s", op, f->name, object, kinds[f->kind]);
@@ -548,8 +548,9 @@ static PyObject *dry_run(PyObject *module, PyObject *call) {
   PyObject *result = PyObject_CallObject(call, NULL);
   mg_run_dry(NULL);
   Py_XDECREF(result);
-  if (result && !run.asked) return PyErr_Format(PyExc_RuntimeError, "dry_run: the call asked for no kernel: its "
-                                                "tensors have no memory, or something other than Margay computes it");
+  if (result && !run.asked)
+    return PyErr_Format(PyExc_RuntimeError,
+      "dry_run: the call asked for no kernel: its tensors have no memory, or something other than Margay computes it");
   if (!result && !(run.asked && PyErr_ExceptionMatches(PyExc_NotImplementedError))) return NULL;
   PyErr_Clear();
   return explain_problem(run.op, &run.problem, &run.context, "");
@@ -781,8 +782,9 @@ static PyMethodDef methods[] = {
   {"ops", FUNCTION(ops), METH_FASTCALL, "ops() -> rows of ops.def: {op: [{name, text, role, kind, sizes, low, high}]}"},
   {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS,
    "explain(op, *, dtype, gpu, ...) -> (row or None, why and why not the others)"},
-  {"dry_run", FUNCTION(dry_run), METH_O, "dry_run(call) -> what explain says of the first kernel that a function "
-   "without arguments would launch; nothing is launched"},
+  {"dry_run", FUNCTION(dry_run), METH_O,
+   "dry_run(call) -> what explain says of the first kernel that a function without arguments would launch; "
+   "nothing is launched"},
   {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},
   {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},
   {"preload", FUNCTION(preload), METH_FASTCALL, "preload(op or None, device)"},

@@ -39,8 +39,8 @@ class AttentionCase:
     scale: float | None = None
 
     def __str__(self):
-        return (f"seed{self.seed}-b{self.batch}-h{self.heads}x{self.kv_heads}-n{self.rows}x{self.kv_rows}-d{self.dim}x{self.dim_v}"
-                f"-{'causal' if self.causal else 'full'}-{str(self.dtype)[6:]}-{self.layout.replace(' ', '_')}")
+        return (f"seed{self.seed}-b{self.batch}-h{self.heads}x{self.kv_heads}-n{self.rows}x{self.kv_rows}"
+                f"-d{self.dim}x{self.dim_v}-{'causal' if self.causal else 'full'}-{str(self.dtype)[6:]}-{self.layout.replace(' ', '_')}")
 
 
 def attention_cases(count, seed):
@@ -76,8 +76,8 @@ def awkward_attention_cases():
 def attention_inputs(case, device="cpu"):
     """q, k, v and dout of a case. Memory beside the tensors is NaN."""
     g = torch.Generator().manual_seed(case.seed)
-    shape_q, shape_k = (case.batch, case.heads, case.rows, case.dim), (case.batch,
-                                                                       case.kv_heads, case.kv_rows, case.dim)
+    shape_q, shape_k = ((case.batch, case.heads, case.rows, case.dim),
+                        (case.batch, case.kv_heads, case.kv_rows, case.dim))
     shape_v, shape_o = (*shape_k[:3], case.dim_v), (*shape_q[:3], case.dim_v)
     values = [torch.randn(shape, generator=g).to(case.dtype) for shape in (shape_q, shape_k, shape_v, shape_o)]
     if case.layout == "broadcast" and case.batch > 1:
@@ -178,8 +178,8 @@ def check_error(name, found, plain, exact, factor=2, rounding=(0.0, 0.0)):
 def largest_score(q, k, scale):
     """A bound of |scale q k^T|."""
     scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
-    return (scale * float(q.double().norm(dim=3).max() * k.double().norm(dim=3).max()) if q.numel() and
-            k.numel() else 0.0)
+    return (scale * float(q.double().norm(dim=3).max() * k.double().norm(dim=3).max())
+            if q.numel() and k.numel() else 0.0)
 
 
 def float32_rounding(case, q, k, v, dout):
@@ -198,8 +198,8 @@ def check_lse(found, exact, q, k, scale):
     """lse is exact to float32 rounding of the scores."""
     assert found.dtype == torch.float32 and found.shape == exact.shape
     finite = exact.isfinite()
-    assert torch.equal(found.isfinite(),
-                       finite) and (found[~finite] == -math.inf).all(), "lse: not -inf exactly where a row has no keys"
+    assert torch.equal(found.isfinite(), finite) and (found[~finite] == -math.inf).all(), \
+        "lse: not -inf exactly where a row has no keys"
     if finite.any():
         worst = float((found.double() - exact)[finite].abs().max())
         limit = 2**-22 * (4 + largest_score(q, k, scale))

@@ -694,8 +694,8 @@ try: _C.explain("attention_decode", heads_q=-2**63, heads_k=-1, batch=1, nq=1)
 except ValueError as error: print(error)
 """)
     assert (result.returncode == 0
-            and result.stdout ==
-            "explain: heads_q is -9223372036854775808, expected 0 to 2^31 - 1\n"), result.stderr + result.stdout
+            and result.stdout == "explain: heads_q is -9223372036854775808, expected 0 to 2^31 - 1\n"), \
+        result.stderr + result.stdout
 
 
 def test_bad_14_more_blocks_than_int_holds():

@@ -199,8 +199,8 @@ def test_sdist_is_complete(unpacked):
     names = ["LICENSE", "Makefile", "README.md", "pyproject.toml", "requirements.txt", "requirements-test.txt"]
     for folder in ("benchmarks", "csrc", "docs", "examples", "python/margay", "tests", "tools"):
         files = [file.relative_to(ROOT) for file in (ROOT / folder).rglob("*") if file.is_file()]
-        names += [file for file in files if "__pycache__" not in file.parts and
-                  file.suffix not in (".so", ".o", ".pyc")]
+        names += [file for file in files
+                  if "__pycache__" not in file.parts and file.suffix not in (".so", ".o", ".pyc")]
         assert files, folder
     assert not [str(name) for name in names if not (unpacked / name).is_file()]
 

@@ -145,8 +145,8 @@ def program(monkeypatch, capsys, name, *arguments):
 @pytest.mark.parametrize("name, arguments", (("margay.demo", ()), ("margay.bench", ("cpu",))))
 def test_without_torch(name, arguments, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert program(monkeypatch, capsys, name,
-                   *arguments) == (2, [f"{name}: torch is not installed, expected torch >= 2.4"])
+    assert (program(monkeypatch, capsys, name, *arguments) ==
+            (2, [f"{name}: torch is not installed, expected torch >= 2.4"]))
 
 
 @pytest.mark.parametrize("name, arguments", (("margay.demo", ("--device", "cuda")), ("margay.bench", ("attention",)),

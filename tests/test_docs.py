@@ -115,7 +115,8 @@ def test_pages_name_files_that_exist(page):
     text = (ROOT / page).read_text()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     links = [target for target in re.findall(r"\]\(([^)]+)\)", prose) if "://" not in target]
-    files = re.findall(r"\b((?:csrc|python/margay|tests|tools|docs|benchmarks|examples)/[\w./-]*\w\.(?:cu|c|h|def|py|pyi|md))\b", text)
+    files = re.findall(r"\b((?:csrc|python/margay|tests|tools|docs|benchmarks|examples)/"
+                       r"[\w./-]*\w\.(?:cu|c|h|def|py|pyi|md))\b", text)
     missing = ([link for link in links if not leads_somewhere(ROOT / page, link)] +
                [name for name in files if not (ROOT / name).exists()])
     assert missing == []

@@ -47,8 +47,8 @@ def test_runs(path, tmp_path):
     assert "cases on cpu" in printed and " x torch" in printed and "FAILED" not in printed
     drawn = images(tmp_path / path.name)
     assert len(drawn) == 3 and all(image.startswith(b"\x89PNG") and len(image) < MOST_BYTES for image in drawn)
-    assert [cell["source"] for cell in code_cells(tmp_path / path.name)] == [cell["source"]
-                                                                             for cell in code_cells(path)]
+    assert ([cell["source"] for cell in code_cells(tmp_path / path.name)] ==
+            [cell["source"] for cell in code_cells(path)])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

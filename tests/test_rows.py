@@ -44,8 +44,8 @@ def problem_of(row, r):
 def tensors_of(row, n):
     """Of what is written, all that there is; scratch of bytes has more than any op wants."""
     shape = lambda f: [1 << 24] if f["role"] in ("space", "optwork") else [n[size] for size in f["sizes"]]  # noqa: E731
-    return {f["name"]: np.zeros(shape(f), DTYPES[f["kind"]]) for f in row.arguments if f["role"] != "num" and
-            n.get(f["name"], True)}
+    return {f["name"]: np.zeros(shape(f), DTYPES[f["kind"]]) for f in row.arguments
+            if f["role"] != "num" and n.get(f["name"], True)}
 
 
 def both(row, tensors, numbers):

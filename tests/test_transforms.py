@@ -37,8 +37,8 @@ def with_sdpa(**options):
 
 def plain(**options):
     """The definition, in the precision of q. What is no input is made to fit it."""
-    return lambda q, k, v: reference.attention(q, k, v, **{n: t.to(q.device, q.dtype) if isinstance(t, torch.Tensor) and
-                                                           t.is_floating_point() else t
+    return lambda q, k, v: reference.attention(q, k, v, **{n: t.to(q.device, q.dtype)
+                                                           if isinstance(t, torch.Tensor) and t.is_floating_point() else t
                                                              for n, t in options.items()})[0]
 
 
@@ -88,7 +88,7 @@ TRANSFORMS = {
     "vjp": vjp_outside,
     "jacrev": lambda f: jacrev(lambda *inputs: f(*inputs)[:, :, ::4], ALL),
     "vectorized jacobian": lambda f: lambda *inputs:
-    torch.autograd.functional.jacobian(lambda *x: f(*x)[:, :, ::4], inputs, vectorize=True),
+        torch.autograd.functional.jacobian(lambda *x: f(*x)[:, :, ::4], inputs, vectorize=True),
     "is_grads_batched": batched_gradients,
 }
 COMPOSED = {
@@ -97,7 +97,7 @@ COMPOSED = {
     "grad(vmap)": lambda f, dims: grad(loss(vmap(f, dims)), ALL),
     "vmap(jacrev)": lambda f, dims: vmap(jacrev(lambda *inputs: f(*inputs)[:1, :, ::8], ALL), dims),
     "vmap(vmap)": lambda f, dims: lambda *inputs:
-    vmap(vmap(f, dims), (None, 0, None))(inputs[0], torch.stack((inputs[1], inputs[1] / 2)), inputs[2]),
+        vmap(vmap(f, dims), (None, 0, None))(inputs[0], torch.stack((inputs[1], inputs[1] / 2)), inputs[2]),
     "backward through vmap": lambda f, dims: backward_through(lambda *inputs: vmap(f, dims)(*inputs)),
 }
 
@@ -197,8 +197,8 @@ def test_vmap_of_dropout(device, randomness):
         return mg.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
 
     with_seed = vmap(lambda q: f(q, 5), randomness=randomness)(q)
-    assert torch.equal(with_seed,
-                       f(q[0], 5).expand_as(with_seed)), "the same seed does not give the same in every sample"
+    assert torch.equal(with_seed, f(q[0], 5).expand_as(with_seed)), \
+        "the same seed does not give the same in every sample"
     assert torch.equal(vmap(grad(lambda q: f(q, 5).float().square().sum()), randomness=randomness)(q)[2],
                        grad(lambda q: f(q, 5).float().square().sum())(q[2]))
     if randomness == "error":
@@ -454,9 +454,8 @@ def test_bad_35_written(device, way):
     for i, cache in enumerate(caches):
         x = torch.ones_like(cache, requires_grad=True)
         product, version = (x * cache).sum(), cache._version
-        mg.append_kv(*caches, new, new,
-                     cache_seqlens=3) if way == "eager" else torch.ops.margay.append_kv(*caches,
-                                                                                        new, new, None, None, None, 3)
+        (mg.append_kv(*caches, new, new, cache_seqlens=3) if way == "eager" else
+         torch.ops.margay.append_kv(*caches, new, new, None, None, None, 3))
         assert cache._version > version
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()

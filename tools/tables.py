@@ -27,7 +27,8 @@ def fill(text):
     def block(match):
         begin, kind, name, end = match.groups()
         path = RESULTS / f"{name}.json"
-        return f"{begin}\n{body(json.loads(path.read_text()), kind, name) if path.exists() else 'Not measured yet.'}\n\n{end}"
+        return (f"{begin}\n{body(json.loads(path.read_text()), kind, name) if path.exists() else 'Not measured yet.'}"
+                f"\n\n{end}")
     text = ROWS.sub(lambda match: match[1] + table_of_rows() + "\n" + match[2], text)
     text = STUBS.sub(lambda match: match[1] + "".join(_op.Row(name).stub() + "\n" for name in _op.ROWS) + match[2],
                      text)

@@ -64,6 +64,6 @@ mg_status mg_attention_fwd_fp8(const mg_attention_fwd_fp8_args *a) {
                               .k_heads = (int)c.n.HK};
   mg_attention_fwd_args f = mg_attention_fwd_defaults;
   f.out = a->out, f.lse = a->lse, f.q = a->q, f.k = a->k, f.v = a->v, f.workspace = a->workspace,
-      f.scale = a->scale, f.causal = a->causal;
+  f.scale = a->scale, f.causal = a->causal;
   return forward(&c, &f, &all, true);
 }

@@ -56,7 +56,7 @@ enum { LINE = 64, LINES = 256, PLACES = LINE / WORD_CELL, REGIONS = 1 << 12,
       TABLE = 2 * REGIONS, PLANES = 1 << 13, GLOBAL_READERS = 3 };
 typedef struct global_word { touch write, read[GLOBAL_READERS]; } global_word;
 typedef struct plane { global_word word[LINES]; uint8_t kind[LINES]; } plane;
-// Here and in the table: 1 + index, 0: none
+// plane, here and in the table: 1 + index, 0: none
 typedef struct region { uintptr_t number; uint16_t plane[PLACES]; } region;
 static plane *planes;
 static region regions[REGIONS];

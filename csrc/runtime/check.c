@@ -276,8 +276,8 @@ static mg_status check_outputs(const call *c, const given *g, int n) {
   for (int i = 0; i < n; i++) {
     const mg_tensor *t = g[i].tensor;
     if (!mg_is_written(g[i].rule) || g[i].memory.first == g[i].memory.end) continue;
-    if (t->read_only) return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only",
-                                     c->op, g[i].rule->name);
+    if (t->read_only)
+      return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only", c->op, g[i].rule->name);
     if (!distinct(t))
       return mg_fail(MG_BUFFER, "%s: %s is written, but with shape %s and strides %s its elements may share memory",
                      c->op,

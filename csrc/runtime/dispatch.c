@@ -29,8 +29,11 @@ static inline bool stands_beside(const mg_kernel *row, mg_op main, const mg_prob
   const type field = problem->field; \
   (void)field;
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  static bool name##_when(const mg_kernel *row, const mg_problem *problem) { (void)row; FIELDS(UNPACK) \
-                                                                            MG_SIZES(UNPACK_SIZE) return condition; }
+  static bool name##_when(const mg_kernel *row, const mg_problem *problem) { \
+    (void)row; \
+    FIELDS(UNPACK) MG_SIZES(UNPACK_SIZE) \
+    return condition; \
+  }
 #define UNPACK_SIZE(name) \
   const int64_t name = problem->size.name; \
   (void)name;

@@ -47,10 +47,10 @@ class DecodeCase:
         options = [name for name in ("causal", "sink", "indexed")
                    if getattr(self, name)] + [f"{name}{getattr(self, name)}" for name in ("page", "slopes", "splits")
                                               if getattr(self, name)]
-        options += ["window" +
-                    "x".join(map(str, self.window))] * (self.window !=
-                                                        (-1, -1)) + [f"cap{self.softcap}"] * bool(self.softcap)
-        return f"seed{self.seed}-b{self.batch}-q{self.queries}-h{self.heads}x{self.k_heads}-d{self.dim}-n{lengths}of{self.rows}-{str(self.dtype)[6:]}-{'-'.join(options) or 'plain'}"
+        options += (["window" + "x".join(map(str, self.window))] * (self.window != (-1, -1)) +
+                    [f"cap{self.softcap}"] * bool(self.softcap))
+        return (f"seed{self.seed}-b{self.batch}-q{self.queries}-h{self.heads}x{self.k_heads}-d{self.dim}"
+                f"-n{lengths}of{self.rows}-{str(self.dtype)[6:]}-{'-'.join(options) or 'plain'}")
 
 
 def random_case(seed):

@@ -156,8 +156,8 @@ def check(case, device):
         # of out, in delta
         rounding = (torch.finfo(case.dtype).eps / 2 *
                     float((found[0].double() * dout.double()).abs().sum(2).norm(dim=0).max()))
-        assert (float((found[5].double() - exact[5]).abs().max()) <= 3 *
-                float((plain[5].double() - exact[5]).abs().max()) + rounding + 1e-5)
+        assert (float((found[5].double() - exact[5]).abs().max()) <=
+                3 * float((plain[5].double() - exact[5]).abs().max()) + rounding + 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -75,7 +75,8 @@ class Problem:
         if "states" in kind:
             self.tensors["initial_states"] = make(places, w - 1, c, gap=gap)
         self.dout, self.dfinal = make(b, t, c).detach(), make(places, w - 1, c).detach()
-        self.label = f"seed {seed}: {kind} {self.dtype} {[b, t, c]} W={w} silu={self.silu} weight {wide} gap {gap} bias {'bias' in self.tensors}"
+        self.label = (f"seed {seed}: {kind} {self.dtype} {[b, t, c]} W={w} silu={self.silu} weight {wide} gap {gap} "
+                      f"bias {'bias' in self.tensors}")
 
     def results(self, function, cast=lambda t: t):
         """out, final states and all gradients, by name."""

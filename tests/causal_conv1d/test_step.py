@@ -44,7 +44,8 @@ def test_random_steps(device):
         used = torch.randint(0, 100, (b,), generator=g, dtype=torch.int32) if r.random() < 0.4 else None
         slots = [i if r.random() < 0.8 else -1 for i in torch.randperm(places, generator=g)[:b].tolist()]
         slots = torch.tensor(slots, dtype=torch.int32) if r.random() < 0.6 else None
-        label = f"seed {seed}: {dtype} {[b, t, c]} W={w} L={length} turned={turned} ring={used is not None} slots={slots}"
+        label = (f"seed {seed}: {dtype} {[b, t, c]} W={w} L={length} turned={turned} ring={used is not None} "
+                 f"slots={slots}")
         exact, after = expected(x, state, weight, bias, used, slots, silu)
         there = [None if a is None else a.to(device) for a in (x, state, weight, bias, used, slots)]
         assert there[1].stride() == state.stride()

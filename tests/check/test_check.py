@@ -169,8 +169,8 @@ def nvcc():
 def test_refused_by_the_build(path, backend, tmp_path):
     dtype, constants = options_in(path.read_text())
     define = [f"-I{csrc()}", "-DKERNEL=refused", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}", path]
-    command = (["c++", "-x", "c++", "-std=c++17", "-fsyntax-only",
-                "-DISA=base"] if backend == "cpu" else [nvcc(), *NVCC_FLAGS, "-o", tmp_path / "out.cubin"])
+    command = (["c++", "-x", "c++", "-std=c++17", "-fsyntax-only", "-DISA=base"] if backend == "cpu"
+               else [nvcc(), *NVCC_FLAGS, "-o", tmp_path / "out.cubin"])
     result = subprocess.run([*map(str, command), *map(str, define)], capture_output=True, text=True)
     assert result.returncode and refusal(path) in result.stdout + result.stderr, result.stderr
 
@@ -340,7 +340,8 @@ def test_other_parameters_in_the_place_of_a_row(tmp_path):
     other.write_text((csrc() / "scaled_add" / "scaled_add.cu").read_text().replace("STAGES", "4"))
     code, out, err = run(other, "--as", "ssd_bf16_n128")
     sizes = [rows()[name]["params_bytes"] for name in ("scaled_add_bf16", "ssd_bf16_n128")]
-    assert code == 1 and f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_bf16_n128, in whose place it shall be checked, of {sizes[1]}" in err
+    assert code == 1 and (f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_bf16_n128, "
+                          f"in whose place it shall be checked, of {sizes[1]}") in err
     assert "Traceback" not in err and len(set(sizes)) == 2
 
 
@@ -383,7 +384,8 @@ def test_missing_sources_are_one_line(tmp_path):
 
 
 def test_missing_numpy_is_one_line(tmp_path):
-    hidden = "import sys, runpy, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'numpy' else f(n, *a); " \
+    hidden = "import sys, runpy, importlib.util as u; f = u.find_spec; " \
+             "u.find_spec = lambda n, *a: None if n == 'numpy' else f(n, *a); " \
              "sys.argv = ['check', '--list']; runpy.run_module('margay.check', run_name='__main__')"
     result = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, cwd=csrc().parent)
     assert result.returncode == 1 and result.stderr == "margay.check: needs NumPy, which is not installed\n"

@@ -17,7 +17,8 @@ from margay.drop_ins import fallback, flash_attn2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COMMON = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
+COMMON = ("dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+          "deterministic=False, return_attn_probs=False")
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 DESCALE = "q_descale=None, k_descale=None, v_descale=None"
 SIGNATURES = {      # of flash-attn 2.8 and FlashAttention-3, without annotations
@@ -67,8 +68,8 @@ SIGNATURES = {      # of flash-attn 2.8 and FlashAttention-3, without annotation
 }
 SIZES = (1, 2, 17, 33, 63, 64, 65, 97)
 OPTIONS = ("plain", "causal", "window", "causal window", "softcap", "scale", "everything", "alibi", "batch alibi")
-FORMS = [(form, kind) for form in ("func", "qkvpacked", "kvpacked", "3") for kind in OPTIONS if form != "3" or
-         "alibi" not in kind]
+FORMS = [(form, kind) for form in ("func", "qkvpacked", "kvpacked", "3") for kind in OPTIONS
+         if form != "3" or "alibi" not in kind]
 CACHES = [(page, extra) for page in (0, 16, 1, 4, 8)
           for extra in ("nothing", "append", "rotary", "rotary halves", "int lengths", "leftpad", "batch idx", "both")]
 
@@ -221,8 +222,8 @@ def test_varlen_used(device, which, seed):
     def function(q, k, v):
         args = q, k, v, starts["q"], starts["k"], max(lengths["q"]), max(lengths["k"])
         assert torch.equal(flash_attn_interface.flash_attn_varlen_func(*args, **given, **theirs),
-                           (both := flash_attn_interface.flash_attn_varlen_func(*args, **given,
-                                                                                return_attn_probs=True, **theirs))[0])
+                           (both := flash_attn_interface.flash_attn_varlen_func(
+                               *args, **given, return_attn_probs=True, **theirs))[0])
         return both
 
     def plain(q, k, v):
@@ -266,11 +267,8 @@ def paged(k, v, page, r):
         return k.clone(), v.clone(), None
     pages = k.shape[1] // page
     table = torch.tensor(r.sample(range(len(k) * pages), len(k) * pages), device=k.device).reshape(len(k), pages)
-    places = [torch.empty_like(t).unflatten(1, (pages,
-                                                page)).flatten(0, 1).index_copy(0, table.flatten(),
-                                                                                t.unflatten(1, (pages,
-                                                                                                page)).flatten(0, 1))
-              for t in (k, v)]
+    places = [torch.empty_like(t).unflatten(1, (pages, page)).flatten(0, 1).index_copy(
+                  0, table.flatten(), t.unflatten(1, (pages, page)).flatten(0, 1)) for t in (k, v)]
     return *places, table.int()
 
 

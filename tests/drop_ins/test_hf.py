@@ -44,8 +44,8 @@ def decoder(name, device="cpu"):
     config, model = NAMES.get(name, (f"{name}Config", f"{name}ForCausalLM"))
     torch.manual_seed(0)
     options, _ = DECODERS[name]
-    model = getattr(transformers, model)(getattr(transformers, config)(**options,
-                                                                       pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    model = getattr(transformers, model)(
+        getattr(transformers, config)(**options, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     for parameter in model.parameters():          # larger than the initialisation, so that attention is not nearly
                                                   # uniform
         parameter.data *= 1.5 if parameter.dim() > 1 else 1
@@ -171,8 +171,8 @@ def test_encoder(device, name):
         config = transformers.ModernBertConfig(**TEXT, local_attention=6, global_attn_every_n_layers=2,
                                                pad_token_id=0, bos_token_id=1, eos_token_id=2,
                                                cls_token_id=1, sep_token_id=2)
-    model = getattr(transformers, name + "ForMaskedLM")(config).eval().to(device, torch.bfloat16
-                                                                          if device == "cuda" else torch.float32)
+    model = getattr(transformers, name + "ForMaskedLM")(config).eval().to(
+        device, torch.bfloat16 if device == "cuda" else torch.float32)
     ids = tokens(3, 19, device=device)
     both(model, lambda m: m(ids).logits)
     mask = padding(3, 19, "right", device)
@@ -412,8 +412,8 @@ def masks_of(r, kind, batch, rows, past, window):
             pytest.skip(f"transformers {transformers.__version__} has no packed_sequence_compatibility_function")
         sequence = torch.tensor([sorted(r.choice((0, 1, 2)) for _ in range(rows)) for _ in range(batch)])
         position = torch.stack([torch.cat([torch.arange(int((s == i).sum())) for i in range(3)]) for s in sequence])
-        arguments.update(mask_function=m.packed_sequence_compatibility_function(arguments["mask_function"],
-                                                                                position, sequence),
+        arguments.update(mask_function=m.packed_sequence_compatibility_function(
+                             arguments["mask_function"], position, sequence),
                          allow_is_causal_skip=False)
     return arguments
 

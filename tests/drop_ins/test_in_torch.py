@@ -43,7 +43,7 @@ def make(device="cpu", dtype=torch.float32, rows=20):
     return {
         "dense": lambda x: flash_attn.flash_attn_func(x, x[:, :, :2], x[:, :, 2:], causal=True),
         "dense, options, lse": lambda x:
-        sum(t.sum() for t in flash_attn.flash_attn_func(x, x * 0.5, x, return_attn_probs=True, **WINDOW)[:2]),
+            sum(t.sum() for t in flash_attn.flash_attn_func(x, x * 0.5, x, return_attn_probs=True, **WINDOW)[:2]),
         "packed": lambda x: flash_attn.flash_attn_qkvpacked_func(torch.stack((x, x * 0.5, x), 2)),
         "varlen": lambda x: varlen(x, causal=True),
         "varlen, options": lambda x: varlen(x, **WINDOW),
@@ -52,7 +52,7 @@ def make(device="cpu", dtype=torch.float32, rows=20):
         "sdpa, key mask": lambda x: sdpa(x, attn_mask=mask[:, None, None]),
         "layer": lambda x: layer(x.flatten(2), x.flatten(2), x.flatten(2), need_weights=False)[0],
         "layer, padding": lambda x:
-        layer(x.flatten(2), x.flatten(2), x.flatten(2), key_padding_mask=~mask, need_weights=False)[0],
+            layer(x.flatten(2), x.flatten(2), x.flatten(2), key_padding_mask=~mask, need_weights=False)[0],
         "padding": lambda x: padding.attention("test", *[x.transpose(1, 2)] * 3, mask, mask, causal=True),
     }
 

@@ -44,8 +44,8 @@ def test_signature_and_state():
         assert [(p.name, p.kind, p.default) for p in found] == [(p.name, p.kind, p.default) for p in expected]
     for options in ({}, dict(bias=False), dict(kdim=20, vdim=24), dict(add_bias_kv=True)):
         ours, theirs = layers(**options)
-        assert {n: p.shape for n, p in ours.state_dict().items()} == {n: p.shape
-                                                                      for n, p in theirs.state_dict().items()}
+        assert ({n: p.shape for n, p in ours.state_dict().items()} ==
+                {n: p.shape for n, p in theirs.state_dict().items()})
         theirs.load_state_dict(ours.state_dict())
 
 

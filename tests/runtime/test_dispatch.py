@@ -4,7 +4,8 @@ from mocked import OK, UNSUPPORTED, qkv
 
 def test_select_and_launch(rt):
     assert rt.attention(**qkv()) == OK
-    assert "cuLaunchKernelEx forward grid=8,1,1 block=256,1,1 shared=100000 cluster=0 stream=(nil) params=42 context=0" in rt.log()
+    assert ("cuLaunchKernelEx forward grid=8,1,1 block=256,1,1 shared=100000 cluster=0 stream=(nil) params=42 "
+            "context=0") in rt.log()
 
 
 def test_unsupported_lists_reasons(rt):

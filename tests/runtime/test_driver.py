@@ -85,8 +85,8 @@ def test_bad_34_sticky_error(rt):
 def test_driver_api_matches_cuda_h(tmp_path):
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parent.parent, "/usr/local/cuda"]
-    header = next((Path(home) / "include" / "cuda.h" for home in homes if home and
-                   (Path(home) / "include" / "cuda.h").exists()), None)
+    header = next((Path(home) / "include" / "cuda.h" for home in homes
+                   if home and (Path(home) / "include" / "cuda.h").exists()), None)
     if not header:
         pytest.skip("no cuda.h")
     compile_c("-o", tmp_path / "abi.o", f"-I{CSRC}", "-isystem", header.parent, "-c", MOCK / "abi.c")

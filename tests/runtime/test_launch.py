@@ -15,7 +15,8 @@ def test_launch_geometry(rt):
 
 def test_launch_cluster(rt):
     assert rt.launch("clustered", blocks=12, magic=7) == OK
-    assert "cuLaunchKernelEx clustered grid=12,1,1 block=384,1,1 shared=200000 cluster=2 dependent stream=0x10 params=7 context=0" in (log := rt.log())
+    assert ("cuLaunchKernelEx clustered grid=12,1,1 block=384,1,1 shared=200000 cluster=2 dependent stream=0x10 "
+            "params=7 context=0") in (log := rt.log())
     assert "cuKernelSetAttribute clustered 9=100 device=0" in log     # of a row that is FOLLOWED
 
 
@@ -48,8 +49,8 @@ def test_bad_05_device_1_while_0_is_current(rt):
             rt.mock.mock_depth() == 1)
     assert rt.launch(index=0) == OK           # its attributes are per device; the image is loaded already
     log = rt.log()
-    assert "cuKernelSetAttribute plain 8=1024 device=0" in log and not [line for line in log if "Push" in line or
-                                                                        "LibraryLoad" in line]
+    assert ("cuKernelSetAttribute plain 8=1024 device=0" in log and
+            not [line for line in log if "Push" in line or "LibraryLoad" in line])
 
 
 def test_current_context_is_left_alone(rt):

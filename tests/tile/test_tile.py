@@ -650,5 +650,6 @@ def test_deadlock_is_reported(ops):
     code = f"import ctypes; ctypes.CDLL({ops.path!r}).stuck(bytes(1024), 1)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert child.returncode == -signal.SIGABRT
-    assert "role 0 member 0: sem at shared + 0, phase 0 (now in phase 0: 1 of 1 arrivals and 0 bytes missing)" in child.stderr
+    assert ("role 0 member 0: sem at shared + 0, phase 0 "
+            "(now in phase 0: 1 of 1 arrivals and 0 bytes missing)") in child.stderr
     assert "role 0 member 1: named barrier 3 (128 threads there)" in child.stderr

@@ -149,7 +149,8 @@ def mutate_kernel(problems, todo, entries, options):
         if not mutant.missed:
             continue
         why = mutants.why_harmless(entries, problems[0].kernel, mutant.site, mutant.kind)
-        line = f"{mutant.kind} | {mutant.site.name()} | {mutant.site.line} | no report in {len(mutant.missed)} of {options.seeds} seeds"
+        line = (f"{mutant.kind} | {mutant.site.name()} | {mutant.site.line} | "
+                f"no report in {len(mutant.missed)} of {options.seeds} seeds")
         if why:
             harmless.append(f"{line}: {why}")
         else:

@@ -120,8 +120,8 @@ def runtime_object():
 def run(command, doing=""):
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if result.returncode:
-        errors = [line[:300] for line in (result.stderr or result.stdout).splitlines() if not doing or
-                  " error: " in line or "reduces to" in line]
+        errors = [line[:300] for line in (result.stderr or result.stdout).splitlines()
+                  if not doing or " error: " in line or "reduces to" in line]
         raise SystemExit("\n".join([f"margay.check: {doing or ' '.join(map(str, command))}", *errors[:20]]))
     return result.stdout
 

@@ -47,8 +47,9 @@ def cubin_of(kernel, dtype, constants, traced):
     nvcc makes it unless it was made before, perhaps on another machine.
     """
     flags = NVCC_FLAGS + ["-DTRACED"] * traced
-    text = repr((flags, dtype, constants)).encode() + b"".join(path.read_bytes() for path in included(kernel.source)
-                                                               if not {"cpu", "check"} & set(path.parts[-2:]))
+    text = (repr((flags, dtype, constants)).encode() +
+            b"".join(path.read_bytes() for path in included(kernel.source)
+                     if not {"cpu", "check"} & set(path.parts[-2:])))
     out = cache() / f"{kernel.source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.cubin"
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
     if not out.exists():

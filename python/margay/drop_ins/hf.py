@@ -304,8 +304,8 @@ def _meaning_by_name(mask_function, local_size, skips, config, kwargs):
                                    getattr(config, "attention_chunk_size", None) is not None):
         return None
     if "allow_is_bidirectional_skip" in kwargs:
-        return None if local_size is None or local_size + _BEYOND < 1 else (False,
-                                                                            local_size + _BEYOND, local_size + _BEYOND)
+        return (None if local_size is None or local_size + _BEYOND < 1
+                else (False, local_size + _BEYOND, local_size + _BEYOND))
     if local_size is not None and skips:
         return False, local_size - 1, 0
     if not mask_function.__qualname__.startswith("and_masks."):

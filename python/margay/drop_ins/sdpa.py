@@ -76,8 +76,8 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
                           key, value, attn_mask, dropout_p, is_causal, scale=scale,
                           enable_gqa=enable_gqa)
 
-    if not torch.backends.cuda.flash_sdp_enabled() or not _well_formed(query,
-                                                                       key, value, attn_mask, is_causal, enable_gqa):
+    if (not torch.backends.cuda.flash_sdp_enabled() or
+        not _well_formed(query, key, value, attn_mask, is_causal, enable_gqa)):
         return original()                         # which has its own opinion, or its own error
     reason = _unsupported(query, key, value, attn_mask, is_causal, scale, dropout_p)
     if reason is not None:
