@@ -40,7 +40,8 @@ class AttentionCase:
 
     def __str__(self):
         return (f"seed{self.seed}-b{self.batch}-h{self.heads}x{self.kv_heads}-n{self.rows}x{self.kv_rows}"
-                f"-d{self.dim}x{self.dim_v}-{'causal' if self.causal else 'full'}-{str(self.dtype)[6:]}-{self.layout.replace(' ', '_')}")
+                f"-d{self.dim}x{self.dim_v}-{'causal' if self.causal else 'full'}"
+                f"-{str(self.dtype)[6:]}-{self.layout.replace(' ', '_')}")
 
 
 def attention_cases(count, seed):

@@ -26,7 +26,7 @@ typedef struct plan {
   int64_t acc_blocks;                         // blocks of 64 keys of a head in dk's and dv's accumulators, packed
                                               // sequences: of all of them
   int parts;                                  // of each group of query heads; 1: dk and dv need no accumulators
-  // Offsets in bytes; zeroed: in words, from the counters
+  // offsets in bytes; zeroed: in words, from the counters
   size_t lse2, delta, counters, zeroed, counter_words, dk, dv, bytes;
 } plan;
 
