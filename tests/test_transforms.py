@@ -39,7 +39,7 @@ def plain(**options):
     """The definition, in the precision of q. What is no input is made to fit it."""
     return lambda q, k, v: reference.attention(q, k, v, **{n: t.to(q.device, q.dtype) if isinstance(t, torch.Tensor) and
                                                            t.is_floating_point() else t
-                                                             for n, t in options.items()})[0]
+                                                           for n, t in options.items()})[0]
 
 
 def ours(**options):
