@@ -25,7 +25,7 @@ extern "C" {
 #include "ops.def"
 // The names of sizes that rows use.
 #define MG_SIZES(X) X(B) X(T) X(H) X(G) X(P) X(M) X(N) X(K) X(V) X(V8) X(CHUNKS) \
-    X(BQ) X(HK) X(NQ) X(NK) X(STARTS) X(SLOPES) X(CACHES) X(ROWS) \
+  X(BQ) X(HK) X(NQ) X(NK) X(STARTS) X(SLOPES) X(CACHES) X(ROWS) \
   X(TABLE) X(PAGES) X(KEYS) X(NEW) X(BYTES) \
   X(C) X(PAST) X(SEQS) X(LENGTH) X(W) X(W1) X(STATES) X(ENDS) X(PARTS) X(SLOTS) \
   X(R) X(CUTS) X(N8) X(N2) X(FIT) X(SEG) X(LATER) X(STEPS) X(TRIPLE) X(TILES) X(HEADS) X(WIDE) X(SPLIT)
