@@ -1,8 +1,9 @@
 // The CPython module margay._C: arguments to tensor views, status to exceptions, nothing else. Limited API 3.10.
 //
-// Tensors come in through the C exchange table of their type, without a copy, an allocation or a synchronisation, or through __dlpack__
-// where the type has no table of its own. Views live as long as the call, which holds the objects. No Python code runs between the first
-// borrowed view and the op: it could free or resize what was viewed. So numbers come first, exports next, tables last.
+// Tensors come in through the C exchange table of their type, without a copy, an allocation or a synchronisation, or
+// through __dlpack__ where the type has no table of its own. Views live as long as the call, which holds the objects.
+// No Python code runs between the first borrowed view and the op: it could free or resize what was viewed. So numbers
+// come first, exports next, tables last.
 #include "Python.h"
 #include <float.h>
 #include <math.h>
@@ -23,8 +24,10 @@ typedef struct state {
 // ---- errors
 
 static PyObject *raise_status(mg_status status) {
-  PyObject *const kinds[] = {[MG_TYPE] = PyExc_TypeError, [MG_VALUE] = PyExc_ValueError, [MG_UNSUPPORTED] = PyExc_NotImplementedError,
-                             [MG_BUFFER] = PyExc_BufferError, [MG_MEMORY] = PyExc_MemoryError, [MG_RUNTIME] = PyExc_RuntimeError};
+  PyObject *const kinds[] = {[MG_TYPE] = PyExc_TypeError, [MG_VALUE] = PyExc_ValueError,
+                             [MG_UNSUPPORTED] = PyExc_NotImplementedError,
+                             [MG_BUFFER] = PyExc_BufferError, [MG_MEMORY] = PyExc_MemoryError,
+                             [MG_RUNTIME] = PyExc_RuntimeError};
   PyErr_SetString(kinds[status], mg_last_error());
   return NULL;
 }
@@ -36,7 +39,8 @@ static void blame(const char *op, const char *name) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   PyObject *message = value ? PyObject_Str(value) : NULL;
-  Py_ssize_t length = message ? PyUnicode_GetLength(message) : 0, end = message ? PyUnicode_FindChar(message, '\n', 0, length, 1) : 0;
+  Py_ssize_t length = message ? PyUnicode_GetLength(message) : 0,
+             end = message ? PyUnicode_FindChar(message, '\n', 0, length, 1) : 0;
   PyObject *line = message ? PyUnicode_Substring(message, 0, end < 0 ? length : end) : NULL;
   PyErr_Clear();
   PyObject *whole = PyUnicode_FromFormat("%s: %s: %S", op, name, line ? line : Py_None);
@@ -58,7 +62,8 @@ static void blame(const char *op, const char *name) {
 
 // ---- exchange tables
 
-static PyObject *attribute_of_type(PyObject *type, const char *name) {   // a new reference, or NULL without an exception
+// A new reference, or NULL without an exception
+static PyObject *attribute_of_type(PyObject *type, const char *name) {
   PyObject *found = PyObject_GetAttrString(type, name);
   if (!found) PyErr_Clear();
   return found;
@@ -71,20 +76,22 @@ static bool attribute_is(PyObject *type, const char *name, const char *value) {
   return same;
 }
 
-// Subclasses inherit the attribute, but may be no plain memory (FakeTensor, DTensor): only the type that defines it counts, and
-// torch.nn.Parameter, which is a Tensor in all but name.
+// Subclasses inherit the attribute, but may be no plain memory (FakeTensor, DTensor): only the type that defines it
+// counts, and torch.nn.Parameter, which is a Tensor in all but name.
 static bool owns_table(PyObject *type) {
   PyObject *dict = attribute_of_type(type, "__dict__");
   bool owns = dict && PyMapping_HasKeyString(dict, "__dlpack_c_exchange_api__");
   Py_XDECREF(dict);
-  return owns || (attribute_is(type, "__module__", "torch.nn.parameter") && attribute_is(type, "__qualname__", "Parameter"));
+  return owns || (attribute_is(type, "__module__", "torch.nn.parameter") &&
+                  attribute_is(type, "__qualname__", "Parameter"));
 }
 
 static const dl_exchange *find_table(PyObject *type) {
   if (!owns_table(type)) return NULL;
   PyObject *capsule = attribute_of_type(type, "__dlpack_c_exchange_api__");
   const dl_exchange *table = NULL;
-  if (capsule && PyCapsule_IsValid(capsule, "dlpack_exchange_api")) table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  if (capsule && PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
+    table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   Py_XDECREF(capsule);              // the table is static for the life of the process
   while (table && table->version.major != DL_MAJOR) table = table->previous;
   return table && table->borrow ? table : NULL;
@@ -96,7 +103,8 @@ static const dl_exchange *table_of(state *s, PyObject *object) {
   for (int i = 0; i < known; i++)
     if (s->type[i].type == type) return s->type[i].table;
   const dl_exchange *table = find_table(type);
-  if (atomic_flag_test_and_set(&s->adding)) return table;   // another thread adds a type; a later call will add this one
+  if (atomic_flag_test_and_set(&s->adding)) return table;   // another thread adds a type; a later
+                                                            // call will add this one
   known = atomic_load(&s->types);
   if (known < MAX_TYPES) {
     s->type[known].type = Py_NewRef(type);
@@ -132,14 +140,16 @@ static bool set_dtype(mg_tensor *t, const dl_tensor *d) {
 
 static bool set_view(mg_tensor *t, const dl_tensor *d, const char *op, const char *name) {
   if (!set_dtype(t, d)) {
-    PyErr_Format(PyExc_TypeError, "%s: %s has DLPack type code %d of %d bits and %d lanes, expected bfloat16, float16, float32, float64, "
+    PyErr_Format(PyExc_TypeError, "%s: %s has DLPack type code %d of %d bits and %d lanes, expected bfloat16, float16, "
+                 "float32, float64, "
                  "int32, int64, uint8 or float8_e4m3fn", op, name, d->dtype.code, d->dtype.bits, d->dtype.lanes);
     return false;
   }
   const bool cpu = d->device.kind == DL_CPU || d->device.kind == DL_CUDA_HOST;
   const bool gpu = d->device.kind == DL_CUDA || d->device.kind == DL_CUDA_MANAGED;
   if (!cpu && !gpu) {
-    PyErr_Format(PyExc_TypeError, "%s: %s is on DLPack device type %d, expected the CPU or a CUDA device", op, name, d->device.kind);
+    PyErr_Format(PyExc_TypeError, "%s: %s is on DLPack device type %d, expected the CPU or a CUDA device",
+                 op, name, d->device.kind);
     return false;
   }
   if (d->dims < 0 || d->dims > MG_MAX_DIMS) {
@@ -167,7 +177,8 @@ static bool read_capsule(mg_tensor *t, PyObject *capsule, const char *op, const 
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_managed_versioned *m = PyCapsule_GetPointer(capsule, "dltensor_versioned");
     if (m->version.major != DL_MAJOR) {
-      PyErr_Format(PyExc_BufferError, "%s: %s is exported by DLPack %u.%u, expected %d.x", op, name, m->version.major, m->version.minor,
+      PyErr_Format(PyExc_BufferError, "%s: %s is exported by DLPack %u.%u, expected %d.x",
+                   op, name, m->version.major, m->version.minor,
                    DL_MAJOR);
       return false;
     }
@@ -234,7 +245,8 @@ static bool add_export(args *a, int i, PyObject *object, const char *name, mg_st
   PyObject *method = attribute_of_type(object, "__dlpack__");
   if (!method || PyType_Check(object) || is_masked(object)) {
     PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected a tensor (an object with __dlpack__)%s", a->op, name,
-                 (PyObject *)Py_TYPE(object), method && !PyType_Check(object) ? " without a mask, which would be ignored" : "");
+                 (PyObject *)Py_TYPE(object),
+                 method && !PyType_Check(object) ? " without a mask, which would be ignored" : "");
     Py_XDECREF(method);
     return false;
   }
@@ -256,7 +268,8 @@ static bool add_by_table(args *a, int i, const dl_exchange *table, PyObject *obj
 }
 
 // Exports of types without a table: those of Python classes first, which may run anything, then the built-in ones.
-static bool add_exports(args *a, const dl_exchange *const *table, const char *const *names, PyObject *const *objects, mg_stream stream) {
+static bool add_exports(args *a, const dl_exchange *const *table, const char *const *names,
+                        PyObject *const *objects, mg_stream stream) {
   for (int builtin = 0; builtin < 2; builtin++)
     for (int i = 0; i < a->count; i++)
       if (objects[i] != Py_None && !table[i] && is_python_class(objects[i]) != builtin &&
@@ -281,7 +294,8 @@ static void release(args *a) {
 }
 
 // Read the `count` tensors that `objects` begins with. False with an exception, and then nothing is left to release.
-static bool read_tensors(args *a, PyObject *module, const char *op, const char *const *names, PyObject *const *objects, int count,
+static bool read_tensors(args *a, PyObject *module, const char *op, const char *const *names,
+                         PyObject *const *objects, int count,
                          mg_stream stream) {
   a->op = op;
   a->count = count;
@@ -307,7 +321,8 @@ static bool read_tensors(args *a, PyObject *module, const char *op, const char *
 static bool ask_stream(const args *a, mg_stream *stream) {
   if (*stream || !a->stream_table || !a->stream_table->current_stream) return true;
   for (int i = 0; i < a->count; i++)
-    if (a->view[i] && a->view[i]->device == MG_CUDA) return !a->stream_table->current_stream(DL_CUDA, a->view[i]->device_index, stream);
+    if (a->view[i] && a->view[i]->device == MG_CUDA)
+      return !a->stream_table->current_stream(DL_CUDA, a->view[i]->device_index, stream);
   return true;
 }
 
@@ -315,7 +330,8 @@ static bool ask_stream(const args *a, mg_stream *stream) {
 
 static bool check_count(const char *op, Py_ssize_t found, int least, int most) {
   if (found >= least && found <= most) return true;
-  PyErr_Format(PyExc_TypeError, "%s takes %d%s%d positional arguments, got %zd", op, least, least == most ? " = " : " to ", most, found);
+  PyErr_Format(PyExc_TypeError, "%s takes %d%s%d positional arguments, got %zd",
+               op, least, least == most ? " = " : " to ", most, found);
   return false;
 }
 
@@ -372,16 +388,19 @@ static bool read_integer(const mg_field *f, PyObject *object, void *to) {
 }
 
 static bool set_number(const char *op, const mg_field *f, PyObject *object, void *to) {
-  static const char *const kinds[] = {[KIND_float] = "a number", [KIND_int] = "an integer of 32 bits", [KIND_bool] = "True or False",
+  static const char *const kinds[] = {[KIND_float] = "a number", [KIND_int] = "an integer of 32 bits",
+                                      [KIND_bool] = "True or False",
                                       [KIND_int64_t] = "an integer of 64 bits", [KIND_uint64_t] = "an integer"};
-  if (f->kind == KIND_float ? read_float(op, f->name, object, to) : f->kind == KIND_bool ? read_bool(object, to) : read_integer(f, object, to)) return true;
+  if (f->kind == KIND_float ? read_float(op, f->name, object, to) :
+      f->kind == KIND_bool ? read_bool(object, to) : read_integer(f, object, to)) return true;
   if (f->kind == KIND_float && PyErr_ExceptionMatches(PyExc_ValueError)) return false;   // says which, and why
   PyErr_Clear();
   PyErr_Format(PyExc_TypeError, "%s: %s is %R, expected %s", op, f->name, object, kinds[f->kind]);
   return false;
 }
 
-// The arguments of one call of a row: of the op itself, or of its workspace's size, for which only those that are read are taken.
+// The arguments of one call of a row: of the op itself, or of its workspace's size, for which only those that are read
+// are taken.
 typedef struct row_call {
   const mg_row *row;
   const char *op;                   // in messages
@@ -429,8 +448,10 @@ static bool set_arguments(row_call *c, PyObject *const *objects, Py_ssize_t coun
   for (Py_ssize_t k = 0; k < named; k++) {
     PyObject *name = PyTuple_GetItem(names, k), *object = objects[count + k];
     for (f = field; f < end && (!takes(c, f) || PyUnicode_CompareWithASCIIString(name, f->name)); f++) {}
-    if (f == end && (c->only_space || PyUnicode_CompareWithASCIIString(name, "stream"))) return PyErr_Format(PyExc_TypeError, "%s has no argument %U", c->row->name, name), false;
-    if (f == end ? has_stream : set >> (f - field) & 1) return PyErr_Format(PyExc_TypeError, "%s: %U is given twice", c->row->name, name), false;
+    if (f == end && (c->only_space || PyUnicode_CompareWithASCIIString(name, "stream")))
+      return PyErr_Format(PyExc_TypeError, "%s has no argument %U", c->row->name, name), false;
+    if (f == end ? has_stream : set >> (f - field) & 1)
+      return PyErr_Format(PyExc_TypeError, "%s: %U is given twice", c->row->name, name), false;
     if (f == end ? !read_stream(object, &c->stream) : !set_argument(c, f, object)) return false;
   }
   return true;
@@ -440,13 +461,15 @@ static bool set_arguments(row_call *c, PyObject *const *objects, Py_ssize_t coun
 static bool view_arguments(row_call *c, args *a, PyObject *module) {
   if (!read_tensors(a, module, c->op, c->names, c->tensors, c->count, c->stream)) return false;
   if (!ask_stream(a, &c->stream)) return release(a), false;
-  for (int i = 0; i < c->count; i++) *(const mg_tensor **)(void *)((char *)&c->values + c->field[i]->offset) = a->view[i];
+  for (int i = 0; i < c->count; i++)
+    *(const mg_tensor **)(void *)((char *)&c->values + c->field[i]->offset) = a->view[i];
   *(mg_stream *)(void *)((char *)&c->values + c->row->stream) = c->stream;
   return true;
 }
 
 typedef mg_status runner(const void *args);
-static PyObject *call_row(PyObject *module, mg_op op, runner *run, PyObject *const *objects, Py_ssize_t count, PyObject *names) {
+static PyObject *call_row(PyObject *module, mg_op op, runner *run, PyObject *const *objects,
+                          Py_ssize_t count, PyObject *names) {
   row_call c;
   args a;
   mg_status status;
@@ -460,7 +483,8 @@ static PyObject *call_row(PyObject *module, mg_op op, runner *run, PyObject *con
 }
 
 typedef mg_status sizer(size_t *bytes, const void *args);
-static PyObject *call_workspace(PyObject *module, mg_op op, sizer *run, PyObject *const *objects, Py_ssize_t count, PyObject *names) {
+static PyObject *call_workspace(PyObject *module, mg_op op, sizer *run, PyObject *const *objects,
+                                Py_ssize_t count, PyObject *names) {
   row_call c;
   args a;
   size_t bytes = 0;
@@ -479,7 +503,8 @@ static PyObject *call_workspace(PyObject *module, mg_op op, sizer *run, PyObject
 #include "ops.def"
 #define SPACE(op) \
   static mg_status size_##op(size_t *bytes, const void *args) { return mg_##op##_workspace(bytes, args); } \
-  static PyObject *py_##op##_workspace(PyObject *module, PyObject *const *objects, Py_ssize_t count, PyObject *names) { \
+  static PyObject *py_##op##_workspace(PyObject *module, PyObject *const *objects, \
+                                       Py_ssize_t count, PyObject *names) { \
     return call_workspace(module, MG_OP_##op, size_##op, objects, count, names); \
   }
 #define OP(op, ...) __VA_ARGS__
@@ -511,7 +536,8 @@ static PyObject *explain_problem(mg_op op, const mg_problem *p, const mg_context
   char chars[8192];
   const mg_kernel *row;
   size_t length = mg_explain(&row, op, p, c, chars, sizeof chars);
-  if (op == MG_OP_attention_decode && length < sizeof chars) mg_explain_splits(p, c, chars + length, sizeof chars - length);
+  if (op == MG_OP_attention_decode && length < sizeof chars)
+    mg_explain_splits(p, c, chars + length, sizeof chars - length);
   return Py_BuildValue("zN", row ? row->name : NULL, PyUnicode_FromFormat("%s%s", chars, behind));
 }
 
@@ -522,7 +548,9 @@ static PyObject *dry_run(PyObject *module, PyObject *call) {
   PyObject *result = PyObject_CallObject(call, NULL);
   mg_run_dry(NULL);
   Py_XDECREF(result);
-  if (result && !run.asked) return PyErr_Format(PyExc_RuntimeError, "dry_run: the call asked for no kernel: its tensors have no memory, or something other than Margay computes it");
+  if (result && !run.asked)
+    return PyErr_Format(PyExc_RuntimeError,
+      "dry_run: the call asked for no kernel: its tensors have no memory, or something other than Margay computes it");
   if (!result && !(run.asked && PyErr_ExceptionMatches(PyExc_NotImplementedError))) return NULL;
   PyErr_Clear();
   return explain_problem(run.op, &run.problem, &run.context, "");
@@ -535,7 +563,8 @@ static bool check_size(const char *name, long long found) {
 }
 
 static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywords) {
-  static char *names[] = {"op", "dtype", "gpu", "causal", "deterministic", "trans_a", "trans_b", "d", "batch", "heads_q", "heads_k", "nq",
+  static char *names[] = {"op", "dtype", "gpu", "causal", "deterministic", "trans_a",
+                          "trans_b", "d", "batch", "heads_q", "heads_k", "nq",
                           "nk", "m", "n", "k", "sms", "features", "span", "splits", "page", "dv", NULL};
   (void)module;
   const char *name, *dtype = "bfloat16";
@@ -543,8 +572,10 @@ static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywo
   long long v[9] = {0}, span = -1, page = 0, dv = -1;   // where they are not given, span: all of nk, dv: d
   mg_op op;
   mg_problem p = {0};
-  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLiiLiLL:explain", names, &name, &dtype, &gpu, &causal, &deterministic,
-                                   &trans_a, &trans_b, &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms, &p.features, &span,
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "s|$spppppLLLLLLLLLiiLiLL:explain",
+                                   names, &name, &dtype, &gpu, &causal, &deterministic,
+                                   &trans_a, &trans_b, &v[0], &v[1], &v[2],
+                                   &v[3], &v[4], &v[5], &v[6], &v[7], &v[8], &p.sms, &p.features, &span,
                                    &splits, &page, &dv) ||
       !parse_dtype(dtype, &p.dtype))
     return NULL;
@@ -553,11 +584,14 @@ static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywo
   for (int i = 0; i < 9; i++)
     if (!check_size(names[7 + i], v[i])) return NULL;
   if (!check_size("sms", p.sms) || !check_size("features", p.features) || !check_size("page", page)) return NULL;
-  p = (mg_problem){.dtype = p.dtype, .gpu = gpu, .causal = causal, .deterministic = deterministic, .trans_a = trans_a, .trans_b = trans_b,
-                   .d = v[0], .dv = dv < 0 ? v[0] : dv, .batch = v[1], .heads_q = v[2], .heads_k = v[3], .nq = v[4], .nk = v[5],
+  p = (mg_problem){.dtype = p.dtype, .gpu = gpu, .causal = causal, .deterministic = deterministic,
+                   .trans_a = trans_a, .trans_b = trans_b,
+                   .d = v[0], .dv = dv < 0 ? v[0] : dv, .batch = v[1], .heads_q = v[2],
+                   .heads_k = v[3], .nq = v[4], .nk = v[5],
                    .size = {.M = v[6], .N = v[7], .K = v[8], .B = v[1], .H = v[2], .G = v[3], .T = v[4], .P = v[0]},
                    .span = span < 0 || span > v[5] ? v[5] : span, .page = page, .features = p.features, .sms = p.sms};
-  if (splits < 0 || splits > 128) return PyErr_Format(PyExc_ValueError, "explain: splits is %d, expected 0 (chosen) to 128", splits);
+  if (splits < 0 || splits > 128)
+    return PyErr_Format(PyExc_ValueError, "explain: splits is %d, expected 0 (chosen) to 128", splits);
   mg_context c;
   const mg_tensor there = {.device = gpu ? MG_CUDA : MG_CPU};
   const bool known = !mg_context_open(&c, &there, NULL);
@@ -573,11 +607,13 @@ static PyObject *kernel_dict(const mg_kernel *row) {
   static const char *const places[] = {"any", "cpu", "gpu"};
   const mg_kernel_desc *d = mg_desc(row);
   PyObject *dict = PyDict_New();
-  if (dict && put(dict, "name", text(row->name)) && put(dict, "op", text(mg_op_row(row->op))) && put(dict, "owner", text(mg_row_of(row->op)->owner)) && put(dict, "source", text(row->source)) &&
+  if (dict && put(dict, "name", text(row->name)) && put(dict, "op", text(mg_op_row(row->op))) &&
+      put(dict, "owner", text(mg_row_of(row->op)->owner)) && put(dict, "source", text(row->source)) &&
       put(dict, "dtype", text(mg_dtype_name(row->dtype))) && put(dict, "where", text(places[row->where])) &&
       put(dict, "when", text(row->when_text)) && put(dict, "constants", text(row->constants)) &&
       put(dict, "has_gpu_image", PyBool_FromLong(row->image != NULL)) &&
-      put(dict, "shared_bytes", PyLong_FromLong((long)d->shared_bytes)) && put(dict, "threads", PyLong_FromLong((long)d->threads)) &&
+      put(dict, "shared_bytes", PyLong_FromLong((long)d->shared_bytes)) &&
+      put(dict, "threads", PyLong_FromLong((long)d->threads)) &&
       put(dict, "params_bytes", PyLong_FromLong((long)d->params_bytes)))
     return dict;
   Py_XDECREF(dict);
@@ -597,13 +633,16 @@ static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t 
 }
 
 static PyObject *field_dict(const mg_field *f) {
-  static const char *const roles[] = {"end", "out", "optout", "save", "work", "optwork", "space", "inout", "inoutmat", "in", "opt", "mat", "num", "let", "needs", "takes",
+  static const char *const roles[] = {"end", "out", "optout", "save", "work", "optwork",
+                                      "space", "inout", "inoutmat", "in", "opt", "mat", "num", "let", "needs", "takes",
                                       "draw"};
-  static const char *const kinds[] = {"half", "real", "float32", "int32", "uint8", "bfloat16", "float8_e4m3fn", "float", "int", "bool", "int64", "uint64"};
+  static const char *const kinds[] = {"half", "real", "float32", "int32", "uint8",
+                                      "bfloat16", "float8_e4m3fn", "float", "int", "bool", "int64", "uint64"};
   const int n = f->role == ROLE_LET ? 1 : f->dims;
   PyObject *sizes = PyTuple_New(n);
   for (int i = 0; sizes && i < n; i++) PyTuple_SetItem(sizes, i, text(mg_size_names[f->size[i]]));
-  return Py_BuildValue("{s:s, s:z, s:s, s:s, s:N, s:d, s:d}", "name", f->name, "text", f->text, "role", roles[f->role], "kind", kinds[f->kind], "sizes", sizes,
+  return Py_BuildValue("{s:s, s:z, s:s, s:s, s:N, s:d, s:d}", "name", f->name,
+                       "text", f->text, "role", roles[f->role], "kind", kinds[f->kind], "sizes", sizes,
                        "low", f->low, "high", f->high);
 }
 
@@ -626,7 +665,8 @@ static PyObject *ops(PyObject *module, PyObject *const *objects, Py_ssize_t coun
 }
 
 static PyObject *device_dict(const mg_gpu *gpu) {
-  return Py_BuildValue("{s:s, s:N, s:i}", "name", gpu->name, "cc", PyUnicode_FromFormat("%d.%d", gpu->major, gpu->minor), "sms", gpu->sms);
+  return Py_BuildValue("{s:s, s:N, s:i}", "name", gpu->name, "cc",
+                       PyUnicode_FromFormat("%d.%d", gpu->major, gpu->minor), "sms", gpu->sms);
 }
 
 // The devices that can be opened; `reason` is set to why there is none that the kernels run on.
@@ -643,7 +683,8 @@ static PyObject *device_list(PyObject **reason) {
     if (!dict || PyList_Append(list, dict)) Py_CLEAR(list);
     Py_XDECREF(dict);
   }
-  *reason = status ? text(mg_last_error()) : !devices ? text("the driver sees no GPU") : !usable ? text("no GPU of compute capability 9.0")
+  *reason = status ? text(mg_last_error()) : !devices ? text("the driver sees no GPU")
+      : !usable ? text("no GPU of compute capability 9.0")
             : !mg_has_images ? text("built without GPU kernels: nvcc was not found, or MARGAY_CUDA=0") : text(NULL);
   return list;
 }
@@ -655,8 +696,10 @@ static PyObject *info(PyObject *module, PyObject *const *objects, Py_ssize_t cou
   const int version = mg_driver_version();
   const char *isa = mg_isa_name(mg_host_isa());
   const bool listed = dict && put(dict, "devices", devices) && put(dict, "gpu_reason", reason);
-  if (listed && put(dict, "cuda_built", PyBool_FromLong(mg_has_images)) && put(dict, "kernels", PyLong_FromLong(mg_kernel_count)) &&
-      put(dict, "isa", mg_check_isa() ? PyUnicode_FromFormat("%s (%s)", isa, mg_last_error()) : text(isa)) && put(dict, "threads", PyLong_FromLong(mg_num_threads())) &&
+  if (listed && put(dict, "cuda_built", PyBool_FromLong(mg_has_images)) &&
+      put(dict, "kernels", PyLong_FromLong(mg_kernel_count)) &&
+      put(dict, "isa", mg_check_isa() ? PyUnicode_FromFormat("%s (%s)", isa, mg_last_error()) : text(isa)) &&
+      put(dict, "threads", PyLong_FromLong(mg_num_threads())) &&
       put(dict, "driver", version ? PyUnicode_FromFormat("%d.%d", version / 1000, version % 1000 / 10) : text(NULL)))
     return dict;
   Py_XDECREF(dict);
@@ -726,7 +769,8 @@ static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssiz
 #define OP(op, ...) __attribute__((unused)) static const char op##_reads[] = #op "_workspace(" __VA_ARGS__ ") -> bytes";
 #include "ops.def"
 
-#define FUNCTION(f) (PyCFunction)(void (*)(void))f   // through the one function pointer type that compilers let pass for any
+#define FUNCTION(f) (PyCFunction)(void (*)(void))f   // through the one function pointer type that compilers let pass
+                                                     // for any
 static PyMethodDef methods[] = {
 #define TENSOR(name, ...) #name ", "
 #define NUM(type, name, value) #name "=" #value ", "
@@ -736,14 +780,19 @@ static PyMethodDef methods[] = {
 #define OP(op, ...) __VA_ARGS__
 #include "ops.def"
   {"ops", FUNCTION(ops), METH_FASTCALL, "ops() -> rows of ops.def: {op: [{name, text, role, kind, sizes, low, high}]}"},
-  {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS, "explain(op, *, dtype, gpu, ...) -> (row or None, why and why not the others)"},
-  {"dry_run", FUNCTION(dry_run), METH_O, "dry_run(call) -> what explain says of the first kernel that a function without arguments would launch; nothing is launched"},
+  {"explain", FUNCTION(explain), METH_VARARGS | METH_KEYWORDS,
+   "explain(op, *, dtype, gpu, ...) -> (row or None, why and why not the others)"},
+  {"dry_run", FUNCTION(dry_run), METH_O,
+   "dry_run(call) -> what explain says of the first kernel that a function without arguments would launch; "
+   "nothing is launched"},
   {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},
   {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},
   {"preload", FUNCTION(preload), METH_FASTCALL, "preload(op or None, device)"},
   {"intercept", FUNCTION(intercept), METH_FASTCALL,
-   "intercept(address, sms): this thread's launches go to a C function bool (row, params, blocks); 0 ends that. See margay.check"},
-  {"prefer", FUNCTION(prefer), METH_FASTCALL, "prefer(row or None): this thread's calls use that kernel wherever its condition holds"},
+   "intercept(address, sms): this thread's launches go to a C function bool (row, params, blocks); 0 ends that. See "
+   "margay.check"},
+  {"prefer", FUNCTION(prefer), METH_FASTCALL,
+   "prefer(row or None): this thread's calls use that kernel wherever its condition holds"},
   {"set_num_threads", FUNCTION(set_num_threads), METH_FASTCALL, "set_num_threads(n); 0: the default"},
   {"num_threads", FUNCTION(num_threads), METH_FASTCALL, "num_threads() -> threads of the CPU backend"},
   {NULL, NULL, 0, NULL},
@@ -781,8 +830,10 @@ static int clear(PyObject *module) {
 static void free_state(void *module) { clear(module); }
 
 static PyModuleDef definition = {
-  .m_base = PyModuleDef_HEAD_INIT, .m_name = "margay._C", .m_doc = "Margay's kernels on tensors that speak DLPack; outputs come first.",
-  .m_size = sizeof(state), .m_methods = methods, .m_slots = slots, .m_traverse = traverse, .m_clear = clear, .m_free = free_state,
+  .m_base = PyModuleDef_HEAD_INIT, .m_name = "margay._C",
+  .m_doc = "Margay's kernels on tensors that speak DLPack; outputs come first.",
+  .m_size = sizeof(state), .m_methods = methods, .m_slots = slots, .m_traverse = traverse,
+  .m_clear = clear, .m_free = free_state,
 };
 
 PyMODINIT_FUNC PyInit__C(void);

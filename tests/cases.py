@@ -1,7 +1,8 @@
 """Problems for tests and benchmarks, their exact answers, and how far from exact a right answer may be.
 
-An answer may have twice the error (gradients: three times) of the plain PyTorch formulation in the same precision, measured against float64,
-plus rounding. The same holds for the mean error, and for the mean error towards or away from zero, where truncation would show.
+An answer may have twice the error (gradients: three times) of the plain PyTorch formulation in the same precision,
+measured against float64, plus rounding. The same holds for the mean error, and for the mean error towards or away from
+zero, where truncation would show.
 """
 
 import dataclasses
@@ -38,8 +39,9 @@ class AttentionCase:
     scale: float | None = None
 
     def __str__(self):
-        return (f"seed{self.seed}-b{self.batch}-h{self.heads}x{self.kv_heads}-n{self.rows}x{self.kv_rows}-d{self.dim}x{self.dim_v}"
-                f"-{'causal' if self.causal else 'full'}-{str(self.dtype)[6:]}-{self.layout.replace(' ', '_')}")
+        return (f"seed{self.seed}-b{self.batch}-h{self.heads}x{self.kv_heads}-n{self.rows}x{self.kv_rows}"
+                f"-d{self.dim}x{self.dim_v}-{'causal' if self.causal else 'full'}"
+                f"-{str(self.dtype)[6:]}-{self.layout.replace(' ', '_')}")
 
 
 def attention_cases(count, seed):
@@ -55,7 +57,8 @@ def random_attention_case(seed):
     kv_rows = rows if r.random() < 0.4 else r.choice(ROWS) if r.random() < 0.8 else r.randrange(400)
     dim = r.choice(DIMS) if r.random() < 0.8 else r.randrange(1, 257)
     dim_v = dim if r.random() < 0.7 else r.choice(DIMS)
-    return AttentionCase(seed, r.choice((1, 1, 2, 3)), heads, kv_heads, rows, kv_rows, dim, dim_v, r.random() < 0.5, r.choice(HALF), r.choice(LAYOUTS),
+    return AttentionCase(seed, r.choice((1, 1, 2, 3)), heads, kv_heads, rows,
+                         kv_rows, dim, dim_v, r.random() < 0.5, r.choice(HALF), r.choice(LAYOUTS),
                          r.choice((None, None, None, 0.1, 1.0)))
 
 
@@ -65,7 +68,8 @@ def awkward_attention_cases():
     sizes += [dict(rows=n, kv_rows=n, causal=True) for n in (63, 64, 65, 127, 193, 509)]
     sizes += [dict(rows=n, kv_rows=m, causal=True) for n, m in ((127, 65), (64, 191), (300, 1), (1, 300), (193, 192))]
     sizes += [dict(dim=d, dim_v=d, causal=True) for d in (1, 40, 65, 80, 96, 112, 160, 192, 255, 256)]
-    sizes += [dict(dim=192, dim_v=128), dict(dim=64, dim_v=256), dict(dim=33, dim_v=7), dict(batch=0), dict(heads=0, kv_heads=0)]
+    sizes += [dict(dim=192, dim_v=128), dict(dim=64, dim_v=256), dict(dim=33, dim_v=7),
+              dict(batch=0), dict(heads=0, kv_heads=0)]
     sizes += [dict(heads=8, kv_heads=1), dict(heads=6, kv_heads=3, causal=True)]
     return [AttentionCase(i, **size) for i, size in enumerate(sizes)]
 
@@ -73,7 +77,8 @@ def awkward_attention_cases():
 def attention_inputs(case, device="cpu"):
     """q, k, v and dout of a case. Memory beside the tensors is NaN."""
     g = torch.Generator().manual_seed(case.seed)
-    shape_q, shape_k = (case.batch, case.heads, case.rows, case.dim), (case.batch, case.kv_heads, case.kv_rows, case.dim)
+    shape_q, shape_k = ((case.batch, case.heads, case.rows, case.dim),
+                        (case.batch, case.kv_heads, case.kv_rows, case.dim))
     shape_v, shape_o = (*shape_k[:3], case.dim_v), (*shape_q[:3], case.dim_v)
     values = [torch.randn(shape, generator=g).to(case.dtype) for shape in (shape_q, shape_k, shape_v, shape_o)]
     if case.layout == "broadcast" and case.batch > 1:
@@ -111,12 +116,14 @@ GUARD = 64
 
 
 class Guarded:
-    """An uninitialised output, NaN all through, in the middle of a NaN-filled buffer; `transposed`: its rows outside its heads."""
+    """An uninitialised output, NaN all through, in the middle of a NaN-filled buffer; `transposed`: its rows outside
+    its heads."""
 
     def __init__(self, shape, dtype, device, transposed=False):
         count = math.prod(shape)
         self.buffer = torch.full((count + 2 * GUARD,), math.nan, dtype=dtype, device=device)
-        self.view = self.buffer[GUARD:GUARD + count].view((shape[0], shape[2], shape[1], shape[3]) if transposed else shape)
+        self.view = self.buffer[GUARD:GUARD + count].view((shape[0], shape[2],
+                                                           shape[1], shape[3]) if transposed else shape)
         if transposed:
             self.view = self.view.transpose(1, 2)
 
@@ -147,8 +154,8 @@ def plain_gradients(case, q, k, v, dout):
 
 
 def check_error(name, found, plain, exact, factor=2, rounding=(0.0, 0.0)):
-    """Fail where `found` is further from `exact` than `factor` times the plain formulation. `rounding`: allowed besides the rounding of the
-    result itself, relative and absolute, as `float32_rounding` gives it."""
+    """Fail where `found` is further from `exact` than `factor` times the plain formulation. `rounding`: allowed besides
+    the rounding of the result itself, relative and absolute, as `float32_rounding` gives it."""
     assert found.shape == exact.shape, f"{name}: shape {list(found.shape)}, expected {list(exact.shape)}"
     if not exact.numel():
         return
@@ -172,12 +179,14 @@ def check_error(name, found, plain, exact, factor=2, rounding=(0.0, 0.0)):
 def largest_score(q, k, scale):
     """A bound of |scale q k^T|."""
     scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
-    return scale * float(q.double().norm(dim=3).max() * k.double().norm(dim=3).max()) if q.numel() and k.numel() else 0.0
+    return (scale * float(q.double().norm(dim=3).max() * k.double().norm(dim=3).max())
+            if q.numel() and k.numel() else 0.0)
 
 
 def float32_rounding(case, q, k, v, dout):
-    """What rounding of float32 intermediate results leaves: relative, of the weights, whose relative error is the absolute error of a score;
-    absolute, in dq and dk, of delta = sum(out dout) and of dout v^T, which cancel in the gradient of the scores."""
+    """What rounding of float32 intermediate results leaves: relative, of the weights, whose relative error is the
+    absolute error of a score; absolute, in dq and dk, of delta = sum(out dout) and of dout v^T, which cancel in the
+    gradient of the scores."""
     relative = 2**-23 * (8 + largest_score(q, k, case.scale) / 2)
     if not (q.numel() and k.numel()):
         return relative, 0.0
@@ -190,7 +199,8 @@ def check_lse(found, exact, q, k, scale):
     """lse is exact to float32 rounding of the scores."""
     assert found.dtype == torch.float32 and found.shape == exact.shape
     finite = exact.isfinite()
-    assert torch.equal(found.isfinite(), finite) and (found[~finite] == -math.inf).all(), "lse: not -inf exactly where a row has no keys"
+    assert torch.equal(found.isfinite(), finite) and (found[~finite] == -math.inf).all(), \
+        "lse: not -inf exactly where a row has no keys"
     if finite.any():
         worst = float((found.double() - exact)[finite].abs().max())
         limit = 2**-22 * (4 + largest_score(q, k, scale))

@@ -9,15 +9,16 @@ import pytest
 import margay
 
 SEED = int(os.environ.get("MARGAY_TEST_SEED") or random.SystemRandom().randrange(2**31))
-os.environ["MARGAY_TEST_SEED"] = str(SEED)        # processes that run tests side by side inherit it, and name the same tests
+os.environ["MARGAY_TEST_SEED"] = str(SEED)        # processes that run tests side by side inherit it, and name the same
+                                                  # tests
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU that Margay's kernels run on, and a PyTorch that sees it")
 
 
-# Processor seconds that the tests of a file may take, their processes included: twice what the largest took when this was
-# written, so that a busy machine changes nothing. tests/check has a share for each row, whose compilation is in it.
+# Processor seconds that the tests of a file may take, their processes included: twice what the largest took when this
+# was written, so that a busy machine changes nothing. tests/check has a share for each row, whose compilation is in it.
 MOST, MOST_OF_A_ROW = 90, 5
 seconds = collections.Counter()
 
@@ -36,7 +37,8 @@ def pytest_runtest_setup(item):
 def pytest_runtest_makereport(item, call):
     report = yield
     if call.when == "teardown":
-        report.user_properties.append(("seconds", processor_seconds() - item.began))     # reaches the process that started this one
+        # Reaches the process that started this one
+        report.user_properties.append(("seconds", processor_seconds() - item.began))
     return report
 
 
@@ -46,7 +48,8 @@ def pytest_runtest_logreport(report):
 
 
 def over_budget():
-    """Files of tests that take too long, with what they may take. A GPU's tests, and repetitions, take what they take."""
+    """Files of tests that take too long, with what they may take. A GPU's tests, and repetitions, take what they
+    take."""
     if os.environ.get("MARGAY_TEST_FULL") == "1" or why_no_gpu() is None:
         return {}
     most = lambda file: MOST_OF_A_ROW * margay.info()["kernels"] if "/check/" in file else MOST
@@ -64,7 +67,8 @@ def poison():
 
 def pytest_report_header():
     info = margay.info()
-    gpu = ", ".join(device["name"] for device in info.get("devices") or []) if not info["gpu_reason"] else f"not used ({info['gpu_reason']})"
+    gpu = (", ".join(device["name"] for device in info.get("devices") or [])
+           if not info["gpu_reason"] else f"not used ({info['gpu_reason']})")
     return [f"margay: {os.path.dirname(margay.__file__)}, {info['kernels']} kernels, cpu {info['isa']}, gpu {gpu}",
             f"seed: {SEED} (MARGAY_TEST_SEED={SEED} draws the same problems)"]
 

@@ -37,8 +37,10 @@ def build(folder):
 
 
 class Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int), ("device", ctypes.c_int), ("device_index", ctypes.c_int),
-                ("dims", ctypes.c_int), ("read_only", ctypes.c_bool), ("shape", ctypes.c_int64 * 8), ("stride", ctypes.c_int64 * 8)]
+    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int), ("device", ctypes.c_int),
+                ("device_index", ctypes.c_int),
+                ("dims", ctypes.c_int), ("read_only", ctypes.c_bool), ("shape", ctypes.c_int64 * 8),
+                ("stride", ctypes.c_int64 * 8)]
 
 
 def compact(shape):
@@ -62,9 +64,12 @@ class Params(ctypes.Structure):
 
 class Forward(ctypes.Structure):
     """mg_attention_fwd_args."""
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("out", "lse", "q", "k", "v")), ("scale", ctypes.c_float), ("causal", ctypes.c_bool),
-                ("workspace", ctypes.c_void_p), ("left", ctypes.c_int64), ("right", ctypes.c_int64), ("softcap", ctypes.c_float), ("dropout_p", ctypes.c_float),
-                ("seed", ctypes.c_uint64), *((name, ctypes.c_void_p) for name in ("sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")),
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("out", "lse", "q", "k", "v")),
+                ("scale", ctypes.c_float), ("causal", ctypes.c_bool),
+                ("workspace", ctypes.c_void_p), ("left", ctypes.c_int64), ("right", ctypes.c_int64),
+                ("softcap", ctypes.c_float), ("dropout_p", ctypes.c_float),
+                ("seed", ctypes.c_uint64),
+                *((name, ctypes.c_void_p) for name in ("sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")),
                 ("max_seqlen_q", ctypes.c_int64), ("max_seqlen_k", ctypes.c_int64), ("stream", ctypes.c_void_p)]
 
 
@@ -91,7 +96,8 @@ class Runtime:
 
     def launch(self, row="plain", blocks=8, device=CUDA, index=0, stream=0x10, hits=None, magic=42):
         params = Params(magic, ctypes.addressof(hits) if hits is not None else None)
-        return self.c.test_launch(ROWS.index(row), device, index, ctypes.c_void_p(stream), ctypes.byref(params), ctypes.c_int64(blocks))
+        return self.c.test_launch(ROWS.index(row), device, index, ctypes.c_void_p(stream),
+                                  ctypes.byref(params), ctypes.c_int64(blocks))
 
     def attention(self, out, lse, q, k, v, causal=False):
         args = Forward.in_dll(self.c, "mg_attention_fwd_defaults")
@@ -102,10 +108,12 @@ class Runtime:
         return self.c.mg_attention_fwd(ctypes.byref(args))
 
     def check(self, op, tensors):
-        """Of an op's arguments, which begin with its tensors; numbers behind them are 0, and so are optional tensors."""
+        """Of an op's arguments, which begin with its tensors; numbers behind them are 0, and so are optional
+        tensors."""
         number = ctypes.c_int()
         assert self.c.mg_op_find(ctypes.byref(number), op.encode()) == 0
-        args = (ctypes.POINTER(Tensor) * (len(tensors) + 16))(*(None if t is None else ctypes.pointer(t) for t in tensors))
+        args = (ctypes.POINTER(Tensor) * (len(tensors) + 16))(*(None if t is None else ctypes.pointer(t)
+                                                                for t in tensors))
         return self.c.mg_check(number, args, (ctypes.c_int64 * 64)(), False)
 
 
@@ -122,7 +130,8 @@ def in_child(function):
 
 def qkv(dtype=BF16, device=CUDA, d=64, **more):
     shapes = {"out": [2, 4, 100, d], "q": [2, 4, 100, d], "k": [2, 4, 200, d], "v": [2, 4, 200, d]}
-    tensors = {name: tensor(shape, dtype=dtype, device=device, data=(i + 1) << 24) for i, (name, shape) in enumerate(shapes.items())}
+    tensors = {name: tensor(shape, dtype=dtype, device=device, data=(i + 1) << 24)
+               for i, (name, shape) in enumerate(shapes.items())}
     return {"lse": None, **tensors, **more}
 
 
@@ -138,13 +147,16 @@ def load_module(built, folder):
 
 
 class DLTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("dims", ctypes.c_int32), ("code", ctypes.c_uint8),
-                ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("dims", ctypes.c_int32),
+                ("code", ctypes.c_uint8),
+                ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p),
+                ("strides", ctypes.c_void_p),
                 ("byte_offset", ctypes.c_uint64)]
 
 
 class DLManaged(ctypes.Structure):
-    _fields_ = [("version", ctypes.c_uint32 * 2), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64),
+    _fields_ = [("version", ctypes.c_uint32 * 2), ("context", ctypes.c_void_p),
+                ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64),
                 ("tensor", DLTensor)]
 
 
@@ -155,9 +167,11 @@ def new_capsule(pointer, name):
 
 
 class Fake:
-    """A tensor of any kind that the memory of this machine cannot hold: exports through __dlpack__ and remembers how it was asked."""
+    """A tensor of any kind that the memory of this machine cannot hold: exports through __dlpack__ and remembers how it
+    was asked."""
 
-    def __init__(self, shape, strides="compact", data=1 << 24, code=4, bits=16, device=(2, 0), lanes=1, flags=0, major=1, offset=0):
+    def __init__(self, shape, strides="compact", data=1 << 24, code=4, bits=16,
+                 device=(2, 0), lanes=1, flags=0, major=1, offset=0):
         self.shape = (ctypes.c_int64 * len(shape))(*shape)
         strides = compact(shape) if strides == "compact" else strides
         self.strides = (ctypes.c_int64 * len(shape))(*strides) if strides else None
@@ -192,11 +206,13 @@ def call(module, t, **stream):
 
 
 class Table(ctypes.Structure):
-    """DLPackExchangeAPI of a type whose objects are Fakes on device 0; `streams` are the devices whose current stream was asked for."""
+    """DLPackExchangeAPI of a type whose objects are Fakes on device 0; `streams` are the devices whose current stream
+    was asked for."""
 
     Borrow = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
     Stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
-    _fields_ = [("version", ctypes.c_uint32 * 2), ("previous", ctypes.c_void_p), ("unused", ctypes.c_void_p * 3), ("borrow", Borrow),
+    _fields_ = [("version", ctypes.c_uint32 * 2), ("previous", ctypes.c_void_p),
+                ("unused", ctypes.c_void_p * 3), ("borrow", Borrow),
                 ("stream", Stream)]
 
     def __init__(self, major=1, previous=None, events=None):
@@ -213,7 +229,8 @@ class Table(ctypes.Structure):
 
         self.streams, self.keep = [], previous
         address = ctypes.addressof(previous) if previous is not None else None
-        super().__init__((ctypes.c_uint32 * 2)(major, 3), address, (ctypes.c_void_p * 3)(), Table.Borrow(borrow), Table.Stream(stream))
+        super().__init__((ctypes.c_uint32 * 2)(major, 3), address, (ctypes.c_void_p * 3)(),
+                         Table.Borrow(borrow), Table.Stream(stream))
 
 
 def tabled(table):

@@ -1,4 +1,5 @@
-"""Attention with every option, written as its definition, in the precision of its inputs: float64 for an exact answer."""
+"""Attention with every option, written as its definition, in the precision of its inputs: float64 for an exact
+answer."""
 
 import math
 

@@ -158,7 +158,8 @@ def test_bad_06_matrix(device):
     for given in ((apart(a), b, bias), (a, apart(b), bias), (a, b, apart(bias)), tuple(map(apart, (a, b, bias)))):
         assert torch.equal(mg.matmul(given[0], given[1], bias=given[2]), expected)
         lines = mg.explain(mg.matmul, *given[:2]).splitlines()
-        assert all((f"  {name} is copied first: neither of its last two dimensions is contiguous" in lines) == (t.stride(-1) != 1) for name, t in zip("ab", given))
+        assert all((f"  {name} is copied first: neither of its last two dimensions is contiguous" in lines) ==
+                   (t.stride(-1) != 1) for name, t in zip("ab", given))
         leaves = [t.detach().requires_grad_() for t in given]
         dense = [t.detach().contiguous().requires_grad_() for t in given]
         grads = (torch.autograd.grad(mg.matmul(x, y, bias=z), (x, y, z), expected) for x, y, z in (leaves, dense))
@@ -693,7 +694,8 @@ try: _C.explain("attention_decode", heads_q=-2**63, heads_k=-1, batch=1, nq=1)
 except ValueError as error: print(error)
 """)
     assert (result.returncode == 0
-            and result.stdout == "explain: heads_q is -9223372036854775808, expected 0 to 2^31 - 1\n"), result.stderr + result.stdout
+            and result.stdout == "explain: heads_q is -9223372036854775808, expected 0 to 2^31 - 1\n"), \
+        result.stderr + result.stdout
 
 
 def test_bad_14_more_blocks_than_int_holds():

@@ -1,4 +1,5 @@
-"""The built extension and what surrounds it: what it needs and exports, its size, clean C code, tables that match the results."""
+"""The built extension and what surrounds it: what it needs and exports, its size, clean C code, tables that match the
+results."""
 import dataclasses
 import importlib.machinery
 import importlib.util
@@ -22,7 +23,8 @@ from margay import _C  # noqa: E402
 from trees import share_cache  # noqa: E402
 
 EXTENSION = Path(_C.__file__)
-SYSTEM_LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+SYSTEM_LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2",
+                    "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 
 
 def readelf(*options, file=EXTENSION):
@@ -105,7 +107,8 @@ def test_a_bad_row_is_named(setup_py):
     assert setup_py.kernel_rows(text)
     assert len({row.name for row in setup_py.all_rows()}) == len(setup_py.all_rows()) > 100
     assert sorted(setup_py.families()) == sorted(path.parent.name for path in (ROOT / "csrc").glob("*/kernels.def"))
-    with pytest.raises(SystemExit, match=rf"kernels\.def:{text.count(chr(10)) + 2}: KERNEL\(short, scaled_add, bf16, ANY, true, STAGES=4\)\nA row is KERNEL\("):
+    with pytest.raises(SystemExit, match=rf"kernels\.def:{text.count(chr(10)) + 2}: KERNEL\(short, scaled_add, bf16, "
+                       rf"ANY, true, STAGES=4\)\nA row is KERNEL\("):
         setup_py.kernel_rows(text + "\nKERNEL(short, scaled_add, bf16, ANY, true, STAGES=4)\n")
     where = rf"kernels\.def:{text.count(chr(10)) + 1}: KERNEL.*\n"
     for row, message in BAD_ROWS.items():
@@ -118,7 +121,8 @@ def test_a_bad_size_is_named(setup_py):
     assert {"B", "M", "N", "CHUNKS"} <= known
     for name in setup_py.families():
         setup_py.check_sizes((ROOT / "csrc" / name / "ops.def").read_text(), known)
-    for size, message in (("64", r"parts has the size 64, expected a name of MG_SIZES in csrc/margay\.h; .*LET\(K, 64\)"),
+    for size, message in (("64",
+                           r"parts has the size 64, expected a name of MG_SIZES in csrc/margay\.h; .*LET\(K, 64\)"),
                           ("ABSENT", r"parts has the size ABSENT, expected a name of MG_SIZES in csrc/margay\.h$")):
         with pytest.raises(SystemExit, match=rf"^here:2: {message}"):
             setup_py.check_sizes(f"// a comment\nOP(x, IN(a, HALF, M,N) WORK(parts, F32, M,{size},N))", known, "here")
@@ -152,8 +156,10 @@ def test_spills_are_in_the_rows_line(setup_py, tmp_path, monkeypatch):
         (tmp_path / job.path(".log")).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / job.path(".log")).write_text(log)
         return setup_py.spills(job)
-    assert line("    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 90 registers") == ""
-    assert line("    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\nptxas info    : Used 168 registers") == ", SPILLS: 16 bytes stored, 24 loaded"
+    assert line("    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 90 "
+                "registers") == ""
+    assert line("    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\nptxas info    : Used 168 "
+                "registers") == ", SPILLS: 16 bytes stored, 24 loaded"
     assert setup_py.spills(setup_py.Job("row base", [], [], [".o"], "c++")) == ""
 
 
@@ -166,7 +172,8 @@ def test_cubin_reader_refuses_other_files():
 
 def python(tree, *arguments, **environment):
     """Runs Python in the tree with the tree's margay; returns what it prints."""
-    result = subprocess.run([sys.executable, *arguments], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree / "python"), **environment},
+    result = subprocess.run([sys.executable, *arguments], cwd=tree,
+                            env={**os.environ, "PYTHONPATH": str(tree / "python"), **environment},
                             capture_output=True, text=True)
     assert result.returncode == 0, f"{arguments}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
     return result.stdout
@@ -192,13 +199,15 @@ def test_sdist_is_complete(unpacked):
     names = ["LICENSE", "Makefile", "README.md", "pyproject.toml", "requirements.txt", "requirements-test.txt"]
     for folder in ("benchmarks", "csrc", "docs", "examples", "python/margay", "tests", "tools"):
         files = [file.relative_to(ROOT) for file in (ROOT / folder).rglob("*") if file.is_file()]
-        names += [file for file in files if "__pycache__" not in file.parts and file.suffix not in (".so", ".o", ".pyc")]
+        names += [file for file in files
+                  if "__pycache__" not in file.parts and file.suffix not in (".so", ".o", ".pyc")]
         assert files, folder
     assert not [str(name) for name in names if not (unpacked / name).is_file()]
 
 
 def test_sdist_tests_run(unpacked):
-    output = python(unpacked, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_numpy.py", "tests/test_import.py",
+    output = python(unpacked, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                    "tests/test_numpy.py", "tests/test_import.py",
                     "-k", "scaled_add or loads_nothing or stubs")
     assert re.search(r"\b[1-9]\d* passed", output) and "error" not in output
     assert python(unpacked, "-c", "import margay; print(margay.__file__)").startswith(str(unpacked))
@@ -207,7 +216,8 @@ def test_sdist_tests_run(unpacked):
 @pytest.fixture(scope="module")
 def wheel(unpacked):
     folder = unpacked / "wheel"
-    python(unpacked, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(folder), MARGAY_ROWS="scaled_add_.*", MARGAY_CUDA="0")
+    python(unpacked, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(folder),
+           MARGAY_ROWS="scaled_add_.*", MARGAY_CUDA="0")
     (file,) = folder.glob("*.whl")
     return file
 
@@ -228,6 +238,7 @@ def test_wheel_says_which_glibc_it_needs(wheel, unpacked):
 
 def test_auditwheel_agrees(wheel):
     pytest.importorskip("auditwheel")
-    output = subprocess.run([sys.executable, "-m", "auditwheel", "show", wheel], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-m", "auditwheel", "show", wheel],
+                            capture_output=True, text=True, check=True).stdout
     found = re.search(r'tag:\s+"manylinux_2_(\d+)_', output)
     assert found and int(found[1]) <= 28, output

@@ -1,4 +1,5 @@
-"""The demo: a short run, what it refuses and needs, and that its comparison finds what is wrong by little more than rounding."""
+"""The demo: a short run, what it refuses and needs, and that its comparison finds what is wrong by little more than
+rounding."""
 
 import math
 import runpy
@@ -46,7 +47,8 @@ def test_text(small, tmp_path, capsys):
     text.write_bytes(b"short")
     with pytest.raises(SystemExit) as stop:
         demo.main(["--text", str(text), "--device", "cpu"])
-    assert stop.value.code == 2 and capsys.readouterr().err == "margay.demo: the text has 5 bytes, expected more than 48\n"
+    assert (stop.value.code == 2 and
+            capsys.readouterr().err == "margay.demo: the text has 5 bytes, expected more than 48\n")
 
 
 @pytest.mark.parametrize("arguments", (["--steps", "0"], ["--text", "no such file"], ["--device", "tpu"]))
@@ -143,7 +145,8 @@ def program(monkeypatch, capsys, name, *arguments):
 @pytest.mark.parametrize("name, arguments", (("margay.demo", ()), ("margay.bench", ("cpu",))))
 def test_without_torch(name, arguments, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert program(monkeypatch, capsys, name, *arguments) == (2, [f"{name}: torch is not installed, expected torch >= 2.4"])
+    assert (program(monkeypatch, capsys, name, *arguments) ==
+            (2, [f"{name}: torch is not installed, expected torch >= 2.4"]))
 
 
 @pytest.mark.parametrize("name, arguments", (("margay.demo", ("--device", "cuda")), ("margay.bench", ("attention",)),

@@ -36,7 +36,8 @@ def newcomer(tmp_path_factory):
     """A copy of the repository without the kernel, to which the chapter's file and row are then added."""
     tree = tmp_path_factory.mktemp("newcomer")
     shutil.copytree(ROOT / "csrc", tree / "csrc")
-    shutil.copytree(ROOT / "python", tree / "python", ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
+    shutil.copytree(ROOT / "python", tree / "python",
+                    ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tree)
     share_cache(tree)
@@ -44,13 +45,15 @@ def newcomer(tmp_path_factory):
     assert "KERNEL" not in without
     (tree / "csrc" / "scaled_add" / "kernels.def").write_text(without + ROW)
     (tree / "csrc" / "scaled_add" / "scaled_add.cu").write_text(KERNEL)
-    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True, env={**os.environ, "MARGAY_ROWS": "scaled_add.*"})
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+                   cwd=tree, check=True, env={**os.environ, "MARGAY_ROWS": "scaled_add.*"})
     return tree
 
 
 def test_first_kernel_builds_and_runs(newcomer):
     (program,) = blocks(CHAPTER, "python")
-    result = subprocess.run([sys.executable, "-c", program], cwd=newcomer, env={**os.environ, "PYTHONPATH": str(newcomer / "python")},
+    result = subprocess.run([sys.executable, "-c", program], cwd=newcomer,
+                            env={**os.environ, "PYTHONPATH": str(newcomer / "python")},
                             capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "scaled_add_bf16 takes it" in result.stdout
@@ -65,7 +68,8 @@ def test_readme_example_runs():
 
 @pytest.mark.parametrize("kind", ("sdpa", "transformers"))
 def test_readme_two_lines_move_a_model(kind):
-    """A Llama with grouped queries and random weights, as README switches it: Margay computes its attention, and the logits stay."""
+    """A Llama with grouped queries and random weights, as README switches it: Margay computes its attention, and the
+    logits stay."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     readme = (ROOT / "README.md").read_text()
     (sdpa,) = [block for block in blocks(readme, "python") if "enable_sdpa" in block]
@@ -105,13 +109,16 @@ def test_drop_ins_examples_run():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("page", [path.relative_to(ROOT) for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]], ids=str)
+@pytest.mark.parametrize("page", [path.relative_to(ROOT)
+                                  for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]], ids=str)
 def test_pages_name_files_that_exist(page):
     text = (ROOT / page).read_text()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     links = [target for target in re.findall(r"\]\(([^)]+)\)", prose) if "://" not in target]
-    files = re.findall(r"\b((?:csrc|python/margay|tests|tools|docs|benchmarks|examples)/[\w./-]*\w\.(?:cu|c|h|def|py|pyi|md))\b", text)
-    missing = [link for link in links if not leads_somewhere(ROOT / page, link)] + [name for name in files if not (ROOT / name).exists()]
+    files = re.findall(r"\b((?:csrc|python/margay|tests|tools|docs|benchmarks|examples)/"
+                       r"[\w./-]*\w\.(?:cu|c|h|def|py|pyi|md))\b", text)
+    missing = ([link for link in links if not leads_somewhere(ROOT / page, link)] +
+               [name for name in files if not (ROOT / name).exists()])
     assert missing == []
 
 
@@ -127,12 +134,14 @@ def leads_somewhere(page, link):
 
 def test_every_bad_input_row_has_a_test_and_every_test_a_row():
     rows = {int(number) for number in re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "bad_inputs.md").read_text(), re.M)}
-    names = re.findall(r"^\s*(?:def|class) (test_bad_[\d_]+|TestBad[\d_]+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), re.M)
+    names = re.findall(r"^\s*(?:def|class) (test_bad_[\d_]+|TestBad[\d_]+)",
+                       "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), re.M)
     tested = {int(number) for name in names for number in re.findall(r"\d+", name)}
     assert rows == tested
 
 
 def test_the_chapter_shows_rows_of_ops_def():
     definition = "".join(path.read_text() for path in (ROOT / "csrc").glob("*/ops.def"))
-    shown = [row for block in re.findall(r"^```c\n(.*?)^```", CHAPTER, re.M | re.S) for row in re.findall(r"^OP\(.*?\)\)\n", block, re.M | re.S)]
+    shown = [row for block in re.findall(r"^```c\n(.*?)^```", CHAPTER, re.M | re.S)
+             for row in re.findall(r"^OP\(.*?\)\)\n", block, re.M | re.S)]
     assert len(shown) == 3 and all(row in definition for row in shown)

@@ -1,4 +1,5 @@
-"""Every row's GPU image: no spills, no stack, no serialised matrix instructions, matrix and tensor-copy instructions where the source has them."""
+"""Every row's GPU image: no spills, no stack, no serialised matrix instructions, matrix and tensor-copy instructions
+where the source has them."""
 import collections
 import functools
 import re
@@ -79,7 +80,8 @@ class TestImage:
         assert all(24 <= value <= 240 and value % 8 == 0 for value in budgets.values() if value), budgets
 
     def test_matrix_instructions_are_where_the_source_has_products(self, name, kernels):
-        panel = 4                    # a product over one 64-wide panel is four instructions; a lone commit leaves a single placeholder
+        panel = 4                    # a product over one 64-wide panel is four instructions; a lone commit leaves a
+                                     # single placeholder
         wanted, other = ("QGMMA", "HGMMA") if kernels[name]["dtype"] == "float8_e4m3fn" else ("HGMMA", "QGMMA")
         if re.search(r"\bmma(_A\w+)?<", reached(kernels[name]["source"])):
             assert ROWS[name][wanted] >= panel

@@ -30,7 +30,8 @@ def code_cells(path):
 
 def images(path):
     outputs = [output for cell in code_cells(path) for output in cell["outputs"]]
-    return [base64.b64decode(output["data"]["image/png"]) for output in outputs if "image/png" in output.get("data", {})]
+    return [base64.b64decode(output["data"]["image/png"])
+            for output in outputs if "image/png" in output.get("data", {})]
 
 
 def test_there_is_one_for_each_family():
@@ -46,20 +47,23 @@ def test_runs(path, tmp_path):
     assert "cases on cpu" in printed and " x torch" in printed and "FAILED" not in printed
     drawn = images(tmp_path / path.name)
     assert len(drawn) == 3 and all(image.startswith(b"\x89PNG") and len(image) < MOST_BYTES for image in drawn)
-    assert [cell["source"] for cell in code_cells(tmp_path / path.name)] == [cell["source"] for cell in code_cells(path)]
+    assert ([cell["source"] for cell in code_cells(tmp_path / path.name)] ==
+            [cell["source"] for cell in code_cells(path)])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_outputs_are_small(path):
     """Fields that Jupyter wants, no drawing of more than 60 KB, no path of the machine that made them."""
     notebook, text = json.loads(path.read_text()), path.read_text()
-    assert notebook["nbformat"] == 4 and all({"cell_type", "id", "metadata", "source"} <= set(cell) for cell in notebook["cells"])
+    assert notebook["nbformat"] == 4 and all({"cell_type", "id", "metadata", "source"} <= set(cell)
+                                             for cell in notebook["cells"])
     assert all({"outputs", "execution_count"} <= set(cell) for cell in code_cells(path))
     assert all(len(image) < MOST_BYTES for image in images(path)) and "/home/" not in text and "/root/" not in text
 
 
 def test_a_cell_that_fails_stops_the_run(tmp_path):
-    cell = {"cell_type": "code", "id": "a", "metadata": {}, "execution_count": None, "outputs": [], "source": ["assert 1 == 2"]}
+    cell = {"cell_type": "code", "id": "a", "metadata": {}, "execution_count": None,
+            "outputs": [], "source": ["assert 1 == 2"]}
     path = tmp_path / "wrong.ipynb"
     path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     result = run(path, tmp_path / "out")

@@ -1,4 +1,5 @@
-"""What follows from the rows of csrc/ops.def: stubs, the table in docs, and two checkers, C's and Python's, that say the same."""
+"""What follows from the rows of csrc/ops.def: stubs, the table in docs, and two checkers, C's and Python's, that say
+the same."""
 
 import random
 import re
@@ -30,7 +31,8 @@ def test_every_row_is_seen():
 
 
 def test_pages_and_stubs_are_up_to_date():
-    result = subprocess.run([sys.executable, str(ROOT / "tools" / "tables.py"), "--check"], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, str(ROOT / "tools" / "tables.py"), "--check"],
+                            capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
@@ -42,7 +44,8 @@ def problem_of(row, r):
 def tensors_of(row, n):
     """Of what is written, all that there is; scratch of bytes has more than any op wants."""
     shape = lambda f: [1 << 24] if f["role"] in ("space", "optwork") else [n[size] for size in f["sizes"]]  # noqa: E731
-    return {f["name"]: np.zeros(shape(f), DTYPES[f["kind"]]) for f in row.arguments if f["role"] != "num" and n.get(f["name"], True)}
+    return {f["name"]: np.zeros(shape(f), DTYPES[f["kind"]]) for f in row.arguments
+            if f["role"] != "num" and n.get(f["name"], True)}
 
 
 def both(row, tensors, numbers):
@@ -50,7 +53,8 @@ def both(row, tensors, numbers):
     words = []
     for call in (lambda: getattr(_C, row.name)(**tensors, **numbers),
                  lambda: _op.check(row, {f["name"]: tensors.get(f["name"]) for f in row.inputs},
-                                   {f["name"]: _op.default(f) for f in row.numbers} | numbers, lambda a: str(a.dtype), ("float16", "float32"))):
+                                   {f["name"]: _op.default(f) for f in row.numbers} | numbers,
+                                   lambda a: str(a.dtype), ("float16", "float32"))):
         try:
             call()
             words.append(None)
@@ -87,7 +91,8 @@ def test_both_checkers_say_the_same(row):
         in_c, in_python = both(row, tensors, {})
         written = {g["name"] for g in (*row.results, *row.saves, *row.work)}
         if in_c is not None and re.match(rf"{row.called}: (\w+) ", in_c[1])[1] in written:
-            continue                                          # of which Python sees nothing; C has them first in its order
+            continue                                          # of which Python sees nothing; C has them first in its
+                                                              # order
         assert in_c == in_python, n
         refused += in_c is not None
     assert refused > 5
@@ -102,7 +107,8 @@ def test_results_have_the_row_s_sizes(row):
         shape = list(tensors[f["name"]].shape)
         for at in range(len(shape)):
             other = [size + (i == at) for i, size in enumerate(shape)]
-            with pytest.raises(ValueError, match=f"^{row.called}: {f['name']} has size {other[at]} in dimension {at}, expected {shape[at]} \\("):
+            with pytest.raises(ValueError, match=f"^{row.called}: {f['name']} has size {other[at]} in dimension {at}, "
+                               f"expected {shape[at]} \\("):
                 getattr(_C, row.name)(**tensors | {f["name"]: np.zeros(other, tensors[f["name"]].dtype)})
         with pytest.raises(TypeError, match=f"^{row.called}: {f['name']} has dtype float64, expected "):
             getattr(_C, row.name)(**tensors | {f["name"]: np.zeros(shape)})
@@ -126,7 +132,8 @@ def test_arguments_by_position_and_by_name():
                         (lambda: _C.scaled_add(out, a), "scaled_add: b is missing, expected a tensor"),
                         (lambda: _C.scaled_add(out, a, a, 1, 0, 0), "scaled_add takes at most 5 arguments, got 6"),
                         (lambda: _C.scaled_add(out, a, a, "x"), "scaled_add: scale is 'x', expected a number"),
-                        (lambda: _C.matmul(out, a, a.T, None, 1 << 40), f"matmul: activation is {1 << 40}, expected an integer of 32 bits")):
+                        (lambda: _C.matmul(out, a, a.T, None, 1 << 40),
+                         f"matmul: activation is {1 << 40}, expected an integer of 32 bits")):
         with pytest.raises(TypeError) as raised:
             call()
         assert str(raised.value) == words
@@ -138,7 +145,8 @@ def test_names_of_a_backward():
     row, backward = _op.Row("linear_attention"), _op.Row("linear_attention_bwd")
     _op._check_names(row, backward)
     for field, message in (("results", "writes other; by its row, linear_attention has dq, dk, dv, dinitial_state"),
-                           ("inputs", "reads other; by its row, linear_attention has dout, dfinal_state, q, k, v, initial_state, out, final_state, states"),
+                           ("inputs", "reads other; by its row, linear_attention has dout, dfinal_state, q, k, v, "
+                            "initial_state, out, final_state, states"),
                            ("numbers", "reads other; by its row, linear_attention has scale")):
         wrong = _op.Row("linear_attention_bwd")
         setattr(wrong, field, [{"name": "other"}])

@@ -1,4 +1,5 @@
-"""torch.func and its relatives: grad, vmap, Jacobians, per-sample gradients; what is refused; tracers; the count of writes that autograd keeps."""
+"""torch.func and its relatives: grad, vmap, Jacobians, per-sample gradients; what is refused; tracers; the count of
+writes that autograd keeps."""
 
 import copy
 import warnings
@@ -22,7 +23,8 @@ SLOPES = torch.tensor([0.3, 0.1])
 
 def tensors(device, *shapes, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=g).to(device, torch.float32 if device == "cpu" else torch.bfloat16) for shape in shapes]
+    return [torch.randn(shape, generator=g).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+            for shape in shapes]
 
 
 def with_sdpa(**options):
@@ -35,12 +37,14 @@ def with_sdpa(**options):
 
 def plain(**options):
     """The definition, in the precision of q. What is no input is made to fit it."""
-    return lambda q, k, v: reference.attention(q, k, v, **{n: t.to(q.device, q.dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-                                                             for n, t in options.items()})[0]
+    return lambda q, k, v: reference.attention(q, k, v, **{n: t.to(q.device, q.dtype) if isinstance(t, torch.Tensor) and
+                                                           t.is_floating_point() else t
+                                                           for n, t in options.items()})[0]
 
 
 def ours(**options):
-    return lambda q, k, v: mg.attention(q, k, v, **{n: t.to(q.device) if isinstance(t, torch.Tensor) else t for n, t in options.items()})
+    return lambda q, k, v: mg.attention(q, k, v, **{n: t.to(q.device) if isinstance(t, torch.Tensor) else t
+                                                    for n, t in options.items()})
 
 
 KEYS = torch.tensor([[True] * 5 + [False] * 4, [False, True, True] * 3])[:, None, None]
@@ -50,7 +54,8 @@ FUNCTIONS = {
     "window": (ours(causal=True, window=(3, 0), softcap=2.0), plain(causal=True, window=(3, 0), softcap=2.0)),
     "sink and slopes": (ours(sink=SINK, alibi_slopes=SLOPES), plain(sink=SINK, alibi_slopes=SLOPES)),
     "sdpa": (with_sdpa(), plain()),
-    "sdpa of keys": (lambda q, k, v: with_sdpa(attn_mask=KEYS.to(q.device))(q, k, v), lambda q, k, v: plain(visible=KEYS.to(q.device))(q, k, v)),
+    "sdpa of keys": (lambda q, k, v: with_sdpa(attn_mask=KEYS.to(q.device))(q, k, v),
+                     lambda q, k, v: plain(visible=KEYS.to(q.device))(q, k, v)),
 }
 
 
@@ -62,7 +67,8 @@ def batched_gradients(f):
     def gradients(*inputs):
         leaves = [t.detach().clone().requires_grad_() for t in inputs]
         out = f(*leaves)
-        douts = torch.stack([torch.ones_like(out), torch.arange(out.numel(), device=out.device).view_as(out).to(out.dtype) / out.numel()])
+        douts = torch.stack([torch.ones_like(out),
+                             torch.arange(out.numel(), device=out.device).view_as(out).to(out.dtype) / out.numel()])
         return torch.autograd.grad(out, leaves, douts, is_grads_batched=True)
     return gradients
 
@@ -81,7 +87,8 @@ TRANSFORMS = {
     "grad": lambda f: grad(loss(f), ALL),
     "vjp": vjp_outside,
     "jacrev": lambda f: jacrev(lambda *inputs: f(*inputs)[:, :, ::4], ALL),
-    "vectorized jacobian": lambda f: lambda *inputs: torch.autograd.functional.jacobian(lambda *x: f(*x)[:, :, ::4], inputs, vectorize=True),
+    "vectorized jacobian": lambda f: lambda *inputs:
+        torch.autograd.functional.jacobian(lambda *x: f(*x)[:, :, ::4], inputs, vectorize=True),
     "is_grads_batched": batched_gradients,
 }
 COMPOSED = {
@@ -89,7 +96,8 @@ COMPOSED = {
     "vmap(grad)": lambda f, dims: vmap(grad(loss(f), ALL), dims),
     "grad(vmap)": lambda f, dims: grad(loss(vmap(f, dims)), ALL),
     "vmap(jacrev)": lambda f, dims: vmap(jacrev(lambda *inputs: f(*inputs)[:1, :, ::8], ALL), dims),
-    "vmap(vmap)": lambda f, dims: lambda *inputs: vmap(vmap(f, dims), (None, 0, None))(inputs[0], torch.stack((inputs[1], inputs[1] / 2)), inputs[2]),
+    "vmap(vmap)": lambda f, dims: lambda *inputs:
+        vmap(vmap(f, dims), (None, 0, None))(inputs[0], torch.stack((inputs[1], inputs[1] / 2)), inputs[2]),
     "backward through vmap": lambda f, dims: backward_through(lambda *inputs: vmap(f, dims)(*inputs)),
 }
 
@@ -102,7 +110,8 @@ def backward_through(f):
 
 
 def check(transformed, inputs, factor=3):
-    """transformed: of Margay and of the definition. The rule of the house: three times the error that the definition has in the same precision."""
+    """transformed: of Margay and of the definition. The rule of the house: three times the error that the definition
+    has in the same precision."""
     found, plain_found = (tree_leaves(f(*inputs)) for f in transformed)
     exact = tree_leaves(transformed[1](*(t.double() for t in inputs)))
     assert len(found) == len(plain_found) == len(exact)
@@ -123,18 +132,22 @@ def test_derivatives(device, function, transform):
 @pytest.mark.parametrize("transform", COMPOSED)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_vmap(device, function, transform, dims):
-    inputs = [t if dim is None else torch.stack((t, t / 2, -t), dim) for t, dim in zip(tensors(device, *[(2, 2, 9, 8)] * 3), dims)]
+    inputs = [t if dim is None else torch.stack((t, t / 2, -t), dim)
+              for t, dim in zip(tensors(device, *[(2, 2, 9, 8)] * 3), dims)]
     check([COMPOSED[transform](f, dims) for f in FUNCTIONS[function]], inputs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dims", ((0, 0, 0, 0, None), (0, None, 1, None, 0), (None, None, None, -1, 1), (0, 0, 0, None, None)))
+@pytest.mark.parametrize("dims", ((0, 0, 0, 0, None), (0, None, 1, None, 0),
+                                  (None, None, None, -1, 1), (0, 0, 0, None, None)))
 def test_vmap_of_sinks_and_slopes(device, dims):
     """A sink that differs from sample to sample has gradients of its own; grouped heads, dv other than d."""
     sizes = (2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 5)
-    inputs = [*tensors(device, *sizes), torch.tensor([0.5, -1.0, 0.0, 3.0], device=device), torch.tensor([0.3, 0.1, 0.0, 0.2], device=device)]
+    inputs = [*tensors(device, *sizes), torch.tensor([0.5, -1.0, 0.0, 3.0], device=device),
+              torch.tensor([0.3, 0.1, 0.0, 0.2], device=device)]
     inputs = [t if dim is None else torch.stack((t, t / 2, t / 4), dim) for t, dim in zip(inputs, dims)]
-    found, expected = lambda q, k, v, s, a: mg.attention(q, k, v, sink=s, alibi_slopes=a), lambda q, k, v, s, a: reference.attention(q, k, v, sink=s, alibi_slopes=a)[0]
+    found, expected = (lambda q, k, v, s, a: mg.attention(q, k, v, sink=s, alibi_slopes=a),
+                       lambda q, k, v, s, a: reference.attention(q, k, v, sink=s, alibi_slopes=a)[0])
     check([vmap(f, dims) for f in (found, expected)], inputs)
     check([vmap(grad(loss(f), (0, 1, 2, 3)), dims) for f in (found, expected)], inputs)
     check([grad(loss(vmap(f, dims)), (0, 1, 2, 3)) for f in (found, expected)], inputs)
@@ -159,14 +172,17 @@ def test_vmap_of_packed_sequences(device, dims):
         for i in range(3):
             q, k, v, s, cu = [t if dim is None else t[i] for t, dim in zip(inputs, dims)]
             leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, s)]
-            rows, _ = reference.packed(leaves[0][:14], leaves[1][:16], leaves[2][:16], cu.diff().tolist(), [7, 2, 7], causal=True, sink=leaves[3])
-            for results, t in zip((out, dq, dk, dv, ds), (F.pad(rows, (0, 0, 0, 0, 0, 3)).detach(), *torch.autograd.grad(rows.square().sum(), leaves))):
+            rows, _ = reference.packed(leaves[0][:14], leaves[1][:16], leaves[2][:16],
+                                       cu.diff().tolist(), [7, 2, 7], causal=True, sink=leaves[3])
+            for results, t in zip((out, dq, dk, dv, ds), (F.pad(rows, (0, 0, 0, 0, 0, 3)).detach(),
+                                                          *torch.autograd.grad(rows.square().sum(), leaves))):
                 results.append(t)
         return [torch.stack(results) for results in (out, dq, dk, dv, ds)]
 
     found = [vmap(f, dims)(*inputs), *vmap(gradients, dims)(*inputs)]
     exact = each([t.double() if t.is_floating_point() else t for t in inputs], dims)
-    for name, factor, *results in zip(("out", "dq", "dk", "dv", "dsink"), (2, 3, 3, 3, 3), found, each(inputs, dims), exact):
+    for name, factor, *results in zip(("out", "dq", "dk", "dv", "dsink"), (2, 3, 3, 3, 3),
+                                      found, each(inputs, dims), exact):
         check_error(name, *results, factor, ROUNDING)
     assert torch.equal(found[0][1], f(*sample(1)))
 
@@ -181,10 +197,13 @@ def test_vmap_of_dropout(device, randomness):
         return mg.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
 
     with_seed = vmap(lambda q: f(q, 5), randomness=randomness)(q)
-    assert torch.equal(with_seed, f(q[0], 5).expand_as(with_seed)), "the same seed does not give the same in every sample"
-    assert torch.equal(vmap(grad(lambda q: f(q, 5).float().square().sum()), randomness=randomness)(q)[2], grad(lambda q: f(q, 5).float().square().sum())(q[2]))
+    assert torch.equal(with_seed, f(q[0], 5).expand_as(with_seed)), \
+        "the same seed does not give the same in every sample"
+    assert torch.equal(vmap(grad(lambda q: f(q, 5).float().square().sum()), randomness=randomness)(q)[2],
+                       grad(lambda q: f(q, 5).float().square().sum())(q[2]))
     if randomness == "error":
-        with pytest.raises(RuntimeError, match="attention: dropout_seed is None, which torch.vmap.randomness='error'. does not allow; expected a seed"):
+        with pytest.raises(RuntimeError, match="attention: dropout_seed is None, which torch.vmap.randomness='error'. "
+                           "does not allow; expected a seed"):
             vmap(f)(q)
         return
     torch.manual_seed(0)
@@ -245,7 +264,8 @@ def test_per_sample_gradients(device):
         parameters = {name: t.detach() for name, t in layer.named_parameters()}
         with mg.enable_sdpa():
             found = vmap(grad(lambda p, x: functional_call(layer, p, (x,)).square().sum()), (None, 0))(parameters, x)
-        for name, *results in zip(parameters, found.values(), gradients(layer, dtype, x), gradients(layer, torch.float64, x)):
+        for name, *results in zip(parameters, found.values(), gradients(layer, dtype, x),
+                                  gradients(layer, torch.float64, x)):
             check_error(name, *results, 3, ROUNDING)
 
 
@@ -267,7 +287,9 @@ def test_autocast_in_a_transform(device):
     q, k, v = (t.float() for t in tensors(device, *[(3, 2, 2, 9, 8)] * 3))
     with torch.autocast(device, torch.bfloat16):
         found = vmap(grad(lambda q, k, v: mg.attention(q, k, v).float().square().sum(), ALL))(q, k, v)
-        expected = [torch.stack(ts) for ts in zip(*[backward_through(lambda *x: mg.attention(*x, deterministic=True).float())(*t) for t in zip(q, k, v)])]
+        expected = [torch.stack(ts)
+                    for ts in zip(*[backward_through(lambda *x: mg.attention(*x, deterministic=True).float())(*t)
+                                    for t in zip(q, k, v)])]
     for a, b in zip(found, expected):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=1.6e-2, atol=1e-2)
@@ -308,7 +330,8 @@ def calls(device):
         "attention k": (k, lambda k: mg.attention(q, k, v)),
         "attention window": (v, lambda v: mg.attention(q, k, v, window=(2, 2))),
         "attention operator": (q, lambda q: torch.ops.margay.attention(q, k, v)[0]),
-        "attention varlen": (rows[0][0], lambda q: mg.attention_varlen(q, rows[1][0], rows[2][0], starts, starts, 9, 9)),
+        "attention varlen": (rows[0][0],
+                             lambda q: mg.attention_varlen(q, rows[1][0], rows[2][0], starts, starts, 9, 9)),
         "attention_decode": (rows[0], lambda q: mg.attention_decode(q, rows[1], rows[2])),
         "attention_decode cache": (rows[1], lambda k: mg.attention_decode(rows[0], k, rows[2])),
         "matmul": (q[0, 0], lambda a: mg.matmul(a, k[0, 0].mT)),
@@ -319,7 +342,8 @@ def calls(device):
 
 def with_dual(f, x, requires_grad):
     with forward_ad.dual_level():
-        return forward_ad.unpack_dual(f(forward_ad.make_dual(x.clone().requires_grad_(requires_grad), torch.ones_like(x)))).tangent
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x.clone().requires_grad_(requires_grad),
+                                                             torch.ones_like(x)))).tangent
 
 
 FORWARD = {
@@ -339,7 +363,8 @@ def test_bad_30_forward_mode(device, mode):
     """Refused by name, where zeros came out."""
     for name, (x, f) in calls(device).items():
         op = name.split(" ")[0]
-        with pytest.raises(NotImplementedError, match=f"^{op}: .*(forward-mode derivatives|requires a gradient|belongs to a transform)"):
+        with pytest.raises(NotImplementedError,
+                           match=f"^{op}: .*(forward-mode derivatives|requires a gradient|belongs to a transform)"):
             FORWARD[mode](f, x)
     with forward_ad.dual_level():                      # of which no argument is part
         x, f = calls(device)["attention"]
@@ -403,8 +428,10 @@ def test_bad_37_traced_gradients():
     inputs = [t.requires_grad_() for t in tensors("cpu", *[(2, 2, 9, 8)] * 3)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        traced = torch.jit.trace(lambda q, k, v: mg.attention(q, k, v, deterministic=True), tuple(inputs), check_trace=False)
-    found, expected = (torch.autograd.grad(f(*inputs).sum(), inputs) for f in (traced, lambda *x: mg.attention(*x, deterministic=True)))
+        traced = torch.jit.trace(lambda q, k, v: mg.attention(q, k, v, deterministic=True),
+                                 tuple(inputs), check_trace=False)
+    found, expected = (torch.autograd.grad(f(*inputs).sum(), inputs)
+                       for f in (traced, lambda *x: mg.attention(*x, deterministic=True)))
     assert all(map(torch.equal, found, expected))
 
 
@@ -427,7 +454,8 @@ def test_bad_35_written(device, way):
     for i, cache in enumerate(caches):
         x = torch.ones_like(cache, requires_grad=True)
         product, version = (x * cache).sum(), cache._version
-        mg.append_kv(*caches, new, new, cache_seqlens=3) if way == "eager" else torch.ops.margay.append_kv(*caches, new, new, None, None, None, 3)
+        (mg.append_kv(*caches, new, new, cache_seqlens=3) if way == "eager" else
+         torch.ops.margay.append_kv(*caches, new, new, None, None, None, 3))
         assert cache._version > version
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
@@ -461,9 +489,12 @@ def test_bad_38_negative_bit():
     rows = [t.transpose(1, 2) for t in (q, k, v)]
     starts = torch.tensor([0, 9], dtype=torch.int32)
     assert negated(q).is_neg() and torch.equal(negated(q), q)
-    for f, inputs in ((mg.attention, (q, k, v)), (lambda *x: mg.attention(*x, window=(2, 2)), (q, k, v)), (mg.attention_decode, rows),
-                      (lambda *x: mg.attention_varlen(*x, starts, starts, 9, 9), [t[0] for t in rows]), (mg.matmul, (q[0, 0], k[0, 0].mT)),
-                      (lambda q, s: mg.attention(q, k, v, sink=s), (q, SINK)), (lambda q, s: mg.attention(q, k, v, alibi_slopes=s), (q, SLOPES))):
+    for f, inputs in ((mg.attention, (q, k, v)), (lambda *x: mg.attention(*x, window=(2, 2)), (q, k, v)),
+                      (mg.attention_decode, rows),
+                      (lambda *x: mg.attention_varlen(*x, starts, starts, 9, 9), [t[0] for t in rows]),
+                      (mg.matmul, (q[0, 0], k[0, 0].mT)),
+                      (lambda q, s: mg.attention(q, k, v, sink=s), (q, SINK)),
+                      (lambda q, s: mg.attention(q, k, v, alibi_slopes=s), (q, SLOPES))):
         for i in range(len(inputs)):
             assert torch.equal(f(*inputs[:i], negated(inputs[i]), *inputs[i + 1:]), f(*inputs))
     out = negated(torch.zeros(9, 9))
@@ -479,5 +510,6 @@ def test_bad_38_negative_bit():
         douts = [torch.ones_like(t) for t in results]
         expected = torch.autograd.grad(results, leaves, douts, retain_graph=True)
         for signs in ((1, 0), (0, 1)):
-            found = torch.autograd.grad(results, leaves, [negated(t) if sign else t for t, sign in zip(douts, signs)], retain_graph=True)
+            found = torch.autograd.grad(results, leaves, [negated(t) if sign else t for t, sign in zip(douts, signs)],
+                                        retain_graph=True)
             assert all(map(torch.equal, found, expected))

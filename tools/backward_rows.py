@@ -29,7 +29,8 @@ def problem(n, d, dtype, causal, deterministic, group):
     workspace = torch.empty(_C.attention_bwd_workspace(*read, *numbers), dtype=torch.uint8, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
     call = lambda: _C.attention_bwd(*grads, *read, workspace, *numbers, stream=stream)
-    fields = dict(dtype=str(dtype)[6:], gpu=True, d=d, batch=batch, heads_q=heads, heads_k=heads // group, nq=n, nk=n, causal=causal, deterministic=deterministic)
+    fields = dict(dtype=str(dtype)[6:], gpu=True, d=d, batch=batch, heads_q=heads,
+                  heads_k=heads // group, nq=n, nk=n, causal=causal, deterministic=deterministic)
     return call, grads, fields, 10 * batch * heads * n * n * d / (2 if causal else 1)
 
 
@@ -58,7 +59,8 @@ def main():
     flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     for causal in (False, True):
         for n in map(int, options.lengths.split(",")):
-            call, grads, fields, flop = problem(n, int(d), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], causal, options.deterministic, options.group)
+            call, grads, fields, flop = problem(n, int(d), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype],
+                                                causal, options.deterministic, options.group)
             times, reference, texts = {row: [] for row in options.rows}, None, []
             for _ in range(options.rounds):
                 for row in options.rows:
@@ -73,7 +75,8 @@ def main():
                 reference = reference or results
                 worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(results, reference))
                 worst = float("nan") if any(t.isnan().any() for t in results) else worst
-                ms, doubt = statistics.median(times[row]), "" if _C.explain("attention_bwd", **fields)[0] == row else "?"
+                ms, doubt = (statistics.median(times[row]),
+                             "" if _C.explain("attention_bwd", **fields)[0] == row else "?")
                 ratio = statistics.median(a / b for a, b in zip(times[options.rows[0]], times[row]))
                 texts.append(f"{row}{doubt} {ms:.3f} ms {flop / ms / 1e9:.0f} TF x{ratio:.3f} diff {worst:.1e}")
             _C.prefer(None)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # The low nine bits of sm_90's 128-bit instructions that say most about a kernel.
-OPCODES = {0x1f0: "HGMMA", 0x1f3: "QGMMA", 0x03c: "HMMA", 0x1b4: "UTMALDG", 0x1b7: "UTMASTG", 0x183: "LDL", 0x187: "STL", 0x181: "LDG", 0x186: "STG"}
+OPCODES = {0x1f0: "HGMMA", 0x1f3: "QGMMA", 0x03c: "HMMA", 0x1b4: "UTMALDG",
+           0x1b7: "UTMASTG", 0x183: "LDL", 0x187: "STL", 0x181: "LDG", 0x186: "STG"}
 REGCOUNT, FRAME_SIZE = 0x2f, 0x11                 # attributes in .nv.info
 WITH_SIZE = 0x04                                  # format of an attribute whose value is `size` bytes long
 
@@ -81,7 +82,8 @@ def main():
         found = [item for file in sys.argv[1:] for item in kernels(Path(file).read_bytes()).items()]
     else:
         found = list(rows())
-    columns = [name for name in ("registers", "stack", "spill_stores", "spill_loads", "fatbin_bytes", "instructions", *OPCODES.values(), "warnings")
+    columns = [name for name in ("registers", "stack", "spill_stores", "spill_loads",
+                                 "fatbin_bytes", "instructions", *OPCODES.values(), "warnings")
                if any(name in row for _, row in found)]
     width = max((len(name) for name, _ in found), default=0)
     print(" " * width, *columns)

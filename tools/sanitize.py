@@ -26,8 +26,10 @@ def attention(dtype, d, nq, nk, causal, deterministic):
     lse = torch.empty(q.shape[:3], device="cuda")
     counter = torch.empty(16, dtype=torch.uint8, device="cuda")
     _C.attention_fwd(out, lse, q, k, v, 0.0, causal, counter)
-    grads, read, numbers = [torch.empty_like(t) for t in (q, k, v)], (dout, q, k, v, out, lse, None), (0.0, causal, deterministic)
-    _C.attention_bwd(*grads, *read, torch.empty(_C.attention_bwd_workspace(*read, *numbers), dtype=torch.uint8, device="cuda"), *numbers)
+    grads, read, numbers = ([torch.empty_like(t) for t in (q, k, v)], (dout, q, k, v, out, lse, None),
+                            (0.0, causal, deterministic))
+    _C.attention_bwd(*grads, *read, torch.empty(_C.attention_bwd_workspace(*read, *numbers),
+                                                dtype=torch.uint8, device="cuda"), *numbers)
     return out, *grads
 
 
@@ -44,7 +46,8 @@ def packed(dtype, d, **options):
     return out.detach(), *torch.autograd.grad(out, leaves, torch.randn_like(out))
 
 
-BY_HAND = "attention_fwd", "attention_fwd_fp8", "attention_bwd", "attention_decode", "append_kv", "matmul"     # ops with problems of their own here
+# Ops with problems of their own here
+BY_HAND = "attention_fwd", "attention_fwd_fp8", "attention_bwd", "attention_decode", "append_kv", "matmul"
 ALL_FEATURES = dict(window=(90, 0), softcap=5.0, dropout_p=0.2, dropout_seed=1)
 
 
@@ -85,7 +88,8 @@ def of_row(row, call):
 
 
 def problems(dtype, name):
-    for d, (nq, nk), causal, deterministic in itertools.product((40, 128, 256), ((200, 333), (40, 2100), (40, 4200)), (False, True), (False, True)):
+    for d, (nq, nk), causal, deterministic in itertools.product((40, 128, 256), ((200, 333), (40, 2100), (40, 4200)),
+                                                                (False, True), (False, True)):
         if (nk == 4200) <= causal and (nk == 333 or d == 128):
             yield lambda d=d, nq=nq, nk=nk, c=causal, e=deterministic: attention(dtype, d, nq, nk, c, e)
     for deterministic in (False, True):     # pairs of blocks
@@ -94,7 +98,8 @@ def problems(dtype, name):
         yield lambda d=d, nk=nk: eight_bits(d, nk)
     for d in (40, 128, 200):
         yield lambda d=d: packed(dtype, d)
-        yield lambda d=d: packed(dtype, d, sink=torch.randn(2, device="cuda"), alibi_slopes=torch.rand(4, 2, device="cuda"), **ALL_FEATURES)
+        yield lambda d=d: packed(dtype, d, sink=torch.randn(2, device="cuda"),
+                                 alibi_slopes=torch.rand(4, 2, device="cuda"), **ALL_FEATURES)
     for row in _C.kernels():
         if row["op"] == "matmul" and row["dtype"] == name and row["has_gpu_image"]:
             m, n, k = {"64x128": (56, 200, 104), "64x128_pair": (240, 200, 104), "128x128": (240, 200, 104),

@@ -16,7 +16,8 @@ from margay import _op  # noqa: E402
 from margay.bench import report  # noqa: E402
 
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "img"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "ops.md", ROOT / "python" / "margay" / "_C.pyi")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "ops.md",
+         ROOT / "python" / "margay" / "_C.pyi")
 BLOCK = re.compile(r"(<!-- (results|headline): (\S+) -->\n).*?(<!-- end -->)", re.S)
 ROWS = re.compile(r"(<!-- rows -->\n).*?(<!-- end -->)", re.S)
 STUBS = re.compile(r"(# Rows of ops.def, written by tools/tables.py.\n).*?(# End of the rows.\n)", re.S)
@@ -26,9 +27,11 @@ def fill(text):
     def block(match):
         begin, kind, name, end = match.groups()
         path = RESULTS / f"{name}.json"
-        return f"{begin}\n{body(json.loads(path.read_text()), kind, name) if path.exists() else 'Not measured yet.'}\n\n{end}"
+        return (f"{begin}\n{body(json.loads(path.read_text()), kind, name) if path.exists() else 'Not measured yet.'}"
+                f"\n\n{end}")
     text = ROWS.sub(lambda match: match[1] + table_of_rows() + "\n" + match[2], text)
-    text = STUBS.sub(lambda match: match[1] + "".join(_op.Row(name).stub() + "\n" for name in _op.ROWS) + match[2], text)
+    text = STUBS.sub(lambda match: match[1] + "".join(_op.Row(name).stub() + "\n" for name in _op.ROWS) + match[2],
+                     text)
     return BLOCK.sub(block, text)
 
 
@@ -41,14 +44,16 @@ def table_of_rows():
         needs = [(f["text"] or f"`{f['name']}`").replace("|", "\\|") for f, _ in row.derived if f["role"] != "let"]
         needs = ", ".join([*needs, *(f"{let} = `{text}`" for let, text, _ in row.lets)])
         changed = [f for f in row.inputs if f["role"] == "inout"]
-        lines.append(f"| `{row.name}` | {tensors([*row.results, *row.saves, *row.work, *changed])} | {tensors([f for f in row.inputs if f not in changed])} | {numbers} | {needs} |")
+        lines.append(f"| `{row.name}` | {tensors([*row.results, *row.saves, *row.work, *changed])} | "
+                     f"{tensors([f for f in row.inputs if f not in changed])} | {numbers} | {needs} |")
     return "\n".join(lines) + "\n"
 
 
 def described(f):
     kind = "" if f["kind"] == "half" else f" {f['kind']}"
     text = f"{f['name']}{kind} [{', '.join(f['sizes'])}]"
-    note = {"save": " (kept for the backward)", "work": " (scratch)", "optwork": " (scratch)", "space": " (scratch)", "inout": " (in place)"}.get(f["role"], "")
+    note = {"save": " (kept for the backward)", "work": " (scratch)", "optwork": " (scratch)",
+            "space": " (scratch)", "inout": " (in place)"}.get(f["role"], "")
     return (f"({text})" if f["role"] in _op.MAY_MISS else text) + note
 
 

@@ -1,8 +1,9 @@
 // Host half of attention's forward: picks the kernel, fills its parameters, launches it.
 #include "attention/attention_problem.h"
 
-// Heads in a section of the causal forward, whose tasks run longest first: k and v in a quarter of the L2, since both halves of the chip keep a
-// copy; at least 8, for the last section must balance the multiprocessors; few enough that loads of one section run beside products of the last.
+// Heads in a section of the causal forward, whose tasks run longest first: k and v in a quarter of the L2, since both
+// halves of the chip keep a copy; at least 8, for the last section must balance the multiprocessors; few enough that
+// loads of one section run beside products of the last.
 static int forward_section(const mg_context *c, int64_t bytes, int64_t heads) {
   return attention_even_section(mg_max(8, mg_min(c->sms / 4, c->l2_bytes * 2 / 7 / mg_max(1, bytes))), heads);
 }
@@ -26,8 +27,10 @@ static mg_status forward(mg_call *c, const mg_attention_fwd_args *f, attention_f
   const int64_t q_blocks = mg_ceil_div(x.q_rows, desc->tile_m), tasks = q_blocks * x.batch * x.q_heads;
   attention_fwd_params *p = &all->fwd;   // what a row without descales takes, at the same address
   *p = (attention_fwd_params){
-    .lse = mg_data(f->lse), .tasks = mg_tasks(c, tasks, "row blocks"), .q_blocks = (int)q_blocks, .batch = (int)x.batch, .q_heads = (int)x.q_heads,
-    .group = (int)(x.q_heads / x.k_heads), .q_total = (int)x.q_total, .k_rows = (int)x.k_rows, .diagonal = attention_upper_diagonal(&x),
+    .lse = mg_data(f->lse), .tasks = mg_tasks(c, tasks, "row blocks"), .q_blocks = (int)q_blocks,
+    .batch = (int)x.batch, .q_heads = (int)x.q_heads,
+    .group = (int)(x.q_heads / x.k_heads), .q_total = (int)x.q_total, .k_rows = (int)x.k_rows,
+    .diagonal = attention_upper_diagonal(&x),
     .scale_log2 = attention_log2_scale(&x), .features = attention_features_of(&x), .l2_heads = 1,
     .out = f->out->data, .out_row = f->out->stride[2], .out_head = f->out->stride[1], .out_columns = (int)x.dv};
   if (p->diagonal != NO_DIAGONAL) {
@@ -56,9 +59,11 @@ mg_status mg_attention_fwd(const mg_attention_fwd_args *a) {
 mg_status mg_attention_fwd_fp8(const mg_attention_fwd_fp8_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_attention_fwd_fp8, a)) return c.status;
-  attention_fp8_params all = {.q_descale = mg_data(a->q_descale), .k_descale = mg_data(a->k_descale), .v_descale = mg_data(a->v_descale),
+  attention_fp8_params all = {.q_descale = mg_data(a->q_descale), .k_descale = mg_data(a->k_descale),
+                              .v_descale = mg_data(a->v_descale),
                               .k_heads = (int)c.n.HK};
   mg_attention_fwd_args f = mg_attention_fwd_defaults;
-  f.out = a->out, f.lse = a->lse, f.q = a->q, f.k = a->k, f.v = a->v, f.workspace = a->workspace, f.scale = a->scale, f.causal = a->causal;
+  f.out = a->out, f.lse = a->lse, f.q = a->q, f.k = a->k, f.v = a->v, f.workspace = a->workspace,
+  f.scale = a->scale, f.causal = a->causal;
   return forward(&c, &f, &all, true);
 }

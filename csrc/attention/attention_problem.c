@@ -9,10 +9,13 @@ static void check_starts(mg_call *c, char which, const mg_tensor *starts, int64_
   if (start[0] != 0) mg_refuse(c, MG_VALUE, "cu_seqlens_%c[0] is %d, expected 0", which, start[0]);
   for (int64_t i = 1; i < starts->shape[0] && !c->status; i++) {
     if (start[i] < start[i - 1] || start[i] > total)
-      mg_refuse(c, MG_VALUE, "cu_seqlens_%c[%lld] is %d, expected %d (the one before) to %lld (the rows that there are)", which, (long long)i, start[i],
+      mg_refuse(c, MG_VALUE,
+                "cu_seqlens_%c[%lld] is %d, expected %d (the one before) to %lld (the rows that there are)",
+                which, (long long)i, start[i],
                 start[i - 1], (long long)total);
     if (start[i] - start[i - 1] > max_seqlen)
-      mg_refuse(c, MG_VALUE, "max_seqlen_%c is %lld, expected at least %d (rows of sequence %lld)", which, (long long)max_seqlen, start[i] - start[i - 1],
+      mg_refuse(c, MG_VALUE, "max_seqlen_%c is %lld, expected at least %d (rows of sequence %lld)",
+                which, (long long)max_seqlen, start[i] - start[i - 1],
                 (long long)i - 1);
   }
 }
@@ -22,12 +25,13 @@ void attention_check_starts(mg_call *c, const attention_shape *x) {
   check_starts(c, 'k', x->k_start, x->k_total, x->max_k);
 }
 
-// Soft caps that models have. The fast backward kernels take no others, and none of fp32: they find the cap's slope in the probabilities, to |lse| 2^-22 / softcap.
-// As is_usual() of attention_features.h.
+// Soft caps that models have. The fast backward kernels take no others, and none of fp32: they find the cap's slope in
+// the probabilities, to |lse| 2^-22 / softcap. As is_usual() of attention_features.h.
 static const float CAP_LEAST = 4, CAP_MOST = 256;
 // One of FEATURES_* of attention.h; without the sink, which the backward finds in the lse.
 static int feature_class(const attention_shape *x, mg_dtype dtype) {
-  if (x->softcap != 0 && (x->softcap < CAP_LEAST || x->softcap > CAP_MOST || dtype == MG_FP32)) return FEATURES_ANY_SOFTCAP;
+  if (x->softcap != 0 && (x->softcap < CAP_LEAST || x->softcap > CAP_MOST || dtype == MG_FP32))
+    return FEATURES_ANY_SOFTCAP;
   if (x->softcap != 0 || x->dropout_p != 0 || x->slopes) return FEATURES_ALL;
   return x->q_start ? FEATURES_PACKED : x->left >= 0 || x->right >= 0 ? FEATURES_WINDOWS : FEATURES_NONE;
 }
@@ -45,8 +49,10 @@ static int64_t span_of(const attention_shape *x) {
   return mg_min(x->k_rows, mg_min(NO_DIAGONAL, x->left) + 1 + (x->causal ? 0 : mg_min(NO_DIAGONAL, x->right)));
 }
 attention_features attention_features_of(const attention_shape *x) {
-  attention_features k = {.lower = lower_diagonal(x), .q_start = mg_data(x->q_start), .k_start = mg_data(x->k_start), .sink = mg_data(x->sink),
-                          .slopes = mg_data(x->slopes), .slope_batch = x->slopes && x->slopes->shape[0] > 1 ? (int)x->q_heads : 0,
+  attention_features k = {.lower = lower_diagonal(x), .q_start = mg_data(x->q_start),
+                          .k_start = mg_data(x->k_start), .sink = mg_data(x->sink),
+                          .slopes = mg_data(x->slopes),
+                          .slope_batch = x->slopes && x->slopes->shape[0] > 1 ? (int)x->q_heads : 0,
                           .softcap = attention_softcap(x->softcap), .drop_below = dropped_of_65536(x),
                           .seed = {(uint32_t)x->seed, (uint32_t)(x->seed >> 32)}};
   k.keep_scale = (float)(65536.0 / (65536 - k.drop_below));   // of the probability that is drawn: the mean stays
@@ -62,9 +68,12 @@ bool attention_read(mg_call *c, attention_shape *x) {
   x->q_rows = packed ? mg_min(n->NQ, x->max_q) : n->NQ;
   x->k_rows = packed ? mg_min(n->NK, x->max_k) : n->NK;
   if (x->scale == 0) x->scale = (float)(1 / sqrt((double)x->d));
-  c->problem = (mg_problem){.dtype = c->problem.dtype, .gpu = c->problem.gpu, .causal = x->causal, .deterministic = x->deterministic,
-                            .d = mg_max(x->d, x->dv), .dv = x->dv, .batch = x->batch, .heads_q = x->q_heads, .heads_k = x->k_heads, .nq = x->q_rows,
-                            .nk = x->k_rows, .span = span_of(x), .features = feature_class(x, c->problem.dtype), .sms = c->context.sms, .size = c->n};
+  c->problem = (mg_problem){.dtype = c->problem.dtype, .gpu = c->problem.gpu,
+                            .causal = x->causal, .deterministic = x->deterministic,
+                            .d = mg_max(x->d, x->dv), .dv = x->dv, .batch = x->batch,
+                            .heads_q = x->q_heads, .heads_k = x->k_heads, .nq = x->q_rows,
+                            .nk = x->k_rows, .span = span_of(x), .features = feature_class(x, c->problem.dtype),
+                            .sms = c->context.sms, .size = c->n};
   return !c->status;
 }
 

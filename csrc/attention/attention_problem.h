@@ -1,4 +1,5 @@
-// What the host halves of attention share: what is asked, in one form for forward and backward, and what follows from it for the kernels.
+// What the host halves of attention share: what is asked, in one form for forward and backward, and what follows from
+// it for the kernels.
 #pragma once
 #include <float.h>
 #include <math.h>
@@ -16,22 +17,28 @@ typedef struct attention_shape {
   const mg_tensor *sink, *slopes, *q_start, *k_start;
   int64_t max_q, max_k;
   int64_t batch, q_heads, k_heads, q_rows, k_rows, d, dv;   // rows of a sequence, at most
-  int64_t q_total, k_total, rows_batch;                     // rows in memory of a (batch, head), and of how many batches; 1 where they are packed
+  int64_t q_total, k_total, rows_batch;                     // rows in memory of a (batch, head), and of how many
+                                                            // batches; 1 where they are packed
 } attention_shape;
 // Of the arguments of attention_fwd or of attention_bwd.
 #define ATTENTION_ASKED(a) \
-  .causal = (a)->causal, .left = (a)->left, .right = (a)->right, .scale = (a)->scale, .softcap = (a)->softcap, .dropout_p = (a)->dropout_p, \
-  .seed = (a)->seed, .sink = (a)->sink, .slopes = (a)->alibi_slopes, .q_start = (a)->cu_seqlens_q, .k_start = (a)->cu_seqlens_k, \
+  .causal = (a)->causal, .left = (a)->left, .right = (a)->right, .scale = (a)->scale, \
+  .softcap = (a)->softcap, .dropout_p = (a)->dropout_p, \
+  .seed = (a)->seed, .sink = (a)->sink, .slopes = (a)->alibi_slopes, .q_start = (a)->cu_seqlens_q, \
+  .k_start = (a)->cu_seqlens_k, \
   .max_q = (a)->max_seqlen_q, .max_k = (a)->max_seqlen_k
 
 static inline float attention_log2_scale(const attention_shape *x) { return (float)fmin(x->scale * MG_LOG2E, FLT_MAX); }
-// As kernels take it: with a reciprocal in fp32, and room for log2 e. Scores below 2^-126 are 0 to a softmax, and none is above 2^125.
-static inline float attention_softcap(float x) { return x == 0 ? 0 : x < 0x1p-126f ? 0x1p-126f : x > 0x1p125f ? 0x1p125f : x; }
+// As kernels take it: with a reciprocal in fp32, and room for log2 e. Scores below 2^-126 are 0 to a softmax, and none
+// is above 2^125.
+static inline float attention_softcap(float x) {
+  return x == 0 ? 0 : x < 0x1p-126f ? 0x1p-126f : x > 0x1p125f ? 0x1p125f : x;
+}
 
 // The sizes of a call that mg_begin has opened, and its problem. False: a failure.
 bool attention_read(mg_call *c, attention_shape *x);
-// The starts of packed sequences begin with 0, do not fall and end with at most the rows that there are, and no sequence has more than max_q rows or max_k keys.
-// Reads the CPU's tensors; what a GPU holds is not looked at.
+// The starts of packed sequences begin with 0, do not fall and end with at most the rows that there are, and no
+// sequence has more than max_q rows or max_k keys. Reads the CPU's tensors; what a GPU holds is not looked at.
 void attention_check_starts(mg_call *c, const attention_shape *x);
 
 attention_features attention_features_of(const attention_shape *x);

@@ -315,7 +315,8 @@ static void open_fibers(void) {
 }
 
 static void run_once(void) {
-  memset(ck.barrier, 0, (size_t)ck.blocks * sizeof *ck.barrier);       // only what this run may use: all of it is megabytes
+  // Only what this run may use: all of it is megabytes
+  memset(ck.barrier, 0, (size_t)ck.blocks * sizeof *ck.barrier);
   memset(ck.products_left, 0, (size_t)ck.fibers * sizeof *ck.products_left);
   memset(ck.stores_left, 0, (size_t)ck.fibers * sizeof *ck.stores_left);
   ck.ops = ck.sems = 0;

@@ -52,10 +52,12 @@ bool shadow_open(size_t bytes) {
 
 // ---- global memory, by words of 4 bytes. Large accesses look at one word of each line of 64 bytes. So a region has a
 // plane for each place in a line, and planes are taken when they are first touched.
-enum { LINE = 64, LINES = 256, PLACES = LINE / WORD_CELL, REGIONS = 1 << 12, TABLE = 2 * REGIONS, PLANES = 1 << 13, GLOBAL_READERS = 3 };
+enum { LINE = 64, LINES = 256, PLACES = LINE / WORD_CELL, REGIONS = 1 << 12,
+      TABLE = 2 * REGIONS, PLANES = 1 << 13, GLOBAL_READERS = 3 };
 typedef struct global_word { touch write, read[GLOBAL_READERS]; } global_word;
 typedef struct plane { global_word word[LINES]; uint8_t kind[LINES]; } plane;
-typedef struct region { uintptr_t number; uint16_t plane[PLACES]; } region;   // here and in the table: 1 + index, 0: none
+// plane, here and in the table: 1 + index, 0: none
+typedef struct region { uintptr_t number; uint16_t plane[PLACES]; } region;
 static plane *planes;
 static region regions[REGIONS];
 static uint16_t table[TABLE];

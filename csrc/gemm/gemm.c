@@ -34,9 +34,12 @@ mg_status mg_matmul(const mg_matmul_args *a) {
              trans_b = c.problem.trans_b = c.n.K > 0 && is_transposed(a->b);
   if (!mg_choose(&c)) return c.status;
   const mg_kernel_desc *d = c.desc;
-  const int64_t m_blocks = mg_ceil_div(c.n.M, (int64_t)d->tile_m * d->cluster), n_blocks = mg_ceil_div(c.n.N, d->tile_n);
-  gemm_params p = {.bias = a->bias ? a->bias->data : NULL, .m = (int)c.n.M, .n = (int)c.n.N, .k = (int)c.n.K, .activation = a->activation,
-                   .tasks = mg_tasks(&c, m_blocks * n_blocks, "tiles"), .m_blocks = (int)m_blocks, .n_blocks = (int)n_blocks,
+  const int64_t m_blocks = mg_ceil_div(c.n.M, (int64_t)d->tile_m * d->cluster),
+                n_blocks = mg_ceil_div(c.n.N, d->tile_n);
+  gemm_params p = {.bias = a->bias ? a->bias->data : NULL, .m = (int)c.n.M,
+                   .n = (int)c.n.N, .k = (int)c.n.K, .activation = a->activation,
+                   .tasks = mg_tasks(&c, m_blocks * n_blocks, "tiles"), .m_blocks = (int)m_blocks,
+                   .n_blocks = (int)n_blocks,
                    .sweep_rows = square_group(c.context.sms, d)};
   // K = 0: the kernel reads only outside of this.
   const mg_tensor nothing = {.data = a->out->data, .dtype = a->out->dtype, .dims = 2, .shape = {1, 1},

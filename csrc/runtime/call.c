@@ -14,7 +14,8 @@ static bool begin(mg_call *c, mg_op op, const void *args, bool only_space) {
     const mg_tensor *t = mg_is_tensor(f) ? mg_arg(args, f) : NULL;
     if (!first && mg_is_read(f)) first = t;
     if (!like && f->kind == KIND_HALF && mg_is_read(f)) like = t;
-    some |= t && mg_is_written(f) && f->role != ROLE_WORK && f->role != ROLE_OPTWORK && f->role != ROLE_SPACE && !mg_is_empty(t);
+    some |= t && mg_is_written(f) && f->role != ROLE_WORK && f->role != ROLE_OPTWORK &&
+        f->role != ROLE_SPACE && !mg_is_empty(t);
   }
   if (!like) like = first;
   if (!some || (c->status = mg_context_open(&c->context, like, *(const mg_stream *)((const char *)args + row->stream))))
@@ -53,7 +54,8 @@ void *mg_space(mg_call *c, const mg_tensor *workspace, size_t bytes) {
   if (!bytes) return NULL;
   if (!workspace) mg_refuse(c, MG_VALUE, "workspace is missing, expected %zu bytes, 16-byte aligned", bytes);
   else if (workspace->shape[0] < (int64_t)bytes || ((uintptr_t)workspace->data & 15))
-    mg_refuse(c, MG_VALUE, "workspace has %lld bytes at %p, expected %zu bytes, 16-byte aligned", (long long)workspace->shape[0], workspace->data, bytes);
+    mg_refuse(c, MG_VALUE, "workspace has %lld bytes at %p, expected %zu bytes, 16-byte aligned",
+              (long long)workspace->shape[0], workspace->data, bytes);
   return c->status ? NULL : workspace->data;
 }
 
@@ -67,10 +69,13 @@ static const char *name_of(const mg_call *c, const mg_tensor *t) {
   return "a tensor";
 }
 
-typedef mg_status mapper(gmap *, const mg_context *, const char *, void *, mg_dtype, const int64_t[4], const int64_t[4], int, int);
+typedef mg_status mapper(gmap *, const mg_context *, const char *, void *, mg_dtype,
+                         const int64_t[4], const int64_t[4], int, int);
 
-static void map(mg_call *c, mapper *make, gmap *m, const mg_tensor *t, const int64_t *shape, const int64_t *stride, int box_rows, int box_cols) {
-  if (c->status || !(c->status = make(m, &c->context, "", t->data, t->dtype, shape, stride, box_rows, box_cols))) return;
+static void map(mg_call *c, mapper *make, gmap *m, const mg_tensor *t, const int64_t *shape,
+                const int64_t *stride, int box_rows, int box_cols) {
+  if (c->status || !(c->status = make(m, &c->context, "", t->data, t->dtype, shape, stride, box_rows, box_cols)))
+    return;
   char reason[1024];                // begins with " is" or " has"
   snprintf(reason, sizeof reason, "%s", mg_last_error());
   mg_fail(c->status, "%s: %s%s", mg_op_name(c->op), name_of(c, t), reason);
@@ -81,26 +86,37 @@ static void map_rows(mg_call *c, mapper *make, gmap *m, const mg_tensor *t, int 
   map(c, make, m, t, (int64_t[4]){d > 2 ? t->shape[0] : 1, d > 3 ? t->shape[1] : 1, t->shape[row], t->shape[row + 1]},
       (int64_t[4]){d > 2 ? t->stride[0] : 0, d > 3 ? t->stride[1] : 0, t->stride[row], 1}, box_rows, box_cols);
 }
-void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) { map_rows(c, mg_map, m, t, box_rows, box_cols); }
-void mg_map_rows_once(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) { map_rows(c, mg_map_once, m, t, box_rows, box_cols); }
+void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
+  map_rows(c, mg_map, m, t, box_rows, box_cols);
+}
+void mg_map_rows_once(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
+  map_rows(c, mg_map_once, m, t, box_rows, box_cols);
+}
 
 void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
-  map(c, mg_map, m, t, (int64_t[4]){1, 1, t->shape[1], t->shape[0]}, (int64_t[4]){0, 0, t->stride[1], 1}, box_rows, box_cols);
+  map(c, mg_map, m, t, (int64_t[4]){1, 1, t->shape[1], t->shape[0]}, (int64_t[4]){0, 0, t->stride[1], 1},
+      box_rows, box_cols);
 }
 
 static void map_bthd(mg_call *c, mapper *make, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
-  map(c, make, m, t, (int64_t[4]){t->shape[0], t->shape[2], t->shape[1], t->shape[3]}, (int64_t[4]){t->stride[0], t->stride[2], t->stride[1], 1},
+  map(c, make, m, t, (int64_t[4]){t->shape[0], t->shape[2], t->shape[1], t->shape[3]},
+      (int64_t[4]){t->stride[0], t->stride[2], t->stride[1], 1},
       box_rows, box_cols);
 }
-void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) { map_bthd(c, mg_map, m, t, box_rows, box_cols); }
-void mg_map_bthd_once(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) { map_bthd(c, mg_map_once, m, t, box_rows, box_cols); }
+void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
+  map_bthd(c, mg_map, m, t, box_rows, box_cols);
+}
+void mg_map_bthd_once(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
+  map_bthd(c, mg_map_once, m, t, box_rows, box_cols);
+}
 
 void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols) {
   const int d = t->dims;
   int64_t batch = 1;
   for (int i = d - 4; i >= 0; batch *= t->shape[i--])
     if (t->shape[i] != 1 && t->stride[i] != batch * t->stride[d - 4])
-      mg_refuse(c, MG_VALUE, "%s has a stride of %lld elements in dimension %d, expected a dense tensor", name_of(c, t), (long long)t->stride[i], i);
+      mg_refuse(c, MG_VALUE, "%s has a stride of %lld elements in dimension %d, expected a dense tensor",
+                name_of(c, t), (long long)t->stride[i], i);
   map(c, mg_map, m, t, (int64_t[4]){batch, t->shape[d - 3], t->shape[d - 2], t->shape[d - 1]},
       (int64_t[4]){t->stride[d - 4], t->stride[d - 3], t->stride[d - 2], 1}, box_rows, box_cols);
 }

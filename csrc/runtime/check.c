@@ -1,5 +1,5 @@
-// Rows of ops.def as data and as checks: every bad input that can be seen in one argument, or in the memory of two, ends here with its message.
-// No tensor's data is read.
+// Rows of ops.def as data and as checks: every bad input that can be seen in one argument, or in the memory of two,
+// ends here with its message. No tensor's data is read.
 #include <float.h>
 #include <inttypes.h>
 #include <stddef.h>
@@ -16,7 +16,8 @@ const char *const mg_size_names[] = {
 #undef SIZE
 };
 
-// LET, NEEDS and TAKES as a function that sees sizes, numbers and which tensors are given by name; returns the first condition that does not hold.
+// LET, NEEDS and TAKES as a function that sees sizes, numbers and which tensors are given by name; returns the first
+// condition that does not hold.
 #define FIRST(x, ...) x
 static const float LARGEST = FLT_MAX;
 #define SEEN(name) const int64_t name = sizes->name; (void)name;
@@ -58,8 +59,10 @@ enum {
 // Each in a function of its own: there `self` is the op's struct, and the names of sizes are their places in mg_sizes.
 #define SIZE(name) name,
 #define TENSOR(name_, role_, dtype, ...) \
-  {.name = #name_, .role = ROLE_##role_, .kind = KIND_##dtype, .dims = sizeof((const char[]){__VA_ARGS__}), .offset = offsetof(self, name_), .size = {__VA_ARGS__}},
-#define NUM(type, name_, value) {.name = #name_, .role = ROLE_NUM, .kind = KIND_##type, .offset = offsetof(self, name_), .low = value, .high = value},
+  {.name = #name_, .role = ROLE_##role_, .kind = KIND_##dtype, .dims = sizeof((const char[]){__VA_ARGS__}), \
+   .offset = offsetof(self, name_), .size = {__VA_ARGS__}},
+#define NUM(type, name_, value) {.name = #name_, .role = ROLE_NUM, .kind = KIND_##type, \
+                                 .offset = offsetof(self, name_), .low = value, .high = value},
 #define LET(size_, ...) {.name = #__VA_ARGS__, .role = ROLE_LET, .size = {size_}},
 #define NEED(role_, expression, ...) {.name = #expression, .role = ROLE_##role_, .text = FIRST(__VA_ARGS__, 0)},
 #define NEEDS(...) NEED(NEEDS, __VA_ARGS__, NULL)
@@ -71,7 +74,8 @@ enum {
     _Static_assert((int)op##_arguments <= (int)MG_MAX_ARGS, "MG_MAX_ARGS of runtime.h"); \
     enum { MG_SIZES(SIZE) }; \
     static const mg_field fields[] = {__VA_ARGS__ {.role = ROLE_END}}; \
-    static const mg_row row = {.name = #op, .owner = #op, .called = op##_called, .field = fields, .arguments = op##_arguments, .defaults = &mg_##op##_defaults, \
+    static const mg_row row = {.name = #op, .owner = #op, .called = op##_called, \
+                               .field = fields, .arguments = op##_arguments, .defaults = &mg_##op##_defaults, \
                                .stream = offsetof(self, stream), .bytes = sizeof(self), .derive = op##_derive}; \
     return &row; \
   }
@@ -121,7 +125,8 @@ typedef struct list_text { char chars[200]; } list_text;
 static list_text list(const int64_t *v, int n) {
   list_text text = {"["};
   size_t at = 1;
-  for (int i = 0; i < n; i++) at += (size_t)snprintf(text.chars + at, sizeof text.chars - at, "%s%lld", i ? ", " : "", (long long)v[i]);
+  for (int i = 0; i < n; i++)
+    at += (size_t)snprintf(text.chars + at, sizeof text.chars - at, "%s%lld", i ? ", " : "", (long long)v[i]);
   snprintf(text.chars + at, sizeof text.chars - at, "]");
   return text;
 }
@@ -133,7 +138,8 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
   if (c->rule->kind == KIND_U8 && t->dtype != MG_UINT8) expected = "uint8";
   if (c->rule->kind == KIND_BF16 && t->dtype != MG_BF16) expected = "bfloat16";
   if (c->rule->kind == KIND_E4M3 && t->dtype != MG_E4M3) expected = "float8_e4m3fn";
-  if (c->rule->kind == KIND_HALF && t->dtype != MG_BF16 && t->dtype != MG_FP16 && (t->dtype != MG_FP32 || t->device != MG_CPU))
+  if (c->rule->kind == KIND_HALF && t->dtype != MG_BF16 && t->dtype != MG_FP16 &&
+      (t->dtype != MG_FP32 || t->device != MG_CPU))
     expected = t->device == MG_CPU ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
   if (c->rule->kind == KIND_REAL && t->dtype != MG_FP32 && t->dtype != c->like_tensor->dtype)
     return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected float32 or %s (as %s)", c->op, c->rule->name, found,
@@ -149,17 +155,20 @@ static mg_status check_device(const call *c, const mg_tensor *t) {
   const mg_tensor *u = c->like_tensor;
   static const char *const kinds[] = {"the CPU", "a CUDA device"};
   if (t->device != u->device)
-    return mg_fail(MG_TYPE, "%s: %s is on %s, expected %s (same as %s)", c->op, c->rule->name, kinds[t->device], kinds[u->device],
+    return mg_fail(MG_TYPE, "%s: %s is on %s, expected %s (same as %s)", c->op,
+                   c->rule->name, kinds[t->device], kinds[u->device],
                    c->like->name);
   if (t->device == MG_CUDA && t->device_index != u->device_index)
-    return mg_fail(MG_VALUE, "%s: %s is on cuda:%d, expected cuda:%d (same as %s)", c->op, c->rule->name, t->device_index, u->device_index,
+    return mg_fail(MG_VALUE, "%s: %s is on cuda:%d, expected cuda:%d (same as %s)",
+                   c->op, c->rule->name, t->device_index, u->device_index,
                    c->like->name);
   return MG_OK;
 }
 
 static bool contiguous(const mg_tensor *t) {
   int64_t expected = 1;
-  for (int i = t->dims - 1; i >= 0; expected *= t->shape[i--])   // no overflow: the caller has computed the tensor's extent
+  // No overflow: the caller has computed the tensor's extent
+  for (int i = t->dims - 1; i >= 0; expected *= t->shape[i--])
     if (t->shape[i] != 1 && t->stride[i] != expected) return false;
   return true;
 }
@@ -178,14 +187,16 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
     else if (!unit(t, t->dims - 2)) wanted = "one of the last two dimensions contiguous";
   }
   if (!wanted) return MG_OK;
-  return mg_fail(MG_VALUE, "%s: %s has shape %s and strides %s, expected %s; call .contiguous() first", c->op, c->rule->name,
+  return mg_fail(MG_VALUE, "%s: %s has shape %s and strides %s, expected %s; call .contiguous() first",
+                 c->op, c->rule->name,
                  list(t->shape, t->dims).chars, list(t->stride, t->dims).chars, wanted);
 }
 
 static mg_status check_range(const call *c, const mg_tensor *t) {
   for (int i = 0; i < t->dims; i++)
     if (t->shape[i] < 0 || t->shape[i] > INT32_MAX)
-      return mg_fail(MG_VALUE, "%s: %s has shape %s, expected 0 to 2^31 - 1 in every dimension", c->op, c->rule->name, list(t->shape, t->dims).chars);
+      return mg_fail(MG_VALUE, "%s: %s has shape %s, expected 0 to 2^31 - 1 in every dimension",
+                     c->op, c->rule->name, list(t->shape, t->dims).chars);
   return MG_OK;
 }
 
@@ -203,14 +214,16 @@ static mg_status check_memory(const call *c, const mg_tensor *t, span *s) {
     if (t->shape[i] < 2 || t->stride[i] < 0) continue;
     if (__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &step) || __builtin_mul_overflow(step, size, &step) ||
         __builtin_add_overflow(bytes, step, &bytes) || bytes > INTPTR_MAX / 2)
-      return mg_fail(MG_VALUE, "%s: %s with shape %s and strides %s reaches past the end of memory", c->op, c->rule->name,
+      return mg_fail(MG_VALUE, "%s: %s with shape %s and strides %s reaches past the end of memory",
+                     c->op, c->rule->name,
                      list(t->shape, t->dims).chars, list(t->stride, t->dims).chars);
   }
   if ((status = check_strides(c, t))) return status;
   if (!t->data) return mg_fail(MG_VALUE, "%s: %s has no memory (a null pointer)", c->op, c->rule->name);
   uintptr_t first = (uintptr_t)t->data;
   if (first % (uintptr_t)size || first > UINTPTR_MAX - (uintptr_t)bytes)
-    return mg_fail(MG_VALUE, "%s: %s is at address %p, expected a multiple of %d", c->op, c->rule->name, t->data, (int)size);
+    return mg_fail(MG_VALUE, "%s: %s is at address %p, expected a multiple of %d",
+                   c->op, c->rule->name, t->data, (int)size);
   *s = (span){first, first + (uintptr_t)bytes};
   return MG_OK;
 }
@@ -238,8 +251,9 @@ static int64_t reach_in_period(const mg_tensor *t, int64_t period) {
   return bytes;
 }
 
-// Evidence that overlapping ranges share no byte: some stride of `a` is a period in which both occupy fixed, disjoint windows, as the
-// slices of one fused buffer do. Every address of a tensor is, modulo the period, within its reach of the first one's.
+// Evidence that overlapping ranges share no byte: some stride of `a` is a period in which both occupy fixed, disjoint
+// windows, as the slices of one fused buffer do. Every address of a tensor is, modulo the period, within its reach of
+// the first one's.
 static bool interleaved(const mg_tensor *a, const mg_tensor *b) {
   for (int i = 0; i < a->dims; i++) {
     if (a->shape[i] < 2 || a->stride[i] == 0) continue;
@@ -262,14 +276,17 @@ static mg_status check_outputs(const call *c, const given *g, int n) {
   for (int i = 0; i < n; i++) {
     const mg_tensor *t = g[i].tensor;
     if (!mg_is_written(g[i].rule) || g[i].memory.first == g[i].memory.end) continue;
-    if (t->read_only) return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only", c->op, g[i].rule->name);
+    if (t->read_only)
+      return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only", c->op, g[i].rule->name);
     if (!distinct(t))
-      return mg_fail(MG_BUFFER, "%s: %s is written, but with shape %s and strides %s its elements may share memory", c->op,
+      return mg_fail(MG_BUFFER, "%s: %s is written, but with shape %s and strides %s its elements may share memory",
+                     c->op,
                      g[i].rule->name, list(t->shape, t->dims).chars, list(t->stride, t->dims).chars);
     for (int j = 0; j < n; j++)
       if (j != i && g[j].memory.first != g[j].memory.end && (j > i || !mg_is_written(g[j].rule)) &&
           !disjoint(t, g[i].memory, g[j].tensor, g[j].memory))
-        return mg_fail(MG_BUFFER, "%s: %s is written, but shares memory with %s", c->op, g[i].rule->name, g[j].rule->name);
+        return mg_fail(MG_BUFFER, "%s: %s is written, but shares memory with %s",
+                       c->op, g[i].rule->name, g[j].rule->name);
   }
   return MG_OK;
 }
@@ -278,7 +295,8 @@ static mg_status check_outputs(const call *c, const given *g, int n) {
 static mg_status check_arg(call *c, const mg_field *rule, const mg_tensor *t, span *s) {
   mg_status status;
   c->rule = rule;
-  if (t->dims != rule->dims) return mg_fail(MG_VALUE, "%s: %s has %d dimensions, expected %d", c->op, rule->name, t->dims, rule->dims);
+  if (t->dims != rule->dims)
+    return mg_fail(MG_VALUE, "%s: %s has %d dimensions, expected %d", c->op, rule->name, t->dims, rule->dims);
   if ((status = check_device(c, t)) || (status = check_dtype(c, t))) return status;
   return s ? check_memory(c, t, s) : check_range(c, t);
 }
@@ -293,7 +311,8 @@ static const char *let_of(const mg_row *row, int size) {   // its expression
   return "?";
 }
 
-static mg_status compare(const char *op, const mg_row *row, const mg_field *f, const mg_tensor *t, int64_t *n, bound *first) {
+static mg_status compare(const char *op, const mg_row *row, const mg_field *f,
+                         const mg_tensor *t, int64_t *n, bound *first) {
   for (int i = 0; i < f->dims; i++) {
     const int s = f->size[i];
     if (!first[s].field && n[s] < 0) {
@@ -301,14 +320,17 @@ static mg_status compare(const char *op, const mg_row *row, const mg_field *f, c
       n[s] = t->shape[i];
     } else if (t->shape[i] != n[s]) {
       const bool let = !first[s].field;
-      return mg_fail(MG_VALUE, "%s: %s has size %lld in dimension %d, expected %lld (%s %s %s)", op, f->name, (long long)t->shape[i], i,
+      return mg_fail(MG_VALUE, "%s: %s has size %lld in dimension %d, expected %lld (%s %s %s)",
+                     op, f->name, (long long)t->shape[i], i,
                      (long long)n[s], mg_size_names[s], let ? "=" : "of", let ? let_of(row, s) : first[s].field->name);
     }
   }
   return MG_OK;
 }
 
-static bool in_word(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_'; }
+static bool in_word(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+}
 static bool mentions(const char *expression, const char *name) {
   const size_t length = strlen(name);
   for (const char *at = expression; (at = strstr(at, name)); at += length)
@@ -334,7 +356,8 @@ static void print_number(char text[32], const mg_field *f, const void *p) {
 }
 
 // "ssd_fwd: H = 4 (dimension 2 of x), G = 3 (dimension 2 of b), expected H == 0 || ..."
-static mg_status refuse(const char *op, const mg_row *row, const void *args, const mg_need *need, const int64_t *n, const bound *first) {
+static mg_status refuse(const char *op, const mg_row *row, const void *args,
+                        const mg_need *need, const int64_t *n, const bound *first) {
   char found[600] = "", number[32];
   size_t at = 0;
 #define FOUND(...) at += (size_t)snprintf(found + at, at < sizeof found ? sizeof found - at : 0, __VA_ARGS__)
@@ -362,12 +385,14 @@ static mg_status check_known(const char *op, const mg_row *row, const int64_t *n
   for (const mg_field *f = row->field; f < row->field + row->arguments; f++)
     for (int i = 0; i < f->dims && mg_is_read(f) && !mg_may_miss(f); i++)
       if (n[f->size[i]] < 0)
-        return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor, or another of size %s in one of its dimensions", op, f->name, mg_size_names[f->size[i]]);
+        return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor, or another of size %s in one of its dimensions",
+                       op, f->name, mg_size_names[f->size[i]]);
   return MG_OK;
 }
 
 // What is read decides, and LET; results are compared with both.
-static mg_status check_sizes(const char *op, const mg_row *row, const void *args, const given *g, int count, bool only_space,
+static mg_status check_sizes(const char *op, const mg_row *row, const void *args,
+                             const given *g, int count, bool only_space,
                              mg_sizes *sizes) {
   int64_t *n = (int64_t *)sizes;
   bound first[MG_SIZE_COUNT] = {0};
@@ -391,7 +416,8 @@ mg_status mg_check(mg_op op, const void *args, mg_sizes *sizes, bool only_space)
   for (const mg_field *f = row->field; f < row->field + row->arguments; f++) {
     if (!mg_is_tensor(f) || (only_space && !mg_is_read(f))) continue;
     const mg_tensor *t = mg_arg(args, f);
-    if (!t && !only_space && !mg_may_miss(f)) return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, f->name);
+    if (!t && !only_space && !mg_may_miss(f))
+      return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, f->name);
     if (!t) continue;
     if (like < 0 && (f->role == ROLE_IN || f->role == ROLE_MAT)) like = n;
     g[n++] = (given){.rule = f, .tensor = t};

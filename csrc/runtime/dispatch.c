@@ -29,7 +29,11 @@ static inline bool stands_beside(const mg_kernel *row, mg_op main, const mg_prob
   const type field = problem->field; \
   (void)field;
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  static bool name##_when(const mg_kernel *row, const mg_problem *problem) { (void)row; FIELDS(UNPACK) MG_SIZES(UNPACK_SIZE) return condition; }
+  static bool name##_when(const mg_kernel *row, const mg_problem *problem) { \
+    (void)row; \
+    FIELDS(UNPACK) MG_SIZES(UNPACK_SIZE) \
+    return condition; \
+  }
 #define UNPACK_SIZE(name) \
   const int64_t name = problem->size.name; \
   (void)name;
@@ -84,7 +88,8 @@ const mg_kernel_desc *mg_desc(const mg_kernel *row) {
   return row->desc[isa];
 }
 
-// Text that grows in a buffer of fixed size; `length` is what the whole would need. append() to none, NULL, does nothing.
+// Text that grows in a buffer of fixed size; `length` is what the whole would need. append() to none, NULL, does
+// nothing.
 typedef struct text { char *chars; size_t size, length; } text;
 
 __attribute__((format(printf, 2, 3))) static void append(text *t, const char *format, ...) {
@@ -150,7 +155,8 @@ static void append_problem(text *t, mg_op op, const mg_problem *p) {
     append(t, ", %s=%lld", #field, (long long)p->field);
   FIELDS(FIELD)
 #undef FIELD
-  const bool in_fields = has_size(op, offsetof(mg_sizes, NQ) / sizeof *sizes);   // attention's: its rows' sizes are some of the fields
+  // Attention's: its rows' sizes are some of the fields
+  const bool in_fields = has_size(op, offsetof(mg_sizes, NQ) / sizeof *sizes);
   for (int i = 0; i < MG_SIZE_COUNT && !in_fields; i++)
     if (has_size(op, i) && sizes[i] > 0) append(t, ", %s=%lld", mg_size_names[i], (long long)sizes[i]);
   append(t, p->gpu ? ", on the GPU" : ", on the CPU");

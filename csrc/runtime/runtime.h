@@ -39,11 +39,13 @@ enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 32 };
 
 // A row as data.
 typedef enum mg_role {
-  ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_OPTWORK, ROLE_SPACE, ROLE_INOUT, ROLE_INOUTMAT, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS,
+  ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_OPTWORK, ROLE_SPACE,
+  ROLE_INOUT, ROLE_INOUTMAT, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS,
   ROLE_TAKES, ROLE_DRAW
 } mg_role;
 typedef enum mg_kind {
-  KIND_HALF, KIND_REAL, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float, KIND_int, KIND_bool, KIND_int64_t, KIND_uint64_t
+  KIND_HALF, KIND_REAL, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float,
+  KIND_int, KIND_bool, KIND_int64_t, KIND_uint64_t
 } mg_kind;
 typedef struct mg_field {
   const char *name;                 // LET, NEEDS, TAKES: the expression
@@ -65,7 +67,8 @@ typedef struct mg_row {
   int arguments;                    // tensors and numbers, which come first
   const void *defaults;             // the op's struct of arguments where no argument is given
   size_t stream, bytes;             // offset of the stream in the struct of arguments, and its size
-  const mg_need *(*derive)(const void *args, mg_sizes *n);   // computes LETs; the first of NEEDS and TAKES that does not hold, or NULL
+  const mg_need *(*derive)(const void *args, mg_sizes *n);   // computes LETs; the first of NEEDS and TAKES that does
+                                                             // not hold, or NULL
 } mg_row;
 const mg_row *mg_row_of(mg_op op);
 extern const char *const mg_size_names[];
@@ -80,8 +83,9 @@ static inline bool mg_may_miss(const mg_field *f) {
   return f->role == ROLE_OPTOUT || f->role == ROLE_OPTWORK || f->role == ROLE_SPACE || f->role == ROLE_OPT;
 }
 
-// Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row in ops.def says.
-// only_space: what mg_<op>_workspace may ask, of the tensors that are given and read: ranks, devices, dtypes, sizes and NEEDS.
+// Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row
+// in ops.def says. only_space: what mg_<op>_workspace may ask, of the tensors that are given and read: ranks, devices,
+// dtypes, sizes and NEEDS.
 mg_status mg_check(mg_op op, const void *args, mg_sizes *n, bool only_space);
 
 // as in messages: "attention", "attention_backward"
@@ -207,22 +211,27 @@ __attribute__((format(printf, 3, 4))) mg_status mg_refuse(mg_call *c, mg_status 
 // The first of `bytes` bytes of workspace; NULL and a failure where there are fewer, or not at a multiple of 16.
 void *mg_space(mg_call *c, const mg_tensor *workspace, size_t bytes);
 void mg_set(mg_call *c, void *data, uint32_t word, size_t word_bytes, int64_t n);   // mg_fill
-// t as a map: its last two dimensions are rows and columns, one before them is the batch, two are batch and head. once: see mg_map_once.
+// t as a map: its last two dimensions are rows and columns, one before them is the batch, two are batch and head. once:
+// see mg_map_once.
 void mg_map_rows(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
 void mg_map_rows_once(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
 void mg_map_turned(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);   // a matrix, transposed
 void mg_map_bthd(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);     // [batch, row, head, column]
 void mg_map_bthd_once(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
-void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);    // dense; [batch ..., head, row, column]
+// dense; [batch ..., head, row, column]
+void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box_cols);
 int mg_tasks(mg_call *c, int64_t tasks, const char *what);   // as an int; more than 2^30 are refused
 // Blocks of a grid for `tasks` clusters: where a grid is resident, no more than there is room for at a time.
 int64_t mg_resident(const mg_call *c, int64_t tasks);
 mg_status mg_run(mg_call *c, const void *params, int64_t blocks);
-static inline mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks) { return mg_run(c, params, mg_resident(c, tasks)); }
+static inline mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks) {
+  return mg_run(c, params, mg_resident(c, tasks));
+}
 
 // ---- text for explain(); written to buf, always terminated; returns the length that was needed
 // c NULL: on the kind of device the problem says, as if it were there (an H100 for the GPU). *row: what takes the
 // problem, or NULL.
 size_t mg_explain(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c, char *buf, size_t n);
-// attention/attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds them up.
+// attention/attention_decode.c: into how many splits attention_decode cuts the keys and why, and the kernel that adds
+// them up.
 size_t mg_explain_splits(const mg_problem *p, const mg_context *c, char *buf, size_t n);

@@ -70,7 +70,8 @@ static mg_status map(gmap *m, const mg_context *c, const char *name, void *data,
   const uint32_t box[DIMS] = {(uint32_t)box_cols, (uint32_t)box_rows, 1, 1}, steps[DIMS] = {1, 1, 1, 1};
   bool pushed;   // the driver wants a context, and a thread of autograd has none
   if ((status = mg_gpu_enter(c->gpu, &pushed))) return status;
-  int error = mg_cu.cuTensorMapEncodeTiled(m, types[dtype], DIMS, data, sizes, strides, box, steps, CU_MAP_INTERLEAVE_NONE,
+  int error = mg_cu.cuTensorMapEncodeTiled(m, types[dtype], DIMS, data, sizes,
+                                           strides, box, steps, CU_MAP_INTERLEAVE_NONE,
                                            swizzle, l2, CU_MAP_FILL_ZERO);
   return mg_gpu_leave(pushed, error ? mg_driver_fail(error, "%s cannot be mapped for the GPU", name) : MG_OK);
 }

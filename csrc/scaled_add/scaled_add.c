@@ -5,7 +5,8 @@
 mg_status mg_scaled_add(const mg_scaled_add_args *a) {
   mg_call c;
   if (!mg_open(&c, MG_OP_scaled_add, a)) return c.status;
-  const int64_t col_blocks = mg_ceil_div(c.n.N, c.desc->tile_n), tasks = mg_ceil_div(c.n.M, c.desc->tile_m) * col_blocks;
+  const int64_t col_blocks = mg_ceil_div(c.n.N, c.desc->tile_n),
+                tasks = mg_ceil_div(c.n.M, c.desc->tile_m) * col_blocks;
   scaled_add_params p = {.tasks = mg_tasks(&c, tasks, "tiles"), .col_blocks = (int)col_blocks, .scale = a->scale};
   mg_map_rows(&c, &p.a, a->a, c.desc->tile_m, 64);
   mg_map_rows(&c, &p.b, a->b, c.desc->tile_m, 64);

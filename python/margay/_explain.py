@@ -95,7 +95,7 @@ def _explain_row(op, library, named, given):
     sizes = {size: n for f, t in inputs for size, n in zip(f["sizes"], t.shape)}
     sizes |= {let: eval(code, {}, sizes) for let, _, code in row.lets}
     empty = [_op.default(f) if f["role"] == "num" else
-             library.empty([sizes[size] for size in f["sizes"]], None if f["kind"] == "half" else f["kind"], like)
+             library.empty([sizes[size] for size in f["sizes"]], None if f["kind"] in ("half", "real") else f["kind"], like)
              for f in backward.arguments]
     return [], copied, [lambda: getattr(_C, backward.name)(*empty)]
 

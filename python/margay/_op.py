@@ -74,7 +74,8 @@ class Row:
     # ---- pieces of generated text
 
     def size(self, name):
-        """Where a size is read: from the first input that has it, best one that is always there. LET: its expression."""
+        """Where a size is read: from the first input that has it, best one that is always there. LET: its
+        expression."""
         for f in self.inputs:
             if f["role"] != "opt" and name in f["sizes"]:
                 return f"{f['name']}.shape[{f['sizes'].index(name)}]"
@@ -105,7 +106,8 @@ class Row:
         """The dtype of a gradient: its input's, or where that is not given the first one's."""
         reals = {r["name"]: r for r in self.inputs if r["kind"] == "real"}
         of, first = reals[f["name"][1:]], next(iter(reals))
-        return f"{of['name']}.dtype" if of["role"] != "opt" else f"({first} if {of['name']} is None else {of['name']}).dtype"
+        return (f"{of['name']}.dtype" if of["role"] != "opt"
+                else f"({first} if {of['name']} is None else {of['name']}).dtype")
 
     def signature(self, tensor="", optional="", numbers=False):
         """Inputs and numbers, with defaults once all that follow have one."""
@@ -469,13 +471,15 @@ def _no_gradient(row):
 
 def _check_names(row, backward):
     """A gradient by a name that the forward does not know would be lost without a word."""
-    inputs, results, saves, numbers = ([f["name"] for f in fields] for fields in (row.inputs, row.results, row.saves, row.numbers))
+    inputs, results, saves, numbers = ([f["name"] for f in fields]
+                                       for fields in (row.inputs, row.results, row.saves, row.numbers))
     read, written = ["d" + name for name in results] + inputs + results + saves, ["d" + name for name in inputs]
     for what, fields, expected in (("reads", backward.inputs, read), ("reads", backward.numbers, numbers),
                                    ("writes", backward.results, written)):
         unknown = [f["name"] for f in fields if f["name"] not in expected]
         if unknown:
-            raise TypeError(f"{backward.name}: {what} {unknown[0]}; by its row, {row.name} has {', '.join(expected) or 'none'}")
+            raise TypeError(f"{backward.name}: {what} {unknown[0]}; by its row, {row.name} has "
+                            f"{', '.join(expected) or 'none'}")
 
 
 def _gradient_by_names(torch, t, row, backward, shapes):

@@ -45,7 +45,8 @@ SIZES = {
 
 
 def default_text():
-    """Documentation of the Python that runs: its help topics, then the docstrings of its standard library, in a fixed order."""
+    """Documentation of the Python that runs: its help topics, then the docstrings of its standard library, in a fixed
+    order."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -119,7 +120,8 @@ class Block(torch.nn.Module):
     def __init__(self, width, heads, head_dim):
         super().__init__()
         self.norm1, self.attention = torch.nn.LayerNorm(width), SelfAttention(width, heads, head_dim=head_dim)
-        self.norm2, self.up, self.down = torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.norm2, self.up, self.down = (torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width),
+                                          torch.nn.Linear(4 * width, width))
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -127,8 +129,8 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """tokens [batch, rows] to logits [batch, rows, 256]. A position begins as the sum of embeddings: of its byte, of each
-    of the REACH - 1 bytes before it, and of the position."""
+    """tokens [batch, rows] to logits [batch, rows, 256]. A position begins as the sum of embeddings: of its byte, of
+    each of the REACH - 1 bytes before it, and of the position."""
 
     REACH = 4
 
@@ -273,7 +275,8 @@ def gradients(model, function, chunk):
 
 
 def far(grads, reference):
-    """{group: (distance, change of length)}: relative to the reference, the root mean square over the group's weights."""
+    """{group: (distance, change of length)}: relative to the reference, the root mean square over the group's
+    weights."""
     result = {}
     for group, tensors in reference.items():
         shares = []
@@ -308,7 +311,8 @@ are one rounding away), for the weights that make q, k and v and for all others:
         medians = {group: [statistics.median(found[group][i][j] for _, found in checks) for j in range(2)]
                    for group in GROUPS}
         print(f"median {measure}: "
-              + ", ".join(f"{group} {apart:.1e} (allowed {allowed:.1e})" for group, (apart, allowed) in medians.items()))
+              + ", ".join(f"{group} {apart:.1e} (allowed {allowed:.1e})"
+                          for group, (apart, allowed) in medians.items()))
     speed, other = ours.speed(size), theirs.speed(size)
     print(f"speed: margay {speed:,.0f} tokens/s, torch {other:,.0f} tokens/s: {speed / other:.2f} times "
           f"(medians of {len(ours.seconds)} steps of each, timed in turn)")
@@ -324,7 +328,8 @@ def plot(ours, theirs, checks, size, out):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=(3, 2), layout="constrained")
+    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7),
+                                            height_ratios=(3, 2), layout="constrained")
     top.plot(theirs.losses, color="tab:orange", linewidth=3, label=f"torch, {theirs.speed(size):,.0f} tokens/s")
     top.plot(ours.losses, color="tab:blue", linewidth=1, label=f"margay, {ours.speed(size):,.0f} tokens/s")
     top.set(ylabel="loss (nats per byte)", title="Byte-level transformer, same seed, same batches, two attentions")
@@ -375,7 +380,8 @@ def main(arguments=None):
         _needs.stop(PROGRAM, f"the text has {len(data)} bytes, expected more than {size['rows']}")
     options.out.mkdir(parents=True, exist_ok=True)
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads of {os.cpu_count()}"
+    where = (torch.cuda.get_device_name() if device == "cuda"
+             else f"{torch.get_num_threads()} CPU threads of {os.cpu_count()}")
     print(f"{len(data):,} bytes of text, {'bfloat16 autocast' if device == 'cuda' else 'float32'}, {where}")
     ours, theirs, checks = train(text, size, device)
     wrong = report(ours, theirs, checks, size)

@@ -140,7 +140,8 @@ def test_bad_02_attention_shape():
                                "attention_decode: v_cache has size 32 in dimension 3, expected 64 (K of q)"),
                               (2, (3, 50, 2, 64),
                                "attention_decode: v_cache has size 50 in dimension 1, expected 80 (ROWS of k_cache)"),
-                              (1, (3, 80, 0, 64), "attention_decode: v_cache has size 2 in dimension 2, expected 0 (HK of")):
+                              (1, (3, 80, 0, 64),
+                               "attention_decode: v_cache has size 2 in dimension 2, expected 0 (HK of")):
         arguments = with_argument(decode(), i, torch.zeros(shape).bfloat16())
         refused(ValueError, message, mg.attention_decode, *arguments)
         refused(ValueError, message, mg.attention_decode, *(t.float().numpy() for t in arguments))
@@ -293,7 +294,8 @@ def test_bad_10_11_attention_empty(device):
         assert (out == 0).all() and (lse == -math.inf).all()
     out, lse = mg.attention_decode(q, k[:, :0], v[:, :0], sink=sink, return_lse=True)
     assert (out == 0).all() and (lse == 1).all()
-    refused(ValueError, "attention_decode: B = 2 (dimension 0 of q), CACHES = 0 (dimension 0 of k_cache), page_table is "
+    refused(ValueError,
+            "attention_decode: B = 2 (dimension 0 of q), CACHES = 0 (dimension 0 of k_cache), page_table is "
             "missing, cache_batch_idx is missing, expected k_cache with a cache for each sequence",
             mg.attention_decode, q, k[:0], v[:0])
     cache, other, new, _ = append(device)
@@ -539,7 +541,8 @@ def test_bad_22_lengths():
         refused(TypeError, f"{op}: page_table is list, expected torch.Tensor", call, *arguments, cache_seqlens=3,
                 page_table=[[0]])
         refused(ValueError, f"{op}: page_table has", call, *arguments, cache_seqlens=3, page_table=numbers(0, 1))
-        refused(ValueError, "TABLE = 1 (dimension 0 of page_table), expected a row of page_table for each", call, *arguments,
+        refused(ValueError, "TABLE = 1 (dimension 0 of page_table), expected a row of page_table for each",
+                call, *arguments,
                 cache_seqlens=3, page_table=numbers(0, 1)[None])
         # in place, and what is brought in order first
         for pages in (arguments, [t[:, :15] if t.shape[1] == 80 else t for t in arguments]):
@@ -550,7 +553,8 @@ def test_bad_22_lengths():
                     page_table=table, cache_batch_idx=numbers(0, 1).long())
             refused(TypeError, f"{op}: page_table has dtype int64, expected int32", call, *pages, cache_seqlens=3,
                     page_table=table[:2].long())
-            refused(ValueError, "TABLE = 4 (dimension 0 of page_table), expected a row of page_table for each", call, *pages,
+            refused(ValueError, "TABLE = 4 (dimension 0 of page_table), expected a row of page_table for each",
+                    call, *pages,
                     cache_seqlens=3, page_table=table)
 
 

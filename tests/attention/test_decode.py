@@ -47,9 +47,10 @@ class DecodeCase:
         options = [name for name in ("causal", "sink", "indexed")
                    if getattr(self, name)] + [f"{name}{getattr(self, name)}" for name in ("page", "slopes", "splits")
                                               if getattr(self, name)]
-        options += ["window" +
-                    "x".join(map(str, self.window))] * (self.window != (-1, -1)) + [f"cap{self.softcap}"] * bool(self.softcap)
-        return f"seed{self.seed}-b{self.batch}-q{self.queries}-h{self.heads}x{self.k_heads}-d{self.dim}-n{lengths}of{self.rows}-{str(self.dtype)[6:]}-{'-'.join(options) or 'plain'}"
+        options += (["window" + "x".join(map(str, self.window))] * (self.window != (-1, -1)) +
+                    [f"cap{self.softcap}"] * bool(self.softcap))
+        return (f"seed{self.seed}-b{self.batch}-q{self.queries}-h{self.heads}x{self.k_heads}-d{self.dim}"
+                f"-n{lengths}of{self.rows}-{str(self.dtype)[6:]}-{'-'.join(options) or 'plain'}")
 
 
 def random_case(seed):
@@ -465,10 +466,12 @@ def test_raw_pages():
     pages = [torch.zeros(9, 16, 2, 64).bfloat16() for _ in range(2)]
     q, table, index = torch.zeros(2, 1, 4, 64).bfloat16(), torch.zeros(2, 3, **INT), torch.zeros(2, **INT)
     settings = 0.0, False, -1, -1, 0.0, -1, 1
-    with pytest.raises(ValueError, match="attention_decode: page_table is given, cache_batch_idx is given, expected at most one of them"):
+    with pytest.raises(ValueError, match="attention_decode: page_table is given, cache_batch_idx is given, expected at "
+                       "most one of them"):
         _C.attention_decode(q.clone(), None, q, *pages, None, table, index, None, None, None, *settings)
     with pytest.raises(NotImplementedError,
-                       match=r"attention_decode: ROWS = 5 \(dimension 1 of k_cache\), .*, expected k_cache with pages of a "
+                       match=r"attention_decode: ROWS = 5 \(dimension 1 of k_cache\), .*, expected k_cache with "
+                       r"pages of a "
                              "multiple of 16 keys"):
         _C.attention_decode(q.clone(), None, q, *(t[:, :5] for t in pages), None, table, None, None, None, None,
                             *settings)

@@ -154,8 +154,10 @@ def check(case, device):
     assert not finite.any() or float((found[1].double() - exact[1])[finite].abs().max()) <= 4 * relative * 2 + 1e-6
     if case.sink and q.numel():
         # of out, in delta
-        rounding = torch.finfo(case.dtype).eps / 2 * float((found[0].double() * dout.double()).abs().sum(2).norm(dim=0).max())
-        assert float((found[5].double() - exact[5]).abs().max()) <= 3 * float((plain[5].double() - exact[5]).abs().max()) + rounding + 1e-5
+        rounding = (torch.finfo(case.dtype).eps / 2 *
+                    float((found[0].double() * dout.double()).abs().sum(2).norm(dim=0).max()))
+        assert (float((found[5].double() - exact[5]).abs().max()) <=
+                3 * float((plain[5].double() - exact[5]).abs().max()) + rounding + 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -289,7 +291,8 @@ def test_numpy():
 BAD = [
     (dict(sink=torch.zeros(3)), ValueError, r"sink has size 3 in dimension 0, expected 2 \(H of q\)"),
     (dict(alibi_slopes=torch.zeros(3)), ValueError, r"alibi_slopes has size 3 in dimension 1, expected 2 \(H of q\)"),
-    (dict(alibi_slopes=torch.zeros(4, 2)), ValueError, r"SLOPES = 4 \(dimension 0 of alibi_slopes\), .*expected alibi_slopes of shape \[1, H\] or \[B, H\]"),
+    (dict(alibi_slopes=torch.zeros(4, 2)), ValueError,
+     r"SLOPES = 4 \(dimension 0 of alibi_slopes\), .*expected alibi_slopes of shape \[1, H\] or \[B, H\]"),
     (dict(softcap=-1.0), ValueError, "softcap is -1, expected 0"),
     (dict(softcap=math.nan), ValueError, "softcap is nan"),
     (dict(dropout_p=1.0), ValueError, "dropout_p is 1, expected 0 to less than 1"),
@@ -313,7 +316,8 @@ def test_bad_starts():
     q = torch.randn(10, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="attention: cu_seqlens_k is None"):
         mg.attention_varlen(q, q, q, torch.tensor([0, 10]), None, 10, 10)
-    with pytest.raises(ValueError, match=r"cu_seqlens_k has size 3 in dimension 0, expected 2 \(STARTS of cu_seqlens_q\)"):
+    with pytest.raises(ValueError,
+                       match=r"cu_seqlens_k has size 3 in dimension 0, expected 2 \(STARTS of cu_seqlens_q\)"):
         mg.attention_varlen(q, q, q, torch.tensor([0, 10]), torch.tensor([0, 5, 10]), 10, 10)
     with pytest.raises(ValueError, match="max_seqlen_q is -1"):
         mg.attention_varlen(q, q, q, torch.tensor([0, 10]), torch.tensor([0, 10]), -1, 10)

@@ -36,8 +36,8 @@ class Case:
         self.__dict__ |= given
 
     def __str__(self):
-        return (f"seed{self.seed}-b{self.batch}-h{self.heads}x{self.kv_heads}-n{self.rows}x{self.kv_rows}-d{self.dim}x{self.dim_v}"
-                f"-{'causal' if self.causal else 'full'}-{self.layout.replace(' ', '_')}")
+        return (f"seed{self.seed}-b{self.batch}-h{self.heads}x{self.kv_heads}-n{self.rows}x{self.kv_rows}"
+                f"-d{self.dim}x{self.dim_v}-{'causal' if self.causal else 'full'}-{self.layout.replace(' ', '_')}")
 
     def inputs(self, device):
         """q, k, v and their factors or None. Memory beside the tensors is NaN."""

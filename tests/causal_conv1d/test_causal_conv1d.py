@@ -75,23 +75,28 @@ class Problem:
         if "states" in kind:
             self.tensors["initial_states"] = make(places, w - 1, c, gap=gap)
         self.dout, self.dfinal = make(b, t, c).detach(), make(places, w - 1, c).detach()
-        self.label = f"seed {seed}: {kind} {self.dtype} {[b, t, c]} W={w} silu={self.silu} weight {wide} gap {gap} bias {'bias' in self.tensors}"
+        self.label = (f"seed {seed}: {kind} {self.dtype} {[b, t, c]} W={w} silu={self.silu} weight {wide} gap {gap} "
+                      f"bias {'bias' in self.tensors}")
 
     def results(self, function, cast=lambda t: t):
         """out, final states and all gradients, by name."""
         given = {name: cast(t.detach()).requires_grad_() for name, t in self.tensors.items()}
         out, final = function(given)
-        grads = torch.autograd.grad((out, final), list(given.values()), (self.dout.to(out.dtype), self.dfinal.to(final.dtype)),
+        grads = torch.autograd.grad((out, final), list(given.values()),
+                                    (self.dout.to(out.dtype), self.dfinal.to(final.dtype)),
                                     allow_unused=True)
         found = {"out": out.detach(), "final_states": final.detach()}
-        return found | {"d" + name: torch.zeros_like(t) if grad is None else grad for (name, t), grad in zip(given.items(), grads)}
+        return found | {"d" + name: torch.zeros_like(t) if grad is None else grad
+                        for (name, t), grad in zip(given.items(), grads)}
 
     def ours(self):
-        return self.results(lambda g: mg.causal_conv1d(**g, activation="silu" if self.silu else None, return_final_states=True,
+        return self.results(lambda g: mg.causal_conv1d(**g, activation="silu" if self.silu else None,
+                                                       return_final_states=True,
                                                        cu_seqlens=self.cu_seqlens, seq_idx=self.seq_idx))
 
     def in_dtype(self, dtype):
-        call = lambda g: formula(g["x"], g["weight"], g.get("bias"), g.get("initial_states"), self.cu_seqlens, self.seq_idx, self.silu)  # noqa: E731
+        call = lambda g: formula(g["x"], g["weight"], g.get("bias"), g.get("initial_states"),  # noqa: E731
+                                 self.cu_seqlens, self.seq_idx, self.silu)
         return self.results(call, lambda t: t.to(dtype))
 
     def check(self):
@@ -102,7 +107,8 @@ class Problem:
                 assert torch.equal(found, exact[name].to(found.dtype)), self.label
                 continue
             tiny = 8 * torch.finfo(found.dtype).eps * (1 + float(exact[name].abs().max()) if exact[name].numel() else 0)
-            check_error(f"{self.label}: {name}", found, plain[name], exact[name], 3 if name[0] == "d" else 2, (1e-5, tiny))
+            check_error(f"{self.label}: {name}", found, plain[name], exact[name],
+                        3 if name[0] == "d" else 2, (1e-5, tiny))
             assert found.dtype == (self.tensors[name[1:]].dtype if name[0] == "d" else self.dtype)
 
 
@@ -133,7 +139,8 @@ def test_many_segments(device, shape):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_follow_each_other(device):
-    """States carried across calls give one long call; packed sequences give the separate ones; a step is a short call."""
+    """States carried across calls give one long call; packed sequences give the separate ones; a step is a short
+    call."""
     p = Problem(5, device, dtypes_of(device)[:1], (2, 150, 72), "plain", True)
     x, weight = p.tensors["x"].detach(), p.tensors["weight"].detach()
     out, final = mg.causal_conv1d(x, weight, activation="silu", return_final_states=True)
@@ -179,7 +186,8 @@ def test_empty(device):
 
 
 def test_numpy():
-    x, weight, bias = (np.random.default_rng(0).standard_normal(s).astype(np.float32) for s in ((2, 70, 24), (24, 3), (24,)))
+    x, weight, bias = (np.random.default_rng(0).standard_normal(s).astype(np.float32)
+                       for s in ((2, 70, 24), (24, 3), (24,)))
     out, final = mg.causal_conv1d(x, weight, bias, activation="swish", return_final_states=True)
     exact, _ = formula(*(torch.tensor(a, dtype=torch.float64) for a in (x, weight, bias)), silu=True)
     assert isinstance(out, np.ndarray) and np.allclose(out, exact.numpy(), atol=1e-5) and (final == x[:, -2:]).all()
@@ -188,7 +196,8 @@ def test_numpy():
 def test_compiled_and_vmapped():
     p = Problem(9, "cpu", (torch.float32,), (2, 40, 16), "states", True)
     t = {name: tensor.detach() for name, tensor in p.tensors.items()}
-    call = lambda x, weight, initial: mg.causal_conv1d(x, weight, activation="silu", initial_states=initial)  # noqa: E731
+    call = lambda x, weight, initial: mg.causal_conv1d(x, weight, activation="silu",  # noqa: E731
+                                                       initial_states=initial)
     plain = call(t["x"], t["weight"], t["initial_states"])
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(t["x"], t["weight"], t["initial_states"]), plain)
@@ -202,15 +211,24 @@ def test_refusals():
     starts = lambda *n: torch.tensor(n, dtype=torch.int32)  # noqa: E731
     for call, error, words in (
             (lambda: mg.causal_conv1d(x, weight, activation="relu"), ValueError, "causal_conv1d: activation is 'relu'"),
-            (lambda: mg.causal_conv1d(x, torch.zeros(8, 5)), ValueError, "causal_conv1d: W = 5 (dimension 1 of weight), expected W >= 2 && W <= 4"),
-            (lambda: mg.causal_conv1d(x, torch.zeros(7, 4)), ValueError, "causal_conv1d: weight has size 7 in dimension 0, expected 8 (C of x)"),
-            (lambda: mg.causal_conv1d(x, weight.half()), TypeError, "causal_conv1d: weight has dtype float16, expected float32 or bfloat16 (as x)"),
-            (lambda: mg.causal_conv1d(x, weight, initial_states=torch.zeros(1, 2, 8, dtype=x.dtype)), ValueError, "PAST = 2 (dimension 1 of initial_states), expected states of W - 1 steps"),
-            (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(0, 5, 10)), ValueError, "causal_conv1d_packed: cu_seqlens[2] is 10, expected 5 to 9"),
-            (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(0, 5, 4)), ValueError, "causal_conv1d_packed: cu_seqlens[2] is 4, expected 5 to 9"),
-            (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(1, 9)), ValueError, "causal_conv1d_packed: cu_seqlens[0] is 1, expected 0 to 0"),
-            (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(0, 9), seq_idx=starts(*range(9))[None]), ValueError, "at most one of them"),
-            (lambda: mg.causal_conv1d(torch.cat([x, x]), weight, cu_seqlens=starts(0, 9)), ValueError, "B = 2 (dimension 0 of x), expected B == 1")):
+            (lambda: mg.causal_conv1d(x, torch.zeros(8, 5)), ValueError,
+             "causal_conv1d: W = 5 (dimension 1 of weight), expected W >= 2 && W <= 4"),
+            (lambda: mg.causal_conv1d(x, torch.zeros(7, 4)), ValueError,
+             "causal_conv1d: weight has size 7 in dimension 0, expected 8 (C of x)"),
+            (lambda: mg.causal_conv1d(x, weight.half()), TypeError,
+             "causal_conv1d: weight has dtype float16, expected float32 or bfloat16 (as x)"),
+            (lambda: mg.causal_conv1d(x, weight, initial_states=torch.zeros(1, 2, 8, dtype=x.dtype)),
+             ValueError, "PAST = 2 (dimension 1 of initial_states), expected states of W - 1 steps"),
+            (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(0, 5, 10)),
+             ValueError, "causal_conv1d_packed: cu_seqlens[2] is 10, expected 5 to 9"),
+            (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(0, 5, 4)),
+             ValueError, "causal_conv1d_packed: cu_seqlens[2] is 4, expected 5 to 9"),
+            (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(1, 9)), ValueError,
+             "causal_conv1d_packed: cu_seqlens[0] is 1, expected 0 to 0"),
+            (lambda: mg.causal_conv1d(x, weight, cu_seqlens=starts(0, 9), seq_idx=starts(*range(9))[None]),
+             ValueError, "at most one of them"),
+            (lambda: mg.causal_conv1d(torch.cat([x, x]), weight, cu_seqlens=starts(0, 9)),
+             ValueError, "B = 2 (dimension 0 of x), expected B == 1")):
         with pytest.raises(error) as raised:
             call()
         assert words in str(raised.value)

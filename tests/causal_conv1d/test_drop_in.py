@@ -27,12 +27,14 @@ def test_function(device, w, states, channel_last):
     make = lambda *size: torch.randn(*size, generator=g).to(device, torch.bfloat16)  # noqa: E731
     x = make(2, 50, 40).transpose(1, 2) if channel_last else make(2, 40, 50)
     initial = make(2, w - 1, 40).transpose(1, 2) if states else None
-    weight, bias, dout = torch.randn(40, w, generator=g).to(device), torch.randn(40, generator=g).to(device), make(2, 40, 50)
+    weight, bias, dout = (torch.randn(40, w, generator=g).to(device), torch.randn(40, generator=g).to(device),
+                          make(2, 40, 50))
     inputs = [t for t in (x, weight, bias, initial) if t is not None]
     for t in inputs:
         t.requires_grad_()
     place = torch.empty(2, w - 1, 40, dtype=x.dtype, device=device).transpose(1, 2)
-    out, final = causal_conv1d_fn(x, weight, bias, initial_states=initial, return_final_states=True, final_states_out=place,
+    out, final = causal_conv1d_fn(x, weight, bias, initial_states=initial, return_final_states=True,
+                                  final_states_out=place,
                                   activation="silu")
     exact, last = in_torch(x, weight, bias, initial, True)
     assert out.stride() == x.stride() and torch.allclose(out.double(), exact, rtol=1e-2, atol=1e-2)
@@ -45,7 +47,8 @@ def test_function(device, w, states, channel_last):
 @pytest.mark.parametrize("device", DEVICES)
 def test_numbers_of_sequences(device):
     x = torch.randn(2, 30, 16, device=device).to(torch.float16).transpose(1, 2)
-    weight, numbers = torch.randn(16, 4, device=device), torch.arange(30, device=device, dtype=torch.int32).div(7, rounding_mode="floor")
+    weight, numbers = (torch.randn(16, 4, device=device),
+                       torch.arange(30, device=device, dtype=torch.int32).div(7, rounding_mode="floor"))
     out = causal_conv1d_fn(x, weight, seq_idx=numbers.expand(2, 30), activation="swish")
     parts = [causal_conv1d_fn(part, weight, activation="swish") for part in x.split([7, 7, 7, 7, 2], 2)]
     assert torch.equal(out, torch.cat(parts, 2))
@@ -78,4 +81,5 @@ def test_names():
 def test_states_of_packed_sequences():
     x, starts = torch.randn(20, 3), torch.tensor([0, 2, 2, 20])
     states = causal_conv1d_varlen_states(x, starts, 4)
-    assert torch.equal(states[0], torch.cat([torch.zeros(2, 3), x[:2]]).T) and not states[1].any() and torch.equal(states[2], x[-4:].T)
+    assert (torch.equal(states[0], torch.cat([torch.zeros(2, 3), x[:2]]).T) and
+            not states[1].any() and torch.equal(states[2], x[-4:].T))

@@ -44,11 +44,13 @@ def test_random_steps(device):
         used = torch.randint(0, 100, (b,), generator=g, dtype=torch.int32) if r.random() < 0.4 else None
         slots = [i if r.random() < 0.8 else -1 for i in torch.randperm(places, generator=g)[:b].tolist()]
         slots = torch.tensor(slots, dtype=torch.int32) if r.random() < 0.6 else None
-        label = f"seed {seed}: {dtype} {[b, t, c]} W={w} L={length} turned={turned} ring={used is not None} slots={slots}"
+        label = (f"seed {seed}: {dtype} {[b, t, c]} W={w} L={length} turned={turned} ring={used is not None} "
+                 f"slots={slots}")
         exact, after = expected(x, state, weight, bias, used, slots, silu)
         there = [None if a is None else a.to(device) for a in (x, state, weight, bias, used, slots)]
         assert there[1].stride() == state.stride()
-        out = mg.causal_conv1d_step(*there[:4], activation="silu" if silu else None, cache_seqlens=there[4], slots=there[5])
+        out = mg.causal_conv1d_step(*there[:4], activation="silu" if silu else None,
+                                    cache_seqlens=there[4], slots=there[5])
         error = (out.double().cpu() - exact).abs()
         assert (error <= torch.finfo(dtype).eps * exact.abs() + 1e-5).all(), f"{label}: {float(error.max())}"
         assert torch.equal(there[1].cpu(), after), label
@@ -57,7 +59,8 @@ def test_random_steps(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_thousand_steps_are_one_call(device):
     g = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(2, 1000, 24, generator=g).to(device, torch.bfloat16), torch.randn(24, 4, generator=g).to(device)
+    x, weight = (torch.randn(2, 1000, 24, generator=g).to(device, torch.bfloat16),
+                 torch.randn(24, 4, generator=g).to(device))
     out, final = mg.causal_conv1d(x, weight, activation="silu", return_final_states=True)
     state = torch.zeros(2, 3, 24, dtype=x.dtype, device=device)
     ring = torch.zeros(2, 24, 5, dtype=x.dtype, device=device).transpose(1, 2)
@@ -76,10 +79,13 @@ def test_compiled_and_refused():
     compiled = torch.compile(lambda x, s: mg.causal_conv1d_step(x, s, weight) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, other), plain + 1) and torch.equal(state, other)
     for call, error, words in (
-            (lambda: mg.causal_conv1d_step(x, state[:, :2], weight), ValueError, "expected a state of at least W - 1 steps"),
+            (lambda: mg.causal_conv1d_step(x, state[:, :2], weight), ValueError,
+             "expected a state of at least W - 1 steps"),
             (lambda: mg.causal_conv1d_step(x, state[:1], weight), ValueError, "expected a state of at least B places"),
-            (lambda: mg.causal_conv1d_step(x, state.half(), weight), TypeError, "state has dtype float16, expected float32"),
-            (lambda: mg.causal_conv1d_step(x, state, weight.requires_grad_()), NotImplementedError, "requires a gradient")):
+            (lambda: mg.causal_conv1d_step(x, state.half(), weight), TypeError,
+             "state has dtype float16, expected float32"),
+            (lambda: mg.causal_conv1d_step(x, state, weight.requires_grad_()),
+             NotImplementedError, "requires a gradient")):
         with pytest.raises(error) as raised:
             call()
         assert words in str(raised.value)

@@ -30,13 +30,15 @@ FULL = os.environ.get("MARGAY_TEST_FULL") == "1"    # repetitions too: `make tes
 
 
 def run(*arguments, timeout=900, env=()):
-    result = subprocess.run([sys.executable, "-m", "margay.check", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=csrc().parent,
+    result = subprocess.run([sys.executable, "-m", "margay.check", *map(str, arguments)],
+                            capture_output=True, text=True, timeout=timeout, cwd=csrc().parent,
                             env={**os.environ, **dict(env)})
     return result.returncode, result.stdout, result.stderr
 
 
 def expected(path):
-    """The rules and fields that the file's comment promises: one of each; what comes first may depend on the schedule."""
+    """The rules and fields that the file's comment promises: one of each; what comes first may depend on the
+    schedule."""
     rules, fields = re.search(r"^// Expected: ([\w|-]+) on (\S+)$", path.read_text(), re.M).groups()
     return rules.split("|"), fields.split("|")
 
@@ -53,11 +55,14 @@ def clean(seeds, pattern):
 
 
 def test_library_is_clean():
-    """Every kernel, at least three problems each that wrap their rings. Rows of fp16 are twins of rows of bf16: elements
-    of the same size, the same source and constants, and so the same calls in the same order. They are run at few seeds,
-    and of those with the same operations only the last, the largest: FEATURES, TA and TB choose operations."""
-    what = lambda row: tuple(row[field] for field in ("op", "source", "where", "when", "constants", "shared_bytes", "threads"))
-    found = {dtype: sorted(what(row) for row in rows().values() if row["dtype"] == dtype) for dtype in ("bfloat16", "float16")}
+    """Every kernel, at least three problems each that wrap their rings. Rows of fp16 are twins of rows of bf16:
+    elements of the same size, the same source and constants, and so the same calls in the same order. They are run at
+    few seeds, and of those with the same operations only the last, the largest: FEATURES, TA and TB choose
+    operations."""
+    what = lambda row: tuple(row[field] for field in ("op", "source", "where",
+                                                      "when", "constants", "shared_bytes", "threads"))
+    found = {dtype: sorted(what(row) for row in rows().values() if row["dtype"] == dtype)
+             for dtype in ("bfloat16", "float16")}
     assert found["float16"] and all(row in found["bfloat16"] for row in found["float16"])
     twins = {name: (row["source"], re.findall(r"\b(?:FEATURES|T[AB]) *= *\d+", row["constants"]))
              for name, row in rows().items() if row["dtype"] == "float16"}
@@ -79,15 +84,18 @@ def test_mutants():
     excused = [line for result in results for line in result["harmless"]]
     repeated = 0 if FULL else len(excused) - len(set(excused))
     assert total > 1000 and reported >= 0.95 * (total - repeated)
-    unused = [entry for entry in read_harmless(csrc() / "check" / "harmless.txt") if not any(line.endswith(f": {entry[3]}") for line in excused)]
+    unused = [entry for entry in read_harmless(csrc() / "check" / "harmless.txt")
+              if not any(line.endswith(f": {entry[3]}") for line in excused)]
     assert not unused, "harmless.txt excuses what is reported or not there"
 
 
 def test_once():
     """Two rows of one file share their mutants: each is tried on one of them, and listed ones on both."""
     names = ["scaled_add_bf16", "scaled_add_fp16"]
-    alone, both = ([sum(column) for column in zip(*((total, reported, len(excused)) for total, reported, excused, _ in results))]
-                   for results in (command.mutate_kernels(names[:1], command.parse(["--seeds", "1"])), command.mutate_kernels(names, command.parse(["--once", "--seeds", "1"]))))
+    alone, both = ([sum(column)
+                    for column in zip(*((total, reported, len(excused)) for total, reported, excused, _ in results))]
+                   for results in (command.mutate_kernels(names[:1], command.parse(["--seeds", "1"])),
+                                   command.mutate_kernels(names, command.parse(["--once", "--seeds", "1"]))))
     assert alone[0] > 20 and alone[1] == both[1] and both[2] == 2 * alone[2] and both[0] == alone[0] + alone[2]
     assert all(result[0] > 5 for result in command.mutate_kernels(names, command.parse(["--once", "--seeds", "1"])))
 
@@ -122,7 +130,8 @@ def test_known_bad(path, kernels):
         report = kernel.run_example(seed)
         assert report, f"seed {seed}: no report"
         assert report["rule"] in rules, f"seed {seed}: {report['rule']}: {kernel.filled(report)}"
-        assert (re.match(r"\w*", kernel.place(report["place"]) or "")[0] or "-") in fields, f"seed {seed}: on {kernel.place(report['place'])}"
+        assert (re.match(r"\w*", kernel.place(report["place"]) or "")[0] or
+                "-") in fields, f"seed {seed}: on {kernel.place(report['place'])}"
         assert report["pc"] == 0 or kernel.where(report["pc"]), "the report names no line"
 
 
@@ -131,7 +140,8 @@ def test_each_rule_is_needed(rule, kernels):
     """Without the rule something of the corpus goes unreported."""
     mine = [kernel for name, kernel in kernels.items() if rule in expected(HERE / "known_bad" / f"{name}.cu")[0]]
     assert mine, f"no item of the corpus expects {rule}"
-    assert any(kernel.run_example(seed, rules_off=1 << RULES.index(rule)) is None for kernel in mine for seed in range(4))
+    assert any(kernel.run_example(seed, rules_off=1 << RULES.index(rule)) is None
+               for kernel in mine for seed in range(4))
 
 
 REFUSED = sorted((HERE / "refused").glob("*.cu"))
@@ -145,19 +155,22 @@ def refusal(path):
 def test_refused_by_the_checker(path):
     """What Hopper does not have is an error of the compilation, whoever compiles."""
     code, out, err = run(path)
-    assert code == 1 and refusal(path) in err and "does not compile" in err and "Traceback" not in err and err.count("\n") < 25, out + err
+    assert (code == 1 and refusal(path) in err and "does not compile" in err and
+            "Traceback" not in err and err.count("\n") < 25), out + err
 
 
 def nvcc():
     return os.environ.get("NVCC") or shutil.which("nvcc")
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("sm90", marks=pytest.mark.skipif(not nvcc(), reason="needs nvcc"))])
+@pytest.mark.parametrize("backend",
+                         ["cpu", pytest.param("sm90", marks=pytest.mark.skipif(not nvcc(), reason="needs nvcc"))])
 @pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
 def test_refused_by_the_build(path, backend, tmp_path):
     dtype, constants = options_in(path.read_text())
     define = [f"-I{csrc()}", "-DKERNEL=refused", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}", path]
-    command = ["c++", "-x", "c++", "-std=c++17", "-fsyntax-only", "-DISA=base"] if backend == "cpu" else [nvcc(), *NVCC_FLAGS, "-o", tmp_path / "out.cubin"]
+    command = (["c++", "-x", "c++", "-std=c++17", "-fsyntax-only", "-DISA=base"] if backend == "cpu"
+               else [nvcc(), *NVCC_FLAGS, "-o", tmp_path / "out.cubin"])
     result = subprocess.run([*map(str, command), *map(str, define)], capture_output=True, text=True)
     assert result.returncode and refusal(path) in result.stdout + result.stderr, result.stderr
 
@@ -173,9 +186,12 @@ def text_of(name, seed=0):
 def test_a_crash_names_its_line():
     """A signal in the kernel's code is a report like any other: role, line, problem, seed."""
     for seed in range(4):
-        assert re.search(r"division_by_zero: crash   its EXAMPLE, seed \d\n  crashes: divides an integer by zero\n  here     loader\[0\] of block 0, "
-                         r"division_by_zero\.cu:19.*\n           if \(i / p\.groups == 3\) break;", text_of("division_by_zero", seed))
-        assert re.search(r"crashes: touches address 0x\w+, where no memory is\n  here     compute\[0\] of block 0, words_beyond_end\.cu:38.*\n"
+        assert re.search(r"division_by_zero: crash   its EXAMPLE, seed \d\n  crashes: divides an integer by zero\n  "
+                         r"here     loader\[0\] of block 0, "
+                         r"division_by_zero\.cu:19.*\n           if \(i / p\.groups == 3\) break;",
+                         text_of("division_by_zero", seed))
+        assert re.search(r"crashes: touches address 0x\w+, where no memory is\n  here     compute\[0\] of block 0, "
+                         r"words_beyond_end\.cu:38.*\n"
                          r"           store\(p\.sums \+ i \* 64", text_of("words_beyond_end", seed))
 
 
@@ -191,10 +207,12 @@ def test_effect_that_crashes(tmp_path):
     """A copy through a map that points nowhere: reported where it was issued."""
     source = (HERE / "known_bad" / "early_release.cu").read_text()
     bad = tmp_path / "nowhere.cu"
-    bad.write_text(re.sub(r"(EXAMPLE\(kernel, 1, p\.in = [^;]*;)", r"\1 ((gmap_cpu *)&p.in)->data = (char *)4096;", source))
+    bad.write_text(re.sub(r"(EXAMPLE\(kernel, 1, p\.in = [^;]*;)", r"\1 ((gmap_cpu *)&p.in)->data = (char *)4096;",
+                          source))
     assert bad.read_text() != source
     code, out, err = run(bad)
-    assert code == 1 and "crash" in out and "when what it has issued takes effect" in out and "tma_load(s.tile" in out and not err, out + err
+    assert (code == 1 and "crash" in out and "when what it has issued takes effect" in out and
+            "tma_load(s.tile" in out and not err), out + err
 
 
 def test_a_forgotten_acquire_names_the_reader(kernels):
@@ -209,20 +227,24 @@ def test_a_forgotten_acquire_names_the_reader(kernels):
 
 def test_reports_show_what_made_the_phase():
     out = text_of("early_release")
-    assert re.search(r"loader\[0\] of block 0 waited last for inputs\.empty\[0\], which counts 4 arrivals a phase:\n    phase 0    4 by compute\[0\] of block 0", out)
+    assert re.search(r"loader\[0\] of block 0 waited last for inputs\.empty\[0\], which counts 4 arrivals a phase:\n   "
+                     r" phase 0    4 by compute\[0\] of block 0", out)
 
 
 def test_deadlock_says_who_came_and_who_is_waited_for():
-    assert re.search(r"here     loader\[0\] of block 0, missing_release\.cu:\d+, ring_acquire", text_of("missing_release"))
+    assert re.search(r"here     loader\[0\] of block 0, missing_release\.cu:\d+, ring_acquire",
+                     text_of("missing_release"))
     out = text_of("cluster_peer_not_released")
-    assert re.search(r"loader\[0\] of block 0 waits for phase 0 \(parity 0\) of inputs\.empty\[0\]; .* lacks 4 of 8 arrivals and 0 bytes; arrived: compute\[0\] of block 0\n", out)
+    assert re.search(r"loader\[0\] of block 0 waits for phase 0 \(parity 0\) of inputs\.empty\[0\]; .* lacks 4 of 8 "
+                     r"arrivals and 0 bytes; arrived: compute\[0\] of block 0\n", out)
     assert re.search(r"here     loader\[0\] of block \d, cluster_peer_not_released\.cu:\d+, ring_acquire", out)
 
 
 def test_parity_of_the_phase_before_the_first(tmp_path):
     bad = tmp_path / "parity.cu"
     source = (HERE / "known_bad" / "window_beyond_tile.cu").read_text()
-    bad.write_text(source.replace("sem_wait(s.full, 0)", "sem_wait(s.full, 1)").replace("c < 128; c += 48", "c < 96; c += 48"))
+    bad.write_text(source.replace("sem_wait(s.full, 0)",
+                                  "sem_wait(s.full, 1)").replace("c < 128; c += 48", "c < 96; c += 48"))
     texts = {run(bad, "--seed", seed)[1].split("\n")[1] for seed in range(8)}
     assert any("is the phase before the first: such a wait passes at once" in text for text in texts), texts
 
@@ -239,8 +261,10 @@ def test_names_agree():
     ops = [plain(entry, "CK_OP_") for entry in enumerators("check/check.h", "ck_op")]
     traced = [plain(entry, "TRACE_") for entry in enumerators("tile/sm90/sync.h", "traced")]
     assert ops == list(OPS) and traced == ops[1:1 + len(traced)] == list(TRACED)
-    assert [entry.removeprefix("CK_").lower().replace("_", " ") for entry in enumerators("check/check.h", "ck_mutation")] == list(MUTATIONS)
-    rules = re.findall(r'"([\w-]+)"', re.search(r"rules\[CK_RULES\] = \{(.*?)\}", (csrc() / "check" / "report.c").read_text(), re.S)[1])
+    assert [entry.removeprefix("CK_").lower().replace("_", " ")
+            for entry in enumerators("check/check.h", "ck_mutation")] == list(MUTATIONS)
+    rules = re.findall(r'"([\w-]+)"', re.search(r"rules\[CK_RULES\] = \{(.*?)\}",
+                                                (csrc() / "check" / "report.c").read_text(), re.S)[1])
     assert rules == list(RULES) and len(enumerators("check/check.h", "ck_rule")) == len(rules) + 1
     manual = (csrc().parent / "docs" / "protocol.md").read_text()
     assert not [rule for rule in RULES if f"`{rule}`" not in manual]
@@ -252,7 +276,8 @@ def test_report_fits_a_screen_and_repeats():
     path = HERE / "known_bad" / "early_release.cu"
     code, out, _ = run(path)
     assert code == 1 and out.count("\n") < 45 and max(map(len, out.splitlines())) < 200
-    for part in ("early_release: overwrite", "on       tile[0]", "loader[0] of block 0", "early_release.cu:", "against  compute[0]"):
+    for part in ("early_release: overwrite", "on       tile[0]", "loader[0] of block 0",
+                 "early_release.cu:", "against  compute[0]"):
         assert part in out
     again = re.search(r"again: python -m margay\.check (.*)", out)[1].split()
     assert run(*again)[1].splitlines()[:4] == out.splitlines()[:4]
@@ -261,7 +286,8 @@ def test_report_fits_a_screen_and_repeats():
 def test_json():
     code, out, _ = run("--json", HERE / "known_bad" / "early_release.cu")
     found = json.loads(out)
-    assert code == 1 and found["rule"] == "overwrite" and found["buffer"] == "tile[0]" and found["here"]["operation"] == "tma_load"
+    assert (code == 1 and found["rule"] == "overwrite" and found["buffer"] == "tile[0]" and
+            found["here"]["operation"] == "tma_load")
 
 
 def test_one_problem_of_a_row():
@@ -294,7 +320,8 @@ def released_early(text):
 
 
 def test_file_in_the_place_of_a_row(tmp_path):
-    """A variant of a library kernel, checked with the row's problems: the proxy fence of a release after register reads left out."""
+    """A variant of a library kernel, checked with the row's problems: the proxy fence of a release after register reads
+    left out."""
     text = (csrc() / "ssd" / "ssd_fwd.cu").read_text()
     bad = tmp_path / "ssd_without_fence.cu"
     bad.write_text(released_early(text))
@@ -309,45 +336,56 @@ def test_file_in_the_place_of_a_row(tmp_path):
 def test_other_parameters_in_the_place_of_a_row(tmp_path):
     """Read as the row's, they would be anything."""
     other = tmp_path / "scaled_add.cu"
-    other.write_text((csrc() / "scaled_add" / "scaled_add.cu").read_text().replace("STAGES", "4"))    # a constant that the row does not have
+    # A constant that the row does not have
+    other.write_text((csrc() / "scaled_add" / "scaled_add.cu").read_text().replace("STAGES", "4"))
     code, out, err = run(other, "--as", "ssd_bf16_n128")
     sizes = [rows()[name]["params_bytes"] for name in ("scaled_add_bf16", "ssd_bf16_n128")]
-    assert code == 1 and f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_bf16_n128, in whose place it shall be checked, of {sizes[1]}" in err
+    assert code == 1 and (f"scaled_add.cu takes parameters of {sizes[0]} bytes, ssd_bf16_n128, "
+                          f"in whose place it shall be checked, of {sizes[1]}") in err
     assert "Traceback" not in err and len(set(sizes)) == 2
 
 
 def test_a_new_op(tmp_path, monkeypatch):
-    """A row whose op has no problems is run on its file's EXAMPLE; without one it is named, and others are checked all the same."""
+    """A row whose op has no problems is run on its file's EXAMPLE; without one it is named, and others are checked all
+    the same."""
     monkeypatch.delitem(OPS_WITH_PROBLEMS, "scaled_add")
     monkeypatch.setattr("margay.check.problems.owner", lambda op: None)       # nor a row of ops.def to draw some from
     options = command.parse(["--seeds", "2"])
     runs, (finding, as_json) = command.check_kernel("scaled_add_bf16", options)
     assert runs == 0 and as_json["kernel"] == "scaled_add_bf16"
-    assert finding == ("margay.check: scaled_add_bf16: not checked: the op scaled_add has no row in ops.def and no problems in "
+    assert finding == ("margay.check: scaled_add_bf16: not checked: the op scaled_add has no row in ops.def and no "
+                       "problems in "
                        "python/margay/check/problems.py, "
                        "and scaled_add.cu has no EXAMPLE")
     source = tmp_path / "scaled_add.cu"
-    source.write_text((csrc() / "scaled_add" / "scaled_add.cu").read_text() + "EXAMPLE(kernel, 2, p.a = p.b = p.out = example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.col_blocks = 1)\n")
+    source.write_text((csrc() / "scaled_add" / "scaled_add.cu").read_text() + "EXAMPLE(kernel, 2, p.a = p.b = p.out = "
+                      "example_tensor<elem>(1, 1, 300, 64); p.tasks = 5; p.col_blocks = 1)\n")
     (problem,) = problems(rows()["scaled_add_bf16"], source)
     assert problem.label == "its EXAMPLE" and problem.run(0) is None
     assert command.check_kernel(str(source), command.parse(["--seeds", "2", "--as", "scaled_add_bf16"])) == (2, None)
 
 
-@pytest.mark.parametrize("variable, what", [("CXX", "a C++ compiler"), ("CC", "a C compiler"), ("LD", "a linker"), ("NM", "nm"), ("ADDR2LINE", "addr2line")])
+@pytest.mark.parametrize("variable, what", [("CXX", "a C++ compiler"), ("CC", "a C compiler"),
+                                            ("LD", "a linker"), ("NM", "nm"), ("ADDR2LINE", "addr2line")])
 def test_missing_tool_is_one_line(variable, what):
     code, out, err = run("scaled_add_bf16", env={variable: "/nowhere/tool"})
-    assert code == 1 and err.count("\n") == 1 and f"margay.check: needs {what}" in err and "/nowhere/tool was not found" in err
+    assert (code == 1 and err.count("\n") == 1 and f"margay.check: needs {what}" in err and
+            "/nowhere/tool was not found" in err)
 
 
 def test_missing_sources_are_one_line(tmp_path):
-    shutil.copytree(Path(command.__file__).parents[1], tmp_path / "margay", ignore=shutil.ignore_patterns("__pycache__"))
-    result = subprocess.run([sys.executable, "-m", "margay.check", "scaled_add_bf16"], capture_output=True, text=True, cwd=tmp_path,
+    shutil.copytree(Path(command.__file__).parents[1], tmp_path / "margay",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    result = subprocess.run([sys.executable, "-m", "margay.check", "scaled_add_bf16"],
+                            capture_output=True, text=True, cwd=tmp_path,
                             env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "set MARGAY_CSRC" in result.stderr, result.stderr
+    assert (result.returncode == 1 and result.stderr.count("\n") == 1 and
+            "set MARGAY_CSRC" in result.stderr), result.stderr
 
 
 def test_missing_numpy_is_one_line(tmp_path):
-    hidden = "import sys, runpy, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'numpy' else f(n, *a); " \
+    hidden = "import sys, runpy, importlib.util as u; f = u.find_spec; " \
+             "u.find_spec = lambda n, *a: None if n == 'numpy' else f(n, *a); " \
              "sys.argv = ['check', '--list']; runpy.run_module('margay.check', run_name='__main__')"
     result = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, cwd=csrc().parent)
     assert result.returncode == 1 and result.stderr == "margay.check: needs NumPy, which is not installed\n"
@@ -356,7 +394,8 @@ def test_missing_numpy_is_one_line(tmp_path):
 def test_a_reader_that_stops_reading():
     """`margay.check ... | head -1`"""
     path = HERE / "known_bad" / "early_release.cu"
-    reading = subprocess.Popen([sys.executable, "-u", "-m", "margay.check", str(path), str(HERE / "known_bad" / "phase_overtaken.cu"), "--jobs", "1"],
+    reading = subprocess.Popen([sys.executable, "-u", "-m", "margay.check",
+                                str(path), str(HERE / "known_bad" / "phase_overtaken.cu"), "--jobs", "1"],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=csrc().parent)
     reading.stdout.readline()
     reading.stdout.close()
@@ -391,7 +430,8 @@ def test_device(row):
 
 @pytest.mark.gpu
 def test_device_shows_a_missing_fence(tmp_path):
-    """The race of the first scan kernel that was tried on a GPU: a copy overtakes what was read through registers, now and then."""
+    """The race of the first scan kernel that was tried on a GPU: a copy overtakes what was read through registers, now
+    and then."""
     bad = tmp_path / "race.cu"
     bad.write_text(released_early((csrc() / "ssd" / "ssd_fwd.cu").read_text()))
     start = time.monotonic()

@@ -1,4 +1,5 @@
-"""transformers models with attn_implementation="margay" against eager attention, in float32 on the CPU and bfloat16 on a GPU."""
+"""transformers models with attn_implementation="margay" against eager attention, in float32 on the CPU and bfloat16 on
+a GPU."""
 
 import random
 import warnings
@@ -13,15 +14,18 @@ import reference
 from cases import DEVICES, check_error
 from margay.drop_ins import fallback, hf
 
-TEXT = dict(vocab_size=99, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
+TEXT = dict(vocab_size=99, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=128)
 GROUPED = TEXT | dict(num_key_value_heads=2, head_dim=16)
 WINDOW = GROUPED | dict(sliding_window=6, attention_dropout=0.0)
 DECODERS = {
     "Llama": (GROUPED, {}), "Qwen3": (GROUPED, {}), "Mistral": (WINDOW, {}),
     "Gemma2": (WINDOW | dict(query_pre_attn_scalar=16, attn_logit_softcapping=5.0), {}),
     "Gemma3": (WINDOW | dict(query_pre_attn_scalar=16, sliding_window_pattern=2), {}),
-    "GptOss": (WINDOW | dict(num_local_experts=2, num_experts_per_tok=2), {}),   # all experts: rounding must not choose others
-    "GPT2": (dict(vocab_size=99, n_embd=48, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), {}),
+    # All experts: rounding must not choose others
+    "GptOss": (WINDOW | dict(num_local_experts=2, num_experts_per_tok=2), {}),
+    "GPT2": (dict(vocab_size=99, n_embd=48, n_layer=2, n_head=4, n_positions=128,
+                  resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), {}),
 }
 NAMES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Config", "GPT2LMHeadModel")}
 
@@ -40,8 +44,10 @@ def decoder(name, device="cpu"):
     config, model = NAMES.get(name, (f"{name}Config", f"{name}ForCausalLM"))
     torch.manual_seed(0)
     options, _ = DECODERS[name]
-    model = getattr(transformers, model)(getattr(transformers, config)(**options, pad_token_id=0, bos_token_id=1, eos_token_id=2))
-    for parameter in model.parameters():          # larger than the initialisation, so that attention is not nearly uniform
+    model = getattr(transformers, model)(
+        getattr(transformers, config)(**options, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    for parameter in model.parameters():          # larger than the initialisation, so that attention is not nearly
+                                                  # uniform
         parameter.data *= 1.5 if parameter.dim() > 1 else 1
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -97,12 +103,14 @@ def test_decoder(device, name):
 def test_packed(name):
     """Position numbers that start again separate sequences: each gets the logits that it has alone."""
     model, ids = decoder(name), tokens(2, 24)
-    position_ids = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 1, 11, 7), (20, 4, 0, 0))])
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in lengths])
+                                for lengths in ((5, 1, 11, 7), (20, 4, 0, 0))])
     both(model, lambda m: m(ids, position_ids=position_ids, use_cache=False).logits)
     both(model, lambda m: m(ids[:1], position_ids=position_ids[:1], use_cache=False).logits)
     model.set_attn_implementation("margay")
     packed = model(ids, position_ids=position_ids, use_cache=False).logits
-    if name == "GptOss":                          # whose positions are not relative: eager attention differs from the sequence alone as well
+    if name == "GptOss":                          # whose positions are not relative: eager attention differs from the
+                                                  # sequence alone as well
         return
     torch.testing.assert_close(packed[0, 6:17], model(ids[:1, 6:17]).logits[0], rtol=1e-4, atol=1e-4)
 
@@ -131,7 +139,8 @@ def test_generate(name, cache):
         found = {}
         for implementation in ("eager", "margay"):
             model.set_attn_implementation(implementation)
-            output = model.generate(ids, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, cache_implementation=cache,
+            output = model.generate(ids, attention_mask=mask, max_new_tokens=8,
+                                    min_new_tokens=8, do_sample=False, cache_implementation=cache,
                                     disable_compile=True, output_logits=True, return_dict_in_generate=True)
             found[implementation] = output.sequences, torch.stack(output.logits)
         assert torch.equal(found["eager"][0], found["margay"][0])
@@ -159,9 +168,11 @@ def test_encoder(device, name):
     if name == "Bert":
         config = transformers.BertConfig(**TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     else:
-        config = transformers.ModernBertConfig(**TEXT, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        config = transformers.ModernBertConfig(**TEXT, local_attention=6, global_attn_every_n_layers=2,
+                                               pad_token_id=0, bos_token_id=1, eos_token_id=2,
                                                cls_token_id=1, sep_token_id=2)
-    model = getattr(transformers, name + "ForMaskedLM")(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    model = getattr(transformers, name + "ForMaskedLM")(config).eval().to(
+        device, torch.bfloat16 if device == "cuda" else torch.float32)
     ids = tokens(3, 19, device=device)
     both(model, lambda m: m(ids).logits)
     mask = padding(3, 19, "right", device)
@@ -172,9 +183,12 @@ def test_encoder(device, name):
 def test_whisper(device):
     """Cross attention: more keys than queries, nothing causal about them."""
     torch.manual_seed(0)
-    config = transformers.WhisperConfig(vocab_size=99, num_mel_bins=8, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-                                        encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=20, max_target_positions=30, dropout=0.0,
-                                        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)
+    config = transformers.WhisperConfig(vocab_size=99, num_mel_bins=8, d_model=48, encoder_layers=2,
+                                        decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+                                        encoder_ffn_dim=64, decoder_ffn_dim=64,
+                                        max_source_positions=20, max_target_positions=30, dropout=0.0,
+                                        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+                                        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = transformers.WhisperForConditionalGeneration(config).eval().to(device, dtype)
     features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1)).to(device, dtype)
@@ -229,7 +243,8 @@ def test_autocast():
 def test_compiled(padded):
     """One graph, forward and backward, with packed positions and with padding."""
     if not padded and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        pytest.skip(f"torch {torch.__version__} cannot trace a nested function's name, which tells packed masks from others")
+        pytest.skip(f"torch {torch.__version__} cannot trace a nested function's name, which tells packed masks "
+                    "from others")
     model, ids = decoder("Llama").train(), tokens(2, 16)
     model.set_attn_implementation("margay")
     arguments = dict(position_ids=torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1), use_cache=False)
@@ -237,7 +252,8 @@ def test_compiled(padded):
     if padded:
         arguments = dict(attention_mask=padding(2, 16, "left"), use_cache=False)
         kept = arguments["attention_mask"].bool()
-    compiled = torch.compile(lambda ids, **arguments: model(ids, **arguments).logits, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda ids, **arguments: model(ids, **arguments).logits,
+                             fullgraph=True, backend="aot_eager")
     results = []
     for f in (lambda ids, **a: model(ids, **a).logits, compiled):
         model.zero_grad()
@@ -260,27 +276,32 @@ def tiny(config, model, device="cpu", **options):
     return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
 
-T5GEMMA = GROUPED | dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=16, attention_dropout=0.0, dropout_rate=0.0)
+T5GEMMA = GROUPED | dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"],
+                         query_pre_attn_scalar=16, attention_dropout=0.0, dropout_rate=0.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_t5gemma(device):
     """Its encoder's mask sees sliding_window keys to either side, one more than other layers of the same name."""
-    model = tiny("T5GemmaConfig", "T5GemmaForConditionalGeneration", device, encoder=T5GEMMA, decoder=T5GEMMA | dict(cross_attention_hidden_size=48), vocab_size=99,
+    model = tiny("T5GemmaConfig", "T5GemmaForConditionalGeneration", device,
+                 encoder=T5GEMMA, decoder=T5GEMMA | dict(cross_attention_hidden_size=48), vocab_size=99,
                  dropout_rate=0.0, attention_dropout=0.0)
     ids, decoder_ids = tokens(3, 19, device=device), tokens(3, 7, device=device)
     both(model, lambda m: m(ids, decoder_input_ids=decoder_ids).logits)
     for side in ("left", "right"):
-        both(model, lambda m: m(ids, attention_mask=padding(3, 19, side, device), decoder_input_ids=decoder_ids).logits[1:])
+        both(model, lambda m: m(ids, attention_mask=padding(3, 19, side, device),
+                                decoder_input_ids=decoder_ids).logits[1:])
 
 
 def test_t5gemma_compiled():
-    model = tiny("T5GemmaConfig", "T5GemmaForConditionalGeneration", encoder=T5GEMMA, decoder=T5GEMMA | dict(cross_attention_hidden_size=48), vocab_size=99,
+    model = tiny("T5GemmaConfig", "T5GemmaForConditionalGeneration", encoder=T5GEMMA,
+                 decoder=T5GEMMA | dict(cross_attention_hidden_size=48), vocab_size=99,
                  dropout_rate=0.0, attention_dropout=0.0)
     ids, mask = tokens(3, 19), padding(3, 19, "left")
     encoder = model.get_encoder()
     encoder.set_attn_implementation("margay")
-    compiled = torch.compile(lambda mask: encoder(ids, attention_mask=mask).last_hidden_state, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda mask: encoder(ids, attention_mask=mask).last_hidden_state,
+                             fullgraph=True, backend="aot_eager")
     for given in (None, mask):
         expected = encoder(ids, attention_mask=given).last_hidden_state
         kept = torch.ones_like(mask) if given is None else mask
@@ -300,11 +321,13 @@ def test_windows_that_layers_do_not_name():
 @pytest.mark.filterwarnings("default::margay.FallbackWarning")
 @pytest.mark.parametrize("name", ("Doge", "BigBirdPegasus"))
 def test_models_that_read_their_mask(name):
-    """Doge's layers make another mask of theirs; those of BigBirdPegasus are causal by their mask alone, and say they are not."""
+    """Doge's layers make another mask of theirs; those of BigBirdPegasus are causal by their mask alone, and say they
+    are not."""
     if name == "Doge":
         model = tiny("DogeConfig", "DogeForCausalLM", **GROUPED, keep_window_size=8)
     else:
-        model = tiny("BigBirdPegasusConfig", "BigBirdPegasusForCausalLM", vocab_size=99, d_model=48, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
+        model = tiny("BigBirdPegasusConfig", "BigBirdPegasusForCausalLM", vocab_size=99,
+                     d_model=48, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
                      max_position_embeddings=128, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
     ids = tokens(3, 19)
     with pytest.warns(mg.FallbackWarning, match="not made of causal, window"):
@@ -315,12 +338,14 @@ def test_models_that_read_their_mask(name):
     found = {}
     for implementation in ("eager", "margay"):
         model.set_attn_implementation(implementation)
-        found[implementation] = model.generate(ids, attention_mask=padding(3, 19, "left"), max_new_tokens=5, min_new_tokens=5, do_sample=False)
+        found[implementation] = model.generate(ids, attention_mask=padding(3, 19, "left"),
+                                               max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert torch.equal(found["eager"], found["margay"])
 
 
 OWN = {
-    "GPTJ": dict(n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4), "Falcon": dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4),
+    "GPTJ": dict(n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
+    "Falcon": dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4),
     "Bloom": dict(hidden_size=48, n_layer=2, n_head=4), "Mpt": dict(d_model=48, n_layers=2, n_heads=4, max_seq_len=64),
     "CodeGen": dict(n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
 }
@@ -367,9 +392,11 @@ def masks_of(r, kind, batch, rows, past, window):
     from transformers import masking_utils as m
 
     columns = past + rows
-    arguments = dict(batch_size=batch, q_length=rows, kv_length=columns, q_offset=past, kv_offset=0, mask_function=m.causal_mask_function)
+    arguments = dict(batch_size=batch, q_length=rows, kv_length=columns, q_offset=past,
+                     kv_offset=0, mask_function=m.causal_mask_function)
     if window:
-        arguments.update(mask_function=m.sliding_window_causal_mask_function(window), local_size=window, config=transformers.MistralConfig(sliding_window=window))
+        arguments.update(mask_function=m.sliding_window_causal_mask_function(window),
+                         local_size=window, config=transformers.MistralConfig(sliding_window=window))
     if kind == "padded":
         mask = torch.zeros(batch, columns, dtype=torch.bool)
         for i in range(batch):
@@ -385,7 +412,8 @@ def masks_of(r, kind, batch, rows, past, window):
             pytest.skip(f"transformers {transformers.__version__} has no packed_sequence_compatibility_function")
         sequence = torch.tensor([sorted(r.choice((0, 1, 2)) for _ in range(rows)) for _ in range(batch)])
         position = torch.stack([torch.cat([torch.arange(int((s == i).sum())) for i in range(3)]) for s in sequence])
-        arguments.update(mask_function=m.packed_sequence_compatibility_function(arguments["mask_function"], position, sequence),
+        arguments.update(mask_function=m.packed_sequence_compatibility_function(
+                             arguments["mask_function"], position, sequence),
                          allow_is_causal_skip=False)
     return arguments
 
@@ -395,17 +423,20 @@ def masks_of(r, kind, batch, rows, past, window):
 @pytest.mark.parametrize("rows, past", ((13, 0), (1, 7), (5, 8)))
 @pytest.mark.parametrize("fixed", (False, True))
 def test_mask_means_what_transformers_means(kind, window, rows, past, fixed, seed, monkeypatch):
-    """Against the full mask that transformers makes of the same arguments; `fixed`: as where nothing may be read on the host."""
+    """Against the full mask that transformers makes of the same arguments; `fixed`: as where nothing may be read on the
+    host."""
     past = 0 if kind == "packed" else past
     r = random.Random(seed)
     monkeypatch.setattr(hf, "_compiling_or_capturing", lambda: fixed)
     arguments = masks_of(r, kind, 2, rows, past, window)
     mask = hf.attention_mask(**arguments)
-    whole = transformers.masking_utils.sdpa_mask(**{k: v for k, v in arguments.items() if k not in ("allow_is_causal_skip", "local_size", "config")},
+    whole = transformers.masking_utils.sdpa_mask(**{k: v for k, v in arguments.items()
+                                                    if k not in ("allow_is_causal_skip", "local_size", "config")},
                                                  allow_is_causal_skip=False)
     g = torch.Generator().manual_seed(seed)
     columns = arguments["kv_length"]
-    q, k, v = (torch.randn(2, h, n, 16, generator=g).requires_grad_() for h, n in ((4, rows), (2, columns), (2, columns)))
+    q, k, v = (torch.randn(2, h, n, 16, generator=g).requires_grad_()
+               for h, n in ((4, rows), (2, columns), (2, columns)))
     assert mask is None or mask.dim() < 4 or mask.dtype == torch.int32, "a mask that PyTorch would compute"
     results = []
     for precision in (torch.float32, torch.float64):
@@ -422,7 +453,8 @@ def test_mask_means_what_transformers_means(kind, window, rows, past, fixed, see
         assert weights is None and out.shape == (2, rows, 4, 16) and out.is_contiguous()
         check_error("out", out[kept].detach(), results[0][0], results[1][0], 2, (2**-19, 2**-19))
         if needs_gradient:
-            for name, found, plain, exact in zip("qkv", torch.autograd.grad(out[kept].sum(), (q, k, v)), results[0][1:], results[1][1:]):
+            for name, found, plain, exact in zip("qkv", torch.autograd.grad(out[kept].sum(), (q, k, v)),
+                                                 results[0][1:], results[1][1:]):
                 check_error("d" + name, found, plain, exact, 3, (2**-18, 2**-18))
 
 
@@ -433,7 +465,9 @@ def test_other_masks_fall_back():
     q = torch.randn(2, 4, 9, 16)
     prefix = m.or_masks(m.causal_mask_function, lambda b, h, i, j: j < 3)
     chunked = m.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
-    for function, options in ((prefix, dict(use_vmap=True)), (prefix, {}), (chunked, dict(local_size=4, config=transformers.Llama4TextConfig(attention_chunk_size=4)))):
+    for function, options in ((prefix, dict(use_vmap=True)), (prefix, {}),
+                              (chunked, dict(local_size=4,
+                                             config=transformers.Llama4TextConfig(attention_chunk_size=4)))):
         fallback._warned.clear()
         arguments = dict(batch_size=2, q_length=9, kv_length=9, mask_function=function)
         mask = hf.attention_mask(**arguments, **options)
@@ -443,9 +477,11 @@ def test_other_masks_fall_back():
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 out, _ = hf.attention(Layer(), q, q, q, mask, **more)
-            exact = reference.attention(q.double(), q.double(), q.double(), visible=whole, softcap=more.get("softcap", 0.0), sink=more.get("s_aux"))[0]
+            exact = reference.attention(q.double(), q.double(), q.double(),
+                                        visible=whole, softcap=more.get("softcap", 0.0), sink=more.get("s_aux"))[0]
             torch.testing.assert_close(out, exact.transpose(1, 2).float())
-            assert bool(more) or any(issubclass(w.category, mg.FallbackWarning) and "not made of causal, window" in str(w.message) for w in caught)
+            assert bool(more) or any(issubclass(w.category, mg.FallbackWarning) and
+                                     "not made of causal, window" in str(w.message) for w in caught)
 
 
 @pytest.mark.parametrize("mask", (None, "padding", "lengths", "whole"))
@@ -479,9 +515,11 @@ def test_position_bias(mask, causal):
 
 BANDS = {
     "causal": (lambda m: m.causal_mask_function, (-1, 0)), "all": (lambda m: m.bidirectional_mask_function, (-1, -1)),
-    "window": (lambda m: m.sliding_window_causal_mask_function(6), (5, 0)), "wide window": (lambda m: m.sliding_window_causal_mask_function(4096), (4095, 0)),
+    "window": (lambda m: m.sliding_window_causal_mask_function(6), (5, 0)),
+    "wide window": (lambda m: m.sliding_window_causal_mask_function(4096), (4095, 0)),
     "both sides": (lambda m: m.sliding_window_bidirectional_mask_function(6), (6, 6)),
-    "both sides, exclusive": (lambda m: m.and_masks(lambda b, h, i, j: abs(i - j) < 6, m.bidirectional_mask_function), (5, 5)),
+    "both sides, exclusive": (lambda m: m.and_masks(lambda b, h, i, j: abs(i - j) < 6, m.bidirectional_mask_function),
+                              (5, 5)),
     "unequal sides": (lambda m: m.and_masks(lambda b, h, i, j: (i - j <= 3) & (j - i <= 7)), (3, 7)),
     "chunks": (lambda m: m.and_masks(m.causal_mask_function, lambda b, h, i, j: i // 300 == j // 300), None),
     "prefix": (lambda m: m.or_masks(m.causal_mask_function, lambda b, h, i, j: j < 3), None),
@@ -557,7 +595,8 @@ def test_padding_plans(device, kind, causal, window, rows, columns, shared, seed
     layer.is_causal = causal
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(batch, n, h, 16, generator=g).to(device, dtype).transpose(1, 2) for n, h in ((rows, 4), (columns, 2), (columns, 2)))
+    q, k, v = (torch.randn(batch, n, h, 16, generator=g).to(device, dtype).transpose(1, 2)
+               for n, h in ((rows, 4), (columns, 2), (columns, 2)))
     nothing = (~kept if rows > 1 and causal else torch.zeros_like(kept)).to(device)
     results = []
     for precision in (dtype, torch.float64):
@@ -572,7 +611,8 @@ def test_padding_plans(device, kind, causal, window, rows, columns, shared, seed
         assert out.shape == (batch, rows, 4, 16) and out.is_contiguous()
         check_error("out", out.detach(), results[0][0], results[1][0], 2, rounding)
         if needs_gradient:
-            for name, found, plain, exact in zip("qkv", torch.autograd.grad(out.float().square().sum(), leaves), results[0][1:], results[1][1:]):
+            for name, found, plain, exact in zip("qkv", torch.autograd.grad(out.float().square().sum(), leaves),
+                                                 results[0][1:], results[1][1:]):
                 check_error("d" + name, found, plain, exact, 3, tuple(2 * x for x in rounding))
 
 
@@ -588,7 +628,8 @@ def test_padding_is_worked_out_once():
 
     seen: list = []
     mask = padding(4, 33, "right").bool()
-    made = hf.attention_mask(batch_size=4, q_length=33, kv_length=33, mask_function=transformers.masking_utils.bidirectional_mask_function, attention_mask=mask)
+    made = hf.attention_mask(batch_size=4, q_length=33, kv_length=33,
+                             mask_function=transformers.masking_utils.bidirectional_mask_function, attention_mask=mask)
     layer = Layer()
     layer.is_causal = False
     q, k, v = (torch.randn(4, 33, 4, 16).transpose(1, 2) for _ in range(3))
@@ -603,7 +644,9 @@ def test_layers_do_not_wait():
     model = tiny("BertConfig", "BertModel", "cuda", **TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model.set_attn_implementation("margay")
     ids, mask = tokens(3, 19, device="cuda"), padding(3, 19, "right", "cuda")
-    made = hf.attention_mask(batch_size=3, q_length=19, kv_length=19, mask_function=transformers.masking_utils.bidirectional_mask_function, attention_mask=mask.bool())
+    made = hf.attention_mask(batch_size=3, q_length=19, kv_length=19,
+                             mask_function=transformers.masking_utils.bidirectional_mask_function,
+                             attention_mask=mask.bool())
     hidden = model.embeddings(ids)
     model.encoder(hidden, attention_mask=made)
     torch.cuda.set_sync_debug_mode("error")
@@ -615,14 +658,17 @@ def test_layers_do_not_wait():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_short_rows(device, monkeypatch):
-    """PyTorch computes short padded batches where it is faster; a sequence without keys still gives 0, and gradients that are finite."""
+    """PyTorch computes short padded batches where it is faster; a sequence without keys still gives 0, and gradients
+    that are finite."""
     monkeypatch.setattr(hf, "_SHORT", 128)
-    model = tiny("BertConfig", "BertForMaskedLM", device, **TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = tiny("BertConfig", "BertForMaskedLM", device, **TEXT, hidden_dropout_prob=0.0,
+                 attention_probs_dropout_prob=0.0)
     ids, mask = tokens(3, 19, device=device), padding(3, 19, "right", device)
     calls = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
     model.set_attn_implementation("margay")
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or sdpa(*a, **o))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda *a, **o: calls.append(1) or sdpa(*a, **o))
     model(ids, attention_mask=mask).logits
     assert calls
     both(model, lambda m: m(ids, attention_mask=mask).logits[mask.bool()])
@@ -637,7 +683,8 @@ def test_short_rows(device, monkeypatch):
 @pytest.mark.filterwarnings("default::margay.FallbackWarning")
 @pytest.mark.parametrize("given", ("indices", "sinks", "both", "bias and window"))
 def test_other_arguments_of_layers(given):
-    """The keys that an indexer chose, logits of queries without a value, a bias of scores beside a window: never lost."""
+    """The keys that an indexer chose, logits of queries without a value, a bias of scores beside a window: never
+    lost."""
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
     seen = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
     arguments, scores = {}, q @ k.repeat_interleave(2, 1).mT / 4
@@ -672,7 +719,8 @@ def test_refuses_continuous_batching():
 
 
 def test_register_is_undone():
-    attention, mask = transformers.AttentionInterface._global_mapping, transformers.AttentionMaskInterface._global_mapping
+    attention, mask = (transformers.AttentionInterface._global_mapping,
+                       transformers.AttentionMaskInterface._global_mapping)
     with hf.register("margay test"):
         assert attention["margay test"] is hf.attention and mask["margay test"] is hf.attention_mask
         switch = hf.register("sdpa")
@@ -693,7 +741,8 @@ def test_register_is_undone():
 def test_last_dimension_is_not_contiguous(device):
     """As a model's projections may leave it: computed on a copy."""
     module = torch.nn.Module()
-    q, k, v = (torch.randn(2, heads, 33, 16, generator=torch.Generator().manual_seed(heads)).to(device, torch.bfloat16) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(2, heads, 33, 16, generator=torch.Generator().manual_seed(heads)).to(device, torch.bfloat16)
+               for heads in (4, 2, 2))
     padded = torch.arange(33, device=device) < torch.tensor([33, 20], device=device)[:, None]
     filled = torch.tensor([33, 20], dtype=torch.int32, device=device)[:, None, None, None]
     for mask in (None, padded, filled):

@@ -33,7 +33,8 @@ def make(device="cpu", dtype=torch.float32, rows=20):
     mask = torch.arange(rows, device=device) < torch.tensor([[rows - 4], [rows]], device=device)
 
     def varlen(x, **options):
-        return flash_attn.flash_attn_varlen_func(x.flatten(0, 1), x.flatten(0, 1) * 0.5, x.flatten(0, 1), cu, cu, rows * 2, rows * 2, **options)
+        return flash_attn.flash_attn_varlen_func(x.flatten(0, 1), x.flatten(0, 1) * 0.5,
+                                                 x.flatten(0, 1), cu, cu, rows * 2, rows * 2, **options)
 
     def sdpa(x, **options):
         x = x.transpose(1, 2)
@@ -41,7 +42,8 @@ def make(device="cpu", dtype=torch.float32, rows=20):
 
     return {
         "dense": lambda x: flash_attn.flash_attn_func(x, x[:, :, :2], x[:, :, 2:], causal=True),
-        "dense, options, lse": lambda x: sum(t.sum() for t in flash_attn.flash_attn_func(x, x * 0.5, x, return_attn_probs=True, **WINDOW)[:2]),
+        "dense, options, lse": lambda x:
+            sum(t.sum() for t in flash_attn.flash_attn_func(x, x * 0.5, x, return_attn_probs=True, **WINDOW)[:2]),
         "packed": lambda x: flash_attn.flash_attn_qkvpacked_func(torch.stack((x, x * 0.5, x), 2)),
         "varlen": lambda x: varlen(x, causal=True),
         "varlen, options": lambda x: varlen(x, **WINDOW),
@@ -49,7 +51,8 @@ def make(device="cpu", dtype=torch.float32, rows=20):
         "sdpa": lambda x: sdpa(x, is_causal=True),
         "sdpa, key mask": lambda x: sdpa(x, attn_mask=mask[:, None, None]),
         "layer": lambda x: layer(x.flatten(2), x.flatten(2), x.flatten(2), need_weights=False)[0],
-        "layer, padding": lambda x: layer(x.flatten(2), x.flatten(2), x.flatten(2), key_padding_mask=~mask, need_weights=False)[0],
+        "layer, padding": lambda x:
+            layer(x.flatten(2), x.flatten(2), x.flatten(2), key_padding_mask=~mask, need_weights=False)[0],
         "padding": lambda x: padding.attention("test", *[x.transpose(1, 2)] * 3, mask, mask, causal=True),
     }
 
@@ -72,7 +75,8 @@ def no_fallback(monkeypatch):
 # ---- compilation
 
 
-@pytest.mark.parametrize("name, dynamic", [(name, False) for name in NAMES] + [("dense", True), ("varlen, options", True), ("padding", True)])
+@pytest.mark.parametrize("name, dynamic", [(name, False) for name in NAMES] +
+                         [("dense", True), ("varlen, options", True), ("padding", True)])
 def test_compiled(name, dynamic):
     function = make()[name]
     torch._dynamo.reset()
@@ -200,13 +204,15 @@ def test_nothing_is_read_on_the_host(name):
 @pytest.mark.parametrize("kind", ("pages", "batch index", "leftpad"))
 def test_cache_reads_nothing_on_the_host(kind):
     with FakeTensorMode():
-        q, k, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((2, 3, 4, 16), (2, 3, 2, 16), (6, 16, 2, 16)))
+        q, k, cache = (torch.empty(shape, dtype=torch.bfloat16)
+                       for shape in ((2, 3, 4, 16), (2, 3, 2, 16), (6, 16, 2, 16)))
         cos, filled = torch.empty(64, 8, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int32)
         table = torch.empty(2, 3, dtype=torch.int32)
         options = dict(block_table=table) if kind == "pages" else dict(cache_batch_idx=filled)
         if kind == "leftpad":
             options["cache_leftpad"] = filled
-        out = flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cos, cos, filled, causal=True, **options)
+        out = flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), k,
+                                                 k, cos, cos, filled, causal=True, **options)
         cu = torch.empty(3, dtype=torch.int32)
         rows = flash_attn.flash_attn_varlen_func(q.flatten(0, 1), cache, cache, cu, cu, 3, 48, block_table=table)
     assert out.shape == q.shape and rows.shape == (6, 4, 16)
@@ -243,7 +249,8 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        x = x + self.out(flash_attn.flash_attn_qkvpacked_func(self.qkv(x).unflatten(2, (3, 4, 8)), causal=True).flatten(2))
+        x = x + self.out(flash_attn.flash_attn_qkvpacked_func(self.qkv(x).unflatten(2, (3, 4, 8)),
+                                                              causal=True).flatten(2))
         q = x.unflatten(2, (4, 8)).transpose(1, 2)
         return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
 
@@ -253,7 +260,8 @@ def wrap_ddp(model):
 
 
 def wrap_fsdp(model):
-    """Parameters in shards: attention's are gathered before its forward and its backward, the others' with the whole model's."""
+    """Parameters in shards: attention's are gathered before its forward and its backward, the others' with the whole
+    model's."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     fully_shard(model.attention, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -303,8 +311,10 @@ class Decoder(torch.nn.Module):
         self.attend, self.split = attend, (heads, kv_heads, kv_heads)
         self.embedding, self.position = torch.nn.Embedding(32, width), torch.nn.Embedding(64, width)
         self.layers = torch.nn.ModuleList(torch.nn.ModuleDict(dict(
-            norm=torch.nn.LayerNorm(width), qkv=torch.nn.Linear(width, (heads + 2 * kv_heads) * 16), out=torch.nn.Linear(heads * 16, width),
-            mlp=torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, 128), torch.nn.GELU(), torch.nn.Linear(128, width))))
+            norm=torch.nn.LayerNorm(width), qkv=torch.nn.Linear(width, (heads + 2 * kv_heads) * 16),
+            out=torch.nn.Linear(heads * 16, width),
+            mlp=torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, 128),
+                                    torch.nn.GELU(), torch.nn.Linear(128, width))))
             for _ in range(layers))
 
     def forward(self, tokens, positions, cu_seqlens):

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def same_precision():
-    """PyTorch's plain path multiplies 16-bit operands in float32 unless told not to: an error to compare with is that of 16 bits."""
+    """PyTorch's plain path multiplies 16-bit operands in float32 unless told not to: an error to compare with is that
+    of 16 bits."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     yield
@@ -38,11 +39,13 @@ def layers(device="cpu", dtype=torch.float32, **options):
 
 def test_signature_and_state():
     for name in ("__init__", "forward"):
-        found, expected = (inspect.signature(getattr(c, name)).parameters.values() for c in (mg.nn.MultiheadAttention, torch.nn.MultiheadAttention))
+        found, expected = (inspect.signature(getattr(c, name)).parameters.values()
+                           for c in (mg.nn.MultiheadAttention, torch.nn.MultiheadAttention))
         assert [(p.name, p.kind, p.default) for p in found] == [(p.name, p.kind, p.default) for p in expected]
     for options in ({}, dict(bias=False), dict(kdim=20, vdim=24), dict(add_bias_kv=True)):
         ours, theirs = layers(**options)
-        assert {n: p.shape for n, p in ours.state_dict().items()} == {n: p.shape for n, p in theirs.state_dict().items()}
+        assert ({n: p.shape for n, p in ours.state_dict().items()} ==
+                {n: p.shape for n, p in theirs.state_dict().items()})
         theirs.load_state_dict(ours.state_dict())
 
 
@@ -91,7 +94,8 @@ def test_equals_torch(device, options, layout, mask, same, seed):
     ("need_weights is True", {}, {}),
     ("attn_mask without is_causal", {}, dict(need_weights=False, attn_mask=torch.ones(7, 7).triu(1).bool())),
     ("key_padding_mask that is not bool", {}, dict(need_weights=False, key_padding_mask=torch.zeros(3, 7))),
-    ("key_padding_mask with is_causal", {}, dict(need_weights=False, key_padding_mask=torch.zeros(3, 7).bool(), attn_mask=torch.ones(7, 7).triu(1).bool(), is_causal=True)),
+    ("key_padding_mask with is_causal", {}, dict(need_weights=False, key_padding_mask=torch.zeros(3, 7).bool(),
+                                                 attn_mask=torch.ones(7, 7).triu(1).bool(), is_causal=True)),
     ("add_bias_kv or add_zero_attn", dict(add_bias_kv=True), dict(need_weights=False)),
     ("add_bias_kv or add_zero_attn", dict(add_zero_attn=True), dict(need_weights=False)),
 ])
@@ -101,7 +105,8 @@ def test_falls_back(reason, options, arguments):
     with pytest.warns(mg.FallbackWarning, match=f"MultiheadAttention: {reason}; computed by PyTorch"):
         found = ours(x, x, x, **arguments)
     expected = theirs(x, x, x, **arguments)
-    assert torch.equal(found[0], expected[0]) and (found[1] is expected[1] is None or torch.equal(found[1], expected[1]))
+    assert torch.equal(found[0], expected[0]) and (found[1] is expected[1] is None or
+                                                   torch.equal(found[1], expected[1]))
 
 
 def test_refuses():
@@ -138,5 +143,6 @@ def test_last_dimension_is_not_contiguous(device):
     given = x.mT.contiguous().mT
     assert torch.equal(ours(given, given, given, need_weights=False)[0], ours(x, x, x, need_weights=False)[0])
     assert torch.equal(layer(given), layer(x))
-    q, k, v = (torch.randn(2, 4, 9, 12, generator=torch.Generator().manual_seed(i)).to(device, torch.bfloat16) for i in range(3))
+    q, k, v = (torch.randn(2, 4, 9, 12, generator=torch.Generator().manual_seed(i)).to(device, torch.bfloat16)
+               for i in range(3))
     assert torch.equal(layer.attend(*(t.mT.contiguous().mT for t in (q, k, v))), layer.attend(q, k, v))

@@ -10,9 +10,12 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import margay as mg
 
 PUBLIC = {
-    "margay.flash_attn": ("margay.drop_ins.flash_attn2", ("flash_attn_func", "flash_attn_with_kvcache", "install_as_flash_attn", "unpad_input", "__version__")),
-    "margay.flash_attn_interface": ("margay.drop_ins.flash_attn3", ("flash_attn_func", "flash_attn_combine", "get_scheduler_metadata")),
-    "margay.bert_padding": ("margay.drop_ins.bert_padding", ("index_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences")),
+    "margay.flash_attn": ("margay.drop_ins.flash_attn2", ("flash_attn_func", "flash_attn_with_kvcache",
+                                                          "install_as_flash_attn", "unpad_input", "__version__")),
+    "margay.flash_attn_interface":
+    ("margay.drop_ins.flash_attn3", ("flash_attn_func", "flash_attn_combine", "get_scheduler_metadata")),
+    "margay.bert_padding": ("margay.drop_ins.bert_padding",
+                            ("index_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences")),
     "margay.sdpa": ("margay.drop_ins.sdpa", ("enable_sdpa",)),
     "margay.nn": ("margay.drop_ins.multihead_attention", ("MultiheadAttention",)),
     "margay": ("margay.drop_ins.fallback", ("FallbackWarning",)),
@@ -26,7 +29,8 @@ def test_public_path(path):
         pytest.importorskip("transformers", reason="transformers is not installed")
     home, names = PUBLIC[path]
     public, home = importlib.import_module(path), importlib.import_module(home)
-    assert public.__doc__ and all(getattr(public, name) is getattr(home, name) for name in (*names, *getattr(home, "__all__", ())))
+    assert public.__doc__ and all(getattr(public, name) is getattr(home, name)
+                                  for name in (*names, *getattr(home, "__all__", ())))
 
 
 def test_layers_are_pickled_by_their_public_names():

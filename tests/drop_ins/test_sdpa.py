@@ -24,7 +24,8 @@ def computed(monkeypatch):
     calls = []
     for name in ("attention", "attention_packed"):
         function = getattr(kernel_or_torch, name)
-        monkeypatch.setattr(kernel_or_torch, name, lambda *a, function=function, name=name, **o: calls.append(name) or function(*a, **o))
+        monkeypatch.setattr(kernel_or_torch, name, lambda *a, function=function, name=name, **o: calls.append(name) or
+                            function(*a, **o))
     return calls
 
 
@@ -35,13 +36,16 @@ def qkv(device="cpu", dtype=torch.bfloat16, heads=(4, 4), rows=(33, 33), dims=(3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ("full", "causal", "gqa", "cross", "causal, more keys", "values wider", "scale", "key mask", "one key mask", "three dimensions"))
+@pytest.mark.parametrize("case", ("full", "causal", "gqa", "cross", "causal, more keys",
+                                  "values wider", "scale", "key mask", "one key mask", "three dimensions"))
 def test_computes(device, case, computed, seed):
     r = random.Random(seed)
-    dtype = r.choice((torch.bfloat16, torch.float16) if device == "cuda" else (torch.bfloat16, torch.float16, torch.float32))
+    dtype = r.choice((torch.bfloat16, torch.float16) if device == "cuda"
+                     else (torch.bfloat16, torch.float16, torch.float32))
     rows = r.choice((1, 17, 33, 65))
     columns = rows + r.choice((1, 13, 40)) if case in ("cross", "causal, more keys") else rows
-    inputs = qkv(device, dtype, (4, 2) if case == "gqa" else (2, 2), (rows, columns), (16, 40 if case == "values wider" else 16), seed)
+    inputs = qkv(device, dtype, (4, 2) if case == "gqa" else (2, 2), (rows, columns),
+                 (16, 40 if case == "values wider" else 16), seed)
     options, exact_options = {}, {}
     if case.startswith("causal"):
         options["is_causal"] = True
@@ -51,11 +55,13 @@ def test_computes(device, case, computed, seed):
     if case == "scale":
         options["scale"] = exact_options["scale"] = 0.21
     if case.endswith("key mask"):
-        mask = torch.rand(1 if case.startswith("one") else 2, 1, 1, columns, generator=torch.Generator().manual_seed(seed)) < 0.6
+        mask = torch.rand(1 if case.startswith("one") else 2, 1, 1, columns,
+                          generator=torch.Generator().manual_seed(seed)) < 0.6
         mask[0] |= torch.arange(columns) == 0
         options["attn_mask"] = exact_options["visible"] = mask.to(device)
     squeeze = (lambda t: t[:, 0]) if case == "three dimensions" else lambda t: t
-    dout = torch.randn(inputs[0].shape[:3] + inputs[2].shape[3:], generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    dout = torch.randn(inputs[0].shape[:3] + inputs[2].shape[3:],
+                       generator=torch.Generator().manual_seed(1)).to(device, dtype)
     with mg.enable_sdpa():
         out = F.scaled_dot_product_attention(*map(squeeze, inputs), **options)
     assert computed == ["attention_packed" if "mask" in case else "attention"]
@@ -66,7 +72,8 @@ def test_computes(device, case, computed, seed):
         o, _ = reference.attention(*leaves, **exact_options)
         o = squeeze(o)
         results.append((o.detach(), *torch.autograd.grad(o, leaves, squeeze(dout).to(precision))))
-    for name, factor, found, plain, exact in zip(("out", "dq", "dk", "dv"), (2, 3, 3, 3), (out.detach(), *gradients), *results):
+    for name, factor, found, plain, exact in zip(("out", "dq", "dk", "dv"),
+                                                 (2, 3, 3, 3), (out.detach(), *gradients), *results):
         check_error(name, found, plain, exact, factor, (2**-18, 2**-18))
 
 
@@ -87,7 +94,8 @@ def test_falls_back(reason, change, options, computed):
     inputs = change(*(t.detach().float() for t in qkv(rows=(9, 9), dims=(16, 16))))
     expected = F.scaled_dot_product_attention(*inputs, **options)
     with mg.enable_sdpa():
-        with pytest.warns(mg.FallbackWarning, match=f"^scaled_dot_product_attention: {reason}; computed by PyTorch$") as caught:
+        with pytest.warns(mg.FallbackWarning,
+                          match=f"^scaled_dot_product_attention: {reason}; computed by PyTorch$") as caught:
             assert torch.equal(F.scaled_dot_product_attention(*inputs, **options), expected)
         assert len(caught) == 1 and caught[0].filename == __file__
         with warnings.catch_warnings():
@@ -96,8 +104,10 @@ def test_falls_back(reason, change, options, computed):
     assert not computed
 
 
-@pytest.mark.parametrize("reason, options", [("a scale that float32 cannot hold", dict(scale=math.inf)), ("a scale that float32 cannot hold", dict(scale=1e39)),
-                                             ("a scale that is not positive", dict(scale=math.nan)), ("a dropout probability of 1", dict(dropout_p=1 - 1e-8))])
+@pytest.mark.parametrize("reason, options", [("a scale that float32 cannot hold", dict(scale=math.inf)),
+                                             ("a scale that float32 cannot hold", dict(scale=1e39)),
+                                             ("a scale that is not positive", dict(scale=math.nan)),
+                                             ("a dropout probability of 1", dict(dropout_p=1 - 1e-8))])
 def test_numbers_that_only_torch_computes(reason, options, computed):
     inputs = qkv(dtype=torch.float32)
     expected = F.scaled_dot_product_attention(*inputs, **options)
@@ -111,27 +121,31 @@ def test_numbers_that_only_torch_computes(reason, options, computed):
 def test_last_dimension_is_not_contiguous(device, masked, computed):
     """What torch takes is computed, forward and backward, whichever tensor has it."""
     tensors = [t.detach() for t in qkv(device)]
-    mask = torch.arange(33, device=device) < torch.tensor([33, 20], device=device)[:, None, None, None] if masked else None
+    mask = (torch.arange(33, device=device) < torch.tensor([33, 20], device=device)[:, None, None, None]
+            if masked else None)
 
     def run(*given):
         leaves = [t.detach().requires_grad_() for t in given]
         out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
         return out.detach(), *torch.autograd.grad(out, leaves, tensors[0])
 
-    for spread in (lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2], lambda t: t[..., :1].expand(t.shape)):
+    for spread in (lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2],
+                   lambda t: t[..., :1].expand(t.shape)):
         for which in (0, 1, 2, None):
             given = [spread(t) if which in (None, i) else t for i, t in enumerate(tensors)]
             with mg.enable_sdpa():
                 found, dense = run(*given), run(*(t.contiguous() for t in given))
                 # deterministic or not, dq is added up by atomics on a GPU
-                assert torch.equal(found[0], dense[0]) and all(torch.allclose(a, b, atol=2**-6 * float(b.abs().max())) for a, b in zip(found, dense))
+                assert torch.equal(found[0], dense[0]) and all(torch.allclose(a, b, atol=2**-6 * float(b.abs().max()))
+                                                               for a, b in zip(found, dense))
     assert len(computed) == 24
 
 
 def test_errors_are_torchs(computed):
     q, k, v = qkv()
     with mg.enable_sdpa():
-        for inputs, options in (((q, k[..., :8], v), {}), ((q, k[:, :3], v[:, :3]), {}), ((q, k, v), dict(attn_mask=BOOL, is_causal=True)), ((q, k.float(), v), {})):
+        for inputs, options in (((q, k[..., :8], v), {}), ((q, k[:, :3], v[:, :3]), {}),
+                                ((q, k, v), dict(attn_mask=BOOL, is_causal=True)), ((q, k.float(), v), {})):
             with pytest.raises((RuntimeError, ValueError)) as ours:
                 F.scaled_dot_product_attention(*inputs, **options)
             with mg_off(), pytest.raises((RuntimeError, ValueError)) as theirs:
@@ -233,5 +247,6 @@ def test_refuses_another_schema(monkeypatch):
     from margay.drop_ins import sdpa
 
     monkeypatch.setattr(sdpa, "_SCHEMA", "aten::something()")
-    with pytest.raises(RuntimeError, match="enable_sdpa: torch .* has aten::scaled_dot_product_attention.*, expected aten::something"):
+    with pytest.raises(RuntimeError, match="enable_sdpa: torch .* has aten::scaled_dot_product_attention.*, expected "
+                       "aten::something"):
         mg.enable_sdpa()

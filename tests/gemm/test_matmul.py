@@ -38,8 +38,8 @@ class Case:
     gaps: bool = False                             # rows lie apart, NaN between them
 
     def __str__(self):
-        return (f"seed{self.seed}-{self.m}x{self.n}x{self.k}-{self.layouts}-{'bias-' * self.bias}{self.activation or 'none'}"
-                f"-{str(self.dtype)[6:]}{'-gaps' * self.gaps}")
+        return (f"seed{self.seed}-{self.m}x{self.n}x{self.k}-{self.layouts}"
+                f"-{'bias-' * self.bias}{self.activation or 'none'}-{str(self.dtype)[6:]}{'-gaps' * self.gaps}")
 
 
 def random_case(seed):

@@ -13,7 +13,8 @@ def refused(rt, status, message, op="attention", **change):
 
 def test_bad_01_dtype(rt):
     refused(rt, TYPE, "k has dtype float32, expected bfloat16 (same as q)", k=tensor([2, 4, 200, 64], dtype=FP32))
-    refused(rt, TYPE, "q has dtype int64, expected bfloat16, float16 or float32", q=tensor([2, 4, 100, 64], dtype=INT64))
+    refused(rt, TYPE, "q has dtype int64, expected bfloat16, float16 or float32",
+            q=tensor([2, 4, 100, 64], dtype=INT64))
     refused(rt, TYPE, "lse has dtype bfloat16, expected float32", lse=tensor([2, 4, 100]))
     assert rt.attention(**qkv(dtype=FP32, device=CUDA)) == TYPE
     assert rt.error() == "attention: q has dtype float32, expected bfloat16 or float16 (float32 only on the CPU)"
@@ -34,7 +35,8 @@ def test_bad_03_04_device(rt):
 
 def test_bad_06_07_strides(rt):
     shape = [2, 4, 200, 64]
-    refused(rt, VALUE, "k has shape [2, 4, 200, 64] and strides [51200, 12800, 1, 200], expected a contiguous last dimension; call .contig",
+    refused(rt, VALUE, "k has shape [2, 4, 200, 64] and strides [51200, 12800, 1, 200], expected a contiguous last "
+            "dimension; call .contig",
             k=tensor(shape, [51200, 12800, 1, 200]))
     refused(rt, VALUE, "k has shape [2, 4, 200, 64] and strides [51200, -12800, 64, 1], expected no negative ones",
             k=tensor(shape, [51200, -12800, 64, 1]))
@@ -45,7 +47,8 @@ def test_bad_06_07_strides(rt):
 def test_expanded_inputs_and_unused_strides_are_taken(rt):
     lse = tensor([2, 1, 1], [1, -7, 99], data=10 << 24, dtype=FP32)
     row, rows = [2, 1, 1, 64], [2, 1, 200, 64]
-    a = qkv(device=CPU, out=tensor(row, data=7 << 24), q=tensor(row, data=8 << 24), k=tensor(rows, [0, 0, 64, 1], data=9 << 24), v=tensor(rows), lse=lse)
+    a = qkv(device=CPU, out=tensor(row, data=7 << 24), q=tensor(row, data=8 << 24),
+            k=tensor(rows, [0, 0, 64, 1], data=9 << 24), v=tensor(rows), lse=lse)
     assert rt.check("attention_fwd", [a[name] for name in ("out", "lse", "q", "k", "v")] + [None]) == OK, rt.error()
 
 
@@ -58,7 +61,8 @@ def test_matmul_takes_transposed_views(rt):
 
 
 def test_bad_08_misaligned_element(rt):
-    refused(rt, VALUE, "q is at address 0x100001, expected a multiple of 2", q=tensor([2, 4, 100, 64], data=(1 << 20) + 1))
+    refused(rt, VALUE, "q is at address 0x100001, expected a multiple of 2",
+            q=tensor([2, 4, 100, 64], data=(1 << 20) + 1))
     refused(rt, VALUE, "q has no memory (a null pointer)", q=tensor([2, 4, 100, 64], data=0))
 
 
@@ -69,7 +73,8 @@ def test_empty_tensors_have_no_memory_to_check(rt):
 
 def test_bad_13_sizes(rt):
     refused(rt, VALUE, "q has shape [2, 4, 2147483648, 64], expected 0 to 2^31 - 1", q=tensor([2, 4, 2**31, 64]))
-    refused(rt, VALUE, "q with shape [2, 4, 100, 64] and strides [4611686018427387904, 64, 64, 1] reaches past the end of memory",
+    refused(rt, VALUE,
+            "q with shape [2, 4, 100, 64] and strides [4611686018427387904, 64, 64, 1] reaches past the end of memory",
             q=tensor([2, 4, 100, 64], [2**62, 64, 64, 1]))
     refused(rt, VALUE, "q with shape [2147483647, 2147483647, 2147483647, 2] and strides",
             q=tensor([2**31 - 1] * 3 + [2], [2**33, 2**32, 2, 1]))
@@ -84,13 +89,16 @@ def test_bad_15_overlap_with_an_input(rt):
 
 
 def test_bad_16_output_overlaps_itself(rt):
-    refused(rt, BUFFER, "out is written, but with shape [2, 4, 100, 64] and strides [0, 6400, 64, 1] its elements may share",
+    refused(rt, BUFFER,
+            "out is written, but with shape [2, 4, 100, 64] and strides [0, 6400, 64, 1] its elements may share",
             out=tensor([2, 4, 100, 64], [0, 6400, 64, 1], data=1 << 24))
-    refused(rt, BUFFER, "out is written, but with shape", out=tensor([2, 4, 100, 64], [25600, 6400, 32, 1], data=1 << 24))
+    refused(rt, BUFFER, "out is written, but with shape",
+            out=tensor([2, 4, 100, 64], [25600, 6400, 32, 1], data=1 << 24))
 
 
 def test_bad_17_read_only_output(rt):
-    refused(rt, BUFFER, "out is written, but its memory is read-only", out=tensor([2, 4, 100, 64], data=1 << 24, read_only=True))
+    refused(rt, BUFFER, "out is written, but its memory is read-only",
+            out=tensor([2, 4, 100, 64], data=1 << 24, read_only=True))
     arguments = qkv(device=CPU)
     arguments["q"].read_only = True
     assert rt.check("attention_fwd", [arguments[name] for name in ("out", "lse", "q", "k", "v")] + [None]) == OK
@@ -111,7 +119,8 @@ def slices(layout, batch=2, rows=10, heads=4, d=64, base=1 << 20):
 
 def backward(gradients, like=(2, 4, 10, 64)):
     fresh = [tensor(list(like), data=(i + 9) << 24) for i in range(5)]
-    return [*gradients, *fresh, tensor(list(like[:3]), data=15 << 24, dtype=FP32), None, tensor([100], data=16 << 24, dtype=UINT8)]
+    return [*gradients, *fresh, tensor(list(like[:3]), data=15 << 24, dtype=FP32),
+            None, tensor([100], data=16 << 24, dtype=UINT8)]
 
 
 @pytest.mark.parametrize("layout", ["rows", "heads", "head first", "outer"])

@@ -38,7 +38,8 @@ def test_cpu_concurrent_callers(rt):
 
 
 def test_bad_33_cpu_memory(rt):
-    """A thread without the memory that a cluster needs takes none; where no thread takes part, the call fails, and the next one works."""
+    """A thread without the memory that a cluster needs takes none; where no thread takes part, the call fails, and the
+    next one works."""
     lacks = ctypes.c_size_t.in_dll(rt.c, "mock_lacks")
     for threads in (1, 4):
         rt.c.mg_set_num_threads(threads)
@@ -72,7 +73,8 @@ def test_bad_41_number_of_threads(built, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "default").mkdir()
     default = Runtime(built, tmp_path / "default", monkeypatch).c.mg_num_threads()
-    for text, threads in (("99999999999", default), ("4294967299", default), ("1025", default), ("-2", default), ("3x", default), ("", default), ("1024", 1024),
+    for text, threads in (("99999999999", default), ("4294967299", default),
+                          ("1025", default), ("-2", default), ("3x", default), ("", default), ("1024", 1024),
                           (" 7 ", 7), ("5,1", 5)):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         folder = tmp_path / (text.strip() or "empty")
@@ -92,7 +94,8 @@ def test_bad_41_isa(built, tmp_path, monkeypatch):
         folder = tmp_path / text
         folder.mkdir()
         rt = Runtime(built, folder, monkeypatch)
-        assert rt.launch(device=CPU) == VALUE and rt.error() == f"the environment's MARGAY_ISA is {text}, expected base, avx2 or avx512"
+        assert (rt.launch(device=CPU) == VALUE and
+                rt.error() == f"the environment's MARGAY_ISA is {text}, expected base, avx2 or avx512")
         assert rt.launch() == OK                              # of no concern to a GPU
     for text in ("", "base", "avx2", "avx512"):               # at most: a machine may have less
         monkeypatch.setenv("MARGAY_ISA", text)

@@ -71,7 +71,8 @@ def test_bad_38_subclasses_do_not_inherit_the_table(module):
 
 
 def test_bad_40_python_runs_before_memory_is_viewed(module):
-    """Python code of an exporter, a type or a number could free or resize what was viewed before it: it has all run then."""
+    """Python code of an exporter, a type or a number could free or resize what was viewed before it: it has all run
+    then."""
     events = []
 
     class Logging(Fake):
@@ -113,7 +114,8 @@ def test_bad_40_masked_arrays(module):
     numpy = pytest.importorskip("numpy")
     out, q, k, v = (numpy.zeros((1, 2, 8, 64), numpy.float32) for _ in range(4))
     for masked in (numpy.ma.masked_array(k), numpy.ma.masked_array(k, k == 0)):
-        with pytest.raises(TypeError, match=r"attention: k is <class 'numpy\.ma\S*MaskedArray'>, expected a tensor .* without a mask"):
+        with pytest.raises(TypeError, match=r"attention: k is <class 'numpy\.ma\S*MaskedArray'>, expected a tensor .* "
+                           r"without a mask"):
             module.attention_fwd(out, None, q, masked, v, 1.0, False)
 
 
@@ -157,7 +159,8 @@ def test_module_producer_errors(module):
         def __dlpack_device__(self):
             raise RuntimeError("nowhere")
 
-    for kind, error, message in ((Broken, BufferError, "attention: k: not today"), (Used, TypeError, "an unused DLPack capsule"),
+    for kind, error, message in ((Broken, BufferError, "attention: k: not today"),
+                                 (Used, TypeError, "an unused DLPack capsule"),
                                  (Deviceless, RuntimeError, "attention: k: nowhere")):
         with pytest.raises(error, match=message):
             call(module, {**fakes(), "k": kind([1, 2, 8, 64])})

@@ -49,7 +49,8 @@ def test_bad_27_fork(rt):
 
 
 def test_every_failing_call_is_survived(built, tmp_path, monkeypatch):
-    """Each driver call of a first launch fails once; the library says so and works at the next attempt, with nothing leaked."""
+    """Each driver call of a first launch fails once; the library says so and works at the next attempt, with nothing
+    leaked."""
     (tmp_path / "count").mkdir()
     rt = Runtime(built, tmp_path / "count", monkeypatch)
     assert rt.launch() == OK
@@ -61,7 +62,8 @@ def test_every_failing_call_is_survived(built, tmp_path, monkeypatch):
         rt.mock.mock_fail(n, 2)
         assert rt.launch() == RUNTIME, call
         assert "CUDA error 2, CUDA_ERROR_OUT_OF_MEMORY (injected by the mock driver)" in rt.error(), call
-        undo_failed = call == "cuCtxPopCurrent" or call == "cuThreadExchangeStreamCaptureMode 0"   # nothing can be done about these
+        # Nothing can be done about these
+        undo_failed = call == "cuCtxPopCurrent" or call == "cuThreadExchangeStreamCaptureMode 0"
         if not undo_failed:
             assert rt.mock.mock_depth() == 0 and rt.mock.mock_mode() == 0, call
         assert rt.launch() == OK, call
@@ -72,7 +74,8 @@ def test_bad_34_sticky_error(rt):
     assert rt.launch() == OK
     rt.mock.mock_fail(3, 700)
     assert rt.launch(blocks=5) == RUNTIME
-    assert rt.error().startswith("scaled_add: launch of plain with 5 blocks of 128 threads and 1024 bytes of shared memory failed: "
+    assert rt.error().startswith("scaled_add: launch of plain with 5 blocks of 128 threads and 1024 bytes of shared "
+                                 "memory failed: "
                                  "CUDA error 700")
     assert "this or an earlier kernel failed asynchronously, MARGAY_SYNC=1 finds the first" in rt.error()
     rt.mock.mock_fail(3, 999)
@@ -82,7 +85,8 @@ def test_bad_34_sticky_error(rt):
 def test_driver_api_matches_cuda_h(tmp_path):
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parent.parent, "/usr/local/cuda"]
-    header = next((Path(home) / "include" / "cuda.h" for home in homes if home and (Path(home) / "include" / "cuda.h").exists()), None)
+    header = next((Path(home) / "include" / "cuda.h" for home in homes
+                   if home and (Path(home) / "include" / "cuda.h").exists()), None)
     if not header:
         pytest.skip("no cuda.h")
     compile_c("-o", tmp_path / "abi.o", f"-I{CSRC}", "-isystem", header.parent, "-c", MOCK / "abi.c")

@@ -8,13 +8,15 @@ from mocked import CPU, CUDA, OK, RUNTIME, VALUE, Runtime
 def test_launch_geometry(rt):
     assert rt.launch("plain", blocks=8) == OK
     log = rt.log()
-    assert log[-2] == "cuLaunchKernelEx plain grid=8,1,1 block=128,1,1 shared=1024 cluster=0 stream=0x10 params=42 context=0"
+    assert (log[-2] ==
+            "cuLaunchKernelEx plain grid=8,1,1 block=128,1,1 shared=1024 cluster=0 stream=0x10 params=42 context=0")
     assert log[-1] == "cuCtxPopCurrent" and rt.mock.mock_depth() == 0
 
 
 def test_launch_cluster(rt):
     assert rt.launch("clustered", blocks=12, magic=7) == OK
-    assert "cuLaunchKernelEx clustered grid=12,1,1 block=384,1,1 shared=200000 cluster=2 dependent stream=0x10 params=7 context=0" in (log := rt.log())
+    assert ("cuLaunchKernelEx clustered grid=12,1,1 block=384,1,1 shared=200000 cluster=2 dependent stream=0x10 "
+            "params=7 context=0") in (log := rt.log())
     assert "cuKernelSetAttribute clustered 9=100 device=0" in log     # of a row that is FOLLOWED
 
 
@@ -26,7 +28,8 @@ def test_loaded_once_in_relaxed_capture_mode(rt):
     assert log[first + 1:last] == ["cuLibraryLoadData image=plain options=0", "cuLibraryGetKernel plain",
                                    "cuKernelSetAttribute plain 8=1024 device=0"]
     assert rt.launch() == OK
-    assert [line.split()[0] for line in rt.log()] == ["cuCtxGetCurrent", "cuCtxPushCurrent", "cuLaunchKernelEx", "cuCtxPopCurrent"]
+    assert [line.split()[0] for line in rt.log()] == ["cuCtxGetCurrent", "cuCtxPushCurrent",
+                                                      "cuLaunchKernelEx", "cuCtxPopCurrent"]
 
 
 def test_empty_grid_launches_nothing(rt):
@@ -42,10 +45,12 @@ def test_bad_05_device_1_while_0_is_current(rt):
     rt.mock.mock_enter(0)
     assert rt.launch(index=1, stream=0) == OK
     log = rt.log()
-    assert "cuCtxPushCurrent device=1" in log and log[-2].endswith("stream=(nil) params=42 context=1") and rt.mock.mock_depth() == 1
+    assert ("cuCtxPushCurrent device=1" in log and log[-2].endswith("stream=(nil) params=42 context=1") and
+            rt.mock.mock_depth() == 1)
     assert rt.launch(index=0) == OK           # its attributes are per device; the image is loaded already
     log = rt.log()
-    assert "cuKernelSetAttribute plain 8=1024 device=0" in log and not [line for line in log if "Push" in line or "LibraryLoad" in line]
+    assert ("cuKernelSetAttribute plain 8=1024 device=0" in log and
+            not [line for line in log if "Push" in line or "LibraryLoad" in line])
 
 
 def test_current_context_is_left_alone(rt):
@@ -88,7 +93,8 @@ def test_sync_names_the_kernel(built, tmp_path, monkeypatch):
     assert rt.log()[-3:] == ["cuStreamIsCapturing stream=0x10", "cuStreamSynchronize stream=0x10", "cuCtxPopCurrent"]
     rt.mock.mock_fail(5, 700)
     assert rt.launch() == RUNTIME
-    assert rt.error().startswith("scaled_add: plain failed: CUDA error 700, CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access")
+    assert rt.error().startswith("scaled_add: plain failed: CUDA error 700, CUDA_ERROR_ILLEGAL_ADDRESS (an illegal "
+                                 "memory access")
     rt.mock.mock_fail(0, 0)
     rt.mock.mock_capturing(1)
     rt.log()

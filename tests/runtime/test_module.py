@@ -11,7 +11,8 @@ from mocked import call, fakes
     ((None,) * 5 + (1.0, False) + (None,) + (0,) * 13, "attention_fwd takes at most 20 arguments, got 21"),
     ((None,) * 5 + ("x", False), "attention: scale is 'x', expected a number"),
     ((None,) * 5 + (1.0, False, None, "x"), "attention: left is 'x', expected an integer of 64 bits"),
-    ((None,) * 5 + (1.0, False, None, 1 << 63), "attention: left is 9223372036854775808, expected an integer of 64 bits"),
+    ((None,) * 5 + (1.0, False, None, 1 << 63),
+     "attention: left is 9223372036854775808, expected an integer of 64 bits"),
     ((None,) * 5 + (1.0, False, None, -1, -1, [1]), "attention: softcap is \\[1\\], expected a number"),
     ((None,) * 5 + (1.0, False, None, -1, -1, 0.0, 0.0, 1.5), "attention: seed is 1.5, expected an integer"),
 ])
@@ -46,7 +47,8 @@ def test_bad_39_numbers_that_float32_cannot_hold(module, number):
         arguments[place] = number
         with pytest.raises(ValueError, match=f"^attention_decode: {name} is {message}"):
             module.attention_decode(*arguments)
-    assert module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], 2e-45, False) is None      # the smallest that it holds, rounded
+    # The smallest that it holds, rounded
+    assert module.attention_fwd(t["out"], None, t["q"], t["k"], t["v"], 2e-45, False) is None
 
 
 def test_bad_40_capsules_are_not_leaked(module):
@@ -103,15 +105,18 @@ def test_module_info(module):
     assert info["devices"][2] == {"name": "NVIDIA A100", "cc": "8.0", "sms": 108}
     assert not [line for line in module.log() if "Retain" in line]            # looking costs the devices no memory
     rows = module.kernels()
-    assert rows[1] == {"name": "clustered", "op": "scaled_add", "owner": "scaled_add", "source": "scaled_add", "dtype": "bfloat16", "where": "any",
-                       "when": "d <= 128", "constants": "D=128, CLUSTER=2", "has_gpu_image": True, "shared_bytes": 200000, "threads": 384, "params_bytes": 16}
+    assert rows[1] == {"name": "clustered", "op": "scaled_add", "owner": "scaled_add",
+                       "source": "scaled_add", "dtype": "bfloat16", "where": "any",
+                       "when": "d <= 128", "constants": "D=128, CLUSTER=2",
+                       "has_gpu_image": True, "shared_bytes": 200000, "threads": 384, "params_bytes": 16}
     assert not rows[2]["has_gpu_image"]
 
 
 def test_module_explain(module):
     name, text = module.explain("scaled_add", gpu=True, d=100)
     assert name == "clustered"
-    assert text.startswith("scaled_add for bfloat16, d=100, on the GPU: clustered\n  plain needs d <= 64 && !causal\n  clustered takes it")
+    assert text.startswith("scaled_add for bfloat16, d=100, on the GPU: clustered\n  plain needs d <= 64 && !causal\n  "
+                           "clustered takes it")
     name, text = module.explain("scaled_add", dtype="float16", gpu=True, d=100)
     assert name is None and "no kernel\n" in text
     assert "huge needs 300000 bytes of shared memory, a block has 232448" in text

@@ -15,14 +15,18 @@ def encode(rt, shape, stride, data=1 << 20, dtype=BF16, rows=128, cols=64, devic
 
 def test_map_gpu(rt):
     assert encode(rt, [2, 8, 1000, 96], [768000, 96, 768, 1])[0] == OK
-    assert rt.log()[-2] == ("cuTensorMapEncodeTiled dtype=9 rank=4 data=0x100000 size=96,1000,8,2 stride=1536,192,1536000 box=64,128,1,1 "
+    assert rt.log()[-2] == ("cuTensorMapEncodeTiled dtype=9 rank=4 data=0x100000 size=96,1000,8,2 "
+                            "stride=1536,192,1536000 box=64,128,1,1 "
                             "step=1 interleave=0 swizzle=3 fill=0")
     assert encode(rt, [1, 1, 300, 128], [7, 13, 128, 1], dtype=FP32, rows=64, cols=128)[0] == OK
-    assert rt.log()[-2] == ("cuTensorMapEncodeTiled dtype=7 rank=4 data=0x100000 size=128,300,1,1 stride=512,16,16 box=128,64,1,1 "
+    assert rt.log()[-2] == ("cuTensorMapEncodeTiled dtype=7 rank=4 data=0x100000 size=128,300,1,1 stride=512,16,16 "
+                            "box=128,64,1,1 "
                             "step=1 interleave=0 swizzle=0 fill=0")
-    for cols, swizzle in ((64, 2), (128, 3)):        # 8-bit floats travel as bytes; 64-byte rows have a swizzle of their own
+    for cols, swizzle in ((64, 2), (128, 3)):        # 8-bit floats travel as bytes; 64-byte rows have a swizzle of
+                                                     # their own
         assert encode(rt, [2, 8, 1000, 96], [768000, 96, 768, 1], dtype=E4M3, rows=64, cols=cols)[0] == OK
-        assert rt.log()[-2] == (f"cuTensorMapEncodeTiled dtype=0 rank=4 data=0x100000 size=96,1000,8,2 stride=768,96,768000 box={cols},64,1,1 "
+        assert rt.log()[-2] == ("cuTensorMapEncodeTiled dtype=0 rank=4 data=0x100000 size=96,1000,8,2 "
+                                f"stride=768,96,768000 box={cols},64,1,1 "
                                 f"step=1 interleave=0 swizzle={swizzle} fill=0")
 
 
@@ -33,7 +37,8 @@ def test_map_cpu(rt):
 
 @pytest.mark.parametrize("change, message", [
     ({"data": (1 << 20) + 8}, "x is at address 0x100008, expected a multiple of 16 bytes"),
-    ({"stride": [768000, 96, 764, 1]}, "x has a row stride of 764 elements of 2 bytes, expected a multiple of 16 bytes below 2^40"),
+    ({"stride": [768000, 96, 764, 1]},
+     "x has a row stride of 764 elements of 2 bytes, expected a multiple of 16 bytes below 2^40"),
     ({"stride": [2**40, 96, 768, 1]}, "x has a batch stride of"),
     ({"stride": [768000, -96, 768, 1]}, "x has a head stride of -96"),
     ({"stride": [768000, 96, 768, 2]}, "x has a column stride of 2, expected 1"),

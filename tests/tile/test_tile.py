@@ -1,7 +1,8 @@
-"""Every tile operation against its formula in numpy, on the CPU for each instruction set it has, and on the GPU where there is one.
+"""Every tile operation against its formula in numpy, on the CPU for each instruction set it has, and on the GPU where
+there is one.
 
-The kernels are in ops.cu, their rows in ops.def. MARGAY_TILE_LIBS names a folder where their libraries are kept between runs; one that
-lies there is used as it is where its compiler is missing."""
+The kernels are in ops.cu, their rows in ops.def. MARGAY_TILE_LIBS names a folder where their libraries are kept between
+runs; one that lies there is used as it is where its compiler is missing."""
 
 import ctypes
 import os
@@ -23,7 +24,8 @@ TYPES = ("bf16", "fp16", "float")
 ISAS = {"base": []}
 if platform.machine() == "x86_64":
     ISAS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
-    ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+    ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
+                      "-mavx512bf16", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 SHAPES = re.findall(r"^OP\((\w+), (\d+), (\d+), (\d+), (\d+), (\d+), (\d+)\)", (HERE / "ops.def").read_text(), re.M)
 ROWS = [(body, *map(int, shape)) for body, *shape in SHAPES]
 
@@ -55,13 +57,15 @@ def build(target, elem, folder):
         flags = ["-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-cudart", "static"]
     else:
         compiler = os.environ.get("CXX") or shutil.which("g++")
-        flags = ["-O2", "-ftree-vectorize", "-fPIC", "-x", "c++", "-Wall", "-Wextra", "-Werror", "-fno-exceptions", "-fno-rtti",
+        flags = ["-O2", "-ftree-vectorize", "-fPIC", "-x", "c++", "-Wall", "-Wextra",
+                 "-Werror", "-fno-exceptions", "-fno-rtti",
                  "-fno-threadsafe-statics", "-fvisibility=hidden", *ISAS[target]]
     if out.exists() and (not compiler or all(s.stat().st_mtime < out.stat().st_mtime for s in sources)):
         return out
     if not compiler:
         pytest.skip("no compiler for " + target)
-    subprocess.run([compiler, "-std=c++17", *flags, "-shared", f"-I{CSRC}", f"-DTYPE={elem}", "-DCONSTANTS=UNUSED=0", "-o", str(out),
+    subprocess.run([compiler, "-std=c++17", *flags, "-shared", f"-I{CSRC}",
+                    f"-DTYPE={elem}", "-DCONSTANTS=UNUSED=0", "-o", str(out),
                     str(HERE / "ops.cu")], check=True)
     return out
 
@@ -104,7 +108,8 @@ class Ops:
         self.lib.op_map.argtypes = [pointer, pointer, number, pointer, pointer, number, number]
 
     def run(self, name, maps, vectors, blocks=1, **numbers):
-        """maps: {"a": (array [batch, head, row, column], box rows)}; vectors: {"x": array}. All of them as they are after the run."""
+        """maps: {"a": (array [batch, head, row, column], box rows)}; vectors: {"x": array}. All of them as they are
+        after the run."""
         memory = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)   # the maps are aligned to 64 bytes
         p = Params.from_address((ctypes.addressof(memory) + 63) // 64 * 64)
         arrays = {k: v[0] for k, v in maps.items()} | vectors
@@ -114,7 +119,8 @@ class Ops:
                 size = (ctypes.c_int64 * 4)(*array.shape[::-1])
                 stride = (ctypes.c_int64 * 4)(*array.strides[::-1])
                 where = ctypes.addressof(p) + getattr(Params, k).offset
-                assert self.lib.op_map(where, buffers[k], array.itemsize, size, stride, box, cols[0] if cols else 64) == 0
+                assert self.lib.op_map(where, buffers[k], array.itemsize, size,
+                                       stride, box, cols[0] if cols else 64) == 0
             for k in vectors:
                 setattr(p, k, buffers[k])
             for k, v in numbers.items():
@@ -256,7 +262,8 @@ def check_copy(c):
         x = np.where(np.arange(N) < c.limits["n"], c.x, 0)
         tile[:, I:I + N] = tile[:, I:I + N] - above + x
         want = c.out[:2 * N].copy()
-        want[:2 * c.limits["n"]:2] = 2 * (x - np.where(np.arange(N) < c.limits["m"], decode(c.e, c.ops.elem), 0))[:c.limits["n"]]
+        want[:2 * c.limits["n"]:2] = 2 * (x - np.where(np.arange(N) < c.limits["m"],
+                                                       decode(c.e, c.ops.elem), 0))[:c.limits["n"]]
         c.check_stored(tile)
         return same(c.result["out"][:2 * N], want)
     elif name == "store_float":
@@ -271,11 +278,13 @@ def check_copy(c):
         t, u, v = c.t(), c.y[:, None], c.x[None, :]
         low = np.arange(N)[None, :] <= np.arange(64)[:, None]
         f = t + u - v
-        tile = np.where(low, f, 2 * t) if name == "store_with_row_col" else np.where(low, f, 0) + 3 * np.eye(64, N, dtype=np.float32)
+        tile = (np.where(low, f, 2 * t) if name == "store_with_row_col"
+                else np.where(low, f, 0) + 3 * np.eye(64, N, dtype=np.float32))
     c.check_stored(tile)
 
 
-SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 127.75, 128, 129, -125.9, -126, -127, -200, 1e-38, 3e38], np.float32)
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 127.75, 128, 129, -125.9, -126, -127, -200, 1e-38, 3e38],
+                   np.float32)
 
 
 def check_scalar(c):
@@ -313,7 +322,8 @@ def check_form(c):
     x, y = c.x[None, :], c.y[:, None]
     t64 = t.astype(np.float64)
     below = np.arange(c.N)[None, :] - np.arange(64)[:, None]   # col - row
-    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x, None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, *[None] * 5][c.I]
+    want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x,
+            None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, *[None] * 5][c.I]
     if c.I == 10:
         return same(c.matrix(), np.where(below > 3, -np.inf, t))
     if c.I == 11:
@@ -327,9 +337,11 @@ def check_form(c):
         added = np.where(second, 1000, 0) + rows - 8 * (second & (c.I == 13)) - 2 * (cols - 8 * (second & (c.I == 14)))
         return close(c.matrix(), t64 + added, np.abs(t64) + 2000, 1e-6)
     if c.I == 16:
-        return close(c.matrix(), t64 * (np.arange(64)[:, None] % 8 + 2 * (np.arange(c.N) % 8)) - x, 1 + 22 * np.abs(t64), 1e-6)
+        return close(c.matrix(), t64 * (np.arange(64)[:, None] % 8 + 2 * (np.arange(c.N) % 8)) - x,
+                     1 + 22 * np.abs(t64), 1e-6)
     if c.I in (15, 17):
-        return close(c.matrix(), t64 * (u if c.I == 15 else y) + x + np.arange(64)[:, None] - 2 * np.arange(c.N), 2 + t64 * t64 + 400, 1e-6)
+        return close(c.matrix(), t64 * (u if c.I == 15 else y) + x + np.arange(64)[:, None] - 2 * np.arange(c.N),
+                     2 + t64 * t64 + 400, 1e-6)
     if c.I == 6:
         return same(c.matrix(), np.where(np.arange(c.N)[None, :] <= np.arange(64)[:, None] + 3, t, -np.inf))
     close(c.matrix(), want, 1 + t64 * t64, 1e-6)
@@ -404,7 +416,8 @@ def check_scalars(c):
 
 
 CHECKS = {"map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
-          "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced, "accumulators": check_accumulators, "scalars": check_scalars, "float_rows": check_float_rows}
+          "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced,
+          "accumulators": check_accumulators, "scalars": check_scalars, "float_rows": check_float_rows}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: "_".join(map(str, r)))
@@ -416,7 +429,8 @@ def test_op(ops, row, place):
     check(case)
 
 
-@pytest.mark.parametrize("elem_value", [1.00390625, 65519.9, 65520.0, 6e-8, 3e-8, 1e-40, 3.4e38, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("elem_value",
+                         [1.00390625, 65519.9, 65520.0, 6e-8, 3e-8, 1e-40, 3.4e38, np.inf, -np.inf, np.nan])
 def test_rounding(ops, elem_value):
     """Ties, overflow, subnormals and NaN, through the register tile and straight to the shared tile."""
     for row in (r for r in ROWS if r[0] in ("store_float", "store_converted")):
@@ -459,7 +473,8 @@ def random_e4m3(rng, *shape):
 
 
 def e4m3_tolerance(ops, k):
-    """Of the sum of |products|, for two products over k. Hopper's matrix instructions add with some 14 bits, once for each 32 of the reduction."""
+    """Of the sum of |products|, for two products over k. Hopper's matrix instructions add with some 14 bits, once for
+    each 32 of the reduction."""
     return 2 * k // 32 * 2.0**-11 if ops.target == "sm90" else 4e-6
 
 
@@ -468,8 +483,10 @@ def e4m3_tolerance(ops, k):
 def test_e4m3_product(any_ops, n, k, place):
     rng, at, width = np.random.default_rng(n + k), PLACES[place], 128 if k % 128 == 0 else 64
     a, b = random_e4m3(rng, 2, 3, 120, 304), random_e4m3(rng, 2, 3, 240, 304)
-    r = any_ops.run(f"e4m3_{n}_{k}", {"a": (a, 64, width), "b": (b, n, width)}, {"out": np.full(64 * n, np.nan, np.float32)}, **at)
-    x, y = (window(decode_e4m3(t)[at["batch"], at["head"]], at["row"], at["col"], rows, k) for t, rows in ((a, 64), (b, n)))
+    r = any_ops.run(f"e4m3_{n}_{k}", {"a": (a, 64, width), "b": (b, n, width)},
+                    {"out": np.full(64 * n, np.nan, np.float32)}, **at)
+    x, y = (window(decode_e4m3(t)[at["batch"], at["head"]], at["row"], at["col"], rows, k)
+            for t, rows in ((a, 64), (b, n)))
     close(r["out"].reshape(64, n), 2 * x @ y.T, 1 + np.abs(x) @ np.abs(y.T), e4m3_tolerance(any_ops, k))
 
 
@@ -477,7 +494,8 @@ TURNED = [(64, 64), (128, 64), (128, 128), (192, 128), (128, 256)]
 
 
 def run_turned(ops, k, n, b, x, y, at):
-    r = ops.run(f"turned_{k}_{n}", {"b": (b, 64, 128 if n % 128 == 0 else 64)}, {"x": x, "y": y, "out": np.full(64 * n, np.nan, np.float32)}, **at)
+    r = ops.run(f"turned_{k}_{n}", {"b": (b, 64, 128 if n % 128 == 0 else 64)},
+                {"x": x, "y": y, "out": np.full(64 * n, np.nan, np.float32)}, **at)
     return r["out"].reshape(64, n), window(decode_e4m3(b)[at["batch"], at["head"]], at["row"], at["col"], k, n)
 
 
@@ -485,7 +503,8 @@ def run_turned(ops, k, n, b, x, y, at):
 @pytest.mark.parametrize("k, n", TURNED)
 def test_turned_product(any_ops, k, n, place):
     rng = np.random.default_rng(k + n)
-    b, x, y = random_e4m3(rng, 2, 3, 240, 304), rng.standard_normal(k).astype(np.float32), rng.standard_normal(64).astype(np.float32)
+    b, x, y = (random_e4m3(rng, 2, 3, 240, 304), rng.standard_normal(k).astype(np.float32),
+               rng.standard_normal(64).astype(np.float32))
     got, tile = run_turned(any_ops, k, n, b, x, y, PLACES[place])
     a = round_e4m3(x[None, :] + y[:, None])
     close(got, 2 * a @ tile, 1 + np.abs(a) @ np.abs(tile), e4m3_tolerance(any_ops, k))
@@ -494,8 +513,10 @@ def test_turned_product(any_ops, k, n, place):
 @pytest.mark.parametrize("k, n", TURNED)
 def test_rounding_to_e4m3(any_ops, k, n):
     """Through a matrix that picks columns, so that the result is twice the rounded number itself."""
-    x = np.concatenate([E4M3_VALUES[:-1] + np.diff(E4M3_VALUES) / 2, E4M3_VALUES, [449, 464, 465, 1e30, 3e38, 1e-10, 2.0**-10, np.nextafter(2.0**-10, 1, dtype=np.float32)]])
-    x = np.concatenate([np.nextafter(x.astype(np.float32), np.float32(np.inf)), np.nextafter(x.astype(np.float32), np.float32(0)), x]).astype(np.float32)
+    x = np.concatenate([E4M3_VALUES[:-1] + np.diff(E4M3_VALUES) / 2, E4M3_VALUES,
+                        [449, 464, 465, 1e30, 3e38, 1e-10, 2.0**-10, np.nextafter(2.0**-10, 1, dtype=np.float32)]])
+    x = np.concatenate([np.nextafter(x.astype(np.float32), np.float32(np.inf)),
+                        np.nextafter(x.astype(np.float32), np.float32(0)), x]).astype(np.float32)
     x[::3] *= -1
     where = dict(row=0, col=0, head=0, batch=0)
     for start in range(0, len(x), min(k, n)):
@@ -511,7 +532,8 @@ def test_nan_to_e4m3(any_ops):
     x = np.zeros(128, np.float32)
     y = np.zeros(64, np.float32)
     y[5] = np.nan
-    got, _ = run_turned(any_ops, 128, 128, random_e4m3(np.random.default_rng(0), 1, 1, 128, 128), x, y, dict(row=0, col=0, head=0, batch=0))
+    got, _ = run_turned(any_ops, 128, 128, random_e4m3(np.random.default_rng(0), 1, 1, 128, 128),
+                        x, y, dict(row=0, col=0, head=0, batch=0))
     assert np.isnan(got[5]).all() and not np.isnan(np.delete(got, 5, 0)).any()
 
 
@@ -531,7 +553,8 @@ def test_scan(ops):
 def test_parts(ops):
     rng = np.random.default_rng(4)
     a = random(rng, ops.elem, 1, 4, 100, 200)
-    r = ops.run("parts", {"a": (a, 16)}, {"out": np.full(64 * 128, np.nan, np.float32)}, row=50, col=104, head=1, batch=0)
+    r = ops.run("parts", {"a": (a, 16)}, {"out": np.full(64 * 128, np.nan, np.float32)},
+                row=50, col=104, head=1, batch=0)
     want = np.zeros((64, 128), np.float32)
     for i in range(3):                                       # the fourth part lies in a head that does not exist
         want[16 * i:16 * i + 16] = window(decode(a, ops.elem)[0, 1 + i], 50 + 16 * (3 - i), 104, 16, 128)
@@ -627,5 +650,6 @@ def test_deadlock_is_reported(ops):
     code = f"import ctypes; ctypes.CDLL({ops.path!r}).stuck(bytes(1024), 1)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert child.returncode == -signal.SIGABRT
-    assert "role 0 member 0: sem at shared + 0, phase 0 (now in phase 0: 1 of 1 arrivals and 0 bytes missing)" in child.stderr
+    assert ("role 0 member 0: sem at shared + 0, phase 0 "
+            "(now in phase 0: 1 of 1 arrivals and 0 bytes missing)") in child.stderr
     assert "role 0 member 1: named barrier 3 (128 threads there)" in child.stderr

@@ -24,26 +24,35 @@ from margay.check.compiled import RULES, TOOLS, Kernel, csrc, options_in, tool
 
 HARMLESS = "harmless.txt"
 
-PER_POOL = 24     # kernels until processes are replaced: a kernel's library and its shadow memory stay in one as long as it lives
+PER_POOL = 24     # kernels until processes are replaced: a kernel's library and its shadow memory stay in one as long
+                  # as it lives
 
 
 def parse(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m margay.check", description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1],
+    parser = argparse.ArgumentParser(prog="python -m margay.check", description=__doc__.split("\n\n")[0],
+                                     epilog=__doc__.split("\n\n")[1],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="KERNEL")
     parser.add_argument("--seeds", type=int, default=4, metavar="N", help="schedules of each problem (4)")
     parser.add_argument("--seed", type=int, metavar="S", help="only this schedule")
     parser.add_argument("--shapes", default="", metavar="REGEX", help="problems whose description matches")
-    parser.add_argument("--mutate", action="store_true", help="mutate every synchronising call and list what no run reports")
-    parser.add_argument("--once", action="store_true", help="with --mutate: a call that several rows have is mutated in one of them, theirs in turn")
-    parser.add_argument("--harmless", type=Path, metavar="FILE", help="mutants known to be harmless (of the library: csrc/check/harmless.txt)")
+    parser.add_argument("--mutate", action="store_true",
+                        help="mutate every synchronising call and list what no run reports")
+    parser.add_argument("--once", action="store_true",
+                        help="with --mutate: a call that several rows have is mutated in one of them, theirs in turn")
+    parser.add_argument("--harmless", type=Path, metavar="FILE",
+                        help="mutants known to be harmless (of the library: csrc/check/harmless.txt)")
     parser.add_argument("--json", action="store_true", help="findings as JSON, a line each")
     parser.add_argument("--list", action="store_true", help="list the problems, run nothing")
-    parser.add_argument("--constants", metavar="NAME=N,...", help="of a .cu file; else its line `// margay.check: TYPE NAME=N, ...`")
-    parser.add_argument("--as", dest="in_place_of", metavar="ROW", help="check a .cu file in the place of this row: its parameters, constants and problems")
+    parser.add_argument("--constants", metavar="NAME=N,...",
+                        help="of a .cu file; else its line `// margay.check: TYPE NAME=N, ...`")
+    parser.add_argument("--as", dest="in_place_of", metavar="ROW",
+                        help="check a .cu file in the place of this row: its parameters, constants and problems")
     parser.add_argument("--type", choices=("bf16", "fp16", "e4m3", "float"), help="element type of a .cu file")
-    parser.add_argument("--rules-off", default="", metavar="RULE,...", help=f"rules to leave out, of {', '.join(RULES)}")
-    parser.add_argument("--device", action="store_true", help="on the GPU: delays in each role in turn, and traces compared with the CPU's")
+    parser.add_argument("--rules-off", default="", metavar="RULE,...",
+                        help=f"rules to leave out, of {', '.join(RULES)}")
+    parser.add_argument("--device", action="store_true",
+                        help="on the GPU: delays in each role in turn, and traces compared with the CPU's")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile and check")
     options = parser.parse_args(arguments)
     for rule in filter(None, options.rules_off.split(",")):
@@ -57,7 +66,8 @@ def file_problems(path, options):
     found = options_in(path.read_text()) or (None, None)
     dtype, constants = options.type or found[0], options.constants or found[1]
     if not dtype or constants is None:
-        raise SystemExit(f"margay.check: {path} needs --type and --constants, or a line `// margay.check: bf16 NAME=1, ...`")
+        raise SystemExit(f"margay.check: {path} needs --type and --constants, or a line `// margay.check: bf16 "
+                         "NAME=1, ...`")
     return [Problem(Kernel(path, dtype, constants), "its EXAMPLE")]
 
 
@@ -67,10 +77,12 @@ def problems_of(name, options):
     if name.endswith(".cu") and options.in_place_of:
         if options.in_place_of not in rows():
             raise SystemExit(f"margay.check: --as: no row of kernels.def is called {options.in_place_of}")
-        return [problem for problem in problems(rows()[options.in_place_of], Path(name), options.device) if re.search(options.shapes, problem.label)]
+        return [problem for problem in problems(rows()[options.in_place_of], Path(name), options.device)
+                if re.search(options.shapes, problem.label)]
     if name.endswith(".cu"):
         return file_problems(Path(name), options)
-    return [problem for problem in problems(rows()[name], large=options.device) if re.search(options.shapes, problem.label)]
+    return [problem for problem in problems(rows()[name], large=options.device)
+            if re.search(options.shapes, problem.label)]
 
 
 def wanted(options):
@@ -125,7 +137,8 @@ def mutate_kernels(names, options):
     entries = mutants.read_harmless(options.harmless or csrc() / "check" / HARMLESS)
     todos = [mutants.mutants_of(found) for found in problems]
     if options.once:
-        todos = mutants.dealt(todos, lambda site, kind: mutants.why_harmless(entries, problems[0][0].kernel, site, kind))
+        todos = mutants.dealt(todos,
+                              lambda site, kind: mutants.why_harmless(entries, problems[0][0].kernel, site, kind))
     return [mutate_kernel(found, todo, entries, options) for found, todo in zip(problems, todos)]
 
 
@@ -136,7 +149,8 @@ def mutate_kernel(problems, todo, entries, options):
         if not mutant.missed:
             continue
         why = mutants.why_harmless(entries, problems[0].kernel, mutant.site, mutant.kind)
-        line = f"{mutant.kind} | {mutant.site.name()} | {mutant.site.line} | no report in {len(mutant.missed)} of {options.seeds} seeds"
+        line = (f"{mutant.kind} | {mutant.site.name()} | {mutant.site.line} | "
+                f"no report in {len(mutant.missed)} of {options.seeds} seeds")
         if why:
             harmless.append(f"{line}: {why}")
         else:
@@ -167,7 +181,8 @@ def each(work, names, options, show):
                     result = future.result()
                 except concurrent.futures.process.BrokenProcessPool:
                     left = [title(name) for name, future in futures if not future.done() or future.exception()]
-                    raise SystemExit(f"margay.check: a process died while it checked {' or '.join(left[:options.jobs])}: a kernel that writes where it must not, "
+                    raise SystemExit("margay.check: a process died while it checked "
+                                     f"{' or '.join(left[:options.jobs])}: a kernel that writes where it must not, "
                                      "or no memory left; `--jobs 1` says which") from None
                 progress.clear()
                 show(name, result)
@@ -215,16 +230,19 @@ def mutate(names, options):
             counts[i] += n
         open_ones.extend(survivors)
         if options.json:
-            print(json.dumps({"kernel": name, "mutants": total, "reported": reported, "harmless": harmless, "survivors": survivors}), flush=True)
+            print(json.dumps({"kernel": name, "mutants": total, "reported": reported,
+                              "harmless": harmless, "survivors": survivors}), flush=True)
             return
-        print(f"{name}: {total} mutants, {reported} reported, {len(harmless)} known to be harmless, {len(survivors)} survive", flush=True)
+        print(f"{name}: {total} mutants, {reported} reported, {len(harmless)} known to be harmless, "
+              f"{len(survivors)} survive", flush=True)
         for line in harmless:
             print(text.dim(f"  {line}"))
         for line in survivors:
             print(text.red("  survives: ") + line, flush=True)
     each(mutate_kernels, of_one_file(names) if options.once else [[name] for name in names], options, show)
     if not options.json:
-        print(f"{counts[0]} mutants, {counts[1]} reported ({counts[1] / max(1, counts[0]):.1%}), {counts[2]} known to be harmless, {len(open_ones)} survive, "
+        print(f"{counts[0]} mutants, {counts[1]} reported ({counts[1] / max(1, counts[0]):.1%}), {counts[2]} known to "
+              f"be harmless, {len(open_ones)} survive, "
               f"{time.monotonic() - start:.1f} s")
     return not open_ones
 

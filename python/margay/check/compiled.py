@@ -14,12 +14,16 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-MUTATIONS = ("none", "drop", "double", "phase", "bytes more", "bytes less", "count more", "count less", "group less", "stage", "early", "fence late")
-OPS = ("init", "wait", "arrive", "expect", "bar_sync", "bar_arrive", "wg_sync", "fence_async", "mma_fence", "mma_commit", "mma_wait", "store_wait",
+MUTATIONS = ("none", "drop", "double", "phase", "bytes more", "bytes less",
+             "count more", "count less", "group less", "stage", "early", "fence late")
+OPS = ("init", "wait", "arrive", "expect", "bar_sync", "bar_arrive", "wg_sync",
+       "fence_async", "mma_fence", "mma_commit", "mma_wait", "store_wait",
        "order_wait", "order_pass", "order_count", "load", "store", "product", "atomic", "grid_wait")
-RULES = ("uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight", "unnamed", "mma-fence", "count", "bytes", "exit", "barrier", "deadlock",
+RULES = ("uninitialised", "race", "overwrite", "fence", "fence-read", "in-flight",
+         "unnamed", "mma-fence", "count", "bytes", "exit", "barrier", "deadlock",
          "bounds", "lifetime", "init", "global-race", "crash", "elected", "phase", "grid")
-FLAGS = ["-O1", "-g1", "-fPIC", "-fasynchronous-unwind-tables", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-invalid-offsetof"]
+FLAGS = ["-O1", "-g1", "-fPIC", "-fasynchronous-unwind-tables", "-Wall", "-Wextra",
+         "-Wno-unused-function", "-Wno-invalid-offsetof"]
 REPORT_BYTES = 1 << 16
 MAX_EVENTS = 1 << 18
 
@@ -29,7 +33,8 @@ def csrc():
     for folder in (Path(os.environ.get("MARGAY_CSRC", "")), HERE.parents[3] / "csrc", Path("csrc").resolve()):
         if (folder / "tile" / "tile.h").is_file() and (folder / "check" / "engine.c").is_file():
             return folder.resolve()
-    raise SystemExit("margay.check: the sources (csrc) are not beside the package; run it in the repository or set MARGAY_CSRC")
+    raise SystemExit("margay.check: the sources (csrc) are not beside the package; run it in the repository or set "
+                     "MARGAY_CSRC")
 
 
 def cache():
@@ -37,7 +42,8 @@ def cache():
     return (root if root.is_dir() else Path(tempfile.gettempdir()) / f"margay-{os.getuid()}") / "check"
 
 
-TOOLS = {"CC": ("a C compiler", "gcc", "cc"), "CXX": ("a C++ compiler", "g++", "c++"), "LD": ("a linker (binutils)", "ld"), "NM": ("nm (binutils)", "nm"),
+TOOLS = {"CC": ("a C compiler", "gcc", "cc"), "CXX": ("a C++ compiler", "g++", "c++"),
+         "LD": ("a linker (binutils)", "ld"), "NM": ("nm (binutils)", "nm"),
          "ADDR2LINE": ("addr2line (binutils)", "addr2line")}
 
 
@@ -46,7 +52,8 @@ def tool(variable):
     asked = os.environ.get(variable)
     found = next(filter(None, map(shutil.which, asked.split()[:1] if asked else names)), None)
     if not found:
-        raise SystemExit(f"margay.check: needs {what}: {asked or ' or '.join(names)} was not found; {variable} names another")
+        raise SystemExit(f"margay.check: needs {what}: {asked or ' or '.join(names)} was not found; {variable} "
+                         "names another")
     return asked or found
 
 
@@ -96,13 +103,15 @@ def options_in(text):
 def runtime_object():
     """The checker's runtime as one object file."""
     sources = [csrc() / "check" / name for name in ("engine.c", "sync.c", "async.c", "shadow.c", "report.c")]
-    text = b"".join(path.read_bytes() for path in [*sources, csrc() / "check" / "check.h", csrc() / "check" / "engine.h"])
+    text = b"".join(path.read_bytes() for path in [*sources, csrc() / "check" / "check.h",
+                                                   csrc() / "check" / "engine.h"])
     out = cache() / f"runtime-{hashlib.sha256(text).hexdigest()[:16]}.o"
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as work:
             for source in sources:
-                run([tool("CC"), "-std=gnu17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", f"-I{csrc()}", "-c", source, "-o", f"{work}/{source.stem}.o"])
+                run([tool("CC"), "-std=gnu17", "-O2", "-g1", "-fPIC", "-Wall",
+                     "-Wextra", f"-I{csrc()}", "-c", source, "-o", f"{work}/{source.stem}.o"])
             run([tool("LD"), "-r", *(f"{work}/{source.stem}.o" for source in sources), "-o", f"{work}/all.o"])
             os.replace(f"{work}/all.o", out)
     return out
@@ -111,7 +120,8 @@ def runtime_object():
 def run(command, doing=""):
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if result.returncode:
-        errors = [line[:300] for line in (result.stderr or result.stdout).splitlines() if not doing or " error: " in line or "reduces to" in line]
+        errors = [line[:300] for line in (result.stderr or result.stdout).splitlines()
+                  if not doing or " error: " in line or "reduces to" in line]
         raise SystemExit("\n".join([f"margay.check: {doing or ' '.join(map(str, command))}", *errors[:20]]))
     return result.stdout
 
@@ -133,14 +143,18 @@ def build(source, dtype, constants):
     """Path of the library; compiled unless it was before."""
     text = source.read_text()
     flags = [*FLAGS, *(["-march=native"] if platform.machine() == "x86_64" else [])]
-    key = hashlib.sha256(repr((flags, dtype, constants)).encode() + b"".join(map(Path.read_bytes, included(source))) + runtime_object().name.encode())
+    key = hashlib.sha256(repr((flags, dtype, constants)).encode() + b"".join(map(Path.read_bytes, included(source))) +
+                         runtime_object().name.encode())
     out = cache() / f"{source.stem}-{key.hexdigest()[:16]}.so"
     if not out.exists():
         fields = " ".join(f"FIELD({name})" for name in members(text))
         with tempfile.TemporaryDirectory(dir=out.parent) as work:
-            run([tool("CXX"), "-std=gnu++17", *flags, "-fno-exceptions", "-fno-rtti", "-shared", "-x", "c++", f"-I{csrc()}", "-DCHECK",
-                 "-DKERNEL=checked", "-DISA=check", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}", f"-DFIELDS={fields}", source, "-x", "none",
-                 runtime_object(), "-Wl,-Bsymbolic", "-o", f"{work}/out.so"], f"{source.name} ({dtype}, {constants}) does not compile:")
+            run([tool("CXX"), "-std=gnu++17", *flags, "-fno-exceptions", "-fno-rtti",
+                 "-shared", "-x", "c++", f"-I{csrc()}", "-DCHECK",
+                 "-DKERNEL=checked", "-DISA=check", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}",
+                 f"-DFIELDS={fields}", source, "-x", "none",
+                 runtime_object(), "-Wl,-Bsymbolic", "-o", f"{work}/out.so"],
+                f"{source.name} ({dtype}, {constants}) does not compile:")
             os.replace(f"{work}/out.so", out)
     return out
 
@@ -148,7 +162,8 @@ def build(source, dtype, constants):
 # ---- the library
 
 class Request(ctypes.Structure):
-    _fields_ = [("seed", ctypes.c_uint64), ("rules_off", ctypes.c_uint32), ("mutation", ctypes.c_uint32), ("sites", ctypes.c_void_p),
+    _fields_ = [("seed", ctypes.c_uint64), ("rules_off", ctypes.c_uint32), ("mutation", ctypes.c_uint32),
+                ("sites", ctypes.c_void_p),
                 ("site_count", ctypes.c_int), ("ordered", ctypes.c_int32)]
 
 
@@ -158,7 +173,8 @@ class Event(ctypes.Structure):
 
 
 class Field(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("size", ctypes.c_size_t), ("element", ctypes.c_size_t), ("kind", ctypes.c_int),
+    _fields_ = [("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("size", ctypes.c_size_t),
+                ("element", ctypes.c_size_t), ("kind", ctypes.c_int),
                 ("stages", ctypes.c_int)]
 
 
@@ -167,13 +183,15 @@ class Role(ctypes.Structure):
 
 
 class KernelDescription(ctypes.Structure):
-    _fields_ = [("shared_bytes", ctypes.c_size_t), ("stride", ctypes.c_size_t), ("cluster", ctypes.c_int), ("fibers", ctypes.c_int),
+    _fields_ = [("shared_bytes", ctypes.c_size_t), ("stride", ctypes.c_size_t),
+                ("cluster", ctypes.c_int), ("fibers", ctypes.c_int),
                 ("dependent", ctypes.c_int), ("role", Role * 64)]
 
 
 class Descriptor(ctypes.Structure):
     """The beginning of mg_kernel_desc."""
-    _fields_ = [(name, ctypes.c_uint32) for name in ("shared_bytes", "threads", "cluster", "blocks_per_sm", "params_bytes")]
+    _fields_ = [(name, ctypes.c_uint32) for name in ("shared_bytes", "threads",
+                                                     "cluster", "blocks_per_sm", "params_bytes")]
 
 
 class Frame(tuple):
@@ -203,7 +221,8 @@ class Kernel:
         self.fields = self.read_fields()
         self.descriptor = Descriptor.in_dll(self.library, "mg_check_desc")
         self.has_example = hasattr(self.library, "mg_check_example")
-        self.members = self.read_members()                   # (name, threads) of a block's role members, in the order of the checker's fibers
+        self.members = self.read_members()                   # (name, threads) of a block's role members, in the order
+                                                             # of the checker's fibers
         self.ordered = self.constants.get("DETERMINISTIC") == "1" if ordered is None else ordered
         self.chains = {}
 
@@ -224,7 +243,8 @@ class Kernel:
         """None if nothing is wrong, else the report as a dictionary."""
         addresses = (ctypes.c_void_p * max(1, len(sites)))(*sorted(sites))
         request = Request(seed, rules_off, mutation, ctypes.cast(addresses, ctypes.c_void_p), len(sites), self.ordered)
-        failed = self.library.mg_check_run(ctypes.byref(request), ctypes.c_void_p(params), int(blocks), self.text, REPORT_BYTES)
+        failed = self.library.mg_check_run(ctypes.byref(request), ctypes.c_void_p(params),
+                                           int(blocks), self.text, REPORT_BYTES)
         if not failed:
             return None
         found = json.loads(self.text.value)
@@ -236,7 +256,8 @@ class Kernel:
     def run_example(self, seed, **options):
         """The problem that the file itself describes with EXAMPLE."""
         if not self.has_example:
-            raise SystemExit(f"margay.check: {self.source.name} is no row of kernels.def and has no EXAMPLE(...), see docs/protocol.md")
+            raise SystemExit(f"margay.check: {self.source.name} is no row of kernels.def and has no EXAMPLE(...), see "
+                             "docs/protocol.md")
         self.library.mg_check_example.restype = ctypes.c_void_p
         blocks = ctypes.c_int()
         params = self.library.mg_check_example(ctypes.byref(blocks))
@@ -265,7 +286,8 @@ class Kernel:
         if field.kind == 1:                                  # ring: full[S], empty[S]
             return f"{name}.{'full' if rest < 8 * field.stages else 'empty'}[{rest // 8 % field.stages}]"
         if field.kind == 2:                                  # task_queue: id[2], full[2], empty[2]
-            return f"{name}.id[{rest // 4}]" if rest < 8 else f"{name}.{'full' if rest < 24 else 'empty'}[{(rest - 8) // 8 % 2}]"
+            return (f"{name}.id[{rest // 4}]" if rest < 8
+                    else f"{name}.{'full' if rest < 24 else 'empty'}[{(rest - 8) // 8 % 2}]")
         return name
 
     def chain(self, address):
@@ -279,11 +301,13 @@ class Kernel:
         if not wanted:
             return
         base = ctypes.cast(self.library.mg_check_run, ctypes.c_void_p).value - symbol_offset(self.path, "mg_check_run")
-        text = subprocess.run([tool("ADDR2LINE"), "-a", "-i", "-f", "-C", "-e", str(self.path)], input="\n".join(hex(a - base - 1) for a in wanted),
+        text = subprocess.run([tool("ADDR2LINE"), "-a", "-i", "-f", "-C", "-e", str(self.path)],
+                              input="\n".join(hex(a - base - 1) for a in wanted),
                               capture_output=True, text=True, check=True).stdout
         for address, block in zip(wanted, re.split(r"^0x[0-9a-f]+\n", text, flags=re.M)[1:]):
             lines = block.splitlines()
-            self.chains[address] = tuple(frame_of(name, *split_line(place)) for name, place in zip(lines[::2], lines[1::2]))
+            self.chains[address] = tuple(frame_of(name, *split_line(place))
+                                         for name, place in zip(lines[::2], lines[1::2]))
 
     def where(self, address):
         """(`file:line` in the kernel, operation, function) of an address."""
@@ -292,7 +316,8 @@ class Kernel:
         if not outer:
             return None
         i = outer[0]
-        name = lambda frame: frame.function.replace("role_body", "")   # what an instruction between calls is said to belong to
+        # What an instruction between calls is said to belong to
+        name = lambda frame: frame.function.replace("role_body", "")
         return chain[i].place(), name(chain[i - 1]) if i else "", name(chain[i])
 
     def source_line(self, frame):

@@ -26,15 +26,18 @@ TRACED = OPS[1:15]                                                    # synchron
 
 
 class State(ctypes.Structure):
-    _fields_ = [("events", ctypes.c_void_p), ("capacity", ctypes.c_uint32), ("delayed", ctypes.c_uint32), ("longest", ctypes.c_uint32), ("seed", ctypes.c_uint32)]
+    _fields_ = [("events", ctypes.c_void_p), ("capacity", ctypes.c_uint32),
+                ("delayed", ctypes.c_uint32), ("longest", ctypes.c_uint32), ("seed", ctypes.c_uint32)]
 
 
 class Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint), ("rest", ctypes.c_char * 52)]
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("x", ctypes.c_uint),
+                ("y", ctypes.c_uint), ("z", ctypes.c_uint), ("rest", ctypes.c_char * 52)]
 
 
 class Config(ctypes.Structure):
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+                ("stream", ctypes.c_void_p),
                 ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)]
 
 
@@ -44,7 +47,9 @@ def cubin_of(kernel, dtype, constants, traced):
     nvcc makes it unless it was made before, perhaps on another machine.
     """
     flags = NVCC_FLAGS + ["-DTRACED"] * traced
-    text = repr((flags, dtype, constants)).encode() + b"".join(path.read_bytes() for path in included(kernel.source) if not {"cpu", "check"} & set(path.parts[-2:]))
+    text = (repr((flags, dtype, constants)).encode() +
+            b"".join(path.read_bytes() for path in included(kernel.source)
+                     if not {"cpu", "check"} & set(path.parts[-2:])))
     out = cache() / f"{kernel.source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.cubin"
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
     if not out.exists():
@@ -52,7 +57,8 @@ def cubin_of(kernel, dtype, constants, traced):
             raise SystemExit(f"margay.check --device: needs nvcc, or {out} built elsewhere by `margay.check --device`")
         out.parent.mkdir(parents=True, exist_ok=True)
         plain = constants.replace(",", "\\,")
-        command = [nvcc, *flags, f"-I{csrc()}", "-DKERNEL=traced", f"-DTYPE={dtype}", f"-DCONSTANTS={plain}", "-o", f"{out}.new", str(kernel.source)]
+        command = [nvcc, *flags, f"-I{csrc()}", "-DKERNEL=traced", f"-DTYPE={dtype}",
+                   f"-DCONSTANTS={plain}", "-o", f"{out}.new", str(kernel.source)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise SystemExit(f"margay.check: {' '.join(command)}\n{result.stderr}")
@@ -80,7 +86,8 @@ class Build:
         import torch
         self.kernel, self.torch = kernel, torch
         image = cubin_of(kernel, dtype, constants, traced).read_bytes()
-        self.module, self.function, symbol, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t()
+        self.module, self.function, symbol, size = (ctypes.c_void_p(), ctypes.c_void_p(),
+                                                    ctypes.c_uint64(), ctypes.c_size_t())
         torch.cuda.synchronize()
         call("cuModuleLoadData", ctypes.byref(self.module), image)
         call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"traced")
@@ -98,12 +105,14 @@ class Build:
         torch.cuda.synchronize()
         if self.state_at:
             state = State(self.events.data_ptr() if traced else None, CAPACITY if traced else 0, delayed, longest, seed)
-            call("cuMemcpyHtoD_v2", ctypes.c_uint64(self.state_at), ctypes.byref(state), ctypes.c_size_t(ctypes.sizeof(state)))
+            call("cuMemcpyHtoD_v2", ctypes.c_uint64(self.state_at), ctypes.byref(state),
+                 ctypes.c_size_t(ctypes.sizeof(state)))
         memory = ctypes.create_string_buffer(d.params_bytes + 64)
         at = (ctypes.addressof(memory) + 63) // 64 * 64
         ctypes.memmove(at, params, d.params_bytes)
         cluster = Attribute(4, b"", d.cluster, 1, 1, b"")
-        config = Config((blocks, 1, 1), (d.threads, 1, 1), d.shared_bytes, torch.cuda.current_stream().cuda_stream, ctypes.pointer(cluster), int(d.cluster > 1))
+        config = Config((blocks, 1, 1), (d.threads, 1, 1), d.shared_bytes, torch.cuda.current_stream().cuda_stream,
+                        ctypes.pointer(cluster), int(d.cluster > 1))
         call("cuLaunchKernelEx", ctypes.byref(config), self.function, (ctypes.c_void_p * 1)(at), None)
         torch.cuda.synchronize()
 
@@ -114,7 +123,8 @@ class Build:
             for warp in range(WARPS):
                 count = min(int(events[block, warp, 0, 0]), CAPACITY - 1)
                 if count:
-                    traces[block, warp] = [(OPS[int(e[0]) & 31], (int(e[0]) >> 5 & 0x3ffffff) - 1, int(e[1])) for e in events[block, warp, 1:count + 1]]
+                    traces[block, warp] = [(OPS[int(e[0]) & 31], (int(e[0]) >> 5 & 0x3ffffff) - 1, int(e[1]))
+                                           for e in events[block, warp, 1:count + 1]]
         return traces
 
 
@@ -164,7 +174,8 @@ def run_traced(traced, problem, sms, write=False, delayed=0, longest=0, seed=0):
 # ---- what each role does on both sides
 
 def warps_of(kernel):
-    """(first warp, name, threads) of each role member of a block, in the order of the checker's fibers: warpgroups, then a warp each."""
+    """(first warp, name, threads) of each role member of a block, in the order of the checker's fibers: warpgroups,
+    then a warp each."""
     groups = sum(width == 128 for _, width in kernel.members)
     group, other, result = 0, 4 * groups, []
     for name, width in kernel.members:
@@ -181,7 +192,8 @@ def checker_traces(problem):
     for event in problem.kernel.events():
         if event.fiber >= 0 and OPS[event.op] in TRACED:
             key = event.fiber // len(members), members[event.fiber % len(members)][0]
-            traces.setdefault(key, []).append((OPS[event.op], event.offset, abs(event.value) if OPS[event.op] == "arrive" else event.value))
+            traces.setdefault(key, []).append((OPS[event.op], event.offset,
+                                               abs(event.value) if OPS[event.op] == "arrive" else event.value))
     return traces
 
 
@@ -195,7 +207,8 @@ def compare_traces(problem, ours, theirs):
         a, b = ours[key][:CAPACITY - 1], theirs.get(key, [])
         if a != b:
             i = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-            show = lambda t: f"{t[i][0]} {problem.kernel.place(t[i][1]) or ''} {t[i][2]}" if i < len(t) else "nothing more"
+            show = (lambda t: f"{t[i][0]} {problem.kernel.place(t[i][1]) or ''} {t[i][2]}"
+                    if i < len(t) else "nothing more")
             lines.append(f"{names[warp]} of block {block}, call {i}: the checker has {show(a)}, the GPU {show(b)}")
     return lines
 
@@ -206,15 +219,19 @@ def check_delays(build, traced, problem):
     """(lines of findings, launches): results of repeated launches, and with each role delayed in turn."""
     kernel, runs = problem.kernel, 1
     want, _ = run_traced(build, problem, all_sms())
-    exact = "attention_bwd" not in kernel.name or kernel.ordered or "_pre_" in kernel.name or "_post_" in kernel.name   # others add in any order
+    # Others add in any order
+    exact = "attention_bwd" not in kernel.name or kernel.ordered or "_pre_" in kernel.name or "_post_" in kernel.name
     for warp, name, width in [(0, "nobody", 0), *warps_of(kernel)]:
         mask = (0xf if width == 128 else width > 0) << warp
         for i in range(RUNS if mask else 8 * RUNS):
-            got, _ = run_traced(traced if mask or i % 2 else build, problem, all_sms(), False, mask, LONGEST[i % len(LONGEST)], random.Random(f"{name}{i}").randrange(1 << 30))
+            got, _ = run_traced(traced if mask or i % 2 else build, problem, all_sms(),
+                                False, mask, LONGEST[i % len(LONGEST)], random.Random(f"{name}{i}").randrange(1 << 30))
             runs += 1
-            same = [bool((a == b).all()) if exact else bool((a.float() - b.float()).norm() <= 1e-2 * b.float().norm()) for a, b in zip(got, want)]
+            same = [bool((a == b).all()) if exact else bool((a.float() - b.float()).norm() <= 1e-2 * b.float().norm())
+                    for a, b in zip(got, want)]
             if not all(same):
-                how = f"when {name} is delayed by up to {LONGEST[i % len(LONGEST)]} ns at its synchronising calls" if mask else "from run to run"
+                how = (f"when {name} is delayed by up to {LONGEST[i % len(LONGEST)]} ns at its synchronising calls"
+                       if mask else "from run to run")
                 return [f"results change {how} (after {runs} launches)"], runs
     return [], runs
 
@@ -248,7 +265,8 @@ def run(names, options):
             for debug in (False, True) if options.in_place_of else (True,):
                 cubin_of(found[0].kernel, dtype, row["constants"], debug)
             continue
-        build = Build(found[0].kernel, dtype, row["constants"], False) if options.in_place_of else None     # a row's own launch is the library's
+        # A row's own launch is the library's
+        build = Build(found[0].kernel, dtype, row["constants"], False) if options.in_place_of else None
         traced = Build(found[0].kernel, dtype, row["constants"], True)
         for problem in found:
             findings, runs = check_problem(build, traced, problem)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from margay.check.compiled import MUTATIONS, OPS
 
-# What is done to which call. Doubling a call that changes nothing the second time (a wait, a fence, a commit of an empty group) is no mutant.
+# What is done to which call. Doubling a call that changes nothing the second time (a wait, a fence, a commit of an
+# empty group) is no mutant.
 KINDS = {
     "init": ("count more", "count less"),
     "wait": ("drop", "phase", "stage"),
@@ -53,7 +54,8 @@ def sites(problems, seeds=(0,)):
         for seed in seeds:
             report = problem.run(seed)
             if report:
-                raise SystemExit(f"margay.check: {problem.kernel.name} is reported as it is ({problem.label}, seed {seed}); mutate what is clean")
+                raise SystemExit(f"margay.check: {problem.kernel.name} is reported as it is ({problem.label}, seed "
+                                 f"{seed}); mutate what is clean")
             events = {(event.pc, event.op, event.value) for event in problem.kernel.events() if OPS[event.op] in KINDS}
             problem.kernel.resolve({pc for pc, _, _ in events})
             for pc, op, value in events:
@@ -74,7 +76,8 @@ def mutants_of(problems):
 
 
 def dealt(todos, excused):
-    """What is left of the mutants of a file's kernels where a mutant that several of them have is tried on one, theirs in turn.
+    """What is left of the mutants of a file's kernels where a mutant that several of them have is tried on one, theirs
+    in turn.
 
     Those that are `excused` are tried on all: the excuse may hold for one kernel only."""
     have = collections.defaultdict(list)
@@ -82,7 +85,8 @@ def dealt(todos, excused):
         for site, kind in todo:
             have[site.chain, site.op, kind].append(i)
     chosen = {key: owners[n % len(owners)] for n, (key, owners) in enumerate(have.items())}
-    return [[(site, kind) for site, kind in todo if chosen[site.chain, site.op, kind] == i or excused(site, kind)] for i, todo in enumerate(todos)]
+    return [[(site, kind) for site, kind in todo if chosen[site.chain, site.op, kind] == i or excused(site, kind)]
+            for i, todo in enumerate(todos)]
 
 
 def campaign(problems, seeds, todo=None):

@@ -1,5 +1,6 @@
-"""Problems for the rows of kernels.def: small, odd, long enough that every ring wraps, on two multiprocessors. A problem is a call of the op's C
-function on random tensors; the launch of the row in question is handed to the checker, all others run as usual."""
+"""Problems for the rows of kernels.def: small, odd, long enough that every ring wraps, on two multiprocessors. A
+problem is a call of the op's C function on random tensors; the launch of the row in question is handed to the checker,
+all others run as usual."""
 
 import contextlib
 import ctypes
@@ -18,8 +19,10 @@ TAKE = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.
 
 
 class Array:
-    """A tensor of any of our types: NumPy has no bfloat16 and no 8-bit floats, so the type is told through DLPack by hand."""
-    CODES = {"bfloat16": (4, 16, np.uint16), "float16": (2, 16, np.float16), "float32": (2, 32, np.float32), "uint8": (1, 8, np.uint8), "int32": (0, 32, np.int32),
+    """A tensor of any of our types: NumPy has no bfloat16 and no 8-bit floats, so the type is told through DLPack by
+    hand."""
+    CODES = {"bfloat16": (4, 16, np.uint16), "float16": (2, 16, np.float16),
+             "float32": (2, 32, np.float32), "uint8": (1, 8, np.uint8), "int32": (0, 32, np.int32),
              "float8_e4m3fn": (10, 8, np.uint8)}
 
     def __init__(self, *shape, dtype="float32", values=None):
@@ -32,7 +35,8 @@ class Array:
             self.data = encoded(np.broadcast_to(np.float32(values), shape), dtype)
         self.sizes = (ctypes.c_int64 * len(shape))(*shape)
         self.strides = (ctypes.c_int64 * len(shape))(*(stride // self.data.itemsize for stride in self.data.strides))
-        self.managed = Managed(self.data.ctypes.data, 1, 0, len(shape), code, bits, 1, self.sizes, self.strides, 0, None, None)
+        self.managed = Managed(self.data.ctypes.data, 1, 0, len(shape), code,
+                               bits, 1, self.sizes, self.strides, 0, None, None)
 
     def turned(self):
         """The transposed matrix."""
@@ -66,8 +70,10 @@ def random_data(shape, dtype):
 
 
 class Managed(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("index", ctypes.c_int32), ("dims", ctypes.c_int32), ("code", ctypes.c_uint8),
-                ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("index", ctypes.c_int32),
+                ("dims", ctypes.c_int32), ("code", ctypes.c_uint8),
+                ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+                ("strides", ctypes.POINTER(ctypes.c_int64)),
                 ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
@@ -94,21 +100,26 @@ def constants(row):
     return {name.strip(): int(value) for name, value in (part.split("=") for part in row["constants"].split(","))}
 
 
-# Where `large` is asked, two more come first: one that fills a GPU, and one of few blocks and long loops, where copies come fast.
+# Where `large` is asked, two more come first: one that fills a GPU, and one of few blocks and long loops, where copies
+# come fast.
 
 
 def attention(row, backward, large):
     c, dtype = constants(row), row["dtype"]
     rows, keys = 64 * c.get("NC", 2), c.get("BN", 128)
     d, dv = {64: (40, 40), 128: (128, 128), 192: (168, 104), 256: (200, 200)}[c["D"]]
-    shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True), (3 * rows, keys // 2, True, False),
+    shapes = [(2 * rows + 17, 5 * keys + 3, False, False), (rows + 9, 3 * keys, True, True),
+              (3 * rows, keys // 2, True, False),
               (30, 2 * keys + 1, False, True), (3 * rows, 3 * rows + 33, True, True, 3)]
     if dtype == "float8_e4m3fn":
         d = dv = {64: 48, 128: 128, 256: 208}[c["D"]]
         shapes.append((9 * rows, keys // 2, True, False, 2))     # many tasks without keys
     if backward:
-        shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True), (150, 333, True, False), (30, 2000, False, True), (150, 60, True, False, 3)]   # the last: a warpgroup without keys
-        if row["source"] in ("attention_bwd", "attention_bwd_wide", "attention_bwd_narrow") and c["FEATURES"] < 2:  # 21 heads: zeros of dq from other blocks
+        # The last: a warpgroup without keys
+        shapes = [(5 * 128 + 17, 300, False, False), (600, 200, True, True),
+                  (150, 333, True, False), (30, 2000, False, True), (150, 60, True, False, 3)]
+        # 21 heads: zeros of dq from other blocks
+        if row["source"] in ("attention_bwd", "attention_bwd_wide", "attention_bwd_narrow") and c["FEATURES"] < 2:
             shapes.append((130, 130, True, False, 3, 14))
     if row["source"] == "attention_bwd":   # tasks whose first and last steps a warpgroup does not see, behind others
         shapes += [(300, 300, True, False, 3), (1300, 1300, True, False)]
@@ -119,15 +130,19 @@ def attention(row, backward, large):
     kinds = FEATURES[0 if c["D"] == 192 else c.get("FEATURES")]   # of others the rows beside expect another width
     if large:
         yield "large", lambda: call_attention(row, dtype, d, dv, 1500, 1500, True, True, backward, 4, 16, kinds[0])
-        yield "few blocks", lambda: call_attention(row, dtype, d, dv, 2 * rows, 2000, False, True, backward, kind=kinds[0])
+        yield "few blocks", lambda: call_attention(row, dtype, d, dv, 2 * rows,
+                                                   2000, False, True, backward, kind=kinds[0])
     for i, (nq, nk, causal, extra, *batch) in enumerate(shapes):
         kind = kinds[i % len(kinds)]
-        label = f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "") + (f" {kind}" if kind else "")
-        yield label, lambda nq=nq, nk=nk, causal=causal, extra=extra, kind=kind, batch=batch: call_attention(row, dtype, d, dv, nq, nk, causal, extra, backward, *batch, kind=kind)
+        label = (f"{'causal' if causal else 'full'} {nq}x{nk}" + (" counter" if extra and not backward else "") +
+                 (f" {kind}" if kind else ""))
+        yield (label, lambda nq=nq, nk=nk, causal=causal, extra=extra, kind=kind, batch=batch:
+               call_attention(row, dtype, d, dv, nq, nk, causal, extra, backward, *batch, kind=kind))
 
 
 # What the problems of a row with these FEATURES take in turn.
-FEATURES = {0: (None,), 1: ("window",), 2: ("window", "packed"), 3: ("packed", "scores", "window"), None: (None, "packed")}
+FEATURES = {0: (None,), 1: ("window",), 2: ("window", "packed"), 3: ("packed", "scores", "window"),
+            None: (None, "packed")}
 
 
 def features_of(kind, heads, nq, nk):
@@ -137,7 +152,8 @@ def features_of(kind, heads, nq, nk):
     left, right = (-1, -1) if kind == "packed" else (nk // 2, 60)
     if kind != "scores":
         last = nq - nq // 10, nk - nk // 10       # behind it, rows of no sequence
-        starts = [new(4, dtype="int32", values=(0, n // 3, n // 3, n)) for n in last] if kind == "packed" else (None, None)
+        starts = ([new(4, dtype="int32", values=(0, n // 3, n // 3, n)) for n in last]
+                  if kind == "packed" else (None, None))
         return left, right, 0.0, 0.0, 0, None, None, *starts, *(n - n // 3 for n in last)
     return left, right, 30.0, 0.1, 1, new(heads), new(1, heads, values=0.01), None, None, 0, 0
 
@@ -150,7 +166,8 @@ def call_attention(row, dtype, d, dv, nq, nk, causal, extra, backward, batch=1, 
     out, lse = new(*out_shape, dtype="bfloat16" if dtype == "float8_e4m3fn" else dtype), new(*q_shape[:3])
     if dtype == "float8_e4m3fn":
         factors = [new(batch, heads // 2, values=0.5 + i) if extra else None for i in range(3)]
-        _C.attention_fwd_fp8(out, lse, q, k, v, new(16, dtype="uint8", values=0) if extra else None, *factors, 0.0, causal)
+        _C.attention_fwd_fp8(out, lse, q, k, v, new(16, dtype="uint8", values=0) if extra else None,
+                             *factors, 0.0, causal)
         return out, lse
     features = features_of(kind, heads, nq, nk)
     if not backward:
@@ -173,13 +190,16 @@ def aligned_bytes(size):
 
 
 # label, batch, queries, heads, key heads, keys, page size (0: not paged), lengths, splits, options
-DECODE = (("ragged, 3 splits", 3, 1, 6, 2, 700, 0, (700, 0, 333), 3, {}), ("pages of 16, window", 2, 3, 8, 1, 400, 16, (371, 90), 2, dict(causal=True, left=150)),
-          ("2 row blocks, pages of 48", 1, 70, 2, 2, 480, 48, (450,), 1, dict(softcap=5.0, sink=True)), ("whole cache", 2, 1, 4, 4, 900, 0, None, 1, dict(slopes=True)),
+DECODE = (("ragged, 3 splits", 3, 1, 6, 2, 700, 0, (700, 0, 333), 3, {}),
+          ("pages of 16, window", 2, 3, 8, 1, 400, 16, (371, 90), 2, dict(causal=True, left=150)),
+          ("2 row blocks, pages of 48", 1, 70, 2, 2, 480, 48, (450,), 1, dict(softcap=5.0, sink=True)),
+          ("whole cache", 2, 1, 4, 4, 900, 0, None, 1, dict(slopes=True)),
           ("blocks loaded for nothing", 8, 1, 2, 1, 700, 0, (0, 700, 90, 0, 1, 260, 0, 500), 3, {}))
 
 
 def attention_decode(row, large):
-    problems = [("large", 8, 1, 32, 4, 4000, 64, tuple(range(500, 4001, 500)), 0, {}), ("few blocks", 1, 1, 8, 2, 8000, 0, None, 2, {})] if large else []
+    problems = ([("large", 8, 1, 32, 4, 4000, 64, tuple(range(500, 4001, 500)), 0, {}),
+                 ("few blocks", 1, 1, 8, 2, 8000, 0, None, 2, {})] if large else [])
     d = {64: 40, 128: 128, 256: 200}[constants(row).get("D", 128)]
     for label, *problem in (*problems, *DECODE):
         if row["op"] != "attention_combine" or problem[7] != 1:
@@ -190,23 +210,29 @@ def call_decode(dtype, d, batch, queries, heads, k_heads, keys, page, lengths, s
     o = dict(causal=False, left=-1, softcap=0.0, sink=False, slopes=False) | options
     pages = -(-keys // page) if page else 0
     cache = (batch * pages + 1, page, k_heads, d) if page else (batch, keys, k_heads, d)
-    q, k, v, out = new(batch, queries, heads, d, dtype=dtype), new(*cache, dtype=dtype), new(*cache, dtype=dtype), new(batch, queries, heads, d, dtype=dtype)
+    q, k, v, out = (new(batch, queries, heads, d, dtype=dtype), new(*cache, dtype=dtype),
+                    new(*cache, dtype=dtype), new(batch, queries, heads, d, dtype=dtype))
     lse = new(batch, heads, queries)
-    table = new(batch, pages, dtype="int32", values=np.arange(batch * pages)[::-1].reshape(batch, pages).copy()) if page else None
+    table = (new(batch, pages, dtype="int32", values=np.arange(batch * pages)[::-1].reshape(batch, pages).copy())
+             if page else None)
     lengths = new(batch, dtype="int32", values=np.array(lengths)) if lengths else None
     settings = 0.0, o["causal"], o["left"], -1, o["softcap"], -1, splits
-    read = q, k, v, lengths, table, None, new(heads) if o["sink"] else None, new(1, heads, values=0.1) if o["slopes"] else None
+    read = (q, k, v, lengths, table, None, new(heads) if o["sink"] else None,
+            new(1, heads, values=0.1) if o["slopes"] else None)
     size = _C.attention_decode_workspace(*read, *settings)
     _C.attention_decode(out, lse, *read, aligned_bytes(size) if size else None, *settings)
     return out, lse
 
 
 def append_kv(row, large):
-    for label, batch, rows, page in (*([("large", 16, 700, 64)] if large else []), ("dense", 2, 5, 0), ("pages", 3, 70, 16)):
+    for label, batch, rows, page in (*([("large", 16, 700, 64)] if large else []),
+                                     ("dense", 2, 5, 0), ("pages", 3, 70, 16)):
         def call(batch=batch, rows=rows, page=page):
-            caches = [new(*((batch * 50, page, 2, 72) if page else (batch, 100, 2, 72)), dtype=row["dtype"]) for _ in range(2)]
+            caches = [new(*((batch * 50, page, 2, 72) if page else (batch, 100, 2, 72)), dtype=row["dtype"])
+                      for _ in range(2)]
             table = new(batch, 50, dtype="int32", values=np.arange(batch * 50).reshape(batch, 50)) if page else None
-            _C.append_kv(*caches, *(new(batch, rows, 2, 72, dtype=row["dtype"]) for _ in range(2)), new(batch, dtype="int32", values=20), table, None, 0)
+            _C.append_kv(*caches, *(new(batch, rows, 2, 72, dtype=row["dtype"]) for _ in range(2)),
+                         new(batch, dtype="int32", values=20), table, None, 0)
             return caches
         yield label, call
 
@@ -217,7 +243,8 @@ def matmul(row, large):
     labels = {3000: "large", 2 * m: "few blocks"} if large else {}
     shapes = [(3000, 3000, 1000, True), (2 * m, 2 * n, 4000, False)] if large else []
     nothing = [] if c["TA"] or c["TB"] else [(m, n, 0, False)]      # dispatch gives K = 0 to no other row
-    for m, n, k, bias in (*shapes, *nothing, (2 * m + 32, 2 * n + 40, 2 * k + 24, False), (m, n + 8, k + 64, True), (5 * m - 24, n, 64, True)):
+    for m, n, k, bias in (*shapes, *nothing, (2 * m + 32, 2 * n + 40, 2 * k + 24, False),
+                          (m, n + 8, k + 64, True), (5 * m - 24, n, 64, True)):
         def call(m=m, n=n, k=k, bias=bias):
             a = turned(new(k, m, dtype=dtype)) if c["TA"] else new(m, k, dtype=dtype)
             b = turned(new(n, k, dtype=dtype)) if c["TB"] else new(k, n, dtype=dtype)
@@ -228,7 +255,8 @@ def matmul(row, large):
 
 
 # label, steps, state less than N, what else is given
-SSD = (("plain", 64 * 5 + 10, 0, ""), ("one chunk", 64, 8, "none"), ("states, seq_idx", 130, 0, "seq_idx"), ("states, packed", 400, 0, "packed"))
+SSD = (("plain", 64 * 5 + 10, 0, ""), ("one chunk", 64, 8, "none"), ("states, seq_idx", 130, 0, "seq_idx"),
+       ("states, packed", 400, 0, "packed"))
 
 
 def ssd(row, large):
@@ -244,32 +272,38 @@ def ssd(row, large):
 def ssd_cuts(row, large):
     """Of few heads: 2 segments or 4, of which the last is not this kernel's."""
     n = constants(row).get("N", 64)
-    for label, steps, heads, dim, n, kind in (*([("large", 20000, 2, 64, n, "states")] if large else []), ("two heads", 1700, 2, 64, 64, "states"),
-                                              ("one head, seq_idx", 2100, 1, 48, n - 8, "seq_idx"), ("two parts", 1100, 1, 128, n, "states")):
-        yield f"{steps} steps, {label}" if label != "large" else label, lambda x=(steps, heads, n, kind), dim=dim: call_ssd(row["dtype"], dim, 1, *x)
+    for label, steps, heads, dim, n, kind in (*([("large", 20000, 2, 64, n, "states")] if large else []),
+                                              ("two heads", 1700, 2, 64, 64, "states"),
+                                              ("one head, seq_idx", 2100, 1, 48, n - 8, "seq_idx"),
+                                              ("two parts", 1100, 1, 128, n, "states")):
+        yield (f"{steps} steps, {label}" if label != "large" else label,
+               lambda x=(steps, heads, n, kind), dim=dim: call_ssd(row["dtype"], dim, 1, *x))
 
 
 def call_ssd(dtype, dim, batch, steps, heads, n, kind):
-    x, b, c = new(batch, steps, heads, dim, dtype=dtype), new(batch, steps, 1, n, dtype=dtype), new(batch, steps, 1, n, dtype=dtype)
+    x, b, c = (new(batch, steps, heads, dim, dtype=dtype), new(batch, steps, 1, n, dtype=dtype),
+               new(batch, steps, 1, n, dtype=dtype))
     dt = new(batch, steps, heads, values=np.random.default_rng(0).uniform(0.01, 0.2, (batch, steps, heads)))
     starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps)
     rows = len(starts) - 1 if kind == "packed" else batch
     y, states = new(batch, steps, heads, dim, dtype=dtype), new(rows, heads, dim, n)
     cuts = min(640 // (rows * heads + 1), steps // 512)
     more = kind not in ("", "none")
-    _C.ssd(y, None if kind == "none" else states, new(rows, cuts, heads, dim, n), new(rows, cuts, heads), x, dt, new(heads, values=-1.0), b, c, new(heads) if kind == "" else None,
+    _C.ssd(y, None if kind == "none" else states, new(rows, cuts, heads, dim, n),
+           new(rows, cuts, heads), x, dt, new(heads, values=-1.0), b, c, new(heads) if kind == "" else None,
            new(heads) if more else None, new(rows, heads, dim, n) if more else None,
            new(batch, steps, dtype="int32", values=np.arange(steps) // 50) if kind == "seq_idx" else None,
            new(len(starts), dtype="int32", values=starts) if kind == "packed" else None, more)
     return y, states
 
 
-# label, steps, heads, groups, head dim, state less than N, what else is given. Heads of many columns, so that few blocks
-# take several units each.
+# label, steps, heads, groups, head dim, state less than N, what else is given. Heads of many columns, so that few
+# blocks take several units each.
 SSD_BWD = (("wide heads", 640, 1, 1, 360, 0, "seq_idx"), ("groups", 130, 2, 2, 128, 8, "states"),
            ("one chunk", 40, 4, 1, 128, 0, ""), ("packed", 140, 1, 1, 200, 0, "packed"))
 SSD_BWD_GIVEN = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_bias", "dinitial_states", "ddt_bias"),
-                 "seq_idx": ("seq_idx", "d", "dd"), "packed": ("cu_seqlens", "initial_states", "dinitial_states", "d", "dd")}
+                 "seq_idx": ("seq_idx", "d", "dd"),
+                 "packed": ("cu_seqlens", "initial_states", "dinitial_states", "d", "dd")}
 
 
 def ssd_bwd(row, large):
@@ -283,7 +317,8 @@ def ssd_bwd(row, large):
 
 def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
     batch, starts = 1, (0, steps // 2, steps)
-    sizes = dict(B=batch, T=steps, H=heads, P=dim, G=groups, N=most - less, STARTS=len(starts) if kind == "packed" else -1)
+    sizes = dict(B=batch, T=steps, H=heads, P=dim, G=groups, N=most - less,
+                 STARTS=len(starts) if kind == "packed" else -1)
     op = _op.Row("ssd_bwd")
     for size, _, code in op.lets:
         sizes[size] = int(eval(code, {}, sizes))
@@ -292,7 +327,8 @@ def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
                   seq_idx=np.arange(steps) // 50, cu_seqlens=starts)
     kinds = dict(half=dtype, float32="float32", int32="int32")
     fields = [f for f in op.arguments if f["role"] != "num"]
-    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=values.get(f["name"]))
                for f in fields if f["name"] in SSD_BWD_GIVEN[kind] or f["role"] not in ("opt", "optout")}
     _C.ssd_bwd(*(tensors.get(f["name"]) for f in fields), kind == "states")
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
@@ -328,7 +364,8 @@ def causal_conv1d(row, large):
                 getattr(_C, name)(out=out, final_states=states, **of)
                 return out, states
             partials = new(_conv_parts(b, t, c), w + 1, c)
-            dx, dweight, dbias, dinitial = new(b, t, c, dtype=dtype), new(c, w), new(c), None if initial is None else new(places, w - 1, c, dtype=dtype)
+            dx, dweight, dbias = new(b, t, c, dtype=dtype), new(c, w), new(c)
+            dinitial = None if initial is None else new(places, w - 1, c, dtype=dtype)
             getattr(_C, name)(dx=dx, dweight=dweight, dbias=dbias, dinitial_states=dinitial, partials=partials,
                               dout=new(b, t, c, dtype=dtype), dfinal_states=states, **of)
             return dx, dweight, dbias
@@ -353,13 +390,16 @@ def causal_conv1d_step(row, large):
 
 
 def from_row(kernel, large):
-    """Random problems from the op's row in ops.def: sizes for which NEEDS and the kernel's condition hold, values in the ranges of DRAW."""
+    """Random problems from the op's row in ops.def: sizes for which NEEDS and the kernel's condition hold, values in
+    the ranges of DRAW."""
     op, r = _op.Row(owner(kernel)), random.Random(zlib.crc32(kernel["name"].encode()))
-    whole = {f["sizes"][-1] for f in op.inputs if f["kind"] == "half"}      # rows of 16 bytes, which the GPU's maps ask for
+    # Rows of 16 bytes, which the GPU's maps ask for
+    whole = {f["sizes"][-1] for f in op.inputs if f["kind"] == "half"}
     condition, facts = _op.condition(kernel["when"]), dict(true=True, gpu=False, sms=SMS)
     for i in range(5 if large else 3):
         label = ("large", "few blocks")[i] if large and i < 2 else None
-        undrawn = (1, 3000) if label == "large" else (400, 1000) if i == 0 else (1, 300)      # the first: so many tasks that rings go round
+        # The first: so many tasks that rings go round
+        undrawn = (1, 3000) if label == "large" else (400, 1000) if i == 0 else (1, 300)
         for _ in range(10000):
             n = op.problem(r, *undrawn, whole)
             if eval(condition, {}, facts | n):
@@ -378,7 +418,8 @@ def from_row(kernel, large):
 def drawn_tensor(op, f, n, dtype):
     shape = [n[size] for size in f["sizes"]]
     values = np.random.default_rng(0).uniform(*op.draw[f["name"]], shape) if f["name"] in op.draw else None
-    return new(*shape, dtype=dtype if f["kind"] == "half" else "float32" if f["kind"] == "real" else f["kind"], values=values)
+    return new(*shape, dtype=dtype if f["kind"] == "half" else "float32" if f["kind"] == "real" else f["kind"],
+               values=values)
 
 
 def owner(row):
@@ -386,12 +427,16 @@ def owner(row):
     return row["owner"]
 
 
-OPS = {"attention_fwd": lambda row, large: attention(row, False, large), "attention_fwd_fp8": lambda row, large: attention(row, False, large),
+OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
+       "attention_fwd_fp8": lambda row, large: attention(row, False, large),
        "attention_bwd": lambda row, large: attention(row, True, large),
-       "attention_bwd_pre": lambda row, large: attention(row, True, large), "attention_bwd_post": lambda row, large: attention(row, True, large),
-       "attention_decode": attention_decode, "attention_combine": attention_decode, "append_kv": append_kv, "matmul": matmul,
+       "attention_bwd_pre": lambda row, large: attention(row, True, large),
+       "attention_bwd_post": lambda row, large: attention(row, True, large),
+       "attention_decode": attention_decode, "attention_combine": attention_decode,
+       "append_kv": append_kv, "matmul": matmul,
        "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts,
-       "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd, "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
+       "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd,
+       "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "causal_conv1d_step": causal_conv1d_step}
 
@@ -442,7 +487,8 @@ def intercepting(take, name, sms=SMS):
     threads = _C.num_threads()
     _C.prefer(name)
     _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, sms)
-    _C.set_num_threads(max(threads, 2 * sms))      # blocks of the rows that run as usual may wait for each other: two for each of `sms` at most
+    _C.set_num_threads(max(threads, 2 * sms))      # blocks of the rows that run as usual may wait for each other: two
+                                                   # for each of `sms` at most
     try:
         yield
     finally:
@@ -460,10 +506,12 @@ def problems(row, source=None, large=False):
     kernel = kernel_of(row, source)
     size = kernel.descriptor.params_bytes
     if source and size != row["params_bytes"]:
-        raise SystemExit(f"margay.check: {source.name} takes parameters of {size} bytes, {row['name']}, in whose place it shall be checked, of {row['params_bytes']}")
+        raise SystemExit(f"margay.check: {source.name} takes parameters of {size} bytes, {row['name']}, in whose place "
+                         f"it shall be checked, of {row['params_bytes']}")
     found = of_op(row, large)
     if found:
         return [Problem(kernel, label, call, row) for label, call in found]
     if not kernel.has_example:
-        raise NoProblems(f"margay.check: {row['name']}: not checked: the op {row['op']} has no row in ops.def and no problems in python/margay/check/problems.py, and {row['source']}.cu has no EXAMPLE")
+        raise NoProblems(f"margay.check: {row['name']}: not checked: the op {row['op']} has no row in ops.def and no "
+                         f"problems in python/margay/check/problems.py, and {row['source']}.cu has no EXAMPLE")
     return [Problem(kernel, "its EXAMPLE", None, row)]

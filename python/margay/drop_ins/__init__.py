@@ -1,4 +1,5 @@
-"""Margay behind the interfaces of other libraries. Public import paths are those of the modules above this package, which name what is here.
+"""Margay behind the interfaces of other libraries. Public import paths are those of the modules above this package,
+which name what is here.
 
     flash_attn2, flash_attn3, bert_padding    margay.flash_attn, margay.flash_attn_interface, margay.bert_padding
     sdpa                                      margay.enable_sdpa

@@ -18,15 +18,18 @@ def index_put_first_axis(values, indices, first_axis_dim):
 
 
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
-    """hidden_states [B, N, ...] and masks [B, N] (nonzero: no padding) to rows [T, ...], indices int64 [T], cu_seqlens int32 [B + 1], the largest
-    length, and lengths int32 [B]. Rows of unused_mask are kept as well, at the end of a sequence as the masks have it, but not counted in the lengths."""
+    """hidden_states [B, N, ...] and masks [B, N] (nonzero: no padding) to rows [T, ...], indices int64 [T], cu_seqlens
+    int32 [B + 1], the largest length, and lengths int32 [B]. Rows of unused_mask are kept as well, at the end of a
+    sequence as the masks have it, but not counted in the lengths."""
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices, cu_seqlens, longest = _unpadded(kept != 0, kept.sum(1))
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, attention_mask.sum(1, dtype=torch.int32)
+    return (index_first_axis(hidden_states.flatten(0, 1), indices), indices,
+            cu_seqlens, longest, attention_mask.sum(1, dtype=torch.int32))
 
 
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
-    """As unpad_input, for rows that hold several sequences: attention_mask_in_length [B, N] has their lengths, then zeros."""
+    """As unpad_input, for rows that hold several sequences: attention_mask_in_length [B, N] has their lengths, then
+    zeros."""
     rows = torch.arange(attention_mask_in_length.shape[1], device=attention_mask_in_length.device)
     kept = rows < attention_mask_in_length.sum(1, keepdim=True)
     lengths = attention_mask_in_length.flatten()
@@ -43,4 +46,5 @@ def _unpadded(kept, lengths):
     return kept.flatten().nonzero().flatten(), F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
 
 
-__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences"]
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input",
+           "unpad_input_for_concatenated_sequences"]

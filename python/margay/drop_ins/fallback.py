@@ -11,7 +11,8 @@ class FallbackWarning(UserWarning):
 
 
 def fall_back(op, reason, by="PyTorch", of=None):
-    """Say that `op` is computed by PyTorch, and why, at the line of the program that called; once for a reason, or for what it is said of."""
+    """Say that `op` is computed by PyTorch, and why, at the line of the program that called; once for a reason, or for
+    what it is said of."""
     if (op, of or reason) in _warned:
         return
     _warned.add((op, of or reason))
@@ -21,4 +22,5 @@ def fall_back(op, reason, by="PyTorch", of=None):
     warnings.warn(f"{op}: {reason}; computed by {by}", FallbackWarning, stacklevel=level)
 
 
-fall_back._dynamo_marked_constant = True     # torch.compiler.assume_constant_result, without importing the compiler: warns when code is traced
+fall_back._dynamo_marked_constant = True     # torch.compiler.assume_constant_result, without importing the compiler:
+                                             # warns when code is traced

@@ -1,6 +1,7 @@
 """Hugging Face transformers: attn_implementation="margay".
 
-A model asks a mask function once per forward pass, and gives the result to the attention function of every layer. The mask is one of
+A model asks a mask function once per forward pass, and gives the result to the attention function of every layer. The
+mask is one of
 
     None                    every query sees every key, or the causal part (module.is_causal)
     bool [B, L]             True where a key is no padding; only the first L keys count
@@ -9,16 +10,17 @@ A model asks a mask function once per forward pass, and gives the result to the 
     int32 [1, w, 1, S + 1]  cu_seqlens of sequences that are packed behind one another
     bool, float, 4 dims     any other mask, which PyTorch computes
 
-w > 1 is a window, which has to be known on the host: 2 n + 1 if n keys to either side are seen, 2 n + 2 if n before the diagonal. These n are what
-the mask's function says. Layers name their windows differently, or not at all, so theirs (sliding_window, as in transformers' own flash attention)
-counts only where the mask says nothing.
+w > 1 is a window, which has to be known on the host: 2 n + 1 if n keys to either side are seen, 2 n + 2 if n before the
+diagonal. These n are what the mask's function says. Layers name their windows differently, or not at all, so theirs
+(sliding_window, as in transformers' own flash attention) counts only where the mask says nothing.
 
-Models hand masks of 4 dimensions on as they are; others they may convert and give to the mask function again, which leaves those above as they are.
-What a model asks is told from the function that it gives: that is evaluated at the edges of the windows it may mean, once for each code and
-numbers of such functions. Whatever else it is, PyTorch computes.
+Models hand masks of 4 dimensions on as they are; others they may convert and give to the mask function again, which
+leaves those above as they are. What a model asks is told from the function that it gives: that is evaluated at the
+edges of the windows it may mean, once for each code and numbers of such functions. Whatever else it is, PyTorch
+computes.
 
-A padding mask carries, as attributes, what is known of it on the host and the plans that its layers share (`margay.drop_ins.padding`). A copy has lost them, and
-is still right.
+A padding mask carries, as attributes, what is known of it on the host and the plans that its layers share
+(`margay.drop_ins.padding`). A copy has lost them, and is still right.
 """
 
 import functools
@@ -40,7 +42,8 @@ _OP = "attn_implementation='margay'"
 def register(name="margay"):
     """Make attn_implementation=name known to transformers, until `.disable()` or the end of a `with` block.
 
-    A model whose attention is its own code, which asks for no implementation, takes the name without effect: a FallbackWarning says so.
+    A model whose attention is its own code, which asks for no implementation, takes the name without effect: a
+    FallbackWarning says so.
     """
     interfaces = (AttentionInterface, attention), (AttentionMaskInterface, attention_mask)
     before = [interface._global_mapping.get(name) for interface, _ in interfaces]
@@ -88,10 +91,12 @@ def _checks(model, attn_implementation, *arguments, **options):
 def _sets(model, attn_implementation, *arguments, **options):
     result = _unwatched["set_attn_implementation"](model, attn_implementation, *arguments, **options)
     if isinstance(attn_implementation, dict):    # by the names of parts of the configuration, "" for the whole
-        asked = [model.config if not part else getattr(model.config, part, None) for part, name in attn_implementation.items()
+        asked = [model.config if not part else getattr(model.config, part, None)
+                 for part, name in attn_implementation.items()
                  if isinstance(name, str) and name in _watched]
     else:
-        asked = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)] if attn_implementation in _watched else []
+        asked = ([m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+                 if attn_implementation in _watched else [])
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(module.config is config for config in asked):
             _has_own_attention(module)
@@ -99,13 +104,15 @@ def _sets(model, attn_implementation, *arguments, **options):
 
 
 def _has_own_attention(model):
-    """Is attention written in the model's modules and no implementation asked for? Warns once of those; notes others that need eager's masks."""
+    """Is attention written in the model's modules and no implementation asked for? Warns once of those; notes others
+    that need eager's masks."""
     modules = [c.__module__ for c in type(model).__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel]
     own = [m for m in modules if _ATTENTION_CLASS.search(_source(m))]
     if own and not any("ALL_ATTENTION_FUNCTIONS" in _source(m) or "AttentionInterface" in _source(m) for m in modules):
         if model.config.get_text_config() is not model.config:   # a frame around models that are asked themselves
             return False
-        fall_back(_OP, f"{type(model).__name__} never asks for an attention implementation", "the model's own code", own[0])
+        fall_back(_OP, f"{type(model).__name__} never asks for an attention implementation",
+                  "the model's own code", own[0])
         return True
     if not any(getattr(model, flag, True) for flag in ("_supports_sdpa", "_supports_flash_attn")):
         _reads_its_mask.add(model.config.model_type)
@@ -126,32 +133,39 @@ def _source(module):
 # ---- the two functions
 
 
-def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, sliding_window=None, softcap=None, s_aux=None,
-              position_bias=None, indices=None, sinks=None, block_indices=None, cu_seq_lens_q=None, cu_seq_lens_k=None, max_length_q=None, max_length_k=None,
+def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
+              is_causal=None, sliding_window=None, softcap=None, s_aux=None,
+              position_bias=None, indices=None, sinks=None, block_indices=None,
+              cu_seq_lens_q=None, cu_seq_lens_k=None, max_length_q=None, max_length_k=None,
               cache=None, **kwargs):
-    """query [B, Hq, Nq, D], key [B, Hk, Nk, D], value [B, Hk, Nk, Dv] to [B, Nq, Hq, Dv] and None, for the attention weights are never stored.
+    """query [B, Hq, Nq, D], key [B, Hk, Nk, D], value [B, Hk, Nk, Dv] to [B, Nq, Hq, Dv] and None, for the attention
+    weights are never stored.
 
-    position_bias [.., Hq, Nq, Nk] is added to the scores; indices [B, Nq, n] are the only keys that a query sees; sinks [B, Hq, Nq, 1] are logits without
-    a value. s_aux [Hq] are such logits of heads.
+    position_bias [.., Hq, Nq, Nk] is added to the scores; indices [B, Nq, n] are the only keys that a query sees; sinks
+    [B, Hq, Nq, 1] are logits without a value. s_aux [Hq] are such logits of heads.
     """
     if cache is not None:
         raise NotImplementedError(f"{_OP}: cache is given (continuous batching), which is not implemented")
     if block_indices is not None:
-        raise NotImplementedError(f"{_OP}: block_indices is given (blocks of keys that an indexer chose), which is not implemented; expected None")
+        raise NotImplementedError(f"{_OP}: block_indices is given (blocks of keys that an indexer chose), which is not "
+                                  "implemented; expected None")
     if not query.dtype == key.dtype == value.dtype:
         query, key = query.to(value.dtype), key.to(value.dtype)
-    options = dict(scale=scaling, softcap=softcap or 0.0, sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
+    options = dict(scale=scaling, softcap=softcap or 0.0, sink=None if s_aux is None else s_aux.float(),
+                   dropout_p=dropout)
     causal = _is_causal(module, is_causal)
     window = -1, -1
     if sliding_window is not None:
         window = sliding_window - 1, 0 if causal else sliding_window - 1
     if attention_mask is not None and (attention_mask.dim() == 3 or attention_mask.dtype == torch.int32):
         causal, window = _said_window(attention_mask.shape[1], causal, window)
-        attention_mask = attention_mask[:, :1] if attention_mask.dim() == 4 else attention_mask if attention_mask.shape[2] else None
+        attention_mask = (attention_mask[:, :1] if attention_mask.dim() == 4
+                          else attention_mask if attention_mask.shape[2] else None)
     whole = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32
     if whole or position_bias is not None or indices is not None or sinks is not None:
         fall_back(_OP, "a mask that is not made of causal, window, padding and packed sequences" if whole else
-                       "position_bias" if position_bias is not None else "sinks of queries" if sinks is not None else "indices of keys")
+                       "position_bias" if position_bias is not None else "sinks of queries"
+                       if sinks is not None else "indices of keys")
         mask = _whole_mask(query, key, attention_mask, causal, window, position_bias, indices)
         if sinks is not None:                    # the logits of a key more, whose value is 0
             mask = mask.expand(*query.shape[:3], -1)
@@ -171,18 +185,21 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     elif attention_mask is not None:
         return _padded(query, key, value, attention_mask, options), None
     elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        out = _packed(query, key, value, cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), max_length_q, max_length_k, options)
+        out = _packed(query, key, value, cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32),
+                      max_length_q, max_length_k, options)
     else:
         out = kernel_or_torch.attention(_OP, query, key, value, **options)
     return _rows_first(out), None
 
 
-def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function, attention_mask=None,
+def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0,
+                   mask_function=causal_mask_function, attention_mask=None,
                    allow_is_causal_skip=True, local_size=None, use_vmap=False, config=None, device="cpu", **kwargs):
     """The mask as the module's docstring says. attention_mask: bool [B, rows] of what is no padding."""
     if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.dtype != torch.bool):
         return attention_mask                                                   # made before
-    every = dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
+    every = dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+                 q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
                  attention_mask=attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
     if getattr(config, "model_type", None) in _reads_its_mask:
         return masking_utils.eager_mask(**every, **kwargs)
@@ -192,7 +209,8 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
     packed, left, right = meaning
     w = 1 if left < 0 else 2 * left + (1 if right else 2)
     if right:
-        if not kwargs.get("allow_is_bidirectional_skip", True) or right > 0 and not _is_aligned(q_length, kv_length, q_offset, kv_offset):
+        if (not kwargs.get("allow_is_bidirectional_skip", True) or
+            right > 0 and not _is_aligned(q_length, kv_length, q_offset, kv_offset)):
             return sdpa_mask(**every)
         mask = _padding_mask(attention_mask, kv_offset, kv_length, w)
         return _nothing_but_window(w, device) if mask is None else mask
@@ -203,13 +221,15 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
         return sdpa_mask(**every)                                               # which the model wants to change
     if isinstance(q_offset, torch.Tensor) and q_length > 1 and not _compiling_or_capturing():
         q_offset = int(q_offset)
-    if isinstance(q_offset, torch.Tensor):                                      # of a static cache, whose fill is not known on the host
+    # Of a static cache, whose fill is not known on the host
+    if isinstance(q_offset, torch.Tensor):
         filled = (q_offset + (q_length - kv_offset)).to(torch.int32).clamp(max=kv_length)
         if attention_mask is None:
             return filled.expand(batch_size)[:, None, None, None].expand(-1, w, -1, -1)
         if q_length > 1:
             return sdpa_mask(**every)
-        return _with_window(_columns(attention_mask, kv_offset, kv_length) & (torch.arange(kv_length, device=device) < filled), w)
+        return _with_window(_columns(attention_mask, kv_offset, kv_length) &
+                            (torch.arange(kv_length, device=device) < filled), w)
     filled = min(q_offset + q_length - kv_offset, kv_length)
     mask = _padding_mask(attention_mask, kv_offset, filled, w)
     if mask is None and filled < kv_length:
@@ -251,17 +271,19 @@ def _said_window(w, causal, window):
 def _is_causal(module, is_causal):
     """The call's word, the module's, and the configuration's that makes a decoder bidirectional."""
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True) is not False
+        is_causal = (getattr(module, "is_causal", True) and
+                     getattr(getattr(module, "config", None), "is_causal", True) is not False)
     return bool(is_causal)
 
 
-# Types of models that get the masks of eager attention: their layers add to them, or are causal by the mask alone. Most say so by supporting neither
-# sdpa nor flash attention.
+# Types of models that get the masks of eager attention: their layers add to them, or are causal by the mask alone. Most
+# say so by supporting neither sdpa nor flash attention.
 _reads_its_mask = {"doge", "pegasus_x"}
 
 
 def _meaning(mask_function, local_size, skips, config, kwargs):
-    """(packed, left, right): are there sequences, and which keys the function lets a query see, -1 without a bound. None: something else."""
+    """(packed, left, right): are there sequences, and which keys the function lets a query see, -1 without a bound.
+    None: something else."""
     if torch.compiler.is_compiling():
         return _meaning_by_name(mask_function, local_size, skips, config, kwargs)
     inner = _inner_of_packed(mask_function)
@@ -278,10 +300,12 @@ def _meaning_by_name(mask_function, local_size, skips, config, kwargs):
         return False, -1, 0
     if mask_function is bidirectional_mask_function:
         return False, -1, -1
-    if local_size is not None and (local_size != getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) is not None):
+    if local_size is not None and (local_size != getattr(config, "sliding_window", None) or
+                                   getattr(config, "attention_chunk_size", None) is not None):
         return None
     if "allow_is_bidirectional_skip" in kwargs:
-        return None if local_size is None or local_size + _BEYOND < 1 else (False, local_size + _BEYOND, local_size + _BEYOND)
+        return (None if local_size is None or local_size + _BEYOND < 1
+                else (False, local_size + _BEYOND, local_size + _BEYOND))
     if local_size is not None and skips:
         return False, local_size - 1, 0
     if not mask_function.__qualname__.startswith("and_masks."):
@@ -290,7 +314,8 @@ def _meaning_by_name(mask_function, local_size, skips, config, kwargs):
 
 
 def _inner_of_packed(mask_function):
-    """The function of one sequence, where transformers has joined it with the one that keeps packed sequences apart; else None.
+    """The function of one sequence, where transformers has joined it with the one that keeps packed sequences apart;
+    else None.
 
     In newer releases it counts within its sequence, which for a band makes no difference.
     """
@@ -328,7 +353,8 @@ def _bounds(mask_function):
 
 
 def _signature(x, numbers):
-    """Equal for functions of the same code with the same numbers; collects these. None where there is more to them: then they may read a device."""
+    """Equal for functions of the same code with the same numbers; collects these. None where there is more to them:
+    then they may read a device."""
     if isinstance(x, int) and abs(x) < 1 << 40:
         numbers.add(int(x))
         return x
@@ -338,7 +364,8 @@ def _signature(x, numbers):
         code = x.__code__
         numbers.update(c for c in code.co_consts if type(c) is int)
         of_module = (x.__globals__.get(name) for name in code.co_names)
-        parts = *(x.__defaults__ or ()), *(cell.cell_contents for cell in x.__closure__ or ()), *(v for v in of_module if isinstance(v, int))
+        parts = (*(x.__defaults__ or ()), *(cell.cell_contents for cell in x.__closure__ or ()),
+                 *(v for v in of_module if isinstance(v, int)))
     else:
         return None
     parts = tuple(_signature(part, numbers) for part in parts)
@@ -346,12 +373,14 @@ def _signature(x, numbers):
 
 
 def _evaluated_bounds(mask_function, numbers):
-    """The band that has the function's value where indices are small, and where they or their distance are near one of the numbers."""
+    """The band that has the function's value where indices are small, and where they or their distance are near one of
+    the numbers."""
     with torch.device("cpu"), torch.no_grad():
         near = torch.tensor([0, *numbers]).abs()[:, None] + torch.arange(-3, 4)
         near = torch.cat((near.flatten(), torch.arange(40), 3 * near.amax() + torch.arange(2))).clamp(min=0).unique()
         q = near[:, None, None]
-        k = torch.cat(((q + near).expand(-1, 1, -1), (q - near).expand(-1, 1, -1), near.expand(len(near), 1, -1)), 2).clamp(min=0)
+        k = torch.cat(((q + near).expand(-1, 1, -1), (q - near).expand(-1, 1, -1), near.expand(len(near), 1, -1)),
+                      2).clamp(min=0)
         index = torch.arange(2)
         try:
             seen = mask_function(index[:, None, None, None, None], index[:, None, None, None], q, k)
@@ -385,7 +414,8 @@ def _is_aligned(q_length, kv_length, q_offset, kv_offset):
 
 
 def _columns(mask, first, count):
-    """Columns first .. first + count of a padding mask; False behind its end. A mask without the columns before `first` is taken as it is."""
+    """Columns first .. first + count of a padding mask; False behind its end. A mask without the columns before `first`
+    is taken as it is."""
     if mask.shape[1] != count:
         mask = mask[:, first:first + count]
     return mask if mask.shape[1] == count else torch.nn.functional.pad(mask, (0, count - mask.shape[1]))
@@ -398,8 +428,10 @@ def _cu_seqlens(mask_function, batch, rows, device):
     begins = torch.nn.functional.pad(~sees.expand(batch, -1), (1, 0), value=True).flatten()
     total = batch * rows
     if not _compiling_or_capturing():
-        return torch.nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=total).to(torch.int32)[None, None, None]
-    place = torch.where(begins, begins.cumsum(0) - 1, total + 1)                # of fixed size: the rest of the sequences is empty
+        return torch.nn.functional.pad(begins.nonzero().flatten(), (0, 1),
+                                       value=total).to(torch.int32)[None, None, None]
+    # Of fixed size: the rest of the sequences is empty
+    place = torch.where(begins, begins.cumsum(0) - 1, total + 1)
     ends = torch.full((total + 2,), total, device=device).scatter(0, place, torch.arange(total, device=device))
     return ends[:-1].to(torch.int32)[None, None, None]
 
@@ -427,7 +459,8 @@ def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_length_q, max_len
 def _partly_filled(query, key, value, lengths, options):
     wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if wants_gradient or options["dropout_p"]:
-        return padding.attention(_OP, query, key, value, torch.arange(key.shape[2], device=key.device) < lengths[:, None], **options)
+        return padding.attention(_OP, query, key, value,
+                                 torch.arange(key.shape[2], device=key.device) < lengths[:, None], **options)
     options = {name: value for name, value in options.items() if name != "dropout_p"}
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     return kernel_or_torch.attention_decode(_OP, q, k, v, cache_seqlens=lengths, **options).transpose(1, 2)
@@ -437,11 +470,14 @@ def _padded(query, key, value, mask, options):
     rows, columns = query.shape[2], mask.shape[-1]
     if key.shape[2] != columns:
         key, value = key[:, :, :columns], value[:, :, :columns]
-    ordered = (options["causal"] or "window" in options) and 1 < rows <= columns         # then padding among the queries counts too
+    # Then padding among the queries counts too
+    ordered = (options["causal"] or "window" in options) and 1 < rows <= columns
     compiling = torch.compiler.is_compiling()
     runs, plans = (None, {}) if compiling else (getattr(mask, "margay_runs", None), getattr(mask, "margay_plans", {}))
-    if not compiling and not ordered and getattr(mask, "margay_short", False) and _is_faster_in_torch(query, key, value, options):
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None, None], options["dropout_p"], scale=options["scale"])
+    if (not compiling and not ordered and getattr(mask, "margay_short", False) and
+        _is_faster_in_torch(query, key, value, options)):
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None, None],
+                                                               options["dropout_p"], scale=options["scale"])
         return _rows_first(out)
     plan = plans.get((rows, ordered))
     if plan is None and runs is not None and not _compiling_or_capturing():
@@ -456,7 +492,8 @@ _SHORT = 128         # keys
 
 
 def _is_faster_in_torch(q, k, v, options):
-    """As measured: on the CPU, and on Hopper where there will be a backward pass. Short rows fill no block of the kernels."""
+    """As measured: on the CPU, and on Hopper where there will be a backward pass. Short rows fill no block of the
+    kernels."""
     wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return ((wants_gradient or q.is_cpu) and q.shape[1] == k.shape[1] and q.shape[3] <= 64 and
             not (options["causal"] or "window" in options or options["softcap"]) and options["sink"] is None and
@@ -482,7 +519,8 @@ def _whole_mask(query, key, mask, causal, window, bias, indices):
         mask = seen if seen.dim() == 4 else seen.expand(1, 1, rows, columns)
     mask = mask[..., :columns]
     if indices is not None:
-        chosen = torch.zeros((*indices.shape[:2], columns), dtype=torch.bool, device=query.device).scatter(2, indices.long(), True)[:, None]
+        chosen = torch.zeros((*indices.shape[:2], columns), dtype=torch.bool,
+                             device=query.device).scatter(2, indices.long(), True)[:, None]
         mask = mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, -torch.inf)
     if bias is None:
         return mask

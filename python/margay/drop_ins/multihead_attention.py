@@ -10,23 +10,27 @@ from margay.drop_ins.fallback import fall_back
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention on Margay's kernels: the same constructor, state dict, arguments and results.
 
-    query [Nq, B, E], key [Nk, B, kdim], value [Nk, B, vdim], or batch first, or without B. key_padding_mask may be bool [B, Nk] (True: padding), attn_mask
-    a causal mask with is_causal=True. With need_weights=True, which is torch's default, other masks, add_bias_kv or add_zero_attn, PyTorch computes,
-    and a FallbackWarning says so.
+    query [Nq, B, E], key [Nk, B, kdim], value [Nk, B, vdim], or batch first, or without B. key_padding_mask may be bool
+    [B, Nk] (True: padding), attn_mask a causal mask with is_causal=True. With need_weights=True, which is torch's
+    default, other masks, add_bias_kv or add_zero_attn, PyTorch computes, and a FallbackWarning says so.
     """
 
     __module__ = "margay.nn"      # which pickles name
 
-    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True, is_causal=False):
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True,
+                attn_mask=None, average_attn_weights=True, is_causal=False):
         if is_causal and attn_mask is None:
-            raise RuntimeError("MultiheadAttention: is_causal is True and attn_mask is None, expected the causal mask as well")
+            raise RuntimeError("MultiheadAttention: is_causal is True and attn_mask is None, expected the causal "
+                               "mask as well")
         reason = self._unsupported(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         if reason is not None:
             fall_back("MultiheadAttention", reason)
-            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return super().forward(query, key, value, key_padding_mask, need_weights,
+                                   attn_mask, average_attn_weights, is_causal)
         rows = 1 if query.dim() == 3 and self.batch_first else 0
         q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in self._project(query, key, value))
-        q, k, v = (t.transpose(0, 1)[None] if t.dim() == 3 else t.transpose(1, 2) if rows else t.permute(1, 2, 0, 3) for t in (q, k, v))
+        q, k, v = (t.transpose(0, 1)[None] if t.dim() == 3 else t.transpose(1, 2) if rows else t.permute(1, 2, 0, 3)
+                   for t in (q, k, v))
         if is_causal:                     # aligned to the top left: later keys are seen by nobody
             k, v = k[:, :, :q.shape[2]], v[:, :, :q.shape[2]]
         dropout_p = self.dropout if self.training else 0.0
@@ -58,7 +62,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return "key_padding_mask with is_causal" if is_causal else "key_padding_mask that is not bool"
         if self.bias_k is not None or self.add_zero_attn:
             return "add_bias_kv or add_zero_attn"
-        if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3) or query.is_nested or key.is_nested or value.is_nested:
+        if (not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3) or
+            query.is_nested or key.is_nested or value.is_nested):
             return "nested tensors, or other than 2 or 3 dimensions"
         rows = 1 if query.dim() == 3 and self.batch_first else 0
         if is_causal and query.shape[rows] > key.shape[rows]:
