@@ -68,7 +68,7 @@ def _explain_call(op, arguments, options):
         options = {**options, "dropout_seed": 0}               # none is drawn
     with library.without_gradients():
         parts = [_C.dry_run(lambda: function(*arguments, **options))]
-        notes, copied, calls = particular.get(op, _explain_row)(op, library, named, given | options)
+        notes, copied, calls = particular.get(op, explain_row)(op, library, named, given | options)
         parts += map(_C.dry_run, calls)
     lines = [f"{op}: " + ", ".join(f"{name} {_shared.shape(t)} {_shared.dtype_name(t)}" for name, t in named.items()),
              *notes]
@@ -80,7 +80,7 @@ def _explain_call(op, arguments, options):
 # may grow.
 
 
-def _explain_row(op, library, named, given):
+def explain_row(op, library, named, given):
     """An op of a row. Its backward is asked on memory that nobody reads or writes."""
     from margay import _C, _op
 
@@ -92,10 +92,13 @@ def _explain_row(op, library, named, given):
     if op + "_bwd" not in _op.ROWS:
         return [], copied, []
     backward, like = _op.Row(op + "_bwd"), given[row.first]
-    sizes = {size: n for f, t in inputs for size, n in zip(f["sizes"], t.shape)}
-    sizes |= {let: eval(code, {}, sizes) for let, _, code in row.lets}
-    empty = [_op.default(f) if f["role"] == "num" else
-             library.empty([sizes[size] for size in f["sizes"]], None if f["kind"] in ("half", "real") else f["kind"], like)
+    sizes = {size: -1 for f in (*row.arguments, *backward.arguments) for size in f["sizes"]}   # as in C: of none given
+    sizes |= {size: n for f, t in inputs for size, n in zip(f["sizes"], t.shape)}
+    for let, _, code in (*row.lets, *backward.lets):
+        sizes[let] = int(eval(code, {}, sizes))
+    empty = [_op.default(f) if f["role"] == "num" else None if any(sizes[size] < 0 for size in f["sizes"]) else
+             library.empty([sizes[size] for size in f["sizes"]],
+                           None if f["kind"] in ("half", "real") else f["kind"], like)
              for f in backward.arguments]
     return [], copied, [lambda: getattr(_C, backward.name)(*empty)]
 

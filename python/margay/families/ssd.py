@@ -172,3 +172,13 @@ def ssd_step(state, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus
         if there is not None:
             y = torch.where(there[:, None, None], y, 0.0)
         return y.to(x.dtype)
+
+
+def _explained(op, library, named, given):
+    """The op's row has small letters for A, B, C and D."""
+    from margay._explain import explain_row
+
+    return explain_row(op, library, named, {name.lower(): given[name] for name in given})
+
+
+EXPLAINED = {"ssd": _explained}
