@@ -21,7 +21,7 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _tracing = torch._C._is_tracing
 compiling = torch.compiler.is_compiling
 grad_enabled = torch.is_grad_enabled
-_has_storage = torch._C._has_storage
+has_storage = torch._C._has_storage
 library = torch.library.Library("margay", "FRAGMENT")
 _threads = 0
 
@@ -78,7 +78,7 @@ def c_may_read(*tensors):
     for t in tensors:
         if t is None:
             continue
-        if type(t) not in _PLAIN_TYPES or not _has_storage(t) or t.is_neg() or not (t.is_cpu or t.is_cuda):
+        if type(t) not in _PLAIN_TYPES or not has_storage(t) or t.is_neg() or not (t.is_cpu or t.is_cuda):
             return False
     return not (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing()
                 or forward_ad._current_level >= 0)

@@ -8,8 +8,8 @@ from margay import _C, _shared, _transforms
 from margay._shared import checked_scale
 from margay._torch import (all_mappable, as_float32, autocast, autocast_anywhere, c_may_be_asked, c_may_read,
                            check_devices, check_kinds, check_same_device, compiling, copy_back, dense_like,
-                           grad_enabled, gradient_of_the_first, kind, like_but_last, mappable, mappable_empty, register,
-                           rows_contiguous, use_torch_threads, without_autocast_keys)
+                           grad_enabled, gradient_of_the_first, has_storage, kind, like_but_last, mappable,
+                           mappable_empty, register, rows_contiguous, use_torch_threads, without_autocast_keys)
 from margay.families.attention.attention import check_attention, check_no_features, check_starts, refuse_start
 from margay.families.attention.features import Features
 
@@ -79,7 +79,8 @@ def _attention_gradient(ctx, dout, dlse, direct=None):
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    if direct is None or grad_enabled() or compiling() or not c_may_read(dout, dlse, q):
+    if direct is None or grad_enabled() or compiling() or not (
+            has_storage(dout) and c_may_be_asked(dout, q, q) if dlse is None else c_may_read(dout, dlse, q)):
         direct = torch.ops.margay.attention_backward
     return direct(dout, dlse, q, k, v, out, lse, *ctx.options)
 
