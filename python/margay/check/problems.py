@@ -299,7 +299,7 @@ def call_ssd(dtype, dim, batch, steps, heads, n, kind):
 
 # label, steps, heads, groups, head dim, state less than N, what else is given. Heads of many columns, so that few
 # blocks take several units each.
-SSD_BWD = (("wide heads", 640, 1, 1, 712, 0, "seq_idx"), ("groups", 130, 2, 2, 328, 8, "states"),
+SSD_BWD = (("wide heads", 640, 1, 1, 488, 0, "seq_idx"), ("groups", 130, 2, 2, 128, 8, "states"),
            ("one chunk", 40, 4, 1, 128, 0, ""), ("packed", 140, 1, 1, 200, 0, "packed"))
 SSD_BWD_GIVEN = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_bias", "dinitial_states", "ddt_bias"),
                  "seq_idx": ("seq_idx", "d", "dd"),
