@@ -1,60 +1,43 @@
-// Host halves of linear attention: a pass that writes the state in front of each chunk, then all chunks at once.
+// Host halves of linear attention, which is ssd's scan of q = c, k = b and v = x: the groups are the heads, a step's weight
+// is 1, and its log decay is g + g_head. The states are transposed.
 #include <math.h>
-#include "linear_attention/linear_attention.h"
-#include "runtime/runtime.h"
+#include "ssd/scan.h"
 
-typedef struct pass {   // one over the sequence
-  const mg_tensor *a, *b, *states, *initial, *final;
-  bool backwards;
-  float scale;
-} pass;
+static const float *data_of(const mg_tensor *t) { return t ? t->data : NULL; }
 
-static float scale_of(float scale, int64_t k) { return scale == 0 ? 1 / sqrtf((float)k) : scale; }
+static ssd_form form(const mg_sizes *n, const mg_tensor *g, const mg_tensor *g_head, float scale) {
+  return (ssd_form){{.dt = data_of(g), .a = data_of(g_head), .gates = 1}, scale == 0 ? 1 / sqrtf((float)n->K) : scale,
+                    {1, (int)n->V}};
+}
 
-static mg_status run_states(mg_call *c, const pass *x) {
-  if (!mg_choose_other(c, MG_OP_linear_attention_states)) return c->status;
-  linear_attention_states_params p = {.initial = x->initial ? x->initial->data : NULL,
-                                      .final = x->final ? x->final->data : NULL,
-                                      .chunks = (int)c->n.CHUNKS, .heads = (int)c->n.H, .a_dim = (int)c->n.K,
-                                      .b_dim = (int)c->n.V,
-                                      .backwards = x->backwards, .scale = x->scale};
-  if (c->n.CHUNKS) {
-    mg_map_bthd(c, &p.a, x->a, 64, 64);
-    mg_map_bthd(c, &p.b, x->b, 64, 64);
-    mg_map_stack(c, &p.states, x->states, 64, 64);
-  }
-  return mg_run(c, &p, mg_tasks(c, c->n.B * c->n.H * (c->desc->tile_n / 64)));
+// Sizes by ssd's names.
+static void rename_sizes(mg_call *c) {
+  c->n.G = c->n.H;
+  c->n.P = c->n.V;
+  c->n.N = c->n.K;
+  c->n.SPLIT = 1;
+  c->problem.size = c->n;
 }
 
 mg_status mg_linear_attention(const mg_linear_attention_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_linear_attention, a)) return c.status;
-  const pass states = {a->k, a->v, a->states, a->initial_state, a->final_state, false, 1};
-  if (run_states(&c, &states) || !c.n.CHUNKS || !mg_choose(&c)) return c.status;
-  linear_attention_params p = {.chunks = (int)c.n.CHUNKS, .heads = (int)c.n.H, .scale = scale_of(a->scale, c.n.K)};
-  mg_map_bthd(&c, &p.q, a->q, 64, 64);
-  mg_map_bthd(&c, &p.k, a->k, 64, 64);
-  mg_map_bthd(&c, &p.v, a->v, 64, 64);
-  mg_map_bthd(&c, &p.out, a->out, 64, 64);
-  mg_map_stack(&c, &p.states, a->states, c.desc->tile_n, 64);
-  return mg_run(&c, &p, mg_tasks(&c, c.n.B * c.n.H * c.n.CHUNKS));
+  rename_sizes(&c);
+  const ssd_form f = form(&c.n, a->g, a->g_head, a->scale);
+  const mg_ssd_args s = {.y = a->out, .final_states = a->final_state, .cuts = a->cuts, .decays = a->decays, .x = a->v,
+                         .b = a->k, .c = a->q, .initial_states = a->initial_state, .cu_seqlens = a->cu_seqlens};
+  return ssd_scan(&c, &s, &f);
 }
 
 mg_status mg_linear_attention_bwd(const mg_linear_attention_bwd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_linear_attention_bwd, a)) return c.status;
-  const float scale = scale_of(a->scale, c.n.K);
-  const pass dstates = {a->q, a->dout, a->dstates, a->dfinal_state, a->dinitial_state, true, scale};
-  if (run_states(&c, &dstates) || !c.n.CHUNKS || !mg_choose(&c)) return c.status;
-  linear_attention_bwd_params p = {.chunks = (int)c.n.CHUNKS, .heads = (int)c.n.H, .scale = scale};
-  mg_map_bthd(&c, &p.q, a->q, 64, 64);
-  mg_map_bthd(&c, &p.k, a->k, 64, 64);
-  mg_map_bthd(&c, &p.v, a->v, 64, 64);
-  mg_map_bthd(&c, &p.dout, a->dout, 64, 64);
-  mg_map_bthd(&c, &p.dq, a->dq, 64, 64);
-  mg_map_bthd(&c, &p.dk, a->dk, 64, 64);
-  mg_map_bthd(&c, &p.dv, a->dv, 64, 64);
-  mg_map_stack(&c, &p.states, a->states, c.desc->tile_n, 64);
-  mg_map_stack(&c, &p.dstates, a->dstates, c.desc->tile_n, 64);
-  return mg_run(&c, &p, mg_tasks(&c, c.n.B * c.n.H * c.n.CHUNKS));
+  rename_sizes(&c);
+  const ssd_form f = form(&c.n, a->g, a->g_head, a->scale);
+  const mg_ssd_bwd_args s = {.dx = a->dv, .ddt = a->dg, .da = a->dg_head, .db = a->dk, .dc = a->dq,
+                             .dinitial_states = a->dinitial_state, .states = a->states, .dstates = a->dstates,
+                             .starts = a->starts, .sums = a->dg_head ? a->sums : NULL, .dy = a->dout,
+                             .dfinal_states = a->dfinal_state, .x = a->v, .b = a->k, .c = a->q,
+                             .initial_states = a->initial_state, .cu_seqlens = a->cu_seqlens};
+  return ssd_scan_bwd(&c, &s, &f);
 }

@@ -3,6 +3,8 @@
 // before it:
 //   y^T = e^(l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_i - l_j) dt_j for j <= i, plus d on the diagonal
 //   S   = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
+// Linear attention is the same of q = c, k = b and v = x, with weights 1 in place of dt, decays of its own in place of
+// e^(dt a), and a factor of y (without d). Only the scan warp knows which of the two it is.
 // Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps
 // past the end have dt = 0: they add nothing and decay nothing. Where a chunk has several sequences (seq_idx), the sums
 // l run on, since only their differences are used; what would go from one sequence to another becomes 0: e^(l_i) behind
@@ -19,7 +21,8 @@
 enum { Q = 64, SLOTS = GROUPS * HEADS, ALL = SLOTS / SPLIT, W = N < 128 ? N : 128, TILES = N / W };
 static_assert(HEADS * TILES <= 2 && SPLIT <= GROUPS, "a warpgroup has two tiles of state");
 
-struct vectors { sv<Q> l, m, decay, weight; };   // base 2: l_i; l_j - log dt_j; e^(l_i); dt_j e^(l_e - l_j)
+// l_i + log scale and l_j - log dt_j in base 2; e^(l_i); scale e^(l_i); dt_j e^(l_e - l_j)
+struct vectors { sv<Q> l, m, decay, read, weight; };
 struct shared {
   st<elem, Q, N> b[2], c[2];
   st<elem, Q, 64> x[2][SLOTS], p[2][ALL], y[GROUPS];
@@ -98,8 +101,8 @@ TILE void scan(const params &p, shared &s, int) {
   wv<Q> next, dt, l, out, changes;
   fill(changes, 0.f);
   // of `next`, which is under way while the one before is worked on
-  const float *g = p.dt.dt + ((int64_t)t.batch * p.steps + t.first) * p.heads + t.head;
-  load(next, g, p.heads, t.end - t.first, -infinity());
+  int64_t given = ((int64_t)t.batch * p.steps + t.first) * p.heads + t.head;
+  load_given(next, p.dt, given, p.heads, t.end - t.first);
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.v_ring, at);
     if (p.seq_idx) {
@@ -111,14 +114,17 @@ TILE void scan(const params &p, shared &s, int) {
       vectors &v = s.v[at.stage][h];
       log_decays(dt, l, next, p.dt, t.head + h);
       bool same = h + 1 < ALL;
-      g += same ? 1 : (int64_t)Q * p.heads - (ALL - 1);
-      load(next, g, p.heads, t.end - (same ? step : step + Q), -infinity());
-      float end = last(l);
-      store(v.l, l);
+      given += same ? 1 : (int64_t)Q * p.heads - (ALL - 1);
+      load_given(next, p.dt, given, p.heads, t.end - (same ? step : step + Q));
+      float end = last(l), scale = p.scale, log_scale = p.log_scale;
+      map(out, l, l, [=](float x, float) { return x + log_scale; });
+      store(v.l, out);
       map(out, l, dt, [](float x, float d) { return x - fast_log2(d); });
       store(v.m, out);
       map(out, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
       store(v.decay, out);
+      map(out, out, out, [=](float x, float) { return x * scale; });
+      store(v.read, out);
       map(dt, dt, changes, [=](float d, float n) { return n < changed ? 0.f : d; });
       map(out, l, dt, [=](float x, float d) { return d * fast_exp2(end - x); });
       store(v.weight, out);
@@ -186,7 +192,7 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s
   float decay = get(v.decay, Q - 1);
   map(s0, [=](float f) { return f * decay; });
   if (TILES == 2) map(s1, [=](float f) { return f * decay; });
-  map_col(y, v.decay, [](float f, float e) { return f * e; });
+  map_col(y, v.read, [](float f, float e) { return f * e; });
   ring_wait(s.x_ring[slot], at);
   sem_wait(s.p_full[at.stage][head], at.phase);
   mma_fence();
@@ -219,18 +225,21 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s
 }
 
 // Where the columns of a tile of the slot's state begin, in states of all heads the i-th.
-TILE int64_t first_of(const params &p, const task &t, int64_t i, int slot, int col) {
-  return ((i * p.heads + t.head + slot / SPLIT) * p.head_dim + slot % SPLIT * 64) * p.state_dim + col;
+TILE int64_t first_of(const params &p, const task &t, int64_t i, int slot, int col, ssd_order o) {
+  int64_t matrix = (int64_t)p.head_dim * p.state_dim;
+  return (i * p.heads + t.head + slot / SPLIT) * matrix + slot % SPLIT * 64 * o.row + col * o.col;
 }
 TILE void begin_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
   const float *from = t.segment ? p.cuts : p.initial;
   int64_t i = t.segment ? (int64_t)t.row * p.cut_stride + t.segment - 1 : t.row;
+  ssd_order o = {t.segment ? p.state_dim : p.order.row, t.segment ? 1 : p.order.col};
   if (!from) return fill(s, 0.f);          // as a value: the first use is a conversion, not a product
-  load(s, from + first_of(p, t, i, slot, col), p.state_dim, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  load(s, from + first_of(p, t, i, slot, col, o), o.row, o.col, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
 }
 TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, int slot, int col) {
   if (!p.final || t.segment + 1 < p.segments) return;
-  store(p.final + first_of(p, t, t.row, slot, col), p.state_dim, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  float *to = p.final + first_of(p, t, t.row, slot, col, p.order);
+  store(to, p.order.row, p.order.col, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {

@@ -2,7 +2,8 @@
 // for k <= i inside a chunk that ends with step e:
 //   S <- e^(l_e) S + sum of (w_j a_j) b_j^T
 //   forwards    a = x, b = b, w_j = dt_j e^(l_e - l_j)
-//   backwards   a = dy, b = c, w_j = e^(l_j), from the last chunk to the first: the gradient of the state behind each
+//   backwards   a = dy, b = c, w_j = scale e^(l_j), from the last chunk to the first: the gradient of the state
+//     behind each
 // A block keeps 64 rows of the state for each of its WG warpgroups in registers; these share b. Steps past the end have
 // dt = 0: they add nothing. Where the next packed row follows in memory, the scan warps clear its steps in a and b
 // before products read them.
@@ -91,7 +92,10 @@ TILE void scan(const params &p, shared &s, int wg) {
     ring_acquire(s.inputs, at);
     vectors &v = s.v[at.stage][wg];
     store(v.decay, out);
-    if (!q.backwards) {
+    if (q.backwards) {
+      float scale = p.scale;
+      map(out, out, out, [=](float e, float) { return e * scale; });
+    } else {
       decays_to_end(out, l, changes);
       map(out, out, dt, [](float e, float d) { return e * d; });
     }
@@ -107,16 +111,17 @@ TILE void run_state(const params &p, shared &s, int wg) {
   const ssd_pass &q = pass_of(p);
   ring_pos at = {};
   int head = head_of(p, t, wg), row0 = row_of(p, t, wg), rows = p.head_dim - row0;
-  int64_t first = ((int64_t)(t.row * p.steps.heads + head) * p.head_dim + row0) * p.state_dim;
+  int64_t matrix = (int64_t)p.head_dim * p.state_dim;
+  int64_t first = (int64_t)(t.row * p.steps.heads + head) * matrix + row0 * p.order.row;
   rt<float, N> state;
   rt<elem, 64> a;
-  if (q.initial) load(state, q.initial + first, p.state_dim, rows, p.state_dim);
+  if (q.initial) load(state, q.initial + first, p.order.row, p.order.col, rows, p.state_dim);
   else fill(state, 0.f);
   for (int i = 0; i < t.chunks; i++) {
     int chunk = chunk_of(q, t, i);
     if (q.starts && chunk && chunk % p.every == 0)
-      store(q.starts + (int64_t)(chunk / p.every - 1) * p.steps.rows * p.steps.heads * p.head_dim * p.state_dim + first,
-            p.state_dim, state, rows, p.state_dim);
+      store(q.starts + (int64_t)(chunk / p.every - 1) * p.steps.rows * p.steps.heads * matrix + first, p.order.row,
+            p.order.col, state, rows, p.state_dim);
     if (q.keep) {
       tma_store_wait_read();
       wg_sync();
@@ -137,7 +142,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     mma_wait<0>(state, a);
     ring_done(s.inputs, at);
   }
-  if (q.final) store(q.final + first, p.state_dim, state, rows, p.state_dim);
+  if (q.final) store(q.final + first, p.order.row, p.order.col, state, rows, p.state_dim);
   tma_store_wait_read();
 }
 

@@ -447,6 +447,24 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
     }
   }
 }
+template<int N> TILE void load(rt<float, N> &t, const float *g, int64_t row, int64_t col, int m, int n) {
+  if (col == 1) return load(t, g, row, m, n);
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    int x = r + (i >> 1 & 1) * 8, y = c + i / 4 * 8 + (i & 1);
+    t.d[i] = x < m && y < n ? g[x * row + y * col] : 0.f;
+  }
+}
+template<int N> TILE void store(float *g, int64_t row, int64_t col, const rt<float, N> &t, int m, int n) {
+  if (col == 1) return store(g, row, t, m, n);
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    int x = r + (i >> 1 & 1) * 8, y = c + i / 4 * 8 + (i & 1);
+    if (x < m && y < n) g[x * row + y * col] = t.d[i];
+  }
+}
 template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
