@@ -16,7 +16,7 @@ extern "C" {
   MG_API mg_status mg_##op(const mg_##op##_args *);
 #include "ops.def"
 // The names of sizes that rows use.
-#define MG_SIZES(X) X(B) X(T) X(H) X(G) X(P) X(M) X(N) X(K) X(V) X(V8) X(CHUNKS) X(R) X(STARTS) X(CUTS) X(N8) X(N2) X(FIT) X(SEG) X(LATER) X(SLOTS) X(STEPS) X(TRIPLE) X(TILES) X(HEADS) X(WIDE) X(SPLIT) X(PARTS)
+#define MG_SIZES(X) X(B) X(T) X(H) X(G) X(P) X(M) X(N) X(K) X(V) X(V8) X(CHUNKS) X(R) X(STARTS) X(CUTS) X(N8) X(N2) X(FIT) X(SEG) X(LATER) X(SLOTS) X(STEPS) X(TRIPLE) X(TILES) X(HEADS) X(WIDE) X(SPLIT) X(PARTS) X(HG) X(HH) X(SWEEP)
 
 // ---- ops with an interface by hand. What attention computes besides; zeros and NULL: nothing of it.
 typedef struct mg_attention_features {

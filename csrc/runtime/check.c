@@ -88,6 +88,7 @@ const char *mg_op_name(mg_op op) {
     case MG_OP_attention_fwd: case MG_OP_attention_fwd_fp8: return "attention";
     case MG_OP_attention_bwd: case MG_OP_attention_bwd_pre: case MG_OP_attention_bwd_post: return "attention_backward";
     case MG_OP_attention_combine: return "attention_decode";
+    case MG_OP_linear_attention_back: return "linear_attention_bwd";
     case MG_OP_ssd_cuts: case MG_OP_ssd_join: return "ssd";
     case MG_OP_ssd_bwd_states: case MG_OP_ssd_bwd_join: case MG_OP_ssd_bwd_sums: return "ssd_bwd";
     default: return mg_op_row(op);

@@ -4,6 +4,7 @@
 #include "runtime/runtime.h"
 #include "ssd/ssd.h"
 
-typedef struct ssd_form { ssd_dt dt; float scale; ssd_order order; } ssd_form;   // scale: of y
+// scale: of y. order: of the states. op: whose rows compute it; without `cuts` among the tensors no row is cut.
+typedef struct ssd_form { ssd_dt dt; float scale; ssd_order order; mg_op op; } ssd_form;
 mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f);
 mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f);

@@ -19,10 +19,10 @@ static mg_status check_starts(mg_op op, const mg_tensor *t, int64_t steps) {
 }
 
 // Steps of a segment, whole chunks; all of them where a row stays whole.
-static int64_t segment_of(const mg_call *c, bool packed, int64_t blocks) {
+static int64_t segment_of(const mg_call *c, bool whole, int64_t blocks) {
   const int64_t chunks = mg_ceil_div(c->n.T, 64), resident = (int64_t)c->context.sms * c->desc->blocks_per_sm;
   const int64_t fit = resident / (blocks ? blocks : 1);
-  const int64_t segments = packed || fit < 2 ? 1 : fit < c->n.CUTS + 1 ? fit : c->n.CUTS + 1;
+  const int64_t segments = whole || fit < 2 ? 1 : fit < c->n.CUTS + 1 ? fit : c->n.CUTS + 1;
   return mg_ceil_div(chunks, segments) * 64;
 }
 
@@ -45,7 +45,7 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
 mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
   if (a->cu_seqlens && (c->status = check_starts(c->op, a->cu_seqlens, c->n.T))) return c->status;
   c->problem.size.B = c->n.R;         // conditions ask for blocks
-  if (!mg_choose_other(c, MG_OP_ssd)) return c->status;
+  if (!mg_choose_other(c, f->op)) return c->status;
   const mg_tensor *seq_idx = a->cu_seqlens ? NULL : a->seq_idx;
   ssd_fwd_params p = {
     .dt = f->dt, .scale = f->scale, .log_scale = log2f(f->scale), .order = f->order,
@@ -60,13 +60,13 @@ mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
     mg_map_bthd(c, &p.b, a->b, 64, 64);
     mg_map_bthd(c, &p.c, a->c, 64, 64);
   }
-  const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n), segment = segment_of(c, a->cu_seqlens, blocks);
+  const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n), segment = segment_of(c, a->cu_seqlens || !a->cuts, blocks);
   p.segment = (int)segment;
   if (c->n.T > segment) {
     p.segments = (int)mg_ceil_div(c->n.T, segment);
     p.cuts = a->cuts->data;
     p.cut_stride = (int)c->n.CUTS;
-    if (run_cuts(c, a, &p) || !mg_choose_other(c, MG_OP_ssd)) return c->status;
+    if (run_cuts(c, a, &p) || !mg_choose_other(c, f->op)) return c->status;
   }
   return mg_run(c, &p, mg_tasks(c, blocks * p.segments));
 }
@@ -75,6 +75,6 @@ mg_status mg_ssd(const mg_ssd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_ssd, a)) return c.status;
   const ssd_form f = {{.dt = a->dt->data, .a = a->a->data, .bias = a->dt_bias ? a->dt_bias->data : NULL,
-                       .softplus = a->dt_softplus, .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1}};
+                       .softplus = a->dt_softplus, .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1}, MG_OP_ssd};
   return ssd_scan(&c, a, &f);
 }

@@ -5,6 +5,11 @@
 //   S   = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
 // Linear attention is the same of q = c, k = b and v = x, with weights 1 in place of dt, decays of its own in place of
 // e^(dt a), and a factor of y (without d). Only the scan warp knows which of the two it is.
+// BACKWARDS the pass goes from the last chunk to the first. S begins as the state's gradient behind the last step:
+//   y^T = e^(l_e - l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_j - l_i) dt_j for j >= i
+//   S   = e^(l_e) S + (x_j dt_j e^(l_j))^T b
+// which for b = q, c = k and x = the gradient of y is v's, with k and q from v and y likewise. The factor belongs to what
+// S takes up, not to what is read of it.
 // Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps
 // past the end have dt = 0: they add nothing and decay nothing. Where a chunk has several sequences (seq_idx), the sums
 // l run on, since only their differences are used; what would go from one sequence to another becomes 0: e^(l_i) behind
@@ -60,6 +65,10 @@ TILE task block_task(const params &p) {
   }
   return t;
 }
+// Chunks in their order, each by its first step.
+enum { NEXT = BACKWARDS ? -Q : Q };
+TILE int first_chunk(const task &t) { return BACKWARDS ? t.first + (t.end - t.first + Q - 1) / Q * Q - Q : t.first; }
+TILE bool is_chunk(const task &t, int step) { return BACKWARDS ? step >= t.first : step < t.end; }
 // Steps of the next packed row are in this chunk, the last of its row.
 TILE bool runs_over(const params &p, const task &t, int step) { return p.starts && t.end - step < Q; }
 
@@ -67,7 +76,7 @@ TILE void loader(const params &p, shared &s, int) {
   task t = block_task(p);
   ring_pos at = {};
   int group = t.head / p.group_heads;
-  for (int step = t.first; step < t.end; step += Q) {
+  for (int step = first_chunk(t); is_chunk(t, step); step += NEXT) {
     int i = at.stage;
     bool over = runs_over(p, t, step);
     ROLLED for (int slot = 0; slot < SLOTS; slot++) {
@@ -101,9 +110,9 @@ TILE void scan(const params &p, shared &s, int) {
   wv<Q> next, dt, l, out, changes;
   fill(changes, 0.f);
   // of `next`, which is under way while the one before is worked on
-  int64_t given = ((int64_t)t.batch * p.steps + t.first) * p.heads + t.head;
-  load_given(next, p.dt, given, p.heads, t.end - t.first);
-  for (int step = t.first; step < t.end; step += Q) {
+  int64_t given = ((int64_t)t.batch * p.steps + first_chunk(t)) * p.heads + t.head;
+  load_given(next, p.dt, given, p.heads, is_chunk(t, first_chunk(t)) ? t.end - first_chunk(t) : 0);
+  for (int step = first_chunk(t); is_chunk(t, step); step += NEXT) {
     ring_acquire(s.v_ring, at);
     if (p.seq_idx) {
       count_changes(changes, p.seq_idx + t.batch * p.seq_stride, step, t.end);
@@ -114,20 +123,23 @@ TILE void scan(const params &p, shared &s, int) {
       vectors &v = s.v[at.stage][h];
       log_decays(dt, l, next, p.dt, t.head + h);
       bool same = h + 1 < ALL;
-      given += same ? 1 : (int64_t)Q * p.heads - (ALL - 1);
-      load_given(next, p.dt, given, p.heads, t.end - (same ? step : step + Q));
+      given += same ? 1 : (int64_t)NEXT * p.heads - (ALL - 1);
+      int then = same ? step : step + NEXT;
+      load_given(next, p.dt, given, p.heads, is_chunk(t, then) ? t.end - then : 0);
       float end = last(l), scale = p.scale, log_scale = p.log_scale;
-      map(out, l, l, [=](float x, float) { return x + log_scale; });
+      map(out, l, l, [=](float x, float) { return (BACKWARDS ? -x : x) + log_scale; });
       store(v.l, out);
-      map(out, l, dt, [](float x, float d) { return x - fast_log2(d); });
+      map(out, l, dt, [](float x, float d) { return (BACKWARDS ? -x : x) - fast_log2(d); });
       store(v.m, out);
       map(out, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
       store(v.decay, out);
-      map(out, out, out, [=](float x, float) { return x * scale; });
-      store(v.read, out);
-      map(dt, dt, changes, [=](float d, float n) { return n < changed ? 0.f : d; });
-      map(out, l, dt, [=](float x, float d) { return d * fast_exp2(end - x); });
-      store(v.weight, out);
+      if (BACKWARDS) map(dt, dt, out, [=](float d, float e) { return d * e * scale; });
+      else map(out, out, out, [=](float x, float) { return x * scale; });
+      if (!BACKWARDS) store(v.read, out);
+      else store(v.weight, dt);
+      if (!BACKWARDS) map(dt, dt, changes, [=](float d, float n) { return n < changed ? 0.f : d; });
+      map(out, l, dt, [=](float x, float d) { return (BACKWARDS ? 1.f : d) * fast_exp2(end - x); });
+      store(BACKWARDS ? v.read : v.weight, out);
     }
     sem_arrive<WARP>(s.v_ring.full[at.stage]);
     if (runs_over(p, t, step)) clear_behind(s, at, t.end - step);
@@ -140,7 +152,7 @@ TILE void score(const params &p, shared &s, int) {
   ring_pos at = {};
   rt<float, Q> products;
   rv l;
-  for (int step = t.first; step < t.end; step += Q) {
+  for (int step = first_chunk(t); is_chunk(t, step); step += NEXT) {
     ring_wait(s.bc_ring, at);
     mma_fence();
     mma_ABt<ZERO>(products, s.c[at.stage], s.b[at.stage]);
@@ -156,8 +168,10 @@ TILE void score(const params &p, shared &s, int) {
     ROLLED for (int h = 0; h < ALL; h++) {
       vectors &v = s.v[at.stage][h];
       load(l, v.l);
-      store_tril(s.p[at.stage][h], products, l, v.m, p.d ? p.d[t.head + h] : 0.f,
-                 [](float x, float li, float mj) { return x * fast_exp2(li - mj); });
+      auto decayed = [](float x, float li, float mj) { return x * fast_exp2(li - mj); };
+      float d = p.d ? p.d[t.head + h] : 0.f;
+      if (BACKWARDS) store_triu(s.p[at.stage][h], products, l, v.m, d, decayed);
+      else store_tril(s.p[at.stage][h], products, l, v.m, d, decayed);
       fence_async();
       sem_arrive(s.p_full[at.stage][h]);
     }
@@ -250,7 +264,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
   rt<float, W> s0, s1;        // by name, not an array: registers
   begin_state(p, t, s0, wg, 0);
   if (TWO) begin_state(p, t, s1, wg + OTHER, COL);
-  for (int step = t.first; step < t.end; step += Q) {
+  for (int step = first_chunk(t); is_chunk(t, step); step += NEXT) {
     ring_wait(s.bc_ring, at);
     ring_wait(s.v_ring, at);
     advance(s0, s1, p, s, t, at, step, wg, wg);

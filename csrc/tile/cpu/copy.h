@@ -275,7 +275,7 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
     for (int c = 0; c < N && c < n; c++) g[r * ld + c] = t.d[r][c];
   }
 }
-template<int N> TILE void load(rt<float, N> &t, const float *g, int64_t row, int64_t col, int m, int n) {
+template<int N> TILE void load(rt<float, N> &t, const float *g, int row, int col, int m, int n) {
   writes(t);
   for (int r = 0; r < 64; r++)
     for (int c = 0; c < N; c++) {
@@ -283,7 +283,7 @@ template<int N> TILE void load(rt<float, N> &t, const float *g, int64_t row, int
       t.d[r][c] = r < m && c < n ? g[r * row + c * col] : 0.f;
     }
 }
-template<int N> TILE void store(float *g, int64_t row, int64_t col, const rt<float, N> &t, int m, int n) {
+template<int N> TILE void store(float *g, int row, int col, const rt<float, N> &t, int m, int n) {
   reads(t);
   for (int r = 0; r < 64 && r < m; r++)
     for (int c = 0; c < N && c < n; c++) {
