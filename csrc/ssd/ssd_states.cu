@@ -106,22 +106,28 @@ TILE void scan(const params &p, shared &s, int wg) {
   }
 }
 
+// A part of the i-th segment's fp32 states, to and from memory.
+TILE int64_t place_of(const params &p, const task &t, int wg, int i) {
+  int64_t matrix = ((int64_t)i * p.steps.rows + t.row) * p.steps.heads + head_of(p, t, wg);
+  return matrix * p.head_dim * p.state_dim + row_of(p, t, wg) * p.order.row;
+}
+TILE void put(const params &p, const task &t, int wg, float *g, int i, const rt<float, N> &state) {
+  int rows = p.head_dim - row_of(p, t, wg);
+  store(g + place_of(p, t, wg, i), p.order.row, p.order.col, state, rows, p.state_dim);
+}
+
 TILE void run_state(const params &p, shared &s, int wg) {
   task t = block_task(p);
   const ssd_pass &q = pass_of(p);
   ring_pos at = {};
   int head = head_of(p, t, wg), row0 = row_of(p, t, wg), rows = p.head_dim - row0;
-  int64_t matrix = (int64_t)p.head_dim * p.state_dim;
-  int64_t first = (int64_t)(t.row * p.steps.heads + head) * matrix + row0 * p.order.row;
   rt<float, N> state;
   rt<elem, 64> a;
-  if (q.initial) load(state, q.initial + first, p.order.row, p.order.col, rows, p.state_dim);
+  if (q.initial) load(state, q.initial + place_of(p, t, wg, 0), p.order.row, p.order.col, rows, p.state_dim);
   else fill(state, 0.f);
   for (int i = 0; i < t.chunks; i++) {
     int chunk = chunk_of(q, t, i);
-    if (q.starts && chunk && chunk % p.every == 0)
-      store(q.starts + (int64_t)(chunk / p.every - 1) * p.steps.rows * p.steps.heads * matrix + first, p.order.row,
-            p.order.col, state, rows, p.state_dim);
+    if (q.starts && chunk && chunk % p.every == 0) put(p, t, wg, q.starts, chunk / p.every - 1, state);
     if (q.keep) {
       tma_store_wait_read();
       wg_sync();
@@ -142,7 +148,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     mma_wait<0>(state, a);
     ring_done(s.inputs, at);
   }
-  if (q.final) store(q.final + first, p.order.row, p.order.col, state, rows, p.state_dim);
+  if (q.final) put(p, block_task(p), wg, q.final, 0, state);
   tma_store_wait_read();
 }
 
