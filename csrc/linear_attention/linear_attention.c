@@ -1,5 +1,5 @@
-// Host halves of linear attention, which is ssd's scan of q = c, k = b and v = x: the groups are the heads, a step's weight
-// is 1, and its log decay is g + g_head. The states are transposed.
+// Host halves of linear attention, which is ssd's scan of q = c, k = b and v = x. Its groups are the heads, a step's
+// weight is 1 and its log decay g + g_head, and its states are transposed.
 #include <math.h>
 #include "ssd/scan.h"
 
@@ -16,7 +16,8 @@ static void set_sizes(mg_call *c, int64_t P, int64_t N) {
   c->problem.size = c->n;
 }
 
-static ssd_form form(const mg_call *c, mg_op op, const mg_tensor *g, const mg_tensor *g_head, float scale, bool turned) {
+static ssd_form form(const mg_call *c, mg_op op, const mg_tensor *g, const mg_tensor *g_head, float scale,
+                     bool turned) {
   return (ssd_form){{.dt = data_of(g), .a = data_of(g_head), .gates = 1},
                     scale == 0 ? 1 / sqrtf((float)c->n.K) : scale,
                     {turned ? 1 : (int)c->n.N, turned ? (int)c->n.P : 1}, op};
@@ -32,8 +33,8 @@ mg_status mg_linear_attention(const mg_linear_attention_args *a) {
   return ssd_scan(&c, &s, &f);
 }
 
-// Each gradient of q, k and v is a scan too: q's forwards, the others' backwards. This reads three tensors and writes one
-// for each, and no states, but says nothing of g's gradient.
+// Each gradient of q, k and v is a scan too: q's forwards, the others' backwards. For each this reads three tensors and
+// writes one, and no states, but it says nothing of g's gradient.
 static mg_status run_sweeps(mg_call *c, const mg_linear_attention_bwd_args *a) {
   const mg_op back = MG_OP_linear_attention_back;
   const int64_t K = c->n.K, V = c->n.V;

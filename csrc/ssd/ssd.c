@@ -31,8 +31,8 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
                           .cuts = a->cuts->data, .decays = a->decays->data, .steps = p->steps, .cut = p->segments - 1,
                           .segment = p->segment, .cut_stride = p->cut_stride, .heads = p->heads,
                           .group_heads = p->group_heads, .head_dim = p->head_dim, .state_dim = p->state_dim};
-  ssd_join_params join = {.cuts = cuts.cuts, .initial = p->initial, .order = p->order, .decays = cuts.decays, .cut = cuts.cut,
-                          .cut_stride = cuts.cut_stride, .heads = cuts.heads, .head_dim = cuts.head_dim,
+  ssd_join_params join = {.cuts = cuts.cuts, .initial = p->initial, .order = p->order, .decays = cuts.decays,
+                          .cut = cuts.cut, .cut_stride = cuts.cut_stride, .heads = cuts.heads, .head_dim = cuts.head_dim,
                           .state_dim = cuts.state_dim};
   if (!mg_choose_other(c, MG_OP_ssd_cuts)) return c->status;
   const int64_t units = mg_ceil_div((c->n.P + 63) / 64 * cuts.group_heads, c->desc->tile_n);
@@ -60,7 +60,8 @@ mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
     mg_map_bthd(c, &p.b, a->b, 64, 64);
     mg_map_bthd(c, &p.c, a->c, 64, 64);
   }
-  const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n), segment = segment_of(c, a->cu_seqlens || !a->cuts, blocks);
+  const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n);
+  const int64_t segment = segment_of(c, a->cu_seqlens || !a->cuts, blocks);
   p.segment = (int)segment;
   if (c->n.T > segment) {
     p.segments = (int)mg_ceil_div(c->n.T, segment);

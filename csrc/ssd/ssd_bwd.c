@@ -112,7 +112,8 @@ mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f) 
     if (!run_states(&x, &p, 2, at) && at.chunks) run_gradients(&x, at);
   }
   if (c->status || !a->sums || !mg_choose_other(c, MG_OP_ssd_bwd_sums)) return c->status;
-  const ssd_bwd_sums_params sums = {.sums = a->sums->data, .batches = (int)c->n.B, .chunks = chunks, .heads = (int)c->n.H,
+  const ssd_bwd_sums_params sums = {.sums = a->sums->data, .batches = (int)c->n.B, .chunks = chunks,
+                                    .heads = (int)c->n.H,
                                     .out = {data_of(a->da), data_of(a->dd), data_of(a->ddt_bias)}};
   return mg_run(c, &sums, mg_tasks(c, mg_ceil_div(c->n.H, 64) * 3));
 }

@@ -41,7 +41,7 @@ def plain(q, k, v, scale, state=None):
 
 
 def by_chunks(q, k, v, scale, state, g, size=64):
-    """With decay: by chunks, operands of products and their results in the inputs' own precision, the state in float32."""
+    """With decay: by chunks, products in the inputs' own precision, the state in float32."""
     dtype, (b, steps, h, d) = q.dtype, q.shape
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     g = g.expand(b, steps, h).clamp(min=-64).transpose(1, 2)
@@ -191,7 +191,8 @@ def test_step(device):
     with torch.no_grad():
         out, last = mg.linear_attention(q, k, v, g, output_final_state=True)
         state = torch.zeros_like(last)
-        steps = torch.stack([mg.linear_attention_step(state, q[:, t], k[:, t], v[:, t], g[:, t]) for t in range(1000)], 1)
+        parts = (mg.linear_attention_step(state, q[:, t], k[:, t], v[:, t], g[:, t]) for t in range(1000))
+        steps = torch.stack([*parts], 1)
         torch.testing.assert_close(state, last, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(steps, out, rtol=2e-2, atol=2e-2)
         pool = torch.zeros(5, 2, 32, 48, device=device)

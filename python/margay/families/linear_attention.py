@@ -47,11 +47,12 @@ def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_st
 
 
 def linear_attention_step(state, q, k, v, g=None, *, scale=None, state_indices=None):
-    """One step of `linear_attention`, for generation: out [B, H, V]. `state` [B, H, K, V], of any floating type, becomes
-    the next one in place. PyTorch tensors; not differentiable.
+    """One step of `linear_attention`, for generation: out [B, H, V]. `state` [B, H, K, V], of any floating type,
+    becomes the next one in place. PyTorch tensors; not differentiable.
 
     q, k [B, H, K], v [B, H, V]. g: [H] or [B, H], as for `linear_attention`.
-    state_indices: integers [B]. Sample i has state[state_indices[i]]; where it is negative, there is none, and out is 0.
+    state_indices: integers [B]. Sample i has state[state_indices[i]]; where it is negative, there is none, and out
+        is 0.
     """
     op = "linear_attention_step"
     if not is_torch(op, "q", q):
@@ -97,7 +98,8 @@ def _library(torch_):
 
 def _pair(op, state):
     if not isinstance(state, (tuple, list)) or len(state) != 2:
-        raise TypeError(f"{op}: initial_state is {type(state).__name__}, expected a pair (S_0, z_0) where normalize is True")
+        raise TypeError(f"{op}: initial_state is {type(state).__name__}, expected a pair (S_0, z_0) where normalize "
+                        "is True")
     return state
 
 
@@ -109,11 +111,14 @@ def _starts(op, starts, q):
         found = f"a tensor of dtype {dtype}" if dtype else type(starts).__name__
         raise TypeError(f"{op}: cu_seqlens is {found}, expected a tensor of int32")
     torch = sys.modules.get("torch")
-    hidden = torch is not None and isinstance(starts, torch.Tensor) and (torch.compiler.is_compiling() or starts.is_meta)
-    if not hidden and not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4:
+    seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
+    if torch is not None and isinstance(starts, torch.Tensor):
+        seen = seen and not starts.is_meta and not torch.compiler.is_compiling()
+    if seen:
         last, steps = int(starts[-1]), q.shape[1]
         if last < steps:
-            raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there are)")
+            raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
+                             "are)")
     return starts if dtype == "int32" else starts.int() if hasattr(starts, "int") else starts.astype("int32")
 
 
