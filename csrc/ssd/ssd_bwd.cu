@@ -11,7 +11,7 @@
 // with row_i and col_j the sums of R_ij (c_i . b_j), in_i = e^(l_i) dy_i . S c_i and out_j = w_j x_j . G b_j; then
 //   ddt_t = a D_t + (col_t + out_t) / dt_t,  da = sum of dt_t D_t,  dd = sum of x_t . dy_t
 // where col / dt and out / dt are made without the division, and row - col without R's diagonal, which is in both. Of
-// linear attention (ssd_fwd.cu) D is itself a gradient; y's factor goes into R's weights and where dy reads a state.
+// linear attention (ssd_fwd.cu) D is itself a gradient; y's factor goes into R's weights and where a state is read.
 // Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in memory, the scan warp clears
 // them. What would go from one sequence of seq_idx to another becomes 0.
 // A block works on one chunk of the heads of one group, or on a part of them: 64 columns of P at a time, which all of this is linear in. States of more than 128
@@ -28,7 +28,7 @@
 
 // N: columns of the state, 64, 128 or 256. STAGES. A tile of the state has W columns
 enum { Q = 64, W = N < 128 ? N : 128, PASSES = N / W, V = 4 };
-// l_i in base 2; dt_j; e^(l_i); scale e^(l_i); e^(l_e - l_j); w_j; of dt with respect to what was given
+// l_i in base 2; dt_j; e^(l_i); scale e^(l_i); scale e^(l_e - l_j); scale w_j; of dt with respect to what was given
 struct vectors { sv<Q> l, dt, decay, read, tail, weight, slope; };
 // Without the diagonal: row, and col without dt_j; the diagonal, without dt_j; in and out without their factors; rows
 // of <G, S> and of x . dy
@@ -111,6 +111,7 @@ TILE void give_vectors(const params &p, vectors &v, const wv<Q> &raw, const wv<Q
   map(out, out, out, [=](float e, float) { return e * scale; });
   store(v.read, out);
   decays_to_end(out, l, changes);
+  map(out, out, out, [=](float e, float) { return e * scale; });
   store(v.tail, out);
   map(out, out, dt, [](float e, float d) { return e * d; });
   store(v.weight, out);
@@ -163,7 +164,7 @@ TILE void take_found(wv<Q> &ddt, float &da, const params &p, const vectors &v, c
   wv<Q> d, x, y, own;
   load(x, f.kept);
   bool gates = p.steps.dt.gates;
-  float kept = get(v.decay, Q - 1) * sum_of(x), a = gates ? 1.f : p.steps.dt.a[head];
+  float kept = get(v.decay, Q - 1) * sum_of(x) * p.scale, a = gates ? 1.f : p.steps.dt.a[head];
   load(d, f.in);
   multiply(d, v.read);
   fill(own, 0.f);

@@ -8,8 +8,8 @@
 // BACKWARDS the pass goes from the last chunk to the first. S begins as the state's gradient behind the last step:
 //   y^T = e^(l_e - l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_j - l_i) dt_j for j >= i
 //   S   = e^(l_e) S + (x_j dt_j e^(l_j))^T b
-// which for b = q, c = k and x = the gradient of y is v's, with k and q from v and y likewise. The factor belongs to what
-// S takes up, not to what is read of it.
+// which for b = q, c = k and x = the gradient of y is v's; the gradient of k is that of c = v, b = the gradient of y and
+// x = q. The factor is kept out of S here too: what comes in is divided by it, what goes out is multiplied.
 // Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps
 // past the end have dt = 0: they add nothing and decay nothing. Where a chunk has several sequences (seq_idx), the sums
 // l run on, since only their differences are used; what would go from one sequence to another becomes 0: e^(l_i) behind
@@ -26,7 +26,8 @@
 enum { Q = 64, SLOTS = GROUPS * HEADS, ALL = SLOTS / SPLIT, W = N < 128 ? N : 128, TILES = N / W };
 static_assert(HEADS * TILES <= 2 && SPLIT <= GROUPS, "a warpgroup has two tiles of state");
 
-// l_i + log scale and l_j - log dt_j in base 2; e^(l_i); scale e^(l_i); dt_j e^(l_e - l_j)
+// l_i + log scale and l_j - log dt_j in base 2; e^(l_i); scale e^(l_i); dt_j e^(l_e - l_j). BACKWARDS both l are
+// negative, read and weight have each other's power.
 struct vectors { sv<Q> l, m, decay, read, weight; };
 struct shared {
   st<elem, Q, N> b[2], c[2];
@@ -133,13 +134,18 @@ TILE void scan(const params &p, shared &s, int) {
       store(v.m, out);
       map(out, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
       store(v.decay, out);
-      if (BACKWARDS) map(dt, dt, out, [=](float d, float e) { return d * e * scale; });
-      else map(out, out, out, [=](float x, float) { return x * scale; });
-      if (!BACKWARDS) store(v.read, out);
-      else store(v.weight, dt);
-      if (!BACKWARDS) map(dt, dt, changes, [=](float d, float n) { return n < changed ? 0.f : d; });
-      map(out, l, dt, [=](float x, float d) { return (BACKWARDS ? 1.f : d) * fast_exp2(end - x); });
-      store(BACKWARDS ? v.read : v.weight, out);
+      if (BACKWARDS) {
+        map(dt, dt, out, [](float d, float e) { return d * e; });
+        store(v.weight, dt);
+        map(out, l, l, [=](float x, float) { return scale * fast_exp2(end - x); });
+        store(v.read, out);
+        continue;
+      }
+      map(out, out, out, [=](float x, float) { return x * scale; });
+      store(v.read, out);
+      map(dt, dt, changes, [=](float d, float n) { return n < changed ? 0.f : d; });
+      map(out, l, dt, [=](float x, float d) { return d * fast_exp2(end - x); });
+      store(v.weight, out);
     }
     sem_arrive<WARP>(s.v_ring.full[at.stage]);
     if (runs_over(p, t, step)) clear_behind(s, at, t.end - step);
@@ -249,9 +255,13 @@ TILE void begin_state(const params &p, const task &t, rt<float, W> &s, int slot,
   ssd_order o = {t.segment ? p.state_dim : p.order.row, t.segment ? 1 : p.order.col};
   if (!from) return fill(s, 0.f);          // as a value: the first use is a conversion, not a product
   load(s, from + first_of(p, t, i, slot, col, o), o.row, o.col, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  float factor = 1.f / p.scale;
+  if (BACKWARDS) map(s, [=](float x) { return x * factor; });
 }
-TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, int slot, int col) {
+TILE void keep_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
   if (!p.final || t.segment + 1 < p.segments) return;
+  float scale = p.scale;
+  if (BACKWARDS) map(s, [=](float x) { return x * scale; });
   float *to = p.final + first_of(p, t, t.row, slot, col, p.order);
   store(to, p.order.row, p.order.col, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
 }

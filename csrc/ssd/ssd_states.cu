@@ -2,8 +2,8 @@
 // for k <= i inside a chunk that ends with step e:
 //   S <- e^(l_e) S + sum of (w_j a_j) b_j^T
 //   forwards    a = x, b = b, w_j = dt_j e^(l_e - l_j)
-//   backwards   a = dy, b = c, w_j = scale e^(l_j), from the last chunk to the first: the gradient of the state
-//     behind each
+//   backwards   a = dy, b = c, w_j = e^(l_j), from the last chunk to the first: the gradient of the state behind each
+//     without y's factor
 // A block keeps 64 rows of the state for each of its WG warpgroups in registers; these share b. Steps past the end have
 // dt = 0: they add nothing. Where the next packed row follows in memory, the scan warps clear its steps in a and b
 // before products read them.
@@ -92,10 +92,7 @@ TILE void scan(const params &p, shared &s, int wg) {
     ring_acquire(s.inputs, at);
     vectors &v = s.v[at.stage][wg];
     store(v.decay, out);
-    if (q.backwards) {
-      float scale = p.scale;
-      map(out, out, out, [=](float e, float) { return e * scale; });
-    } else {
+    if (!q.backwards) {
       decays_to_end(out, l, changes);
       map(out, out, dt, [](float e, float d) { return e * d; });
     }
@@ -125,6 +122,8 @@ TILE void run_state(const params &p, shared &s, int wg) {
   rt<elem, 64> a;
   if (q.initial) load(state, q.initial + place_of(p, t, wg, 0), p.order.row, p.order.col, rows, p.state_dim);
   else fill(state, 0.f);
+  float factor = q.backwards ? 1.f / p.scale : 1.f;
+  map(state, [=](float x) { return x * factor; });
   for (int i = 0; i < t.chunks; i++) {
     int chunk = chunk_of(q, t, i);
     if (q.starts && chunk && chunk % p.every == 0) put(p, t, wg, q.starts, chunk / p.every - 1, state);
@@ -148,7 +147,11 @@ TILE void run_state(const params &p, shared &s, int wg) {
     mma_wait<0>(state, a);
     ring_done(s.inputs, at);
   }
-  if (q.final) put(p, block_task(p), wg, q.final, 0, state);
+  if (q.final) {
+    float scale = q.backwards ? p.scale : 1.f;
+    map(state, [=](float x) { return x * scale; });
+    put(p, block_task(p), wg, q.final, 0, state);
+  }
   tma_store_wait_read();
 }
 

@@ -128,13 +128,15 @@ def test_decay(device, dtype, shape, kind, wanted):
                                                                       output_final_state=True))))
     exact = run(lambda: reference(q, k, v, scale, state, g))
     torchs = run(lambda: by_chunks(q, k, v, scale, state, g))
-    # the exponent of a weight is the difference of sums of g over a chunk
+    # The exponent of a weight is the difference of sums of g over a chunk. Weighted operands of a state's products are
+    # rounded: the mean of errors that add up in float32 is not 0 where elements are few.
     longest = min(float(-g.detach().clamp(min=-64).min()) * 64, 64 * 64)
     relative = 2.0**-23 * (16 + longest)
     for name, *three in zip(names, ours, torchs, exact):
         size = three[2].double().abs().max().item()
         absolute = size * relative + (4 * torch.finfo(dtype).eps * size if name == "dg" or steps < 3 else 0)
-        check_error(name, *three, factor=3 if name[0] == "d" else 2, rounding=(relative, absolute))
+        few = torch.finfo(dtype).eps / 32 if three[0].dtype == torch.float32 != dtype else 0
+        check_error(name, *three, factor=3 if name[0] == "d" else 2, rounding=(relative + few, absolute))
 
 
 @pytest.mark.parametrize("form", ("none", "head", "step"))
