@@ -54,14 +54,19 @@ static mg_status run_sweeps(mg_call *c, const mg_linear_attention_bwd_args *a) {
 mg_status mg_linear_attention_bwd(const mg_linear_attention_bwd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_linear_attention_bwd, a)) return c.status;
-  // without g's gradient, where heads fill half of the device: few heads would want the sweeps cut into segments
+  // gradients of what is not there, as the operator asks for them
+  const mg_tensor *dg = a->g ? a->dg : NULL, *dg_head = a->g_head ? a->dg_head : NULL;
+  if (a->dg && !dg) c.status = mg_fill(&c.context, a->dg->data, 0, 4, c.n.B * c.n.T * c.n.H);
+  if (a->dg_head && !dg_head && !c.status) c.status = mg_fill(&c.context, a->dg_head->data, 0, 4, c.n.H);
+  if (c.status) return c.status;
+  // Few heads would want the sweeps cut into segments.
   const bool wide = c.n.K > 128 || c.n.V > 128, few = 2 * c.n.R * c.n.H <= c.context.sms;
-  if (c.n.SWEEP || !(a->dg || a->dg_head || wide || few)) return run_sweeps(&c, a);
+  if (c.n.SWEEP || !(dg || dg_head || wide || few)) return run_sweeps(&c, a);
   set_sizes(&c, c.n.V, c.n.K);
   const ssd_form f = form(&c, MG_OP_ssd_bwd, a->g, a->g_head, a->scale, true);
-  const mg_ssd_bwd_args s = {.dx = a->dv, .ddt = a->dg, .da = a->dg_head, .db = a->dk, .dc = a->dq,
+  const mg_ssd_bwd_args s = {.dx = a->dv, .ddt = dg, .da = dg_head, .db = a->dk, .dc = a->dq,
                              .dinitial_states = a->dinitial_state, .states = a->states, .dstates = a->dstates,
-                             .starts = a->starts, .sums = a->dg_head ? a->sums : NULL, .dy = a->dout,
+                             .starts = a->starts, .sums = dg_head ? a->sums : NULL, .dy = a->dout,
                              .dfinal_states = a->dfinal_state, .x = a->v, .b = a->k, .c = a->q,
                              .initial_states = a->initial_state, .cu_seqlens = a->cu_seqlens};
   return ssd_scan_bwd(&c, &s, &f);
