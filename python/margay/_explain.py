@@ -85,16 +85,21 @@ def _explain_row(op, library, named, given):
     from margay import _C, _op
 
     row = _op.Row(op)
-    inputs = [(f, given[f["name"]]) for f in row.inputs if given.get(f["name"]) is not None]
+    inputs = [(f, t) for f in row.inputs for t in (given.get(f["name"]),)
+              if t is not None and t.ndim == len(f["sizes"])]      # other forms become other arguments of the row
     named |= {f["name"]: t for f, t in inputs}
     copied = {f["name"]: library.why_copied(t, f["role"] == "mat") if f["kind"] == "half" else library.why_dense(t)
               for f, t in inputs}
     if op + "_bwd" not in _op.ROWS:
         return [], copied, []
     backward, like = _op.Row(op + "_bwd"), given[row.first]
-    sizes = {size: n for f, t in inputs for size, n in zip(f["sizes"], t.shape)}
-    sizes |= {let: eval(code, {}, sizes) for let, _, code in row.lets}
-    empty = [_op.default(f) if f["role"] == "num" else
+    sizes = {size: -1 for f in (*row.inputs, *backward.inputs) for size in f["sizes"]}
+    sizes |= {size: n for f, t in inputs for size, n in zip(f["sizes"], t.shape)}
+    for let, _, code in backward.lets:
+        sizes[let] = int(eval(code, {}, sizes))
+    absent = {f["name"] for f in row.inputs} - {f["name"] for f, _ in inputs}
+    absent |= {"d" + name for name in absent}
+    empty = [_op.default(f) if f["role"] == "num" else None if f["name"] in absent else
              library.empty([sizes[size] for size in f["sizes"]], None if f["kind"] == "half" else f["kind"], like)
              for f in backward.arguments]
     return [], copied, [lambda: getattr(_C, backward.name)(*empty)]
