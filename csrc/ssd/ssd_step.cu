@@ -15,8 +15,8 @@ struct inputs { rows x, z; cols b, c; float dt; };
 
 TILE void begin(inputs &i, const params &p, const step_task &t, int step, int row) {
   int group = t.head / p.group_heads, m = p.states.rows - row, n = p.states.cols;
-  load_begin(i.b, vector_at(p.b, t.sample, step, group), n);
-  load_begin(i.c, vector_at(p.c, t.sample, step, group), n);
+  load_begin<ACCESS>(i.b, vector_at(p.b, t.sample, step, group), n);
+  load_begin<ACCESS>(i.c, vector_at(p.c, t.sample, step, group), n);
   load_begin(i.x, vector_at(p.x, t.sample, step, t.head) + row, m);
   load_begin(i.z, vector_at(p.z, t.sample, step, t.head) + row, p.z.data ? m : 0);
   begin_number(i.dt, p.dt, t.sample, step, t.head);
@@ -52,17 +52,17 @@ TILE void no_state(const params &p, const step_task &t, int row) {
   rows zero;
   fill(zero, 0.f);
   for (int step = 0; step < p.steps; step++)
-    store(vector_at(p.y, t.sample, step, t.head) + row, zero, p.states.rows - row);
+    save(vector_at(p.y, t.sample, step, t.head) + row, zero, p.states.rows - row);
 }
 
 TILE void compute(const params &p, shared &, int) {
   step_task t = block_task(p.states, p.heads, p.parts);
   int row = t.part * ROWS;
   state_tile state;
-  inputs next;
+  inputs now;
   rows d;
   float a, bias, head_d;
-  begin(next, p, t, 0, row);         // while the sample's place is read
+  begin(now, p, t, 0, row);         // while the sample's place is read
   if (!has_state(p.states, t)) return no_state(p, t, row);
   int64_t at = state_at(p.states, t, row, 0);
   begin_state(state, p.states, at, row, 0);
@@ -76,11 +76,10 @@ TILE void compute(const params &p, shared &, int) {
   end_skip(d, p);
   end_state(state, p.states);
   ROLLED for (int step = 0; step < p.steps; step++) {
-    inputs now = next;
+    if (step > 0) begin(now, p, t, step, row);
     rows u, y;
     mrsum<ROWS> sums;
     end(now, p);
-    if (step + 1 < p.steps) begin(next, p, t, step + 1, row);
     float dt = step_size(p, now.dt, bias), decay = fast_exp2(dt * a * 1.4426950408889634f);
     map(u, now.x, [=](float x) { return dt * x; });
     clear(sums);
@@ -88,13 +87,13 @@ TILE void compute(const params &p, shared &, int) {
       s = fused(s, decay, u * b);
       y = fused(s, c, y);
     }, u, now.b, now.c, sums);
-    if (step + 1 == p.steps) keep_state(state, p.states, at, row, 0);
     reduce(y, sums);
     map(u, d, now.x, [=](float d, float x) { return (d + head_d) * x; });
     map(y, y, u, [](float y, float u) { return y + u; });
     if (p.z.data) map(y, y, now.z, [](float y, float z) { return y * silu(z); });
-    store(vector_at(p.y, t.sample, step, t.head) + row, y, p.states.rows - row);
+    save(vector_at(p.y, t.sample, step, t.head) + row, y, p.states.rows - row);
   }
+  keep_state(state, p.states, at, row, 0);
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, OCCUPANCY<PER_SM>> kernel;

@@ -17,16 +17,16 @@ TILE int64_t state_at(const step_states &s, const step_task &t, int row, int col
   return t.place * s.place + t.head * s.head + row * s.row + col;
 }
 TILE void begin_state(state_tile &t, const step_states &s, int64_t at, int row, int col) {
-  if (s.is_float) load_begin(t, (const float *)s.data + at, s.row, s.rows - row, s.cols - col);
-  else load_begin(t, (const elem *)s.data + at, s.row, s.rows - row, s.cols - col);
+  if (s.is_float) load_begin<ACCESS>(t, (const float *)s.data + at, s.row, s.rows - row, s.cols - col);
+  else load_begin<ACCESS>(t, (const elem *)s.data + at, s.row, s.rows - row, s.cols - col);
 }
 TILE void end_state(state_tile &t, const step_states &s) {
   if (s.is_float) load_end<float>(t);
   else load_end<elem>(t);
 }
 TILE void keep_state(const state_tile &t, const step_states &s, int64_t at, int row, int col) {
-  if (s.is_float) store((float *)s.data + at, s.row, t, s.rows - row, s.cols - col);
-  else store((elem *)s.data + at, s.row, t, s.rows - row, s.cols - col);
+  if (s.is_float) save<ACCESS>((float *)s.data + at, s.row, t, s.rows - row, s.cols - col);
+  else save<ACCESS>((elem *)s.data + at, s.row, t, s.rows - row, s.cols - col);
 }
 
 TILE elem *vector_at(const step_vectors &v, int sample, int step, int head) {

@@ -8,12 +8,13 @@
 //   mrsum<R>    R sums along rows in the making, partial per thread until reduce()
 //   mcsum<C>    C sums down columns in the making, partial per thread until they are stored
 //
-// All operations are a warpgroup's. T is float or 16 bits, at any alignment; four numbers at a time are read and written
-// where rows begin at multiples of four of them and are as long.
+// All operations are a warpgroup's. T is float or 16 bits. FOURS: four numbers are one access. Rows then begin at
+// multiples of four of them, and n is such a multiple, or the width or more. ONES: they may lie anywhere.
 #pragma once
 #include "tile/tile.h"
 #define MATRIX_RULES(R, C) \
   static_assert((R) % 16 == 0 && (C) % 32 == 0, "matrix tile mt<R, C>: R is a multiple of 16, C of 32")
+enum access { FOURS, ONES };
 template<int R, int C> struct mt;
 template<int R> struct mr;
 template<int C> struct mc;
@@ -22,18 +23,18 @@ template<int C> struct mcsum;
 
 // A load has two halves, so that several are under way at a time: load_begin, and load_end<T> of the same T, in front of
 // which nothing may use the value. Rows >= m and columns >= n are not read and become 0.
-template<typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n);
+template<int A, typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n);
 template<typename T, int R> TILE void load_begin(mr<R> &v, const T *g, int m);
-template<typename T, int C> TILE void load_begin(mc<C> &v, const T *g, int n);
+template<int A, typename T, int C> TILE void load_begin(mc<C> &v, const T *g, int n);
 template<typename T> TILE void load_begin(float &x, const T *g);        // the same number for everybody
 template<typename T, int R, int C> TILE void load_end(mt<R, C> &t);
 template<typename T, int R> TILE void load_end(mr<R> &v);
 template<typename T, int C> TILE void load_end(mc<C> &v);
 template<typename T> TILE void load_end(float &x);
 // Rounds to T. Rows >= m and columns >= n are not written. A thread writes the places of a matrix that it reads.
-template<typename T, int R, int C> TILE void store(T *g, int64_t ld, const mt<R, C> &t, int m, int n);
-template<typename T, int R> TILE void store(T *g, const mr<R> &v, int m);
-template<typename T, int C> TILE void store(T *g, const mc<C> &v, int n);
+template<int A, typename T, int R, int C> TILE void save(T *g, int64_t ld, const mt<R, C> &t, int m, int n);
+template<typename T, int R> TILE void save(T *g, const mr<R> &v, int m);
+template<int A, typename T, int C> TILE void save(T *g, const mc<C> &v, int n);
 
 template<int R> TILE void fill(mr<R> &v, float x);
 template<int C> TILE void fill(mc<C> &v, float x);

@@ -14,7 +14,7 @@ template<int C> struct mcsum { alignas(64) float d[C]; MATRIX_STATE };
 #undef MATRIX_STATE
 
 
-template<typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n) {
+template<int, typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n) {
   called_by<WARPGROUP>();
   writes(t);
   n = n < 0 ? 0 : n < C ? n : C;
@@ -26,7 +26,7 @@ template<typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g,
   }
 }
 template<typename T, int R, int C> TILE void load_end(mt<R, C> &t) { changes(t); }
-template<typename T, int R, int C> TILE void store(T *g, int64_t ld, const mt<R, C> &t, int m, int n) {
+template<int, typename T, int R, int C> TILE void save(T *g, int64_t ld, const mt<R, C> &t, int m, int n) {
   reads(t);
   n = n < 0 ? 0 : n < C ? n : C;
   for (int r = 0; r < R && r < m; r++) {
@@ -70,10 +70,12 @@ template<class V, class F> __attribute__((flatten)) TILE void map_vector(V &d, c
 #pragma GCC ivdep
   for (size_t i = 0; i < sizeof d.d / sizeof(float); i++) d.d[i] = f(a.d[i], b.d[i]);
 }
+template<typename T, int R> TILE void load_begin(mr<R> &v, const T *g, int m) { begin_vector(v, g, m); }
+template<int, typename T, int C> TILE void load_begin(mc<C> &v, const T *g, int n) { begin_vector(v, g, n); }
+template<typename T, int R> TILE void save(T *g, const mr<R> &v, int m) { store_vector(g, v, m); }
+template<int, typename T, int C> TILE void save(T *g, const mc<C> &v, int n) { store_vector(g, v, n); }
 #define VECTOR(V) \
-  template<typename T, int N> TILE void load_begin(V<N> &v, const T *g, int n) { begin_vector(v, g, n); } \
   template<typename T, int N> TILE void load_end(V<N> &v) { changes(v); } \
-  template<typename T, int N> TILE void store(T *g, const V<N> &v, int n) { store_vector(g, v, n); } \
   template<int N> TILE void fill(V<N> &v, float x) { fill_vector(v, x); } \
   template<int N, class F> TILE void map(V<N> &d, const V<N> &a, F f) { map_vector(d, a, f); } \
   template<int N, class F> TILE void map(V<N> &d, const V<N> &a, const V<N> &b, F f) { map_vector(d, a, b, f); }

@@ -10,10 +10,6 @@ template<int C> struct mcsum { float d[C / 32][4]; };                     // thi
 TILE int matrix_row() { return warp_in_group() * 4 + (lane() >> 3); }
 TILE int matrix_col() { return (lane() & 7) * 4; }
 
-// May four numbers be one access wherever they begin at a multiple of four? n: columns that there are, of `most`.
-template<typename T> TILE bool in_fours(const T *g, int64_t ld, int n, int most) {
-  return (((uintptr_t)g | (uintptr_t)ld * sizeof(T)) & (4 * sizeof(T) - 1)) == 0 && (n >= most || n % 4 == 0);
-}
 // Between the halves of a load 16-bit numbers stay as they are: pairs in the first registers of four.
 TILE void four_begin(float (&d)[4], const float *g) {
   float4 x = *(const float4 *)g;
@@ -59,26 +55,24 @@ template<typename T> TILE void some_store(T *g, const float (&d)[4], int n) {
 }
 TILE void zero(float (&d)[4]) { d[0] = d[1] = d[2] = d[3] = 0.f; }
 
-template<typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n) {
+// n: how many of four numbers there are. d begins as zeros.
+template<int A, typename T> TILE void begin_of_row(float (&d)[4], const T *g, int n) {
+  zero(d);
+  if constexpr (A == ONES) some_begin(d, g, n);
+  else if (n > 0) four_begin(d, g);
+}
+template<int A, typename T> TILE void save_of_row(T *g, const float (&d)[4], int n) {
+  if constexpr (A == ONES) some_store(g, d, n);
+  else if (n > 0) four_store(g, d);
+}
+
+template<int A, typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n) {
   int r = matrix_row(), c = matrix_col();
   const T *from = g + r * ld + c;
-  if (in_fours(g, ld, n, C)) {
 #pragma unroll
-    for (int i = 0; i < R / 16; i++)
+  for (int i = 0; i < R / 16; i++, from += 16 * ld)
 #pragma unroll
-      for (int j = 0; j < C / 32; j++) {
-        zero(t.d[i][j]);
-        if (r + 16 * i < m && c + 32 * j < n) four_begin(t.d[i][j], from + 16 * i * ld + 32 * j);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < R / 16; i++)
-#pragma unroll
-      for (int j = 0; j < C / 32; j++) {
-        zero(t.d[i][j]);
-        some_begin(t.d[i][j], from + 16 * i * ld + 32 * j, r + 16 * i < m ? n - c - 32 * j : 0);
-      }
-  }
+    for (int j = 0; j < C / 32; j++) begin_of_row<A>(t.d[i][j], from + 32 * j, r + 16 * i < m ? n - c - 32 * j : 0);
 }
 template<typename T, int R, int C> TILE void load_end(mt<R, C> &t) {
 #pragma unroll
@@ -86,22 +80,13 @@ template<typename T, int R, int C> TILE void load_end(mt<R, C> &t) {
 #pragma unroll
     for (int j = 0; j < C / 32; j++) four_end<T>(t.d[i][j]);
 }
-template<typename T, int R, int C> TILE void store(T *g, int64_t ld, const mt<R, C> &t, int m, int n) {
+template<int A, typename T, int R, int C> TILE void save(T *g, int64_t ld, const mt<R, C> &t, int m, int n) {
   int r = matrix_row(), c = matrix_col();
   T *to = g + r * ld + c;
-  if (in_fours(g, ld, n, C)) {
 #pragma unroll
-    for (int i = 0; i < R / 16; i++)
+  for (int i = 0; i < R / 16; i++, to += 16 * ld)
 #pragma unroll
-      for (int j = 0; j < C / 32; j++)
-        if (r + 16 * i < m && c + 32 * j < n) four_store(to + 16 * i * ld + 32 * j, t.d[i][j]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < R / 16; i++)
-#pragma unroll
-      for (int j = 0; j < C / 32; j++)
-        some_store(to + 16 * i * ld + 32 * j, t.d[i][j], r + 16 * i < m ? n - c - 32 * j : 0);
-  }
+    for (int j = 0; j < C / 32; j++) save_of_row<A>(to + 32 * j, t.d[i][j], r + 16 * i < m ? n - c - 32 * j : 0);
 }
 
 TILE void load_begin(float &x, const float *g) { x = *g; }
@@ -120,42 +105,23 @@ template<typename T, int R> TILE void load_end(mr<R> &v) {
 #pragma unroll
   for (int i = 0; i < R / 16; i++) load_end<T>(v.d[i]);
 }
-template<typename T, int R> TILE void store(T *g, const mr<R> &v, int m) {
+template<typename T, int R> TILE void save(T *g, const mr<R> &v, int m) {
 #pragma unroll
   for (int i = 0; i < R / 16; i++)
     if ((lane() & 7) == 0 && matrix_row() + 16 * i < m) round_to(g[matrix_row() + 16 * i], v.d[i]);
 }
-template<typename T, int C> TILE void load_begin(mc<C> &v, const T *g, int n) {
-  int c = matrix_col();
-  if (in_fours(g, 0, n, C)) {
+template<int A, typename T, int C> TILE void load_begin(mc<C> &v, const T *g, int n) {
 #pragma unroll
-    for (int j = 0; j < C / 32; j++) {
-      zero(v.d[j]);
-      if (c + 32 * j < n) four_begin(v.d[j], g + c + 32 * j);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < C / 32; j++) {
-      zero(v.d[j]);
-      some_begin(v.d[j], g + c + 32 * j, n - c - 32 * j);
-    }
-  }
+  for (int j = 0; j < C / 32; j++) begin_of_row<A>(v.d[j], g + matrix_col() + 32 * j, n - matrix_col() - 32 * j);
 }
 template<typename T, int C> TILE void load_end(mc<C> &v) {
 #pragma unroll
   for (int j = 0; j < C / 32; j++) four_end<T>(v.d[j]);
 }
-template<typename T, int C> TILE void store(T *g, const mc<C> &v, int n) {
-  int c = matrix_col();
+template<int A, typename T, int C> TILE void save(T *g, const mc<C> &v, int n) {
   if (thread_in_group() >= 8) return;
-  if (in_fours(g, 0, n, C)) {
 #pragma unroll
-    for (int j = 0; j < C / 32; j++)
-      if (c + 32 * j < n) four_store(g + c + 32 * j, v.d[j]);
-  } else {
-#pragma unroll
-    for (int j = 0; j < C / 32; j++) some_store(g + c + 32 * j, v.d[j], n - c - 32 * j);
-  }
+  for (int j = 0; j < C / 32; j++) save_of_row<A>(g + matrix_col() + 32 * j, v.d[j], n - matrix_col() - 32 * j);
 }
 
 template<int R> TILE void fill(mr<R> &v, float x) {
