@@ -15,7 +15,11 @@ _KERNEL_STATES = {t: (t, torch.float32) for t in _torch.DTYPES}
 
 
 def _int32(at):
-    return at if at is None or at.dtype is torch.int32 else at.int()
+    if at is None or at.dtype is torch.int32:
+        return at
+    if at.is_floating_point() or at.is_complex():
+        raise TypeError("expected integers")
+    return at.int()
 
 
 def _several(t):
