@@ -58,6 +58,7 @@ mg_status mg_ssd_steps(const mg_ssd_steps_args *a) {
 static mg_status linear_attention(mg_call *c, const mg_linear_attention_step_args *a) {
   if (mg_is_empty(a->out)) return c->status;
   const bool fours = in_fours(a->state) && in_fours(a->v) && in_fours(a->out);
+  c->problem.size.BYTES = (int64_t)mg_dtype_size(a->state->dtype);
   if (!mg_choose_other(c, fours ? MG_OP_linear_attention_step : MG_OP_linear_attention_step_ones)) return c->status;
   const int64_t parts = mg_ceil_div(c->n.V, c->desc->tile_n);
   const linear_attention_step_params p = {

@@ -46,6 +46,12 @@ def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_st
     return (out, state) if output_final_state else out
 
 
+def _find_step():
+    from margay.families.steps import linear_attention_step as step
+
+    return functions.setdefault("linear_attention_step", step)
+
+
 def linear_attention_step(state, q, k, v, g=None, *, scale=None, state_indices=None):
     """One step of `linear_attention`, for generation: out [B, H, V]. `state` [B, H, K, V], float32 or as q, becomes the
     next one in place: it is read once and written once. PyTorch tensors; not differentiable.
@@ -59,8 +65,7 @@ def linear_attention_step(state, q, k, v, g=None, *, scale=None, state_indices=N
     """
     if not is_torch("linear_attention_step", "q", q):
         raise TypeError(f"linear_attention_step: q is {type(q).__name__}, expected torch.Tensor")
-    from margay.families.steps import linear_attention_step as step
-
+    step = functions.get("linear_attention_step") or _find_step()
     return step(state, q, k, v, g, state_indices, checked_scale("linear_attention_step", scale))
 
 

@@ -109,6 +109,12 @@ def _finish(y, x, d, z):
     return _narrow(wide, y)
 
 
+def _find_step():
+    from margay.families.steps import ssd_step as step
+
+    return functions.setdefault("ssd_step", step)
+
+
 def ssd_step(state, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, math.inf),
              state_indices=None):
     """One step of `ssd`, for generation: y [batch, H, P]. `state` [batch, H, P, N], float32 or as x, becomes the next
@@ -123,9 +129,8 @@ def ssd_step(state, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus
     """
     if not is_torch("ssd_step", "x", x):
         raise TypeError(f"ssd_step: x is {type(x).__name__}, expected torch.Tensor")
-    from margay.families.steps import ssd_step as step
-
     low, high = _limits("ssd_step", dt_limit)
+    step = functions.get("ssd_step") or _find_step()
     return step(state, x, dt, A, B, C, D, z, dt_bias, state_indices, bool(dt_softplus), low, high)
 
 

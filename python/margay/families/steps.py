@@ -7,10 +7,14 @@ CUDA, and mixtures of types.
 """
 
 import torch
+from torch.autograd import forward_ad
 
 from margay import _C, _torch, _transforms
 from margay._shared import shape
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_function_modes, _dispatch_modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
+_transforms_active, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 _KERNEL_STATES = {t: (t, torch.float32) for t in _torch.DTYPES}
 
 
@@ -22,13 +26,27 @@ def _int32(at):
     return at.int()
 
 
+def _plain(tensors):
+    """As much of `_torch.c_may_read` as a call of C is not refused for."""
+    if (_function_modes() or _dispatch_modes() or _transforms_active() or _tracing() or forward_ad._current_level >= 0):
+        return False
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN or t.is_neg()):
+            return False
+    return True
+
+
+def _new(t):
+    return torch.empty_like(t) if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
 def _several(t):
     return "s" if t.ndim == 4 else ""
 
 
 def ssd_step(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
     tensors = state, x, dt, a, b, c, d, z, dt_bias, at
-    if _torch.compiling() or not _torch.c_may_read(*tensors):
+    if _torch.compiling() or not _plain(tensors):
         _torch.check_kinds("ssd_step", _SSD[6:], **dict(zip(_SSD, tensors)))
         return torch.ops.margay.ssd_step(*tensors, softplus, low, high)
     return _ssd_step(*tensors, softplus, low, high)
@@ -39,7 +57,7 @@ _SSD = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_indices")
 
 def _ssd_step(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
     try:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = _new(x)
         if not x.is_cuda:
             _torch.use_torch_threads()
         wide = d is not None and d.ndim == 2
@@ -139,7 +157,7 @@ def _where_state(out, at):
 
 def linear_attention_step(state, q, k, v, g, at, scale):
     tensors = state, q, k, v, g, at
-    if _torch.compiling() or not _torch.c_may_read(*tensors):
+    if _torch.compiling() or not _plain(tensors):
         _torch.check_kinds("linear_attention_step", _LINEAR[4:], **dict(zip(_LINEAR, tensors)))
         return torch.ops.margay.linear_attention_step(*tensors, scale)
     return _linear_attention_step(*tensors, scale)
@@ -150,7 +168,7 @@ _LINEAR = ("state", "q", "k", "v", "g", "state_indices")
 
 def _linear_attention_step(state, q, k, v, g, at, scale):
     try:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        out = _new(v)
         if not v.is_cuda:
             _torch.use_torch_threads()
         head = g is not None and g.ndim == 1
