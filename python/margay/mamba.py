@@ -25,8 +25,10 @@ def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bia
     B, C = B.to(x.dtype), C.to(x.dtype)
     options = dict(D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
     if not return_varlen_states:
-        return ssd(x, dt, A, B, C, **options, initial_states=initial_states, seq_idx=seq_idx,
-                   return_final_states=return_final_states)
+        y, states = ssd(x, dt, A, B, C, **options, initial_states=initial_states, seq_idx=seq_idx,
+                        return_final_states=True)
+        y = y.contiguous()                       # as programs expect, where ssd's is in memory as x is
+        return (y, states) if return_final_states else y
     if cu_seqlens is None:
         raise ValueError("mamba_chunk_scan_combined: cu_seqlens is None, expected the starts of the sequences where "
                          "return_varlen_states is True")
@@ -35,6 +37,7 @@ def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bia
         initial_states = torch.cat([initial_states, others])
     y, states = ssd(x, dt, A, B, C, **options, initial_states=initial_states, cu_seqlens=cu_seqlens,
                     return_final_states=True)
+    y = y.contiguous()
     return (y, states[-1:], states) if return_final_states else (y, states)
 
 
@@ -46,14 +49,26 @@ def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, 
     state [batch, heads, dim, N], x, dt, z [batch, heads, dim], A [heads, dim, N], D, dt_bias [heads, dim]; other forms
     are refused.
     """
-    for name, t in (("dt", dt), ("A", A), ("D", D), ("dt_bias", dt_bias)):
-        inner = {"A": (-1, -2)}.get(name, (-1,))
-        if t is not None and (x.ndim != 3 or any(t.shape[i] != 1 and t.stride(i) for i in inner)):
-            raise NotImplementedError(f"selective_state_update: {name} has shape {list(t.shape)} and strides "
-                                      f"{list(t.stride())}, expected one value for each head, expanded")
+    name = several_for_a_head(x, dt, A, D, dt_bias)
+    if name is not None:
+        t = dict(x=x, dt=dt, A=A, D=D, dt_bias=dt_bias)[name]
+        raise NotImplementedError(f"selective_state_update: {name} has shape {list(t.shape)} and strides "
+                                  f"{list(t.stride())}, expected "
+                                  + ("[batch, heads, dim]" if name == "x" else "one value for each head, expanded"))
     first = lambda t: t if t is None else t[..., 0]  # noqa: E731
     return ssd_step(state, x, first(dt), first(first(A)), B, C, D=first(D), z=z, dt_bias=first(dt_bias),
                     dt_softplus=dt_softplus, state_indices=state_batch_indices)
+
+
+def several_for_a_head(x, dt, A, D, dt_bias):
+    """The name of what is not one number for a head, expanded to its columns, or of x where that has no heads; or
+    None."""
+    if x.ndim != 3:
+        return "x"
+    for name, t in (("dt", dt), ("A", A), ("D", D), ("dt_bias", dt_bias)):
+        if t is not None and any(t.shape[i] != 1 and t.stride(i) for i in ((-1, -2) if name == "A" else (-1,))):
+            return name
+    return None
 
 
 def mamba_split_conv1d_scan_combined(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None,
