@@ -3,6 +3,7 @@ bfloat16 on a GPU; and the modules that stand under the names mamba_ssm and caus
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 import warnings
@@ -160,6 +161,7 @@ def test_logits_and_gradients(device, name, calls):
 def test_generate(device, name, calls):
     """With a cache, padded and not: the same tokens on the CPU; on a GPU the logits of tokens that are given."""
     model, ids = make(name, device), tokens(3, 9, device=device)
+    check_own_steps(model)
     options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     for mask in (torch.ones_like(ids), padding(3, 9, "left", device)):
         if device == "cpu":
@@ -172,9 +174,17 @@ def test_generate(device, name, calls):
     assert {"ssd", "ssd_step", "causal_conv1d", "causal_conv1d_step"} <= set(calls)
 
 
+def check_own_steps(model):
+    norm = getattr(sys.modules[type(model).__module__], "FalconH1RMSNormGated", None)
+    if model.config.model_type == "falcon_h1" and model.config.mamba_rms_norm and \
+            "input_ndim" not in inspect.getsource(norm.forward):
+        pytest.skip("transformers before 5.23 drops a dimension in a step of Falcon-H1's gated norm")
+
+
 @torch.no_grad()
 def continued(model, ids, mask, more):
     """Logits of tokens one at a time behind a first call, through the cache."""
+    check_own_steps(model)
     key = "cache_params" if type(model).__name__ in ("Mamba2ForCausalLM", "MambaForCausalLM") else "past_key_values"
     out, logits = model(ids, attention_mask=mask, use_cache=True), []
     for i in range(more.shape[1]):
