@@ -86,13 +86,18 @@ class Mamba2(torch.nn.Module):
     def _sequence(self, x, seq_idx, cu_seqlens, states):
         mlp, z, xbc, dt = self._split(self.in_proj(x))
         packed = None if cu_seqlens is None else cu_seqlens.int()
-        convolved = causal_conv1d(xbc, self._taps(), self.conv1d.bias, activation=self.activation,
-                                  seq_idx=int32(seq_idx), cu_seqlens=packed)
-        y, last = self._scan(convolved, dt, z, seq_idx=seq_idx, cu_seqlens=packed)
+        y, last = self.mix(xbc, dt, None if self.rmsnorm else z, seq_idx, packed)
         if states is not None:
             with torch.no_grad():
                 self._remember(states, xbc, last, packed)
         return self._project(y, z, mlp)
+
+    def mix(self, xbc, dt, z=None, seq_idx=None, cu_seqlens=None):
+        """The convolution and the scan, for a subclass to do something before or instead of them: y [batch, steps,
+        d_ssm], times silu(z) where that is given, and the last states."""
+        xbc = causal_conv1d(xbc, self._taps(), self.conv1d.bias, activation=self.activation, seq_idx=int32(seq_idx),
+                            cu_seqlens=cu_seqlens)
+        return self._scan(xbc, dt, z, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
 
     @torch.no_grad()
     def step(self, hidden_states, conv_state, ssm_state):
@@ -102,7 +107,7 @@ class Mamba2(torch.nn.Module):
         xbc = causal_conv1d_step(xbc.to(conv_state.dtype), conv_state.transpose(1, 2), self._taps(), self.conv1d.bias,
                                  activation=self.activation).to(xbc.dtype)
         if hidden_states.shape[1] != 1:
-            y, last = self._scan(xbc, dt, z, initial_states=ssm_state)
+            y, last = self._scan(xbc, dt, None if self.rmsnorm else z, initial_states=ssm_state)
             ssm_state.copy_(last)
         else:
             x, b, c = xbc[:, 0].split((self.d_ssm, *[self.ngroups * self.d_state] * 2), dim=-1)
@@ -149,8 +154,8 @@ class Mamba2(torch.nn.Module):
         return self.D.unflatten(0, (self.nheads, -1)) if self.D_has_hdim else self.D
 
     def _scan(self, xbc, dt, z, **options):
-        return scan(xbc, dt, self._a(), self._d(), self.ngroups, self.d_ssm, None if self.rmsnorm else z,
-                    dt_bias=self.dt_bias, dt_limit=self.dt_limit, **options)
+        return scan(xbc, dt, self._a(), self._d(), self.ngroups, self.d_ssm, z, dt_bias=self.dt_bias,
+                    dt_limit=self.dt_limit, **options)
 
     def _project(self, y, z, mlp):
         return self.out_proj(join_mlp(self.norm(y, z) if self.rmsnorm else y, mlp))
