@@ -42,7 +42,7 @@ SIZES = {
                                  rate=2e-3),
     ("transformer", "cuda"): dict(rows=2048, batch=16, layers="AAAAAA", width=512, heads=8, head_dim=64, steps=400,
                                   rate=5e-4),
-    ("hybrid", "cpu"): dict(rows=512, batch=2, layers="MAM", width=128, heads=2, head_dim=64, steps=300, rate=2e-3),
+    ("hybrid", "cpu"): dict(rows=512, batch=2, layers="MAM", width=128, heads=2, head_dim=64, steps=250, rate=2e-3),
     ("hybrid", "cuda"): dict(rows=2048, batch=16, layers="MMAMMM", width=512, heads=8, head_dim=64, steps=400,
                              rate=5e-4),
 }
