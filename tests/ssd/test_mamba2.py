@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -259,11 +258,6 @@ def test_other_refusals():
         mg.nn.Mamba2(64, process_group=object())
     with pytest.raises(ValueError, match="layer_idx is None"):
         layer()(torch.zeros(1, 2, 48), inference_params=SimpleNamespace(seqlen_offset=0, key_value_memory_dict={}))
-
-
-def test_pickled_by_its_public_name():
-    data = pickle.dumps(layer())
-    assert b"margay.nn" in data and type(pickle.loads(data)) is mg.nn.Mamba2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -37,8 +37,8 @@ class Mamba2(torch.nn.Module):
         self.d_inner = expand * d_model
         self.d_ssm = self.d_inner if d_ssm is None else d_ssm
         if headdim < 1 or self.d_ssm % headdim or not 0 < self.d_ssm <= self.d_inner:
-            raise ValueError(f"Mamba2: d_ssm is {self.d_ssm}, expected a multiple of headdim, which is {headdim}, up to "
-                             f"expand * d_model, which is {self.d_inner}")
+            raise ValueError(f"Mamba2: d_ssm is {self.d_ssm}, expected a multiple of headdim, which is {headdim}, up "
+                             f"to expand * d_model, which is {self.d_inner}")
         self.headdim, self.nheads, self.ngroups = headdim, self.d_ssm // headdim, ngroups
         if ngroups < 1 or self.nheads % ngroups:
             raise ValueError(f"Mamba2: ngroups is {ngroups}, expected a divisor of the {self.nheads} heads")
@@ -127,7 +127,7 @@ class Mamba2(torch.nn.Module):
 
     def _states(self, inference_params, batch):
         if self.layer_idx is None:
-            raise ValueError("Mamba2: inference_params is given and layer_idx is None, expected the number of the layer")
+            raise ValueError("Mamba2: inference_params is given and layer_idx is None, expected the layer's number")
         known = inference_params.key_value_memory_dict
         if self.layer_idx not in known:
             known[self.layer_idx] = self.allocate_inference_cache(batch, 0)
