@@ -100,11 +100,12 @@ def mamba_split_conv1d_scan_combined(zxbcdt, conv1d_weight, conv1d_bias, dt_bias
 def rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
     """As mamba_ssm.ops.triton.layernorm_gated's: each group_size columns over their root mean square, times weight, and
     silu(z) afterwards, or with norm_before_gate=False before. float32 computes, the result is as x."""
-    wide, gate = x.float(), None if z is None else F.silu(z.float())
-    if gate is not None and not norm_before_gate:
-        wide = wide * gate
-    size = x.shape[-1] if group_size is None else group_size
-    wide = F.rms_norm(wide.unflatten(-1, (-1, size)), (size,), eps=eps).flatten(-2) * weight.float()
+    gate = None if z is None else F.silu(z.float())
+    wide = x.float() if gate is None or norm_before_gate else x * gate      # x is read in its own type
+    if group_size is None or group_size == x.shape[-1]:
+        wide = F.rms_norm(wide, x.shape[-1:], weight.float(), eps)
+    else:
+        wide = F.rms_norm(wide.unflatten(-1, (-1, group_size)), (group_size,), eps=eps).flatten(-2) * weight
     if bias is not None:
         wide = wide + bias.float()
     if gate is not None and norm_before_gate:
