@@ -3,6 +3,7 @@
 //   S <- e^(l_e) S + sum of (w_j a_j) b_j^T
 //   forwards    a = x, b = b, w_j = dt_j e^(l_e - l_j)
 //   backwards   a = dy, b = c, w_j = e^(l_j), from the last chunk to the first: the gradient of the state behind each
+//     without y's factor
 // A block keeps 64 rows of the state for each of its WG warpgroups in registers; these share b. Steps past the end have
 // dt = 0: they add nothing. Where the next packed row follows in memory, the scan warps clear its steps in a and b
 // before products read them.
@@ -102,21 +103,30 @@ TILE void scan(const params &p, shared &s, int wg) {
   }
 }
 
+// A part of the i-th segment's fp32 states, to and from memory.
+TILE int64_t place_of(const params &p, const task &t, int wg, int i) {
+  int64_t matrix = ((int64_t)i * p.steps.rows + t.row) * p.steps.heads + head_of(p, t, wg);
+  return matrix * p.head_dim * p.state_dim + row_of(p, t, wg) * p.order.row;
+}
+TILE void put(const params &p, const task &t, int wg, float *g, int i, const rt<float, N> &state) {
+  int rows = p.head_dim - row_of(p, t, wg);
+  store(g + place_of(p, t, wg, i), p.order.row, p.order.col, state, rows, p.state_dim);
+}
+
 TILE void run_state(const params &p, shared &s, int wg) {
   task t = block_task(p);
   const ssd_pass &q = pass_of(p);
   ring_pos at = {};
   int head = head_of(p, t, wg), row0 = row_of(p, t, wg), rows = p.head_dim - row0;
-  int64_t first = ((int64_t)(t.row * p.steps.heads + head) * p.head_dim + row0) * p.state_dim;
   rt<float, N> state;
   rt<elem, 64> a;
-  if (q.initial) load(state, q.initial + first, p.state_dim, rows, p.state_dim);
+  if (q.initial) load(state, q.initial + place_of(p, t, wg, 0), p.order.row, p.order.col, rows, p.state_dim);
   else fill(state, 0.f);
+  float factor = q.backwards ? 1.f / p.scale : 1.f;
+  map(state, [=](float x) { return x * factor; });
   for (int i = 0; i < t.chunks; i++) {
     int chunk = chunk_of(q, t, i);
-    if (q.starts && chunk && chunk % p.every == 0)
-      store(q.starts + (int64_t)(chunk / p.every - 1) * p.steps.rows * p.steps.heads * p.head_dim * p.state_dim + first,
-            p.state_dim, state, rows, p.state_dim);
+    if (q.starts && chunk && chunk % p.every == 0) put(p, t, wg, q.starts, chunk / p.every - 1, state);
     if (q.keep) {
       tma_store_wait_read();
       wg_sync();
@@ -137,7 +147,11 @@ TILE void run_state(const params &p, shared &s, int wg) {
     mma_wait<0>(state, a);
     ring_done(s.inputs, at);
   }
-  if (q.final) store(q.final + first, p.state_dim, state, rows, p.state_dim);
+  if (q.final) {
+    float scale = q.backwards ? p.scale : 1.f;
+    map(state, [=](float x) { return x * scale; });
+    put(p, block_task(p), wg, q.final, 0, state);
+  }
   tma_store_wait_read();
 }
 

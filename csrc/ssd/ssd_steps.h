@@ -25,12 +25,13 @@ TILE chunk_steps steps_of(const ssd_steps &p, int chunk) {
 TILE bool runs_over(const ssd_steps &p, int step, int end) { return p.starts && end - step < 64; }
 
 TILE void load_steps(wv<64> &raw, const ssd_steps &p, int batch, int step, int end, int head) {
-  load(raw, p.dt.dt + ((int64_t)batch * p.count + step) * p.heads + head, p.heads, end - step, -infinity());
+  load_given(raw, p.dt, ((int64_t)batch * p.count + step) * p.heads + head, p.heads, end - step);
 }
-// d dt / d what the caller gave: 0 where a limit holds, and where there is no step.
+// d dt / d what the caller gave, of gates that of the log decay: 0 where a limit holds, and where there is no step.
 TILE void step_slopes(wv<64> &slope, const wv<64> &raw, const ssd_steps &p, int head) {
   float bias = p.dt.bias ? p.dt.bias[head] : 0.f, low = p.dt.low, high = p.dt.high;
   bool soft = p.dt.softplus;
+  if (p.dt.gates) return map(slope, raw, raw, [](float x, float) { return x == infinity() ? 0.f : 1.f; });
   map(slope, raw, raw, [=](float x, float) {
     float y = x + bias, dt = soft ? softplus(y) : y;
     float slope = soft ? fast_rcp(1.f + fast_exp2(y * -1.4426950408889634f)) : 1.f;

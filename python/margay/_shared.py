@@ -20,6 +20,29 @@ def is_torch(op, name, x):
     raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
 
 
+def library_of(of_torch, of_numpy):
+    """A function of an op, an argument's name and the argument, which gives the module that computes with it. The two
+    import it, by statements: torch.compile traces those."""
+    libraries = {}   # by type
+
+    def find(op, name, x):
+        library = libraries.get(type(x))
+        if library is None:
+            library = libraries[type(x)] = of_torch() if is_torch(op, name, x) else of_numpy()
+        return library
+
+    return find
+
+
+def rows_library(torch_):
+    """What ops of rows compute with beside them."""
+    if torch_:
+        from margay import _torch as library
+    else:
+        from margay import _numpy as library
+    return library
+
+
 functions: dict = {}   # of rows of ops.def, by name
 
 

@@ -198,7 +198,9 @@ SHAPE TILE void store_triangle(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   outer(t, p, s.v);
   load(y, p.y, 64, 0.f);
-  store_tril(s.b, t, y, s.v, 3.f, [](float a, float u, float v) { return a + u - v; });
+  auto f = [](float a, float u, float v) { return a + u - v; };
+  if (I) store_triu(s.b, t, y, s.v, 3.f, f);
+  else store_tril(s.b, t, y, s.v, 3.f, f);
   put_b(p, s);
 }
 SHAPE TILE void gathered_rows(const op_params &p, TILES &s, int) {   // row r from element r % 3 of e on
@@ -432,9 +434,10 @@ SHAPE TILE void float_rows(const op_params &p, TILES &s, int) {
   rt<float, N> t, u;
   sem_wait(s.full, 0);
   outer(t, p, s.v);
-  store(p.out, N, t, 64, N);
-  load(u, p.out, N, 50, N - 3);
-  store(p.out, N, u, 64, N);
+  enum { ROW = I ? 1 : N, COL = I ? 64 : 1 };
+  store(p.out, ROW, COL, t, 64, N);
+  load(u, p.out, ROW, COL, 50, N - 3);
+  store(p.out, ROW, COL, u, 64, N);
 }
 SHAPE TILE void scalars(const op_params &p, TILES &s, int) {
   rv y;

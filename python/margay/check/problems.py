@@ -334,6 +334,36 @@ def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
+# label, steps, state less than N, what is given besides
+SWEEPS = (("plain", 64 * 5 + 10, 0, ()), ("one chunk", 64, 8, ("dfinal_state", "dinitial_state", "g")),
+          ("packed", 400, 0, ("cu_seqlens", "dinitial_state", "g_head")))
+
+
+def linear_attention_back(row, large):
+    """Gradients without that of g."""
+    shapes = [("large", 3000, 70, 0, ()), ("few blocks", 2000, 4, 0, ())] if large else []
+    for label, steps, heads, less, given in [*shapes, *((label, steps, 2, *rest) for label, steps, *rest in SWEEPS)]:
+        n = constants(row)["N"] - less
+        yield label, lambda problem=(steps, heads, n, given): call_linear_attention_bwd(row["dtype"], *problem)
+
+
+def call_linear_attention_bwd(dtype, steps, heads, n, given):
+    starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps)
+    here = lambda name, size: size if name in given else -1  # noqa: E731
+    sizes = dict(B=1, T=steps, H=heads, K=n, V=n, HG=here("g", heads), HH=here("g_head", heads),
+                 STARTS=here("cu_seqlens", len(starts)))
+    op = _op.Row("linear_attention_bwd")
+    for size, _, code in op.lets:
+        sizes[size] = int(eval(code, {}, sizes))
+    values = dict(g=-0.1, g_head=-0.1, cu_seqlens=starts)
+    kinds = dict(half=dtype, float32="float32", int32="int32")
+    fields = [f for f in op.arguments if f["role"] != "num"]
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+               for f in fields if f["name"] in given or f["role"] not in ("opt", "optout")}
+    _C.linear_attention_bwd(*(tensors.get(f["name"]) for f in fields))
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
+
+
 def scaled_add(row, large):
     for m, n in (*([(3000, 3000)] if large else []), (700, 336), (64, 64), (100, 8)):
         def call(m=m, n=n):
@@ -438,7 +468,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd,
        "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
-       "causal_conv1d_step": causal_conv1d_step}
+       "causal_conv1d_step": causal_conv1d_step, "linear_attention_back": linear_attention_back}
 
 
 def of_op(row, large):

@@ -1,18 +1,130 @@
-"""Attention without a softmax."""
+"""Attention without a softmax, with or without decay."""
 
-from margay._shared import checked_scale, functions, of_row
+import sys
+
+from margay._shared import check_rank, checked_scale, dtype_name, functions, is_torch, of_row, rows_library, shape
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 
 
-def linear_attention(q, k, v, *, scale=None, initial_state=None, output_final_state=False):
-    """out_t = scale S_t^T q_t with S_t = S_(t-1) + k_t v_t^T: attention without a softmax, causal.
+def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_state=None, output_final_state=False,
+                     cu_seqlens=None):
+    """out_t = scale S_t^T q_t with S_t = e^(g_t) S_(t-1) + k_t v_t^T: attention without a softmax, causal.
 
-    q, k [B, T, H, K], v [B, T, H, V], out [B, T, H, V]; 1 <= K, V <= 128. bfloat16 or float16, on the CPU also float32.
-    PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+    q, k [B, T, H, K], v [B, T, H, V], out [B, T, H, V]; 1 <= K <= 256, 1 <= V <= 128. bfloat16 or float16, on the CPU
+    also float32. PyTorch tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
 
+    g: the logarithm of the decay, of any of these types: [H] for each head (retention, lightning attention), [B, T, H]
+        for each step too (simple GLA); 0 if None. It counts as -64 where it is less; -inf may be given.
     scale: 1 / sqrt(K) if None.
-    initial_state: S_0, float32 [B, H, K, V]; zero if None; differentiable.
-    output_final_state: return (out, S_T), S_T float32 [B, H, K, V].
+    normalize: divide out_t by scale q_t^T z_t + 1e-10, with z_t = e^(g_t) z_(t-1) + k_t.
+    initial_state: S_0, float32 [B, H, K, V]; zero if None. With normalize a pair (S_0, z_0), z_0 [B, H, K].
+    output_final_state: return (out, S_T), S_T float32 [B, H, K, V]; with normalize (out, (S_T, z_T)).
+    cu_seqlens: integers [sequences + 1]. B is 1, and sequence i has steps cu_seqlens[i] to cu_seqlens[i + 1] - 1. The
+        states are then those of the sequences, [sequences, H, K, V].
     """
-    scale = checked_scale("linear_attention", scale)
-    out, state = (functions.get("linear_attention") or of_row("linear_attention"))(q, k, v, initial_state, scale)
+    op = "linear_attention"
+    scale = checked_scale(op, scale)
+    run = functions.get(op) or of_row(op)
+    g_head, z = None, None
+    if normalize and initial_state is not None:
+        initial_state, z = _pair(op, initial_state)
+    if g is not None or initial_state is not None or cu_seqlens is not None:
+        as_float32 = rows_library(is_torch(op, "q", q)).as_float32
+        g = g if g is None else as_float32(op, "g", g)
+        initial_state = initial_state if initial_state is None else as_float32(op, "initial_state", initial_state)
+        z = z if z is None else as_float32(op, "initial_state[1]", z)
+        if g is not None and g.ndim == 1:
+            g, g_head = None, g
+        if cu_seqlens is not None:
+            cu_seqlens = _starts(op, cu_seqlens, q)
+    out, state = run(q, k, v, g, g_head, initial_state, cu_seqlens, scale)
+    if normalize:
+        ones = _ones_like(v[..., :1])
+        sums, z = run(q, k, ones, g, g_head, z if z is None else z[..., None], cu_seqlens, scale)
+        out, state = _narrow(_wide(out) / (_wide(sums) + 1e-10), out), (state, z[..., 0])
     return (out, state) if output_final_state else out
+
+
+def linear_attention_step(state, q, k, v, g=None, *, scale=None, state_indices=None):
+    """One step of `linear_attention`, for generation: out [B, H, V]. `state` [B, H, K, V], of any floating type,
+    becomes the next one in place. PyTorch tensors; not differentiable.
+
+    q, k [B, H, K], v [B, H, V]. g: [H] or [B, H], as for `linear_attention`.
+    state_indices: integers [B]. Sample i has state[state_indices[i]]; where it is negative, there is none, and out
+        is 0.
+    """
+    op = "linear_attention_step"
+    if not is_torch(op, "q", q):
+        raise TypeError(f"{op}: q is {type(q).__name__}, expected torch.Tensor")
+    import torch
+
+    rows_library(True).check_kinds(op, state=state, q=q, k=k, v=v)
+    check_rank(op, "q", q, 3, "[batch, heads, K]")
+    check_rank(op, "v", v, 3, "[batch, heads, V]")
+    (batch, heads, dim), dim_v = q.shape, v.shape[2]
+    states = batch if state_indices is None else len(state)
+    expected = dict(state=(states, heads, dim, dim_v), k=(batch, heads, dim), v=(batch, heads, dim_v))
+    for name, t in dict(state=state, k=k, v=v).items():
+        if tuple(t.shape) != expected[name]:
+            raise ValueError(f"{op}: {name} has shape {shape(t)}, expected {list(expected[name])}")
+    if g is not None and tuple(g.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(f"{op}: g has shape {shape(g)}, expected [{heads}] or [{batch}, {heads}]")
+    scale = checked_scale(op, scale) or dim ** -0.5
+    with torch.no_grad():
+        at = None if state_indices is None else state_indices.long()
+        there = None if at is None else at >= 0
+        before = (state if at is None else state[at.clamp(min=0)]).float()
+        if g is not None:
+            before = before * g.float().clamp(min=-64.0).exp().expand(batch, heads)[..., None, None]
+        after = before + k.float()[..., None] * v.float()[:, :, None]
+        if at is None:
+            state.copy_(after)
+        else:
+            state[at[there]] = after[there].to(state.dtype)
+        out = scale * (q.float()[:, :, None] @ after)[:, :, 0]
+        if there is not None:
+            out = torch.where(there[:, None, None], out, 0.0)
+        return out.to(q.dtype)
+
+
+def _pair(op, state):
+    if not isinstance(state, (tuple, list)) or len(state) != 2:
+        raise TypeError(f"{op}: initial_state is {type(state).__name__}, expected a pair (S_0, z_0) where normalize "
+                        "is True")
+    return state
+
+
+def _starts(op, starts, q):
+    """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
+    result."""
+    dtype = dtype_name(starts) if hasattr(starts, "dtype") else None
+    if dtype not in _INTEGERS:
+        found = f"a tensor of dtype {dtype}" if dtype else type(starts).__name__
+        raise TypeError(f"{op}: cu_seqlens is {found}, expected a tensor of int32")
+    torch = sys.modules.get("torch")
+    seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
+    if torch is not None and isinstance(starts, torch.Tensor):
+        seen = seen and not starts.is_meta and not torch.compiler.is_compiling()
+    if seen:
+        last, steps = int(starts[-1]), q.shape[1]
+        if last < steps:
+            raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
+                             "are)")
+    return starts if dtype == "int32" else starts.int() if hasattr(starts, "int") else starts.astype("int32")
+
+
+def _ones_like(t):
+    if hasattr(t, "new_ones"):
+        return t.new_ones(t.shape)
+    import numpy as np
+
+    return np.ones(t.shape, t.dtype)
+
+
+def _wide(t):
+    return t.float() if hasattr(t, "float") else t.astype("float32")
+
+
+def _narrow(t, like):
+    return t.to(like.dtype) if hasattr(t, "to") else t.astype(like.dtype)

@@ -3,7 +3,7 @@
 import math
 import sys
 
-from margay._shared import check_rank, dtype_name, functions, is_torch, number, of_row, shape
+from margay._shared import check_rank, dtype_name, functions, is_torch, number, of_row, rows_library, shape
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 
@@ -25,7 +25,7 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
     return_final_states: return (y, S_T), S_T float32 [batch, H, P, N].
     """
     torch_ = is_torch("ssd", "x", x)
-    as_float32 = _library(torch_).as_float32
+    as_float32 = rows_library(torch_).as_float32
     dt, A, D, dt_bias, initial_states = (
         t if t is None else as_float32("ssd", name, t)
         for name, t in (("dt", dt), ("A", A), ("D", D), ("dt_bias", dt_bias), ("initial_states", initial_states)))
@@ -49,14 +49,6 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
     if wide or z is not None:
         y = _finish(y, x, D if wide else None, z)
     return (y, states) if return_final_states else y
-
-
-def _library(torch_):
-    if torch_:
-        from margay import _torch as library
-    else:
-        from margay import _numpy as library
-    return library
 
 
 def _limits(op, dt_limit):
@@ -131,7 +123,7 @@ def ssd_step(state, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus
         raise TypeError(f"{op}: x is {type(x).__name__}, expected torch.Tensor")
     import torch
 
-    _library(True).check_kinds(op, state=state, x=x, dt=dt, A=A, B=B, C=C)
+    rows_library(True).check_kinds(op, state=state, x=x, dt=dt, A=A, B=B, C=C)
     a, b, c, d = A, B, C, D
     for name, t, rank, layout in (("state", state, 4, "[states, heads, head dim, N]"),
                                   ("x", x, 3, "[batch, heads, head dim]"), ("dt", dt, 2, "[batch, heads]"),
