@@ -19,6 +19,7 @@ PUBLIC = {
     "margay.sdpa": ("margay.drop_ins.sdpa", ("enable_sdpa",)),
     "margay.nn": ("margay.drop_ins.multihead_attention", ("MultiheadAttention",)),
     "margay": ("margay.drop_ins.fallback", ("FallbackWarning",)),
+    "margay.integrations.fla": ("margay.drop_ins.fla", ("register",)),
     "margay.integrations.hf": ("margay.drop_ins.hf", ("register", "attention", "attention_mask")),
 }
 

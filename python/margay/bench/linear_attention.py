@@ -13,7 +13,7 @@ import torch
 
 import margay
 from margay.bench.harness import Case, GpuTimer, Problem, peer, run_family, step
-from margay.bench.ssd import HIDE_CYCLES, decays
+from margay.bench.ssd import HIDE_CYCLES, TORCH_UNITS, decays
 
 CHUNK = 128
 KINDS = ("plain", "head", "step")
@@ -61,7 +61,8 @@ def build(kind, b, t, h, d, training, device="cuda", dtype=torch.bfloat16):
     calls = {"margay": margay.linear_attention}
     if device == "cuda" and (h, d) == (FLA_HEADS, FLA_DIM) and (theirs := by_fla(kind)):
         calls["fla"] = theirs
-    calls["torch"] = by_chunks
+    if len(calls) == 1 or b * t * h <= TORCH_UNITS:
+        calls["torch"] = by_chunks
     runners = {name: (lambda *tensors, call=call: call(*tensors, *fixed)) for name, call in calls.items()}
     small = sum(tensor.nbytes for tensor in g)
     if training:

@@ -15,9 +15,10 @@ import margay
 from margay.bench.harness import Case, GpuTimer, Problem, peer, run_family, step, timer_for
 
 P, GROUPS = 64, 1
-# Batch, steps, heads, columns of the state. mamba_ssm tunes for each number of columns.
 SHAPES = [(8, 2048, 64, 128), (8, 8192, 64, 128), (1, 8192, 128, 128), (1, 131072, 1, 128), (1, 131072, 8, 128),
-          (1, 131072, 32, 128), (16, 4096, 16, 64)]
+          (1, 131072, 32, 128), (16, 4096, 16, 64)]          # batch, steps, heads, N columns of the state
+TUNED_STATE = 128                    # mamba_ssm tunes for each N, most of it for the backward: that runs with this one
+TORCH_UNITS = 1 << 20                # steps of heads, above which PyTorch runs only where there is no other peer
 CHUNK, CHUNK_MAMBA = 128, 256
 HIDE_CYCLES = 4_000_000              # a step of the peers takes their host milliseconds
 
@@ -61,11 +62,13 @@ def ours(x, dt, a, b, c, d):
 
 def build(b, t, h, n, training, device="cuda", dtype=torch.bfloat16):
     inputs = inputs_of(b, t, h, n, device, dtype)
-    calls = {"margay": ours, "torch": by_chunks}
-    if device == "cuda" and (theirs := peer("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")):
-        calls = {"margay": ours, "mamba_ssm": lambda x, dt, a, b, c, d: theirs(
-            x, dt, a, b, c, CHUNK_MAMBA, D=d, return_final_states=True), "torch": by_chunks}
-    units = b * t * h
+    calls, units = {"margay": ours}, b * t * h
+    if device == "cuda" and (n == TUNED_STATE or not training) and (
+            theirs := peer("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")):
+        calls["mamba_ssm"] = lambda x, dt, a, b, c, d: theirs(x, dt, a, b, c, CHUNK_MAMBA, D=d,
+                                                              return_final_states=True)
+    if len(calls) == 1 or units <= TORCH_UNITS:
+        calls["torch"] = by_chunks
     flops = units * (4 * P * n + 2 * P * CHUNK) + b * t * 2 * CHUNK * n
     read = inputs[0].nbytes + inputs[1].nbytes + inputs[3].nbytes + inputs[4].nbytes
     states = 4 * b * h * P * n
