@@ -327,8 +327,9 @@ def save(family, results, options, device):
     return path
 
 
-def run_cases(cases, timer, options):
-    """The results, the names of cases that failed, and of those for which there was no time."""
+def run_cases(cases, timer, options, keep=lambda results: None):
+    """The results, the names of cases that failed, and of those for which there was no time. `keep` gets the results
+    after each case: what stops the run loses none."""
     start, results, failed, left = time.monotonic(), [], [], []
     with Clock() as clock:
         for case in cases:
@@ -339,6 +340,7 @@ def run_cases(cases, timer, options):
                 continue
             try:
                 results.append(run_case(case, timer, options, clock))
+                keep(results)
             except (ArithmeticError, NotImplementedError, RuntimeError, ValueError, TypeError) as error:
                 failed.append(case.name)
                 print(f"{case.name}: FAILED: {error}", flush=True)
@@ -348,9 +350,10 @@ def run_cases(cases, timer, options):
 def run_family(family, cases, timer, options):
     """Writes FAMILY-DEVICE.json. Returns whether every case ran and was right."""
     start = time.monotonic()
-    results, failed, left = run_cases(cases, timer, options)
+    keep = lambda results: save(family, results, options, timer.device)  # noqa: E731
+    results, failed, left = run_cases(cases, timer, options, keep)
     if results:
-        path = save(family, results, options, timer.device)
+        path = keep(results)
         print(f"{report.summary(results)}\n{len(results)} cases to {path} in {time.monotonic() - start:.0f} s")
         if options.plot:
             report.plot(json.loads(path.read_text()), path.with_suffix(".png"))

@@ -170,7 +170,10 @@ def _explained(op, library, named, given):
     """The op's row has small letters for A, B, C and D."""
     from margay._explain import explain_row
 
-    return explain_row(op, library, named, {name.lower(): given[name] for name in given})
+    capitals, shown = {name.lower(): name for name in given}, {name.lower(): t for name, t in named.items()}
+    result = explain_row(op, library, shown, {name.lower(): given[name] for name in given})
+    named |= {capitals.get(name, name): t for name, t in shown.items()}
+    return result
 
 
 EXPLAINED = {"ssd": _explained}
