@@ -29,8 +29,8 @@ class _Refused(Exception):
     """Why FLA computes a call."""
 
 
-# ---- FLA's functions, with its arguments. Each looks at what it is given and returns a function that computes it; where
-# ---- Margay does not, it raises _Refused.
+# ---- FLA's functions, with its arguments. Each looks at what it is given and returns a function that computes it, or
+# ---- raises _Refused.
 
 def _check(q, k, v):
     for t in (q, k, v):
