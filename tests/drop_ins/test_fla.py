@@ -242,6 +242,10 @@ def test_names_are_replaced_everywhere_and_come_back(fla):
         ops.fused_chunk_simple_gla(Q, K, V)
         layers.layer(Q, K, V)
     assert len(fla.calls) == 3
+    for _ in range(2):
+        mg.integrations.fla.register()
+    mg.integrations.fla.unregister()
+    assert all(everything()[key] is value for key, value in before.items() if key[0] != "fla.layers.simple_gla")
 
 
 REFUSED = {

@@ -196,17 +196,17 @@ FUNCTIONS = {
 
 _replaced: list = []         # (FLA's function, its replacement)
 _registered: set = set()     # FLA's functions that ask the registry, which keeps what it has got
-_switches = 0                # in effect
+_users: list = []            # one for each register() in effect
 
 
 def register():
-    """Let FLA's functions of linear attention run on Margay's kernels, until `.disable()` or the end of a `with` block.
+    """Let FLA's functions of linear attention run on Margay's kernels, until `.disable()`, the end of a `with` block or
+    `unregister()`.
 
-    What no kernel computes, FLA does; a FallbackWarning says the reason. Modules other than FLA's that have imported a
-    function by name keep what they have, where FLA does not ask its registry.
+    What no kernel computes, FLA does, with a FallbackWarning for each reason. Modules other than FLA's that have
+    imported a function by name keep what they have, where FLA does not ask its registry.
     """
-    global _switches
-    if not _switches:
+    if not _users:
         for module, functions in FUNCTIONS.items():
             package = _package(module)
             for name, plan in functions.items():
@@ -214,8 +214,23 @@ def register():
                 if original is not None and not _in_registry(original, name, plan):
                     _replaced.append((original, _replacement(original, name, plan)))
         _put(_replaced)
-    _switches += 1
-    return Switch(_unregister)
+    user = object()
+    _users.append(user)
+    return Switch(lambda: _leave(user))
+
+
+def unregister():
+    """Undo every `register()`."""
+    for user in list(_users):
+        _leave(user)
+
+
+def _leave(user):
+    if user in _users:
+        _users.remove(user)
+        if not _users:
+            _put((ours, original) for original, ours in _replaced)
+            _replaced.clear()
 
 
 def _package(name):
@@ -226,14 +241,6 @@ def _package(name):
         if error.name != name:                       # FLA itself is missing, or what it needs
             raise
         return None
-
-
-def _unregister():
-    global _switches
-    _switches -= 1
-    if not _switches:
-        _put((ours, original) for original, ours in _replaced)
-        _replaced.clear()
 
 
 def _put(pairs):
@@ -292,7 +299,7 @@ def _in_registry(original, name, plan):
         priority = -1
 
     def verify(*arguments, **options):
-        if not _switches:
+        if not _users:
             return False, "margay is switched off"
         if not _binds(signature, arguments, options):
             return False, "other arguments"
