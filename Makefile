@@ -45,6 +45,8 @@ bench: $(READY_TEST)
 	$(RUN) -m margay.bench decode $(BENCH)
 	$(RUN) -m margay.bench gemm $(BENCH)
 	$(RUN) -m margay.bench linear_attention $(BENCH)
+	$(RUN) -m margay.bench ssd $(BENCH)
+	$(RUN) -m margay.bench causal_conv1d $(BENCH)
 	$(RUN) -m margay.bench cpu $(BENCH)
 	$(RUN) -m margay.bench overhead $(BENCH)
 	$(RUN) tools/tables.py

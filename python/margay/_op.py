@@ -12,6 +12,7 @@ The functions are made as text and compiled once: loops over a row's arguments i
 import functools
 import re
 import sys
+import threading
 import types
 
 from margay import _C, _shared
@@ -578,12 +579,16 @@ def _first_call(name, first, others):
 def for_torch(name):
     """Makes the function for PyTorch tensors, and torch.ops.margay.<name>, when they are first wanted: that takes some
     2 ms."""
-    if not hasattr(_for_torch, name):
-        if name + "_bwd" in ROWS:
-            for_torch(name + "_bwd")
-        setattr(_for_torch, name, _torch_function(Row(name)))
+    if hasattr(_for_torch, name):
+        return
+    with _making:                                    # threads whose first calls come at once
+        if not hasattr(_for_torch, name):
+            if name + "_bwd" in ROWS:
+                for_torch(name + "_bwd")
+            setattr(_for_torch, name, _torch_function(Row(name)))
 
 
 # called, not traced; as torch.compiler.assume_constant_result, without the compiler
 for_torch._dynamo_marked_constant = True
 _for_torch = types.ModuleType("margay._for_torch")
+_making = threading.RLock()

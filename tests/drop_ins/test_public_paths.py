@@ -20,6 +20,7 @@ PUBLIC = {
     "margay.nn": ("margay.drop_ins.multihead_attention", ("MultiheadAttention",)),
     "margay.integrations.mamba": ("margay.drop_ins.mamba_ssm", ("register", "unregister", "install_as_mamba_ssm")),
     "margay": ("margay.drop_ins.fallback", ("FallbackWarning",)),
+    "margay.integrations.fla": ("margay.drop_ins.fla", ("register", "unregister")),
     "margay.integrations.hf": ("margay.drop_ins.hf", ("register", "attention", "attention_mask")),
 }
 
