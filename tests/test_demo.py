@@ -102,12 +102,12 @@ WRONG = {
 }
 
 
-def scaled(part, factor):
-    """The gradient of x, B, C or dt times a factor."""
+def scaled(part):
+    """The gradient of x, B, C or dt times WORSE."""
     def mix(layer, xbc, dt):
         n = layer.d_state
         parts = dict(zip(("x", "B", "C"), xbc.split((layer.d_ssm, n, n), 2))) | {"dt": dt}
-        parts[part] = ScaleGradient.apply(parts[part], factor)
+        parts[part] = ScaleGradient.apply(parts[part], WORSE[xbc.device.type])
         return mixed(layer, torch.cat([parts[name] for name in ("x", "B", "C")], 2), parts["dt"])
     return mix
 
@@ -116,11 +116,13 @@ def one_step_late(layer, xbc, dt):
     return mixed(layer, torch.cat((torch.zeros_like(xbc[:, :1]), xbc[:, :-1]), 1), dt)
 
 
+# On a GPU one rounding of 16 bits in front of a scan moves its gradients by some per cent, so the bounds are wide.
+WORSE = {"cpu": 1.01, "cuda": 1.3}
+
 WRONG_MIX = {
-    "dx x 1.01": scaled("x", 1.01), "dB x 1.01": scaled("B", 1.01), "dC x 1.01": scaled("C", 1.01),
-    "ddt x 1.01": scaled("dt", 1.01),
-    "y x 1.01": lambda layer, xbc, dt: 1.01 * mixed(layer, xbc, dt),
-    "dt x 1.01": lambda layer, xbc, dt: mixed(layer, xbc, dt * 1.01),
+    "dx is more": scaled("x"), "dB is more": scaled("B"), "dC is more": scaled("C"), "ddt is more": scaled("dt"),
+    "y is more": lambda layer, xbc, dt: WORSE[dt.device.type] * mixed(layer, xbc, dt),
+    "dt is more": lambda layer, xbc, dt: mixed(layer, xbc, dt * WORSE[dt.device.type]),
     "no D": lambda layer, xbc, dt: mixed(layer, xbc, dt) * 1 - 0.01 * xbc[..., :layer.d_ssm],
     "one step late": one_step_late,
     "nan": lambda layer, xbc, dt: mixed(layer, xbc, dt) * math.nan,
@@ -137,8 +139,8 @@ def test_comparison_can_fail(short, tmp_path, monkeypatch, capsys, model, wrong)
     assert demo.main(["--model", model, "--device", short, "--out", str(tmp_path)]) == 1
     output = capsys.readouterr().out
     assert "FAILED" in output and "PyTorch's to rounding" not in output
-    named = {"dq x 1.01": "q", "dk x 1.01": "k", "dv x 1.01": "v", "dx x 1.01": "x", "dB x 1.01": "B",
-             "dC x 1.01": "C", "ddt x 1.01": "dt"}
+    named = {"dq x 1.01": "q", "dk x 1.01": "k", "dv x 1.01": "v", "dx is more": "x", "dB is more": "B",
+             "dC is more": "C", "ddt is more": "dt"}
     assert "gradients of " + named.get(wrong, "") in output
 
 

@@ -91,11 +91,11 @@ def _install():
     stand_ins, bound = install_as_mamba_ssm(), []
     init = transformers.PreTrainedModel.__init__
 
-    def decorated(*names):
+    def decorated(*names, **options):
         """What a model's module finds is what was there, which this module falls back to."""
         def decorator(function):
             with stand_ins.lifted():
-                return factory(*names)(function)
+                return factory(*names, **options)(function)
         return decorator
 
     @functools.wraps(init)
@@ -126,9 +126,9 @@ _FACTORY = "use_kernel_func_from_hub_with_fallback"
 
 def _bind(module_name, bound):
     """Bind the names of a model's module, if there is one of that name and it has any; add what they were to `bound`."""
-    if not module_name.startswith("transformers.models."):
+    module = sys.modules.get(module_name)
+    if module is None or not module_name.startswith("transformers.models."):
         return
-    module = sys.modules[module_name]
     for name, (function, unsupported) in _FUNCTIONS.items():
         before = module.__dict__.get(name)
         if callable(before) and not hasattr(before, "margay_replaces"):
