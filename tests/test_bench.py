@@ -78,6 +78,13 @@ def test_a_peer_that_is_absent_or_fails_is_left_out(capsys):
     assert result["speed_ratio"] == {} and "peer refuses: of its compiler" in capsys.readouterr().out
 
 
+def test_a_peer_that_is_known_to_be_wrong_is_timed_and_named():
+    result = run(harness.Problem({"margay": runner(1.0), "peer": runner(2.0, 3.0)}, 1e-3, 1e9, doubted=("peer",)))
+    assert result["wrong"] == ["peer"] and result["speed_ratio"] == {"peer": 2.0}
+    content = {"family": "some", "cases": [result], "environment": {"cpu": "CPU", "threads": 1, "torch": "2"}}
+    assert "2.00 (wrong)" in report.table(content)
+
+
 def test_families_of_scans_compare_themselves_with_torch(tmp_path):
     """Small problems on the CPU: the peers' arithmetic is right, and the result file has a table and panels."""
     options = harness.Options(tmp_path, rounds=1, measure_ms=0.01)
