@@ -196,6 +196,36 @@ def test_segments(device):
         assert whole[name].isfinite().all()
 
 
+@pytest.mark.parametrize("ends", [(0, 70, 130), (0, 64, 128), (0, 0), (0, 100, 100), (0, 200, 230, 299)], ids=str)
+@pytest.mark.parametrize("heads, groups, dim, state", [(4, 1, 64, 128), (3, 3, 72, 200)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_behind_the_last_sequence(device, ends, heads, groups, dim, state):
+    """y and the gradients are 0 there, whatever x, dy, b, c and dt are; in front of them nothing changes."""
+    steps, end = 300, ends[-1]
+    case = Case(7, steps=steps, heads=heads, groups=groups, dim=dim, state=state, initial=True, d=True, bias=True,
+                softplus=True, packed=ends)
+    inputs, dy, dstates = problem(case, device)
+    for t in (inputs["x"], inputs["dt"], inputs["b"], inputs["c"], dy):
+        t[:, end:] = torch.nan
+    given = dict(dt_bias=inputs["dt_bias"], dt_softplus=True, initial_states=inputs["initial_states"],
+                 return_final_states=True)
+    cut = {name: t[:, :end] if name in ("x", "dt", "b", "c") else t for name, t in inputs.items()}
+    y, states = (mg.ssd(*(inputs[name] for name in "x dt a b c".split()), D=inputs["d"],
+                        cu_seqlens=inputs["cu_seqlens"], **given))
+    want_y, want_states = (mg.ssd(*(cut[name] for name in "x dt a b c".split()), D=inputs["d"],
+                                  cu_seqlens=inputs["cu_seqlens"], **given))
+    assert torch.equal(y[:, :end], want_y) and torch.equal(states, want_states) and not y[:, end:].any()
+    found = run(case, inputs, dy, dstates)
+    want = run(dataclasses.replace(case, steps=end), cut, dy[:, :end], dstates)
+    for name in GIVEN:
+        part = slice(None), slice(0, end if name in ("x", "dt", "b", "c") else None)
+        assert torch.equal(found[name][part[:found[name].ndim]], want[name]), name
+        assert name not in ("x", "dt", "b", "c") or not found[name][:, end:].any(), name
+    wide = torch.ones(heads, dim, device=device)
+    y = mg.ssd(*(inputs[name] for name in "x dt a b c".split()), D=wide, cu_seqlens=inputs["cu_seqlens"])
+    assert not y[:, end:].any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_autograd(device):
     """Through mg.ssd: as C gives it, only what is asked for, and with gradients of one result."""
