@@ -52,6 +52,7 @@ typedef struct ssd_join_params {
   float *cuts;
   const float *initial;
   ssd_order order;          // of `initial`
+  float factor;             // of `initial`
   const float *decays;
   int cut, cut_stride, heads, head_dim, state_dim;
 } ssd_join_params;

@@ -176,6 +176,25 @@ def test_random_on_a_gpu(case):
     check(case, "cuda")
 
 
+# Few heads and a large device (on the CPU: many threads): segments are cut into parts.
+LONG = [Case(500 + i, d=True, **change) for i, change in enumerate(
+    [dict(steps=1100, heads=2, state=128, initial=True), dict(steps=1030, heads=1, softplus=True, bias=True),
+     dict(steps=1100, heads=4, state=128, sequences=5, initial=True), dict(steps=1024, heads=1, dim=16, initial=True),
+     dict(steps=1100, heads=3, dim=96, state=136, sequences=3, initial=True, batch=2),
+     dict(steps=1100, heads=2, state=128, limits=(0.0, 0.001), initial=True)])]      # states that last
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts(case, device):
+    threads = _C.num_threads()
+    _C.set_num_threads(16)
+    try:
+        check(case, device)
+    finally:
+        _C.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_segments(device):
     """Heads have the gradients that they have alone where the scratch does not hold the states of all steps."""
