@@ -235,8 +235,6 @@ TILE void collect(const params &p, shared &s, int) {
   ring_pos at = {}, with = {};
   wv<Q> ddt, x;
   float da = 0, dd = 0;
-  fill(ddt, 0.f);
-  for (int head = 0; !t.units && p.ddt && head < t.heads; head++) put_ddt(p, t, t.head0 + head, ddt, 0);
   for (int pass = 0; pass < PASSES; pass++) {
     unit w = {t.head0, 0};
     for (int u = 0; u < t.units; u++, unit_next(p, w)) {
@@ -281,6 +279,17 @@ TILE void put_dx(const params &p, shared &s, const task &t, const rt<float, 64> 
   tma_store(p.dx, s.dx, t.step, col, head, t.batch);
 }
 
+// Steps in no row have no gradients.
+TILE void put_none(const params &p, shared &s, const task &t) {
+  rt<float, 64> zero;
+  unit w = {t.head0, 0};
+  fill(zero, 0.f);
+  for (int u = 0; u < t.heads * parts(p); u++, unit_next(p, w)) put_dx(p, s, t, zero, w.head, w.part * 64);
+  float *ddt = p.ddt + ((int64_t)t.batch * p.steps.count + t.step) * p.steps.heads + t.head0;
+  for (int i = 0; p.ddt && i < t.heads; i += 64)
+    store(ddt + i, p.steps.heads, zero, t.stop - t.step, t.heads - i);
+}
+
 TILE void pairs(const params &p, shared &s, int) {
   task t = block_task(p);
   ring_pos at = {}, vs = {}, with = {};
@@ -294,10 +303,7 @@ TILE void pairs(const params &p, shared &s, int) {
   mma_commit();
   mma_wait<0>(scores);
   unit w = {t.head0, 0};
-  if (!t.units) {
-    fill(dx, 0.f);
-    for (int u = 0; u < t.heads * parts(p); u++, unit_next(p, w)) put_dx(p, s, t, dx, w.head, w.part * 64);
-  }
+  if (!t.units) put_none(p, s, t);
   for (int u = 0; u < t.units; u++, unit_next(p, w)) {
     int head = w.head;
     vectors &v = s.v[vs.stage];
