@@ -67,8 +67,6 @@ def _limits(op, dt_limit):
     return low, high
 
 
-
-
 def _wide(t):
     return t.float() if hasattr(t, "float") else t.astype("float32")
 
