@@ -3,8 +3,8 @@
 #include <math.h>
 #include "ssd/scan.h"
 
-// cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Steps
-// behind have no y.
+// cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Of
+// steps behind, y and all gradients are 0.
 static mg_status check_starts(mg_op op, const mg_tensor *t, int64_t steps) {
   const char *name = mg_op_name(op);
   const int32_t *start = t->data;
@@ -31,7 +31,7 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
                           .cuts = a->cuts->data, .decays = a->decays->data, .steps = p->steps, .cut = p->segments - 1,
                           .segment = p->segment, .cut_stride = p->cut_stride, .heads = p->heads,
                           .group_heads = p->group_heads, .head_dim = p->head_dim, .state_dim = p->state_dim};
-  ssd_join_params join = {.cuts = cuts.cuts, .initial = p->initial, .order = p->order, .decays = cuts.decays,
+  ssd_join_params join = {.cuts = cuts.cuts, .initial = p->initial, .order = p->order, .factor = 1, .decays = cuts.decays,
                           .cut = cuts.cut, .cut_stride = cuts.cut_stride, .heads = cuts.heads, .head_dim = cuts.head_dim,
                           .state_dim = cuts.state_dim};
   if (!mg_choose_other(c, MG_OP_ssd_cuts)) return c->status;
@@ -53,7 +53,8 @@ mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
     .final = a->final_states ? a->final_states->data : NULL, .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL,
     .seq_idx = seq_idx ? seq_idx->data : NULL, .seq_stride = seq_idx ? seq_idx->stride[0] : 0,
     .y_data = a->y->data, .y_step = a->y->stride[1], .y_head = a->y->stride[2], .steps = (int)c->n.T, .segments = 1,
-    .heads = (int)c->n.H, .group_heads = (int)(c->n.H / c->n.G), .head_dim = (int)c->n.P, .state_dim = (int)c->n.N};
+    .rows = (int)c->n.R, .heads = (int)c->n.H, .group_heads = (int)(c->n.H / c->n.G), .head_dim = (int)c->n.P,
+    .state_dim = (int)c->n.N};
   if (c->n.T) {
     mg_map_bthd(c, &p.x, a->x, 64, 64);
     mg_map_bthd(c, &p.y, a->y, 64, 64);

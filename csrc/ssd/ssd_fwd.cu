@@ -266,6 +266,21 @@ TILE void keep_state(const params &p, const task &t, rt<float, W> &s, int slot, 
   store(to, p.order.row, p.order.col, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
 }
 
+// Steps behind the last packed row are in no sequence.
+TILE void clear_rest(const params &p, const task &t, int slot) {
+  if (!p.starts || t.row + 1 < p.rows) return;
+  int row0 = slot % SPLIT * 64;
+  int64_t ld = p.y_step;
+  elem *y = (elem *)p.y_data + (t.head + slot / SPLIT) * p.y_head + row0;
+  rt<float, 64> zero;
+  fill(zero, 0.f);
+  for (int step = t.end; step < p.steps; step += Q) {
+    elem *to = y + step * ld;
+    int steps = p.steps - step;
+    store_rows<elem>(zero, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.head_dim - row0);
+  }
+}
+
 TILE void run_state(const params &p, shared &s, int wg) {
   // s1: of another slot, or other columns
   enum { TWO = HEADS * TILES == 2, OTHER = HEADS == 2 ? GROUPS : 0, COL = TILES == 2 ? W : 0 };
@@ -285,6 +300,8 @@ TILE void run_state(const params &p, shared &s, int wg) {
   }
   keep_state(p, t, s0, wg, 0);
   if (TWO) keep_state(p, t, s1, wg + OTHER, COL);
+  clear_rest(p, t, wg);
+  if (HEADS == 2) clear_rest(p, t, wg + OTHER);
   tma_store_wait_read();
 }
 

@@ -309,9 +309,13 @@ SSD_BWD_GIVEN = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_b
 def ssd_bwd(row, large):
     c = constants(row)
     shapes = [("large", 3000, 16, 2, 128, 0, ""), ("few blocks", 640, 2, 1, 256, 0, "")] if large else []
-    for label, steps, heads, *problem in [*shapes, *SSD_BWD]:
+    if row["op"] == "ssd_bwd_states":          # few heads, whose chunks are cut into parts
+        shapes.append(("parts", 1040, c["WG"], 1, 64, 0, "states"))
+    for label, steps, heads, groups, dim, *problem in [*shapes, *SSD_BWD]:
         heads *= 2 if row["op"] == "ssd_bwd_join" else 1       # it adds what blocks have that share a group's heads
-        problem = c.get("N", c.get("W", 64)), steps, heads, *problem
+        if label == "packed" and row["op"] == "ssd_bwd":       # an odd number of units: not the stages' multiple
+            dim = 184
+        problem = c.get("N", c.get("W", 64)), steps, heads, groups, dim, *problem
         yield label, lambda problem=problem: call_ssd_bwd(row["dtype"], *problem)
 
 

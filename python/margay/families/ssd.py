@@ -1,7 +1,6 @@
 """Mamba-2's scan. What its kernels do not do, D of a head's columns and z, is done here by the tensors' library."""
 
 import math
-import sys
 
 from margay._shared import as_int32, dtype_name, functions, is_torch, number, of_row, rows_library, shape
 
@@ -19,7 +18,8 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
     initial_states: S_0, [batch, H, P, N]; zero if None. It is that of sequence 0 where seq_idx is given.
     seq_idx: integers [batch, T]. Where it changes, the state begins anew with zeros.
     cu_seqlens: integers [sequences + 1]. x has batch 1, and sequence i has steps cu_seqlens[i] to
-        cu_seqlens[i + 1] - 1. The states are then those of the sequences, [sequences, H, P, N].
+        cu_seqlens[i + 1] - 1; y is 0 behind the last. The states are then those of the sequences,
+        [sequences, H, P, N].
     return_final_states: return (y, S_T), S_T float32 [batch, H, P, N].
     """
     library = rows_library(is_torch("ssd", "x", x))
@@ -31,8 +31,6 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
         raise ValueError("ssd: seq_idx and cu_seqlens are given, expected one of them")
     seq_idx, cu_seqlens = (t if t is None else as_int32("ssd", name, t)
                            for name, t in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)))
-    if cu_seqlens is not None and x.ndim == 4:
-        _check_last(cu_seqlens, x.shape[1])
     if z is not None:
         _check_z(library, x, z)
     wide = D is not None and D.ndim == 2
@@ -41,9 +39,9 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
                          f"{shape(x)}")
     run = functions.get("ssd") or of_row("ssd")
     y, states = run(x, dt, A, B, C, None if wide else D, dt_bias, initial_states, seq_idx, cu_seqlens,
-                    bool(dt_softplus), low, high)
+                    bool(dt_softplus), low, high, (bool(return_final_states),))
     if wide or z is not None:
-        y = _finish(y, x, D if wide else None, z)
+        y = _finish(y, x, D if wide else None, z, cu_seqlens)
     return (y, states) if return_final_states else y
 
 
@@ -69,19 +67,6 @@ def _limits(op, dt_limit):
     return low, high
 
 
-def _check_last(starts, steps):
-    """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
-    result."""
-    torch = sys.modules.get("torch")
-    if getattr(starts, "is_cuda", False) or starts.ndim != 1 or not len(starts):
-        return
-    if torch is not None and isinstance(starts, torch.Tensor) and (torch.compiler.is_compiling() or starts.is_meta):
-        return
-    last = int(starts[-1])
-    if last < steps:
-        raise ValueError(f"ssd: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there are)")
-
-
 def _wide(t):
     return t.float() if hasattr(t, "float") else t.astype("float32")
 
@@ -98,11 +83,24 @@ def _silu(t):
     return t / (1 + np.exp(-np.clip(t, -80, None)))
 
 
-def _finish(y, x, d, z):
-    """(y + d x) silu(z), in float32."""
+def _in_sequences(t, starts):
+    if is_torch("ssd", "x", t):
+        import torch as library
+
+        steps = library.arange(t.shape[1], device=t.device)
+    else:
+        import numpy as library
+
+        steps = library.arange(t.shape[1])
+    return library.where((steps < starts[-1])[:, None, None], t, library.zeros_like(t))
+
+
+def _finish(y, x, d, z, starts):
+    """(y + d x) silu(z), in float32; 0 behind the last sequence."""
     wide = _wide(y)
     if d is not None:
-        wide = wide + d * _wide(x)
+        skip = d * _wide(x)
+        wide = wide + (skip if starts is None else _in_sequences(skip, starts))
     if z is not None:
         wide = wide * _silu(_wide(z))
     return _narrow(wide, y)
