@@ -428,8 +428,8 @@ STEPS = ((0, 2, 2, ()), (3, 3, 5, ("slots", "z", "d", "dt_bias", "g")), (1, 2, 3
 
 
 def step_of_generation(row, large):
-    """One step, and several; of rows of one number at a time, columns that are no multiple of four. They are even: words
-    of four bytes belong to one block."""
+    """One step, and several; of rows of one number at a time, columns that are no multiple of four. They are even:
+    words of four bytes belong to one block."""
     shapes = [("large", 8, 64, 64, ("slots", "z", "d", "dt_bias", "g"))] if large else []
     ssd = row["op"].startswith("ssd")
     for label, steps, batch, places, given in [*shapes, *(("", *rest) for rest in STEPS)]:
