@@ -13,9 +13,9 @@
 // softmax, both products with v, out.
 //
 // Registers of a thread, D = 128   tiles that live together                                   the rest
-//   state, 168                     S 128                                                      rows 8
-//   window, 200                    out 64, scores 64, then their copy 32 (LOCAL: products 32) rows 12
-//   features, 104                  two softmaxes 64, column sums 16                           rows 8
+//   state, 160                     S 128                                                      rows 8
+//   window, 192                    out 64, scores 64, then their copy 32 (LOCAL: products 32) rows 12
+//   features, 120                  two softmaxes 64, column sums 16                           rows 8
 //   loader and sums, 40            -                                                          vectors of two each, 6
 #include "tile/tile.h"
 // D: columns of q, k and v, 64 or 128. LOCAL: a window of any kind. VS, QS: stages of v and of q, GS: of g
@@ -339,6 +339,6 @@ TILE void run_window(const params &p, shared &s, int) {
   tma_store_wait_read();
 }
 
-typedef block<params, shared, init, role<run_window, WARPGROUP, 1, 200>, role<run_state, WARPGROUP, 1, 168>,
-              role<make_features, WARPGROUP, 1, 104>, role<loader, THREAD, 1, 40>, role<add_up, WARP, 1, 40>> kernel;
+typedef block<params, shared, init, role<run_window, WARPGROUP, 1, 192>, role<run_state, WARPGROUP, 1, 160>,
+              role<make_features, WARPGROUP, 1, 120>, role<loader, THREAD, 1, 40>, role<add_up, WARP, 1, 40>> kernel;
 ENTRY(kernel, Q, D)
