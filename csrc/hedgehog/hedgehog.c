@@ -42,9 +42,7 @@ static mg_status run_cuts(mg_call *c, const mg_hedgehog_args *a, const hedgehog_
 mg_status mg_hedgehog(const mg_hedgehog_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_hedgehog, a)) return c.status;
-  if (a->cu_seqlens && (c.status = check_starts(a->cu_seqlens, c.n.T))) return c.status;
-  c.problem.size.SPLIT = a->sliding || a->window != 64;     // conditions ask whether the window is another one
-  if (!mg_choose(&c)) return c.status;
+  if ((a->cu_seqlens && (c.status = check_starts(a->cu_seqlens, c.n.T))) || !mg_choose(&c)) return c.status;
   hedgehog_fwd_params p = {
     .steps = {.starts = mg_data(a->cu_seqlens), .count = (int)c.n.T, .heads = (int)c.n.H, .segments = 1,
               .window = a->window, .sliding = a->sliding},

@@ -8,6 +8,8 @@
 // S, the sum of g_j v_j^T over all chunks but the last two, and z, the sum of g_j, lag one chunk behind the window.
 // Positions count chunks of k and v from the one in front of the first. In iteration i the chunk of q is i, those of k
 // are positions i and i + 1, and S has the positions before i.
+// z of chunk i is read before g of position i is made, and where LOCAL f of chunk i is there when g of position i + 1
+// is: so some of their phases nobody waits for.
 // Roles: a loader thread; features: f of chunk i and its d from z, then g of position i (LOCAL: i + 1), with the sums
 // of its columns; sums, a warp: z; state: S of position i to shared memory, then + g v^T of position i; window: the
 // softmax, both products with v, out.
@@ -65,20 +67,24 @@ TILE void load_keys(const params &p, shared &s, const task &t, int position) {
   ring_expect(s.v_ring, v, tile_bytes(s.v[0]));
   tma_load(s.v[v.stage], p.v, s.v_ring.full[v.stage], step, 0, t.head, t.batch);
 }
+TILE void load_queries(const params &p, shared &s, const task &t, int chunk) {
+  ring_pos q = ring_at<QS>(chunk);
+  if (chunk == t.chunks) return;
+  ring_acquire(s.q_ring, q);
+  ring_expect(s.q_ring, q, tile_bytes(s.q[0]));
+  tma_load(s.q[q.stage], p.q, s.q_ring.full[q.stage], t.first + chunk * Q, 0, t.head, t.batch);
+}
+// Two stages of q are one chunk ahead; one stage is free only when k of position i + 1 has been read.
 TILE void loader(const params &p, shared &s, int) {
   task t = block_task(p);
   if (t.chunks == 0) return;
   sem_expect(s.maps, tile_bytes(s.q_map) + tile_bytes(s.k_map));
   tma_load(s.q_map, p.q_map, s.maps, 0, 0, 0, t.head);
   tma_load(s.k_map, p.k_map, s.maps, 0, 0, 0, t.head);
-  load_keys(p, s, t, 0);
-  ring_pos q = {};
-  for (int i = 0; i < t.chunks; i++) {
-    ring_acquire(s.q_ring, q);
-    ring_expect(s.q_ring, q, tile_bytes(s.q[0]));
-    tma_load(s.q[q.stage], p.q, s.q_ring.full[q.stage], t.first + i * Q, 0, t.head, t.batch);
-    ring_next(s.q_ring, q);
-    load_keys(p, s, t, i + 1);
+  for (int i = 0; i <= t.chunks; i++) {
+    if (QS == 2) load_queries(p, s, t, i);
+    load_keys(p, s, t, i);
+    if (QS == 1) load_queries(p, s, t, i);
   }
 }
 
@@ -99,13 +105,13 @@ TILE void make_features(const params &p, shared &s, int) {
     fill(sum, 0.f);
     each<F>([](int, int, float x, float y, float &l) { l = fused(x, y, l); }, f, s.z[0], sum);
     each<F>([](int, int, float x, float y, float &l) { l = fused(x, y, l); }, g, s.z[1], sum);
-    ring_release(s.z_ring, z);
+    if (LOCAL) ring_release(s.z_ring, z);
     reduce(den, sum);
     ring_acquire(s.f_ring, to);
     store(s.den, den);
     store(s.f[0], f);
     store(s.f[1], g);
-    ring_fill(s.f_ring, to);
+    if (!LOCAL) ring_fill(s.f_ring, to);
     ring_next(s.q_ring, q);
     ring_next(s.z_ring, z);
     ring_next(s.f_ring, to);
@@ -147,7 +153,7 @@ TILE void add_up(const params &p, shared &s, int) {
   fill(z.g, 0.f);
   if (initial) load_sums(z, initial, p.count, p.value_dim);
   for (int i = 0; i < t.chunks; i++) {
-    ring_acquire(s.z_ring, to);
+    if (LOCAL) ring_acquire(s.z_ring, to);
     store(s.z[0], z.f);
     store(s.z[1], z.g);
     sem_arrive<WARP>(s.z_ring.full[to.stage]);
@@ -255,6 +261,7 @@ TILE void run_window(const params &p, shared &s, int) {
       ring_wait(s.f_ring, f);
       ring_wait(s.state_ring, state);
       load(linear, s.den);
+      mma_fence();
       mma_AB<ZERO>(out, s.f[0], s.state[0]);
       mma_AB<ACC>(out, s.f[1], s.state[1]);
       mma_commit();
@@ -266,7 +273,6 @@ TILE void run_window(const params &p, shared &s, int) {
     if (LOCAL) {
       rt<float, Q> product;
       ring_pos g0 = ring_at<GS>(i), g1 = ring_at<GS>(i + 1);
-      ring_wait(s.f_ring, f);
       ring_wait(s.g_ring, g1);
       load(linear, s.den);
       mma_fence();
