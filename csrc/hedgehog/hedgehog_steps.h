@@ -56,11 +56,13 @@ TILE void features(rt<float, F> &f, rt<float, F> &g, const st<elem, Q, D> &x, co
   map_row(g, low, [](float y, float l) { return y * l; });
 }
 
-// The first column of each row's window, counted from the chunk's begin: negative in the chunk before.
+// The first column of a row's window, counted from the chunk's begin: negative in the chunk before. Blocks are powers of
+// 2.
+TILE int window_begin(int row, int w, bool sliding) { return sliding ? row - w + 1 : (row & -w) - w; }
 TILE void window_begins(rv &first, const hedgehog_steps &p) {
   int w = p.window;
   bool sliding = p.sliding;
-  map_rows(first, [=](int row) { return (float)(sliding ? row - w + 1 : (row / w - 1) * w); });
+  map_rows(first, [=](int row) { return (float)window_begin(row, w, sliding); });
 }
 
 // A warp's sums of features, which is the last column of the state: F of f and as many of g.
