@@ -20,7 +20,7 @@ typedef struct hedgehog_fwd_params {
   const float *initial;     // [rows, heads, 2 count, value_dim + 1], before the first step, or NULL: 0
   const float *cuts;        // [rows, cut_stride, the same]: in front of segments 1, 2, ...
   float *final;             // as initial: with all chunks but the last, or NULL
-  float *den;               // [batch, heads, steps]: what each row of out was divided by
+  float *den;               // [batch, heads, steps]: d over the factor of the window
   void *out_data;           // out again, for the last chunks of packed rows: strides in elements
   int64_t out_step, out_head;
   int cut_stride, count, value_dim;

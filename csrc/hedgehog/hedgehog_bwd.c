@@ -34,17 +34,14 @@ static hedgehog_steps steps_of(const mg_call *c, const mg_hedgehog_bwd_args *a) 
   return (hedgehog_steps){.starts = mg_data(a->cu_seqlens), .count = (int)c->n.T, .heads = (int)c->n.H, .segments = 1,
                           .window = a->window, .sliding = a->sliding};
 }
-static float *sums_of(const mg_call *c, const mg_hedgehog_bwd_args *a, int kind) {
-  return (float *)a->sums->data + kind * c->n.R * c->n.SLOTS * c->n.H * 64;
-}
 static void rows_map(mg_call *c, gmap *m, const mg_tensor *t) { mg_map_bthd(c, m, t, 64, 64); }
 
 static mg_status run_pre(mg_call *c, const mg_hedgehog_bwd_args *a) {
   if (!mg_choose(c)) return c->status;
   const int64_t chunks = mg_ceil_div(c->n.T, 64), blocks = c->n.B * c->n.H;
   const mg_tensor f = half_of(a->features, 0), g = half_of(a->features, 1);
-  hedgehog_bwd_pre_params p = {.den = a->den->data, .linear_factor = a->linear_factor->data, .e = a->e->data,
-                               .steps = (int)c->n.T, .heads = (int)c->n.H, .count = (int)c->n.F};
+  hedgehog_bwd_pre_params p = {.den = a->den->data, .window_factor = a->window_factor->data,
+                               .linear_factor = a->linear_factor->data, .e = a->e->data, .steps = (int)c->n.T, .heads = (int)c->n.H, .count = (int)c->n.F};
   p.run = segment_of(c, chunks, blocks, chunks, 4);
   p.runs = segments_of(chunks, p.run);
   rows_map(c, &p.q, a->q);
@@ -59,15 +56,14 @@ static mg_status run_pre(mg_call *c, const mg_hedgehog_bwd_args *a) {
   return mg_run(c, &p, mg_tasks(c, blocks * p.runs, "blocks"));
 }
 
-static mg_status run_window(mg_call *c, const mg_hedgehog_bwd_args *a, int *segments) {
+static mg_status run_window(mg_call *c, const mg_hedgehog_bwd_args *a) {
   if (!mg_choose_other(c, MG_OP_hedgehog_bwd_window)) return c->status;
   const int64_t chunks = mg_ceil_div(c->n.T, 64), blocks = c->n.R * c->n.H;
-  hedgehog_bwd_window_params p = {.steps = steps_of(c, a), .window_factor = a->window_factor->data, .e = a->e->data,
-                                  .sums = sums_of(c, a, 0), .sum_stride = (int)c->n.SLOTS, .key_dim = (int)c->n.K,
+  hedgehog_bwd_window_params p = {.steps = steps_of(c, a), .e = a->e->data, .key_dim = (int)c->n.K,
                                   .value_dim = (int)c->n.V,
                                   .scale = a->scale == 0 ? 1 / sqrtf((float)c->n.K) : a->scale};
-  p.steps.segment = segment_of(c, chunks, blocks, a->cu_seqlens ? 1 : c->n.SLOTS, 4);
-  p.steps.segments = *segments = segments_of(chunks, p.steps.segment);
+  p.steps.segment = segment_of(c, chunks, blocks, a->cu_seqlens ? 1 : chunks, 4);
+  p.steps.segments = segments_of(chunks, p.steps.segment);
   place_of(&p.dq_data, p.dq_stride, a->dq);
   place_of(&p.dk_data, p.dk_stride, a->dk);
   place_of(&p.dv_data, p.dv_stride, a->dv);
@@ -102,10 +98,11 @@ static mg_status run_scan(mg_call *c, const mg_hedgehog_bwd_args *a, bool backwa
   const int64_t chunks = mg_ceil_div(c->n.T, 64), blocks = c->n.R * c->n.H;
   const mg_tensor f = half_of(a->features, 0), g = half_of(a->features, 1), dy = half_of(a->dfeatures, backwards);
   if (!mg_choose_other(c, op)) return c->status;
-  hedgehog_bwd_scan_params p = {.steps = steps_of(c, a), .linear_factor = a->linear_factor->data, .e = a->e->data,
+  hedgehog_bwd_scan_params p = {.steps = steps_of(c, a), .window_factor = a->window_factor->data,
+                                .linear_factor = a->linear_factor->data, .e = a->e->data,
                                 .initial = mg_data(backwards ? a->dfinal_state : a->initial_state),
                                 .cuts = a->cuts->data, .final = backwards ? mg_data(a->dinitial_state) : NULL,
-                                .sums = sums_of(c, a, 1), .cut_stride = (int)c->n.CUTS, .sum_stride = (int)c->n.SLOTS,
+                                .sums = a->sums->data, .cut_stride = (int)c->n.CUTS, .sum_stride = (int)c->n.SLOTS,
                                 .count = (int)c->n.F, .value_dim = (int)c->n.V};
   const int64_t fit = (int64_t)c->context.sms * c->desc->blocks_per_sm / mg_max(1, blocks);
   p.steps.segment = segment_of(c, chunks, blocks, a->cu_seqlens || fit < 2 ? 1 : c->n.SLOTS, 1);
@@ -144,24 +141,25 @@ static mg_status run_maps(mg_call *c, const mg_hedgehog_bwd_args *a, int *runs) 
 
 mg_status mg_hedgehog_bwd(const mg_hedgehog_bwd_args *a) {
   mg_call c;
-  int segments[2] = {0}, back = 0, runs = 0;
+  int segments = 0, back = 0, runs = 0;
   if (!mg_begin(&c, MG_OP_hedgehog_bwd, a)) return c.status;
   if (c.n.T && c.n.B) {
-    if (run_pre(&c, a) || run_window(&c, a, &segments[0]) || run_scan(&c, a, false, &segments[1])) return c.status;
+    if (run_pre(&c, a) || run_window(&c, a) || run_scan(&c, a, false, &segments)) return c.status;
   }
   if (((c.n.T && c.n.B) || a->dinitial_state) && c.n.R && run_scan(&c, a, true, &back)) return c.status;
   if (c.n.T && c.n.B && run_maps(&c, a, &runs)) return c.status;
   if (!c.n.H || !mg_choose_other(&c, MG_OP_hedgehog_bwd_sums)) return c.status;
   const mg_tensor *map[2] = {a->dq_map, a->dk_map};
-  hedgehog_bwd_sums_params p = {.parts = a->parts->data, .sums = {sums_of(&c, a, 0), sums_of(&c, a, 1)},
-                                .factor = {a->dwindow_factor->data, a->dlinear_factor->data},
+  hedgehog_bwd_sums_params p = {.parts = a->parts->data, .sums = a->sums->data,
+                                .window_factor = a->window_factor->data, .linear_factor = a->linear_factor->data,
+                                .dwindow_factor = a->dwindow_factor->data, .dlinear_factor = a->dlinear_factor->data,
                                 .shares = (int)(c.n.B * runs), .rows = (int)c.n.R,
-                                .segments = {segments[0], segments[1]}, .sum_stride = (int)c.n.SLOTS,
+                                .segments = segments, .sum_stride = (int)c.n.SLOTS,
                                 .heads = (int)c.n.H, .key_dim = (int)c.n.K, .count = (int)c.n.F};
   for (int i = 0; i < 2; i++) {
     p.map[i] = map[i]->data;
     p.map_stride[i][0] = map[i]->stride[0];
     p.map_stride[i][1] = map[i]->stride[1];
   }
-  return mg_run(&c, &p, mg_tasks(&c, 2 * c.n.H * (mg_ceil_div(c.n.K, 64) + 1), "blocks"));
+  return mg_run(&c, &p, mg_tasks(&c, c.n.H * (2 * mg_ceil_div(c.n.K, 64) + 1), "blocks"));
 }

@@ -8,7 +8,7 @@ typedef struct hedgehog_bwd_pre_params {
   gmap q_map, k_map;        // [head, key_dim, count]
   gmap f, g, u;             // [batch, step, head, 128 or value_dim]
   const float *den;         // [batch, heads, steps]
-  const float *linear_factor;
+  const float *window_factor, *linear_factor;
   float *e;                 // [batch, heads, steps]: less than 0 where dout goes along out
   int steps, heads, runs, run;      // chunks of a run, which a block has
   int count;
@@ -18,12 +18,11 @@ typedef struct hedgehog_bwd_pre_params {
 typedef struct hedgehog_bwd_window_params {
   gmap q, k, v, u, dq, dk, dv;
   hedgehog_steps steps;
-  const float *window_factor, *e;
-  float *sums;              // [rows, sum_stride, heads, 64]: shares of dwindow_factor
+  const float *e;
   // again, for the last chunks of packed rows: strides of step and head in elements
   void *dq_data, *dk_data, *dv_data;
   int64_t dq_stride[2], dk_stride[2], dv_stride[2];
-  int sum_stride, key_dim, value_dim;
+  int key_dim, value_dim;
   float scale;
 } hedgehog_bwd_window_params;
 
@@ -33,11 +32,11 @@ typedef struct hedgehog_bwd_scan_params {
   gmap r, u;                // who reads it: features, vectors
   gmap dy, dv;              // results: of x map; of v, to which is added
   hedgehog_steps steps;     // segments count in the order of the pass
-  const float *linear_factor, *e;
+  const float *window_factor, *linear_factor, *e;
   const float *initial;     // [rows, heads, 2 count, value_dim + 1] or NULL: in front of the pass
   float *cuts;              // [rows, cut_stride, the same]: in front of segments 1, 2, ...; only_state: written
   float *final;             // behind the pass, or NULL
-  float *sums;              // [rows, sum_stride, heads, 64]: shares of dlinear_factor; forwards
+  float *sums;              // [rows, sum_stride, heads, 64]: shares of the gradient of the factors' ratio; forwards
   void *dy_data, *dv_data;  // as above
   int64_t dy_stride[2], dv_stride[2];
   int cut_stride, sum_stride, count, value_dim, only_state;
@@ -53,10 +52,10 @@ typedef struct hedgehog_bwd_maps_params {
 
 // The gradients of maps and factors, from their shares.
 typedef struct hedgehog_bwd_sums_params {
-  const float *parts, *sums[2];     // sums: of dwindow_factor, of dlinear_factor
+  const float *parts, *sums, *window_factor, *linear_factor;
   void *map[2];                     // [heads, key_dim, count]
   int64_t map_stride[2][2];         // of head and row
-  float *factor[2];                 // [heads]
-  int shares, rows, segments[2], sum_stride;
+  float *dwindow_factor, *dlinear_factor;
+  int shares, rows, segments, sum_stride;
   int heads, key_dim, count;
 } hedgehog_bwd_sums_params;

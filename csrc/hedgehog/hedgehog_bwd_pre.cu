@@ -1,6 +1,7 @@
 // What the kernels of Hedgehog's backward read, of each step alone. With out_i = N_i / d_i:
-//   u_i = dout_i / d_i,  e_i = -u_i . out_i,  f_i = l [softmax(q_i Q), softmax(-q_i Q)],  g_i that of k_i, without l
-// since the gradient of a weight a_ij of N_i and d_i is u_i . v_j + e_i. l is 1 where the head's factor is 0.
+//   u_i = dout_i / d_i,  e_i = -u_i . out_i,  f_i = r [softmax(q_i Q), softmax(-q_i Q)],  g_i that of k_i, without r
+// since the gradient of a weight a_ij of N_i and d_i is u_i . v_j + e_i. r is the ratio of the head's factors, of the
+// linear part to the window; 1 where that is 0.
 // A block has a run of chunks of one head. Roles: a loader thread; features: two warpgroups, of q and of k; gradients: u
 // and e.
 #include "tile/tile.h"
@@ -55,7 +56,7 @@ TILE void make_features(const params &p, shared &s, int i) {
   run t = block_run(p);
   ring_pos at = {};
   rt<float, F> f, g;
-  float l = p.linear_factor[t.head], factor = i || l == 0.f ? 1.f : l;
+  float ratio = ratio_of(p.window_factor, p.linear_factor, t.head), factor = i || ratio == 0.f ? 1.f : ratio;
   if (t.first < t.end) sem_wait(s.maps, 0);
   for (int step = t.first; step < t.end; step += Q) {
     ring_wait(s.x_ring[i], at);

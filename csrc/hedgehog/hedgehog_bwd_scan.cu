@@ -1,6 +1,6 @@
-// The linear part's gradients, a pass over the sequence. With u_i, e_i, f_i (which has the factor l) and g_j of
+// The linear part's gradients, a pass over the sequence. With u_i, e_i, f_i (which has the factor r) and g_j of
 // hedgehog_bwd_pre.cu:
-//   forwards   S = sum of g_j [v_j, 1]^T,   df_i = l S [u_i, e_i],   dl = sum of f_i . df_i / l^2
+//   forwards   S = sum of g_j [v_j, 1]^T,   df_i = r S [u_i, e_i],   dr = sum of f_i . df_i / r^2
 //   BACKWARDS  S = sum of f_i [u_i, e_i]^T, dg_j = S [v_j, 1],       dv_j = S^T g_j
 // over the chunks in front of the window of i's, or behind that of j's, which begin one chunk further on. Then, where h
 // = softmax(y) or softmax(-y), dy = +-h (dh - h . dh). Where LOCAL, S does not have all of the linear part: some of it
@@ -181,7 +181,7 @@ TILE void run_state(const params &p, shared &s, int) {
   csum<F> z0, z1;
   const float *initial = initial_of(p, t);
   // Backwards, f has no factor where that is 0, and is not to be added.
-  bool adds = !BACKWARDS || p.linear_factor[t.head] != 0.f, late = begins_late(p, x);
+  bool adds = !BACKWARDS || ratio_of(p.window_factor, p.linear_factor, t.head) != 0.f, late = begins_late(p, x);
   clear(z0);
   clear(z1);
   fill(s0, 0.f);
@@ -322,7 +322,8 @@ TILE void readers(const params &p, shared &s, int) {
   rv e;
   if (p.only_state) return;
   const float *initial = initial_of(p, t);
-  float l = p.linear_factor[t.head], size = BACKWARDS || l == 0.f ? 1.f : fast_rcp(l), factor = BACKWARDS ? 1.f : l;
+  float ratio = ratio_of(p.window_factor, p.linear_factor, t.head), factor = BACKWARDS ? 1.f : ratio;
+  float size = BACKWARDS || ratio == 0.f ? 1.f : fast_rcp(ratio);
   bool late = begins_late(p, x);
   fill(all, 0.f);
   if (initial)
@@ -361,7 +362,7 @@ TILE void readers(const params &p, shared &s, int) {
         wg_sync();
       }
       if (over) clear_behind(s, a1.stage, t.end - step);
-      if (!BACKWARDS || p.linear_factor[t.head] != 0.f) {
+      if (!BACKWARDS || ratio != 0.f) {
         add_local(d0, d1, dv, p, s, e, r.stage, a1.stage, false);
         if (BACKWARDS && (i > 0 || t.before)) {
           int later = step_at(p, x, i);
@@ -382,6 +383,11 @@ TILE void readers(const params &p, shared &s, int) {
       map(dv, was, [](float a, float b) { return a + b; });
       wg_sync();
       put(p.dv, dv, s, p, t, step, over);
+    }
+    if (over && !BACKWARDS) {                          // the next row's steps have no share of dr
+      int steps = t.end - step;
+      map_rc(d0, [=](float y, int row, int) { return row < steps ? y : 0.f; });
+      map_rc(d1, [=](float y, int row, int) { return row < steps ? y : 0.f; });
     }
     through_softmax(d0, s.r[r.stage][0], size, factor, all);
     through_softmax(d1, s.r[r.stage][1], size, factor, all);

@@ -26,18 +26,22 @@ TILE void add_maps(const params &p, shared &, int) {
   store_rows<elem>(sum, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, p.count);
 }
 
+// Of the factors w and l only their ratio matters: dl = dr / w, dw = -dr l / w^2.
 TILE void add_factors(const params &p, shared &, int) {
-  int kind = block_index() % 2, head = block_index() / 2 - tiles(p) * p.heads;
+  int head = block_index() - 2 * tiles(p) * p.heads;
   if (head < 0) return;
   wv<64> sum, part;
   fill(sum, 0.f);
   for (int row = 0; row < p.rows; row++)
-    for (int i = 0; i < p.segments[kind]; i++) {
-      load(part, p.sums[kind] + (((int64_t)row * p.sum_stride + i) * p.heads + head) * 64, 1, 64, 0.f);
+    for (int i = 0; i < p.segments; i++) {
+      load(part, p.sums + (((int64_t)row * p.sum_stride + i) * p.heads + head) * 64, 1, 64, 0.f);
       map(sum, sum, part, [](float x, float y) { return x + y; });
     }
-  fill(part, sum_of(sum));
-  store(p.factor[kind] + head, 1, part, 1);
+  float w = fast_rcp(p.window_factor[head]), dl = sum_of(sum) * w;
+  fill(part, dl);
+  store(p.dlinear_factor + head, 1, part, 1);
+  fill(part, -dl * p.linear_factor[head] * w);
+  store(p.dwindow_factor + head, 1, part, 1);
 }
 
 typedef block<params, shared, init, role<add_maps, WARPGROUP, 1, 0>, role<add_factors, WARP, 1, 0>> kernel;

@@ -1,6 +1,6 @@
-// The window's share of Hedgehog's gradients. With u_i and e_i of hedgehog_bwd_pre.cu, E_ij = e^(s_ij - m_i), a_ij = w
-// E_ij and x_ij = E_ij (u_i . v_j + e_i):
-//   dv_j = sum over i of a_ij u_i,  dw = sum of x_ij,  ds_ij = w (x_ij - [s_ij = m_i] sum over j of x_ij / how many)
+// The window's share of Hedgehog's gradients. With u_i and e_i of hedgehog_bwd_pre.cu, a_ij = e^(s_ij - m_i) and x_ij =
+// a_ij (u_i . v_j + e_i):
+//   dv_j = sum over i of a_ij u_i,  ds_ij = x_ij - [s_ij = m_i] sum over j of x_ij / how many
 //   dq_i = scale sum over j of ds_ij k_j,  dk_j = scale sum over i of ds_ij q_i
 // where the sum of x_ij is not 0, because the linear part is not divided by e^(m_i).
 // A block walks over the chunks of a segment. Positions count chunks of k and v from the one in front of the first; the
@@ -86,7 +86,7 @@ TILE void less_maximum(rt<float, Q> &own, rt<float, Q> &other, rsum &ties, const
   each<Q>([](int, int, float x, float &n) { n += x == 0.f ? 1.f : 0.f; }, own, ties);
   each<Q>([](int, int, float x, float &n) { n += x == 0.f ? 1.f : 0.f; }, other, ties);
 }
-// x, which was u . v, becomes E (x + e). s is left as it is.
+// x, which was u . v, becomes a (x + e). s is left as it is.
 TILE void weigh(rt<float, Q> &x, rt<float, Q> &s, const rv &e, rsum &sum) {
   each<Q>([](int, int, float &y, float d, float b, float &l) {
     y = d == -infinity() ? 0.f : fast_exp2(d) * (y + b);
@@ -94,10 +94,10 @@ TILE void weigh(rt<float, Q> &x, rt<float, Q> &s, const rv &e, rsum &sum) {
   }, x, s, e, sum);
 }
 // s becomes a, x becomes ds.
-TILE void finish(rt<float, Q> &s, rt<float, Q> &x, const rv &share, float w, float scale) {
+TILE void finish(rt<float, Q> &s, rt<float, Q> &x, const rv &share, float scale) {
   each<Q>([=](int, int, float &d, float &y, float c) {
     y = scale * (y - (d == 0.f ? c : 0.f));
-    d = w * fast_exp2(d);
+    d = fast_exp2(d);
   }, s, x, share);
 }
 
@@ -133,10 +133,8 @@ TILE void scores(const params &p, shared &s, int) {
   rt<float, Q> own, other, own_u, other_u;
   rt<elem, Q> own_ds, other_ds;
   rt<float, D> dq;
-  rsum dw;
   rv e, share, count;
-  float w = p.window_factor[t.head], scale = p.scale * w;
-  fill(dw, 0.f);
+  float scale = p.scale;
   int n = t.chunks ? walks(p, t) : 0;
   if (n) {
     ring_wait(s.k_ring, ring_at<3>(0));
@@ -166,12 +164,11 @@ TILE void scores(const params &p, shared &s, int) {
     fill(sum, 0.f);
     weigh(own_u, own, e, sum);
     weigh(other_u, other, e, sum);
-    if (mine) add(dw, sum);
     reduce(share, sum);
     reduce(count, ties);
     map(share, share, count, [](float x, float n) { return x * fast_rcp(n); });
-    finish(own, own_u, share, w, scale);
-    finish(other, other_u, share, w, scale);
+    finish(own, own_u, share, scale);
+    finish(other, other_u, share, scale);
     ring_acquire(s.a_ring, to);
     store(s.a[0], own);
     store(s.a[1], other);
@@ -193,9 +190,6 @@ TILE void scores(const params &p, shared &s, int) {
     if (!mine) continue;
     put(p.dq, s.dq, dq, t, step, over, p.dq_data, p.dq_stride, p.key_dim, true);
   }
-  reduce(share, dw);
-  int64_t part = ((int64_t)t.row * p.sum_stride + t.segment) * p.steps.heads + t.head;
-  store(p.sums + part * Q, share, Q);
   tma_store_wait_read();
 }
 

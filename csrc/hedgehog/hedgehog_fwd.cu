@@ -1,8 +1,9 @@
 // Hedgehog's hybrid attention (Zhang et al. 2024, arXiv 2402.04347; with a window: Zhang et al. 2024, LoLCATs, arXiv
 // 2410.10254, equation 6), one pass over the sequence in chunks of 64 steps, the state in registers throughout:
-//   out_i = N_i / d_i,  N_i = w sum over the window of e^(s_ij - m_i) v_j + l sum in front of it of (f_i . g_j) v_j
-//   s_ij = scale q_i . k_j,  m_i its maximum in the window,  f = [softmax(q Q), softmax(-q Q)],  g that of k and K
-// and d_i the same with 1 for v_j. The linear part does not see m_i, so m_i is part of the definition. The window ends
+//   out_i = N_i / d_i,  N_i = sum over the window of e^(s_ij - m_i) v_j + sum in front of it of (f_i . g_j) v_j
+//   s_ij = scale q_i . k_j,  m_i its maximum in the window,  f = l / w [softmax(q Q), softmax(-q Q)]
+// g that of k and K, without the factors, which matter by their ratio alone, and d_i as N_i with 1 for v_j. The linear
+// part does not see m_i, so m_i is part of the definition. The window ends
 // with step i. It is step i's block of 64 and the one before. Where LOCAL: blocks of `window` steps, or the last
 // `window` steps, at most 64; then the linear part has some of these two chunks too, whose products are masked.
 // S, the sum of g_j v_j^T over all chunks but the last two, and z, the sum of g_j, lag one chunk behind the window.
@@ -92,7 +93,7 @@ TILE void make_features(const params &p, shared &s, int) {
   task t = block_task(p);
   ring_pos q = {}, z = {}, to = {}, k = {}, g_at = {};
   rt<float, F> f, g;
-  float factor = p.linear_factor[t.head];
+  float factor = ratio_of(p.window_factor, p.linear_factor, t.head);
   if (t.chunks) sem_wait(s.maps, 0);
   int made = 0;
   for (int i = 0; i < t.chunks; i++) {
@@ -207,8 +208,7 @@ TILE void run_state(const params &p, shared &s, int) {
 }
 
 // own: scores with the same chunk; other: with the one before, if there is one. They become weights of v.
-TILE void weigh(rt<float, Q> &own, rt<float, Q> &other, rsum &sum, float scale, float factor, const rv &first,
-                bool both) {
+TILE void weigh(rt<float, Q> &own, rt<float, Q> &other, rsum &sum, float scale, const rv &first, bool both) {
   rv high;
   if (LOCAL) {
     map_rc(own, first, [=](float x, float f, int row, int col) {
@@ -226,8 +226,8 @@ TILE void weigh(rt<float, Q> &own, rt<float, Q> &other, rsum &sum, float scale, 
   fill(high, -infinity());
   row_max(high, own);
   row_max(high, other);
-  map_row(own, high, [=](float x, float m) { return factor * fast_exp2(x - m); });
-  map_row(other, high, [=](float x, float m) { return factor * fast_exp2(x - m); });
+  map_row(own, high, [](float x, float m) { return fast_exp2(x - m); });
+  map_row(other, high, [](float x, float m) { return fast_exp2(x - m); });
   row_sum(sum, own);
   row_sum_add(sum, other);
 }
@@ -240,7 +240,7 @@ TILE void run_window(const params &p, shared &s, int) {
   rt<elem, Q> own_weights, other_weights;
   rv first, den, linear;
   rsum sum;
-  float scale = p.scale * LOG2E, factor = p.window_factor[t.head];
+  float scale = p.scale * LOG2E;
   if (LOCAL) window_begins(first, p.steps);
   if (t.chunks) {
     ring_wait(s.k_ring, ring_at<2>(0));
@@ -269,7 +269,7 @@ TILE void run_window(const params &p, shared &s, int) {
     } else mma_wait<0>(own, other);
     ring_release(s.q_ring, q);
     ring_release(s.k_ring, k0);
-    weigh(own, other, sum, scale, factor, first, both);
+    weigh(own, other, sum, scale, first, both);
     if (LOCAL) {
       rt<float, Q> product;
       ring_pos g0 = ring_at<GS>(i), g1 = ring_at<GS>(i + 1);

@@ -28,6 +28,11 @@ TILE int step_of(const hedgehog_steps &p, const task &t, int chunk) {
 // Steps of the next packed row are in the last chunk.
 TILE bool runs_over(const hedgehog_steps &p, const task &t, int step) { return p.starts && t.end - step < Q; }
 
+// The linear part's factor over the window's.
+TILE float ratio_of(const float *window, const float *linear, int head) {
+  return linear[head] * fast_rcp(window[head]);
+}
+
 // f = softmax(x map) and g = softmax(-x map), times a factor; columns from `count` on are 0.
 TILE void features(rt<float, F> &f, rt<float, F> &g, const st<elem, Q, D> &x, const st<elem, D, F> &map_, int count,
                    float factor) {
