@@ -34,6 +34,10 @@ static hedgehog_steps steps_of(const mg_call *c, const mg_hedgehog_bwd_args *a) 
   return (hedgehog_steps){.starts = mg_data(a->cu_seqlens), .count = (int)c->n.T, .heads = (int)c->n.H, .segments = 1,
                           .window = a->window, .sliding = a->sliding};
 }
+// What is known of each step of a head: e, and sums over its window.
+static float *known_of(const mg_call *c, const mg_hedgehog_bwd_args *a, int kind) {
+  return (float *)a->e->data + kind * c->n.B * c->n.H * c->n.T;
+}
 static void rows_map(mg_call *c, gmap *m, const mg_tensor *t) { mg_map_bthd(c, m, t, 64, 64); }
 
 static mg_status run_pre(mg_call *c, const mg_hedgehog_bwd_args *a) {
@@ -59,8 +63,8 @@ static mg_status run_pre(mg_call *c, const mg_hedgehog_bwd_args *a) {
 static mg_status run_window(mg_call *c, const mg_hedgehog_bwd_args *a) {
   if (!mg_choose_other(c, MG_OP_hedgehog_bwd_window)) return c->status;
   const int64_t chunks = mg_ceil_div(c->n.T, 64), blocks = c->n.R * c->n.H;
-  hedgehog_bwd_window_params p = {.steps = steps_of(c, a), .e = a->e->data, .key_dim = (int)c->n.K,
-                                  .value_dim = (int)c->n.V,
+  hedgehog_bwd_window_params p = {.steps = steps_of(c, a), .e = known_of(c, a, 0), .sums = known_of(c, a, 1),
+                                  .weights = known_of(c, a, 2), .key_dim = (int)c->n.K, .value_dim = (int)c->n.V,
                                   .scale = a->scale == 0 ? 1 / sqrtf((float)c->n.K) : a->scale};
   p.steps.segment = segment_of(c, chunks, blocks, a->cu_seqlens ? 1 : chunks, 4);
   p.steps.segments = segments_of(chunks, p.steps.segment);
@@ -99,7 +103,9 @@ static mg_status run_scan(mg_call *c, const mg_hedgehog_bwd_args *a, bool backwa
   const mg_tensor f = half_of(a->features, 0), g = half_of(a->features, 1), dy = half_of(a->dfeatures, backwards);
   if (!mg_choose_other(c, op)) return c->status;
   hedgehog_bwd_scan_params p = {.steps = steps_of(c, a), .window_factor = a->window_factor->data,
-                                .linear_factor = a->linear_factor->data, .e = a->e->data,
+                                .linear_factor = a->linear_factor->data, .e = known_of(c, a, 0),
+                                .den = a->den->data, .window_sums = known_of(c, a, 1),
+                                .window_weights = known_of(c, a, 2),
                                 .initial = mg_data(backwards ? a->dfinal_state : a->initial_state),
                                 .cuts = a->cuts->data, .final = backwards ? mg_data(a->dinitial_state) : NULL,
                                 .sums = a->sums->data, .cut_stride = (int)c->n.CUTS, .sum_stride = (int)c->n.SLOTS,

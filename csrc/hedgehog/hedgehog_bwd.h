@@ -19,6 +19,7 @@ typedef struct hedgehog_bwd_window_params {
   gmap q, k, v, u, dq, dk, dv;
   hedgehog_steps steps;
   const float *e;
+  float *sums, *weights;    // [batch, heads, steps]: in the window, of what the weights' gradients are, and of these
   // again, for the last chunks of packed rows: strides of step and head in elements
   void *dq_data, *dk_data, *dv_data;
   int64_t dq_stride[2], dk_stride[2], dv_stride[2];
@@ -32,7 +33,8 @@ typedef struct hedgehog_bwd_scan_params {
   gmap r, u;                // who reads it: features, vectors
   gmap dy, dv;              // results: of x map; of v, to which is added
   hedgehog_steps steps;     // segments count in the order of the pass
-  const float *window_factor, *linear_factor, *e;
+  const float *window_factor, *linear_factor, *e, *den;
+  const float *window_sums, *window_weights;    // as in hedgehog_bwd_window_params; forwards
   const float *initial;     // [rows, heads, 2 count, value_dim + 1] or NULL: in front of the pass
   float *cuts;              // [rows, cut_stride, the same]: in front of segments 1, 2, ...; only_state: written
   float *final;             // behind the pass, or NULL

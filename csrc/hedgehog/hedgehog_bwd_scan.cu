@@ -1,11 +1,12 @@
 // The linear part's gradients, a pass over the sequence. With u_i, e_i, f_i (which has the factor r) and g_j of
 // hedgehog_bwd_pre.cu:
-//   forwards   S = sum of g_j [v_j, 1]^T,   df_i = r S [u_i, e_i],   dr = sum of f_i . df_i / r^2
+//   forwards   S = sum of g_j [v_j, 1]^T,   df_i = r S [u_i, e_i],   dr = sum of x_i / r,  x_i = f_i . df_i / r
 //   BACKWARDS  S = sum of f_i [u_i, e_i]^T, dg_j = S [v_j, 1],       dv_j = S^T g_j
 // over the chunks in front of the window of i's, or behind that of j's, which begin one chunk further on. Then, where h
 // = softmax(y) or softmax(-y), dy = +-h (dh - h . dh). Where LOCAL, S does not have all of the linear part: some of it
 // lies in two chunks whose products are masked. Backwards, S begins with the gradient of the final state, which has all
-// chunks but the last.
+// chunks but the last. Over the window and the linear part, the gradients of weights times these add up to 0. They do
+// not quite, because e_i comes of the rounded out_i; so x_i is put right, of which dr adds up many.
 // Chunks count in the order of the pass. Positions count those of the state's side from the one in front of the first;
 // the reader's chunk i meets positions i and i + 1, and S has the positions before i.
 // Roles: a loader thread; state: S of position i to shared memory, then + position i; readers: the gradients.
@@ -232,6 +233,24 @@ TILE void add_column(rt<float, F> &dh, const rv &weight, const sv<4 * F> &z, con
   if (begun) each<F>([](int, int, float &x, float w, float z) { x = fused(w, z, x); }, dh, weight, begin);
 }
 
+// What x_i is where the sums over the window and over the linear part are 0 together, and adds it to `all`. d_i = window
+// weights + r f_i . z.
+TILE void put_right(rv &all, const rsum &sum, const params &p, int64_t row, int steps, float ratio) {
+  rv x, window, weights, den;
+  reduce(x, sum);
+  load(window, p.window_sums + row, steps, 0.f);
+  load(weights, p.window_weights + row, steps, 1.f);
+  load(den, p.den + row, steps, 1.f);
+  map(weights, weights, den, [](float a, float d) { return a * fast_rcp(d); });
+  if (ratio != 0.f) {
+    float size = fast_rcp(ratio);
+    map(window, window, weights, [=](float y, float a) { return (1.f - a) * y * size; });
+    map(x, x, weights, [](float y, float a) { return a * y; });
+    map(x, x, window, [](float y, float z) { return y - z; });
+  }
+  map(all, all, x, [](float a, float b) { return a + b; });
+}
+
 // Which pairs of a reader's row and a column of the state's side are linear, of two chunks: `other` is the state's in
 // front of the reader's in the order of the pass.
 TILE bool far(int row, int col, bool other, int w, bool sliding) {
@@ -273,7 +292,7 @@ TILE void add_local(rt<float, F> &d0, rt<float, F> &d1, rt<float, D> &dv, const 
   mma_wait<0>(dv, weights);
 }
 
-// dh becomes +-h (dh - h . dh), times two factors; h may be of another size. sum: of h . dh.
+// dh becomes +-h (dh - h . dh), times a factor; h may be of another size. all: adds h . dh.
 TILE void through_softmax(rt<float, F> &dh, const st<elem, Q, F> &h, float size, float factor, rsum &all) {
   rt<float, F> x;
   rsum sum;
@@ -318,8 +337,7 @@ TILE void readers(const params &p, shared &s, int) {
   ring_pos r = {}, from = {}, old = {};
   rt<float, F> d0, d1;
   rt<float, D> dv, was;
-  rsum all;
-  rv e;
+  rv e, all;
   if (p.only_state) return;
   const float *initial = initial_of(p, t);
   float ratio = ratio_of(p.window_factor, p.linear_factor, t.head), factor = BACKWARDS ? 1.f : ratio;
@@ -337,6 +355,8 @@ TILE void readers(const params &p, shared &s, int) {
   for (int i = 0; i < t.chunks; i++) {
     ring_pos a0 = ring_at<2>(i), a1 = ring_at<2>(i + 1);
     int step = step_at(p, x, i + 1);
+    rsum sum;
+    fill(sum, 0.f);
     bool over = runs_over(p.steps, t, step), begun = initial && (!late || i > 0);
     if (BACKWARDS) fill(e, 1.f);
     else load(e, e_of(p, t, step), t.end - step, 0.f);
@@ -389,8 +409,9 @@ TILE void readers(const params &p, shared &s, int) {
       map_rc(d0, [=](float y, int row, int) { return row < steps ? y : 0.f; });
       map_rc(d1, [=](float y, int row, int) { return row < steps ? y : 0.f; });
     }
-    through_softmax(d0, s.r[r.stage][0], size, factor, all);
-    through_softmax(d1, s.r[r.stage][1], size, factor, all);
+    through_softmax(d0, s.r[r.stage][0], size, factor, sum);
+    through_softmax(d1, s.r[r.stage][1], size, factor, sum);
+    if (!BACKWARDS) put_right(all, sum, p, e_of(p, t, step) - p.e, t.end - step, ratio);
     ring_done(s.r_ring, r);
     map(d0, d1, [](float a, float b) { return a - b; });
     tma_store_wait_read();
@@ -399,9 +420,8 @@ TILE void readers(const params &p, shared &s, int) {
     put_dy(d0, s, p, t, step, over);
   }
   if (!BACKWARDS) {
-    reduce(e, all);
     int64_t part = ((int64_t)t.row * p.sum_stride + t.segment) * p.steps.heads + t.head;
-    store(p.sums + part * Q, e, Q);
+    store(p.sums + part * Q, all, Q);
   }
   tma_store_wait_read();
 }

@@ -86,18 +86,21 @@ TILE void less_maximum(rt<float, Q> &own, rt<float, Q> &other, rsum &ties, const
   each<Q>([](int, int, float x, float &n) { n += x == 0.f ? 1.f : 0.f; }, own, ties);
   each<Q>([](int, int, float x, float &n) { n += x == 0.f ? 1.f : 0.f; }, other, ties);
 }
-// x, which was u . v, becomes a (x + e). s is left as it is.
-TILE void weigh(rt<float, Q> &x, rt<float, Q> &s, const rv &e, rsum &sum) {
-  each<Q>([](int, int, float &y, float d, float b, float &l) {
-    y = d == -infinity() ? 0.f : fast_exp2(d) * (y + b);
+// s, less its maximum, becomes a, negative where that is the maximum; x, which was u . v, becomes a (x + e). Sums of both.
+TILE void weigh(rt<float, Q> &x, rt<float, Q> &s, const rv &e, rsum &sum, rsum &weights) {
+  each<Q>([](int, int, float &y, float &d, float b, float &l, float &m) {
+    float a = fast_exp2(d);
+    y = d == -infinity() ? 0.f : a * (y + b);
+    d = d == 0.f ? -a : a;
     l += y;
-  }, x, s, e, sum);
+    m += a;
+  }, x, s, e, sum, weights);
 }
-// s becomes a, x becomes ds.
+// Its sign is taken from a, x becomes ds.
 TILE void finish(rt<float, Q> &s, rt<float, Q> &x, const rv &share, float scale) {
   each<Q>([=](int, int, float &d, float &y, float c) {
-    y = scale * (y - (d == 0.f ? c : 0.f));
-    d = fast_exp2(d);
+    y = scale * (y - (d < 0.f ? c : 0.f));
+    d = fabsf(d);
   }, s, x, share);
 }
 
@@ -144,8 +147,9 @@ TILE void scores(const params &p, shared &s, int) {
     ring_pos k0 = ring_at<3>(i), k1 = ring_at<3>(i + 1), v0 = ring_at<2>(i), v1 = ring_at<2>(i + 1);
     int step = t.first + i * Q;
     bool both = i > 0 || t.before, over = runs_over(p.steps, t, step), mine = i < t.chunks;
-    rsum ties, sum;
-    load(e, p.e + ((int64_t)t.batch * p.steps.heads + t.head) * p.steps.count + step, t.end - step, 0.f);
+    rsum ties, sum, weights;
+    int64_t row = ((int64_t)t.batch * p.steps.heads + t.head) * p.steps.count + step;
+    load(e, p.e + row, t.end - step, 0.f);
     ring_wait(s.k_ring, k1);
     ring_wait(s.v_ring, v1);
     ring_wait(s.q_ring, q);
@@ -162,9 +166,13 @@ TILE void scores(const params &p, shared &s, int) {
     mma_wait<0>(own_u, other_u);
     ring_release(s.v_ring, v0);
     fill(sum, 0.f);
-    weigh(own_u, own, e, sum);
-    weigh(other_u, other, e, sum);
+    fill(weights, 0.f);
+    weigh(own_u, own, e, sum, weights);
+    weigh(other_u, other, e, sum, weights);
     reduce(share, sum);
+    reduce(count, weights);
+    if (mine) store(p.sums + row, share, t.end - step);
+    if (mine) store(p.weights + row, count, t.end - step);
     reduce(count, ties);
     map(share, share, count, [](float x, float n) { return x * fast_rcp(n); });
     finish(own, own_u, share, scale);
