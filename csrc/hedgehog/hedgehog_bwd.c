@@ -81,17 +81,14 @@ static mg_status run_window(mg_call *c, const mg_hedgehog_bwd_args *a) {
   return mg_run(c, &p, mg_tasks(c, blocks * p.steps.segments, "blocks"));
 }
 
-// The states in front of a pass's segments; the kernels for blocks of 64 steps do that for all windows.
-static mg_status run_cuts(mg_call *c, hedgehog_bwd_scan_params *p, mg_op op) {
-  const int64_t local = c->n.SPLIT, blocks = c->n.R * c->n.H;
+// The states in front of a pass's segments.
+static mg_status run_cuts(mg_call *c, hedgehog_bwd_scan_params *p) {
+  const int64_t blocks = c->n.R * c->n.H;
   hedgehog_join_params join = {.cuts = p->cuts, .initial = p->initial, .cut = p->steps.segments - 1,
                                .cut_stride = p->cut_stride, .heads = p->steps.heads,
                                .size = (int64_t)2 * p->count * (p->value_dim + 1)};
-  c->problem.size.SPLIT = 0;
   p->only_state = 1;
-  mg_choose_other(c, op);
   mg_run(c, p, mg_tasks(c, blocks * join.cut, "blocks"));
-  c->problem.size.SPLIT = local;
   p->only_state = 0;
   if (c->status || (join.cut == 1 && !join.initial) || !mg_choose_other(c, MG_OP_hedgehog_join)) return c->status;
   return mg_run(c, &join, mg_tasks(c, blocks * mg_ceil_div(join.size, 64 * c->desc->tile_n), "tiles"));
@@ -123,7 +120,7 @@ static mg_status run_scan(mg_call *c, const mg_hedgehog_bwd_args *a, bool backwa
     rows_map(c, &p.dy, &dy);
     rows_map(c, &p.dv, a->dv);
   }
-  if (p.steps.segments > 1 && (run_cuts(c, &p, op) || !mg_choose_other(c, op))) return c->status;
+  if (p.steps.segments > 1 && (run_cuts(c, &p) || !mg_choose_other(c, op))) return c->status;
   return mg_run(c, &p, mg_tasks(c, blocks * p.steps.segments, "blocks"));
 }
 

@@ -30,7 +30,7 @@ struct shared {
   ring<2> a_ring;                // with b
   ring<2> r_ring;                // with u
   ring<1, ASYNC_READS> state_ring;
-  ring<1> dv_ring;
+  ring<1, ASYNC_READS> dv_ring;  // the release of r_ring, in front of its own, fences
 };
 typedef hedgehog_bwd_scan_params params;
 
@@ -38,7 +38,7 @@ TILE void init(shared &s) {
   ring_init(s.a_ring, arrivals(1, 0, 0), arrivals(0, 0, 1 + LOCAL));
   ring_init(s.r_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
   ring_init(s.state_ring, arrivals(0, 0, 1), arrivals(0, 0, 1));
-  ring_init(s.dv_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
+  if (BACKWARDS) ring_init(s.dv_ring, arrivals(1, 0, 0), arrivals(0, 0, 1));
 }
 
 // `first` and `end` are the row's; `all` of its chunks, of which the block's first is `begin` in the order of the pass.
@@ -85,6 +85,10 @@ TILE void loader(const params &p, shared &s, int) {
     tma_load(s.u[at.stage], p.u, s.r_ring.full[at.stage], step, 0, t.head, t.batch);
     if (!BACKWARDS) continue;
     ring_acquire(s.dv_ring, one);
+    if (runs_over(p.steps, t, step)) {                 // only the row's own steps may be read
+      sem_arrive<THREAD>(s.dv_ring.full[0]);
+      continue;
+    }
     ring_expect(s.dv_ring, one, tile_bytes(s.dv));
     tma_load(s.dv, p.dv, s.dv_ring.full[0], step, 0, t.head, t.batch);
   }
@@ -210,12 +214,13 @@ TILE void run_state(const params &p, shared &s, int) {
     }
     ring_wait(s.a_ring, a);
     if ((i > 0 || t.before) && adds) add_position(s0, s1, z0, z1, p, s, x, i, a.stage);
+    if (LOCAL && p.only_state) ring_release(s.a_ring, a);      // for the readers, who have ended
     ring_done(s.a_ring, a);
   }
   if (finishes(p, x)) {
     if (t.chunks) {
       ring_acquire(s.state_ring, to);                  // the parts have been read, and what readers clear is cleared
-      ring_wait(s.a_ring, a);
+      if (!LOCAL) ring_wait(s.a_ring, a);              // else readers have waited
       if (adds) add_position(s0, s1, z0, z1, p, s, x, t.chunks, a.stage);
     }
     keep_state(s0, s1, z0, z1, p, s, initial, state_at(p, t, p.final, t.row));
@@ -318,6 +323,13 @@ TILE void put(const gmap &m, const rt<float, D> &x, shared &s, const params &p, 
   wg_sync();
   tma_store(m, s.dv, step, 0, t.head, t.batch);
 }
+TILE void load_rest(shared &s, const params &p, const task &t, int step) {
+  int64_t ld = p.dv_stride[0];
+  int steps = t.end - step;
+  const elem *from = (const elem *)p.dv_data + step * ld + t.head * p.dv_stride[1];
+  load_rows(s.dv, [=](int row) { return row < steps ? from + row * ld : (const elem *)nullptr; }, p.value_dim);
+  wg_sync();
+}
 TILE void put_dy(const rt<float, F> &x, shared &s, const params &p, const task &t, int step, bool over) {
   if (over) {
     int64_t ld = p.dy_stride[0];
@@ -377,7 +389,6 @@ TILE void readers(const params &p, shared &s, int) {
       ring_wait(s.a_ring, a1);
       if (BACKWARDS) {
         load(here, e_of(p, t, step), t.end - step, 0.f);
-        wg_sync();
         store(s.e, here);
         wg_sync();
       }
@@ -393,12 +404,13 @@ TILE void readers(const params &p, shared &s, int) {
         }
         if (i > 0 || t.before) add_local(d0, d1, dv, p, s, e, r.stage, a0.stage, true);
       }
-      ring_release(s.a_ring, a0);
+      sem_arrive(s.a_ring.empty[a0.stage]);            // read by products alone
     }
     ring_release(s.state_ring, from);
     ring_next(s.state_ring, from);
     if (BACKWARDS) {
       ring_wait(s.dv_ring, old);
+      if (over) load_rest(s, p, t, step);
       load(was, s.dv);
       map(dv, was, [](float a, float b) { return a + b; });
       wg_sync();

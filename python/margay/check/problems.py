@@ -348,6 +348,10 @@ def hedgehog(row, large):
     shapes = [("large", 3000, 8, 0, "", 64, False), ("few blocks", 2000, 2, 0, "states", 64, False)] if large else []
     local = c.get("LOCAL")
     shapes += (HEDGEHOG_LOCAL if local else HEDGEHOG if local == 0 else HEDGEHOG[:3] + HEDGEHOG_LOCAL[:1])
+    if row["op"] in ("hedgehog_bwd", "hedgehog_bwd_maps"):
+        shapes.append(("runs of chunks", 330, 8, 0, "", 64, False))
+    if row["op"] in ("hedgehog_bwd_scan", "hedgehog_bwd_back"):
+        shapes.append(("states, more chunks", 330, 2, 0, "states", 16 if local else 64, False))
     if row["op"] in ("hedgehog_cuts", "hedgehog_join"):
         shapes = [shape for shape in (*shapes, HEDGEHOG[3], HEDGEHOG_LOCAL[2]) if shape[0] not in ("plain", "packed")
                   and shape[1] > 1000]
@@ -474,7 +478,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts,
        "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd,
        "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
-       "hedgehog": hedgehog, "hedgehog_cuts": hedgehog, "hedgehog_join": hedgehog,
+       "hedgehog": hedgehog, "hedgehog_cuts": hedgehog, "hedgehog_join": hedgehog, "hedgehog_bwd": hedgehog,
+       "hedgehog_bwd_window": hedgehog, "hedgehog_bwd_scan": hedgehog, "hedgehog_bwd_back": hedgehog,
+       "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "causal_conv1d_step": causal_conv1d_step}
 
@@ -517,7 +523,7 @@ class Problem:
             self.call()
         if not launches:
             raise RuntimeError(f"{self.kernel.name}: {self.label} did not launch it")
-        return reports[0]
+        return next(filter(None, reports), None)       # a call may launch it more than once
 
 
 @contextlib.contextmanager
