@@ -17,7 +17,7 @@ def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, 
     f_i = [softmax(q_i q_map), softmax(-q_i q_map)], g_j the same of k_j and k_map.
 
     q, k [B, T, H, K], v, out [B, T, H, V], q_map, k_map [H, K, F]; 1 <= K, V <= 128, 1 <= F <= 64. bfloat16 or float16,
-    on the CPU also float32. w = window_factor, l = linear_factor: [H] of any of these types, or numbers. PyTorch
+    on the CPU also float32. w = window_factor, not 0, and l = linear_factor: [H] of any of these types, or numbers. PyTorch
     tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
 
     window, sliding: i's window ends with step i. It begins with the block of `window` steps before i's own, blocks
@@ -58,16 +58,14 @@ def _factor(op, library, name, factor, q):
     """A head's each, as float32."""
     if hasattr(factor, "dtype"):
         return library.as_float32(op, name, factor)
-    try:
-        number = float(factor)
-    except (TypeError, ValueError):
-        raise TypeError(f"{op}: {name} is {type(factor).__name__}, expected a tensor or a number") from None
+    if not hasattr(factor, "__float__"):
+        raise TypeError(f"{op}: {name} is {type(factor).__name__}, expected a tensor or a number")
     heads = q.shape[2] if q.ndim == 4 else 0
     if hasattr(q, "new_full"):
-        return q.new_full((heads,), number, dtype=sys.modules["torch"].float32)
+        return q.new_full((heads,), float(factor), dtype=sys.modules["torch"].float32)
     import numpy as np
 
-    return np.full((heads,), number, np.float32)
+    return np.full((heads,), float(factor), np.float32)
 
 
 def _packed(op, library, state):
