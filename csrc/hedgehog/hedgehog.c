@@ -4,8 +4,8 @@
 #include "hedgehog/hedgehog.h"
 #include "runtime/runtime.h"
 
-// cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Steps
-// behind have no result.
+// cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Of
+// steps behind, out and all gradients are 0.
 static mg_status check_starts(const mg_tensor *t, int64_t steps) {
   const int32_t *start = t->data;
   const int64_t n = t->shape[0];
@@ -44,8 +44,8 @@ mg_status mg_hedgehog(const mg_hedgehog_args *a) {
   if (!mg_begin(&c, MG_OP_hedgehog, a)) return c.status;
   if ((a->cu_seqlens && (c.status = check_starts(a->cu_seqlens, c.n.T))) || !mg_choose(&c)) return c.status;
   hedgehog_fwd_params p = {
-    .steps = {.starts = mg_data(a->cu_seqlens), .count = (int)c.n.T, .heads = (int)c.n.H, .segments = 1,
-              .window = a->window, .sliding = a->sliding},
+    .steps = {.starts = mg_data(a->cu_seqlens), .count = (int)c.n.T, .rows = (int)c.n.R, .heads = (int)c.n.H,
+              .segments = 1, .window = a->window, .sliding = a->sliding},
     .window_factor = a->window_factor->data, .linear_factor = a->linear_factor->data,
     .initial = mg_data(a->initial_state), .final = mg_data(a->final_state), .den = a->den->data,
     .out_data = a->out->data, .out_step = a->out->stride[1], .out_head = a->out->stride[2], .count = (int)c.n.F,

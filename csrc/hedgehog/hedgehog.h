@@ -7,7 +7,7 @@
 // Which steps of a batch a block works on, and which of them a step's window holds.
 typedef struct hedgehog_steps {
   const int *starts;        // [rows + 1]: row i is steps starts[i] .. starts[i + 1] - 1 of batch 0; NULL: of batch i
-  int count, heads;         // steps of a batch
+  int count, rows, heads;   // steps of a batch
   int segments, segment;    // of a row, chunks of one; the last has the rest. Packed rows have one
   int window, sliding;      // steps; 1: each step's own window, 0: its block of `window` steps and the one before
 } hedgehog_steps;

@@ -31,8 +31,8 @@ static void place_of(void **data, int64_t *stride, const mg_tensor *t) {
   stride[1] = t->stride[2];
 }
 static hedgehog_steps steps_of(const mg_call *c, const mg_hedgehog_bwd_args *a) {
-  return (hedgehog_steps){.starts = mg_data(a->cu_seqlens), .count = (int)c->n.T, .heads = (int)c->n.H, .segments = 1,
-                          .window = a->window, .sliding = a->sliding};
+  return (hedgehog_steps){.starts = mg_data(a->cu_seqlens), .count = (int)c->n.T, .rows = (int)c->n.R, .heads = (int)c->n.H,
+                          .segments = 1, .window = a->window, .sliding = a->sliding};
 }
 // What is known of each step of a head: e, and sums over its window.
 static float *known_of(const mg_call *c, const mg_hedgehog_bwd_args *a, int kind) {

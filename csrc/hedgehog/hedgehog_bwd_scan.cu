@@ -436,6 +436,7 @@ TILE void readers(const params &p, shared &s, int) {
     store(p.sums + part * Q, all, Q);
   }
   tma_store_wait_read();
+  clear_rest(p.steps, t, p.dy_data, p.dy_stride[0], p.dy_stride[1], F);
 }
 
 typedef block<params, shared, init, role<readers, WARPGROUP, 1, 232>, role<run_state, WARPGROUP, 1, 224>,

@@ -199,6 +199,7 @@ TILE void scores(const params &p, shared &s, int) {
     put(p.dq, s.dq, dq, t, step, over, p.dq_data, p.dq_stride, p.key_dim, true);
   }
   tma_store_wait_read();
+  clear_rest(p.steps, t, p.dq_data, p.dq_stride[0], p.dq_stride[1], p.key_dim);
 }
 
 TILE void keys(const params &p, shared &s, int) {
@@ -233,6 +234,8 @@ TILE void keys(const params &p, shared &s, int) {
     ring_done(s.q_ring, q);
   }
   tma_store_wait_read();
+  clear_rest(p.steps, t, p.dk_data, p.dk_stride[0], p.dk_stride[1], p.key_dim);
+  clear_rest(p.steps, t, p.dv_data, p.dv_stride[0], p.dv_stride[1], p.value_dim);
 }
 
 typedef block<params, shared, init, role<scores, WARPGROUP, 1, 232>, role<keys, WARPGROUP, 1, 200>,

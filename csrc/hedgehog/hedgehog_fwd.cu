@@ -343,6 +343,7 @@ TILE void run_window(const params &p, shared &s, int) {
     }
   }
   tma_store_wait_read();
+  clear_rest(p.steps, t, p.out_data, p.out_step, p.out_head, p.value_dim);
 }
 
 typedef block<params, shared, init, role<run_window, WARPGROUP, 1, 192>, role<run_state, WARPGROUP, 1, 160>,

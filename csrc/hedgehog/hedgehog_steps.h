@@ -28,6 +28,19 @@ TILE int step_of(const hedgehog_steps &p, const task &t, int chunk) {
 // Steps of the next packed row are in the last chunk.
 TILE bool runs_over(const hedgehog_steps &p, const task &t, int step) { return p.starts && t.end - step < Q; }
 
+// Steps behind the last packed row are in no sequence: 0. ld, head: strides of step and head in elements.
+TILE void clear_rest(const hedgehog_steps &p, const task &t, void *data, int64_t ld, int64_t head, int dim) {
+  if (!p.starts || t.row + 1 < p.rows) return;
+  rt<float, 64> zero;
+  fill(zero, 0.f);
+  for (int step = t.end; step < p.count; step += Q)
+    for (int col = 0; col < dim; col += 64) {
+      elem *to = (elem *)data + step * ld + t.head * head + col;
+      int steps = p.count - step;
+      store_rows<elem>(zero, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, dim - col);
+    }
+}
+
 // The linear part's factor over the window's.
 TILE float ratio_of(const float *window, const float *linear, int head) {
   return linear[head] * fast_rcp(window[head]);

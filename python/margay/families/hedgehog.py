@@ -2,10 +2,7 @@
 
 import sys
 
-from margay._shared import checked_scale, dtype_name, functions, integer, is_torch, of_row, shape
-
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
-
+from margay._shared import as_int32, checked_scale, functions, integer, is_torch, of_row, rows_library, shape
 
 def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, sliding=False, scale=None,
              initial_state=None, output_final_state=False, cu_seqlens=None):
@@ -33,7 +30,7 @@ def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, 
     """
     op = "hedgehog"
     scale, window = checked_scale(op, scale), integer(op, "window", window)
-    library = _library(is_torch(op, "q", q))
+    library = rows_library(is_torch(op, "q", q))
     window_factor = _factor(op, library, "window_factor", window_factor, q)
     linear_factor = _factor(op, library, "linear_factor", linear_factor, q)
     if initial_state is not None:
@@ -44,14 +41,6 @@ def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, 
     out, state = run(q, k, v, q_map, k_map, window_factor, linear_factor, initial_state, cu_seqlens, window,
                      bool(sliding), scale)
     return (out, (state[..., :-1], state[..., -1])) if output_final_state else out
-
-
-def _library(torch_):
-    if torch_:
-        from margay import _torch as library
-    else:
-        from margay import _numpy as library
-    return library
 
 
 def _factor(op, library, name, factor, q):
@@ -86,10 +75,7 @@ def _packed(op, library, state):
 def _starts(op, starts, q):
     """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
     result."""
-    dtype = dtype_name(starts) if hasattr(starts, "dtype") else None
-    if dtype not in _INTEGERS:
-        found = f"a tensor of dtype {dtype}" if dtype else type(starts).__name__
-        raise TypeError(f"{op}: cu_seqlens is {found}, expected a tensor of int32")
+    starts = as_int32(op, "cu_seqlens", starts)
     torch = sys.modules.get("torch")
     seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
     if torch is not None and isinstance(starts, torch.Tensor):
@@ -99,7 +85,7 @@ def _starts(op, starts, q):
         if last < steps:
             raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
                              "are)")
-    return starts if dtype == "int32" else starts.int() if hasattr(starts, "int") else starts.astype("int32")
+    return starts
 
 
 def _explained(op, library, named, given):
