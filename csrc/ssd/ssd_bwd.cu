@@ -43,7 +43,7 @@ struct shared {
   found f[2];
   sv<Q> changes;
   parked kept;
-  ring<STAGES> inputs;
+  ring<STAGES, ASYNC_READS> inputs;
   ring<V, ASYNC_READS> v_ring;     // plain stores only, which need no fence
   ring<2, ASYNC_READS> f_ring;
   sem bc_full, r_full;
@@ -384,8 +384,7 @@ TILE void pairs(const params &p, shared &s, int) {
     tma_store_wait_read();
     wg_sync();
     mma_wait<0>(dx, weights);
-    sem_arrive(s.inputs.empty[at.stage]);     // read by products alone
-    ring_next(s.inputs, at);
+    ring_done(s.inputs, at);
     put_dx(p, s, t, dx, head, w.part * 64);
   }
   store(s.r, r);
@@ -393,8 +392,7 @@ TILE void pairs(const params &p, shared &s, int) {
   sem_arrive(s.r_full);
   for (int u = t.units; u < PASSES * t.units; u++) {
     ring_wait(s.inputs, at);
-    sem_arrive(s.inputs.empty[at.stage]);
-    ring_next(s.inputs, at);
+    ring_done(s.inputs, at);
     ring_wait(s.v_ring, vs);
     ring_done(s.v_ring, vs);
     ring_acquire(s.f_ring, with);
