@@ -3,6 +3,8 @@
 #include <math.h>
 #include "ssd/scan.h"
 
+enum { MOST_K = 256, MOST_V = 128 };             // of the scan's kernels: N and P
+
 // The tensors of a pass by ssd's names, with its sizes: x and y have P columns, b and c N. turned: of its states.
 typedef struct pass { mg_op op; const mg_tensor *y, *x, *b, *c, *initial, *final; int64_t P, N; bool turned; } pass;
 
@@ -26,6 +28,10 @@ static ssd_form form(const mg_call *c, mg_op op, const mg_tensor *g, const mg_te
 mg_status mg_linear_attention(const mg_linear_attention_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_linear_attention, a)) return c.status;
+  if (c.n.K > MOST_K || c.n.V > MOST_V)          // ssd's rows would say it in their own terms
+    return mg_fail(MG_UNSUPPORTED, "linear_attention: %s has head dim %lld, kernels exist up to %d",
+                   c.n.K > MOST_K ? "q" : "v", (long long)(c.n.K > MOST_K ? c.n.K : c.n.V),
+                   c.n.K > MOST_K ? MOST_K : MOST_V);
   set_sizes(&c, c.n.V, c.n.K);
   const ssd_form f = form(&c, MG_OP_ssd, a->g, a->g_head, a->scale, true);
   const mg_ssd_args s = {.y = a->out, .final_states = a->final_state, .cuts = a->cuts, .decays = a->decays, .x = a->v,
