@@ -7,11 +7,11 @@ import json
 import os
 import platform
 import re
-import zlib
 import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
