@@ -55,13 +55,13 @@ mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
     .y_data = a->y->data, .y_step = a->y->stride[1], .y_head = a->y->stride[2], .steps = (int)c->n.T, .segments = 1,
     .rows = (int)c->n.R, .heads = (int)c->n.H, .group_heads = (int)(c->n.H / c->n.G), .head_dim = (int)c->n.P,
     .state_dim = (int)c->n.N};
-  if (c->n.T) {
+  const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n);
+  if (c->n.T && blocks) {     // the driver refuses to map what has no elements
     mg_map_bthd(c, &p.x, a->x, 64, 64);
     mg_map_bthd(c, &p.y, a->y, 64, 64);
     mg_map_bthd(c, &p.b, a->b, 64, 64);
     mg_map_bthd(c, &p.c, a->c, 64, 64);
   }
-  const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n);
   const int64_t segment = segment_of(c, a->cu_seqlens || !a->cuts, blocks);
   p.segment = (int)segment;
   if (c->n.T > segment) {
