@@ -9,6 +9,10 @@ typedef struct segment { int first, chunks; } segment;
 
 static float *data_of(const mg_tensor *t) { return t ? t->data : NULL; }
 
+// Nothing is copied of a tensor without elements, and the driver refuses to map one.
+static void map_bthd(mg_call *c, gmap *m, const mg_tensor *t) { if (!mg_is_empty(t)) mg_map_bthd(c, m, t, 64, 64); }
+static void map_stack(mg_call *c, gmap *m, const mg_tensor *t) { if (!mg_is_empty(t)) mg_map_stack(c, m, t, 64, 64); }
+
 // What the scan is of, for all of its launches.
 typedef struct scan { mg_call *c; const mg_ssd_bwd_args *a; const ssd_form *f; } scan;
 
@@ -23,10 +27,9 @@ static ssd_steps steps_of(const scan *x) {
 // What of a pass the call's tensors say.
 static ssd_pass pass_of(mg_call *c, const mg_ssd_bwd_args *a, bool backwards, bool keep) {
   ssd_pass q = {.backwards = backwards, .keep = keep};
-  if (!c->n.T) return q;
-  mg_map_bthd(c, &q.a, backwards ? a->dy : a->x, 64, 64);
-  mg_map_bthd(c, &q.b, backwards ? a->c : a->b, 64, 64);
-  mg_map_stack(c, &q.states, backwards ? a->dstates : a->states, 64, 64);
+  map_bthd(c, &q.a, backwards ? a->dy : a->x);
+  map_bthd(c, &q.b, backwards ? a->c : a->b);
+  map_stack(c, &q.states, backwards ? a->dstates : a->states);
   return q;
 }
 
@@ -66,13 +69,13 @@ static mg_status run_gradients(const scan *x, segment s) {
   strides_of(p.dx_stride, a->dx);
   strides_of(p.db_stride, a->db);
   strides_of(p.dc_stride, a->dc);
-  mg_map_bthd(c, &p.x, a->x, 64, 64);
-  mg_map_bthd(c, &p.dy, a->dy, 64, 64);
-  mg_map_bthd(c, &p.dx, a->dx, 64, 64);
-  mg_map_bthd(c, &p.b, a->b, 64, 64);
-  mg_map_bthd(c, &p.c, a->c, 64, 64);
-  mg_map_stack(c, &p.states, a->states, 64, 64);
-  mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
+  map_bthd(c, &p.x, a->x);
+  map_bthd(c, &p.dy, a->dy);
+  map_bthd(c, &p.dx, a->dx);
+  map_bthd(c, &p.b, a->b);
+  map_bthd(c, &p.c, a->c);
+  map_stack(c, &p.states, a->states);
+  map_stack(c, &p.dstates, a->dstates);
   const int64_t tiles = c->n.B * s.chunks * c->n.G;
   if (mg_run(c, &p, mg_tasks(c, tiles * splits, "blocks")) || splits == 1) return c->status;
   if (!mg_choose_other(c, MG_OP_ssd_bwd_join)) return c->status;
@@ -109,7 +112,7 @@ mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f) 
     p.pass[0].final = s ? between : data_of(a->dinitial_states);
     p.pass[1] = pass_of(c, a, false, true);
     p.pass[1].initial = s ? starts + (s - 1) * state : data_of(a->initial_states);
-    if (!run_states(&x, &p, 2, at) && at.chunks && c->n.T) run_gradients(&x, at);
+    if (!run_states(&x, &p, 2, at) && at.chunks && c->n.T * c->n.R) run_gradients(&x, at);
   }
   if (c->status || !a->sums || !mg_choose_other(c, MG_OP_ssd_bwd_sums)) return c->status;
   const ssd_bwd_sums_params sums = {.sums = a->sums->data, .batches = (int)c->n.B, .chunks = chunks,
@@ -122,6 +125,7 @@ mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_ssd_bwd, a)) return c.status;
   const ssd_form f = {{.dt = a->dt->data, .a = a->a->data, .bias = data_of(a->dt_bias), .softplus = a->dt_softplus,
-                       .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1}, MG_OP_ssd_bwd};
+                       .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1, (int)(c.n.P * c.n.N)},
+                      MG_OP_ssd_bwd};
   return ssd_scan_bwd(&c, a, &f);
 }
