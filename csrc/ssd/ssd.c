@@ -54,13 +54,13 @@ mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
     .seq_idx = seq_idx ? seq_idx->data : NULL, .seq_stride = seq_idx ? seq_idx->stride[0] : 0,
     .y_data = a->y->data, .y_step = a->y->stride[1], .y_head = a->y->stride[2], .steps = (int)c->n.T, .segments = 1,
     .heads = (int)c->n.H, .group_heads = (int)(c->n.H / c->n.G), .head_dim = (int)c->n.P, .state_dim = (int)c->n.N};
-  if (c->n.T) {
+  const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n);
+  if (c->n.T && blocks) {     // the driver refuses to map what has no elements
     mg_map_bthd(c, &p.x, a->x, 64, 64);
     mg_map_bthd(c, &p.y, a->y, 64, 64);
     mg_map_bthd(c, &p.b, a->b, 64, 64);
     mg_map_bthd(c, &p.c, a->c, 64, 64);
   }
-  const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n);
   const int64_t segment = segment_of(c, a->cu_seqlens || !a->cuts, blocks);
   p.segment = (int)segment;
   if (c->n.T > segment) {
@@ -76,6 +76,7 @@ mg_status mg_ssd(const mg_ssd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_ssd, a)) return c.status;
   const ssd_form f = {{.dt = a->dt->data, .a = a->a->data, .bias = a->dt_bias ? a->dt_bias->data : NULL,
-                       .softplus = a->dt_softplus, .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1}, MG_OP_ssd};
+                       .softplus = a->dt_softplus, .low = a->dt_min, .high = a->dt_max}, 1,
+                      {(int)c.n.N, 1, (int)(c.n.P * c.n.N)}, MG_OP_ssd};
   return ssd_scan(&c, a, &f);
 }

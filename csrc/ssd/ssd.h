@@ -11,9 +11,9 @@ typedef struct ssd_dt {
   float low, high;
 } ssd_dt;
 
-// How a caller's states lie: strides of a row, which head_dim counts, and of a column. Those of ssd are row-major, those
-// of linear attention transposed.
-typedef struct ssd_order { int row, col; } ssd_order;
+// How a caller's states lie: strides of a row, which head_dim counts, of a column, and of a head's state. Those of ssd
+// are row-major, those of linear attention transposed and, where v is wide, parts of wider ones.
+typedef struct ssd_order { int row, col, matrix; } ssd_order;
 
 typedef struct ssd_fwd_params {
   gmap x, y, b, c;

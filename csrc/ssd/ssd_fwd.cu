@@ -246,13 +246,13 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s
 
 // Where the columns of a tile of the slot's state begin, in states of all heads the i-th.
 TILE int64_t first_of(const params &p, const task &t, int64_t i, int slot, int col, ssd_order o) {
-  int64_t matrix = (int64_t)p.head_dim * p.state_dim;
-  return (i * p.heads + t.head + slot / SPLIT) * matrix + slot % SPLIT * 64 * o.row + col * o.col;
+  return (i * p.heads + t.head + slot / SPLIT) * o.matrix + slot % SPLIT * 64 * o.row + col * o.col;
 }
 TILE void begin_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
   const float *from = t.segment ? p.cuts : p.initial;
   int64_t i = t.segment ? (int64_t)t.row * p.cut_stride + t.segment - 1 : t.row;
-  ssd_order o = {t.segment ? p.state_dim : p.order.row, t.segment ? 1 : p.order.col};
+  ssd_order o = p.order;
+  if (t.segment) o = {p.state_dim, 1, p.head_dim * p.state_dim};
   if (!from) return fill(s, 0.f);          // as a value: the first use is a conversion, not a product
   load(s, from + first_of(p, t, i, slot, col, o), o.row, o.col, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
   float factor = 1.f / p.scale;

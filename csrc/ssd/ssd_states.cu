@@ -106,7 +106,7 @@ TILE void scan(const params &p, shared &s, int wg) {
 // A part of the i-th segment's fp32 states, to and from memory.
 TILE int64_t place_of(const params &p, const task &t, int wg, int i) {
   int64_t matrix = ((int64_t)i * p.steps.rows + t.row) * p.steps.heads + head_of(p, t, wg);
-  return matrix * p.head_dim * p.state_dim + row_of(p, t, wg) * p.order.row;
+  return matrix * p.order.matrix + row_of(p, t, wg) * p.order.row;
 }
 TILE void put(const params &p, const task &t, int wg, float *g, int i, const rt<float, N> &state) {
   int rows = p.head_dim - row_of(p, t, wg);
