@@ -20,17 +20,35 @@ static ssd_form form(const mg_call *c, mg_op op, const mg_tensor *g, const mg_te
                      bool turned) {
   return (ssd_form){{.dt = data_of(g), .a = data_of(g_head), .gates = 1},
                     scale == 0 ? 1 / sqrtf((float)c->n.K) : scale,
-                    {turned ? 1 : (int)c->n.N, turned ? (int)c->n.P : 1}, op};
+                    {turned ? 1 : (int)c->n.V, turned ? (int)c->n.V : 1, (int)(c->n.K * c->n.V)}, op};
+}
+
+// 128 columns of t from `col` on, or those that there are.
+static const mg_tensor *columns(mg_tensor *part, const mg_tensor *t, int64_t col, bool whole) {
+  if (whole || !t) return t;
+  const int last = t->dims - 1;
+  *part = *t;
+  part->data = (char *)t->data + col * t->stride[last] * (int64_t)mg_dtype_size(t->dtype);
+  if ((part->shape[last] = t->shape[last] - col) > 128) part->shape[last] = 128;
+  return part;
 }
 
 mg_status mg_linear_attention(const mg_linear_attention_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_linear_attention, a)) return c.status;
-  set_sizes(&c, c.n.V, c.n.K);
   const ssd_form f = form(&c, MG_OP_ssd, a->g, a->g_head, a->scale, true);
-  const mg_ssd_args s = {.y = a->out, .final_states = a->final_state, .cuts = a->cuts, .decays = a->decays, .x = a->v,
-                         .b = a->k, .c = a->q, .initial_states = a->initial_state, .cu_seqlens = a->cu_seqlens};
-  return ssd_scan(&c, &s, &f);
+  // The kernels take 128 columns of v: all of this is linear in them.
+  for (int64_t col = 0; col < c.n.V && !c.status; col += 128) {
+    mg_tensor part[4];
+    const bool whole = c.n.V <= 128;
+    const mg_ssd_args s = {.y = columns(part, a->out, col, whole), .x = columns(part + 1, a->v, col, whole),
+                           .final_states = columns(part + 2, a->final_state, col, whole),
+                           .initial_states = columns(part + 3, a->initial_state, col, whole), .cuts = a->cuts,
+                           .decays = a->decays, .b = a->k, .c = a->q, .cu_seqlens = a->cu_seqlens};
+    set_sizes(&c, c.n.V - col < 128 ? c.n.V - col : 128, c.n.K);
+    ssd_scan(&c, &s, &f);
+  }
+  return c.status;
 }
 
 // Each gradient of q, k and v is a scan too: q's forwards, the others' backwards. For each this reads three tensors and

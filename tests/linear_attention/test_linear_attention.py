@@ -1,5 +1,6 @@
 """linear_attention and its gradients against the recurrence in float64, on odd sizes and memory, through every face."""
 
+import itertools
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from cases import DEVICES, check_error
 from margay import _C, _op
 
 SHAPES = (((1, 1, 1, 1, 1), (2, 63, 3, 64, 64), (1, 65, 2, 17, 40), (2, 200, 2, 128, 96), (1, 130, 1, 72, 128),
-           (3, 256, 1, 33, 7)))
+           (3, 256, 1, 33, 7), (1, 100, 2, 256, 256), (2, 129, 1, 200, 136), (1, 70, 2, 64, 257)))
 
 
 def reference(q, k, v, scale, state=None, g=None):
@@ -106,7 +107,7 @@ GATES = {"head": lambda r, b, t, h: -0.1 * r(h).abs(), "step": lambda r, b, t, h
 @pytest.mark.parametrize("wanted", (False, True), ids=("", "its gradient"))
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("shape", ((1, 1, 1, 16, 16), (2, 63, 3, 64, 64), (1, 65, 2, 17, 40), (2, 200, 2, 128, 96),
-                                   (1, 321, 3, 33, 128)))
+                                   (1, 321, 3, 33, 128), (1, 150, 2, 256, 256), (2, 80, 1, 40, 200)))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("device", DEVICES)
 def test_decay(device, dtype, shape, kind, wanted):
@@ -219,13 +220,35 @@ def test_parts_follow_each_other(device):
         assert torch.equal(mg.linear_attention(*gaps), whole)
 
 
+@pytest.mark.parametrize("form", ("none", "head", "step"))
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("shape", ((2, 0, 3), (0, 70, 3), (1, 70, 0), (0, 0, 2), (1, 0, 2)))
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_steps(device):
-    q, k, v, state, *_ = problem((2, 0, 3, 16, 24), torch.bfloat16, device, 3, True)
-    out, last = mg.linear_attention(q, k, v, initial_state=state, output_final_state=True)
-    assert out.shape == (2, 0, 3, 24) and torch.equal(last, state)
-    assert torch.equal(torch.autograd.grad(last.sum(), state)[0], torch.ones_like(state))
-    assert (mg.linear_attention(q, k, v, output_final_state=True)[1] == 0).all()
+def test_nothing(device, shape, packed, form):
+    """No steps, no batch, no heads: states go through, and gradients of what is shared are 0."""
+    b, steps, h = shape
+    if packed and (b != 1 or steps):
+        pytest.skip("packed rows have batch 1, and their steps are somebody's")
+    rows = 3 if packed else b
+    for d, dv in ((16, 24), (144, 200)):
+        q, k, v, _, dout, _ = problem((b, steps, h, d, dv), torch.bfloat16, device, 3, False)
+        starts = torch.zeros(4, dtype=torch.int32, device=device) if packed else None
+        state = torch.randn(rows, h, d, dv, device=device, requires_grad=True)
+        g = {"none": None, "head": torch.full((h,), -0.5), "step": torch.full((b, steps, h), -0.5)}[form]
+        for with_state, with_last, wanted in itertools.product((False, True), (False, True), (False, True)):
+            g = g if g is None else g.detach().to(device).requires_grad_(wanted)
+            s = state if with_state else None
+            out, last = mg.linear_attention(q, k, v, g, initial_state=s, output_final_state=True, cu_seqlens=starts)
+            assert out.shape == v.shape and last.shape == state.shape
+            if not steps or not state.numel():
+                assert torch.equal(last, state if with_state else torch.zeros_like(state))
+            inputs = [t for t in (q, k, v, s, g) if t is not None and t.requires_grad]
+            results = (out, last) if with_last else (out,)
+            dlast = torch.randn_like(last)
+            grads = torch.autograd.grad(results, inputs, (dout, dlast)[:len(results)])
+            for t, grad in zip(inputs, grads):
+                want = dlast if t is s and with_last else torch.zeros_like(t)
+                torch.testing.assert_close(grad, want, rtol=1e-6, atol=0)      # divided by scale, and multiplied
 
 
 def test_numpy():
@@ -273,7 +296,7 @@ def test_refused():
             mg.linear_attention(*arguments, **options)
         assert str(raised.value) == words and (raised.value.__context__ is None or raised.value.__suppress_context__)
     with pytest.raises(NotImplementedError, match="needs P <= 128 && N <= 256"):
-        mg.linear_attention(*(torch.zeros(1, 1, 1, 200) for _ in range(3)))
+        mg.linear_attention(*(torch.zeros(1, 1, 1, 300) for _ in range(3)))
     with pytest.raises(ValueError, match="linear_attention: cuts has size 2 in dimension 1, expected 0"):
         _C.linear_attention(torch.empty_like(v), None, torch.empty(2, 2, 2, 48, 32), torch.empty(2, 0, 2), q.detach(),
                             k.detach(), v.detach())

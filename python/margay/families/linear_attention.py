@@ -11,7 +11,7 @@ def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_st
                      cu_seqlens=None):
     """out_t = scale S_t^T q_t with S_t = e^(g_t) S_(t-1) + k_t v_t^T: attention without a softmax, causal.
 
-    q, k [B, T, H, K], v [B, T, H, V], out [B, T, H, V]; 1 <= K <= 256, 1 <= V <= 128. bfloat16 or float16, on the CPU
+    q, k [B, T, H, K], v [B, T, H, V], out [B, T, H, V]; 1 <= K <= 256, 1 <= V. bfloat16 or float16, on the CPU
     also float32. PyTorch tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
 
     g: the logarithm of the decay, of any of these types: [H] for each head (retention, lightning attention), [B, T, H]
