@@ -5,7 +5,7 @@
 
 // cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Steps
 // behind have no y.
-static mg_status check_starts(mg_op op, const mg_tensor *t, int64_t steps) {
+mg_status ssd_check_starts(mg_op op, const mg_tensor *t, int64_t steps) {
   const char *name = mg_op_name(op);
   const int32_t *start = t->data;
   const int64_t n = t->shape[0];
@@ -31,7 +31,7 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
                           .cuts = a->cuts->data, .decays = a->decays->data, .steps = p->steps, .cut = p->segments - 1,
                           .segment = p->segment, .cut_stride = p->cut_stride, .heads = p->heads,
                           .group_heads = p->group_heads, .head_dim = p->head_dim, .state_dim = p->state_dim};
-  ssd_join_params join = {.cuts = cuts.cuts, .initial = p->initial, .order = p->order, .decays = cuts.decays,
+  ssd_join_params join = {.cuts = cuts.cuts, .initial = p->initial, .order = p->order, .factor = 1, .decays = cuts.decays,
                           .cut = cuts.cut, .cut_stride = cuts.cut_stride, .heads = cuts.heads, .head_dim = cuts.head_dim,
                           .state_dim = cuts.state_dim};
   if (!mg_choose_other(c, MG_OP_ssd_cuts)) return c->status;
@@ -43,7 +43,7 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
 }
 
 mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
-  if (a->cu_seqlens && (c->status = check_starts(c->op, a->cu_seqlens, c->n.T))) return c->status;
+  if (a->cu_seqlens && (c->status = ssd_check_starts(c->op, a->cu_seqlens, c->n.T))) return c->status;
   c->problem.size.B = c->n.R;         // conditions ask for blocks
   if (!mg_choose_other(c, f->op)) return c->status;
   const mg_tensor *seq_idx = a->seq_idx;

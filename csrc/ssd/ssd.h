@@ -36,7 +36,8 @@ typedef struct ssd_fwd_params {
   ssd_order order;          // of `initial` and `final`
 } ssd_fwd_params;
 
-// States behind all segments but the last, each from 0, and by what each decays the state before it.
+// States behind all segments but the last, or backwards in front of all but the first, from the last on: each from 0,
+// and by what each decays the state before it.
 typedef struct ssd_cuts_params {
   gmap x, b;
   ssd_dt dt;
@@ -52,6 +53,7 @@ typedef struct ssd_join_params {
   float *cuts;
   const float *initial;
   ssd_order order;          // of `initial`
+  float factor;             // `initial` has it
   const float *decays;
   int cut, cut_stride, heads, head_dim, state_dim;
 } ssd_join_params;

@@ -39,6 +39,8 @@ TILE void compute(const params &p, shared &, int) {
   const float *from = p.initial + matrix + t.row * p.order.row + t.col * p.order.col;
   if (p.initial) load(state, from, p.order.row, p.order.col, p.head_dim - t.row, p.state_dim - t.col);
   else fill(state, 0.f);
+  float factor = p.factor;
+  map(state, [=](float x) { return x * factor; });
   for (int i = 0; i < p.cut; i += 4) {
     fetch(cut0, p, t, i);
     fetch(cut1, p, t, i + 1);
