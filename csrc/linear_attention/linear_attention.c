@@ -60,12 +60,12 @@ typedef struct sweep {
   bool turned;      // of its states
 } sweep;
 
-// Steps of a segment: whole chunks, a multiple of those between kept states. All of them where rows are many or packed.
+// Steps of a segment, whole chunks; all of them where rows are many or packed.
 static int64_t segment_of(const mg_call *c, bool packed) {
   const int64_t rows = c->n.R * c->n.H, chunks = mg_ceil_div(c->n.T, 64);
   const int64_t fit = (int64_t)c->context.sms * c->desc->blocks_per_sm / (rows ? rows : 1);
   const int64_t segments = packed || fit < 2 ? 1 : fit < c->n.CUTS + 1 ? fit : c->n.CUTS + 1;
-  return mg_ceil_div(mg_ceil_div(chunks, segments), KEPT) * KEPT * 64;
+  return mg_ceil_div(chunks, segments) * 64;
 }
 
 // The states where segments begin, or their gradients where they end, for the sweeps to begin with.
@@ -110,8 +110,9 @@ static mg_status run_sweep(mg_call *c, const mg_linear_attention_bwd_args *a, co
   }
   if (c->n.T && rows && w->z) {
     mg_map_bthd(c, &p.z, w->z, 64, 64);
-    mg_map_stack(c, &p.kept, a->kept, 64, 64);
     p.products = a->products->data;
+    p.ends = p.segments > 1 || a->dfinal_state ? a->ends->data : NULL;
+    p.end_stride = (int)c->n.ENDS;
     p.dg = a->g ? data_of(a->dg) : NULL;
     p.sums = a->g_head && a->dg_head ? a->sums->data : NULL;
   }

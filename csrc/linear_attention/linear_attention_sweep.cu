@@ -8,44 +8,47 @@
 //   S   = e^(l_e) S + (x_i e^(l_i))^T b
 // for dk with b = dout, c = v and x = q, for dv with b = q, c = k and x = dout.
 //
-// The gradient of g (DOTS) needs no states but those of every fourth chunk. Since g_t decays what goes from a step
-// j < t to a step i >= t,
+// The gradient of g (DOTS) needs no states in memory. Since g_t decays what goes from a step j < t to a step i >= t,
 //   dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + <dS, S> behind the last step
-// where the products are summed from dq and dk before these are rounded. The pairs of a chunk are in both with the same
-// rounded weights P, and cancel. What comes from outside has errors that would add up over the sequence, so it is not
-// summed where there is better. With G the gradient behind a chunk, row_i = q_i . dq_i, col_i = k_i . dk_i and out_i
-// the part of col_i that comes from G:
-//   dg_t = sum over i >= t of (row_i - col_i + out_i) + sum over j < t of out_j + X,   X = e^(l_e) <G, S>
-// X is known in every fourth chunk, whose S the sweep forwards has kept. Where e^(l_e) is 0 in float32, so is X. Else it
-// is dg of the step behind the chunk minus the sum of out. (FLA's simple GLA sums all steps of a sequence.)
+// where the products are summed from dq and dk before these are rounded. (FLA's simple GLA has it so, of rounded ones.)
+// Errors of these sums would add up over the sequence; so the sums are such that nothing but float32's rounding does:
+// - The pairs of a chunk are in both with the same rounded weights P, and cancel.
+// - Between chunks, with G the gradient behind a chunk, dg of its first step is
+//     D = X + sum of (q_i e^(l_i))^ . S dout_i,   X = e^(l_e) <G, S> = D' - sum of (k_j e^(l_e - l_j))^ . G v_j
+//   with D' that of the chunk behind. The operands are rounded (^) as those that the other sweep makes its state of, and
+//   S and G are read in two parts, 16 bits each. Then D' and D are <G, S> of the very states that the sweeps carry.
+// - Inside of a chunk, with row_i = q_i . dq_i, col_i = k_i . dk_i and out_i the part of col_i that comes from G,
+//     dg_t = X + sum over i >= t of (row_i - col_i + out_i) + sum over j < t of out_j
 //
 // Roles: a loader thread; a scan warp: g -> vectors; a score warpgroup: P; GROUPS state warpgroups, each with 64 rows of
 // the state; with DOTS a collect warp: sums of products -> memory or dg.
 //
-// Registers of a thread, N = 128, GROUPS = 2   tiles that live together                                 the rest
-//   state, 184                                 S 64, y 32, z 16, its copy in float32 16 at a time       sums 16, 30
-//   score, 104                                 products 32                                              30
-//   loader, scan, collect, 40                  -                                                        vectors of two
+// Registers of a thread, N = 128, GROUPS = 2   tiles that live together                                the rest
+//   state, 184                                 S 64, y 32, z 16, sums of columns 16; or S 64, y 32,    30
+//                                              two parts of 64 columns of S 32
+//   score, 104                                 products 32                                             30
+//   loader, scan, collect, 40                  -                                                       vectors of two
 #include "tile/tile.h"
 #include "linear_attention/linear_attention.h"
 #include "ssd/ssd_fwd.h"
 
 // Q: steps of a chunk. N (columns of the state), GROUPS, BACKWARDS, DOTS, PER_SM and *_REGS come from the row.
-enum { Q = 64, TILES = GROUPS * (1 + DOTS), TAKES_V = DOTS && BACKWARDS, NEXT = BACKWARDS ? -1 : 1 };
+enum { Q = 64, TILES = GROUPS * (1 + DOTS), NEXT = BACKWARDS ? -1 : 1 };
 
-// e^(l_i); what P's exponent is made of, for rows minus columns; factors of S c^T and of x
-struct vectors { sv<Q> decay, row, col, read, weight; };
-// Parts of the sums of y z: all of it, and what comes from S; row sums of <G, S>
-struct found { sv<4 * Q> all[GROUPS], carried[GROUPS]; sv<Q> kept[GROUPS]; };
+// e^(l_i), e^(l_e - l_i); what P's exponent is made of, for rows minus columns
+struct vectors { sv<Q> decay, tail, row, col; };
+// Parts of the sums of y z over a step: all of it, and what comes from the state; of the latter with the rounded operand,
+// over a row
+struct found { sv<4 * Q> all[GROUPS], carried[GROUPS]; sv<Q> between[GROUPS]; };
 struct shared {
-  st<elem, Q, N> b[2], c[2], kept[DOTS ? GROUPS : 1];
+  st<elem, Q, N> b[2], c[2];
   st<elem, Q, 64> x[2][TILES], p[2], y[GROUPS];      // x: then z
   vectors v[2];
   found f[2];
+  sv<Q> ends[GROUPS];                            // rows of <G, S> behind the segment
   ring<2, ASYNC_READS> x_ring[GROUPS];           // read into registers too, in front of advance()'s fence
   ring<2, ASYNC_READS> bc_ring;
   ring<2, ASYNC_READS> v_ring, f_ring;           // plain stores only, which need no fence
-  ring<1> kept_ring;
   sem p_full[2];                                 // refilled behind v_ring
   sem last;                                      // as in ssd_fwd.cu
 };
@@ -53,27 +56,26 @@ typedef linear_attention_sweep_params params;
 
 TILE void init(shared &s) {
   ring_init(s.bc_ring, arrivals(1, 0, 0), arrivals(0, 0, GROUPS + 1));
-  ring_init(s.v_ring, arrivals(0, 1, 0), arrivals(0, TAKES_V, GROUPS + 1));
+  ring_init(s.v_ring, arrivals(0, 1, 0), arrivals(0, 0, GROUPS + 1));
   ring_init(s.f_ring, arrivals(0, 0, GROUPS), arrivals(0, 1, 0));
-  ring_init(s.kept_ring, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   for (int i = 0; i < GROUPS; i++) ring_init(s.x_ring[i], arrivals(1, 0, 0), arrivals(0, 0, 1));
   for (int i = 0; i < 2; i++) sem_init(s.p_full[i], arrivals(0, 0, 1));
   sem_init(s.last, arrivals(GROUPS + 1, 0, 0));
 }
 
-// Steps first .. end - 1 of the batch, of `chunks` chunks; place: of the segment's first kept state.
+// Steps first .. end - 1 of the batch, of `chunks` chunks; place: of the first chunk, among those of all rows.
 struct task { int row, batch, head, segment, first, end, chunks, place; };
 TILE task block_task(const params &p) {
   int unit = block_index() / p.segments, segment = block_index() - unit * p.segments, row = unit / p.heads;
   task t = {row, row, unit - row * p.heads, segment, segment * p.segment, (segment + 1) * p.segment};
-  t.place = t.first / (Q * KEPT);
+  t.place = t.first / Q;
   if (segment + 1 == p.segments) t.end = p.steps;
   if (p.starts) {
     int first = p.starts[row], end = p.starts[row + 1];
     t.batch = 0;
     t.first = first > 0 ? first : 0;
     t.end = end < p.steps ? end : p.steps;
-    t.place = (t.first / Q + row) / KEPT + row;
+    t.place = t.first / Q + row;
   }
   t.chunks = t.end > t.first ? (t.end - t.first + Q - 1) / Q : 0;
   return t;
@@ -81,25 +83,15 @@ TILE task block_task(const params &p) {
 // Chunks in their order.
 TILE int first_chunk(const task &t) { return BACKWARDS ? t.chunks - 1 : 0; }
 TILE bool is_chunk(const task &t, int chunk) { return chunk >= 0 && chunk < t.chunks; }
-TILE bool is_kept(const task &t, int chunk) { return DOTS && (t.chunks - 1 - chunk) % KEPT == 0; }
-TILE int place_of(const task &t, int chunk) { return t.place + (t.chunks - 1 - chunk) / KEPT; }
 // Steps of the next packed row are in this chunk, the last of its row.
 TILE bool runs_over(const params &p, const task &t, int step) { return p.starts && t.end - step < Q; }
 
 TILE void loader(const params &p, shared &s, int) {
   task t = block_task(p);
-  ring_pos at = {}, kept = {};
+  ring_pos at = {};
   for (int chunk = first_chunk(t); is_chunk(t, chunk); chunk += NEXT) {
     int i = at.stage, step = t.first + chunk * Q;
     bool over = runs_over(p, t, step);
-    if (BACKWARDS && is_kept(t, chunk)) {
-      ring_acquire(s.kept_ring, kept);
-      ring_expect(s.kept_ring, kept, GROUPS * tile_bytes(s.kept[0]));
-      for (int g = 0; g < GROUPS; g++)
-        tma_load(s.kept[DOTS * g], p.kept, s.kept_ring.full[0], g * 64, 0, place_of(t, chunk),
-                 t.batch * p.heads + t.head);
-      ring_next(s.kept_ring, kept);
-    }
     ROLLED for (int g = 0; g < GROUPS; g++) {
       sem &full = over ? s.last : s.x_ring[g].full[i];
       ring_acquire(s.x_ring[g], at);
@@ -136,7 +128,7 @@ TILE void scan(const params &p, shared &s, int) {
   task t = block_task(p);
   ring_pos at = {};
   wv<Q> given, next, l, out;
-  float scale = p.scale, log_scale = p.log_scale;
+  float log_scale = p.log_scale;
   load_gates(next, p, t, first_chunk(t));
   for (int chunk = first_chunk(t); is_chunk(t, chunk); chunk += NEXT) {
     vectors &v = s.v[at.stage];
@@ -151,12 +143,8 @@ TILE void scan(const params &p, shared &s, int) {
     store(v.col, out);
     map(out, l, l, [](float x, float) { return fast_exp2(x); });
     store(v.decay, out);
-    if (BACKWARDS) store(v.weight, out);
-    map(out, out, out, [=](float x, float) { return x * scale; });
-    if (!BACKWARDS) store(v.read, out);
-    map(out, l, l, [=](float x, float) { return (BACKWARDS ? scale : 1.f) * fast_exp2(end - x); });
-    if (BACKWARDS) store(v.read, out);
-    else store(v.weight, out);
+    map(out, l, l, [=](float x, float) { return fast_exp2(end - x); });
+    store(v.tail, out);
     sem_arrive<WARP>(s.v_ring.full[at.stage]);
     int step = t.first + chunk * Q;
     if (runs_over(p, t, step)) clear_behind(s, at, t.end - step);
@@ -189,18 +177,28 @@ TILE void score(const params &p, shared &s, int) {
   }
 }
 
-// y = S c^T, 64 columns of the state at a time: so few registers hold its 16-bit copy.
+// y = S c^T, 64 columns of the state at a time: so few registers hold its 16-bit copy, with DOTS in two parts. The first
+// has the 8 leading bits, as (1 + 2^16) S - 2^16 S, of which only the sum is rounded.
 TILE void read_panel(rt<float, Q> &y, const rt<float, N> &state, const st<elem, Q, N> &c, int col) {
-  rt<elem, 64> part;
-  convert_part(part, state, col);
+  rt<float, N> wide;
+  rt<elem, 64> part, rest;
+  if (DOTS) {
+    fill(wide, 0.f);
+    map(wide, state, [](float, float x) { return fused(x, 65536.f, x) - 65536.f * x; });
+    convert_part(part, wide, col);
+    map(wide, state, [](float most, float x) { return x - most; });
+    convert_part(rest, wide, col);
+  } else convert_part(part, state, col);
   mma_fence();
   if (col == 0) mma_ABt_part<ZERO>(y, part, c, col);
   else mma_ABt_part<ACC>(y, part, c, col);
+  if (DOTS) mma_ABt_part<ACC>(y, rest, c, col);
   mma_commit();
-  mma_wait<0>(y, part);
+  if (DOTS) mma_wait<0>(y, part, rest);
+  else mma_wait<0>(y, part);
 }
 
-// Sums of y z over the warpgroup's rows, for each step.
+// Sums of y z over the warpgroup's rows, for each step; or over the steps, of z with factors and rounded.
 TILE void put_products(sv<4 * Q> &d, const rt<float, Q> &y, const rt<elem, Q> &z, const sv<Q> &any) {
   rt<float, Q> wide;
   csum<Q> sum;
@@ -210,46 +208,48 @@ TILE void put_products(sv<4 * Q> &d, const rt<float, Q> &y, const rt<elem, Q> &z
   each<Q>([](int, int, float x, float y, float &sum) { sum = fused(x, y, sum); }, (const rt<float, Q> &)wide, y, sum);
   store(d, sum);
 }
-
-// The sweep forwards keeps S; the other one has it multiplied with G.
-TILE void keep(const params &p, shared &s, const task &t, const rt<float, N> &state, int chunk, int wg) {
-  tma_store_wait_read();
-  wg_sync();
-  store(s.kept[DOTS * wg], state);
-  fence_async();
-  wg_sync();
-  tma_store(p.kept, s.kept[DOTS * wg], wg * 64, 0, place_of(t, chunk), t.batch * p.heads + t.head);
-}
-TILE void use_kept(shared &s, const rt<float, N> &state, ring_pos &kept, sv<Q> &out, int wg) {
+TILE void put_between(sv<Q> &d, rt<float, Q> &y, const st<elem, Q, 64> &from, const sv<Q> &factor, int steps) {
+  rt<elem, Q> z;
+  rt<float, Q> wide;
   rsum sum;
   rv rows;
+  load_t(z, from);
+  map_col(z, factor, [](float x, float f) { return x * f; });
+  fill(wide, 0.f);
+  map_col(wide, z, factor, [](float, float x, float) { return x; });
+  if (steps < Q) {               // the next packed row's may be NaN
+    auto there = [=](float x, int, int i) { return i < steps ? x : 0.f; };
+    map_rc(wide, there);
+    map_rc(y, there);
+  }
   fill(sum, 0.f);
-  ring_wait(s.kept_ring, kept);
-  each<N>([](int, int, float x, float y, float &sum) { sum = fused(x, y, sum); }, state, s.kept[DOTS * wg], sum);
-  ring_done(s.kept_ring, kept);
+  row_dot_add(sum, wide, y);
   reduce(rows, sum);
-  store(out, rows);
+  store(d, rows);
 }
 
 // One chunk. The state is scaled while no product is in flight.
-TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t, ring_pos at, ring_pos &kept,
-                  int chunk, int wg) {
+TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t, ring_pos at, int chunk, int wg) {
   rt<float, Q> y;
   rt<elem, Q> x, z;
   vectors &v = s.v[at.stage];
   found &f = s.f[at.stage];
+  const sv<Q> &reads = BACKWARDS ? v.tail : v.decay, &writes = BACKWARDS ? v.decay : v.tail;
+  const st<elem, Q, 64> &other = s.x[at.stage][TILES - GROUPS + wg];
   int step = t.first + chunk * Q;
-  if (DOTS && !BACKWARDS && is_kept(t, chunk)) keep(p, s, t, state, chunk, wg);
+  bool over = runs_over(p, t, step);
   read_panel(y, state, s.c[at.stage], 0);
   if (N > 64) read_panel(y, state, s.c[at.stage], 64);
-  if (DOTS) ring_acquire(s.f_ring, at);
-  if (DOTS && BACKWARDS && is_kept(t, chunk)) use_kept(s, state, kept, f.kept[wg], wg);
-  float decay = get(v.decay, Q - 1);
+  float decay = get(v.decay, Q - 1), scale = p.scale;
   map(state, [=](float x) { return x * decay; });
-  map_col(y, v.read, [](float x, float f) { return x * f; });
   ring_wait(s.x_ring[wg], at);
-  if (DOTS) load_t(z, s.x[at.stage][TILES - GROUPS + wg]);
-  if (DOTS && BACKWARDS) put_products(f.carried[wg], y, z, v.read);
+  if (DOTS) {
+    ring_acquire(s.f_ring, at);
+    put_between(f.between[wg], y, other, reads, over ? t.end - step : Q);
+    load_t(z, other);
+  }
+  map_col(y, reads, [=](float x, float f) { return x * (f * scale); });
+  if (DOTS && BACKWARDS) put_products(f.carried[wg], y, z, reads);
   sem_wait(s.p_full[at.stage], at.phase);
   mma_fence();
   mma_AtBt<ACC>(y, s.x[at.stage][wg], s.p[at.stage]);
@@ -259,18 +259,17 @@ TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t
   mma_wait<0>(y);
   store_t(s.y[wg], y);
   if (DOTS) {
-    put_products(f.all[wg], y, z, v.read);
+    put_products(f.all[wg], y, z, reads);
     sem_arrive(s.f_ring.full[at.stage]);
   }
   load_t(x, s.x[at.stage][wg]);
-  map_col(x, v.weight, [](float x, float f) { return x * f; });
+  map_col(x, writes, [](float x, float f) { return x * f; });
   mma_fence();
   mma_AB<ACC>(state, x, s.b[at.stage]);
   mma_commit();
   fence_async();                 // behind the reads of x and z and the writes of y
   ring_release(s.x_ring[wg], at);
   wg_sync();
-  bool over = runs_over(p, t, step);
   if (!over) tma_store(p.y, s.y[wg], step, wg * 64, t.head, t.batch);
   mma_wait<0>(state, x);
   if (over) {
@@ -298,7 +297,23 @@ TILE void begin_state(const params &p, const task &t, rt<float, N> &state, int w
   float factor = cut < 0 && BACKWARDS ? 1.f / p.scale : 1.f;
   if (BACKWARDS) map(state, [=](float x) { return x * factor; });
 }
+// S behind a segment, from the sweep forwards to the other one.
+TILE float *end_of(const params &p, const task &t, int wg) {
+  return p.ends + first_of(p, t, (int64_t)t.row * p.end_stride + t.segment, wg, p.cut_order);
+}
+TILE void put_end(const params &p, sv<Q> &d, const task &t, const rt<float, N> &state, int wg) {
+  rt<float, N> other;
+  rsum sum;
+  rv rows;
+  load(other, end_of(p, t, wg), p.state_dim, p.head_dim - wg * 64, p.state_dim);
+  fill(sum, 0.f);
+  row_dot_add(sum, state, other);
+  reduce(rows, sum);
+  store(d, rows);
+}
 TILE void end_state(const params &p, const task &t, rt<float, N> &state, int wg) {
+  if (DOTS && !BACKWARDS && p.ends)
+    store(end_of(p, t, wg), p.state_dim, state, p.head_dim - wg * 64, p.state_dim);
   if (!p.final || t.segment != (BACKWARDS ? 0 : p.segments - 1)) return;
   float scale = p.scale;
   if (BACKWARDS) map(state, [=](float x) { return x * scale; });
@@ -308,13 +323,14 @@ TILE void end_state(const params &p, const task &t, rt<float, N> &state, int wg)
 
 TILE void run_state(const params &p, shared &s, int wg) {
   task t = block_task(p);
-  ring_pos at = {}, kept = {};
+  ring_pos at = {};
   rt<float, N> state;
   begin_state(p, t, state, wg);
+  if (DOTS && BACKWARDS && p.ends) put_end(p, s.ends[wg], t, state, wg);
   for (int chunk = first_chunk(t); is_chunk(t, chunk); chunk += NEXT) {
     ring_wait(s.bc_ring, at);
     ring_wait(s.v_ring, at);
-    advance(state, p, s, t, at, kept, chunk, wg);
+    advance(state, p, s, t, at, chunk, wg);
     ring_release(s.bc_ring, at);
     ring_release(s.v_ring, at);
     ring_next(s.v_ring, at);
@@ -325,68 +341,82 @@ TILE void run_state(const params &p, shared &s, int wg) {
 
 // ---- the collect warp
 TILE void plus(wv<Q> &a, const wv<Q> &b) { map(a, a, b, [](float x, float y) { return x + y; }); }
+// What is not there may be NaN.
+TILE void clear_from(wv<Q> &v, int n) {
+  wv<Q> there;
+  map_index(there, [=](int i) { return i < n ? 1.f : 0.f; });
+  map(v, v, there, [](float x, float y) { return y > 0.f ? x : 0.f; });
+}
 // What the warpgroups have of n steps.
 TILE void add_parts(wv<Q> &sum, const sv<4 * Q> (&f)[GROUPS], int n) {
-  wv<Q> part, there;
+  wv<Q> part;
   fill(sum, 0.f);
   UNROLLED for (int i = 0; i < 4 * GROUPS; i++) {
     load(part, slice<Q>(f[i / 4], i % 4 * Q));
     plus(sum, part);
   }
-  map_index(there, [=](int i) { return i < n ? 1.f : 0.f; });
-  map(sum, sum, there, [](float x, float y) { return y > 0.f ? x : 0.f; });   // what is not there may be NaN
+  clear_from(sum, n);
 }
-// row: of the sweep forwards, becomes dg. later: dg of the step behind the chunk, becomes that of its first step.
-TILE void make_dg(wv<Q> &row, float &later, const params &p, const vectors &v, const found &f, bool kept, int n) {
-  wv<Q> all, carried;
-  float decay = get(v.decay, Q - 1);
-  add_parts(all, f.all, n);
-  add_parts(carried, f.carried, n);
-  float x = decay < 5.9604645e-8f ? 0.f : later - sum_of(carried);
-  if (kept) {
-    wv<Q> part, sum;
-    fill(sum, 0.f);
-    UNROLLED for (int g = 0; g < GROUPS; g++) {
-      load(part, f.kept[g]);
-      plus(sum, part);
-    }
-    x = decay * p.scale * sum_of(sum);
+TILE float add_rows(const sv<Q> (&f)[GROUPS]) {
+  wv<Q> part, sum;
+  fill(sum, 0.f);
+  UNROLLED for (int g = 0; g < GROUPS; g++) {
+    load(part, f[g]);
+    plus(sum, part);
   }
-  map(row, row, all, [](float x, float y) { return x - y; });
+  return sum_of(sum);
+}
+// row: of the sweep forwards, becomes dg. x: the X of above
+TILE void make_dg(wv<Q> &row, const found &f, float x, int n) {
+  wv<Q> sum, carried;
+  add_parts(sum, f.all, n);
+  map(row, row, sum, [](float y, float z) { return y - z; });
+  add_parts(carried, f.carried, n);
   plus(row, carried);
-  later = x + sum_of(row);
   cumsum_down(row);
-  all = carried;
-  cumsum(all);
-  map(all, all, carried, [=](float sum, float y) { return sum - y + x; });
-  plus(row, all);
+  sum = carried;
+  cumsum(sum);
+  map(sum, sum, carried, [=](float y, float z) { return y - z + x; });
+  plus(row, sum);
+}
+TILE void put_one(float *g, float x) {
+  wv<Q> v;
+  fill(v, x);
+  store(g, 1, v, 1);
 }
 TILE void collect(const params &p, shared &s, int) {
   if (!DOTS) return;
   task t = block_task(p);
   ring_pos at = {};
-  wv<Q> row;
-  float later = 0.f;
-  int64_t matrix = (int64_t)t.batch * p.heads + t.head;
+  wv<Q> row, between;
+  float later = 0.f;             // D' of above
+  float *products = p.products + ((int64_t)t.batch * p.heads + t.head) * (p.steps + p.chunks);
   for (int chunk = first_chunk(t); is_chunk(t, chunk); chunk += NEXT) {
     int step = t.first + chunk * Q, n = t.end - step;
-    float *products = p.products + matrix * p.steps + step;
-    if (BACKWARDS) load(row, products, 1, n, 0.f);
-    ring_wait(s.f_ring, at);             // who found it has waited for the vectors
-    if (BACKWARDS) make_dg(row, later, p, s.v[at.stage], s.f[at.stage], is_kept(t, chunk), n);
-    else add_parts(row, s.f[at.stage].all, n);
+    float *whole = products + p.steps + t.place + chunk;
+    found &f = s.f[at.stage];
+    if (BACKWARDS) {
+      load(row, products + step, 1, n, 0.f);
+      load(between, whole, 1, 1, 0.f);
+    }
+    ring_wait(s.f_ring, at);
+    float sum = p.scale * add_rows(f.between);
+    if (BACKWARDS) {
+      if (p.ends && chunk == first_chunk(t)) later = p.scale * add_rows(s.ends);
+      later -= sum;
+      make_dg(row, f, later, n);
+      later += sum_of(between);
+    } else add_parts(row, f.all, n);
     ring_release<WARP>(s.f_ring, at);
-    if (BACKWARDS) ring_release<WARP>(s.v_ring, at);
     ring_next(s.f_ring, at);
-    if (!BACKWARDS) store(products, 1, row, n);
-    else if (p.dg) store(p.dg + ((int64_t)t.batch * p.steps + step) * p.heads + t.head, p.heads, row, n);
-    if (!BACKWARDS || !p.sums) continue;
-    int place = p.starts ? t.first / Q + t.row + chunk : step / Q;
-    wv<Q> there;
-    map_index(there, [=](int i) { return i < n ? 1.f : 0.f; });
-    map(row, row, there, [](float x, float y) { return y > 0.f ? x : 0.f; });
-    fill(there, sum_of(row));
-    store(p.sums + ((int64_t)t.batch * 3 * p.chunks + place) * p.heads + t.head, p.heads, there, 1);
+    if (BACKWARDS) {
+      if (p.dg) store(p.dg + ((int64_t)t.batch * p.steps + step) * p.heads + t.head, p.heads, row, n);
+      clear_from(row, n);
+      if (p.sums) put_one(p.sums + ((int64_t)t.batch * 3 * p.chunks + t.place + chunk) * p.heads + t.head, sum_of(row));
+    } else {
+      store(products + step, 1, row, n);
+      put_one(whole, sum);
+    }
   }
 }
 
