@@ -199,9 +199,11 @@ TILE void read_panel(rt<float, Q> &y, const rt<float, N> &state, const st<elem, 
 }
 
 // Sums of y z over the warpgroup's rows, for each step; or over the steps, of z with factors and rounded.
-TILE void put_products(sv<4 * Q> &d, const rt<float, Q> &y, const rt<elem, Q> &z, const sv<Q> &any) {
+TILE void put_products(sv<4 * Q> &d, const rt<float, Q> &y, const st<elem, Q, 64> &from, const sv<Q> &any) {
+  rt<elem, Q> z;
   rt<float, Q> wide;
   csum<Q> sum;
+  load_t(z, from);
   fill(wide, 0.f);
   map_col(wide, z, any, [](float, float x, float) { return x; });
   clear(sum);
@@ -231,7 +233,7 @@ TILE void put_between(sv<Q> &d, rt<float, Q> &y, const st<elem, Q, 64> &from, co
 // One chunk. The state is scaled while no product is in flight.
 TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t, ring_pos at, int chunk, int wg) {
   rt<float, Q> y;
-  rt<elem, Q> x, z;
+  rt<elem, Q> x;
   vectors &v = s.v[at.stage];
   found &f = s.f[at.stage];
   const sv<Q> &reads = BACKWARDS ? v.tail : v.decay, &writes = BACKWARDS ? v.decay : v.tail;
@@ -246,10 +248,9 @@ TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t
   if (DOTS) {
     ring_acquire(s.f_ring, at);
     put_between(f.between[wg], y, other, reads, over ? t.end - step : Q);
-    load_t(z, other);
   }
   map_col(y, reads, [=](float x, float f) { return x * (f * scale); });
-  if (DOTS && BACKWARDS) put_products(f.carried[wg], y, z, reads);
+  if (DOTS && BACKWARDS) put_products(f.carried[wg], y, other, reads);
   sem_wait(s.p_full[at.stage], at.phase);
   mma_fence();
   mma_AtBt<ACC>(y, s.x[at.stage][wg], s.p[at.stage]);
@@ -259,7 +260,7 @@ TILE void advance(rt<float, N> &state, const params &p, shared &s, const task &t
   mma_wait<0>(y);
   store_t(s.y[wg], y);
   if (DOTS) {
-    put_products(f.all[wg], y, z, reads);
+    put_products(f.all[wg], y, other, reads);
     sem_arrive(s.f_ring.full[at.stage]);
   }
   load_t(x, s.x[at.stage][wg]);
