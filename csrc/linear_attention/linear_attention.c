@@ -5,6 +5,8 @@
 #include "ssd/scan.h"
 #include "ssd/ssd_bwd.h"
 
+enum { MOST_K = 256, PART_V = 128 };             // of the scan's kernels: N and P
+
 static float *data_of(const mg_tensor *t) { return t ? t->data : NULL; }
 
 static void set_sizes(mg_call *c, int64_t P, int64_t N) {
@@ -22,29 +24,32 @@ static ssd_form form(const mg_call *c, const mg_tensor *g, const mg_tensor *g_he
                     {turned ? 1 : (int)c->n.V, turned ? (int)c->n.V : 1, (int)(c->n.K * c->n.V)}, MG_OP_ssd};
 }
 
-// 128 columns of t from `col` on, or those that there are.
+// PART_V columns of t from `col` on, or those that there are.
 static const mg_tensor *columns(mg_tensor *part, const mg_tensor *t, int64_t col, bool whole) {
   if (whole || !t) return t;
   const int last = t->dims - 1;
   *part = *t;
   part->data = (char *)t->data + col * t->stride[last] * (int64_t)mg_dtype_size(t->dtype);
-  if ((part->shape[last] = t->shape[last] - col) > 128) part->shape[last] = 128;
+  if ((part->shape[last] = t->shape[last] - col) > PART_V) part->shape[last] = PART_V;
   return part;
 }
 
 mg_status mg_linear_attention(const mg_linear_attention_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_linear_attention, a)) return c.status;
+  if (c.n.K > MOST_K)                            // ssd's rows would say it in their own terms
+    return mg_fail(MG_UNSUPPORTED, "linear_attention: q has head dim %lld, kernels exist up to %d", (long long)c.n.K,
+                   MOST_K);
   const ssd_form f = form(&c, a->g, a->g_head, a->scale, true);
-  // The kernels take 128 columns of v: all of this is linear in them.
-  for (int64_t col = 0; col < c.n.V && !c.status; col += 128) {
+  // All of this is linear in the columns of v.
+  for (int64_t col = 0; col < c.n.V && !c.status; col += PART_V) {
     mg_tensor part[4];
-    const bool whole = c.n.V <= 128;
+    const bool whole = c.n.V <= PART_V;
     const mg_ssd_args s = {.y = columns(part, a->out, col, whole), .x = columns(part + 1, a->v, col, whole),
                            .final_states = columns(part + 2, a->final_state, col, whole),
                            .initial_states = columns(part + 3, a->initial_state, col, whole), .cuts = a->cuts,
                            .decays = a->decays, .b = a->k, .c = a->q, .cu_seqlens = a->cu_seqlens};
-    set_sizes(&c, c.n.V - col < 128 ? c.n.V - col : 128, c.n.K);
+    set_sizes(&c, c.n.V - col < PART_V ? c.n.V - col : PART_V, c.n.K);
     ssd_scan(&c, &s, &f);
   }
   return c.status;

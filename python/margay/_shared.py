@@ -34,6 +34,21 @@ def library_of(of_torch, of_numpy):
     return find
 
 
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+
+
+def as_int32(op, name, t):
+    """Starts and numbers of sequences, which may have other integers. What int32 does not hold becomes the nearest that
+    it holds, where no sequence starts either."""
+    dtype = dtype_name(t) if hasattr(t, "dtype") else None
+    if dtype not in _INTEGERS:
+        found = f"a tensor of dtype {dtype}" if dtype else type(t).__name__
+        raise TypeError(f"{op}: {name} is {found}, expected a tensor of int32")
+    if dtype == "int64":
+        t = t.clip(-2**31, 2**31 - 1)
+    return t if dtype == "int32" else t.int() if hasattr(t, "int") else t.astype("int32")
+
+
 def rows_library(torch_):
     """What ops of rows compute with beside them."""
     if torch_:

@@ -2,9 +2,7 @@
 
 import sys
 
-from margay._shared import check_rank, checked_scale, dtype_name, functions, is_torch, of_row, rows_library, shape
-
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+from margay._shared import as_int32, check_rank, checked_scale, functions, is_torch, of_row, rows_library, shape
 
 
 def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_state=None, output_final_state=False,
@@ -98,10 +96,7 @@ def _pair(op, state):
 def _starts(op, starts, q):
     """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
     result."""
-    dtype = dtype_name(starts) if hasattr(starts, "dtype") else None
-    if dtype not in _INTEGERS:
-        found = f"a tensor of dtype {dtype}" if dtype else type(starts).__name__
-        raise TypeError(f"{op}: cu_seqlens is {found}, expected a tensor of int32")
+    starts = as_int32(op, "cu_seqlens", starts)
     torch = sys.modules.get("torch")
     seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
     if torch is not None and isinstance(starts, torch.Tensor):
@@ -111,7 +106,7 @@ def _starts(op, starts, q):
         if last < steps:
             raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
                              "are)")
-    return starts if dtype == "int32" else starts.int() if hasattr(starts, "int") else starts.astype("int32")
+    return starts
 
 
 def _ones_like(t):

@@ -3,9 +3,8 @@
 import math
 import sys
 
-from margay._shared import check_rank, dtype_name, functions, is_torch, number, of_row, rows_library, shape
-
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+from margay._shared import (as_int32, check_rank, dtype_name, functions, is_torch, number, of_row, rows_library,
+                            shape)
 
 
 def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, math.inf),
@@ -24,21 +23,19 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
         cu_seqlens[i + 1] - 1. The states are then those of the sequences, [sequences, H, P, N].
     return_final_states: return (y, S_T), S_T float32 [batch, H, P, N].
     """
-    torch_ = is_torch("ssd", "x", x)
-    as_float32 = rows_library(torch_).as_float32
+    library = rows_library(is_torch("ssd", "x", x))
     dt, A, D, dt_bias, initial_states = (
-        t if t is None else as_float32("ssd", name, t)
+        t if t is None else library.as_float32("ssd", name, t)
         for name, t in (("dt", dt), ("A", A), ("D", D), ("dt_bias", dt_bias), ("initial_states", initial_states)))
     low, high = _limits("ssd", dt_limit)
     if seq_idx is not None and cu_seqlens is not None:
         raise ValueError("ssd: seq_idx and cu_seqlens are given, expected one of them")
-    seq_idx, cu_seqlens = (t if t is None else _as_int32(name, t)
+    seq_idx, cu_seqlens = (t if t is None else as_int32("ssd", name, t)
                            for name, t in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)))
     if cu_seqlens is not None and x.ndim == 4:
         _check_last(cu_seqlens, x.shape[1])
-    if z is not None and tuple(getattr(z, "shape", ())) != tuple(x.shape):
-        found = f"has shape {shape(z)}" if hasattr(z, "shape") else f"is {type(z).__name__}"
-        raise ValueError(f"ssd: z {found}, expected {shape(x)} (as x)")
+    if z is not None:
+        _check_z(library, x, z)
     wide = D is not None and D.ndim == 2
     if wide and (x.ndim != 4 or tuple(D.shape) != tuple(x.shape[2:])):
         raise ValueError(f"ssd: D has shape {shape(D)}, expected [heads] or [heads, head dim] of x, which has shape "
@@ -51,6 +48,17 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
     return (y, states) if return_final_states else y
 
 
+def _check_z(library, x, z):
+    """z is not the row's: nobody else looks at it."""
+    library.check_kinds("ssd", x=x, z=z)
+    if dtype_name(z) not in ("bfloat16", "float16", "float32"):
+        raise TypeError(f"ssd: z has dtype {dtype_name(z)}, expected bfloat16, float16 or float32")
+    if tuple(z.shape) != tuple(x.shape):
+        raise ValueError(f"ssd: z has shape {shape(z)}, expected {shape(x)} (as x)")
+    if getattr(z, "device", None) != getattr(x, "device", None):
+        raise ValueError(f"ssd: z is on {z.device}, expected {x.device} (same as x)")
+
+
 def _limits(op, dt_limit):
     try:
         low, high = dt_limit
@@ -60,14 +68,6 @@ def _limits(op, dt_limit):
     if not low <= high:
         raise ValueError(f"{op}: dt_limit is ({low:g}, {high:g}), expected the smaller number first")
     return low, high
-
-
-def _as_int32(name, t):
-    dtype = dtype_name(t) if hasattr(t, "dtype") else None
-    if dtype not in _INTEGERS:
-        found = f"a tensor of dtype {dtype}" if dtype else type(t).__name__
-        raise TypeError(f"ssd: {name} is {found}, expected a tensor of int32")
-    return t if dtype == "int32" else t.int() if hasattr(t, "int") else t.astype("int32")
 
 
 def _check_last(starts, steps):
@@ -170,7 +170,10 @@ def _explained(op, library, named, given):
     """The op's row has small letters for A, B, C and D."""
     from margay._explain import explain_row
 
-    return explain_row(op, library, named, {name.lower(): given[name] for name in given})
+    capitals, shown = {name.lower(): name for name in given}, {name.lower(): t for name, t in named.items()}
+    result = explain_row(op, library, shown, {name.lower(): given[name] for name in given})
+    named |= {capitals.get(name, name): t for name, t in shown.items()}
+    return result
 
 
 EXPLAINED = {"ssd": _explained}
