@@ -10,54 +10,11 @@ import torch
 
 import margay as mg
 from cases import DEVICES, check_error
+from linear_forms import by_chunks, plain, recurrence, rounding
 from margay import _C, _op
 
 SHAPES = (((1, 1, 1, 1, 1), (2, 63, 3, 64, 64), (1, 65, 2, 17, 40), (2, 200, 2, 128, 96), (1, 130, 1, 72, 128),
            (3, 256, 1, 33, 7), (1, 100, 2, 256, 256), (2, 129, 1, 200, 136), (1, 70, 2, 64, 257)))
-
-
-def reference(q, k, v, scale, state=None, g=None):
-    """out and the last state of the recurrence, in float64, differentiable."""
-    q, k, v = (t.double() for t in (q, k, v))
-    b, steps, h, d = q.shape
-    s = torch.zeros(b, h, d, v.shape[3], dtype=torch.float64, device=q.device) if state is None else state.double()
-    rows = []
-    for t in range(steps):
-        if g is not None:
-            s = s * (g if g.ndim == 1 else g[:, t]).double().clamp(min=-64)[..., None, None].exp()
-        s = s + k[:, t, :, :, None] * v[:, t, :, None, :]
-        rows.append(scale * (q[:, t, :, None, :] @ s)[:, :, 0])
-    return torch.stack(rows, 1), s
-
-
-def plain(q, k, v, scale, state=None):
-    """The same in the inputs' own precision, as PyTorch would: one masked product and one with the state."""
-    x = torch.einsum("bihd,bjhd->bhij", q, k).tril()
-    out = torch.einsum("bhij,bjhd->bihd", x, v)
-    s = torch.einsum("bthk,bthv->bhkv", k.float(), v.float())
-    if state is not None:
-        out = out + torch.einsum("bthk,bhkv->bthv", q, state.to(q.dtype))
-        s = s + state
-    return (out * scale).to(q.dtype), s
-
-
-def by_chunks(q, k, v, scale, state, g, size=64):
-    """With decay: by chunks, products in the inputs' own precision, the state in float32."""
-    dtype, (b, steps, h, d) = q.dtype, q.shape
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    g = g.expand(b, steps, h).clamp(min=-64).transpose(1, 2)
-    s = torch.zeros(b, h, d, v.shape[3], device=q.device) if state is None else state
-    out = []
-    for i in range(0, steps, size):
-        x, y, z, l = q[:, :, i:i + size], k[:, :, i:i + size], v[:, :, i:i + size], g[:, :, i:i + size].cumsum(2)
-        n = l.shape[2]
-        later = torch.ones(n, n, dtype=torch.bool, device=l.device).tril()
-        weights = (l[..., :, None] - l[..., None, :]).masked_fill(~later, -torch.inf).exp()
-        scores = ((x @ y.mT).float() * weights).to(dtype)
-        out.append(scale * ((scores @ z).float() + l.exp()[..., None] * (x @ s.to(dtype)).float()))
-        taken = (z.float() * (l[..., -1:] - l).exp()[..., None]).to(dtype)
-        s = s * l[..., -1, None, None].exp() + (y.mT @ taken).float()
-    return torch.cat(out, 2).transpose(1, 2).to(dtype), s
 
 
 def problem(shape, dtype, device, seed, with_state):
@@ -86,7 +43,7 @@ def test_against_the_recurrence(device, dtype, shape, with_state):
         return (out.detach(), last.detach(), *torch.autograd.grad((out, last), inputs,
                                                                   (dout.to(out.dtype), dlast.to(last.dtype))))
     ours = run(lambda: mg.linear_attention(q, k, v, initial_state=state, output_final_state=True))
-    exact = run(lambda: reference(q, k, v, scale, state))
+    exact = run(lambda: recurrence(q, k, v, scale, state))
     torchs = run(lambda: plain(q, k, v, scale, state))
     # float32: the chunks' sums are added one after the other; tensor cores make a chunk's of four, and cut off what
     # float32 does not hold. A single element: PyTorch's error may be 0 by chance.
@@ -127,17 +84,12 @@ def test_decay(device, dtype, shape, kind, wanted):
     ours = run(lambda: mg.linear_attention(q, k, v, g, initial_state=state, output_final_state=True))
     assert all(map(torch.equal, ours, run(lambda: mg.linear_attention(q, k, v, g, initial_state=state,
                                                                       output_final_state=True))))
-    exact = run(lambda: reference(q, k, v, scale, state, g))
+    exact = run(lambda: recurrence(q, k, v, scale, state, g))
     torchs = run(lambda: by_chunks(q, k, v, scale, state, g))
-    # The exponent of a weight is the difference of sums of g over a chunk. Weighted operands of a state's products are
-    # rounded: the mean of errors that add up in float32 is not 0 where elements are few.
-    longest = min(float(-g.detach().clamp(min=-64).min()) * 64, 64 * 64)
-    relative = 2.0**-23 * (16 + longest)
+    decay = g.detach().clamp(min=-64).expand(b, steps, h).sum(1).exp()
     for name, *three in zip(names, ours, torchs, exact):
-        size = three[2].double().abs().max().item()
-        absolute = size * relative + (4 * torch.finfo(dtype).eps * size if name == "dg" or steps < 3 else 0)
-        few = torch.finfo(dtype).eps / 32 if three[0].dtype == torch.float32 != dtype else 0
-        check_error(name, *three, factor=3 if name[0] == "d" else 2, rounding=(relative + few, absolute))
+        allowed = rounding(name, three[0], three[1] - three[2], dtype, scale, g, (state.detach(), dlast.detach(), decay))
+        check_error(name, *three, factor=3 if name[0] == "d" else 2, rounding=allowed)
 
 
 @pytest.mark.parametrize("form", ("none", "head", "step"))
@@ -177,8 +129,8 @@ def test_normalized(device):
     for g in (None, torch.tensor([-0.1, -0.01], device=device)):
         out, (state, z) = mg.linear_attention(q, k, v, g, normalize=True, output_final_state=True)
         ones = torch.ones_like(v[..., :1])
-        sums, end = reference(q, k, ones, 32 ** -0.5, None, g)
-        want = reference(q, k, v, 32 ** -0.5, None, g)[0] / (sums + 1e-10)
+        sums, end = recurrence(q, k, ones, 32 ** -0.5, None, g)
+        want = recurrence(q, k, v, 32 ** -0.5, None, g)[0] / (sums + 1e-10)
         torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(z.double(), end[..., 0], rtol=1e-4, atol=1e-4)
         first, states = mg.linear_attention(q[:, :64], k[:, :64], v[:, :64], g, normalize=True, output_final_state=True)
