@@ -62,14 +62,14 @@ def rounding(name, found, plain_error, dtype, scale, g=None, states=None, produc
     their size, and where elements are few the plain form's errors may be small by chance. Of dg: the kernel that works
     on all chunks at once takes <G, S> of 16-bit copies of the states, also where these are given and not of this
     precision. And dg is what is left of sums of q.dq and of k.dk, in float32. states: S_0, dS and the decay between them;
-    products: the largest sum of |q dq| of a step."""
+    products: the largest sum of |q dq| or |k dk| of a step."""
     eps = torch.finfo(dtype).eps
     longest = 0.0 if g is None or not g.numel() else min(float(-g.detach().clamp(min=-64).min()) * 64, 4096.0)
     absolute = 0.0
+    if name == "dg":
+        absolute += 2.0 ** -18 * products
     if found.dtype == torch.float32 != dtype and found.numel():
-        absolute = 4 * float(plain_error.abs().mean()) / max(1.0, found.numel() / found.shape[-1]) ** 0.5
-        if name == "dg":
-            absolute += 2.0 ** -18 * products
+        absolute += 4 * float(plain_error.abs().mean()) / max(1.0, found.numel() / found.shape[-1]) ** 0.5
         if name == "dg" and states is not None:
             first, last, decay = states
             absolute += 3 * eps / 2 * float(((first * last).double().norm(dim=(2, 3)) * decay).max())

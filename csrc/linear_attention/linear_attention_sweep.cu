@@ -57,7 +57,7 @@ typedef linear_attention_sweep_params params;
 TILE void init(shared &s) {
   ring_init(s.bc_ring, arrivals(1, 0, 0), arrivals(0, 0, GROUPS + 1));
   ring_init(s.v_ring, arrivals(0, 1, 0), arrivals(0, 0, GROUPS + 1));
-  ring_init(s.f_ring, arrivals(0, 0, GROUPS), arrivals(0, 1, 0));
+  if (DOTS) ring_init(s.f_ring, arrivals(0, 0, GROUPS), arrivals(0, 1, 0));
   for (int i = 0; i < GROUPS; i++) ring_init(s.x_ring[i], arrivals(1, 0, 0), arrivals(0, 0, 1));
   for (int i = 0; i < 2; i++) sem_init(s.p_full[i], arrivals(0, 0, 1));
   sem_init(s.last, arrivals(GROUPS + 1, 0, 0));
