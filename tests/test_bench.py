@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases import row_taken
-from margay.bench import causal_conv1d, harness, linear_attention, report, rows, ssd
+from margay.bench import causal_conv1d, harness, linear_attention, report, rows, ssd, steps
 from margay.bench.__main__ import BENCHMARKS
 from margay.bench.attention import tables
 
@@ -78,11 +78,19 @@ def test_a_peer_that_is_absent_or_fails_is_left_out(capsys):
     assert result["speed_ratio"] == {} and "peer refuses: of its compiler" in capsys.readouterr().out
 
 
+def test_a_peer_that_is_known_to_be_wrong_is_timed_and_named():
+    result = run(harness.Problem({"margay": runner(1.0), "peer": runner(2.0, 3.0)}, 1e-3, 1e9, doubted=("peer",)))
+    assert result["wrong"] == ["peer"] and result["speed_ratio"] == {"peer": 2.0}
+    content = {"family": "some", "cases": [result], "environment": {"cpu": "CPU", "threads": 1, "torch": "2"}}
+    assert "2.00 (wrong)" in report.table(content)
+
+
 def test_families_of_scans_compare_themselves_with_torch(tmp_path):
     """Small problems on the CPU: the peers' arithmetic is right, and the result file has a table and panels."""
     options = harness.Options(tmp_path, rounds=1, measure_ms=0.01)
     families = {"ssd": ssd.cases([(1, 256, 2, 32)], "cpu"), "causal_conv1d": causal_conv1d.cases([(1, 70, 8)], "cpu"),
-                "linear_attention": linear_attention.cases(shapes=[(1, 256, 2, 32)], device="cpu")}
+                "linear_attention": linear_attention.cases(shapes=[(1, 256, 2, 32)], device="cpu"),
+                "steps": steps.cases([(2, 3)], [(2, 3)], device="cpu")}
     for family, cases in families.items():
         assert harness.run_family(family, list(cases), harness.timer_for("cpu"), options), family
         content = json.loads(next(tmp_path.glob(f"{family}-*.json")).read_text())
@@ -146,7 +154,7 @@ def test_help_says_what_a_family_measures_and_what_the_defaults_are():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("family", ["attention", "causal_conv1d", "decode", "features", "gemm",
-                                    "linear_attention", "rows", "ssd"])
+                                    "linear_attention", "rows", "ssd", "steps"])
 def test_a_family_that_needs_a_gpu_says_so(family):
     code, out, err = bench(family)
     assert code == 2 and "needs a GPU" in err and err.count("\n") == 1

@@ -20,6 +20,6 @@ typedef struct linear_attention_sweep_params {
   float *ends;              // [rows, end_stride, heads, ...], as cuts: S behind segments; NULL where its gradient is 0
   float *dg;                // [batch, step, head] or NULL
   float *sums;              // [batch, 3 chunks, head] or NULL: shares of dg_head come first
-  int steps, segments, segment, cut_stride, end_stride, heads, head_dim, state_dim, chunks;
+  int rows, steps, segments, segment, cut_stride, end_stride, heads, head_dim, state_dim, chunks;
   ssd_order order, cut_order;   // of `initial` and `final`; of `cuts` and `ends`
 } linear_attention_sweep_params;

@@ -322,6 +322,19 @@ TILE void end_state(const params &p, const task &t, rt<float, N> &state, int wg)
         p.state_dim);
 }
 
+// Steps behind the last packed row are in no sequence.
+TILE int rest_of(const params &p, const task &t) { return p.starts && t.row + 1 == p.rows ? p.steps - t.end : 0; }
+TILE void clear_rest(const params &p, const task &t, int wg) {
+  elem *y = (elem *)p.y_data + t.head * p.y_head + wg * 64;
+  int64_t ld = p.y_step;
+  rt<float, Q> zero;
+  fill(zero, 0.f);
+  for (int steps = rest_of(p, t); steps > 0; steps -= Q) {
+    elem *to = y + (p.steps - steps) * ld;
+    store_rows<elem>(zero, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.head_dim - wg * 64);
+  }
+}
+
 TILE void run_state(const params &p, shared &s, int wg) {
   task t = block_task(p);
   ring_pos at = {};
@@ -337,6 +350,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     ring_next(s.v_ring, at);
   }
   end_state(p, t, state, wg);
+  clear_rest(p, t, wg);
   tma_store_wait_read();
 }
 
@@ -419,6 +433,9 @@ TILE void collect(const params &p, shared &s, int) {
       put_one(whole, sum);
     }
   }
+  fill(row, 0.f);
+  for (int steps = BACKWARDS && p.dg ? rest_of(p, t) : 0; steps > 0; steps -= Q)
+    store(p.dg + ((int64_t)t.batch * p.steps + p.steps - steps) * p.heads + t.head, p.heads, row, steps);
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,

@@ -3,8 +3,8 @@
 #include <math.h>
 #include "ssd/scan.h"
 
-// cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Steps
-// behind have no y.
+// cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Of
+// steps behind, y and all gradients are 0.
 mg_status ssd_check_starts(mg_op op, const mg_tensor *t, int64_t steps) {
   const char *name = mg_op_name(op);
   const int32_t *start = t->data;
@@ -53,7 +53,8 @@ mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
     .final = a->final_states ? a->final_states->data : NULL, .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL,
     .seq_idx = seq_idx ? seq_idx->data : NULL, .seq_stride = seq_idx ? seq_idx->stride[0] : 0,
     .y_data = a->y->data, .y_step = a->y->stride[1], .y_head = a->y->stride[2], .steps = (int)c->n.T, .segments = 1,
-    .heads = (int)c->n.H, .group_heads = (int)(c->n.H / c->n.G), .head_dim = (int)c->n.P, .state_dim = (int)c->n.N};
+    .rows = (int)c->n.R, .heads = (int)c->n.H, .group_heads = (int)(c->n.H / c->n.G), .head_dim = (int)c->n.P,
+    .state_dim = (int)c->n.N};
   const int64_t blocks = c->n.R * (c->n.H / c->desc->tile_n);
   if (c->n.T && blocks) {     // the driver refuses to map what has no elements
     mg_map_bthd(c, &p.x, a->x, 64, 64);

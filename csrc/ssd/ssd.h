@@ -31,7 +31,7 @@ typedef struct ssd_fwd_params {
   int steps;                // of a batch
   int segments, segment;    // of a row, steps of one: whole chunks, the last has the rest. Packed rows have one
   int cut_stride;
-  int heads, group_heads;   // group_heads: heads that share b and c
+  int rows, heads, group_heads;   // group_heads: heads that share b and c
   int head_dim, state_dim;
   ssd_order order;          // of `initial` and `final`
 } ssd_fwd_params;
@@ -53,7 +53,7 @@ typedef struct ssd_join_params {
   float *cuts;
   const float *initial;
   ssd_order order;          // of `initial`
-  float factor;             // `initial` has it
+  float factor;             // of `initial`
   const float *decays;
   int cut, cut_stride, heads, head_dim, state_dim;
 } ssd_join_params;

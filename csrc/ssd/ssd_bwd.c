@@ -33,6 +33,8 @@ static ssd_pass pass_of(mg_call *c, const mg_ssd_bwd_args *a, bool backwards, bo
   return q;
 }
 
+static int64_t state_blocks(const mg_call *c) { return c->n.R * c->n.H * mg_ceil_div(c->n.P, 64) / c->desc->tile_n; }
+
 static mg_status run_states(const scan *x, ssd_states_params *p, int passes, segment s) {
   mg_call *c = x->c;
   if (!mg_choose_other(c, MG_OP_ssd_bwd_states)) return c->status;
@@ -43,11 +45,56 @@ static mg_status run_states(const scan *x, ssd_states_params *p, int passes, seg
   p->first = s.first;
   p->chunks = s.chunks;
   p->every = (int)c->n.SEG;
+  if (p->cut_stride == 0) p->part = s.chunks ? s.chunks : 1;       // one part
+  p->parts = (int)mg_ceil_div(s.chunks, p->part);
+  if (p->parts < 1 || x->a->cu_seqlens) p->parts = 1;
   p->groups = (int)c->n.G;
   p->group_heads = (int)(c->n.H / c->n.G);
   p->head_dim = (int)c->n.P;
   p->state_dim = (int)c->n.N;
-  return mg_run(c, p, mg_tasks(c, passes * c->n.R * c->n.H * mg_ceil_div(c->n.P, 64) / c->desc->tile_n, "blocks"));
+  return mg_run(c, p, mg_tasks(c, passes * p->parts * state_blocks(c), "blocks"));
+}
+
+// Chunks of a part, which a segment has a whole number of; 0 where rows stay whole: where a wave of blocks has no room
+// for several.
+static int64_t part_of(const scan *x) {
+  mg_call *c = x->c;
+  if (!x->a->cuts || c->n.CUTS < 1 || !mg_choose_other(c, MG_OP_ssd_bwd_states)) return 0;
+  const int64_t resident = (int64_t)c->context.sms * c->desc->blocks_per_sm, blocks = 2 * state_blocks(c);
+  int64_t parts = resident / (blocks ? blocks : 1), most = c->n.CUTS / (c->n.LATER + 1);
+  if (parts > most) parts = most;
+  if (parts < 2) return 0;
+  if (!c->n.LATER) return mg_ceil_div(c->n.SEG, parts);
+  int64_t half = 1;           // a segment is a multiple of 16 chunks
+  while (half < 8 && 2 * half <= parts) half *= 2;
+  return c->n.SEG / half;
+}
+
+// The states at the cuts, of both directions: where every part of every segment begins.
+static mg_status run_cuts(const scan *x, ssd_states_params *p) {
+  mg_call *c = x->c;
+  const int64_t states = c->n.R * c->n.CUTS * c->n.H, state = c->n.P * c->n.N;
+  const float *initial[2] = {data_of(x->a->dfinal_states), data_of(x->a->initial_states)};
+  p->local = 1;
+  p->cut_stride = (int)c->n.CUTS;
+  p->all_parts = (int)mg_ceil_div(c->n.CHUNKS, p->part);
+  for (int i = 0; i < 2; i++) {
+    p->pass[i] = pass_of(c, x->a, i == 0, false);
+    p->pass[i].cuts = (float *)x->a->cuts->data + i * states * state;
+    p->pass[i].decays = (float *)x->a->decays->data + i * states;
+  }
+  if (run_states(x, p, 2, (segment){0, (int)c->n.CHUNKS})) return c->status;
+  p->local = 0;
+  if (!mg_choose_other(c, MG_OP_ssd_join)) return c->status;
+  const int64_t tiles = mg_ceil_div(c->n.P, 64) * mg_ceil_div(c->n.N, c->desc->tile_n);
+  for (int i = 0; i < 2 && !c->status; i++) {
+    const ssd_join_params join = {.cuts = p->pass[i].cuts, .initial = initial[i], .order = p->order,
+                                  .factor = i == 0 ? 1 / x->f->scale : 1, .decays = p->pass[i].decays,
+                                  .cut = p->all_parts - 1, .cut_stride = p->cut_stride, .heads = (int)c->n.H,
+                                  .head_dim = (int)c->n.P, .state_dim = (int)c->n.N};
+    if (join.cut > 1 || join.initial) mg_run(c, &join, mg_tasks(c, c->n.R * c->n.H * tiles, "tiles"));
+  }
+  return c->status;
 }
 
 static void strides_of(int64_t *stride, const mg_tensor *t) {
@@ -94,8 +141,12 @@ mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f) 
   // starts: the states in front of segments 1, 2, ..., then the gradient of the state that one segment hands to the one
   // in front of it.
   float *starts = data_of(a->starts), *between = last ? starts + last * state : NULL;
-  ssd_states_params p = {0};
-  if (last) {
+  ssd_states_params p = {.all_parts = 1, .part = (int)part_of(&x)};
+  if (c->status) return c->status;
+  const bool cut = p.part > 0;
+  if (cut) {
+    if (run_cuts(&x, &p)) return c->status;
+  } else if (last) {
     p.pass[0] = pass_of(c, a, false, false);
     p.pass[0].initial = data_of(a->initial_states);
     p.pass[0].starts = starts;
@@ -105,13 +156,15 @@ mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f) 
   // Places where packed rows have no chunk have no shares.
   if (a->cu_seqlens && a->sums && !c->status)
     c->status = mg_fill(&c->context, a->sums->data, 0, 4, c->n.B * 3 * c->n.CHUNKS * c->n.H);
+  const ssd_pass at_cuts[2] = {p.pass[0], p.pass[1]};
   for (int s = last; s >= 0 && !c->status; s--) {
     const segment at = {s * each, chunks - s * each < each ? chunks - s * each : each};
     p.pass[0] = pass_of(c, a, true, true);
-    p.pass[0].initial = s == last ? data_of(a->dfinal_states) : between;
-    p.pass[0].final = s ? between : data_of(a->dinitial_states);
+    p.pass[0].initial = s == last || cut ? data_of(a->dfinal_states) : between;
+    p.pass[0].final = s && !cut ? between : data_of(a->dinitial_states);
     p.pass[1] = pass_of(c, a, false, true);
-    p.pass[1].initial = s ? starts + (s - 1) * state : data_of(a->initial_states);
+    p.pass[1].initial = s && !cut ? starts + (s - 1) * state : data_of(a->initial_states);
+    for (int i = 0; cut && i < 2; i++) p.pass[i].cuts = at_cuts[i].cuts;
     if (!run_states(&x, &p, 2, at) && at.chunks && c->n.T * c->n.R) run_gradients(&x, at);
   }
   if (c->status || !a->sums || !mg_choose_other(c, MG_OP_ssd_bwd_sums)) return c->status;

@@ -59,8 +59,9 @@ TILE void init(shared &s) {
   for (int i = 0; i < STAGES; i++) sem_init(s.last[i], arrivals(1, 0, 0));
 }
 
-// A unit is 64 columns of a head; an empty place has none. chunk: of the segment; step: its first, end: its row's
-struct task { int batch, chunk, group, split, head0, units, step, end; };
+// A unit is 64 columns of a head; an empty place has none. chunk: of the segment; step: its first, end: its row's, stop:
+// of what it writes
+struct task { int batch, chunk, group, split, head0, heads, units, step, end, stop; };
 TILE int parts(const params &p) { return (p.head_dim + 63) / 64; }
 TILE task block_task(const params &p) {
   int split = block_index() % p.splits, at = block_index() / p.splits, group = at % p.groups;
@@ -69,8 +70,9 @@ TILE task block_task(const params &p) {
   at /= p.groups;
   int chunk = at % p.chunks;
   chunk_steps steps = steps_of(p.steps, p.first + chunk);
-  int units = end > first && steps.end > steps.step ? (end - first) * parts(p) : 0;
-  return {at / p.chunks, chunk, group, split, group * p.group_heads + first, units, steps.step, steps.end};
+  int count = end > first ? end - first : 0, units = steps.end > steps.step ? count * parts(p) : 0;
+  return {at / p.chunks, chunk, group, split, group * p.group_heads + first, count, units, steps.step, steps.end,
+          steps.stop};
 }
 // Counted, not divided: a division takes as long as a sum over a warp.
 struct unit { int head, part; };
@@ -223,10 +225,10 @@ TILE void put_ddt(const params &p, const task &t, int head, wv<Q> &ddt, int pass
   wv<Q> before;
   if (p.biased) put_sum(p, t, 2, head, sum_of(ddt), pass);
   if (pass) {
-    load(before, g, p.steps.heads, t.end - t.step, 0.f);
+    load(before, g, p.steps.heads, t.stop - t.step, 0.f);
     plus(ddt, before);
   }
-  store(g, p.steps.heads, ddt, t.end - t.step);
+  store(g, p.steps.heads, ddt, t.stop - t.step);
 }
 TILE void collect(const params &p, shared &s, int) {
   task t = block_task(p);
@@ -268,13 +270,24 @@ TILE void put_dx(const params &p, shared &s, const task &t, const rt<float, 64> 
   if (runs_over(p, t)) {
     int64_t ld = p.dx_stride[1];
     elem *to = (elem *)p.dx_data + t.batch * p.dx_stride[0] + t.step * ld + head * p.dx_stride[2] + col;
-    int steps = t.end - t.step;
+    int steps = t.stop - t.step;
     return store_rows<elem>(dx, [=](int j) { return j < steps ? to + j * ld : (elem *)nullptr; }, p.head_dim - col);
   }
   store(s.dx, dx);
   fence_async();
   wg_sync();
   tma_store(p.dx, s.dx, t.step, col, head, t.batch);
+}
+
+// Steps in no row have no gradients.
+TILE void put_none(const params &p, shared &s, const task &t) {
+  rt<float, 64> zero;
+  unit w = {t.head0, 0};
+  fill(zero, 0.f);
+  for (int u = 0; u < t.heads * parts(p); u++, unit_next(p, w)) put_dx(p, s, t, zero, w.head, w.part * 64);
+  float *ddt = p.ddt + ((int64_t)t.batch * p.steps.count + t.step) * p.steps.heads + t.head0;
+  for (int i = 0; p.ddt && i < t.heads; i += 64)
+    store(ddt + i, p.steps.heads, zero, t.stop - t.step, t.heads - i);
 }
 
 TILE void pairs(const params &p, shared &s, int) {
@@ -290,6 +303,7 @@ TILE void pairs(const params &p, shared &s, int) {
   mma_commit();
   mma_wait<0>(scores);
   unit w = {t.head0, 0};
+  if (!t.units) put_none(p, s, t);
   for (int u = 0; u < t.units; u++, unit_next(p, w)) {
     int head = w.head;
     vectors &v = s.v[vs.stage];
@@ -383,7 +397,7 @@ TILE void pairs(const params &p, shared &s, int) {
 
 // ---- products with a state: 0, dc; 1, db
 TILE void keep(const params &p, const task &t, int which, const rt<float, W> &sum, int pass) {
-  int rows = t.end - t.step, n = p.state_dim, col = pass * W;
+  int rows = t.stop - t.step, n = p.state_dim, col = pass * W;
   if (p.parts) {
     int64_t ld = (int64_t)p.groups * 2 * n, row = (((int64_t)t.split * p.batches + t.batch) * p.chunks + t.chunk) * Q;
     return store(p.parts + row * ld + (t.group * 2 + which) * n + col, ld, sum, rows, n - col);

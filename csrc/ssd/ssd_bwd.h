@@ -22,6 +22,9 @@ typedef struct ssd_pass {
   float *final;             // the same, or NULL; may be `initial`
   // [segment, rows, heads, head_dim, state_dim] or NULL: the state in front of segments 1, 2, ... of `every` chunks
   float *starts;
+  // [rows, cut_stride, heads, head_dim, state_dim], [rows, cut_stride, heads], as of ssd_join_params, or NULL: the state
+  // behind each part but the last, in the pass's order
+  float *cuts, *decays;
   int backwards, keep;      // keep: write `states`
 } ssd_pass;
 typedef struct ssd_states_params {
@@ -31,6 +34,10 @@ typedef struct ssd_states_params {
   ssd_order order;          // of states in fp32
   int passes;               // at once
   int first, chunks, every; // the segment's first chunk and number of chunks; packed rows have one segment
+  // Parts of `part` chunks are worked on at once, `parts` of them in the segment and all_parts in all. `local`: each from
+  // 0, to `cuts` and `decays`; else each from where the one before it in the pass's order ended. cut_stride 0: one part,
+  // from `initial` to `final`.
+  int part, parts, all_parts, cut_stride, local;
   int groups, group_heads, head_dim, state_dim;
 } ssd_states_params;
 

@@ -8,10 +8,11 @@ TILE int row_start(const ssd_steps &p, int row) {
   return start < 0 ? 0 : start > p.count ? p.count : start;
 }
 TILE int first_chunk(const ssd_steps &p, int row) { return row_start(p, row) / 64 + row; }   // of a packed row
-// Steps `step` .. `end` - 1 are those of a row from a chunk's first on; none where the chunk's place is empty.
-struct chunk_steps { int step, end; };
+// Steps `step` .. `end` - 1 are those of a row from a chunk's first on; none where the chunk's place is empty. Gradients
+// are written up to `stop`: the last row's places reach to the last step, and those of steps in no row are 0.
+struct chunk_steps { int step, end, stop; };
 TILE chunk_steps steps_of(const ssd_steps &p, int chunk) {
-  if (!p.starts) return {chunk * 64, p.count};
+  if (!p.starts) return {chunk * 64, p.count, p.count};
   int row = 0, last = p.rows - 1;
   while (row < last) {
     int middle = (row + last + 1) / 2;
@@ -19,7 +20,8 @@ TILE chunk_steps steps_of(const ssd_steps &p, int chunk) {
     else last = middle - 1;
   }
   int step = row_start(p, row) + (chunk - first_chunk(p, row)) * 64, end = row_start(p, row + 1);
-  return {step, step < end ? end : step};
+  if (end < step) end = step;
+  return {step, end, row + 1 == p.rows ? p.count : end};
 }
 // Steps of the next packed row are in this chunk.
 TILE bool runs_over(const ssd_steps &p, int step, int end) { return p.starts && end - step < 64; }

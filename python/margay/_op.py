@@ -277,12 +277,17 @@ def _make(row, place="", threads="", **known):
     lines = row.sizes_of(made) + [f"{f['name']} = {row.new(f, place)}" +
                                   (f" if want[{row.optional.index(f)}] else None" if f in row.optional else "")
                                   for f in made]
-    want = (True,) * len(row.optional)
-    text = _MAKE.format(signature=row.signature(), want=f", want={want}" if want else "",
+    text = _MAKE.format(signature=row.signature(), want=_want(row),
                         allocate="\n        ".join(lines), threads=threads, arguments=names(row.arguments),
                         written=written(row), inputs="".join(f["name"] + ", " for f in (*row.inputs, *row.numbers)),
-                        want_given=", want" if want else ", ()")
+                        want_given=", want" if row.optional else ", ()")
     return compiled(row.name, text, C=getattr(_C, row.name), **known)["make"]
+
+
+def _want(row):
+    """The last argument of an eager call: which of the optional results it asks for. The others are None. The operator
+    has no such argument, and computes all."""
+    return f", want={(True,) * len(row.optional)}" if row.optional else ""
 
 
 def written(row):
@@ -371,7 +376,7 @@ def _only_results(row, made):
 # ---- PyTorch
 
 _CALL = """
-def call({signature}):
+def call({signature}{want}):
     if is_compiling() or {absent}not plain({tensors}):
         check_kinds({name!r}, {optional}, {given})
         {results} = seen({all})
@@ -379,14 +384,14 @@ def call({signature}):
     if autocast_anywhere() and is_autocast_enabled({first}.device.type):
         {halves} = autocast({first}.device.type, {halves})
     if is_grad_enabled() and ({gradient}):
-        return record({all})
-    {results} = make({all})
+        return record({all}{want_given})
+    {results} = make({all}{want_given})
     return {returned}
 """
 
 _FORWARD = """
-def forward(ctx, {all}):
-    {written} = make({all})
+def forward(ctx, {all}{want_given}):
+    {written} = make({all}{want_given})
     ctx.save_for_backward({saved})
     ctx.numbers = ({numbers})
     ctx.set_materialize_grads(False)
@@ -447,12 +452,13 @@ def _torch_function(row):
         ctx.numbers = values[len(row.inputs):]
         ctx.set_materialize_grads(False)
 
+    want_given = ", want" if row.optional else ""
     text = _FORWARD.format(all=every, written=written(row), saved=", ".join(saved), returned=names(row.results),
-                           numbers="".join(name + ", " for name in numbers))
+                           numbers="".join(name + ", " for name in numbers), want_given=want_given)
 
     class Record(torch.autograd.Function):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
-        backward = staticmethod(gradient)
+        backward = staticmethod((lambda ctx, *grads: (*gradient(ctx, *grads), None)) if row.optional else gradient)
 
     def autocast(*values):
         with t.without_autocast_keys():
@@ -465,6 +471,7 @@ def _torch_function(row):
     seen = getattr(torch.ops.margay, row.name)
     needed = [name for name in inputs[1:] if name not in row.absent]
     text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first,
+                        want=_want(row), want_given=want_given,
                         results=written(row), returned=names(row.results),
                         given=", ".join(f"{name}={name}" for name in inputs), optional=row.absent,
                         absent="".join(f"{name} is None or " for name in needed),

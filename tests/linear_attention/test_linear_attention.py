@@ -124,6 +124,29 @@ def test_packed(device, form):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("wanted", (False, True), ids=("", "its gradient"))
+@pytest.mark.parametrize("heads", (2, 70))                   # general kernels, sweeps
+@pytest.mark.parametrize("device", DEVICES)
+def test_behind_the_last_sequence(device, heads, wanted):
+    """Steps that are in no sequence, which Python refuses where it sees them, have no result and no gradient."""
+    _op.for_torch("linear_attention")
+    q, k, v, _, dout, _ = problem((1, 300, heads, 40, 24), torch.bfloat16, device, 14, False)
+    g = -torch.rand(1, 300, heads, generator=torch.Generator().manual_seed(15))
+    g = g.to(device).requires_grad_(wanted)
+    starts = torch.tensor((0, 70, 130), dtype=torch.int32, device=device)
+    with torch.no_grad():
+        for t in (q, k, v, dout):
+            t[:, 130:] = torch.nan
+
+    def run(steps):
+        tensors = [t[:, :steps].detach().requires_grad_(t.requires_grad) for t in (q, k, v, g)]
+        out, _ = torch.ops.margay.linear_attention(*tensors, None, None, starts, 0.5)
+        return out, *torch.autograd.grad(out, [t for t in tensors if t.requires_grad], dout[:, :steps])
+    for found, want in zip(run(300), run(130)):
+        torch.testing.assert_close(found[:, :130], want, rtol=1e-4, atol=1e-4)
+        assert (found[:, 130:] == 0).all()
+
+
 @pytest.mark.parametrize("form", ("none", "head", "step"))
 @pytest.mark.parametrize("columns", (24, 64, 100, 128, 135))       # with room for a column of ones in the last tile, or not
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))

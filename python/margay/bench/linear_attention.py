@@ -3,9 +3,10 @@
 bfloat16, K = V = D. `plain` has no decay, `head` one for each head, `step` one for each step of each head. A training
 step is the forward and the backward: gradients of q, k, v and of the decays of steps. FLA is a peer where it can be
 imported; its first call compiles and tunes, which is not timed. Its chunk_simple_gla refuses gradients of decays on
-Hopper with some Triton releases: of steps, its fused_chunk_simple_gla is the peer.
+Hopper with some Triton releases, which get them wrong: of steps, its fused_chunk_simple_gla is the peer.
 
 Bound by memory: q, k, v, g and out once forward; a training step reads these and dout again and writes the gradients.
+`of copy` compares that rate with one of a copy of v, timed in turn with the others.
 """
 import functools
 
@@ -64,12 +65,14 @@ def build(kind, b, t, h, d, training, device="cuda", dtype=torch.bfloat16):
     if len(calls) == 1 or b * t * h <= TORCH_UNITS:
         calls["torch"] = by_chunks
     runners = {name: (lambda *tensors, call=call: call(*tensors, *fixed)) for name, call in calls.items()}
-    small = sum(tensor.nbytes for tensor in g)
+    small, to = sum(tensor.nbytes for tensor in g), torch.empty_like(v)
+    beside = {"copy": (lambda: to.copy_(v), 2 * v.nbytes)}
     if training:
         runners = {name: step(call, inputs, (dout,)) for name, call in runners.items()}
-        return Problem(runners, 5e-2, 0, 11 * q.nbytes + 3 * small, memory=True)
+        return Problem(runners, 5e-2, 0, 11 * q.nbytes + 3 * small, beside=beside,
+                       doubted=("fla",), memory=True)
     return Problem({name: functools.partial(call, *inputs) for name, call in runners.items()}, 2e-2, 0,
-                   4 * q.nbytes + small, memory=True)
+                   4 * q.nbytes + small, beside=beside, memory=True)
 
 
 def cases(kinds=KINDS, shapes=SHAPES, device="cuda", dtype=torch.bfloat16):

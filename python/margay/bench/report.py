@@ -83,7 +83,8 @@ def by_case(content):
     for name in beside:
         columns[f"of {name}"] = lambda case, name=name: number(".0%", case.get("of_rate", {}).get(name))
     for name in peers:
-        columns[f"times as fast as {name}"] = lambda case, name=name: number(".2f", case["speed_ratio"].get(name))
+        columns[f"times as fast as {name}"] = lambda case, name=name: (
+            number(".2f", case["speed_ratio"].get(name)) + " (wrong)" * (name in case.get("wrong", ())))
     for name in needed:
         columns["MB" if name == "margay" else f"MB of {name}"] = (
             lambda case, name=name: number(".0f", case.get("memory_mb", {}).get(name)))

@@ -2,8 +2,7 @@
 
 import sys
 
-from margay._shared import (as_int32, check_rank, checked_scale, dtype_name, functions, is_torch, of_row, rows_library,
-                            shape)
+from margay._shared import as_int32, checked_scale, dtype_name, functions, is_torch, of_row, rows_library
 
 
 def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_state=None, output_final_state=False,
@@ -43,46 +42,27 @@ def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_st
     return (out, state) if output_final_state else out
 
 
+def _find_step():
+    from margay.families.steps import linear_attention_step as step
+
+    return functions.setdefault("linear_attention_step", step)
+
+
 def linear_attention_step(state, q, k, v, g=None, *, scale=None, state_indices=None):
-    """One step of `linear_attention`, for generation: out [B, H, V]. `state` [B, H, K, V], of any floating type,
-    becomes the next one in place. PyTorch tensors; not differentiable.
+    """One step of `linear_attention`, for generation: out [B, H, V]. `state` [B, H, K, V], float32 or as q, becomes the
+    next one in place: it is read once and written once. PyTorch tensors; not differentiable.
 
-    q, k [B, H, K], v [B, H, V]. g: [H] or [B, H], as for `linear_attention`.
+    q, k [B, H, K], v [B, H, V], 1 <= K <= 256, any V. g: [H] or [B, H], as for `linear_attention`. Several steps at
+    once: q, k [B, T, H, K], v, out [B, T, H, V], g [H] or [B, T, H].
     state_indices: integers [B]. Sample i has state[state_indices[i]]; where it is negative, there is none, and out
-        is 0.
-    """
-    op = "linear_attention_step"
-    if not is_torch(op, "q", q):
-        raise TypeError(f"{op}: q is {type(q).__name__}, expected torch.Tensor")
-    import torch
+        is 0. No two samples may have the same state.
 
-    rows_library(True).check_kinds(op, state=state, q=q, k=k, v=v)
-    check_rank(op, "q", q, 3, "[batch, heads, K]")
-    check_rank(op, "v", v, 3, "[batch, heads, V]")
-    (batch, heads, dim), dim_v = q.shape, v.shape[2]
-    states = batch if state_indices is None else len(state)
-    expected = dict(state=(states, heads, dim, dim_v), k=(batch, heads, dim), v=(batch, heads, dim_v))
-    for name, t in dict(state=state, k=k, v=v).items():
-        if tuple(t.shape) != expected[name]:
-            raise ValueError(f"{op}: {name} has shape {shape(t)}, expected {list(expected[name])}")
-    if g is not None and tuple(g.shape) not in ((heads,), (batch, heads)):
-        raise ValueError(f"{op}: g has shape {shape(g)}, expected [{heads}] or [{batch}, {heads}]")
-    scale = checked_scale(op, scale) or dim ** -0.5
-    with torch.no_grad():
-        at = None if state_indices is None else state_indices.long()
-        there = None if at is None else at >= 0
-        before = (state if at is None else state[at.clamp(min=0)]).float()
-        if g is not None:
-            before = before * g.float().clamp(min=-64.0).exp().expand(batch, heads)[..., None, None]
-        after = before + k.float()[..., None] * v.float()[:, :, None]
-        if at is None:
-            state.copy_(after)
-        else:
-            state[at[there]] = after[there].to(state.dtype)
-        out = scale * (q.float()[:, :, None] @ after)[:, :, 0]
-        if there is not None:
-            out = torch.where(there[:, None, None], out, 0.0)
-        return out.to(q.dtype)
+    Other floating types, a larger K, and float32 on CUDA, are computed by PyTorch's operations.
+    """
+    if not is_torch("linear_attention_step", "q", q):
+        raise TypeError(f"linear_attention_step: q is {type(q).__name__}, expected torch.Tensor")
+    step = functions.get("linear_attention_step") or _find_step()
+    return step(state, q, k, v, g, state_indices, checked_scale("linear_attention_step", scale))
 
 
 def _pair(op, state):
@@ -163,3 +143,10 @@ def _quotient(out, sums):
     if dtype_name(out) != "bfloat16":
         return (out.float() / (sums.float() + 1e-10)).to(out.dtype)
     return out * (1 / (sums.float() + 1e-10)).to(out.dtype)
+
+
+def _step_explained(op, library, named, given):
+    return [], {}, []
+
+
+EXPLAINED = {"linear_attention_step": _step_explained}
