@@ -10,7 +10,8 @@
 //   D_t = sum over i >= t of (row_i - col_i + in_i) + e^(l_e) <G, S> + sum over j < t of out_j
 // with row_i and col_j the sums of R_ij (c_i . b_j), in_i = e^(l_i) dy_i . S c_i and out_j = w_j x_j . G b_j; then
 //   ddt_t = a D_t + (col_t + out_t) / dt_t,  da = sum of dt_t D_t,  dd = sum of x_t . dy_t
-// where col / dt and out / dt are made without the division, and row - col without R's diagonal, which is in both. Of
+// where row - col is made without R's diagonal, which is in both, and of col / dt the diagonal without the division. A
+// dt of less than 2^-64 counts as that, so that all others can be divided. <G, S> is the sum of a product's diagonal. Of
 // linear attention (ssd_fwd.cu) D is itself a gradient; y's factor goes into R's weights and where a state is read.
 // Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in memory, the scan warp clears
 // them. What would go from one sequence of seq_idx to another becomes 0.
@@ -22,7 +23,7 @@
 // of x and G.
 //
 // Registers of a thread, N = 128   tiles that live together                            vectors and the rest
-//   pairs, 168                     c.b 32, R 32, x.dy 32, then 16 of its copy, dx 32   column sums 16, rows 8, 16
+//   pairs, 168                     c.b 32, R 32, x.dy 32, then 16 of its copy, dx 32   column sums 16, rows 10, 14
 //   give_dc, give_db, 160          product 64, dc or db 64                             rows 6, a tile's words 4, 22
 //   loader, scan, collect, 24      -                                                   vectors of two each, 7 at most
 #include "tile/tile.h"
@@ -30,10 +31,10 @@
 
 // N: columns of the state, 64, 128 or 256. STAGES. A tile of the state has W columns
 enum { Q = 64, W = N < 128 ? N : 128, PASSES = N / W, V = 4 };
-// l_i in base 2; dt_j; e^(l_i); scale e^(l_i); scale e^(l_e - l_j); scale w_j; of dt with respect to what was given
-struct vectors { sv<Q> l, dt, decay, read, tail, weight, slope; };
-// Without the diagonal: row, and col without dt_j; the diagonal, without dt_j; in and out without their factors; rows
-// of <G, S> and of x . dy
+// l_i in base 2; l_j - log dt_j - log scale; dt_j; e^(l_i); scale e^(l_i); scale w_j; of dt with respect to what was given
+struct vectors { sv<Q> l, m, dt, decay, read, weight, slope; };
+// Without the diagonal: row and col; the diagonal, without dt_j; in and out without their factors; rows of <G, S> and of
+// x . dy
 struct found { sv<4 * Q> row; sv<Q> col, own, in, out, kept, skip; };
 struct shared {
   st<elem, Q, W> b[PASSES], c[PASSES], state[STAGES], dstate[STAGES][PASSES];
@@ -41,7 +42,8 @@ struct shared {
   vectors v[V];
   found f[2];
   sv<Q> changes;
-  ring<STAGES> inputs;
+  parked kept;
+  ring<STAGES, ASYNC_READS> inputs;
   ring<V, ASYNC_READS> v_ring;     // plain stores only, which need no fence
   ring<2, ASYNC_READS> f_ring;
   sem bc_full, r_full;
@@ -115,17 +117,18 @@ TILE void give_vectors(const params &p, vectors &v, const wv<Q> &raw, const wv<Q
   step_slopes(out, raw, p.steps, head);
   store(v.slope, out);
   log_decays(dt, l, raw, p.steps.dt, head);
+  map(dt, dt, dt, [](float d, float) { return d < 5.42e-20f ? 5.42e-20f : d; });
   store(v.dt, dt);
   store(v.l, l);
+  float scale = p.scale, log_scale = p.log_scale;
+  map(out, l, dt, [=](float x, float d) { return x - fast_log2(d) - log_scale; });
+  store(v.m, out);
   decays_from_begin(out, l, changes);
-  float scale = p.scale;
   store(v.decay, out);
   map(out, out, out, [=](float e, float) { return e * scale; });
   store(v.read, out);
   decays_to_end(out, l, changes);
-  map(out, out, out, [=](float e, float) { return e * scale; });
-  store(v.tail, out);
-  map(out, out, dt, [](float e, float d) { return e * d; });
+  map(out, out, dt, [=](float e, float d) { return e * scale * d; });
   store(v.weight, out);
 }
 // The next unit's dt is under way while this one's is worked on.
@@ -189,17 +192,18 @@ TILE void take_found(wv<Q> &ddt, float &da, const params &p, const vectors &v, c
       plus(d, x);
     }
     load(own, f.col);
-    x = own;
-    multiply(x, v.dt);
-    map(d, d, x, [](float y, float c) { return y - c; });
-    load(x, f.own);
-    plus(own, x);
+    map(d, d, own, [](float y, float c) { return y - c; });
   }
   cumsum_down(d);
   load(x, f.out);
-  multiply(x, v.tail);
-  plus(own, x);             // col and out, over dt
-  multiply(x, v.dt);
+  multiply(x, v.weight);
+  plus(own, x);
+  load(y, v.dt);
+  map(own, own, y, [](float z, float t) { return z * fast_rcp(t); });      // col and out, over dt
+  if (pass == 0) {
+    load(y, f.own);
+    plus(own, y);
+  }
   y = x;
   cumsum(y);
   map(y, y, x, [](float all, float z) { return all - z; });
@@ -308,8 +312,8 @@ TILE void pairs(const params &p, shared &s, int) {
     int head = w.head;
     vectors &v = s.v[vs.stage];
     found &f = s.f[with.stage];
-    rv l, dt, weight;
-    rsum col, own;
+    rv m, dt, weight;
+    rsum col, own, skip;
     csum<Q> row;
     float d = p.d ? p.d[head] : 0.f;
     ring_wait(s.inputs, at);
@@ -320,13 +324,13 @@ TILE void pairs(const params &p, shared &s, int) {
     if (PASSES == 2) mma_ABt<ACC>(dx, s.b[PASSES - 1], s.dstate[at.stage][PASSES - 1]);
     mma_commit();
     ring_wait(s.v_ring, vs);
-    float log_scale = p.log_scale;
-    load(l, v.l);
-    map(l, l, [=](float x) { return x - log_scale; });
+    float scale = p.scale;
+    load(m, v.m);
     load(dt, v.dt);
     load(weight, v.weight);
     fill(col, 0.f);
     fill(own, 0.f);
+    fill(skip, 0.f);
     clear(row);
     mma_wait<1>(x);
     if (p.steps.seq_idx) {
@@ -335,26 +339,27 @@ TILE void pairs(const params &p, shared &s, int) {
       map_rc(x, mine, s.changes, [](float y, float nj, float ni, int, int) { return ni == nj ? y : 0.f; });
     }
     bool other = p.steps.seq_idx != nullptr;
-    each_of_triangles<Q>([](int, int, float &x, float &r, float score, float &col, float &, float &row, float li,
-                            float lj, float dtj) {
-      float e = fast_exp2(li - lj), w = e * dtj, g = x * score;
-      col = fused(g, e, col);
-      row = fused(g, w, row);
+    each_of_triangles<Q>([](int, int, float &x, float &r, float score, float &col, float &, float &, float &row,
+                            float li, float mj, float) {
+      float w = fast_exp2(li - mj), p = score * w;
+      col = fused(x, p, col);
+      row = fused(x, p, row);
       r = fused(x, w, r);
-      x = score * w;
-    }, [=](int j, int i, float &x, float &r, float score, float &col, float &own, float &row, float li, float lj,
-           float dtj) {
-      float e = i < j ? 0.f : fast_exp2(li - lj), w = e * dtj, g = x * score, later = i == j ? 0.f : g;
-      col = fused(later, e, col);
-      row = fused(later, w, row);
-      own += i == j ? g : 0.f;
+      x = p;
+    }, [=](int j, int i, float &x, float &r, float score, float &col, float &own, float &skip, float &row, float li,
+           float mj, float dtj) {
+      float w = i < j ? 0.f : i == j ? scale * dtj : fast_exp2(li - mj), p = score * w, own_x = i == j ? x : 0.f;
+      col = fused(x - own_x, p, col);
+      row = fused(x - own_x, p, row);
+      own = fused(own_x, score, own);
+      skip += own_x;
       r = fused(x, w, r);
-      x = fused(score, w, i == j ? d : 0.f);
-    }, [](int, int, float &x, float &, float, float &, float &, float &, float, float, float) { x = 0.f; },
-    x, r, (const rt<float, Q> &)scores, col, own, row, v.l, l, dt);
+      x = i == j ? p + d : p;
+    }, [](int, int, float &x, float &, float, float &, float &, float &, float &, float, float, float) { x = 0.f; },
+    x, r, (const rt<float, Q> &)scores, col, own, skip, row, v.l, m, dt);
     if (other) {
-      load(l, s.changes);
-      map_rc(x, l, s.changes, [](float y, float nj, float ni, int, int) { return ni == nj ? y : 0.f; });
+      load(m, s.changes);
+      map_rc(x, m, s.changes, [](float y, float nj, float ni, int, int) { return ni == nj ? y : 0.f; });
     }
     convert(weights, x);
     mma_wait<0>(dx);
@@ -364,10 +369,14 @@ TILE void pairs(const params &p, shared &s, int) {
     mma_commit();
     ring_acquire(s.f_ring, with);
     store(f.row, row);
-    reduce(l, col);
-    store(f.col, l);
-    reduce(l, own);
-    store(f.own, l);
+    reduce(m, col);
+    store(f.col, m);
+    reduce(m, own);
+    store(f.own, m);
+    if (p.skips) {
+      reduce(m, skip);
+      store(f.skip, m);
+    }
     sem_arrive(s.f_ring.full[with.stage]);
     ring_release(s.v_ring, vs);
     ring_next(s.v_ring, vs);
@@ -375,8 +384,7 @@ TILE void pairs(const params &p, shared &s, int) {
     tma_store_wait_read();
     wg_sync();
     mma_wait<0>(dx, weights);
-    sem_arrive(s.inputs.empty[at.stage]);     // read by products alone
-    ring_next(s.inputs, at);
+    ring_done(s.inputs, at);
     put_dx(p, s, t, dx, head, w.part * 64);
   }
   store(s.r, r);
@@ -384,8 +392,7 @@ TILE void pairs(const params &p, shared &s, int) {
   sem_arrive(s.r_full);
   for (int u = t.units; u < PASSES * t.units; u++) {
     ring_wait(s.inputs, at);
-    sem_arrive(s.inputs.empty[at.stage]);
-    ring_next(s.inputs, at);
+    ring_done(s.inputs, at);
     ring_wait(s.v_ring, vs);
     ring_done(s.v_ring, vs);
     ring_acquire(s.f_ring, with);
@@ -419,20 +426,25 @@ TILE void contract(const params &p, shared &s, int which) {
       ring_pos at = ring_at<STAGES>(count), vs = ring_at<V>(count), with = ring_at<2>(count);
       vectors &v = s.v[vs.stage];
       found &f = s.f[with.stage];
-      rsum dot, rest;
+      rsum dot, kept;
       rv factor;
-      auto multiply = [](int, int, float x, float y, float &sum) { sum = fused(x, y, sum); };
-      fill(rest, 0.f);
+      fill(kept, 0.f);
       fill(dot, 0.f);
       ring_wait(s.inputs, at);
-      // In registers that the product has then.
-      if (which && PASSES == 2) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);
+      if (!which) {
+        rt<float, 64> both;
+        mma_fence();
+        mma_ABt<ZERO>(both, s.state[at.stage], s.dstate[at.stage][pass]);
+        mma_commit();
+        mma_wait<0>(both);
+        each<64>([](int row, int col, float x, float &sum) { sum += row == col ? x : 0.f; }, both, kept);
+        reduce(factor, kept);
+        store(s.kept, factor);   // so that these registers are the next product's
+      }
       mma_fence();
       mma_AB<ZERO>(product, which ? s.x[at.stage] : s.dy[at.stage],
                    which ? s.dstate[at.stage][pass] : s.state[at.stage]);
       mma_commit();
-      if (which && PASSES == 1) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);
-      if (!which && p.skips && !pass) each<64>(multiply, s.x[at.stage], s.dy[at.stage], rest);
       ring_wait(s.v_ring, vs);
       load(factor, which ? v.weight : v.read);
       ring_release(s.v_ring, vs);
@@ -445,8 +457,10 @@ TILE void contract(const params &p, shared &s, int which) {
       ring_acquire(s.f_ring, with);
       reduce(factor, dot);
       store(which ? f.out : f.in, factor);
-      reduce(factor, rest);
-      if (which || p.skips) store(which ? f.kept : f.skip, factor);
+      if (!which) {
+        load(factor, s.kept);
+        store(f.kept, factor);
+      }
       sem_arrive(s.f_ring.full[with.stage]);
     }
     sem_wait(s.r_full, 0);

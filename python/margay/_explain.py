@@ -95,6 +95,7 @@ def explain_row(op, library, named, given):
     backward, like = _op.Row(op + "_bwd"), given[row.first]
     sizes = {size: -1 for f in (*row.arguments, *backward.arguments) for size in f["sizes"]}   # as in C: of none given
     sizes |= {size: n for f, t in inputs for size, n in zip(f["sizes"], t.shape)}
+    sizes |= {f["name"]: given.get(f["name"], _op.default(f)) for f in row.numbers}
     for let, _, code in (*row.lets, *backward.lets):
         sizes[let] = int(eval(code, {}, sizes))
     absent = {f["name"] for f in row.inputs} - {f["name"] for f, _ in inputs}

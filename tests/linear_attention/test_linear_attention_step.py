@@ -78,6 +78,11 @@ def test_what_has_no_kernel():
         assert torch.equal(found, torch_) and torch.equal(mine, other)
 
 
+def test_of_no_memory():
+    tensors = [t.to("meta") for t in inputs()]
+    assert mg.linear_attention_step(*tensors).shape == mg.linear_attention_step(*inputs()).shape
+
+
 def test_refused():
     state, q, k, v, g = inputs()
     for given, error, words in (

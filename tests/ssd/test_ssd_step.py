@@ -94,6 +94,11 @@ def test_a_version_is_counted_and_parameters_are_taken():
     assert state._version > version and not y.requires_grad
 
 
+def test_of_no_memory():
+    tensors = [t.to("meta") for t in inputs()]
+    assert mg.ssd_step(*tensors).shape == mg.ssd_step(*inputs()).shape
+
+
 def test_refused():
     state, x, dt, a, b, c = inputs()
     for given, error, words in (

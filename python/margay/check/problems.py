@@ -338,6 +338,47 @@ def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
+# label, steps, heads, features less than 64, what else is given, window, sliding
+HEDGEHOG = (("plain", 330, 1, 0, "", 64, False), ("one chunk", 40, 2, 8, "states", 64, False),
+            ("packed", 400, 1, 0, "packed", 64, False), ("cut", 1700, 1, 0, "states", 64, False))
+HEDGEHOG_LOCAL = (("sliding", 330, 1, 0, "states", 50, True), ("packed", 300, 1, 8, "packed", 32, False),
+                  ("cut", 1100, 1, 0, "states", 16, False))
+HEDGEHOG_GIVEN = {"": (), "states": ("initial_state", "final_state", "dfinal_state", "dinitial_state"),
+                  "packed": ("cu_seqlens", "initial_state", "final_state", "dinitial_state")}
+
+
+def hedgehog(row, large):
+    c = constants(row)
+    shapes = [("large", 3000, 8, 0, "", 64, False), ("few blocks", 2000, 2, 0, "states", 64, False)] if large else []
+    local = c.get("LOCAL")
+    shapes += (HEDGEHOG_LOCAL if local else HEDGEHOG if local == 0 else HEDGEHOG[:3] + HEDGEHOG_LOCAL[:1])
+    if row["op"] in ("hedgehog_bwd", "hedgehog_bwd_maps"):
+        shapes.append(("runs of chunks", 330, 8, 0, "", 64, False))
+    if row["op"] in ("hedgehog_bwd_scan", "hedgehog_bwd_back"):
+        shapes.append(("states, more chunks", 330, 2, 0, "states", 16 if local else 64, False))
+    if row["op"] in ("hedgehog_cuts", "hedgehog_join"):
+        shapes = [shape for shape in (*shapes, HEDGEHOG[3], HEDGEHOG_LOCAL[2]) if shape[0] not in ("plain", "packed")
+                  and shape[1] > 1000]
+    for label, *problem in shapes:
+        yield label, lambda problem=problem: call_hedgehog(owner(row), row["dtype"], c.get("D", 64), *problem)
+
+
+def call_hedgehog(name, dtype, dim, steps, heads, less, kind, window, sliding):
+    starts, op = (0, steps // 4, steps // 4, steps // 4 + 64, steps), _op.Row(name)
+    known = dict.fromkeys(op.sizes, -1) | dict(B=1, T=steps, H=heads, K=dim, V=dim - less, F=64 - less,
+                                               STARTS=len(starts) if kind == "packed" else -1)
+    known |= dict(window=window, sliding=sliding, scale=0.0, cu_seqlens=kind == "packed")
+    op.derive(known)
+    values = dict(window_factor=0.6, linear_factor=0.4, den=2.0, cu_seqlens=starts)
+    kinds = dict(half=dtype, float32="float32", int32="int32")
+    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=values.get(f["name"]))
+               for f in op.arguments if f["role"] != "num"
+               and (f["name"] in HEDGEHOG_GIVEN[kind] or f["role"] not in ("opt", "optout"))}
+    getattr(_C, name)(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"), window, sliding, 0.0)
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
+
+
 # label, steps, heads, what is given besides. Sweeps are of many heads, or of short sequences, or of long ones, which are
 # cut: only those have the states of cuts.
 SWEEPS = (("plain", 250, 2, ("dfinal_state", "dinitial_state", "initial_state")), ("one chunk", 40, 2, ()),
@@ -511,6 +552,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts,
        "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd,
        "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
+       "hedgehog": hedgehog, "hedgehog_cuts": hedgehog, "hedgehog_join": hedgehog, "hedgehog_bwd": hedgehog,
+       "hedgehog_bwd_window": hedgehog, "hedgehog_bwd_scan": hedgehog, "hedgehog_bwd_back": hedgehog,
+       "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
@@ -557,7 +601,7 @@ class Problem:
             self.call()
         if not launches:
             raise RuntimeError(f"{self.kernel.name}: {self.label} did not launch it")
-        return reports[0]
+        return next(filter(None, reports), None)       # a call may launch it more than once
 
 
 @contextlib.contextmanager

@@ -72,6 +72,8 @@ def _ssd_step(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
 
 def _ssd_again(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
     op = "ssd_step"
+    if x.is_meta:
+        return torch.ops.margay.ssd_step(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high)
     _torch.check_kinds(op, _SSD[6:], **dict(zip(_SSD, (state, x, dt, a, b, c, d, z, dt_bias, at))))
     if x.ndim not in (3, 4):
         raise ValueError(f"{op}: x has shape {shape(x)}, expected 3 dimensions [batch, heads, head dim], or 4 with steps")
@@ -182,6 +184,8 @@ def _linear_attention_step(state, q, k, v, g, at, scale):
 
 def _linear_attention_again(state, q, k, v, g, at, scale):
     op = "linear_attention_step"
+    if q.is_meta:
+        return torch.ops.margay.linear_attention_step(state, q, k, v, g, at, scale)
     _torch.check_kinds(op, _LINEAR[4:], **dict(zip(_LINEAR, (state, q, k, v, g, at))))
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: q has shape {shape(q)}, expected 3 dimensions [batch, heads, K], or 4 with steps")
