@@ -124,11 +124,12 @@ def test_every_function(device):
     """Of each one that takes tensors, forward and backward, if it has one."""
     rows, (a, b) = torch.randn(1, 40, 2, 64, device=device).bfloat16(), torch.randn(2, 8, 8, device=device).bfloat16()
     starts, weight = torch.tensor([0, 40], device=device), torch.randn(64, 4, device=device).bfloat16()
-    x = rows[:, :, 0].contiguous()
+    x, maps = rows[:, :, 0].contiguous(), torch.randn(2, 64, 64, device=device).bfloat16()
     calls = {mg.attention: ((rows,) * 3, {}), mg.attention_varlen: ((*(rows[0],) * 3, starts, starts, 40, 40), {}),
              mg.matmul: ((a, b), {}), mg.attention_decode: ((rows,) * 3, {}),
              mg.append_kv: ((rows.clone(), rows.clone(), rows, rows), dict(cache_seqlens=0)),
              mg.linear_attention: ((rows,) * 3, {}), mg.scaled_add: ((a, b), {}),
+             mg.hedgehog: ((*(rows,) * 3, maps, maps, torch.ones(2, device=device), 1.0), {}),
              mg.causal_conv1d: ((x, weight), {}), mg.causal_conv1d_step: ((x[:, :1], x[:, :8].clone(), weight), {}),
              mg.ssd: ((rows, rows[..., 0].float(), -torch.ones(2, device=device), rows, rows), {}),
              mg.ssd_step: ((torch.zeros(1, 2, 64, 64, device=device), rows[:, 0], rows[:, 0, :, 0],

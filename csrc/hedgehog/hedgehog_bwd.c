@@ -31,8 +31,8 @@ static void place_of(void **data, int64_t *stride, const mg_tensor *t) {
   stride[1] = t->stride[2];
 }
 static hedgehog_steps steps_of(const mg_call *c, const mg_hedgehog_bwd_args *a) {
-  return (hedgehog_steps){.starts = mg_data(a->cu_seqlens), .count = (int)c->n.T, .rows = (int)c->n.R, .heads = (int)c->n.H,
-                          .segments = 1, .window = a->window, .sliding = a->sliding};
+  return (hedgehog_steps){.starts = mg_data(a->cu_seqlens), .count = (int)c->n.T, .rows = (int)c->n.R,
+                          .heads = (int)c->n.H, .segments = 1, .window = a->window, .sliding = a->sliding};
 }
 // What is known of each step of a head: e, and sums over its window.
 static float *known_of(const mg_call *c, const mg_hedgehog_bwd_args *a, int kind) {
@@ -45,7 +45,8 @@ static mg_status run_pre(mg_call *c, const mg_hedgehog_bwd_args *a) {
   const int64_t chunks = mg_ceil_div(c->n.T, 64), blocks = c->n.B * c->n.H;
   const mg_tensor f = half_of(a->features, 0), g = half_of(a->features, 1);
   hedgehog_bwd_pre_params p = {.den = a->den->data, .window_factor = a->window_factor->data,
-                               .linear_factor = a->linear_factor->data, .e = a->e->data, .steps = (int)c->n.T, .heads = (int)c->n.H, .count = (int)c->n.F};
+                               .linear_factor = a->linear_factor->data, .e = a->e->data, .steps = (int)c->n.T,
+                               .heads = (int)c->n.H, .count = (int)c->n.F};
   p.run = segment_of(c, chunks, blocks, chunks, 4);
   p.runs = segments_of(chunks, p.run);
   rows_map(c, &p.q, a->q);

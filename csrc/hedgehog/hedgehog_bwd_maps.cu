@@ -1,5 +1,5 @@
-// dx_t += map dy_t, and shares of dmap = sum of x_t dy_t^T, of q (kind 0) and of k (kind 1), where dy is the gradient of
-// x map. A block has a run of chunks of one head. Roles: a loader thread; a warpgroup that multiplies.
+// dx_t += map dy_t, and shares of dmap = sum of x_t dy_t^T, of q (kind 0) and of k (kind 1), where dy is the gradient
+// of x map. A block has a run of chunks of one head. Roles: a loader thread; a warpgroup that multiplies.
 #include "tile/tile.h"
 // D: columns of q and k, 64 or 128
 #include "hedgehog/hedgehog_bwd.h"
@@ -21,8 +21,8 @@ TILE void init(shared &s) {
 
 struct run { int kind, batch, head, part, first, end; };     // steps first .. end - 1
 TILE run block_run(const params &p) {
-  int kind = block_index() % 2, at = block_index() / 2, unit = at / p.runs, i = at - unit * p.runs, first = i * p.run * Q,
-      end = first + p.run * Q;
+  int kind = block_index() % 2, at = block_index() / 2, unit = at / p.runs, i = at - unit * p.runs;
+  int first = i * p.run * Q, end = first + p.run * Q;
   return {kind, unit / p.heads, unit % p.heads, unit / p.heads * p.runs + i, first, end < p.steps ? end : p.steps};
 }
 

@@ -2,8 +2,8 @@
 //   u_i = dout_i / d_i,  e_i = -u_i . out_i,  f_i = r [softmax(q_i Q), softmax(-q_i Q)],  g_i that of k_i, without r
 // since the gradient of a weight a_ij of N_i and d_i is u_i . v_j + e_i. r is the ratio of the head's factors, of the
 // linear part to the window; 1 where that is 0.
-// A block has a run of chunks of one head. Roles: a loader thread; features: two warpgroups, of q and of k; gradients: u
-// and e.
+// A block has a run of chunks of one head. Roles: a loader thread; features: two warpgroups, of q and of k; gradients:
+// u and e.
 #include "tile/tile.h"
 // D: columns of q, k and v, 64 or 128
 #include "hedgehog/hedgehog_bwd.h"

@@ -14,7 +14,7 @@
 //
 // Registers of a thread, D = 128   tiles that live together                              the rest
 //   state, 224                     S 128, column sums 32, a tile of features 32          rows 6
-//   readers, 232                   dh 64, h 64; or dh 64, products 32 and their copy 16; dv 64   rows 10
+//   readers, 240                   dh 64, h 64; or dh 64, products 32 and their copy 16; dv 64   rows 10
 #include "tile/tile.h"
 // D: columns of q, k and v, 64 or 128. LOCAL: a window of any kind. BACKWARDS
 #include "hedgehog/hedgehog_bwd.h"
@@ -238,8 +238,8 @@ TILE void add_column(rt<float, F> &dh, const rv &weight, const sv<4 * F> &z, con
   if (begun) each<F>([](int, int, float &x, float w, float z) { x = fused(w, z, x); }, dh, weight, begin);
 }
 
-// What x_i is where the sums over the window and over the linear part are 0 together, and adds it to `all`. d_i = window
-// weights + r f_i . z.
+// What x_i is where the sums over the window and over the linear part are 0 together, and adds it to `all`. d_i is the
+// window's weights + r f_i . z.
 TILE void put_right(rv &all, const rsum &sum, const params &p, int64_t row, int steps, float ratio) {
   rv x, window, weights, den;
   reduce(x, sum);
@@ -263,8 +263,8 @@ TILE bool far(int row, int col, bool other, int w, bool sliding) {
   return row - (other ? Q : 0) < window_begin(col, w, sliding);
 }
 // The linear part of one such chunk: what of dh and dv it gives.
-TILE void add_local(rt<float, F> &d0, rt<float, F> &d1, rt<float, D> &dv, const params &p, shared &s, const rv &e, int r,
-                    int a, bool other) {
+TILE void add_local(rt<float, F> &d0, rt<float, F> &d1, rt<float, D> &dv, const params &p, shared &s, const rv &e,
+                    int r, int a, bool other) {
   int w = p.steps.window;
   bool sliding = p.steps.sliding;
   rt<float, Q> x;
@@ -439,6 +439,6 @@ TILE void readers(const params &p, shared &s, int) {
   clear_rest(p.steps, t, p.dy_data, p.dy_stride[0], p.dy_stride[1], F);
 }
 
-typedef block<params, shared, init, role<readers, WARPGROUP, 1, 232>, role<run_state, WARPGROUP, 1, 224>,
+typedef block<params, shared, init, role<readers, WARPGROUP, 1, 240>, role<run_state, WARPGROUP, 1, 224>,
               role<loader, THREAD, 1, 40>> kernel;
 ENTRY(kernel, Q, D)

@@ -86,7 +86,8 @@ TILE void less_maximum(rt<float, Q> &own, rt<float, Q> &other, rsum &ties, const
   each<Q>([](int, int, float x, float &n) { n += x == 0.f ? 1.f : 0.f; }, own, ties);
   each<Q>([](int, int, float x, float &n) { n += x == 0.f ? 1.f : 0.f; }, other, ties);
 }
-// s, less its maximum, becomes a, negative where that is the maximum; x, which was u . v, becomes a (x + e). Sums of both.
+// s, less its maximum, becomes a, negative where that is the maximum; x, which was u . v, becomes a (x + e). Sums of
+// both.
 TILE void weigh(rt<float, Q> &x, rt<float, Q> &s, const rv &e, rsum &sum, rsum &weights) {
   each<Q>([](int, int, float &y, float &d, float b, float &l, float &m) {
     float a = fast_exp2(d);

@@ -74,8 +74,8 @@ TILE void features(rt<float, F> &f, rt<float, F> &g, const st<elem, Q, D> &x, co
   map_row(g, low, [](float y, float l) { return y * l; });
 }
 
-// The first column of a row's window, counted from the chunk's begin: negative in the chunk before. Blocks are powers of
-// 2.
+// The first column of a row's window, counted from the chunk's begin: negative in the chunk before. A block's steps are
+// a power of 2.
 TILE int window_begin(int row, int w, bool sliding) { return sliding ? row - w + 1 : (row & -w) - w; }
 TILE void window_begins(rv &first, const hedgehog_steps &p) {
   int w = p.window;
