@@ -133,7 +133,9 @@ def test_every_function(device):
              mg.ssd: ((rows, rows[..., 0].float(), -torch.ones(2, device=device), rows, rows), {}),
              mg.ssd_step: ((torch.zeros(1, 2, 64, 64, device=device), rows[:, 0], rows[:, 0, :, 0],
                             -torch.ones(2, device=device), rows[:, 0], rows[:, 0]), {}),
-             mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {})}
+             mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {}),
+             mg.hedgehog: ((*(rows,) * 3, *(torch.randn(2, 64, 32, device=device).bfloat16(),) * 2,
+                            *(torch.ones(2, device=device),) * 2), {})}
     one = {"matmul", "attention_decode", "append_kv", "causal_conv1d_step", "ssd_step", "linear_attention_step"}
     for function, (arguments, options) in calls.items():
         kernels = mg.explain(function, *arguments, **options).kernels

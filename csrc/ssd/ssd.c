@@ -5,7 +5,7 @@
 
 // cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Of
 // steps behind, y and all gradients are 0.
-static mg_status check_starts(mg_op op, const mg_tensor *t, int64_t steps) {
+mg_status ssd_check_starts(mg_op op, const mg_tensor *t, int64_t steps) {
   const char *name = mg_op_name(op);
   const int32_t *start = t->data;
   const int64_t n = t->shape[0];
@@ -44,7 +44,7 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
 }
 
 mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f) {
-  if (a->cu_seqlens && (c->status = check_starts(c->op, a->cu_seqlens, c->n.T))) return c->status;
+  if (a->cu_seqlens && (c->status = ssd_check_starts(c->op, a->cu_seqlens, c->n.T))) return c->status;
   c->problem.size.B = c->n.R;         // conditions ask for blocks
   if (!mg_choose_other(c, f->op)) return c->status;
   const mg_tensor *seq_idx = a->seq_idx;
@@ -78,6 +78,7 @@ mg_status mg_ssd(const mg_ssd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_ssd, a)) return c.status;
   const ssd_form f = {{.dt = a->dt->data, .a = a->a->data, .bias = a->dt_bias ? a->dt_bias->data : NULL,
-                       .softplus = a->dt_softplus, .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1}, MG_OP_ssd};
+                       .softplus = a->dt_softplus, .low = a->dt_min, .high = a->dt_max}, 1,
+                      {(int)c.n.N, 1, (int)(c.n.P * c.n.N)}, MG_OP_ssd};
   return ssd_scan(&c, a, &f);
 }

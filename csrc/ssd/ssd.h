@@ -11,9 +11,9 @@ typedef struct ssd_dt {
   float low, high;
 } ssd_dt;
 
-// How a caller's states lie: strides of a row, which head_dim counts, and of a column. Those of ssd are row-major, those
-// of linear attention transposed.
-typedef struct ssd_order { int row, col; } ssd_order;
+// How a caller's states lie: strides of a row, which head_dim counts, of a column, and of a head's state. Those of ssd
+// are row-major, those of linear attention transposed and, where v is wide, parts of wider ones.
+typedef struct ssd_order { int row, col, matrix; } ssd_order;
 
 typedef struct ssd_fwd_params {
   gmap x, y, b, c;
@@ -36,7 +36,8 @@ typedef struct ssd_fwd_params {
   ssd_order order;          // of `initial` and `final`
 } ssd_fwd_params;
 
-// States behind all segments but the last, each from 0, and by what each decays the state before it.
+// States behind all segments but the last, or backwards in front of all but the first, from the last on: each from 0,
+// and by what each decays the state before it.
 typedef struct ssd_cuts_params {
   gmap x, b;
   ssd_dt dt;

@@ -178,6 +178,7 @@ mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_ssd_bwd, a)) return c.status;
   const ssd_form f = {{.dt = a->dt->data, .a = a->a->data, .bias = data_of(a->dt_bias), .softplus = a->dt_softplus,
-                       .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1}, MG_OP_ssd_bwd};
+                       .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1, (int)(c.n.P * c.n.N)},
+                      MG_OP_ssd_bwd};
   return ssd_scan_bwd(&c, a, &f);
 }

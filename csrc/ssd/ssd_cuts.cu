@@ -1,13 +1,16 @@
 // States of SSD at the cuts of a sequence: what ssd_fwd.cu's S becomes from 0 over a segment of whole chunks,
 //   S = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
-// and the product of the e^(l_e), by which a state before the segment decays.
+// and the product of the e^(l_e), by which a state before the segment decays. BACKWARDS, of linear attention's gradients,
+// it is what becomes of 0 behind a segment on the way to its first step, with e^L the product of the e^(l_e) in front,
+//   S   = S + (x_j e^(L + l_j))^T b
+// and the cuts are those of the last segment, the one before, and so on.
 // A unit is 64 rows of a head's state. A block has SLOTS units of one group of heads, which share b; where the group
 // has no more, its last units are computed for nothing. Roles: a loader thread; SCANS scan warps: dt -> each unit's
 // weights; GROUPS state warpgroups.
 #include "tile/tile.h"
 #include "ssd/ssd_fwd.h"
 
-// Q: steps of a chunk. N (state), HEADS (units of a warpgroup: 1 or 2), GROUPS, STAGES and *_REGS come from the row. A
+// Q: steps of a chunk. N (state), HEADS (units of a warpgroup: 1 or 2), GROUPS, BACKWARDS, STAGES and *_REGS come from the row. A
 // unit's state is TILES tiles of W columns.
 enum { Q = 64, SLOTS = GROUPS * HEADS, W = N < 128 ? N : 128, TILES = N / W, SCANS = 2, MINE = SLOTS / SCANS };
 static_assert(HEADS * TILES <= 2, "a warpgroup has two tiles of state");
@@ -28,7 +31,9 @@ TILE int parts(const params &p) { return (p.head_dim + 63) / 64; }
 TILE task block_task(const params &p) {
   int units = p.group_heads * parts(p), blocks = (units + SLOTS - 1) / SLOTS, groups = p.heads / p.group_heads;
   int i = block_index(), cut = i % p.cut, block = i / p.cut, matrix = block / blocks;
-  return {matrix / groups, cut, matrix % groups, block % blocks * SLOTS, cut * p.segment, (cut + 1) * p.segment};
+  int segment = BACKWARDS ? p.cut - cut : cut, end = (segment + 1) * p.segment;
+  if (BACKWARDS && end > p.steps) end = p.steps;
+  return {matrix / groups, cut, matrix % groups, block % blocks * SLOTS, segment * p.segment, end};
 }
 // Of a unit behind the group's last, the last.
 TILE int unit_of(const params &p, const task &t, int slot) {
@@ -59,11 +64,13 @@ TILE void scan(const params &p, shared &s, int warp) {
   task t = block_task(p);
   ring_pos at = {};
   wv<Q> given[MINE], dt, l, out, changes;
+  float before[MINE];          // the L of BACKWARDS
   fill(changes, 0.f);
   int64_t g = (int64_t)t.row * p.steps * p.heads;
   UNROLLED for (int i = 0; i < MINE; i++) {
     int head = head_of(p, t, i * SCANS + warp);
     load_given(given[i], p.dt, g + (int64_t)t.first * p.heads + head, p.heads, t.end - t.first);
+    before[i] = 0.f;
   }
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.inputs, at);
@@ -77,6 +84,13 @@ TILE void scan(const params &p, shared &s, int warp) {
       float end = last(l);
       map(out, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
       store(v.decay, out);
+      if (BACKWARDS) {
+        float all = before[i];
+        map(out, l, l, [=](float x, float) { return fast_exp2(all + x); });
+        store(v.weight, out);
+        before[i] += end;
+        continue;
+      }
       map(dt, dt, changes, [=](float d, float n) { return n < changed ? 0.f : d; });
       map(out, l, dt, [=](float x, float d) { return d * fast_exp2(end - x); });
       store(v.weight, out);
@@ -107,8 +121,8 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, float &decay, shared &s, i
   map_col(x, v.weight, [](float f, float w) { return f * w; });
   float d = get(v.decay, Q - 1);
   decay *= d;
-  map(s0, [=](float f) { return f * d; });
-  if (TILES == 2) map(s1, [=](float f) { return f * d; });
+  if (!BACKWARDS) map(s0, [=](float f) { return f * d; });
+  if (TILES == 2 && !BACKWARDS) map(s1, [=](float f) { return f * d; });
   mma_fence();
   mma_AB_cols<ACC>(s0, x, s.b[stage], 0);
   if (TILES == 2) mma_AB_cols<ACC>(s1, x, s.b[stage], W);

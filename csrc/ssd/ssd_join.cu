@@ -35,7 +35,7 @@ TILE void add(rt<float, COLS> &state, const rt<float, COLS> &cut, const params &
 TILE void compute(const params &p, shared &, int) {
   task t = block_task(p);
   rt<float, COLS> state, cut0, cut1, cut2, cut3;      // four cuts are under way together
-  int64_t matrix = ((int64_t)t.batch * p.heads + t.head) * p.head_dim * p.state_dim;
+  int64_t matrix = ((int64_t)t.batch * p.heads + t.head) * p.order.matrix;
   const float *from = p.initial + matrix + t.row * p.order.row + t.col * p.order.col;
   if (p.initial) load(state, from, p.order.row, p.order.col, p.head_dim - t.row, p.state_dim - t.col);
   else fill(state, 0.f);

@@ -113,23 +113,24 @@ TILE void scan(const params &p, shared &s, int wg) {
 }
 
 // A part of fp32 states, to and from memory, those of all heads the i-th.
-TILE int64_t place_of(const params &p, const task &t, int wg, int64_t i, int row_stride) {
+TILE int64_t place_of(const params &p, const task &t, int wg, int64_t i, ssd_order o) {
   int64_t matrix = i * p.steps.heads + head_of(p, t, wg);
-  return matrix * p.head_dim * p.state_dim + row_of(p, t, wg) * row_stride;
+  return matrix * o.matrix + row_of(p, t, wg) * o.row;
 }
 TILE int64_t cut_of(const params &p, const task &t, int i) { return (int64_t)t.row * p.cut_stride + i; }
 TILE void begin_state(const params &p, const ssd_pass &q, const task &t, int wg, rt<float, N> &state) {
   bool cut = t.from > 0;
   const float *from = p.local ? nullptr : cut ? q.cuts : q.initial;
   if (!from) return fill(state, 0.f);
-  ssd_order o = {cut ? p.state_dim : p.order.row, cut ? 1 : p.order.col};
-  from += place_of(p, t, wg, cut ? cut_of(p, t, t.from - 1) : t.row, o.row);
+  ssd_order o = p.order;
+  if (cut) o = {p.state_dim, 1, p.head_dim * p.state_dim};
+  from += place_of(p, t, wg, cut ? cut_of(p, t, t.from - 1) : t.row, o);
   load(state, from, o.row, o.col, p.head_dim - row_of(p, t, wg), p.state_dim);
   float factor = q.backwards && !cut ? 1.f / p.scale : 1.f;
   map(state, [=](float x) { return x * factor; });
 }
 TILE void put(const params &p, const task &t, int wg, float *g, int64_t i, const rt<float, N> &state, ssd_order o) {
-  store(g + place_of(p, t, wg, i, o.row), o.row, o.col, state, p.head_dim - row_of(p, t, wg), p.state_dim);
+  store(g + place_of(p, t, wg, i, o), o.row, o.col, state, p.head_dim - row_of(p, t, wg), p.state_dim);
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {

@@ -35,8 +35,9 @@ static mg_status ssd(mg_call *c, const mg_ssd_step_args *a) {
   if (!mg_choose_other(c, fours ? MG_OP_ssd_step : MG_OP_ssd_step_ones)) return c->status;
   const int64_t parts = mg_ceil_div(c->n.P, c->desc->tile_m);
   const ssd_step_params p = {
-    .states = states(a->state, a->slots), .x = vectors(a->x), .z = vectors(a->z), .y = vectors(a->y), .b = vectors(a->b),
-    .c = vectors(a->c), .dt = numbers(a->dt), .a = numbers(a->a), .bias = numbers(a->dt_bias), .d = numbers(a->d),
+    .states = states(a->state, a->slots), .x = vectors(a->x), .z = vectors(a->z), .y = vectors(a->y),
+    .b = vectors(a->b), .c = vectors(a->c), .dt = numbers(a->dt), .a = numbers(a->a), .bias = numbers(a->dt_bias),
+    .d = numbers(a->d),
     .d_wide = mg_data(a->d_wide), .d_wide_is_float = is_float(a->d_wide), .softplus = a->dt_softplus, .low = a->dt_min,
     .high = a->dt_max, .steps = a->x->dims > 3 ? (int)c->n.T : 1, .heads = (int)c->n.H,
     .group_heads = (int)(c->n.H / c->n.G), .parts = (int)parts};

@@ -2,11 +2,12 @@
 #pragma once
 #include <stdint.h>
 
-// The states of all heads, [places, heads, rows, columns], columns contiguous; fp32, or as the inputs. Updated in place.
+// The states of all heads, [places, heads, rows, columns], columns contiguous; fp32, or as the inputs. They are updated
+// in place.
 typedef struct step_states {
   void *data;
   int64_t place, head, row;         // strides in elements
-  const int *slots;                 // [batch]: a sample's place, or of no state where there is no such; NULL: its number
+  const int *slots;                 // [batch]: a sample's place, of no state where there is no such; NULL: its number
   int places, rows, cols, is_float;
 } step_states;
 

@@ -21,8 +21,8 @@ template<int C> struct mc;
 template<int R> struct mrsum;
 template<int C> struct mcsum;
 
-// A load has two halves, so that several are under way at a time: load_begin, and load_end<T> of the same T, in front of
-// which nothing may use the value. Rows >= m and columns >= n are not read and become 0.
+// A load has two halves, so that several are under way at a time: load_begin, and load_end<T> of the same T, before which
+// nothing may use the value. Rows >= m and columns >= n are not read and become 0.
 template<int A, typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n);
 template<typename T, int R> TILE void load_begin(mr<R> &v, const T *g, int m);
 template<int A, typename T, int C> TILE void load_begin(mc<C> &v, const T *g, int n);

@@ -36,8 +36,8 @@ def ssd(b, h, state, device, dtype):
               -4 * torch.rand(h, device=device), torch.randn(b, 1, N, dtype=dtype, device=device),
               torch.randn(b, 1, N, dtype=dtype, device=device), torch.randn(h, device=device))
     calls = {"margay": lambda s, x, dt, a, b, c, d: margay.ssd_step(s, x, dt, a, b, c, D=d, dt_softplus=True),
-             "torch": lambda s, x, dt, a, b, c, d: steps._ssd_by_torch(s, x, dt, a, b, c, d, None, None, None, True, 0.0,
-                                                                       float("inf"))}
+             "torch": lambda s, x, dt, a, b, c, d: steps._ssd_by_torch(s, x, dt, a, b, c, d, None, None, None, True,
+                                                                       0.0, float("inf"))}
     if device == "cuda" and (theirs := by_mamba_ssm()):
         calls["mamba_ssm"] = theirs
     return torch.randn(b, h, P, N, device=device).to(state), inputs, calls

@@ -379,16 +379,22 @@ def call_hedgehog(name, dtype, dim, steps, heads, less, kind, window, sliding):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
-# label, steps, state less than N, what is given besides
-SWEEPS = (("plain", 64 * 5 + 10, 0, ()), ("one chunk", 64, 8, ("dfinal_state", "dinitial_state", "g")),
-          ("packed", 400, 0, ("cu_seqlens", "dinitial_state", "g_head")))
+# label, steps, heads, what is given besides. Sweeps are of many heads, or of short sequences, or of long ones, which are
+# cut: only those have the states of cuts.
+SWEEPS = (("plain", 250, 2, ("dfinal_state", "dinitial_state", "initial_state")), ("one chunk", 40, 2, ()),
+          ("packed", 230, 2, ("cu_seqlens", "dinitial_state", "dfinal_state")),
+          ("cut", 4100, 1, ("dfinal_state", "dinitial_state", "initial_state")))
 
 
-def linear_attention_back(row, large):
-    """Gradients without that of g."""
-    shapes = [("large", 3000, 70, 0, ()), ("few blocks", 2000, 4, 0, ())] if large else []
-    for label, steps, heads, less, given in [*shapes, *((label, steps, 2, *rest) for label, steps, *rest in SWEEPS)]:
-        n = constants(row)["N"] - less
+def linear_attention_sweep(row, large):
+    """Of few columns: the checker's time is that of tiles. With the gradient of g where the row has its sums."""
+    dots = "dots" in row["op"] or row["op"].endswith("cuts")
+    n = {"d64": 8, "d128": 72}.get(row["name"].split("_")[-1], 8)
+    shapes = [("large", 3000, 70, ())] if large else []
+    shapes += [x for x in SWEEPS if x[0] == "cut" or not row["op"].endswith("cuts")]
+    for label, steps, heads, given in shapes:
+        if dots:
+            given += ("g", "dg") if label != "packed" else ("g_head", "dg_head")
         yield label, lambda problem=(steps, heads, n, given): call_linear_attention_bwd(row["dtype"], *problem)
 
 
@@ -400,6 +406,7 @@ def call_linear_attention_bwd(dtype, steps, heads, n, given):
     op = _op.Row("linear_attention_bwd")
     for size, _, code in op.lets:
         sizes[size] = int(eval(code, {}, sizes))
+    sizes["ROWS"] = sizes["R"]
     values = dict(g=-0.1, g_head=-0.1, cu_seqlens=starts)
     kinds = dict(half=dtype, float32="float32", int32="int32")
     fields = [f for f in op.arguments if f["role"] != "num"]
@@ -469,8 +476,8 @@ STEPS = ((0, 2, 2, ()), (3, 3, 5, ("slots", "z", "d", "dt_bias", "g")), (1, 2, 3
 
 
 def step_of_generation(row, large):
-    """One step, and several; of rows of one number at a time, columns that are no multiple of four. They are even: words
-    of four bytes belong to one block."""
+    """One step, and several; of rows of one number at a time, columns that are no multiple of four. They are even:
+    words of four bytes belong to one block."""
     shapes = [("large", 8, 64, 64, ("slots", "z", "d", "dt_bias", "g"))] if large else []
     ssd = row["op"].startswith("ssd")
     for label, steps, batch, places, given in [*shapes, *(("", *rest) for rest in STEPS)]:
@@ -549,7 +556,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog_bwd_window": hedgehog, "hedgehog_bwd_scan": hedgehog, "hedgehog_bwd_back": hedgehog,
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
-       "causal_conv1d_step": causal_conv1d_step, "linear_attention_back": linear_attention_back,
+       "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
+       "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
+       "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
        "ssd_step": step_of_generation, "ssd_step_ones": step_of_generation,
        "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation}
 

@@ -2,20 +2,21 @@
 
 import sys
 
-from margay._shared import as_int32, checked_scale, functions, is_torch, of_row, rows_library
+from margay._shared import as_int32, checked_scale, dtype_name, functions, is_torch, of_row, rows_library
 
 
 def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_state=None, output_final_state=False,
                      cu_seqlens=None):
     """out_t = scale S_t^T q_t with S_t = e^(g_t) S_(t-1) + k_t v_t^T: attention without a softmax, causal.
 
-    q, k [B, T, H, K], v [B, T, H, V], out [B, T, H, V]; 1 <= K <= 256, 1 <= V <= 128. bfloat16 or float16, on the CPU
+    q, k [B, T, H, K], v [B, T, H, V], out [B, T, H, V]; 1 <= K <= 256, 1 <= V. bfloat16 or float16, on the CPU
     also float32. PyTorch tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
 
     g: the logarithm of the decay, of any of these types: [H] for each head (retention, lightning attention), [B, T, H]
         for each step too (simple GLA); 0 if None. It counts as -64 where it is less; -inf may be given.
     scale: 1 / sqrt(K) if None.
-    normalize: divide out_t by scale q_t^T z_t + 1e-10, with z_t = e^(g_t) z_(t-1) + k_t.
+    normalize: divide out_t by scale q_t^T z_t + 1e-10, with z_t = e^(g_t) z_(t-1) + k_t. It costs a scan of q and k, or
+        where V % 64 is 1 to 56 only a copy of v, and a pass over out.
     initial_state: S_0, float32 [B, H, K, V]; zero if None. With normalize a pair (S_0, z_0), z_0 [B, H, K].
     output_final_state: return (out, S_T), S_T float32 [B, H, K, V]; with normalize (out, (S_T, z_T)).
     cu_seqlens: integers [sequences + 1]. B is 1, and sequence i has steps cu_seqlens[i] to cu_seqlens[i + 1] - 1. The
@@ -36,11 +37,8 @@ def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_st
             g, g_head = None, g
         if cu_seqlens is not None:
             cu_seqlens = _starts(op, cu_seqlens, q)
-    out, state = run(q, k, v, g, g_head, initial_state, cu_seqlens, scale)
-    if normalize:
-        ones = _ones_like(v[..., :1])
-        sums, z = run(q, k, ones, g, g_head, z if z is None else z[..., None], cu_seqlens, scale)
-        out, state = _narrow(_wide(out) / (_wide(sums) + 1e-10), out), (state, z[..., 0])
+    scan = lambda v, state: run(q, k, v, g, g_head, state, cu_seqlens, scale)  # noqa: E731
+    out, state = _normalized(scan, v, initial_state, z) if normalize else scan(v, initial_state)
     return (out, state) if output_final_state else out
 
 
@@ -90,20 +88,61 @@ def _starts(op, starts, q):
     return starts
 
 
-def _ones_like(t):
-    if hasattr(t, "new_ones"):
-        return t.new_ones(t.shape)
+# Columns of ones that v gets, or that are scanned by themselves: 16 bytes of the 16-bit types, as copies want.
+_ONES = 8
+
+
+def _normalized(scan, v, state, z):
+    """q^T z is what the scan makes of a column of ones. A tile of v has 64 columns: where its last one has room, the
+    ones go there, and else a second scan reads q and k once more."""
+    columns = v.shape[-1] if v.ndim == 4 else 0
+    ones, wide_z = _ones(v), z if z is None else _repeated(z)
+    if columns % 64 and columns % 64 <= 64 - _ONES:
+        out, after = scan(_join(v, ones), state if state is None else _join(state, wide_z))
+        out, sums, after, z = out[..., :columns], out[..., columns:], after[..., :columns], after[..., columns]
+    else:
+        (out, after), (sums, z) = scan(v, state), scan(ones, wide_z)
+        z = z[..., 0]
+    return _quotient(out, sums[..., :1]), (after, z)
+
+
+def _is_tensor(t):
+    return hasattr(t, "new_ones")
+
+
+def _ones(v):
+    shape = (*v.shape[:-1], _ONES)
+    if _is_tensor(v):
+        return v.new_ones(shape)
     import numpy as np
 
-    return np.ones(t.shape, t.dtype)
+    return np.ones(shape, v.dtype)
 
 
-def _wide(t):
-    return t.float() if hasattr(t, "float") else t.astype("float32")
+def _repeated(z):
+    if _is_tensor(z):
+        return z[..., None].repeat(*(1 for _ in z.shape), _ONES)
+    return z[..., None].repeat(_ONES, -1)
 
 
-def _narrow(t, like):
-    return t.to(like.dtype) if hasattr(t, "to") else t.astype(like.dtype)
+def _join(a, b):
+    if _is_tensor(a):
+        import torch
+
+        return torch.cat((a, b), -1)
+    import numpy as np
+
+    return np.concatenate((a, b), -1)
+
+
+def _quotient(out, sums):
+    """In bfloat16 one pass over memory, and two for the gradients: a factor for each row, which is rounded too. Of
+    float16 it would be less than float16 has."""
+    if not _is_tensor(out):
+        return (out.astype("float32") / (sums.astype("float32") + 1e-10)).astype(out.dtype)
+    if dtype_name(out) != "bfloat16":
+        return (out.float() / (sums.float() + 1e-10)).to(out.dtype)
+    return out * (1 / (sums.float() + 1e-10)).to(out.dtype)
 
 
 def _step_explained(op, library, named, given):

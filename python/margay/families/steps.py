@@ -1,5 +1,5 @@
-"""Steps of generation on PyTorch tensors, of ssd and of linear attention. Rows of ops.def cannot say them yet: a state is
-read and written.
+"""Steps of generation on PyTorch tensors, of ssd and of linear attention. Rows of ops.def cannot say them yet: a state
+is read and written.
 
 Each has its kernel, called with what the caller gave. Where C refuses that, `_again` says what is wrong in the caller's
 terms, brings what is small into a form that C takes, or computes by torch's operations what no kernel does: float32 on
@@ -76,7 +76,8 @@ def _ssd_again(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
         return torch.ops.margay.ssd_step(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high)
     _torch.check_kinds(op, _SSD[6:], **dict(zip(_SSD, (state, x, dt, a, b, c, d, z, dt_bias, at))))
     if x.ndim not in (3, 4):
-        raise ValueError(f"{op}: x has shape {shape(x)}, expected 3 dimensions [batch, heads, head dim], or 4 with steps")
+        raise ValueError(f"{op}: x has shape {shape(x)}, expected 3 dimensions [batch, heads, head dim], or 4 with "
+                         "steps")
     if b.ndim != x.ndim:
         raise ValueError(f"{op}: B has shape {shape(b)}, expected {x.ndim} dimensions as x, which has shape {shape(x)}")
     (*steps, heads, dim), (groups, n) = x.shape, b.shape[-2:]
