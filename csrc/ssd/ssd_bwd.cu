@@ -11,7 +11,7 @@
 // with row_i and col_j the sums of R_ij (c_i . b_j), in_i = e^(l_i) dy_i . S c_i and out_j = w_j x_j . G b_j; then
 //   ddt_t = a D_t + (col_t + out_t) / dt_t,  da = sum of dt_t D_t,  dd = sum of x_t . dy_t
 // where row - col is made without R's diagonal, which is in both, and of col / dt the diagonal without the division. A
-// dt of less than 2^-64 counts as that, so that all others can be divided. <G, S> is the sum of a product's diagonal. Of
+// dt of less than 2^-64 counts as that, so that the rest can be divided. <G, S> is the sum of the diagonal of G S^T. Of
 // linear attention (ssd_fwd.cu) D is itself a gradient; y's factor goes into R's weights and where a state is read.
 // Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in memory, the scan warp clears
 // them. What would go from one sequence of seq_idx to another becomes 0.
@@ -19,22 +19,23 @@
 // this is linear in. States of more than 128 columns come in two passes over the heads; the first does all but the
 // second half of dc and db.
 // Roles: a loader thread; a scan warp: dt -> a head's vectors; a collect warp: what the others found -> ddt, and shares
-// of da, dd and ddt_bias; a warpgroup for pairs of steps; two for the products with a state: dc, of dy and S, and db,
-// of x and G.
+// of da, dd and ddt_bias; a warpgroup for pairs of steps; two for the products with a state: dc, of dy and S, which has
+// <G, S> too, and db, of x and G.
 //
 // Registers of a thread, N = 128   tiles that live together                            vectors and the rest
 //   pairs, 168                     c.b 32, R 32, x.dy 32, then 16 of its copy, dx 32   column sums 16, rows 10, 14
-//   give_dc, give_db, 160          product 64, dc or db 64                             rows 6, a tile's words 4, 22
+//   give_dc, give_db, 160          product 64 (first G S^T 32), dc or db 64            rows 6, a tile's words 4, 22
 //   loader, scan, collect, 24      -                                                   vectors of two each, 7 at most
 #include "tile/tile.h"
 #include "ssd/ssd_steps.h"
 
 // N: columns of the state, 64, 128 or 256. STAGES. A tile of the state has W columns
 enum { Q = 64, W = N < 128 ? N : 128, PASSES = N / W, V = 4 };
-// l_i in base 2; l_j - log dt_j - log scale; dt_j; e^(l_i); scale e^(l_i); scale w_j; of dt with respect to what was given
+// l_i in base 2; l_j - log dt_j - log scale; dt_j; e^(l_i); scale e^(l_i); scale w_j; of dt with respect to what was
+// given
 struct vectors { sv<Q> l, m, dt, decay, read, weight, slope; };
-// Without the diagonal: row and col; the diagonal, without dt_j; in and out without their factors; rows of <G, S> and of
-// x . dy
+// Without the diagonal: row and col; the diagonal, without dt_j; in and out without their factors; rows of <G, S> and
+// of x . dy
 struct found { sv<4 * Q> row; sv<Q> col, own, in, out, kept, skip; };
 struct shared {
   st<elem, Q, W> b[PASSES], c[PASSES], state[STAGES], dstate[STAGES][PASSES];
@@ -61,8 +62,8 @@ TILE void init(shared &s) {
   for (int i = 0; i < STAGES; i++) sem_init(s.last[i], arrivals(1, 0, 0));
 }
 
-// A unit is 64 columns of a head; an empty place has none. chunk: of the segment; step: its first, end: its row's, stop:
-// of what it writes
+// A unit is 64 columns of a head; an empty place has none. chunk: of the segment; step: its first, end: its row's,
+// stop: of what it writes
 struct task { int batch, chunk, group, split, head0, heads, units, step, end, stop; };
 TILE int parts(const params &p) { return (p.head_dim + 63) / 64; }
 TILE task block_task(const params &p) {

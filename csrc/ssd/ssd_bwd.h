@@ -34,9 +34,9 @@ typedef struct ssd_states_params {
   ssd_order order;          // of states in fp32
   int passes;               // at once
   int first, chunks, every; // the segment's first chunk and number of chunks; packed rows have one segment
-  // Parts of `part` chunks are worked on at once, `parts` of them in the segment and all_parts in all. `local`: each from
-  // 0, to `cuts` and `decays`; else each from where the one before it in the pass's order ended. cut_stride 0: one part,
-  // from `initial` to `final`.
+  // Parts of `part` chunks are worked on at once, `parts` of them in the segment and all_parts in all. `local`: each
+  // from 0, to `cuts` and `decays`; else each from where the one before it in the pass's order ended. cut_stride 0: one
+  // part, from `initial` to `final`.
   int part, parts, all_parts, cut_stride, local;
   int groups, group_heads, head_dim, state_dim;
 } ssd_states_params;

@@ -8,7 +8,7 @@
 // dt = 0: they add nothing. Where the next packed row follows in memory, the scan warps clear its steps in a and b
 // before products read them.
 // Where few heads would leave multiprocessors idle, the chunks are cut into parts: a first launch makes of each part
-// what a state becomes from 0, and by what one before it decays; ssd_join.cu adds them up; a second launch begins there.
+// what a state becomes from 0, and by what one before it decays; ssd_join.cu adds them up; a second one begins there.
 // Roles: a loader thread; a scan warp for each warpgroup: dt -> the weights; WG state warpgroups.
 //
 // Registers of a thread: state N / 2, a's weighted chunk 16, addresses and the rest 30.

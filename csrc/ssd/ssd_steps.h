@@ -8,8 +8,8 @@ TILE int row_start(const ssd_steps &p, int row) {
   return start < 0 ? 0 : start > p.count ? p.count : start;
 }
 TILE int first_chunk(const ssd_steps &p, int row) { return row_start(p, row) / 64 + row; }   // of a packed row
-// Steps `step` .. `end` - 1 are those of a row from a chunk's first on; none where the chunk's place is empty. Gradients
-// are written up to `stop`: the last row's places reach to the last step, and those of steps in no row are 0.
+// Steps `step` .. `end` - 1 are those of a row from a chunk's first on; none where the chunk's place is empty.
+// Gradients are written up to `stop`: the last row's places reach to the last step, and those of steps in no row are 0.
 struct chunk_steps { int step, end, stop; };
 TILE chunk_steps steps_of(const ssd_steps &p, int chunk) {
   if (!p.starts) return {chunk * 64, p.count, p.count};
