@@ -153,7 +153,7 @@ def test_help_says_what_a_family_measures_and_what_the_defaults_are():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("family", ["attention", "causal_conv1d", "decode", "features", "gemm",
+@pytest.mark.parametrize("family", ["attention", "causal_conv1d", "decode", "features", "gemm", "hedgehog",
                                     "linear_attention", "rows", "ssd", "steps"])
 def test_a_family_that_needs_a_gpu_says_so(family):
     code, out, err = bench(family)
