@@ -227,6 +227,7 @@ TILE void run_state(const params &p, shared &s, int) {
   }
   if (p.only_state)
     keep_state(s0, s1, z0, z1, p, s, initial, state_at(p, t, p.cuts, (int64_t)t.row * p.cut_stride + t.segment));
+  else clear_rest(p.steps, t, p.dy_data, p.dy_stride[0], p.dy_stride[1], F);        // readers have no registers for it
 }
 
 // ---- readers
@@ -436,7 +437,6 @@ TILE void readers(const params &p, shared &s, int) {
     store(p.sums + part * Q, all, Q);
   }
   tma_store_wait_read();
-  clear_rest(p.steps, t, p.dy_data, p.dy_stride[0], p.dy_stride[1], F);
 }
 
 typedef block<params, shared, init, role<readers, WARPGROUP, 1, 240>, role<run_state, WARPGROUP, 1, 224>,

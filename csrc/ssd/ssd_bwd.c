@@ -165,7 +165,7 @@ mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f) 
     p.pass[1] = pass_of(c, a, false, true);
     p.pass[1].initial = s && !cut ? starts + (s - 1) * state : data_of(a->initial_states);
     for (int i = 0; cut && i < 2; i++) p.pass[i].cuts = at_cuts[i].cuts;
-    if (!run_states(&x, &p, 2, at) && at.chunks && c->n.T * c->n.R) run_gradients(&x, at);
+    if (!run_states(&x, &p, 2, at) && at.chunks && c->n.T && c->n.R) run_gradients(&x, at);
   }
   if (c->status || !a->sums || !mg_choose_other(c, MG_OP_ssd_bwd_sums)) return c->status;
   const ssd_bwd_sums_params sums = {.sums = a->sums->data, .batches = (int)c->n.B, .chunks = chunks,
