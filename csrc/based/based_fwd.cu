@@ -1,0 +1,240 @@
+// Causal linear attention with the Taylor features of Based (Arora et al. 2024), one pass over the sequence in chunks of
+// 64 steps, the state in registers throughout. With phi the features (based_features.h), s_ij = scale q_i . k_j, and
+// inside a chunk, S and M the sums of the steps before it:
+//   w_ij  = 1 + s_ij + s_ij^2 / 2 for j <= i
+//   out_i = (S phi(q_i) + sum of w_ij v_j) / (z_i + eps)
+//   z_i   = sum of w_ij + n + scale q_i . m + scale^2 / 2 q_i^T M q_i
+//   S^T  += v^T phi(k),   M += k^T k,   m += the sum of k,   n += steps
+// Steps past the end are zeros: k and v add nothing. Where the next packed row follows in memory, a warp clears its
+// steps in k and v before anybody reads them, and the last chunk of out is stored from registers.
+// Roles: GROUPS state warpgroups, each with 64 rows of S^T: k -> features, sums, and copies of 16 bits of the sums; an
+// out warpgroup; a loader thread; a warp that clears.
+//
+// Registers of a thread of the states: S^T 80, M 16, features 16 to 32, addresses. Of out: out 32 GROUPS, scores or
+// products 32, w 16, features 32, q 16.
+#include "based/based_features.h"
+
+// GROUPS (1 or 2), STATE_REGS, OUT_REGS come from the row.
+enum { Q = 64, F = BASED_FEATURES, V = 64 * GROUPS };
+
+struct shared {
+  st<elem, Q, 64> q[2], k[2];
+  st<elem, Q, V> v[2];
+  st<elem, Q, 192> features;        // of k
+  st<elem, 64, 192> state[GROUPS];  // S^T
+  st<elem, 64, 64> sums;            // M in rows 0 to 31, m in row 32, with their weights
+  st<elem, Q, V> out;
+  ring<2> inputs;
+  ring<1, ASYNC_READS> copies;      // of S^T, M and m
+  sem last;                         // the tiles of a last chunk that runs over are there, and to be cleared
+};
+typedef based_fwd_params params;
+
+TILE void init(shared &s) {
+  ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, GROUPS + 1));
+  ring_init(s.copies, arrivals(0, 0, GROUPS), arrivals(0, 0, 1));
+  sem_init(s.last, arrivals(1, 0, 0));
+}
+
+TILE void loader(const params &p, shared &s, int) {
+  task t = block_task(p.rows);
+  ring_pos at = {};
+  for (int step = t.first; step < t.end; step += Q) {
+    sem &full = runs_over(p.rows, t, step) ? s.last : s.inputs.full[at.stage];
+    ring_acquire(s.inputs, at);
+    sem_expect(full, 2 * tile_bytes(s.q[0]) + tile_bytes(s.v[0]));
+    tma_load(s.k[at.stage], p.k, full, step, 0, t.head, t.batch);
+    tma_load(s.q[at.stage], p.q, full, step, 0, t.head, t.batch);
+    tma_load(s.v[at.stage], p.v, full, step, 0, t.head, t.batch);
+    ring_next(s.inputs, at);
+  }
+}
+
+TILE void cleaner(const params &p, shared &s, int) {
+  task t = block_task(p.rows);
+  int chunks = chunks_of(t), steps = t.end - t.first - 64 * (chunks - 1);
+  if (!chunks || !runs_over(p.rows, t, t.end - steps)) return;
+  ring_pos at = ring_at<2>(chunks - 1);
+  sem_wait(s.last, 0);
+  clear_rows<WARP>(s.k[at.stage], 0, steps);
+  clear_rows<WARP>(s.v[at.stage], 0, steps);
+  fence_async();
+  sem_arrive<WARP>(s.inputs.full[at.stage]);
+}
+
+// Groups that share the features meet.
+TILE void meet() {
+  if (GROUPS > 1) bar_sync(1, 128 * GROUPS);
+  else wg_sync();
+}
+
+TILE void run_state(const params &p, shared &s, int wg) {
+  task t = block_task(p.rows);
+  ring_pos at = {}, copy = {};
+  rt<float, F> state;
+  rt<float, 32> sums;
+  rv weight, one;
+  fill(one, 1.f / SMALLER);
+  float scale = p.rows.scale;
+  map_rows(weight, [=](int row) { return row < 32 ? 0.5f * scale * scale : scale; });
+  begin_state(state, p.initial.features, p.rows, t, wg, 1.f / SMALLER);
+  begin_sums(sums, p.initial.sums, p.rows, t, 1.f);
+  for (int step = t.first; step < t.end; step += Q) {
+    ring_acquire(s.copies, copy);
+    store(s.state[wg], state);
+    if (wg == 0) {
+      rt<float, 32> weighted;
+      map_row(weighted, sums, weight, times);
+      store(s.sums, weighted);
+    }
+    ring_fill(s.copies, copy);
+    ring_next(s.copies, copy);
+    ring_wait(s.inputs, at);
+    if (wg == 0) {
+      rt<float, 16> ones;
+      rt<elem, 16> column;
+      store_features(s.features, s.k[at.stage], one, weights{1.f, 1.f, 1.f}, p.rows);
+      ones_column(ones, 1.f);
+      convert_to_part(column, 0, ones);
+      store(s.k[at.stage], column, 32);
+      fence_async();
+    }
+    meet();
+    mma_fence();
+    mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features, 0);
+    if (wg == 0) mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
+    mma_commit();
+    mma_wait<0>(state, sums);
+    ring_done(s.inputs, at);
+    if (GROUPS > 1) meet();            // the features have been read
+  }
+  keep_state(state, p.final.features, p.rows, t, wg, SMALLER);
+  if (wg == 0 && p.final.sums && is_first(p.rows)) {
+    rv count;
+    store(p.final.sums + sums_of(p.rows, t), BASED_SUM_COLS, sums, BASED_SUM_ROWS - 1, BASED_SUM_COLS);
+    float steps = (p.initial.sums ? *count_of(p.rows, t, p.initial.sums) : 0.f) +
+                  (float)(t.end > t.first ? t.end - t.first : 0);
+    map_rows(count, [=](int row) { return row ? 0.f : steps; });
+    store(count_of(p.rows, t, p.final.sums), count, BASED_SUM_COLS);
+  }
+}
+
+// z_i + eps: `rows` has the sums of a chunk's own weights.
+TILE void norm_of(rv &z, rsum &rows, const params &p, shared &s, const task &t, int stage, int step) {
+  rt<float, 32> products, q;
+  rt<float, 16> ones;
+  rt<elem, 64> with_one;
+  load(with_one, s.q[stage]);
+  ones_column(ones, 1.f);
+  convert_to_part(with_one, 32, ones);
+  mma_fence();
+  mma_AB_cols<ZERO>(products, with_one, s.sums, 0);
+  mma_commit();
+  load(q, s.q[stage]);
+  mma_wait<0>(products, with_one);
+  row_dot_add(rows, products, q);
+  reduce(z, rows);
+  float more = (float)(step - t.first) + (p.initial.sums ? *count_of(p.rows, t, p.initial.sums) : 0.f) + p.rows.eps;
+  map(z, z, [=](float x) { return x + more; });
+  store(p.norm + place(p.rows, t, step), z, t.end - step);
+}
+
+// 64 columns of what the parts before this one have, and of all of them so far.
+TILE void add_before(rt<float, 64> &out, const params &p, const task &t, int step, int col) {
+  rt<float, 64> before;
+  load(before, p.partial + place(p.rows, t, step) * p.rows.dim_v + col, p.rows.dim_v, t.end - step, p.rows.dim_v - col);
+  map(out, before, [](float x, float y) { return x + y; });
+}
+
+TILE void run_out(const params &p, shared &s, int) {
+  task t = block_task(p.rows);
+  ring_pos at = {}, copy = {};
+  bool last = p.rows.part + 1 == p.rows.parts;
+  weights w = weights_of_q(p.rows);
+  float scale = p.rows.scale;
+  for (int step = t.first; step < t.end; step += Q) {
+    rt<float, 64> out[GROUPS];
+    rsum rows;
+    rv unit, z;
+    ring_wait(s.inputs, at);
+    fill(rows, 0.f);
+    fill(z, 1.f);
+    if (is_first(p.rows)) {
+      rt<float, Q> scores;
+      rt<elem, Q> own;
+      rt<elem, 32> q;
+      load(q, s.q[at.stage]);
+      mma_fence();
+      mma_ABt_part<ZERO>(scores, q, s.k[at.stage], 0);
+      mma_commit();
+      mma_wait<0>(scores, q);
+      map(scores, [=](float x) {
+        float u = fused(x, scale, 1.f);
+        return fused(0.5f * u, u, 0.5f);
+      });
+      tril(scores, 0, 0.f);
+      row_sum(rows, scores);
+      convert(own, scores);
+      mma_fence();
+      UNROLLED for (int g = 0; g < GROUPS; g++) mma_AB_cols<ZERO>(out[g], own, s.v[at.stage], 64 * g);
+      mma_commit();
+      UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(out[g], own);
+    } else {
+      UNROLLED for (int g = 0; g < GROUPS; g++) fill(out[g], 0.f);
+    }
+    operands o;
+    rt<elem, 64> near, far;
+    rt<elem, 32> rest;
+    fill(unit, (float)SMALLER);
+    load_blocks(o, s.q[at.stage], p.rows);
+    map_row(o.x, unit, times);
+    next_pairs(near, o, w.square, w.pair);
+    next_pairs(far, o, w.pair, w.pair);
+    last_features(rest, o, unit, w, p.rows);
+    ring_wait(s.copies, copy);
+    mma_fence();
+    UNROLLED for (int g = 0; g < GROUPS; g++) {
+      mma_ABt_part<ACC>(out[g], near, s.state[g], 0);
+      mma_ABt_part<ACC>(out[g], far, s.state[g], 64);
+      mma_ABt_part<ACC>(out[g], rest, s.state[g], 128);
+    }
+    mma_commit();
+    UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(out[g], near, far, rest);
+    if (p.norm && is_first(p.rows)) norm_of(z, rows, p, s, t, at.stage, step);
+    ring_release(s.copies, copy);
+    ring_next(s.copies, copy);
+    ring_done(s.inputs, at);
+    if (p.rows.part) {
+      UNROLLED for (int g = 0; g < GROUPS; g++) add_before(out[g], p, t, step, 64 * g);
+    }
+    if (!last) {
+      float *to = p.partial + place(p.rows, t, step) * p.rows.dim_v;
+      UNROLLED for (int g = 0; g < GROUPS; g++)
+        store(to + 64 * g, p.rows.dim_v, out[g], t.end - step, p.rows.dim_v - 64 * g);
+      continue;
+    }
+    if (p.norm && p.rows.part) load(z, p.norm + place(p.rows, t, step), t.end - step, 1.f);
+    map(z, z, [](float x) { return fast_rcp(x); });
+    UNROLLED for (int g = 0; g < GROUPS; g++) map_row(out[g], z, times);
+    if (runs_over(p.rows, t, step)) {
+      elem *to = (elem *)p.out_data + step * p.out_step + t.head * p.out_head;
+      int64_t ld = p.out_step;
+      int steps = t.end - step;
+      UNROLLED for (int g = 0; g < GROUPS; g++)
+        store_rows<elem>(out[g], [=](int i) { return i < steps ? to + i * ld + 64 * g : (elem *)nullptr; },
+                         p.rows.dim_v - 64 * g);
+      continue;
+    }
+    tma_store_wait_read();
+    wg_sync();
+    UNROLLED for (int g = 0; g < GROUPS; g++) store(s.out, out[g], 64 * g);
+    fence_async();
+    wg_sync();
+    tma_store(p.out, s.out, step, 0, t.head, t.batch);
+  }
+  tma_store_wait_read();
+}
+
+typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
+              role<run_out, WARPGROUP, 1, OUT_REGS>, role<loader, THREAD, 1, 24>, role<cleaner, WARP, 1, 24>> kernel;
+ENTRY(kernel, Q, 1)
