@@ -152,7 +152,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     meet();
     mma_fence();
     mma_AtB<ACC>(state, s.dout[at.stage], 64 * wg, s.features, 0);
-    if (wg == 0) mma_AtB<ACC>(sums, s.weighted, 0, s.q[at.stage], 0);
+    mma_AtB<ACC>(sums, s.weighted, 0, s.q[at.stage], 0);
     mma_commit();
     mma_wait<0>(state, sums);
     ring_done(s.inputs, at);

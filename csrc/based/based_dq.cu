@@ -98,7 +98,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     meet();
     mma_fence();
     mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features, 0);
-    if (wg == 0) mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
+    mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
     mma_commit();
     mma_wait<0>(state, sums);
     ring_done(s.inputs, at);
@@ -109,7 +109,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
 // The chunk's own steps, and the sums before it for e_i.
 TILE void own_gradient(rt<float, 32> &dq, const rv &delta, const params &p, shared &s, int stage) {
   rt<float, Q> scores, weights;
-  rt<elem, Q> ds, one;
+  rt<elem, Q> ds;
   rt<elem, 32> q;
   float scale = p.rows.scale;
   load(q, s.q[stage]);

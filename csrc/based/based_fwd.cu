@@ -102,7 +102,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     meet();
     mma_fence();
     mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features, 0);
-    if (wg == 0) mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
+    mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
     mma_commit();
     mma_wait<0>(state, sums);
     ring_done(s.inputs, at);

@@ -1,7 +1,6 @@
 """Based: linear attention whose weights are a second-order Taylor polynomial."""
 
 import functools
-import itertools
 import sys
 
 from margay._shared import check_rank, checked_scale, dtype_name, functions, is_torch, number, of_row, shape
@@ -81,7 +80,7 @@ def _places(k):
     """Of the upper triangle's elements: the column among all parts' features, and the place in the sums and in their
     transpose."""
     columns, sums, turned = [], [], []
-    for a, b in itertools.combinations_with_replacement(range(k + 1), 2):
+    for a, b in [(a, b) for a in range(k + 1) for b in range(a, k + 1)]:
         if b == 0:
             columns.append(136)
             sums.append((_SUM_ROWS - 1) * _SUM_COLS)
