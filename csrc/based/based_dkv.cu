@@ -156,7 +156,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     mma_commit();
     mma_wait<0>(state, sums);
     ring_done(s.inputs, at);
-    if (GROUPS > 1) meet();            // the features have been read
+    meet();                            // everybody's products have read the features
   }
   keep_state(state, p.initial.features, p.rows, t, wg, 1.f / SMALLER);
   if (wg == 0 && p.initial.sums && is_first(p.rows)) {

@@ -102,7 +102,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     mma_commit();
     mma_wait<0>(state, sums);
     ring_done(s.inputs, at);
-    if (GROUPS > 1) meet();            // the features have been read
+    meet();                            // everybody's products have read the features
   }
 }
 

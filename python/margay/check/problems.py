@@ -334,6 +334,42 @@ def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
+# label, steps, columns of q and k, of v less than there may be, what is given besides. Few columns: one part, else four.
+BASED = (("chunks", 64 * 4 + 10, 16, 8, ()), ("four parts", 90, 24, 0, ()),
+         ("states", 130, 16, 0, ("{}initial_state", "{}initial_sums", "{}final_state", "{}final_sums")),
+         ("packed", 200, 8, 0, ("cu_seqlens", "{}final_state", "{}final_sums")))
+
+
+def based(row, large, backward=False):
+    most = 64 * constants(row)["GROUPS"]
+    shapes = [("large", 3000, 70, 16, 0, ()), ("few blocks", 2000, 4, 16, 0, ())] if large else []
+    for label, *problem in [*shapes, *((label, steps, 2, *rest) for label, steps, *rest in BASED)]:
+        problem = row["dtype"], most, *problem, backward
+        yield label, lambda problem=problem: call_based(*problem)
+
+
+def call_based(dtype, most, steps, heads, k, less, given, backward):
+    starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps)
+    packed = "cu_seqlens" in given
+    sizes = dict(B=1, T=steps, H=heads, K=k, V=most - less, STARTS=len(starts) if packed else -1, normalize=steps != 130)
+    op = _op.Row("based_bwd" if backward else "based")
+    for size, _, code in op.lets:
+        sizes[size] = int(eval(code, {}, sizes))
+    # of the backward also what was given to the forward
+    given = {name.format(d) for name in given for d in ("d" * backward, "") if d or "final" not in name or not backward}
+    kinds = dict(half=dtype, float32="float32", int32="int32")
+    fields = [f for f in op.arguments if f["role"] != "num"]
+    values = dict(cu_seqlens=starts, norm=np.random.default_rng(0).uniform(1, 20, (1, heads, sizes["NORMS"])))
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+               for f in fields if f["name"] in given or f["role"] not in ("opt", "optout")}
+    getattr(_C, op.name)(*(tensors.get(f["name"]) for f in fields), 0.0, sizes["normalize"])
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
+
+
+def based_bwd(row, large):
+    return based(row, large, True)
+
+
 def scaled_add(row, large):
     for m, n in (*([(3000, 3000)] if large else []), (700, 336), (64, 64), (100, 8)):
         def call(m=m, n=n):
@@ -437,6 +473,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts,
        "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd,
        "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
+       "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "causal_conv1d_step": causal_conv1d_step}
 
