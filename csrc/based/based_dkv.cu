@@ -41,22 +41,30 @@ TILE void init(shared &s) {
 TILE int last_step(const task &t) { return t.first + (chunks_of(t) - 1) * Q; }
 
 TILE void loader(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 1);
   ring_pos at = {};
   for (int step = last_step(t); step >= t.first; step -= Q) {
     sem &full = runs_over(p.rows, t, step) ? s.last : s.inputs.full[at.stage];
     ring_acquire(s.inputs, at);
-    sem_expect(full, 2 * tile_bytes(s.q[0]) + 2 * tile_bytes(s.v[0]));
+    sem_expect(full, (p.rows.cutting ? 1 : 2) * (tile_bytes(s.q[0]) + tile_bytes(s.v[0])));
     tma_load(s.q[at.stage], p.q, full, step, 0, t.head, t.batch);
     tma_load(s.dout[at.stage], p.dout, full, step, 0, t.head, t.batch);
-    tma_load(s.k[at.stage], p.k, full, step, 0, t.head, t.batch);
-    tma_load(s.v[at.stage], p.v, full, step, 0, t.head, t.batch);
+    if (!p.rows.cutting) tma_load(s.k[at.stage], p.k, full, step, 0, t.head, t.batch);
+    if (!p.rows.cutting) tma_load(s.v[at.stage], p.v, full, step, 0, t.head, t.batch);
     ring_next(s.inputs, at);
   }
 }
 
+// Behind the task's steps, and what is kept in front of them.
+TILE based_state state_behind(const params &p, const task &t) {
+  return state_given(p.rows, t, p.final, p.cuts, t.segment + 1 == p.rows.segments, t.segment);
+}
+TILE based_state state_wanted(const params &p, const task &t) {
+  return state_kept(p.rows, t, p.initial, p.cuts, t.segment == 0, t.segment - 1);
+}
+
 TILE void make_vectors(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 1);
   ring_pos at = {};
   wv<Q> inverse, delta, both;
   float total = 0.f;
@@ -87,11 +95,12 @@ TILE void make_vectors(const params &p, shared &s, int) {
     sem_arrive<WARP>(s.inputs.full[at.stage]);
     ring_next(s.inputs, at);
   }
-  if (p.initial.sums && is_first(p.rows)) {
+  based_state begin = state_behind(p, t), end = state_wanted(p, t);
+  if (end.sums && is_first(p.rows)) {
     wv<32> count;
-    float all = total + (p.final.sums ? *count_of(p.rows, t, p.final.sums) : 0.f);
+    float all = total + (begin.sums ? *count_of(begin.sums) : 0.f);
     map_index(count, [=](int i) { return i ? 0.f : all; });
-    store(count_of(p.rows, t, p.initial.sums), 1, count, 32);
+    store(count_of(end.sums), 1, count, 32);
   }
 }
 
@@ -117,7 +126,7 @@ TILE void store_weighted(shared &s, const vectors &v, int stage, float scale) {
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 1);
   ring_pos at = {}, copy = {};
   rt<float, F> state;
   rt<float, 32> sums;
@@ -125,8 +134,9 @@ TILE void run_state(const params &p, shared &s, int wg) {
   weights w = weights_of_q(p.rows);
   // D k is what the gradient of M, which is symmetric, gives k twice: for either factor
   map_rows(weight, [](int row) { return row < 32 ? 2.f : 1.f; });
-  begin_state(state, p.final.features, p.rows, t, wg, SMALLER);
-  begin_sums(sums, p.final.sums, p.rows, t, 1.f);
+  based_state begin = state_behind(p, t), end = state_wanted(p, t);
+  begin_state(state, begin, p.rows, wg, SMALLER);
+  begin_sums(sums, begin);
   map_row(sums, weight, times);
   if (wg == 0) {
     rt<float, 16> none;
@@ -134,11 +144,13 @@ TILE void run_state(const params &p, shared &s, int wg) {
     store(s.weighted, none, 48);
   }
   for (int step = last_step(t); step >= t.first; step -= Q) {
-    ring_acquire(s.copies, copy);
-    store(s.state[wg], state);
-    if (wg == 0) store(s.sums, sums);
-    ring_fill(s.copies, copy);
-    ring_next(s.copies, copy);
+    if (!p.rows.cutting) {
+      ring_acquire(s.copies, copy);
+      store(s.state[wg], state);
+      if (wg == 0) store(s.sums, sums);
+      ring_fill(s.copies, copy);
+      ring_next(s.copies, copy);
+    }
     ring_wait(s.inputs, at);
     if (wg == 0) {
       vectors &v = s.vec[at.stage];
@@ -158,11 +170,11 @@ TILE void run_state(const params &p, shared &s, int wg) {
     ring_done(s.inputs, at);
     meet();                            // everybody's products have read the features
   }
-  keep_state(state, p.initial.features, p.rows, t, wg, 1.f / SMALLER);
-  if (wg == 0 && p.initial.sums && is_first(p.rows)) {
+  keep_state(state, end, p.rows, wg, 1.f / SMALLER);
+  if (wg == 0 && end.sums && is_first(p.rows)) {
     map(weight, weight, [](float x) { return 1.f / x; });
     map_row(sums, weight, times);
-    store(p.initial.sums + sums_of(p.rows, t), BASED_SUM_COLS, sums, BASED_SUM_ROWS - 1, BASED_SUM_COLS);
+    keep_sums(sums, end);
   }
 }
 
@@ -179,7 +191,7 @@ TILE void own_gradients(rt<float, 32> &dk, rt<float, 64> (&dv)[GROUPS], const pa
   mma_ABt<ZERO>(gradients, s.v[stage], s.dout[stage]);
   mma_commit();
   mma_wait<0>(scores, gradients, k);
-  map_col(gradients, v.delta, [](float x, float e) { return x + e; });
+  map_col(gradients, v.delta, plus);
   map(gradients, scores, [=](float g, float x) { return g * fused(x, scale, 1.f) * scale; });
   map_col(gradients, v.inverse, times);
   triu(gradients, 0, 0.f);
@@ -238,9 +250,9 @@ TILE void store_dv(rt<float, 64> (&dv)[GROUPS], const params &p, shared &s, cons
 }
 
 TILE void run_out(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 1);
   ring_pos at = {}, copy = {};
-  bool last = p.rows.part + 1 == p.rows.parts;
+  bool last = is_last(p.rows);
   weights w = {1.f, 1.f, 1.f};
   for (int step = last_step(t); step >= t.first; step -= Q) {
     rt<float, 32> dk;
@@ -248,6 +260,10 @@ TILE void run_out(const params &p, shared &s, int) {
     float *before = p.partial + place(p.rows, t, step) * 32;
     float *before_v = p.partial_v + place(p.rows, t, step) * p.rows.dim_v;
     ring_wait(s.inputs, at);
+    if (p.rows.cutting) {
+      ring_done(s.inputs, at);
+      continue;
+    }
     ring_wait(s.copies, copy);
     if (!is_first(p.rows)) {
       load(dk, before, 32, t.end - step, 32);
@@ -260,18 +276,18 @@ TILE void run_out(const params &p, shared &s, int) {
     operands o;
     {
       rv unit;
+      slices f;
       rt<elem, 64> four;
       rt<elem, 32> rest;
       fill(unit, 1.f / SMALLER);
-      load_blocks(o, s.k[at.stage], p.rows);
-      map_row(o.x, unit, times);
-      next_pairs(four, o, 1.f, 1.f);
+      load_slices(f, s.k[at.stage], unit, w, p.rows);
+      near_pairs(four, f);
       mma_fence();
       UNROLLED for (int g = 0; g < GROUPS; g++) mma_ABt_part<ACC>(dv[g], four, s.state[g], 0);
       mma_commit();
       UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(dv[g], four);
-      next_pairs(four, o, 1.f, 1.f);
-      last_features(rest, o, unit, w, p.rows);
+      far_pairs(four, f);
+      last_features(rest, s.k[at.stage], unit, w, p.rows);
       mma_fence();
       UNROLLED for (int g = 0; g < GROUPS; g++) {
         mma_ABt_part<ACC>(dv[g], four, s.state[g], 64);

@@ -31,7 +31,7 @@ TILE void init(shared &s) {
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 0);
   ring_pos at = {};
   for (int step = t.first; step < t.end; step += Q) {
     sem &full = runs_over(p.rows, t, step) ? s.last : s.inputs.full[at.stage];
@@ -47,7 +47,7 @@ TILE void loader(const params &p, shared &s, int) {
 }
 
 TILE void cleaner(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 0);
   int chunks = chunks_of(t), steps = t.end - t.first - 64 * (chunks - 1);
   if (!chunks || !runs_over(p.rows, t, t.end - steps)) return;
   ring_pos at = ring_at<2>(chunks - 1);
@@ -65,7 +65,7 @@ TILE void meet() {
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 0);
   ring_pos at = {}, copy = {};
   rt<float, F> state;
   rt<float, 32> sums;
@@ -73,8 +73,9 @@ TILE void run_state(const params &p, shared &s, int wg) {
   fill(one, 1.f / SMALLER);
   float scale = p.rows.scale;
   map_rows(weight, [=](int row) { return row < 32 ? scale * scale : scale; });
-  begin_state(state, p.initial.features, p.rows, t, wg, 1.f / SMALLER);
-  begin_sums(sums, p.initial.sums, p.rows, t, 1.f);
+  based_state begin = state_given(p.rows, t, p.initial, p.cuts, t.segment == 0, t.segment - 1);
+  begin_state(state, begin, p.rows, wg, 1.f / SMALLER);
+  begin_sums(sums, begin);
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.copies, copy);
     store(s.state[wg], state);
@@ -119,7 +120,7 @@ TILE void own_gradient(rt<float, 32> &dq, const rv &delta, const params &p, shar
   mma_commit();
   mma_wait<0>(scores, weights, q);
   map(scores, [=](float x) { return fused(x, scale, 1.f) * scale; });
-  map_row(weights, delta, [](float x, float e) { return x + e; });
+  map_row(weights, delta, plus);
   map(scores, weights, times);
   tril(scores, 0, 0.f);
   convert(ds, scores);
@@ -164,10 +165,11 @@ TILE void store_part(const rt<float, 16> &dq, const params &p, const task &t, in
 }
 
 TILE void run_out(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 0);
   ring_pos at = {}, copy = {};
-  bool last = p.rows.part + 1 == p.rows.parts;
+  bool last = is_last(p.rows);
   weights w = weights_of_q(p.rows);
+  float square = w.square * w.pair;
   for (int step = t.first; step < t.end; step += Q) {
     rt<float, 32> dq;
     rv delta, norm;
@@ -206,7 +208,7 @@ TILE void run_out(const params &p, shared &s, int) {
       UNROLLED for (int i = 0; i < GROUPS; i++) mma_AB_cols<ACC>(d, dout[i], s.state[i], 64 * part);
       mma_commit();
       UNROLLED for (int i = 0; i < GROUPS; i++) mma_wait<0>(d, dout[i]);
-      pull_four(g, o, d, part ? w.pair : w.square, w.pair);
+      pull_four(g, o, d, part ? w.pair : square, w.pair);
     }
     ring_release(s.copies, copy);
     ring_next(s.copies, copy);

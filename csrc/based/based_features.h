@@ -16,68 +16,120 @@
 // The 16-bit copies of states are of sums that grow with the sequence: fp16 holds them longer so.
 enum { SMALLER = 16 };
 
-TILE int block_x(const based_rows &p) { return p.part == 1 ? 16 : 0; }
-TILE int block_y(const based_rows &p) { return p.part == 0 ? 0 : 16; }
-TILE bool is_square(const based_rows &p) { return p.part < 2; }
-TILE bool is_first(const based_rows &p) { return p.part == 0; }
+// Rows of kernels.def have MANY for more than one part.
+TILE int this_part(const based_rows &p) { return MANY ? p.part : 0; }
+TILE int block_x(const based_rows &p) { return this_part(p) == 1 ? 16 : 0; }
+TILE int block_y(const based_rows &p) { return this_part(p) == 0 ? 0 : 16; }
+TILE bool is_square(const based_rows &p) { return this_part(p) < 2; }
+TILE bool is_first(const based_rows &p) { return this_part(p) == 0; }
+TILE bool is_last(const based_rows &p) { return !MANY || p.part + 1 == p.parts; }
 
-// Weights of the features of a side: of k all are 1.
+// Weights of the features of a side, of k 1. square: of distance 0, beside that of pairs.
 struct weights { float square, pair, line; };
 TILE weights weights_of_q(const based_rows &p) {
-  float pair = p.scale * p.scale;
-  return {is_square(p) ? 0.5f * pair : pair, pair, p.scale};
+  return {is_square(p) ? 0.5f : 1.f, p.scale * p.scale, p.scale};
 }
 
-// The two blocks of a tile of q or k. x is scaled by a weight of its row.
+TILE float times(float x, float y) { return x * y; }
+TILE float plus(float x, float y) { return x + y; }
+
+// The two blocks of a tile of q or k; x times the weight of its row and that of pairs. square: x for distance 0. y4: y
+// rotated by 4.
+struct slices { rt<elem, 16> x, square, y, y4; };
+template<class Tile>
+TILE void load_slices(slices &o, const Tile &t, const rv &row, const weights &w, const based_rows &p) {
+  rt<float, 16> x;
+  load(o.y, t, block_y(p));
+  if (this_part(p) == 3) rotate_cols<8>(o.y, o.y);
+  load(x, t, block_x(p));
+  map_row(x, row, times);
+  map(x, [=](float f) { return f * w.pair; });
+  convert(o.x, x);
+  map(x, [=](float f) { return f * w.square; });
+  convert(o.square, x);
+}
+// Distances 0 to 3, and then 4 to 7. Both are even or lie between two that are.
+TILE void near_pairs(rt<elem, 64> &d, slices &o) {
+  rt<elem, 16> y2, odd;
+  multiply_to_part(d, 0, o.square, o.y);
+  rotate_cols<2>(y2, o.y);
+  rotate_cols<4>(o.y4, o.y);
+  rotate_by_one(odd, o.y, y2);
+  multiply_to_part(d, 16, o.x, odd);
+  multiply_to_part(d, 32, o.x, y2);
+  rotate_by_one(odd, y2, o.y4);
+  multiply_to_part(d, 48, o.x, odd);
+}
+TILE void far_pairs(rt<elem, 64> &d, const slices &o) {
+  rt<elem, 16> y6, y8, odd;
+  rotate_cols<6>(y6, o.y);
+  rotate_cols<8>(y8, o.y);
+  multiply_to_part(d, 0, o.x, o.y4);
+  rotate_by_one(odd, o.y4, y6);
+  multiply_to_part(d, 16, o.x, odd);
+  multiply_to_part(d, 32, o.x, y6);
+  rotate_by_one(odd, y6, y8);
+  multiply_to_part(d, 48, o.x, odd);
+}
+// Distance 8, 1 and x itself, of a part of squares; else zeros.
+template<class Tile>
+TILE void last_features(rt<elem, 32> &d, const Tile &t, const rv &row, const weights &w, const based_rows &p) {
+  rt<float, 16> x, f;
+  bool square = is_square(p), first = is_first(p);
+  load(x, t, block_x(p));
+  load(f, t, block_x(p));
+  rotate_cols<8>(f);
+  map_row(x, row, times);
+  map(f, x, [=](float a, float b) { return a * b * w.pair; });
+  map_rc(f, row, [=](float a, float r, int, int col) {
+    return !square ? 0.f : col < 8 ? a : col == 8 && first ? r : 0.f;
+  });
+  convert_to_part(d, 0, f);
+  float line = square ? w.line : 0.f;
+  map(x, [=](float a) { return a * line; });
+  convert_to_part(d, 16, x);
+}
+// All of them into a tile, by 16 columns.
+template<class Features>
+TILE void store_pair(Features &d, int col, const rt<elem, 16> &x, const rt<elem, 16> &y) {
+  rt<elem, 16> f;
+  multiply_to_part(f, 0, x, y);
+  store(d, f, col);
+}
+template<class Tile, class Features>
+TILE void store_features(Features &d, const Tile &t, const rv &row, const weights &w, const based_rows &p) {
+  {
+    slices o;
+    rt<elem, 16> even, odd, next;
+    load_slices(o, t, row, w, p);
+    store_pair(d, 0, o.square, o.y);
+    rotate_cols<2>(even, o.y);
+    rotate_by_one(odd, o.y, even);
+    store_pair(d, 16, o.x, odd);
+    store_pair(d, 32, o.x, even);
+    rotate_cols<4>(next, o.y);
+    rotate_by_one(odd, even, next);
+    store_pair(d, 48, o.x, odd);
+    store_pair(d, 64, o.x, next);
+    rotate_cols<6>(even, o.y);
+    rotate_by_one(odd, next, even);
+    store_pair(d, 80, o.x, odd);
+    store_pair(d, 96, o.x, even);
+    rotate_cols<8>(next, o.y);
+    rotate_by_one(odd, even, next);
+    store_pair(d, 112, o.x, odd);
+  }
+  rt<elem, 32> rest;
+  last_features(rest, t, row, w, p);
+  store(d, rest, 128);
+}
+
+// x and y again, for gradients.
 struct operands { rt<float, 16> x, y; };
 template<class Tile> TILE void load_blocks(operands &o, const Tile &t, const based_rows &p) {
   load(o.x, t, block_x(p));
   load(o.y, t, block_y(p));
-  if (p.part == 3) rotate_cols<8>(o.y);
-}
-TILE float times(float x, float y) { return x * y; }
-
-// Four distances, from y's on; y is left rotated by 4.
-TILE void next_pairs(rt<elem, 64> &d, operands &o, float first, float others) {
-  UNROLLED for (int i = 0; i < 4; i++) {
-    rt<float, 16> f;
-    float w = i ? others : first;
-    fill(f, w);
-    map(f, o.x, times);
-    map(f, o.y, times);
-    convert_to_part(d, 16 * i, f);
-    rotate_cols<1>(o.y);
-  }
-}
-// Distance 8, 1 and k; y is rotated by 8. row: x's scale.
-TILE void last_features(rt<elem, 32> &d, const operands &o, const rv &row, const weights &w, const based_rows &p) {
-  rt<float, 16> f;
-  bool square = is_square(p), first = is_first(p);
-  fill(f, w.pair);
-  map(f, o.x, times);
-  map(f, o.y, times);
-  map_rc(f, row, [=](float x, float r, int, int col) {
-    return !square ? 0.f : col < 8 ? x : col == 8 && first ? r : 0.f;
-  });
-  convert_to_part(d, 0, f);
-  fill(f, square ? w.line : 0.f);
-  map(f, o.x, times);
-  convert_to_part(d, 16, f);
-}
-// All of them into a tile.
-template<class Tile, class Features>
-TILE void store_features(Features &d, const Tile &t, const rv &row, const weights &w, const based_rows &p) {
-  operands o;
-  rt<elem, 64> four;
-  rt<elem, 32> rest;
-  load_blocks(o, t, p);
-  map_row(o.x, row, times);
-  next_pairs(four, o, w.square, w.pair);
-  store(d, four, 0);
-  next_pairs(four, o, w.pair, w.pair);
-  store(d, four, 64);
-  last_features(rest, o, row, w, p);
-  store(d, rest, 128);
+  if (this_part(p) == 3) rotate_cols<8>(o.y);
 }
 
 // Gradients of x and y from those of the features, in the opposite order. y comes rotated by 8, what goes to y is moved
@@ -94,7 +146,7 @@ TILE void pull_last(pulled &g, operands &o, const rt<float, 32> &d, const weight
   map_rc(f, [=](float x, int, int col) { return square && col < 8 ? x * pair : 0.f; });
   g.y = f;
   map(f, o.y, times);
-  map(g.x, f, [](float x, float y) { return x + y; });
+  map(g.x, f, plus);
   map(g.y, o.x, times);
 }
 TILE void pull_four(pulled &g, operands &o, const rt<float, 64> &d, float first, float others) {
@@ -107,26 +159,29 @@ TILE void pull_four(pulled &g, operands &o, const rt<float, 64> &d, float first,
     map(f, [=](float x) { return x * w; });
     rt<float, 16> h = f;
     map(f, o.y, times);
-    map(g.x, f, [](float x, float y) { return x + y; });
+    map(g.x, f, plus);
     map(h, o.x, times);
-    map(g.y, h, [](float x, float y) { return x + y; });
+    map(g.y, h, plus);
   }
 }
-// To the columns of the whole tile, of which `all` has sums already.
+// To the columns of the whole tile.
 TILE void add_pulled(rt<float, 16> &low, rt<float, 16> &high, pulled &g, const based_rows &p) {
-  auto sum = [](float x, float y) { return x + y; };
-  if (p.part == 3) rotate_cols<8>(g.y);
-  if (p.part == 1) map(high, g.x, sum);
-  else map(low, g.x, sum);
-  if (p.part == 0) map(low, g.y, sum);
-  else map(high, g.y, sum);
+  int part = this_part(p);
+  if (part == 3) rotate_cols<8>(g.y);
+  if (part == 1) map(high, g.x, plus);
+  else map(low, g.x, plus);
+  if (part == 0) map(low, g.y, plus);
+  else map(high, g.y, plus);
 }
 
 // ---- sequences
-struct task { int row, batch, head, first, end; };
-TILE task block_task(const based_rows &p) {
-  int row = block_index() / p.heads;
-  task t = {row, row, block_index() - row * p.heads, 0, p.steps};
+struct task { int row, batch, head, segment, first, end; };
+// first_cut: the segment of a row's first cut.
+TILE task block_task(const based_rows &p, int first_cut) {
+  int count = p.cutting ? p.segments - 1 : p.segments, matrix = block_index() / count, row = matrix / p.heads;
+  int segment = block_index() - matrix * count + (p.cutting ? first_cut : 0);
+  task t = {row, row, matrix - row * p.heads, segment, segment * p.segment, (segment + 1) * p.segment};
+  if (segment + 1 == p.segments) t.end = p.steps;
   if (p.starts) {
     int first = p.starts[row], end = p.starts[row + 1];
     t.batch = 0;
@@ -144,32 +199,45 @@ TILE int64_t place(const based_rows &p, const task &t, int step) {
 }
 
 // ---- states
-TILE int64_t state_of(const based_rows &p, const task &t, int wg) {
-  int64_t matrix = ((int64_t)t.row * p.heads + t.head) * p.parts + p.part;
-  return (matrix * p.dim_v + 64 * wg) * BASED_FEATURES;
+// The head's, among those of `s`, which has `stride` for each row. NULL stays NULL.
+TILE based_state matrix_of(const based_state &s, const based_rows &p, const task &t, int stride, int i) {
+  int64_t matrix = ((int64_t)t.row * stride + i) * p.heads + t.head;
+  return {s.features ? s.features + matrix * p.parts * p.dim_v * BASED_FEATURES : s.features,
+          s.sums ? s.sums + matrix * (BASED_SUM_ROWS * BASED_SUM_COLS) : s.sums};
 }
-TILE int64_t sums_of(const based_rows &p, const task &t) {
-  return ((int64_t)t.row * p.heads + t.head) * (BASED_SUM_ROWS * BASED_SUM_COLS);
+TILE based_state no_state() { return {nullptr, nullptr}; }
+// Where a segment's begins and where it is kept. cut: of a segment that is not the first, or not the last.
+TILE based_state state_given(const based_rows &p, const task &t, const based_state &given, const based_state &cuts,
+                             bool outermost, int cut) {
+  if (p.cutting) return no_state();
+  return outermost ? matrix_of(given, p, t, 1, 0) : matrix_of(cuts, p, t, p.cut_stride, cut);
 }
-TILE float *count_of(const based_rows &p, const task &t, float *sums) {
-  return sums + sums_of(p, t) + (BASED_SUM_ROWS - 1) * BASED_SUM_COLS;
+TILE based_state state_kept(const based_rows &p, const task &t, const based_state &wanted, const based_state &cuts,
+                            bool outermost, int cut) {
+  if (p.cutting) return matrix_of(cuts, p, t, p.cut_stride, cut);
+  return outermost ? matrix_of(wanted, p, t, 1, 0) : no_state();
 }
+TILE float *rows_of(const based_rows &p, float *features, int wg) {
+  return features + ((int64_t)this_part(p) * p.dim_v + 64 * wg) * BASED_FEATURES;
+}
+TILE float *count_of(float *sums) { return sums + (BASED_SUM_ROWS - 1) * BASED_SUM_COLS; }
 // unit: 1 of the caller's is as much here
-TILE void begin_state(rt<float, BASED_FEATURES> &s, const float *from, const based_rows &p, const task &t, int wg,
-                      float unit) {
-  if (!from) return fill(s, 0.f);
-  load(s, from + state_of(p, t, wg), BASED_FEATURES, p.dim_v - 64 * wg, BASED_FEATURES);
+TILE void begin_state(rt<float, BASED_FEATURES> &s, const based_state &from, const based_rows &p, int wg, float unit) {
+  if (!from.features) return fill(s, 0.f);
+  load(s, rows_of(p, from.features, wg), BASED_FEATURES, p.dim_v - 64 * wg, BASED_FEATURES);
   map(s, [=](float x) { return x * unit; });
 }
-TILE void keep_state(rt<float, BASED_FEATURES> &s, float *to, const based_rows &p, const task &t, int wg, float unit) {
-  if (!to) return;
+TILE void keep_state(rt<float, BASED_FEATURES> &s, const based_state &to, const based_rows &p, int wg, float unit) {
+  if (!to.features) return;
   map(s, [=](float x) { return x * unit; });
-  store(to + state_of(p, t, wg), BASED_FEATURES, s, p.dim_v - 64 * wg, BASED_FEATURES);
+  store(rows_of(p, to.features, wg), BASED_FEATURES, s, p.dim_v - 64 * wg, BASED_FEATURES);
 }
-TILE void begin_sums(rt<float, 32> &s, const float *from, const based_rows &p, const task &t, float unit) {
-  if (!from) return fill(s, 0.f);
-  load(s, from + sums_of(p, t), BASED_SUM_COLS, BASED_SUM_ROWS - 1, BASED_SUM_COLS);
-  map(s, [=](float x) { return x * unit; });
+TILE void begin_sums(rt<float, 32> &s, const based_state &from) {
+  if (!from.sums) return fill(s, 0.f);
+  load(s, from.sums, BASED_SUM_COLS, BASED_SUM_ROWS - 1, BASED_SUM_COLS);
+}
+TILE void keep_sums(const rt<float, 32> &s, const based_state &to) {
+  store(to.sums, BASED_SUM_COLS, s, BASED_SUM_ROWS - 1, BASED_SUM_COLS);
 }
 
 // Columns 32 to 47 of a tile of q or k, which are zeros behind its own: 1 in the first. As a row of its products with

@@ -37,21 +37,21 @@ TILE void init(shared &s) {
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 0);
   ring_pos at = {};
   for (int step = t.first; step < t.end; step += Q) {
     sem &full = runs_over(p.rows, t, step) ? s.last : s.inputs.full[at.stage];
     ring_acquire(s.inputs, at);
-    sem_expect(full, 2 * tile_bytes(s.q[0]) + tile_bytes(s.v[0]));
+    sem_expect(full, (p.rows.cutting ? 1 : 2) * tile_bytes(s.q[0]) + tile_bytes(s.v[0]));
     tma_load(s.k[at.stage], p.k, full, step, 0, t.head, t.batch);
-    tma_load(s.q[at.stage], p.q, full, step, 0, t.head, t.batch);
+    if (!p.rows.cutting) tma_load(s.q[at.stage], p.q, full, step, 0, t.head, t.batch);
     tma_load(s.v[at.stage], p.v, full, step, 0, t.head, t.batch);
     ring_next(s.inputs, at);
   }
 }
 
 TILE void cleaner(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 0);
   int chunks = chunks_of(t), steps = t.end - t.first - 64 * (chunks - 1);
   if (!chunks || !runs_over(p.rows, t, t.end - steps)) return;
   ring_pos at = ring_at<2>(chunks - 1);
@@ -68,8 +68,16 @@ TILE void meet() {
   else wg_sync();
 }
 
+TILE based_state state_before(const params &p, const task &t) {
+  return state_given(p.rows, t, p.initial, p.cuts, t.segment == 0, t.segment - 1);
+}
+TILE float count_before(const params &p, const task &t) {
+  based_state begin = state_before(p, t);
+  return begin.sums ? *count_of(begin.sums) : 0.f;
+}
+
 TILE void run_state(const params &p, shared &s, int wg) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 0);
   ring_pos at = {}, copy = {};
   rt<float, F> state;
   rt<float, 32> sums;
@@ -77,18 +85,21 @@ TILE void run_state(const params &p, shared &s, int wg) {
   fill(one, 1.f / SMALLER);
   float scale = p.rows.scale;
   map_rows(weight, [=](int row) { return row < 32 ? 0.5f * scale * scale : scale; });
-  begin_state(state, p.initial.features, p.rows, t, wg, 1.f / SMALLER);
-  begin_sums(sums, p.initial.sums, p.rows, t, 1.f);
+  based_state begin = state_before(p, t);
+  begin_state(state, begin, p.rows, wg, 1.f / SMALLER);
+  begin_sums(sums, begin);
   for (int step = t.first; step < t.end; step += Q) {
-    ring_acquire(s.copies, copy);
-    store(s.state[wg], state);
-    if (wg == 0) {
-      rt<float, 32> weighted;
-      map_row(weighted, sums, weight, times);
-      store(s.sums, weighted);
+    if (!p.rows.cutting) {
+      ring_acquire(s.copies, copy);
+      store(s.state[wg], state);
+      if (wg == 0) {
+        rt<float, 32> weighted;
+        map_row(weighted, sums, weight, times);
+        store(s.sums, weighted);
+      }
+      ring_fill(s.copies, copy);
+      ring_next(s.copies, copy);
     }
-    ring_fill(s.copies, copy);
-    ring_next(s.copies, copy);
     ring_wait(s.inputs, at);
     if (wg == 0) {
       rt<float, 16> ones;
@@ -108,33 +119,25 @@ TILE void run_state(const params &p, shared &s, int wg) {
     ring_done(s.inputs, at);
     meet();                            // everybody's products have read the features
   }
-  keep_state(state, p.final.features, p.rows, t, wg, SMALLER);
-  if (wg == 0 && p.final.sums && is_first(p.rows)) {
+  based_state end = state_kept(p.rows, t, p.final, p.cuts, t.segment + 1 == p.rows.segments, t.segment);
+  keep_state(state, end, p.rows, wg, SMALLER);
+  if (wg == 0 && end.sums && is_first(p.rows)) {
     rv count;
-    store(p.final.sums + sums_of(p.rows, t), BASED_SUM_COLS, sums, BASED_SUM_ROWS - 1, BASED_SUM_COLS);
-    float steps = (p.initial.sums ? *count_of(p.rows, t, p.initial.sums) : 0.f) +
-                  (float)(t.end > t.first ? t.end - t.first : 0);
+    keep_sums(sums, end);
+    float steps = count_before(p, t) + (float)(t.end > t.first ? t.end - t.first : 0);
     map_rows(count, [=](int row) { return row ? 0.f : steps; });
-    store(count_of(p.rows, t, p.final.sums), count, BASED_SUM_COLS);
+    store(count_of(end.sums), count, BASED_SUM_COLS);
   }
 }
 
-// z_i + eps: `rows` has the sums of a chunk's own weights.
-TILE void norm_of(rv &z, rsum &rows, const params &p, shared &s, const task &t, int stage, int step) {
-  rt<float, 32> products, q;
-  rt<float, 16> ones;
-  rt<elem, 64> with_one;
-  load(with_one, s.q[stage]);
-  ones_column(ones, 1.f);
-  convert_to_part(with_one, 32, ones);
-  mma_fence();
-  mma_AB_cols<ZERO>(products, with_one, s.sums, 0);
-  mma_commit();
+// z_i + eps. rows: the sums of a chunk's own weights. products: of q and a one with M and m.
+TILE void norm_of(rv &z, rsum &rows, const rt<float, 32> &products, const params &p, shared &s, const task &t, int stage,
+                  int step, float before) {
+  rt<float, 32> q;
   load(q, s.q[stage]);
-  mma_wait<0>(products, with_one);
   row_dot_add(rows, products, q);
   reduce(z, rows);
-  float more = (float)(step - t.first) + (p.initial.sums ? *count_of(p.rows, t, p.initial.sums) : 0.f) + p.rows.eps;
+  float more = (float)(step - t.first) + before + p.rows.eps;
   map(z, z, [=](float x) { return x + more; });
   store(p.norm + place(p.rows, t, step), z, t.end - step);
 }
@@ -143,54 +146,60 @@ TILE void norm_of(rv &z, rsum &rows, const params &p, shared &s, const task &t, 
 TILE void add_before(rt<float, 64> &out, const params &p, const task &t, int step, int col) {
   rt<float, 64> before;
   load(before, p.partial + place(p.rows, t, step) * p.rows.dim_v + col, p.rows.dim_v, t.end - step, p.rows.dim_v - col);
-  map(out, before, [](float x, float y) { return x + y; });
+  map(out, before, plus);
 }
 
 TILE void run_out(const params &p, shared &s, int) {
-  task t = block_task(p.rows);
+  task t = block_task(p.rows, 0);
   ring_pos at = {}, copy = {};
-  bool last = p.rows.part + 1 == p.rows.parts;
   weights w = weights_of_q(p.rows);
-  float scale = p.rows.scale;
+  float scale = p.rows.scale, before = count_before(p, t);
+  bool first = is_first(p.rows);
+  rv unit;
+  fill(unit, (float)SMALLER);
   for (int step = t.first; step < t.end; step += Q) {
     rt<float, 64> out[GROUPS];
+    rt<float, Q> scores;
+    rt<elem, Q> own;
     rsum rows;
-    rv unit, z;
+    rv z;
     ring_wait(s.inputs, at);
-    fill(rows, 0.f);
-    fill(z, 1.f);
-    if (is_first(p.rows)) {
-      rt<float, Q> scores;
-      rt<elem, Q> own;
+    if (p.rows.cutting) {
+      ring_done(s.inputs, at);
+      continue;
+    }
+    {
       rt<elem, 32> q;
       load(q, s.q[at.stage]);
       mma_fence();
       mma_ABt_part<ZERO>(scores, q, s.k[at.stage], 0);
       mma_commit();
       mma_wait<0>(scores, q);
-      map(scores, [=](float x) {
-        float u = fused(x, scale, 1.f);
-        return fused(0.5f * u, u, 0.5f);
-      });
-      tril(scores, 0, 0.f);
-      row_sum(rows, scores);
-      convert(own, scores);
-      mma_fence();
-      UNROLLED for (int g = 0; g < GROUPS; g++) mma_AB_cols<ZERO>(out[g], own, s.v[at.stage], 64 * g);
-      mma_commit();
-      UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(out[g], own);
-    } else {
-      UNROLLED for (int g = 0; g < GROUPS; g++) fill(out[g], 0.f);
     }
-    operands o;
-    rt<elem, 64> near, far;
+    map(scores, [=](float x) {
+      float u = fused(x, scale, 1.f);
+      return fused(0.5f * u, u, 0.5f);
+    });
+    tril(scores, 0, 0.f);
+    if (!first) fill(scores, 0.f);
+    row_sum(rows, scores);
+    convert(own, scores);
+    mma_fence();
+    UNROLLED for (int g = 0; g < GROUPS; g++) mma_AB_cols<ZERO>(out[g], own, s.v[at.stage], 64 * g);
+    mma_commit();
+    // under the product
+    slices o;
+    rt<elem, 64> near, far, with_one;
     rt<elem, 32> rest;
-    fill(unit, (float)SMALLER);
-    load_blocks(o, s.q[at.stage], p.rows);
-    map_row(o.x, unit, times);
-    next_pairs(near, o, w.square, w.pair);
-    next_pairs(far, o, w.pair, w.pair);
-    last_features(rest, o, unit, w, p.rows);
+    rt<float, 32> products;
+    rt<float, 16> ones;
+    load_slices(o, s.q[at.stage], unit, w, p.rows);
+    near_pairs(near, o);
+    far_pairs(far, o);
+    last_features(rest, s.q[at.stage], unit, w, p.rows);
+    load(with_one, s.q[at.stage]);
+    ones_column(ones, 1.f);
+    convert_to_part(with_one, 32, ones);
     ring_wait(s.copies, copy);
     mma_fence();
     UNROLLED for (int g = 0; g < GROUPS; g++) {
@@ -198,22 +207,25 @@ TILE void run_out(const params &p, shared &s, int) {
       mma_ABt_part<ACC>(out[g], far, s.state[g], 64);
       mma_ABt_part<ACC>(out[g], rest, s.state[g], 128);
     }
+    mma_AB_cols<ZERO>(products, with_one, s.sums, 0);
     mma_commit();
-    UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(out[g], near, far, rest);
-    if (p.norm && is_first(p.rows)) norm_of(z, rows, p, s, t, at.stage, step);
+    mma_wait<0>(products, own, near, far, rest, with_one);
+    UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(out[g]);
     ring_release(s.copies, copy);
     ring_next(s.copies, copy);
+    if (p.norm && first) norm_of(z, rows, products, p, s, t, at.stage, step, before);
+    else fill(z, 1.f);
     ring_done(s.inputs, at);
-    if (p.rows.part) {
+    if (!first) {
       UNROLLED for (int g = 0; g < GROUPS; g++) add_before(out[g], p, t, step, 64 * g);
     }
-    if (!last) {
+    if (!is_last(p.rows)) {
       float *to = p.partial + place(p.rows, t, step) * p.rows.dim_v;
       UNROLLED for (int g = 0; g < GROUPS; g++)
         store(to + 64 * g, p.rows.dim_v, out[g], t.end - step, p.rows.dim_v - 64 * g);
       continue;
     }
-    if (p.norm && p.rows.part) load(z, p.norm + place(p.rows, t, step), t.end - step, 1.f);
+    if (p.norm && !first) load(z, p.norm + place(p.rows, t, step), t.end - step, 1.f);
     map(z, z, [](float x) { return fast_rcp(x); });
     UNROLLED for (int g = 0; g < GROUPS; g++) map_row(out[g], z, times);
     if (runs_over(p.rows, t, step)) {

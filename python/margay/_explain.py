@@ -94,6 +94,7 @@ def explain_row(op, library, named, given):
     backward, like = _op.Row(op + "_bwd"), given[row.first]
     sizes = {size: -1 for f in (*row.arguments, *backward.arguments) for size in f["sizes"]}   # as in C: of none given
     sizes |= {size: n for f, t in inputs for size, n in zip(f["sizes"], t.shape)}
+    sizes |= {f["name"]: _op.default(f) for f in backward.arguments if f["role"] == "num"}
     for let, _, code in (*row.lets, *backward.lets):
         sizes[let] = int(eval(code, {}, sizes))
     empty = [_op.default(f) if f["role"] == "num" else None if any(sizes[size] < 0 for size in f["sizes"]) else

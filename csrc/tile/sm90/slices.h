@@ -55,3 +55,33 @@ template<int BY> TILE void rotate_cols(rt<float, 16> &t) {
     }
   }
 }
+// The words of rt<T, 16>: w[2 half + row].
+template<int BY, typename T> TILE void rotate_cols(rt<T, 16> &d, const rt<T, 16> &s) {
+  static_assert(BY % 2 == 0 && sizeof(T) == 2, "an even number of columns, of 16 bits");
+  constexpr int TURN = BY % 16, PAIRS = TURN / 2 % 4, SWAP = TURN >= 8 ? 2 : 0;
+  int c = threadIdx.x & 3;
+  uint32_t w[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint32_t here = s.d[0][i ^ SWAP], there = s.d[0][i ^ SWAP ^ 2];
+    w[i] = PAIRS ? __shfl_sync(~0u, c < PAIRS ? there : here, c + PAIRS & 3, 4) : here;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) d.d[0][i] = w[i];
+}
+template<typename T> TILE void rotate_by_one(rt<T, 16> &d, const rt<T, 16> &s, const rt<T, 16> &by_two) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) d.d[0][i] = __byte_perm(s.d[0][i], by_two.d[0][i], 0x5432);
+}
+template<typename T> TILE uint32_t multiply_pair(uint32_t x, uint32_t y) {
+  static_assert(sizeof(T) == 2, "a pair of 16-bit values");
+  uint32_t r;
+  if constexpr (is_bf16<T>) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+template<typename T, int N>
+TILE void multiply_to_part(rt<T, N> &d, int c0, const rt<T, 16> &x, const rt<T, 16> &y) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) d.d[c0 / 16][j] = multiply_pair<T>(x.d[0][j], y.d[0][j]);
+}
