@@ -7,31 +7,32 @@
 //   S^T  += v^T phi(k),   M += k^T k,   m += the sum of k,   n += steps
 // Steps past the end are zeros: k and v add nothing. Where the next packed row follows in memory, a warp clears its
 // steps in k and v before anybody reads them, and the last chunk of out is stored from registers.
-// Roles: GROUPS state warpgroups, each with 64 rows of S^T: k -> features, sums, and copies of 16 bits of the sums; an
-// out warpgroup; a loader thread; a warp that clears.
+// Roles: GROUPS state warpgroups, each with 64 rows of S^T: k -> features, sums, and copies of 16 bits of the sums; OUTS
+// out warpgroups, which take the chunks in turn; a loader thread; a warp that clears.
 //
 // Registers of a thread of the states: S^T 80, M 16, features 16 to 32, addresses. Of out: out 32 GROUPS, scores or
 // products 32, w 16, features 32, q 16.
 #include "based/based_features.h"
 
-// GROUPS (1 or 2), STATE_REGS, OUT_REGS come from the row.
+// MANY, GROUPS (1 or 2), OUTS, STAGES, COPIES, STATE_REGS, OUT_REGS come from the row.
 enum { Q = 64, F = BASED_FEATURES, V = 64 * GROUPS };
+static_assert(STAGES % OUTS == 0 && COPIES % OUTS == 0, "an out warpgroup sees every use of its stages");
 
 struct shared {
-  st<elem, Q, 64> q[2], k[2];
-  st<elem, Q, V> v[2];
-  st<elem, Q, 192> features;        // of k
-  st<elem, 64, 192> state[GROUPS];  // S^T
-  st<elem, 64, 64> sums;            // M in rows 0 to 31, m in row 32, with their weights
-  st<elem, Q, V> out;
-  ring<2> inputs;
-  ring<1, ASYNC_READS> copies;      // of S^T, M and m
+  st<elem, Q, 64> q[STAGES], k[STAGES];
+  st<elem, Q, V> v[STAGES];
+  st<elem, Q, 192> features[2];     // of k, of this chunk and of the next
+  st<elem, 64, 192> state[COPIES][GROUPS];   // S^T
+  st<elem, 64, 64> sums[COPIES];    // M in rows 0 to 31, m in row 32, with their weights
+  st<elem, Q, V> out[OUTS];
+  ring<STAGES> inputs;
+  ring<COPIES, ASYNC_READS> copies; // of S^T, M and m
   sem last;                         // the tiles of a last chunk that runs over are there, and to be cleared
 };
 typedef based_fwd_params params;
 
 TILE void init(shared &s) {
-  ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, GROUPS + 1));
+  ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, GROUPS + 1));     // of the out warpgroups one
   ring_init(s.copies, arrivals(0, 0, GROUPS), arrivals(0, 0, 1));
   sem_init(s.last, arrivals(1, 0, 0));
 }
@@ -54,7 +55,7 @@ TILE void cleaner(const params &p, shared &s, int) {
   task t = block_task(p.rows, 0);
   int chunks = chunks_of(t), steps = t.end - t.first - 64 * (chunks - 1);
   if (!chunks || !runs_over(p.rows, t, t.end - steps)) return;
-  ring_pos at = ring_at<2>(chunks - 1);
+  ring_pos at = ring_at<STAGES>(chunks - 1);
   sem_wait(s.last, 0);
   clear_rows<WARP>(s.k[at.stage], 0, steps);
   clear_rows<WARP>(s.v[at.stage], 0, steps);
@@ -76,48 +77,53 @@ TILE float count_before(const params &p, const task &t) {
   return begin.sums ? *count_of(begin.sums) : 0.f;
 }
 
+// The features of a chunk's k, and its column of ones. Everybody's products of the chunk before last are over.
+TILE void make_features(const params &p, shared &s, ring_pos at, int buffer, const rv &unit) {
+  rt<float, 16> ones;
+  ring_wait(s.inputs, at);
+  store_features(s.features[buffer], s.k[at.stage], unit, weights{1.f, 1.f, 1.f}, p.rows);
+  ones_column(ones, 1.f);
+  store(s.k[at.stage], ones, 32);
+  fence_async();
+}
+
 TILE void run_state(const params &p, shared &s, int wg) {
   task t = block_task(p.rows, 0);
-  ring_pos at = {}, copy = {};
+  ring_pos at = {}, next = {}, copy = {};
+  int buffer = 0;
   rt<float, F> state;
   rt<float, 32> sums;
-  rv weight, one;
-  fill(one, 1.f / SMALLER);
+  rv weight, unit;
+  fill(unit, 1.f / SMALLER);
   float scale = p.rows.scale;
   map_rows(weight, [=](int row) { return row < 32 ? 0.5f * scale * scale : scale; });
   based_state begin = state_before(p, t);
   begin_state(state, begin, p.rows, wg, 1.f / SMALLER);
   begin_sums(sums, begin);
+  if (wg == 0 && t.first < t.end) make_features(p, s, next, buffer, unit);
   for (int step = t.first; step < t.end; step += Q) {
     if (!p.rows.cutting) {
       ring_acquire(s.copies, copy);
-      store(s.state[wg], state);
+      store(s.state[copy.stage][wg], state);
       if (wg == 0) {
         rt<float, 32> weighted;
         map_row(weighted, sums, weight, times);
-        store(s.sums, weighted);
+        store(s.sums[copy.stage], weighted);
       }
       ring_fill(s.copies, copy);
       ring_next(s.copies, copy);
     }
+    meet();                            // the features are there, and the last chunk's products are over
     ring_wait(s.inputs, at);
-    if (wg == 0) {
-      rt<float, 16> ones;
-      rt<elem, 16> column;
-      store_features(s.features, s.k[at.stage], one, weights{1.f, 1.f, 1.f}, p.rows);
-      ones_column(ones, 1.f);
-      convert_to_part(column, 0, ones);
-      store(s.k[at.stage], column, 32);
-      fence_async();
-    }
-    meet();
     mma_fence();
-    mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features, 0);
+    mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features[buffer], 0);
     mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
     mma_commit();
+    ring_next(s.inputs, next);
+    buffer ^= 1;
+    if (wg == 0 && step + Q < t.end) make_features(p, s, next, buffer, unit);   // under the products
     mma_wait<0>(state, sums);
     ring_done(s.inputs, at);
-    meet();                            // everybody's products have read the features
   }
   based_state end = state_kept(p.rows, t, p.final, p.cuts, t.segment + 1 == p.rows.segments, t.segment);
   keep_state(state, end, p.rows, wg, SMALLER);
@@ -128,6 +134,14 @@ TILE void run_state(const params &p, shared &s, int wg) {
     map_rows(count, [=](int row) { return row ? 0.f : steps; });
     store(count_of(end.sums), count, BASED_SUM_COLS);
   }
+}
+
+// q and a column of ones, for M and m.
+TILE void load_with_one(rt<elem, 64> &d, shared &s, int stage) {
+  rt<float, 16> ones;
+  load(d, s.q[stage]);
+  ones_column(ones, 1.f);
+  convert_to_part(d, 32, ones);
 }
 
 // z_i + eps. rows: the sums of a chunk's own weights. products: of q and a one with M and m.
@@ -149,15 +163,20 @@ TILE void add_before(rt<float, 64> &out, const params &p, const task &t, int ste
   map(out, before, plus);
 }
 
-TILE void run_out(const params &p, shared &s, int) {
+// The chunk that is this warpgroup's next.
+template<class Ring> TILE void next_turn(const Ring &r, ring_pos &at) {
+  for (int i = 0; i < OUTS; i++) ring_next(r, at);
+}
+
+TILE void run_out(const params &p, shared &s, int wg) {
   task t = block_task(p.rows, 0);
-  ring_pos at = {}, copy = {};
+  ring_pos at = ring_at<STAGES>(wg), copy = ring_at<COPIES>(wg);
   weights w = weights_of_q(p.rows);
   float scale = p.rows.scale, before = count_before(p, t);
   bool first = is_first(p.rows);
   rv unit;
   fill(unit, (float)SMALLER);
-  for (int step = t.first; step < t.end; step += Q) {
+  for (int step = t.first + wg * Q; step < t.end; step += OUTS * Q) {
     rt<float, 64> out[GROUPS];
     rt<float, Q> scores;
     rt<elem, Q> own;
@@ -165,7 +184,8 @@ TILE void run_out(const params &p, shared &s, int) {
     rv z;
     ring_wait(s.inputs, at);
     if (p.rows.cutting) {
-      ring_done(s.inputs, at);
+      ring_release(s.inputs, at);
+      next_turn(s.inputs, at);
       continue;
     }
     {
@@ -192,30 +212,36 @@ TILE void run_out(const params &p, shared &s, int) {
     rt<elem, 64> near, far, with_one;
     rt<elem, 32> rest;
     rt<float, 32> products;
-    rt<float, 16> ones;
     load_slices(o, s.q[at.stage], unit, w, p.rows);
     near_pairs(near, o);
     far_pairs(far, o);
     last_features(rest, s.q[at.stage], unit, w, p.rows);
-    load(with_one, s.q[at.stage]);
-    ones_column(ones, 1.f);
-    convert_to_part(with_one, 32, ones);
+    if (!MANY) load_with_one(with_one, s, at.stage);
     ring_wait(s.copies, copy);
     mma_fence();
     UNROLLED for (int g = 0; g < GROUPS; g++) {
-      mma_ABt_part<ACC>(out[g], near, s.state[g], 0);
-      mma_ABt_part<ACC>(out[g], far, s.state[g], 64);
-      mma_ABt_part<ACC>(out[g], rest, s.state[g], 128);
+      mma_ABt_part<ACC>(out[g], near, s.state[copy.stage][g], 0);
+      mma_ABt_part<ACC>(out[g], far, s.state[copy.stage][g], 64);
+      mma_ABt_part<ACC>(out[g], rest, s.state[copy.stage][g], 128);
     }
-    mma_AB_cols<ZERO>(products, with_one, s.sums, 0);
+    if (!MANY) mma_AB_cols<ZERO>(products, with_one, s.sums[copy.stage], 0);
     mma_commit();
-    mma_wait<0>(products, own, near, far, rest, with_one);
-    UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(out[g]);
+    UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(out[g], own, near, far, rest);
+    if (!MANY) {
+      mma_wait<0>(products, with_one);
+    } else {                           // there were no registers for it before
+      load_with_one(with_one, s, at.stage);
+      mma_fence();
+      mma_AB_cols<ZERO>(products, with_one, s.sums[copy.stage], 0);
+      mma_commit();
+      mma_wait<0>(products, with_one);
+    }
     ring_release(s.copies, copy);
-    ring_next(s.copies, copy);
+    next_turn(s.copies, copy);
     if (p.norm && first) norm_of(z, rows, products, p, s, t, at.stage, step, before);
     else fill(z, 1.f);
-    ring_done(s.inputs, at);
+    ring_release(s.inputs, at);
+    next_turn(s.inputs, at);
     if (!first) {
       UNROLLED for (int g = 0; g < GROUPS; g++) add_before(out[g], p, t, step, 64 * g);
     }
@@ -239,14 +265,14 @@ TILE void run_out(const params &p, shared &s, int) {
     }
     tma_store_wait_read();
     wg_sync();
-    UNROLLED for (int g = 0; g < GROUPS; g++) store(s.out, out[g], 64 * g);
+    UNROLLED for (int g = 0; g < GROUPS; g++) store(s.out[wg], out[g], 64 * g);
     fence_async();
     wg_sync();
-    tma_store(p.out, s.out, step, 0, t.head, t.batch);
+    tma_store(p.out, s.out[wg], step, 0, t.head, t.batch);
   }
   tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
-              role<run_out, WARPGROUP, 1, OUT_REGS>, role<loader, THREAD, 1, 24>, role<cleaner, WARP, 1, 24>> kernel;
+              role<run_out, WARPGROUP, OUTS, OUT_REGS>, role<loader, THREAD, 1, 24>, role<cleaner, WARP, 1, 24>> kernel;
 ENTRY(kernel, Q, 1)

@@ -334,17 +334,20 @@ def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
-# label, steps, columns of q and k, of v less than there may be, what is given besides. Few columns: one part, else four.
-BASED = (("chunks", 64 * 4 + 10, 16, 8, ()), ("four parts", 90, 24, 0, ()),
+# label, steps, columns of q and k, 16 more of a row of four parts, of v less than there may be, what is given besides
+BASED = (("chunks", 64 * 4 + 10, 16, 8, ()),
          ("states", 130, 16, 0, ("{}initial_state", "{}initial_sums", "{}final_state", "{}final_sums")),
          ("packed", 200, 8, 0, ("cu_seqlens", "{}final_state", "{}final_sums")))
+BASED_CUT = ("cut", 1100, 1, 16, 8, ("{}initial_state", "{}initial_sums", "{}final_state", "{}final_sums"))
 
 
 def based(row, large, backward=False):
-    most = 64 * constants(row)["GROUPS"]
+    c = constants(row)
+    most, many = 64 * c.get("GROUPS", 1), 16 * c.get("MANY", 0)
     shapes = [("large", 3000, 70, 16, 0, ()), ("few blocks", 2000, 4, 16, 0, ())] if large else []
-    for label, *problem in [*shapes, *((label, steps, 2, *rest) for label, steps, *rest in BASED)]:
-        problem = row["dtype"], most, *problem, backward
+    problems = [*shapes, *((label, steps, 2, *rest) for label, steps, *rest in BASED if "MANY" in c), BASED_CUT]
+    for label, steps, heads, k, *problem in problems:
+        problem = row["dtype"], most, steps, heads, k + many, *problem, backward
         yield label, lambda problem=problem: call_based(*problem)
 
 
@@ -473,7 +476,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "ssd": ssd, "ssd_cuts": ssd_cuts, "ssd_join": ssd_cuts,
        "ssd_bwd": ssd_bwd, "ssd_bwd_states": ssd_bwd, "ssd_bwd_join": ssd_bwd,
        "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
-       "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd,
+       "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "causal_conv1d_step": causal_conv1d_step}
 
