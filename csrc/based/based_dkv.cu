@@ -7,33 +7,35 @@
 // Steps past the end have 1 / N = 0 and zeros for q and dout. Where the next packed row follows in memory, the warp of
 // the vectors clears its steps before anybody reads them.
 // Roles: GROUPS state warpgroups, each with 64 rows of R^T: q -> features, sums, and copies of 16 bits of the sums; an
-// out warpgroup; a loader thread; a warp: norm and delta -> vectors.
+// out warpgroup, or OUTS that take the chunks in turn; a loader thread; a warp: norm and delta -> vectors. BUFFERS 1
+// leaves no room for the features of the next chunk.
 //
 // Registers of a thread of the states: R^T 80, D 16, features 16 to 32, addresses. Of out: dv 32 GROUPS, dk 16, scores
 // and their gradients 64, or features 40, or gradients of 64 features 32 and k, its gradients and neighbours 48.
 #include "based/based_features.h"
 
-// GROUPS (1 or 2), STATE_REGS, OUT_REGS come from the row.
+// MANY, GROUPS (1 or 2), OUTS, STAGES, COPIES, BUFFERS, STATE_REGS, OUT_REGS come from the row.
 enum { Q = 64, F = BASED_FEATURES, V = 64 * GROUPS };
+static_assert(STAGES % OUTS == 0 && COPIES % OUTS == 0, "an out warpgroup sees every use of its stages");
 
 struct vectors { sv<Q> inverse, delta, both; };   // 1 / N_i, e_i, e_i / N_i
 struct shared {
-  st<elem, Q, 64> q[2], k[2];
-  st<elem, Q, V> v[2], dout[2];
-  vectors vec[2];
-  st<elem, Q, 192> features;        // of q, divided by N
-  st<elem, Q, 64> weighted;         // scale^2 e / N q; column 32: scale e / N
-  st<elem, 64, 192> state[GROUPS];  // R^T
-  st<elem, 64, 64> sums;            // D in rows 0 to 31, d in row 32
-  st<elem, Q, V> dv;
-  ring<2> inputs;
-  ring<1, ASYNC_READS> copies;      // of R^T, D and d
+  st<elem, Q, 64> q[STAGES], k[STAGES];
+  st<elem, Q, V> v[STAGES], dout[STAGES];
+  vectors vec[STAGES];
+  st<elem, Q, 192> features[BUFFERS];        // of q, divided by N
+  st<elem, Q, 64> weighted[BUFFERS];         // scale^2 e / N q; column 32: scale e / N
+  st<elem, 64, 192> state[COPIES][GROUPS];   // R^T
+  st<elem, 64, 64> sums[COPIES];    // D in rows 0 to 31, d in row 32
+  st<elem, Q, V> dv[OUTS];
+  ring<STAGES> inputs;
+  ring<COPIES, ASYNC_READS> copies; // of R^T, D and d
   sem last;                         // the tiles of a last chunk that runs over are there, and to be cleared
 };
 typedef based_dkv_params params;
 
 TILE void init(shared &s) {
-  ring_init(s.inputs, arrivals(1, 1, 0), arrivals(0, 0, GROUPS + 1));
+  ring_init(s.inputs, arrivals(1, 1, 0), arrivals(0, 0, GROUPS + 1));     // of the out warpgroups one
   ring_init(s.copies, arrivals(0, 0, GROUPS), arrivals(0, 0, 1));
   sem_init(s.last, arrivals(1, 0, 0));
 }
@@ -111,7 +113,7 @@ TILE void meet() {
 }
 
 // The tile whose transpose times q adds to D and d.
-TILE void store_weighted(shared &s, const vectors &v, int stage, float scale) {
+template<class Tile> TILE void store_weighted(Tile &d, shared &s, const vectors &v, int stage, float scale) {
   rt<float, 32> q;
   rt<float, 16> ones;
   rv both;
@@ -119,19 +121,30 @@ TILE void store_weighted(shared &s, const vectors &v, int stage, float scale) {
   load(q, s.q[stage]);
   map(q, [=](float x) { return x * scale * scale; });
   map_row(q, both, times);
-  store(s.weighted, q, 0);
+  store(d, q, 0);
   ones_column(ones, scale);
   map_row(ones, both, times);
-  store(s.weighted, ones, 32);
+  store(d, ones, 32);
+}
+// Of a chunk's q. Everybody's products with what was in the buffer are over.
+TILE void make_features(const params &p, shared &s, ring_pos at, int buffer) {
+  rv row;
+  ring_wait(s.inputs, at);
+  vectors &v = s.vec[at.stage];
+  load(row, v.inverse);
+  map(row, row, [](float x) { return x * SMALLER; });
+  store_features(s.features[buffer], s.q[at.stage], row, weights_of_q(p.rows), p.rows);
+  store_weighted(s.weighted[buffer], s, v, at.stage, p.rows.scale);
+  fence_async();
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
   task t = block_task(p.rows, 1);
-  ring_pos at = {}, copy = {};
+  ring_pos at = {}, next = {}, copy = {};
+  int buffer = 0;
   rt<float, F> state;
   rt<float, 32> sums;
   rv weight;
-  weights w = weights_of_q(p.rows);
   // D k is what the gradient of M, which is symmetric, gives k twice: for either factor
   map_rows(weight, [](int row) { return row < 32 ? 2.f : 1.f; });
   based_state begin = state_behind(p, t), end = state_wanted(p, t);
@@ -141,34 +154,32 @@ TILE void run_state(const params &p, shared &s, int wg) {
   if (wg == 0) {
     rt<float, 16> none;
     fill(none, 0.f);
-    store(s.weighted, none, 48);
+    for (int i = 0; i < BUFFERS; i++) store(s.weighted[i], none, 48);
+    if (BUFFERS == 2 && t.first < t.end) make_features(p, s, next, buffer);
   }
   for (int step = last_step(t); step >= t.first; step -= Q) {
     if (!p.rows.cutting) {
       ring_acquire(s.copies, copy);
-      store(s.state[wg], state);
-      if (wg == 0) store(s.sums, sums);
+      store(s.state[copy.stage][wg], state);
+      if (wg == 0) store(s.sums[copy.stage], sums);
       ring_fill(s.copies, copy);
       ring_next(s.copies, copy);
     }
+    if (BUFFERS == 1 && wg == 0) make_features(p, s, at, 0);
+    meet();                            // the features are there, and the last chunk's products are over
     ring_wait(s.inputs, at);
-    if (wg == 0) {
-      vectors &v = s.vec[at.stage];
-      rv row;
-      load(row, v.inverse);
-      map(row, row, [](float x) { return x * SMALLER; });
-      store_features(s.features, s.q[at.stage], row, w, p.rows);
-      store_weighted(s, v, at.stage, p.rows.scale);
-      fence_async();
-    }
-    meet();
     mma_fence();
-    mma_AtB<ACC>(state, s.dout[at.stage], 64 * wg, s.features, 0);
-    mma_AtB<ACC>(sums, s.weighted, 0, s.q[at.stage], 0);
+    mma_AtB<ACC>(state, s.dout[at.stage], 64 * wg, s.features[buffer], 0);
+    mma_AtB<ACC>(sums, s.weighted[buffer], 0, s.q[at.stage], 0);
     mma_commit();
+    if (BUFFERS == 2) {
+      ring_next(s.inputs, next);
+      buffer ^= 1;
+      if (wg == 0 && step > t.first) make_features(p, s, next, buffer);   // under the products
+    }
     mma_wait<0>(state, sums);
     ring_done(s.inputs, at);
-    meet();                            // everybody's products have read the features
+    if (BUFFERS == 1) meet();
   }
   keep_state(state, end, p.rows, wg, 1.f / SMALLER);
   if (wg == 0 && end.sums && is_first(p.rows)) {
@@ -211,14 +222,11 @@ TILE void own_gradients(rt<float, 32> &dk, rt<float, 64> (&dv)[GROUPS], const pa
   mma_commit();
   UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(dv[g], own);
 }
-TILE void gradient_of_norm(rt<float, 32> &dk, shared &s, int stage) {
-  rt<float, 16> ones;
+TILE void gradient_of_norm(rt<float, 32> &dk, shared &s, int stage, int copy) {
   rt<elem, 64> with_one;
-  load(with_one, s.k[stage]);
-  ones_column(ones, 1.f);
-  convert_to_part(with_one, 32, ones);
+  load_with_one(with_one, s.k[stage]);
   mma_fence();
-  mma_AB_cols<ZERO>(dk, with_one, s.sums, 0);
+  mma_AB_cols<ZERO>(dk, with_one, s.sums[copy], 0);
   mma_commit();
   mma_wait<0>(dk, with_one);
 }
@@ -231,7 +239,7 @@ TILE void store_part(const rt<float, 16> &dk, const params &p, const task &t, in
     store_rows<elem>(dk, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.rows.dim - col);
 }
 
-TILE void store_dv(rt<float, 64> (&dv)[GROUPS], const params &p, shared &s, const task &t, int step) {
+TILE void store_dv(rt<float, 64> (&dv)[GROUPS], const params &p, shared &s, const task &t, int step, int wg) {
   if (runs_over(p.rows, t, step)) {
     elem *to = (elem *)p.dv_data + step * p.dv_step + t.head * p.dv_head;
     int64_t ld = p.dv_step;
@@ -243,25 +251,26 @@ TILE void store_dv(rt<float, 64> (&dv)[GROUPS], const params &p, shared &s, cons
   }
   tma_store_wait_read();
   wg_sync();
-  UNROLLED for (int g = 0; g < GROUPS; g++) store(s.dv, dv[g], 64 * g);
+  UNROLLED for (int g = 0; g < GROUPS; g++) store(s.dv[wg], dv[g], 64 * g);
   fence_async();
   wg_sync();
-  tma_store(p.dv, s.dv, step, 0, t.head, t.batch);
+  tma_store(p.dv, s.dv[wg], step, 0, t.head, t.batch);
 }
 
-TILE void run_out(const params &p, shared &s, int) {
+TILE void run_out(const params &p, shared &s, int wg) {
   task t = block_task(p.rows, 1);
-  ring_pos at = {}, copy = {};
+  ring_pos at = ring_at<STAGES>(wg), copy = ring_at<COPIES>(wg);
   bool last = is_last(p.rows);
   weights w = {1.f, 1.f, 1.f};
-  for (int step = last_step(t); step >= t.first; step -= Q) {
+  for (int step = last_step(t) - wg * Q; step >= t.first; step -= OUTS * Q) {
     rt<float, 32> dk;
     rt<float, 64> dv[GROUPS];
     float *before = p.partial + place(p.rows, t, step) * 32;
     float *before_v = p.partial_v + place(p.rows, t, step) * p.rows.dim_v;
     ring_wait(s.inputs, at);
     if (p.rows.cutting) {
-      ring_done(s.inputs, at);
+      ring_release(s.inputs, at);
+      next_turn(s.inputs, at, OUTS);
       continue;
     }
     ring_wait(s.copies, copy);
@@ -270,10 +279,9 @@ TILE void run_out(const params &p, shared &s, int) {
       UNROLLED for (int g = 0; g < GROUPS; g++)
         load(dv[g], before_v + 64 * g, p.rows.dim_v, t.end - step, p.rows.dim_v - 64 * g);
     } else {
-      gradient_of_norm(dk, s, at.stage);
+      gradient_of_norm(dk, s, at.stage, copy.stage);
       own_gradients(dk, dv, p, s, at.stage);
     }
-    operands o;
     {
       rv unit;
       slices f;
@@ -283,15 +291,15 @@ TILE void run_out(const params &p, shared &s, int) {
       load_slices(f, s.k[at.stage], unit, w, p.rows);
       near_pairs(four, f);
       mma_fence();
-      UNROLLED for (int g = 0; g < GROUPS; g++) mma_ABt_part<ACC>(dv[g], four, s.state[g], 0);
+      UNROLLED for (int g = 0; g < GROUPS; g++) mma_ABt_part<ACC>(dv[g], four, s.state[copy.stage][g], 0);
       mma_commit();
       UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(dv[g], four);
       far_pairs(four, f);
       last_features(rest, s.k[at.stage], unit, w, p.rows);
       mma_fence();
       UNROLLED for (int g = 0; g < GROUPS; g++) {
-        mma_ABt_part<ACC>(dv[g], four, s.state[g], 64);
-        mma_ABt_part<ACC>(dv[g], rest, s.state[g], 128);
+        mma_ABt_part<ACC>(dv[g], four, s.state[copy.stage][g], 64);
+        mma_ABt_part<ACC>(dv[g], rest, s.state[copy.stage][g], 128);
       }
       mma_commit();
       UNROLLED for (int g = 0; g < GROUPS; g++) mma_wait<0>(dv[g], four, rest);
@@ -300,52 +308,33 @@ TILE void run_out(const params &p, shared &s, int) {
       UNROLLED for (int g = 0; g < GROUPS; g++)
         store(before_v + 64 * g, p.rows.dim_v, dv[g], t.end - step, p.rows.dim_v - 64 * g);
     } else {
-      store_dv(dv, p, s, t, step);
+      store_dv(dv, p, s, t, step, wg);
     }
-    pulled g;
+    pulling o;
     rt<float, 16> low, high;
     rt<elem, 64> v[GROUPS];
-    UNROLLED for (int i = 0; i < GROUPS; i++) load(v[i], s.v[at.stage], 64 * i);
-    load_blocks(o, s.k[at.stage], p.rows);
-    {
-      rt<float, 32> d;
-      fill(d, 0.f);
-      rotate_cols<8>(o.y);
-      mma_fence();
-      UNROLLED for (int i = 0; i < GROUPS; i++) mma_AB_cols<ACC>(d, v[i], s.state[i], 128);
-      mma_commit();
-      UNROLLED for (int i = 0; i < GROUPS; i++) mma_wait<0>(d, v[i]);
-      pull_last(g, o, d, w, p.rows);
-    }
-    UNROLLED for (int part = 1; part >= 0; part--) {
-      rt<float, 64> d;
-      fill(d, 0.f);
-      mma_fence();
-      UNROLLED for (int i = 0; i < GROUPS; i++) mma_AB_cols<ACC>(d, v[i], s.state[i], 64 * part);
-      mma_commit();
-      UNROLLED for (int i = 0; i < GROUPS; i++) mma_wait<0>(d, v[i]);
-      pull_four(g, o, d, 1.f, 1.f);
-    }
+    UNROLLED for (int g = 0; g < GROUPS; g++) load(v[g], s.v[at.stage], 64 * g);
+    begin_pulling(o, s.k[at.stage], p.rows);
+    pull_all(o, v, s.state[copy.stage], w, p.rows);
     ring_release(s.copies, copy);
-    ring_next(s.copies, copy);
-    ring_done(s.inputs, at);
-    map(g.x, [](float x) { return x * (1.f / SMALLER); });
-    map(g.y, [](float x) { return x * (1.f / SMALLER); });
+    next_turn(s.copies, copy, OUTS);
+    ring_release(s.inputs, at);
+    next_turn(s.inputs, at, OUTS);
     copy_part(low, dk, 0);
     copy_part(high, dk, 16);
-    add_pulled(low, high, g, p.rows);
+    add_pulled(low, high, o, 1.f / SMALLER, p.rows);
     if (!last) {
       store(before, 32, low, t.end - step, 16);
       store(before + 16, 32, high, t.end - step, 16);
     } else {
       store_part(low, p, t, step, 0);
-      store_part(high, p, t, step, 16);
+      if (MANY) store_part(high, p, t, step, 16);
     }
   }
   tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
-              role<run_out, WARPGROUP, 1, OUT_REGS>, role<loader, THREAD, 1, 24>,
+              role<run_out, WARPGROUP, OUTS, OUT_REGS>, role<loader, THREAD, 1, 24>,
               role<make_vectors, WARP, 1, 24>> kernel;
 ENTRY(kernel, Q, 1)

@@ -3,29 +3,30 @@
 //   ds_ij = (dout_i . v_j + e_i) (1 + s_ij) for j <= i
 //   dq_i  = 1 / N_i (scale sum of ds_ij k_j + phi'(q_i)^T S dout_i + e_i (scale m + scale^2 M q_i))
 // S dout_i is a gradient of features; based_features.h takes it to q's. e is kept for the gradients of k and v.
-// Roles as in the forward.
+// Roles as in the forward. BUFFERS 1 leaves no room for the features of the next chunk.
 //
 // Registers of a thread of the states as there. Of out: dq 16, dout 16 GROUPS as an operand, scores and their gradients
 // 64, or gradients of 64 features 32 and q, its gradients and neighbours 48.
 #include "based/based_features.h"
 
-// GROUPS (1 or 2), STATE_REGS, OUT_REGS come from the row.
+// MANY, GROUPS (1 or 2), OUTS, STAGES, COPIES, BUFFERS, STATE_REGS, OUT_REGS come from the row.
 enum { Q = 64, F = BASED_FEATURES, V = 64 * GROUPS };
+static_assert(STAGES % OUTS == 0 && COPIES % OUTS == 0, "an out warpgroup sees every use of its stages");
 
 struct shared {
-  st<elem, Q, 64> q[2], k[2];
-  st<elem, Q, V> v[2], dout[2], out[2];
-  st<elem, Q, 192> features;        // of k
-  st<elem, 64, 192> state[GROUPS];  // S^T
-  st<elem, 64, 64> sums;            // M in rows 0 to 31, m in row 32, with their weights
-  ring<2> inputs;
-  ring<1, ASYNC_READS> copies;      // of S^T, M and m
+  st<elem, Q, 64> q[STAGES], k[STAGES];
+  st<elem, Q, V> v[STAGES], dout[STAGES], out[STAGES];
+  st<elem, Q, 192> features[BUFFERS];        // of k
+  st<elem, 64, 192> state[COPIES][GROUPS];   // S^T
+  st<elem, 64, 64> sums[COPIES];    // M in rows 0 to 31, m in row 32, with their weights
+  ring<STAGES> inputs;
+  ring<COPIES, ASYNC_READS> copies; // of S^T, M and m
   sem last;                         // the tiles of a last chunk that runs over are there, and to be cleared
 };
 typedef based_dq_params params;
 
 TILE void init(shared &s) {
-  ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, GROUPS + 1));
+  ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, GROUPS + 1));     // of the out warpgroups one
   ring_init(s.copies, arrivals(0, 0, GROUPS), arrivals(0, 0, 1));
   sem_init(s.last, arrivals(1, 0, 0));
 }
@@ -50,7 +51,7 @@ TILE void cleaner(const params &p, shared &s, int) {
   task t = block_task(p.rows, 0);
   int chunks = chunks_of(t), steps = t.end - t.first - 64 * (chunks - 1);
   if (!chunks || !runs_over(p.rows, t, t.end - steps)) return;
-  ring_pos at = ring_at<2>(chunks - 1);
+  ring_pos at = ring_at<STAGES>(chunks - 1);
   sem_wait(s.last, 0);
   clear_rows<WARP>(s.k[at.stage], 0, steps);
   clear_rows<WARP>(s.v[at.stage], 0, steps);
@@ -64,46 +65,55 @@ TILE void meet() {
   else wg_sync();
 }
 
+// The features of a chunk's k, and its column of ones. Everybody's products with what was in the buffer are over.
+TILE void make_features(const params &p, shared &s, ring_pos at, int buffer, const rv &unit) {
+  rt<float, 16> ones;
+  ring_wait(s.inputs, at);
+  store_features(s.features[buffer], s.k[at.stage], unit, weights{1.f, 1.f, 1.f}, p.rows);
+  ones_column(ones, 1.f);
+  store(s.k[at.stage], ones, 32);
+  fence_async();
+}
+
 TILE void run_state(const params &p, shared &s, int wg) {
   task t = block_task(p.rows, 0);
-  ring_pos at = {}, copy = {};
+  ring_pos at = {}, next = {}, copy = {};
+  int buffer = 0;
   rt<float, F> state;
   rt<float, 32> sums;
-  rv weight, one;
-  fill(one, 1.f / SMALLER);
+  rv weight, unit;
+  fill(unit, 1.f / SMALLER);
   float scale = p.rows.scale;
   map_rows(weight, [=](int row) { return row < 32 ? scale * scale : scale; });
   based_state begin = state_given(p.rows, t, p.initial, p.cuts, t.segment == 0, t.segment - 1);
   begin_state(state, begin, p.rows, wg, 1.f / SMALLER);
   begin_sums(sums, begin);
+  if (BUFFERS == 2 && wg == 0 && t.first < t.end) make_features(p, s, next, buffer, unit);
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.copies, copy);
-    store(s.state[wg], state);
+    store(s.state[copy.stage][wg], state);
     if (wg == 0) {
       rt<float, 32> weighted;
       map_row(weighted, sums, weight, times);
-      store(s.sums, weighted);
+      store(s.sums[copy.stage], weighted);
     }
     ring_fill(s.copies, copy);
     ring_next(s.copies, copy);
+    if (BUFFERS == 1 && wg == 0) make_features(p, s, at, 0, unit);
+    meet();                            // the features are there, and the last chunk's products are over
     ring_wait(s.inputs, at);
-    if (wg == 0) {
-      rt<float, 16> ones;
-      rt<elem, 16> column;
-      store_features(s.features, s.k[at.stage], one, weights{1.f, 1.f, 1.f}, p.rows);
-      ones_column(ones, 1.f);
-      convert_to_part(column, 0, ones);
-      store(s.k[at.stage], column, 32);
-      fence_async();
-    }
-    meet();
     mma_fence();
-    mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features, 0);
+    mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features[buffer], 0);
     mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
     mma_commit();
+    if (BUFFERS == 2) {
+      ring_next(s.inputs, next);
+      buffer ^= 1;
+      if (wg == 0 && step + Q < t.end) make_features(p, s, next, buffer, unit);   // under the products
+    }
     mma_wait<0>(state, sums);
     ring_done(s.inputs, at);
-    meet();                            // everybody's products have read the features
+    if (BUFFERS == 1) meet();
   }
 }
 
@@ -129,14 +139,11 @@ TILE void own_gradient(rt<float, 32> &dq, const rv &delta, const params &p, shar
   mma_commit();
   mma_wait<0>(dq, ds);
 }
-TILE void gradient_of_norm(rt<float, 32> &dq, const rv &delta, shared &s, int stage) {
-  rt<float, 16> ones;
+TILE void gradient_of_norm(rt<float, 32> &dq, const rv &delta, shared &s, int stage, int copy) {
   rt<elem, 64> with_one;
-  load(with_one, s.q[stage]);
-  ones_column(ones, 1.f);
-  convert_to_part(with_one, 32, ones);
+  load_with_one(with_one, s.q[stage]);
   mma_fence();
-  mma_AB_cols<ZERO>(dq, with_one, s.sums, 0);
+  mma_AB_cols<ZERO>(dq, with_one, s.sums[copy], 0);
   mma_commit();
   mma_wait<0>(dq, with_one);
   map_row(dq, delta, times);
@@ -164,60 +171,39 @@ TILE void store_part(const rt<float, 16> &dq, const params &p, const task &t, in
     store_rows<elem>(dq, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.rows.dim - col);
 }
 
-TILE void run_out(const params &p, shared &s, int) {
+TILE void run_out(const params &p, shared &s, int wg) {
   task t = block_task(p.rows, 0);
-  ring_pos at = {}, copy = {};
-  bool last = is_last(p.rows);
+  ring_pos at = ring_at<STAGES>(wg), copy = ring_at<COPIES>(wg);
   weights w = weights_of_q(p.rows);
-  float square = w.square * w.pair;
-  for (int step = t.first; step < t.end; step += Q) {
+  bool first = is_first(p.rows), last = is_last(p.rows);
+  for (int step = t.first + wg * Q; step < t.end; step += OUTS * Q) {
     rt<float, 32> dq;
     rv delta, norm;
     float *before = p.partial + place(p.rows, t, step) * 32;
     ring_wait(s.inputs, at);
     fill(delta, 0.f);
-    if (p.norm && is_first(p.rows)) delta_of(delta, p, s, t, at.stage, step);
+    if (p.norm && first) delta_of(delta, p, s, t, at.stage, step);
     ring_wait(s.copies, copy);
-    if (!is_first(p.rows)) {
+    if (!first) {
       load(dq, before, 32, t.end - step, 32);
     } else {
-      if (p.norm) gradient_of_norm(dq, delta, s, at.stage);
+      if (p.norm) gradient_of_norm(dq, delta, s, at.stage, copy.stage);
       else fill(dq, 0.f);
       own_gradient(dq, delta, p, s, at.stage);
     }
-    operands o;
-    pulled g;
+    pulling o;
     rt<float, 16> low, high;
     rt<elem, 64> dout[GROUPS];
-    UNROLLED for (int i = 0; i < GROUPS; i++) load(dout[i], s.dout[at.stage], 64 * i);
-    load_blocks(o, s.q[at.stage], p.rows);
-    {
-      rt<float, 32> d;
-      fill(d, 0.f);
-      rotate_cols<8>(o.y);
-      mma_fence();
-      UNROLLED for (int i = 0; i < GROUPS; i++) mma_AB_cols<ACC>(d, dout[i], s.state[i], 128);
-      mma_commit();
-      UNROLLED for (int i = 0; i < GROUPS; i++) mma_wait<0>(d, dout[i]);
-      pull_last(g, o, d, w, p.rows);
-    }
-    UNROLLED for (int part = 1; part >= 0; part--) {
-      rt<float, 64> d;
-      fill(d, 0.f);
-      mma_fence();
-      UNROLLED for (int i = 0; i < GROUPS; i++) mma_AB_cols<ACC>(d, dout[i], s.state[i], 64 * part);
-      mma_commit();
-      UNROLLED for (int i = 0; i < GROUPS; i++) mma_wait<0>(d, dout[i]);
-      pull_four(g, o, d, part ? w.pair : square, w.pair);
-    }
+    UNROLLED for (int g = 0; g < GROUPS; g++) load(dout[g], s.dout[at.stage], 64 * g);
+    begin_pulling(o, s.q[at.stage], p.rows);
+    pull_all(o, dout, s.state[copy.stage], w, p.rows);
     ring_release(s.copies, copy);
-    ring_next(s.copies, copy);
-    ring_done(s.inputs, at);
-    map(g.x, [](float x) { return x * SMALLER; });
-    map(g.y, [](float x) { return x * SMALLER; });
+    next_turn(s.copies, copy, OUTS);
+    ring_release(s.inputs, at);
+    next_turn(s.inputs, at, OUTS);
     copy_part(low, dq, 0);
     copy_part(high, dq, 16);
-    add_pulled(low, high, g, p.rows);
+    add_pulled(low, high, o, w.pair * SMALLER, p.rows);
     if (!last) {
       store(before, 32, low, t.end - step, 16);
       store(before + 16, 32, high, t.end - step, 16);
@@ -230,10 +216,10 @@ TILE void run_out(const params &p, shared &s, int) {
       map_row(high, norm, times);
     }
     store_part(low, p, t, step, 0);
-    store_part(high, p, t, step, 16);
+    if (MANY) store_part(high, p, t, step, 16);
   }
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
-              role<run_out, WARPGROUP, 1, OUT_REGS>, role<loader, THREAD, 1, 24>, role<cleaner, WARP, 1, 24>> kernel;
+              role<run_out, WARPGROUP, OUTS, OUT_REGS>, role<loader, THREAD, 1, 24>, role<cleaner, WARP, 1, 24>> kernel;
 ENTRY(kernel, Q, 1)

@@ -124,54 +124,114 @@ TILE void store_features(Features &d, const Tile &t, const rv &row, const weight
   store(d, rest, 128);
 }
 
-// x and y again, for gradients.
-struct operands { rt<float, 16> x, y; };
-template<class Tile> TILE void load_blocks(operands &o, const Tile &t, const based_rows &p) {
+// Gradients of x and y from those of the features, from distance 8 to 0. What goes to y is moved back by one column for
+// each distance. Until the end they lack the weight of pairs.
+struct pulling { rt<float, 16> x, gx, gy; rt<elem, 16> y, y2, y4, y6, y8; };
+template<class Tile> TILE void begin_pulling(pulling &o, const Tile &t, const based_rows &p) {
   load(o.x, t, block_x(p));
   load(o.y, t, block_y(p));
-  if (this_part(p) == 3) rotate_cols<8>(o.y);
+  if (this_part(p) == 3) rotate_cols<8>(o.y, o.y);
+  rotate_cols<2>(o.y2, o.y);
+  rotate_cols<4>(o.y4, o.y);
+  rotate_cols<6>(o.y6, o.y);
+  rotate_cols<8>(o.y8, o.y);
 }
-
-// Gradients of x and y from those of the features, in the opposite order. y comes rotated by 8, what goes to y is moved
-// back by one column for each distance.
-struct pulled { rt<float, 16> x, y; };
-TILE void pull_last(pulled &g, operands &o, const rt<float, 32> &d, const weights &w, const based_rows &p) {
+// One distance, whose features have the gradient d.
+TILE void pull(pulling &o, const rt<float, 16> &d, const rt<elem, 16> &turned) {
+  rt<float, 16> y;
+  widen(y, turned);
+  each<16>([](int, int, float &gx, float &gy, float g, float x, float y) {
+    gx = fused(g, y, gx);
+    gy = fused(g, x, gy);
+  }, o.gx, o.gy, d, o.x, y);
+}
+// d: of the last 32 features.
+TILE void pull_last(pulling &o, const rt<float, 32> &d, const weights &w, const based_rows &p) {
   rt<float, 16> f;
   bool square = is_square(p);
-  copy_part(g.x, d, 16);
-  float line = square ? w.line : 0.f;
-  map(g.x, [=](float x) { return x * line; });
+  float line = square ? w.line / w.pair : 0.f;
+  copy_part(o.gx, d, 16);
+  map(o.gx, [=](float x) { return x * line; });
+  fill(o.gy, 0.f);
   copy_part(f, d, 0);
-  float pair = w.pair;
-  map_rc(f, [=](float x, int, int col) { return square && col < 8 ? x * pair : 0.f; });
-  g.y = f;
-  map(f, o.y, times);
-  map(g.x, f, plus);
-  map(g.y, o.x, times);
+  map_rc(f, [=](float x, int, int col) { return square && col < 8 ? x : 0.f; });
+  pull(o, f, o.y8);
 }
-TILE void pull_four(pulled &g, operands &o, const rt<float, 64> &d, float first, float others) {
-  UNROLLED for (int i = 3; i >= 0; i--) {
-    rt<float, 16> f;
-    rotate_cols<-1>(g.y);
-    rotate_cols<-1>(o.y);
-    copy_part(f, d, 16 * i);
-    float w = i ? others : first;
-    map(f, [=](float x) { return x * w; });
-    rt<float, 16> h = f;
-    map(f, o.y, times);
-    map(g.x, f, plus);
-    map(h, o.x, times);
-    map(g.y, h, plus);
-  }
+TILE void pull_far(pulling &o, const rt<float, 64> &d) {
+  rt<float, 16> f;
+  rt<elem, 16> odd;
+  rotate_cols<-1>(o.gy);
+  rotate_by_one(odd, o.y6, o.y8);
+  copy_part(f, d, 48);
+  pull(o, f, odd);
+  rotate_cols<-1>(o.gy);
+  copy_part(f, d, 32);
+  pull(o, f, o.y6);
+  rotate_cols<-1>(o.gy);
+  rotate_by_one(odd, o.y4, o.y6);
+  copy_part(f, d, 16);
+  pull(o, f, odd);
+  rotate_cols<-1>(o.gy);
+  copy_part(f, d, 0);
+  pull(o, f, o.y4);
 }
-// To the columns of the whole tile.
-TILE void add_pulled(rt<float, 16> &low, rt<float, 16> &high, pulled &g, const based_rows &p) {
+TILE void pull_near(pulling &o, const rt<float, 64> &d, float square) {
+  rt<float, 16> f;
+  rt<elem, 16> odd;
+  rotate_cols<-1>(o.gy);
+  rotate_by_one(odd, o.y2, o.y4);
+  copy_part(f, d, 48);
+  pull(o, f, odd);
+  rotate_cols<-1>(o.gy);
+  copy_part(f, d, 32);
+  pull(o, f, o.y2);
+  rotate_cols<-1>(o.gy);
+  rotate_by_one(odd, o.y, o.y2);
+  copy_part(f, d, 16);
+  pull(o, f, odd);
+  rotate_cols<-1>(o.gy);
+  copy_part(f, d, 0);
+  map(f, [=](float x) { return x * square; });
+  pull(o, f, o.y);
+}
+// To the columns of the whole tile. unit: of the weight of pairs and of the states.
+TILE void add_pulled(rt<float, 16> &low, rt<float, 16> &high, pulling &o, float unit, const based_rows &p) {
   int part = this_part(p);
-  if (part == 3) rotate_cols<8>(g.y);
-  if (part == 1) map(high, g.x, plus);
-  else map(low, g.x, plus);
-  if (part == 0) map(low, g.y, plus);
-  else map(high, g.y, plus);
+  auto add = [=](float x, float y) { return fused(y, unit, x); };
+  if (part == 3) rotate_cols<8>(o.gy);
+  if (part == 1) map(high, o.gx, add);
+  else map(low, o.gx, add);
+  if (part == 0) map(low, o.gy, add);
+  else map(high, o.gy, add);
+}
+
+// d = a times the columns of states from c0.
+template<int N, int G, class State>
+TILE void features_gradient(rt<float, N> &d, const rt<elem, 64> (&a)[G], State &states, int c0) {
+  UNROLLED for (int g = 0; g < G; g++)
+    if (g == 0) mma_AB_cols<ZERO>(d, a[g], states[g], c0);
+    else mma_AB_cols<ACC>(d, a[g], states[g], c0);
+}
+// All that the features' gradients, a times the states, add to those of x and y.
+template<int G, class State>
+TILE void pull_all(pulling &o, rt<elem, 64> (&a)[G], State &states, const weights &w, const based_rows &p) {
+  rt<float, 32> last;
+  rt<float, 64> far, near;
+  mma_fence();
+  features_gradient(last, a, states, 128);
+  mma_commit();
+  features_gradient(far, a, states, 64);
+  mma_commit();
+  mma_wait<1>(last);
+  pull_last(o, last, w, p);
+  mma_fence();
+  features_gradient(near, a, states, 0);
+  mma_commit();
+  mma_wait<1>(far);
+  pull_far(o, far);
+  mma_wait<0>(near);
+  UNROLLED for (int g = 0; g < G; g++) mma_wait<0>(a[g]);
+  pull_near(o, near, w.square);
 }
 
 // ---- sequences
@@ -240,9 +300,21 @@ TILE void keep_sums(const rt<float, 32> &s, const based_state &to) {
   store(to.sums, BASED_SUM_COLS, s, BASED_SUM_ROWS - 1, BASED_SUM_COLS);
 }
 
+// The chunk that is the next of one of `count` warpgroups that take them in turn.
+template<class Ring> TILE void next_turn(const Ring &r, ring_pos &at, int count) {
+  for (int i = 0; i < count; i++) ring_next(r, at);
+}
+
 // Columns 32 to 47 of a tile of q or k, which are zeros behind its own: 1 in the first. As a row of its products with
 // the tile it makes the tile's column sums.
 TILE void ones_column(rt<float, 16> &d, float x) {
   fill(d, 0.f);
   map_rc(d, [=](float, int, int col) { return col == 0 ? x : 0.f; });
+}
+// A tile and its column of ones, as an operand.
+template<class Tile> TILE void load_with_one(rt<elem, 64> &d, const Tile &t) {
+  rt<float, 16> ones;
+  load(d, t);
+  ones_column(ones, 1.f);
+  convert_to_part(d, 32, ones);
 }

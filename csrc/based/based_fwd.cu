@@ -136,14 +136,6 @@ TILE void run_state(const params &p, shared &s, int wg) {
   }
 }
 
-// q and a column of ones, for M and m.
-TILE void load_with_one(rt<elem, 64> &d, shared &s, int stage) {
-  rt<float, 16> ones;
-  load(d, s.q[stage]);
-  ones_column(ones, 1.f);
-  convert_to_part(d, 32, ones);
-}
-
 // z_i + eps. rows: the sums of a chunk's own weights. products: of q and a one with M and m.
 TILE void norm_of(rv &z, rsum &rows, const rt<float, 32> &products, const params &p, shared &s, const task &t, int stage,
                   int step, float before) {
@@ -163,11 +155,6 @@ TILE void add_before(rt<float, 64> &out, const params &p, const task &t, int ste
   map(out, before, plus);
 }
 
-// The chunk that is this warpgroup's next.
-template<class Ring> TILE void next_turn(const Ring &r, ring_pos &at) {
-  for (int i = 0; i < OUTS; i++) ring_next(r, at);
-}
-
 TILE void run_out(const params &p, shared &s, int wg) {
   task t = block_task(p.rows, 0);
   ring_pos at = ring_at<STAGES>(wg), copy = ring_at<COPIES>(wg);
@@ -185,7 +172,7 @@ TILE void run_out(const params &p, shared &s, int wg) {
     ring_wait(s.inputs, at);
     if (p.rows.cutting) {
       ring_release(s.inputs, at);
-      next_turn(s.inputs, at);
+      next_turn(s.inputs, at, OUTS);
       continue;
     }
     {
@@ -216,7 +203,7 @@ TILE void run_out(const params &p, shared &s, int wg) {
     near_pairs(near, o);
     far_pairs(far, o);
     last_features(rest, s.q[at.stage], unit, w, p.rows);
-    if (!MANY) load_with_one(with_one, s, at.stage);
+    if (!MANY) load_with_one(with_one, s.q[at.stage]);
     ring_wait(s.copies, copy);
     mma_fence();
     UNROLLED for (int g = 0; g < GROUPS; g++) {
@@ -230,18 +217,18 @@ TILE void run_out(const params &p, shared &s, int wg) {
     if (!MANY) {
       mma_wait<0>(products, with_one);
     } else {                           // there were no registers for it before
-      load_with_one(with_one, s, at.stage);
+      load_with_one(with_one, s.q[at.stage]);
       mma_fence();
       mma_AB_cols<ZERO>(products, with_one, s.sums[copy.stage], 0);
       mma_commit();
       mma_wait<0>(products, with_one);
     }
     ring_release(s.copies, copy);
-    next_turn(s.copies, copy);
+    next_turn(s.copies, copy, OUTS);
     if (p.norm && first) norm_of(z, rows, products, p, s, t, at.stage, step, before);
     else fill(z, 1.f);
     ring_release(s.inputs, at);
-    next_turn(s.inputs, at);
+    next_turn(s.inputs, at, OUTS);
     if (!first) {
       UNROLLED for (int g = 0; g < GROUPS; g++) add_before(out[g], p, t, step, 64 * g);
     }

@@ -52,3 +52,8 @@ TILE void multiply_to_part(rt<T, N> &d, int c0, const rt<T, 16> &x, const rt<T, 
     narrow_row(d.d[r] + c0, a, 16);
   }
 }
+template<typename T> TILE void widen(rt<float, 16> &d, const rt<T, 16> &s) {
+  reads(s);
+  writes(d);
+  for (int r = 0; r < 64; r++) widen_row(d.d[r], s.d[r], 16);
+}

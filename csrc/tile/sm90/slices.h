@@ -85,3 +85,11 @@ TILE void multiply_to_part(rt<T, N> &d, int c0, const rt<T, 16> &x, const rt<T, 
 #pragma unroll
   for (int j = 0; j < 4; j++) d.d[c0 / 16][j] = multiply_pair<T>(x.d[0][j], y.d[0][j]);
 }
+template<typename T> TILE void widen(rt<float, 16> &d, const rt<T, 16> &s) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float2 x = unpack<T>(s.d[0][j]);
+    d.d[2 * j] = x.x;
+    d.d[2 * j + 1] = x.y;
+  }
+}
