@@ -1,4 +1,4 @@
-# make demo    virtual environment, build, then the demo: trains a small transformer on Margay's and on PyTorch's attention
+# make demo    virtual environment, build, then the demo: trains a small model on Margay's and on PyTorch's functions
 # make test    the same, then all tests
 # make build   only the extension, in place in python/margay, with this Python; for work on the library
 # make bench   benchmarks on this machine's GPU and CPU; results to benchmarks/results, tables and plots from them
@@ -45,6 +45,9 @@ bench: $(READY_TEST)
 	$(RUN) -m margay.bench decode $(BENCH)
 	$(RUN) -m margay.bench gemm $(BENCH)
 	$(RUN) -m margay.bench linear_attention $(BENCH)
+	$(RUN) -m margay.bench ssd $(BENCH)
+	$(RUN) -m margay.bench steps $(BENCH)
+	$(RUN) -m margay.bench causal_conv1d $(BENCH)
 	$(RUN) -m margay.bench cpu $(BENCH)
 	$(RUN) -m margay.bench overhead $(BENCH)
 	$(RUN) tools/tables.py

@@ -28,7 +28,8 @@ extern "C" {
   X(BQ) X(HK) X(NQ) X(NK) X(STARTS) X(SLOPES) X(CACHES) X(ROWS) \
   X(TABLE) X(PAGES) X(KEYS) X(NEW) X(BYTES) \
   X(C) X(PAST) X(SEQS) X(LENGTH) X(W) X(W1) X(STATES) X(ENDS) X(PARTS) X(SLOTS) \
-  X(R) X(CUTS) X(N8) X(N2) X(FIT) X(SEG) X(LATER) X(STEPS) X(TRIPLE) X(TILES) X(HEADS) X(WIDE) X(SPLIT) X(F) X(MORE) X(NORMS)
+  X(R) X(CUTS) X(N8) X(N2) X(FIT) X(SEG) X(LATER) X(STEPS) X(TRIPLE) X(TILES) X(HEADS) X(WIDE) X(SPLIT) \
+  X(HG) X(HH) X(SWEEP) X(ROOM) X(LONG) X(BOTH) X(F) X(MORE) X(NORMS)
 
 // Text of this thread's last failure: op, argument, what was found, what is accepted. Valid until the thread's next
 // call.

@@ -155,24 +155,26 @@ def plain_gradients(case, q, k, v, dout):
 
 def check_error(name, found, plain, exact, factor=2, rounding=(0.0, 0.0)):
     """Fail where `found` is further from `exact` than `factor` times the plain formulation. `rounding`: allowed besides
-    the rounding of the result itself, relative and absolute, as `float32_rounding` gives it."""
+    the rounding of the result itself, relative and absolute, as `float32_rounding` gives it. The absolute one may be
+    three numbers: of the worst error, of its mean and of its mean away from zero."""
     assert found.shape == exact.shape, f"{name}: shape {list(found.shape)}, expected {list(exact.shape)}"
     if not exact.numel():
         return
     assert not found.isnan().any(), f"{name}: {int(found.isnan().sum())} of {found.numel()} elements are NaN"
     eps = torch.finfo(found.dtype).eps
     relative, absolute = rounding
+    absolute, absolute_mean, absolute_bias = absolute if isinstance(absolute, tuple) else (absolute,) * 3
     error, allowed = found.double() - exact, plain.double() - exact
     worst = float(error.abs().max())
     limit = factor * float(allowed.abs().max()) + (eps + relative) * float(exact.abs().max()) + absolute
     assert worst <= limit, f"{name}: error {worst:.3g}, allowed {limit:.3g}"
     size = float(exact.abs().mean())
     mean = float(error.abs().mean())
-    limit = factor * float(allowed.abs().mean()) + (eps / 2 + relative) * size + absolute
+    limit = factor * float(allowed.abs().mean()) + (eps / 2 + relative) * size + absolute_mean
     assert mean <= limit, f"{name}: mean error {mean:.3g}, allowed {limit:.3g}"
     rows = exact.numel() // exact.shape[-1]      # elements of one row share the rounding of its weights
     bias, limit = (abs(float((e * exact.sign()).mean())) for e in (error, allowed))
-    limit = factor * limit + (eps * (0.1 + 2 / rows**0.5) + relative) * size + absolute
+    limit = factor * limit + (eps * (0.1 + 2 / rows**0.5) + relative) * size + absolute_bias
     assert bias <= limit, f"{name}: mean error away from zero {bias:.3g}, allowed {limit:.3g}"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases import row_taken
-from margay.bench import harness, report, rows
+from margay.bench import causal_conv1d, harness, linear_attention, report, rows, ssd, steps
 from margay.bench.__main__ import BENCHMARKS
 from margay.bench.attention import tables
 
@@ -49,6 +49,54 @@ def test_peers_are_compared_and_rates_set_beside():
     assert (result["speed_ratio"] == {"peer": 2.0} and result["of_rate"] == pytest.approx({"dense": 0.75})
             and result["error"] == {"peer": 0.0})
     assert "2.00 x peer, 0.75 of the rate of dense" in harness.describe(result)
+
+
+def test_what_memory_bounds_has_its_rate_in_bytes():
+    """2 ms for 6e9 bytes are 3000 GB/s, three quarters of a copy's 4e9 in 1 ms."""
+    result = run(harness.Problem({"margay": runner(2.0), "peer": runner(4.0)}, 1e-3, 0, 6e9,
+                                 beside={"copy": (runner(1.0), 4e9)}))
+    assert "tflops" not in result and result["gbs"] == pytest.approx({"margay": 3e3, "peer": 1.5e3, "copy": 4e3})
+    assert result["of_rate"] == pytest.approx({"copy": 0.75})
+    assert "2.000 ms, 3000 GB/s, 2.00 x peer, 0.75 of the rate of copy" in harness.describe(result)
+    assert set(result["first_ms"]) == {"margay", "peer"}
+    content = {"family": "some", "cases": [result | {"memory_mb": {"margay": 5.0, "peer": 60.0}}],
+               "environment": {"cpu": "CPU", "threads": 1, "torch": "2"}}
+    table = [line.split("|")[2:-1] for line in report.table(content).splitlines()[:3]]
+    assert [[cell.strip() for cell in line] for line in (table[0], table[2])] == [
+        ["ms", "GB/s", "of copy", "times as fast as peer", "MB", "MB of peer"],
+        ["2.000", "3000", "75%", "2.00", "5", "60"]]
+
+
+def test_a_peer_that_is_absent_or_fails_is_left_out(capsys):
+    def fails():
+        raise ZeroDivisionError("of its compiler")
+
+    fails.ms = 1.0
+    assert harness.peer("no_such_package.ops", "call") is None and harness.peer("math", "sqrt")(9) == 3
+    assert "no_such_package.ops: absent" in capsys.readouterr().out
+    result = run(harness.Problem({"margay": runner(1.0), "peer": fails}, 1e-3, 1e9))
+    assert result["speed_ratio"] == {} and "peer refuses: of its compiler" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_known_to_be_wrong_is_timed_and_named():
+    result = run(harness.Problem({"margay": runner(1.0), "peer": runner(2.0, 3.0)}, 1e-3, 1e9, doubted=("peer",)))
+    assert result["wrong"] == ["peer"] and result["speed_ratio"] == {"peer": 2.0}
+    content = {"family": "some", "cases": [result], "environment": {"cpu": "CPU", "threads": 1, "torch": "2"}}
+    assert "2.00 (wrong)" in report.table(content)
+
+
+def test_families_of_scans_compare_themselves_with_torch(tmp_path):
+    """Small problems on the CPU: the peers' arithmetic is right, and the result file has a table and panels."""
+    options = harness.Options(tmp_path, rounds=1, measure_ms=0.01)
+    families = {"ssd": ssd.cases([(1, 256, 2, 32)], "cpu"), "causal_conv1d": causal_conv1d.cases([(1, 70, 8)], "cpu"),
+                "linear_attention": linear_attention.cases(shapes=[(1, 256, 2, 32)], device="cpu"),
+                "steps": steps.cases([(2, 3)], [(2, 3)], device="cpu")}
+    for family, cases in families.items():
+        assert harness.run_family(family, list(cases), harness.timer_for("cpu"), options), family
+        content = json.loads(next(tmp_path.glob(f"{family}-*.json")).read_text())
+        assert "times as fast as torch" in report.table(content)
+        assert all(len(values) == len(labels) for _, labels, series in report.panels(content)
+                   for values in series.values())
 
 
 @pytest.mark.parametrize("value", (1.1, float("nan")))
@@ -106,7 +154,7 @@ def test_help_says_what_a_family_measures_and_what_the_defaults_are():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("family", ["attention", "causal_conv1d", "decode", "features", "gemm",
-                                    "linear_attention", "rows"])
+                                    "linear_attention", "rows", "ssd", "steps"])
 def test_a_family_that_needs_a_gpu_says_so(family):
     code, out, err = bench(family)
     assert code == 2 and "needs a GPU" in err and err.count("\n") == 1

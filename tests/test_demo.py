@@ -1,6 +1,7 @@
 """The demo: a short run, what it refuses and needs, and that its comparison finds what is wrong by little more than
 rounding."""
 
+import functools
 import math
 import runpy
 import sys
@@ -11,15 +12,19 @@ import torch
 import margay as mg
 from margay import demo
 
-plain = demo.margay_attention
+plain, mixed = demo.margay_attention, demo.margay_mix
+default_text = functools.cache(demo.default_text)      # which parses for seconds
+MODELS = "transformer", "hybrid"
 
 
 @pytest.fixture
 def small(monkeypatch):
-    sizes = dict(rows=48, batch=2, layers=2, width=64, heads=2, head_dim=32, steps=12, rate=1e-3)
-    monkeypatch.setitem(demo.SIZES, "cpu", sizes)
+    sizes = dict(rows=48, batch=2, width=64, heads=2, head_dim=32, steps=12, rate=1e-3)
+    for model, layers in (("transformer", "AA"), ("hybrid", "MA")):
+        monkeypatch.setitem(demo.SIZES, (model, "cpu"), sizes | {"layers": layers})
+    monkeypatch.setattr(demo, "default_text", default_text)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)          # the model is too small for more
+    torch.set_num_threads(1)          # the models are too small for more
     yield
     torch.set_num_threads(threads)
 
@@ -27,16 +32,26 @@ def small(monkeypatch):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def short(request, small, monkeypatch):
     """The small size on the CPU; on the GPU the size of the demo, for fewer steps."""
-    monkeypatch.setitem(demo.SIZES, "cuda", demo.SIZES["cuda"] | {"steps": 40})
+    for model in MODELS:
+        monkeypatch.setitem(demo.SIZES, (model, "cuda"), demo.SIZES[model, "cuda"] | {"steps": 40})
     return request.param
 
 
-def test_run(short, tmp_path, capsys):
-    assert demo.main(["--device", short, "--out", str(tmp_path / "new")]) == 0
-    output, steps = capsys.readouterr().out, demo.SIZES[short]["steps"]
+@pytest.mark.parametrize("model", MODELS)
+def test_run(short, model, tmp_path, capsys):
+    assert demo.main(["--model", model, "--device", short, "--out", str(tmp_path / "new")]) == 0
+    output, steps = capsys.readouterr().out, demo.SIZES[model, short]["steps"]
     for part in ("tokens/s", "times (medians", "sample of the margay run", "PyTorch's to rounding", f"{steps}/{steps}"):
         assert part in output
     assert (tmp_path / "new" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_are_the_same(small, model, capsys):
+    """In float32 few steps apart: to rounding."""
+    text = torch.frombuffer(bytearray(demo.default_text()), dtype=torch.uint8)
+    ours, theirs, _ = demo.train(text, demo.SIZES[model, "cpu"], "cpu")
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-4) and ours.losses[-1] < ours.losses[0] - 0.3
 
 
 def test_text(small, tmp_path, capsys):
@@ -51,7 +66,8 @@ def test_text(small, tmp_path, capsys):
             capsys.readouterr().err == "margay.demo: the text has 5 bytes, expected more than 48\n")
 
 
-@pytest.mark.parametrize("arguments", (["--steps", "0"], ["--text", "no such file"], ["--device", "tpu"]))
+@pytest.mark.parametrize("arguments", (["--steps", "0"], ["--text", "no such file"], ["--device", "tpu"],
+                                       ["--model", "rnn"]))
 def test_refuses(arguments):
     with pytest.raises(SystemExit) as stop:
         demo.main(arguments)
@@ -86,25 +102,85 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_comparison_can_fail(short, tmp_path, monkeypatch, capsys, wrong):
-    monkeypatch.setattr(demo, "margay_attention", WRONG[wrong])
-    assert demo.main(["--device", short, "--out", str(tmp_path)]) == 1
+def scaled(part):
+    """The gradient of x, B, C or dt times WORSE."""
+    def mix(layer, xbc, dt):
+        n = layer.d_state
+        parts = dict(zip(("x", "B", "C"), xbc.split((layer.d_ssm, n, n), 2))) | {"dt": dt}
+        parts[part] = ScaleGradient.apply(parts[part], WORSE[xbc.device.type])
+        return mixed(layer, torch.cat([parts[name] for name in ("x", "B", "C")], 2), parts["dt"])
+    return mix
+
+
+def half_more(layer, xbc, dt):
+    """The norm behind it would hide a factor of all of y."""
+    y = mixed(layer, xbc, dt)
+    return torch.cat((WORSE[dt.device.type] * y[..., ::2], y[..., 1::2]), 2)
+
+
+def one_step_late(layer, xbc, dt):
+    return mixed(layer, torch.cat((torch.zeros_like(xbc[:, :1]), xbc[:, :-1]), 1), dt)
+
+
+# On a GPU one rounding of 16 bits in front of a scan moves its gradients by some per cent, so the bounds are wide.
+WORSE = {"cpu": 1.01, "cuda": 1.3}
+
+WRONG_MIX = {
+    "dx is more": scaled("x"), "dB is more": scaled("B"), "dC is more": scaled("C"), "ddt is more": scaled("dt"),
+    "y is more": half_more,
+    "dt is more": lambda layer, xbc, dt: mixed(layer, xbc, dt * WORSE[dt.device.type]),
+    "no D": lambda layer, xbc, dt: mixed(layer, xbc, dt) * 1 - 0.01 * xbc[..., :layer.d_ssm],
+    "one step late": one_step_late,
+    "nan": lambda layer, xbc, dt: mixed(layer, xbc, dt) * math.nan,
+}
+
+
+@pytest.mark.parametrize("model, wrong", [("transformer", name) for name in WRONG] + [("hybrid", "out x 1.01")]
+                         + [("hybrid", name) for name in WRONG_MIX])
+def test_comparison_can_fail(short, tmp_path, monkeypatch, capsys, model, wrong):
+    if wrong in WRONG:
+        monkeypatch.setattr(demo, "margay_attention", WRONG[wrong])
+    else:
+        monkeypatch.setattr(demo, "margay_mix", WRONG_MIX[wrong])
+    assert demo.main(["--model", model, "--device", short, "--out", str(tmp_path)]) == 1
     output = capsys.readouterr().out
     assert "FAILED" in output and "PyTorch's to rounding" not in output
-    assert "gradients of " + {"dq x 1.01": "q", "dk x 1.01": "k", "dv x 1.01": "v"}.get(wrong, "") in output
+    named = {"dq x 1.01": "q", "dk x 1.01": "k", "dv x 1.01": "v", "dx is more": "x", "dB is more": "B",
+             "dC is more": "C", "ddt is more": "dt"}
+    assert "gradients of " + named.get(wrong, "") in output
 
 
-def test_a_twin_alone_passes(short):
+@pytest.mark.parametrize("model", MODELS)
+def test_a_twin_alone_passes(short, model):
     """Another twin in Margay's place is within the bound, and well within."""
     torch.manual_seed(0)
-    size = demo.SIZES[short]
-    model = demo.Transformer(*(size[key] for key in ("rows", "layers", "width", "heads", "head_dim"))).to(short)
+    size = demo.SIZES[model, short]
+    made = demo.Model(size).to(short)
     chunk = torch.randint(256, (size["batch"], size["rows"] + 1), device=short)
-    reference = demo.gradients(model, demo.torch_attention, chunk)
-    twins = [demo.far(demo.gradients(model, demo.Twin(seed, short), chunk), reference) for seed in range(2)]
-    for group in demo.GROUPS:
+    reference = demo.gradients(made, demo.functions_of("torch"), chunk)
+    twins = [demo.far(demo.gradients(made, demo.Twin(seed, short), chunk), reference) for seed in range(2)]
+    assert made.groups() == (("x", "B", "C", "dt") if model == "hybrid" else ()) + ("q", "k", "v", "others")
+    for group in made.groups():
         assert 0 < twins[0][group][0] < demo.FACTOR / 2 * twins[1][group][0]
+
+
+@pytest.mark.parametrize("steps", (1, 63, 64, 65, 200))
+def test_the_scan_in_torch(small, steps):
+    """By chunks: what the demo compares with is right itself."""
+    layer = demo.StateSpace(64, d_state=16, headdim=16)
+    xbc, dt = torch.randn(2, steps, 160), torch.randn(2, steps, 8)
+    found = demo.torch_mix(layer, xbc, dt)
+    layer, xbc, dt = layer.double(), xbc.double(), torch.nn.functional.softplus(dt.double() + layer.dt_bias.double())
+    taps = torch.nn.functional.conv1d(torch.nn.functional.pad(xbc.mT, (3, 0)), layer.conv1d.weight, layer.conv1d.bias,
+                                      groups=160)
+    x, b, c = torch.nn.functional.silu(taps).mT.split((128, 16, 16), 2)
+    state, rows = torch.zeros(2, 8, 16, 16, dtype=torch.float64), []
+    for t in range(steps):
+        now = x[:, t].unflatten(1, (8, 16))
+        state = (torch.exp(dt[:, t] * -layer.A_log.exp())[..., None, None] * state
+                 + (dt[:, t, :, None] * now)[..., None] * b[:, t, None, None])
+        rows.append((state * c[:, t, None, None]).sum(3) + layer.D[:, None] * now)
+    torch.testing.assert_close(found.double(), torch.stack(rows, 1).flatten(2), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

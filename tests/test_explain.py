@@ -130,8 +130,11 @@ def test_every_function(device):
              mg.append_kv: ((rows.clone(), rows.clone(), rows, rows), dict(cache_seqlens=0)),
              mg.linear_attention: ((rows,) * 3, {}), mg.scaled_add: ((a, b), {}),
              mg.causal_conv1d: ((x, weight), {}), mg.causal_conv1d_step: ((x[:, :1], x[:, :8].clone(), weight), {}),
-             mg.ssd: ((rows, rows[..., 0].float(), -torch.ones(2, device=device), rows, rows), {})}
-    one = {"matmul", "attention_decode", "append_kv", "causal_conv1d_step"}
+             mg.ssd: ((rows, rows[..., 0].float(), -torch.ones(2, device=device), rows, rows), {}),
+             mg.ssd_step: ((torch.zeros(1, 2, 64, 64, device=device), rows[:, 0], rows[:, 0, :, 0],
+                            -torch.ones(2, device=device), rows[:, 0], rows[:, 0]), {}),
+             mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {})}
+    one = {"matmul", "attention_decode", "append_kv", "causal_conv1d_step", "ssd_step", "linear_attention_step"}
     for function, (arguments, options) in calls.items():
         kernels = mg.explain(function, *arguments, **options).kernels
         assert (len(kernels) == 2 - (function.__name__ in one)

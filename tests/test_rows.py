@@ -144,9 +144,10 @@ def test_arguments_by_position_and_by_name():
 def test_names_of_a_backward():
     row, backward = _op.Row("linear_attention"), _op.Row("linear_attention_bwd")
     _op._check_names(row, backward)
-    for field, message in (("results", "writes other; by its row, linear_attention has dq, dk, dv, dinitial_state"),
+    for field, message in (("results", "writes other; by its row, linear_attention has dq, dk, dv, dg, dg_head, "
+                            "dinitial_state, dcu_seqlens"),
                            ("inputs", "reads other; by its row, linear_attention has dout, dfinal_state, q, k, v, "
-                            "initial_state, out, final_state, states"),
+                            "g, g_head, initial_state, cu_seqlens, out, final_state"),
                            ("numbers", "reads other; by its row, linear_attention has scale")):
         wrong = _op.Row("linear_attention_bwd")
         setattr(wrong, field, [{"name": "other"}])

@@ -41,7 +41,7 @@ def table_of_rows():
     for row in map(_op.Row, _op.ROWS):
         tensors = lambda fields: ", ".join(described(f) for f in fields)  # noqa: E731
         numbers = ", ".join(f"{f['name']} = {_op.default(f):g}" for f in row.numbers)
-        needs = [(f["text"] or f"`{f['name']}`").replace("|", "\\|") for f, _ in row.derived if f["role"] != "let"]
+        needs = [(f["text"] or f"`{f['name']}`").replace("|", "\\|") for f in row.derived if f["role"] != "let"]
         needs = ", ".join([*needs, *(f"{let} = `{text}`" for let, text, _ in row.lets)])
         changed = [f for f in row.inputs if f["role"] == "inout"]
         lines.append(f"| `{row.name}` | {tensors([*row.results, *row.saves, *row.work, *changed])} | "
@@ -65,7 +65,7 @@ def body(content, kind, name):
 
 
 def plotted(content):
-    return content["family"] not in ("overhead", "features", "linear_attention")
+    return content["family"] not in ("overhead", "features", "linear_attention", "ssd", "causal_conv1d", "steps")
 
 
 def main():

@@ -44,7 +44,7 @@ typedef enum mg_role {
   ROLE_TAKES, ROLE_DRAW
 } mg_role;
 typedef enum mg_kind {
-  KIND_HALF, KIND_REAL, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float,
+  KIND_HALF, KIND_REAL, KIND_REAL_ROWS, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float,
   KIND_int, KIND_bool, KIND_int64_t, KIND_uint64_t
 } mg_kind;
 typedef struct mg_field {

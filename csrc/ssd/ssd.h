@@ -2,17 +2,23 @@
 #pragma once
 #include "tile/gmap.h"
 
-// dt as the recurrence takes it: dt + bias of its head, through softplus, inside of the limits.
+// A step's weight and its log decay. Of ssd these are dt, which is dt + bias of its head, through softplus, inside of
+// the limits, and dt a. Of linear attention (gates) they are 1 and dt + a.
 typedef struct ssd_dt {
-  const float *dt;          // [batch, steps, heads]
-  const float *a, *bias;    // [heads]; bias NULL: 0
-  int softplus;             // 0 or 1
+  const float *dt;          // [batch, steps, heads]; gates: or NULL: 0
+  const float *a, *bias;    // [heads]; bias NULL: 0; gates: a too
+  int softplus, gates;      // 0 or 1
   float low, high;
 } ssd_dt;
+
+// How a caller's states lie: strides of a row, which head_dim counts, and of a column. Those of ssd are row-major, those
+// of linear attention transposed.
+typedef struct ssd_order { int row, col; } ssd_order;
 
 typedef struct ssd_fwd_params {
   gmap x, y, b, c;
   ssd_dt dt;
+  float scale, log_scale;   // y has this factor, which is positive; its logarithm in base 2
   const float *d;           // [heads] or NULL: 0
   const float *initial;     // [rows, heads, head_dim, state_dim], before the first step, or NULL: 0
   const float *cuts;        // [rows, cut_stride, heads, head_dim, state_dim]: in front of segments 1, 2, ...
@@ -25,8 +31,9 @@ typedef struct ssd_fwd_params {
   int steps;                // of a batch
   int segments, segment;    // of a row, steps of one: whole chunks, the last has the rest. Packed rows have one
   int cut_stride;
-  int heads, group_heads;   // group_heads: heads that share b and c
+  int rows, heads, group_heads;   // group_heads: heads that share b and c
   int head_dim, state_dim;
+  ssd_order order;          // of `initial` and `final`
 } ssd_fwd_params;
 
 // States behind all segments but the last, each from 0, and by what each decays the state before it.
@@ -44,6 +51,8 @@ typedef struct ssd_cuts_params {
 typedef struct ssd_join_params {
   float *cuts;
   const float *initial;
+  ssd_order order;          // of `initial`
+  float factor;             // of `initial`
   const float *decays;
   int cut, cut_stride, heads, head_dim, state_dim;
 } ssd_join_params;

@@ -10,7 +10,8 @@
 //   D_t = sum over i >= t of (row_i - col_i + in_i) + e^(l_e) <G, S> + sum over j < t of out_j
 // with row_i and col_j the sums of R_ij (c_i . b_j), in_i = e^(l_i) dy_i . S c_i and out_j = w_j x_j . G b_j; then
 //   ddt_t = a D_t + (col_t + out_t) / dt_t,  da = sum of dt_t D_t,  dd = sum of x_t . dy_t
-// where col / dt and out / dt are made without the division, and row - col without R's diagonal, which is in both.
+// where col / dt and out / dt are made without the division, and row - col without R's diagonal, which is in both. Of
+// linear attention (ssd_fwd.cu) D is itself a gradient; y's factor goes into R's weights and where a state is read.
 // Steps past the end read as dt = 0 and x = dy = 0; where the next packed row follows in memory, the scan warp clears
 // them. What would go from one sequence of seq_idx to another becomes 0.
 // A block works on one chunk of the heads of one group, or on a part of them: 64 columns of P at a time, which all of
@@ -29,8 +30,8 @@
 
 // N: columns of the state, 64, 128 or 256. STAGES. A tile of the state has W columns
 enum { Q = 64, W = N < 128 ? N : 128, PASSES = N / W, V = 4 };
-// l_i in base 2; dt_j; e^(l_i); e^(l_e - l_j); w_j; of dt with respect to what was given
-struct vectors { sv<Q> l, dt, decay, tail, weight, slope; };
+// l_i in base 2; dt_j; e^(l_i); scale e^(l_i); scale e^(l_e - l_j); scale w_j; of dt with respect to what was given
+struct vectors { sv<Q> l, dt, decay, read, tail, weight, slope; };
 // Without the diagonal: row, and col without dt_j; the diagonal, without dt_j; in and out without their factors; rows
 // of <G, S> and of x . dy
 struct found { sv<4 * Q> row; sv<Q> col, own, in, out, kept, skip; };
@@ -58,8 +59,9 @@ TILE void init(shared &s) {
   for (int i = 0; i < STAGES; i++) sem_init(s.last[i], arrivals(1, 0, 0));
 }
 
-// A unit is 64 columns of a head; an empty place has none. chunk: of the segment; step: its first, end: its row's
-struct task { int batch, chunk, group, split, head0, units, step, end; };
+// A unit is 64 columns of a head; an empty place has none. chunk: of the segment; step: its first, end: its row's, stop:
+// of what it writes
+struct task { int batch, chunk, group, split, head0, heads, units, step, end, stop; };
 TILE int parts(const params &p) { return (p.head_dim + 63) / 64; }
 TILE task block_task(const params &p) {
   int split = block_index() % p.splits, at = block_index() / p.splits, group = at % p.groups;
@@ -68,8 +70,9 @@ TILE task block_task(const params &p) {
   at /= p.groups;
   int chunk = at % p.chunks;
   chunk_steps steps = steps_of(p.steps, p.first + chunk);
-  int units = end > first && steps.end > steps.step ? (end - first) * parts(p) : 0;
-  return {at / p.chunks, chunk, group, split, group * p.group_heads + first, units, steps.step, steps.end};
+  int count = end > first ? end - first : 0, units = steps.end > steps.step ? count * parts(p) : 0;
+  return {at / p.chunks, chunk, group, split, group * p.group_heads + first, count, units, steps.step, steps.end,
+          steps.stop};
 }
 // Counted, not divided: a division takes as long as a sum over a warp.
 struct unit { int head, part; };
@@ -115,8 +118,12 @@ TILE void give_vectors(const params &p, vectors &v, const wv<Q> &raw, const wv<Q
   store(v.dt, dt);
   store(v.l, l);
   decays_from_begin(out, l, changes);
+  float scale = p.scale;
   store(v.decay, out);
+  map(out, out, out, [=](float e, float) { return e * scale; });
+  store(v.read, out);
   decays_to_end(out, l, changes);
+  map(out, out, out, [=](float e, float) { return e * scale; });
   store(v.tail, out);
   map(out, out, dt, [](float e, float d) { return e * d; });
   store(v.weight, out);
@@ -171,9 +178,10 @@ TILE void plus(wv<Q> &a, const wv<Q> &b) { map(a, a, b, [](float x, float y) { r
 TILE void take_found(wv<Q> &ddt, float &da, const params &p, const vectors &v, const found &f, int head, int pass) {
   wv<Q> d, x, y, own;
   load(x, f.kept);
-  float kept = get(v.decay, Q - 1) * sum_of(x), a = p.steps.dt.a[head];
+  bool gates = p.steps.dt.gates;
+  float kept = get(v.decay, Q - 1) * sum_of(x) * p.scale, a = gates ? 1.f : p.steps.dt.a[head];
   load(d, f.in);
-  multiply(d, v.decay);
+  multiply(d, v.read);
   fill(own, 0.f);
   if (pass == 0) {
     UNROLLED for (int i = 0; i < 4; i++) {
@@ -196,7 +204,7 @@ TILE void take_found(wv<Q> &ddt, float &da, const params &p, const vectors &v, c
   cumsum(y);
   map(y, y, x, [](float all, float z) { return all - z; });
   map(d, d, y, [=](float late, float early) { return late + early + kept; });
-  map(own, own, d, [=](float z, float e) { return fused(a, e, z); });
+  map(own, own, d, [=](float z, float e) { return fused(a, e, gates ? 0.f : z); });
   plus(ddt, own);
   multiply(d, v.dt);
   da += sum_of(d);
@@ -217,10 +225,10 @@ TILE void put_ddt(const params &p, const task &t, int head, wv<Q> &ddt, int pass
   wv<Q> before;
   if (p.biased) put_sum(p, t, 2, head, sum_of(ddt), pass);
   if (pass) {
-    load(before, g, p.steps.heads, t.end - t.step, 0.f);
+    load(before, g, p.steps.heads, t.stop - t.step, 0.f);
     plus(ddt, before);
   }
-  store(g, p.steps.heads, ddt, t.end - t.step);
+  store(g, p.steps.heads, ddt, t.stop - t.step);
 }
 TILE void collect(const params &p, shared &s, int) {
   task t = block_task(p);
@@ -250,8 +258,8 @@ TILE void collect(const params &p, shared &s, int) {
       ring_next(s.f_ring, with);
       ring_next(s.v_ring, at);
       if (!last) continue;
-      put_ddt(p, t, head, ddt, pass);
-      put_sum(p, t, 0, head, da, pass);
+      if (p.ddt) put_ddt(p, t, head, ddt, pass);
+      if (p.sums) put_sum(p, t, 0, head, da, pass);
       if (p.skips && !pass) put_sum(p, t, 1, head, dd, 0);
     }
   }
@@ -262,13 +270,24 @@ TILE void put_dx(const params &p, shared &s, const task &t, const rt<float, 64> 
   if (runs_over(p, t)) {
     int64_t ld = p.dx_stride[1];
     elem *to = (elem *)p.dx_data + t.batch * p.dx_stride[0] + t.step * ld + head * p.dx_stride[2] + col;
-    int steps = t.end - t.step;
+    int steps = t.stop - t.step;
     return store_rows<elem>(dx, [=](int j) { return j < steps ? to + j * ld : (elem *)nullptr; }, p.head_dim - col);
   }
   store(s.dx, dx);
   fence_async();
   wg_sync();
   tma_store(p.dx, s.dx, t.step, col, head, t.batch);
+}
+
+// Steps in no row have no gradients.
+TILE void put_none(const params &p, shared &s, const task &t) {
+  rt<float, 64> zero;
+  unit w = {t.head0, 0};
+  fill(zero, 0.f);
+  for (int u = 0; u < t.heads * parts(p); u++, unit_next(p, w)) put_dx(p, s, t, zero, w.head, w.part * 64);
+  float *ddt = p.ddt + ((int64_t)t.batch * p.steps.count + t.step) * p.steps.heads + t.head0;
+  for (int i = 0; p.ddt && i < t.heads; i += 64)
+    store(ddt + i, p.steps.heads, zero, t.stop - t.step, t.heads - i);
 }
 
 TILE void pairs(const params &p, shared &s, int) {
@@ -284,6 +303,7 @@ TILE void pairs(const params &p, shared &s, int) {
   mma_commit();
   mma_wait<0>(scores);
   unit w = {t.head0, 0};
+  if (!t.units) put_none(p, s, t);
   for (int u = 0; u < t.units; u++, unit_next(p, w)) {
     int head = w.head;
     vectors &v = s.v[vs.stage];
@@ -300,7 +320,9 @@ TILE void pairs(const params &p, shared &s, int) {
     if (PASSES == 2) mma_ABt<ACC>(dx, s.b[PASSES - 1], s.dstate[at.stage][PASSES - 1]);
     mma_commit();
     ring_wait(s.v_ring, vs);
+    float log_scale = p.log_scale;
     load(l, v.l);
+    map(l, l, [=](float x) { return x - log_scale; });
     load(dt, v.dt);
     load(weight, v.weight);
     fill(col, 0.f);
@@ -375,7 +397,7 @@ TILE void pairs(const params &p, shared &s, int) {
 
 // ---- products with a state: 0, dc; 1, db
 TILE void keep(const params &p, const task &t, int which, const rt<float, W> &sum, int pass) {
-  int rows = t.end - t.step, n = p.state_dim, col = pass * W;
+  int rows = t.stop - t.step, n = p.state_dim, col = pass * W;
   if (p.parts) {
     int64_t ld = (int64_t)p.groups * 2 * n, row = (((int64_t)t.split * p.batches + t.batch) * p.chunks + t.chunk) * Q;
     return store(p.parts + row * ld + (t.group * 2 + which) * n + col, ld, sum, rows, n - col);
@@ -412,7 +434,7 @@ TILE void contract(const params &p, shared &s, int which) {
       if (which && PASSES == 1) each<W>(multiply, s.state[at.stage], s.dstate[at.stage][pass], rest);
       if (!which && p.skips && !pass) each<64>(multiply, s.x[at.stage], s.dy[at.stage], rest);
       ring_wait(s.v_ring, vs);
-      load(factor, which ? v.weight : v.decay);
+      load(factor, which ? v.weight : v.read);
       ring_release(s.v_ring, vs);
       mma_wait<0>(product);
       ring_release(s.inputs, at);

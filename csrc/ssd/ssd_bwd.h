@@ -22,13 +22,22 @@ typedef struct ssd_pass {
   float *final;             // the same, or NULL; may be `initial`
   // [segment, rows, heads, head_dim, state_dim] or NULL: the state in front of segments 1, 2, ... of `every` chunks
   float *starts;
+  // [rows, cut_stride, heads, head_dim, state_dim], [rows, cut_stride, heads], as of ssd_join_params, or NULL: the state
+  // behind each part but the last, in the pass's order
+  float *cuts, *decays;
   int backwards, keep;      // keep: write `states`
 } ssd_pass;
 typedef struct ssd_states_params {
   ssd_pass pass[2];
   ssd_steps steps;
+  float scale;              // of y
+  ssd_order order;          // of states in fp32
   int passes;               // at once
   int first, chunks, every; // the segment's first chunk and number of chunks; packed rows have one segment
+  // Parts of `part` chunks are worked on at once, `parts` of them in the segment and all_parts in all. `local`: each from
+  // 0, to `cuts` and `decays`; else each from where the one before it in the pass's order ended. cut_stride 0: one part,
+  // from `initial` to `final`.
+  int part, parts, all_parts, cut_stride, local;
   int groups, group_heads, head_dim, state_dim;
 } ssd_states_params;
 
@@ -38,9 +47,10 @@ typedef struct ssd_bwd_params {
   gmap b, c;                // [batch, step, group, state_dim]
   gmap states, dstates;     // [batch heads, chunk of the segment, head_dim, state_dim]
   ssd_steps steps;
+  float scale, log_scale;   // of y, as in ssd_fwd_params
   const float *d;           // [heads] or NULL
-  float *ddt;               // [batch, step, head]
-  float *sums;              // [batch, 3 all_chunks, heads]: shares of da, then of dd, then of ddt_bias
+  float *ddt;               // [batch, step, head], or of gates NULL: not wanted
+  float *sums;              // [batch, 3 all_chunks, heads]: shares of da, then of dd, then of ddt_bias; of gates or NULL
   // dx again, for the last chunks of packed rows; strides of batch, step, head or group in elements
   void *dx_data, *db, *dc;
   int64_t dx_stride[3], db_stride[3], dc_stride[3];

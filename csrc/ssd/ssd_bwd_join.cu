@@ -13,7 +13,7 @@ TILE void add_parts(const params &p, shared &, int) {
   int which = block_index() % 2, at = block_index() / 2, group = at % p.groups, chunk = at / p.groups % p.chunks,
       batch = at / p.groups / p.chunks;
   chunk_steps t = steps_of(p.steps, p.first + chunk);
-  int rows = t.end - t.step, n = p.state_dim;
+  int rows = t.stop - t.step, n = p.state_dim;
   int64_t ld = (int64_t)p.groups * 2 * n;
   const int64_t *stride = which ? p.db_stride : p.dc_stride;
   int64_t to = stride[1];

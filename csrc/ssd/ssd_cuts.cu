@@ -60,10 +60,10 @@ TILE void scan(const params &p, shared &s, int warp) {
   ring_pos at = {};
   wv<Q> given[MINE], dt, l, out, changes;
   fill(changes, 0.f);
-  const float *g = p.dt.dt + (int64_t)t.row * p.steps * p.heads;
+  int64_t g = (int64_t)t.row * p.steps * p.heads;
   UNROLLED for (int i = 0; i < MINE; i++) {
     int head = head_of(p, t, i * SCANS + warp);
-    load(given[i], g + (int64_t)t.first * p.heads + head, p.heads, t.end - t.first, -infinity());
+    load_given(given[i], p.dt, g + (int64_t)t.first * p.heads + head, p.heads, t.end - t.first);
   }
   for (int step = t.first; step < t.end; step += Q) {
     ring_acquire(s.inputs, at);
@@ -73,7 +73,7 @@ TILE void scan(const params &p, shared &s, int warp) {
       int slot = i * SCANS + warp, head = head_of(p, t, slot);
       vectors &v = s.v[at.stage][slot];
       log_decays(dt, l, given[i], p.dt, head);
-      load(given[i], g + (int64_t)(step + Q) * p.heads + head, p.heads, t.end - step - Q, -infinity());
+      load_given(given[i], p.dt, g + (int64_t)(step + Q) * p.heads + head, p.heads, t.end - step - Q);
       float end = last(l);
       map(out, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
       store(v.decay, out);

@@ -3,6 +3,13 @@
 // before it:
 //   y^T = e^(l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_i - l_j) dt_j for j <= i, plus d on the diagonal
 //   S   = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
+// Linear attention is the same of q = c, k = b and v = x, with weights 1 in place of dt, decays of its own in place of
+// e^(dt a), and a factor of y (without d). Only the scan warp knows which of the two it is.
+// BACKWARDS the pass goes from the last chunk to the first. S begins as the state's gradient behind the last step:
+//   y^T = e^(l_e - l_i) S c^T + x^T P^T,   P_ij = (c_i . b_j) e^(l_j - l_i) dt_j for j >= i
+//   S   = e^(l_e) S + (x_j dt_j e^(l_j))^T b
+// which for b = q, c = k and x = the gradient of y is v's; the gradient of k is that of c = v, b = the gradient of y and
+// x = q. The factor is kept out of S here too: what comes in is divided by it, what goes out is multiplied.
 // Transposed, so that the state is the register operand of its own product and never goes through shared memory. Steps
 // past the end have dt = 0: they add nothing and decay nothing. Where a chunk has several sequences (seq_idx), the sums
 // l run on, since only their differences are used; what would go from one sequence to another becomes 0: e^(l_i) behind
@@ -19,7 +26,9 @@
 enum { Q = 64, SLOTS = GROUPS * HEADS, ALL = SLOTS / SPLIT, W = N < 128 ? N : 128, TILES = N / W };
 static_assert(HEADS * TILES <= 2 && SPLIT <= GROUPS, "a warpgroup has two tiles of state");
 
-struct vectors { sv<Q> l, m, decay, weight; };   // base 2: l_i; l_j - log dt_j; e^(l_i); dt_j e^(l_e - l_j)
+// l_i + log scale and l_j - log dt_j in base 2; e^(l_i); scale e^(l_i); dt_j e^(l_e - l_j). BACKWARDS both l are
+// negative, read and weight have each other's power.
+struct vectors { sv<Q> l, m, decay, read, weight; };
 struct shared {
   st<elem, Q, N> b[2], c[2];
   st<elem, Q, 64> x[2][SLOTS], p[2][ALL], y[GROUPS];
@@ -57,6 +66,10 @@ TILE task block_task(const params &p) {
   }
   return t;
 }
+// Chunks in their order, each by its first step.
+enum { NEXT = BACKWARDS ? -Q : Q };
+TILE int first_chunk(const task &t) { return BACKWARDS ? t.first + (t.end - t.first + Q - 1) / Q * Q - Q : t.first; }
+TILE bool is_chunk(const task &t, int step) { return BACKWARDS ? step >= t.first : step < t.end; }
 // Steps of the next packed row are in this chunk, the last of its row.
 TILE bool runs_over(const params &p, const task &t, int step) { return p.starts && t.end - step < Q; }
 
@@ -64,7 +77,7 @@ TILE void loader(const params &p, shared &s, int) {
   task t = block_task(p);
   ring_pos at = {};
   int group = t.head / p.group_heads;
-  for (int step = t.first; step < t.end; step += Q) {
+  for (int step = first_chunk(t); is_chunk(t, step); step += NEXT) {
     int i = at.stage;
     bool over = runs_over(p, t, step);
     ROLLED for (int slot = 0; slot < SLOTS; slot++) {
@@ -98,9 +111,9 @@ TILE void scan(const params &p, shared &s, int) {
   wv<Q> next, dt, l, out, changes;
   fill(changes, 0.f);
   // of `next`, which is under way while the one before is worked on
-  const float *g = p.dt.dt + ((int64_t)t.batch * p.steps + t.first) * p.heads + t.head;
-  load(next, g, p.heads, t.end - t.first, -infinity());
-  for (int step = t.first; step < t.end; step += Q) {
+  int64_t given = ((int64_t)t.batch * p.steps + first_chunk(t)) * p.heads + t.head;
+  load_given(next, p.dt, given, p.heads, is_chunk(t, first_chunk(t)) ? t.end - first_chunk(t) : 0);
+  for (int step = first_chunk(t); is_chunk(t, step); step += NEXT) {
     ring_acquire(s.v_ring, at);
     if (p.seq_idx) {
       count_changes(changes, p.seq_idx + t.batch * p.seq_stride, step, t.end);
@@ -111,14 +124,25 @@ TILE void scan(const params &p, shared &s, int) {
       vectors &v = s.v[at.stage][h];
       log_decays(dt, l, next, p.dt, t.head + h);
       bool same = h + 1 < ALL;
-      g += same ? 1 : (int64_t)Q * p.heads - (ALL - 1);
-      load(next, g, p.heads, t.end - (same ? step : step + Q), -infinity());
-      float end = last(l);
-      store(v.l, l);
-      map(out, l, dt, [](float x, float d) { return x - fast_log2(d); });
+      given += same ? 1 : (int64_t)NEXT * p.heads - (ALL - 1);
+      int then = same ? step : step + NEXT;
+      load_given(next, p.dt, given, p.heads, is_chunk(t, then) ? t.end - then : 0);
+      float end = last(l), scale = p.scale, log_scale = p.log_scale;
+      map(out, l, l, [=](float x, float) { return (BACKWARDS ? -x : x) + log_scale; });
+      store(v.l, out);
+      map(out, l, dt, [](float x, float d) { return (BACKWARDS ? -x : x) - fast_log2(d); });
       store(v.m, out);
       map(out, l, changes, [](float x, float n) { return n > 0.f ? 0.f : fast_exp2(x); });
       store(v.decay, out);
+      if (BACKWARDS) {
+        map(dt, dt, out, [](float d, float e) { return d * e; });
+        store(v.weight, dt);
+        map(out, l, l, [=](float x, float) { return scale * fast_exp2(end - x); });
+        store(v.read, out);
+        continue;
+      }
+      map(out, out, out, [=](float x, float) { return x * scale; });
+      store(v.read, out);
       map(dt, dt, changes, [=](float d, float n) { return n < changed ? 0.f : d; });
       map(out, l, dt, [=](float x, float d) { return d * fast_exp2(end - x); });
       store(v.weight, out);
@@ -134,7 +158,7 @@ TILE void score(const params &p, shared &s, int) {
   ring_pos at = {};
   rt<float, Q> products;
   rv l;
-  for (int step = t.first; step < t.end; step += Q) {
+  for (int step = first_chunk(t); is_chunk(t, step); step += NEXT) {
     ring_wait(s.bc_ring, at);
     mma_fence();
     mma_ABt<ZERO>(products, s.c[at.stage], s.b[at.stage]);
@@ -150,8 +174,10 @@ TILE void score(const params &p, shared &s, int) {
     ROLLED for (int h = 0; h < ALL; h++) {
       vectors &v = s.v[at.stage][h];
       load(l, v.l);
-      store_tril(s.p[at.stage][h], products, l, v.m, p.d ? p.d[t.head + h] : 0.f,
-                 [](float x, float li, float mj) { return x * fast_exp2(li - mj); });
+      auto decayed = [](float x, float li, float mj) { return x * fast_exp2(li - mj); };
+      float d = p.d ? p.d[t.head + h] : 0.f;
+      if (BACKWARDS) store_triu(s.p[at.stage][h], products, l, v.m, d, decayed);
+      else store_tril(s.p[at.stage][h], products, l, v.m, d, decayed);
       fence_async();
       sem_arrive(s.p_full[at.stage][h]);
     }
@@ -186,7 +212,7 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s
   float decay = get(v.decay, Q - 1);
   map(s0, [=](float f) { return f * decay; });
   if (TILES == 2) map(s1, [=](float f) { return f * decay; });
-  map_col(y, v.decay, [](float f, float e) { return f * e; });
+  map_col(y, v.read, [](float f, float e) { return f * e; });
   ring_wait(s.x_ring[slot], at);
   sem_wait(s.p_full[at.stage][head], at.phase);
   mma_fence();
@@ -219,18 +245,40 @@ TILE void advance(rt<float, W> &s0, rt<float, W> &s1, const params &p, shared &s
 }
 
 // Where the columns of a tile of the slot's state begin, in states of all heads the i-th.
-TILE int64_t first_of(const params &p, const task &t, int64_t i, int slot, int col) {
-  return ((i * p.heads + t.head + slot / SPLIT) * p.head_dim + slot % SPLIT * 64) * p.state_dim + col;
+TILE int64_t first_of(const params &p, const task &t, int64_t i, int slot, int col, ssd_order o) {
+  int64_t matrix = (int64_t)p.head_dim * p.state_dim;
+  return (i * p.heads + t.head + slot / SPLIT) * matrix + slot % SPLIT * 64 * o.row + col * o.col;
 }
 TILE void begin_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
   const float *from = t.segment ? p.cuts : p.initial;
   int64_t i = t.segment ? (int64_t)t.row * p.cut_stride + t.segment - 1 : t.row;
+  ssd_order o = {t.segment ? p.state_dim : p.order.row, t.segment ? 1 : p.order.col};
   if (!from) return fill(s, 0.f);          // as a value: the first use is a conversion, not a product
-  load(s, from + first_of(p, t, i, slot, col), p.state_dim, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  load(s, from + first_of(p, t, i, slot, col, o), o.row, o.col, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  float factor = 1.f / p.scale;
+  if (BACKWARDS) map(s, [=](float x) { return x * factor; });
 }
-TILE void keep_state(const params &p, const task &t, const rt<float, W> &s, int slot, int col) {
+TILE void keep_state(const params &p, const task &t, rt<float, W> &s, int slot, int col) {
   if (!p.final || t.segment + 1 < p.segments) return;
-  store(p.final + first_of(p, t, t.row, slot, col), p.state_dim, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+  float scale = p.scale;
+  if (BACKWARDS) map(s, [=](float x) { return x * scale; });
+  float *to = p.final + first_of(p, t, t.row, slot, col, p.order);
+  store(to, p.order.row, p.order.col, s, p.head_dim - slot % SPLIT * 64, p.state_dim - col);
+}
+
+// Steps behind the last packed row are in no sequence.
+TILE void clear_rest(const params &p, const task &t, int slot) {
+  if (!p.starts || t.row + 1 < p.rows) return;
+  int row0 = slot % SPLIT * 64;
+  int64_t ld = p.y_step;
+  elem *y = (elem *)p.y_data + (t.head + slot / SPLIT) * p.y_head + row0;
+  rt<float, 64> zero;
+  fill(zero, 0.f);
+  for (int step = t.end; step < p.steps; step += Q) {
+    elem *to = y + step * ld;
+    int steps = p.steps - step;
+    store_rows<elem>(zero, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.head_dim - row0);
+  }
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
@@ -241,7 +289,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
   rt<float, W> s0, s1;        // by name, not an array: registers
   begin_state(p, t, s0, wg, 0);
   if (TWO) begin_state(p, t, s1, wg + OTHER, COL);
-  for (int step = t.first; step < t.end; step += Q) {
+  for (int step = first_chunk(t); is_chunk(t, step); step += NEXT) {
     ring_wait(s.bc_ring, at);
     ring_wait(s.v_ring, at);
     advance(s0, s1, p, s, t, at, step, wg, wg);
@@ -252,6 +300,8 @@ TILE void run_state(const params &p, shared &s, int wg) {
   }
   keep_state(p, t, s0, wg, 0);
   if (TWO) keep_state(p, t, s1, wg + OTHER, COL);
+  clear_rest(p, t, wg);
+  if (HEADS == 2) clear_rest(p, t, wg + OTHER);
   tma_store_wait_read();
 }
 

@@ -12,18 +12,38 @@ TILE float softplus(float x) {
   return fused(s, p, fmaxf(x, 0.f));
 }
 
-// -infinity: a step that is not there. It adds nothing and decays nothing, whatever the limits are.
+// What stands for a step that is not there, in place of what the caller gave. It adds nothing and decays nothing,
+// whatever the limits are.
+TILE float no_step(const ssd_dt &p) { return p.gates ? infinity() : -infinity(); }
+
 TILE float step_size(const ssd_dt &p, float x, float bias) {
   float y = x + bias;
   y = clamp(p.softplus ? softplus(y) : y, p.low, p.high);
   return x == -infinity() ? 0.f : y;
 }
+// In base 2. Below e^-64 a decay leaves nothing that float32 would show; sums of such logarithms stay exact enough, and
+// -infinity, which would make NaN of their differences, may be given. NaN stays.
+TILE float log_gate(float x) { return x == infinity() ? 0.f : (x < -64.f ? -64.f : x) * 1.4426950408889634f; }
 
-// dt of a head, and l_i = sum of dt_k a for k <= i, in base 2. given: as load() has it, -infinity behind the end.
+// What the caller gave of n steps of a head, from `first` on in a tensor of all steps and heads.
+TILE void load_given(wv<64> &v, const ssd_dt &p, int64_t first, int heads, int n) {
+  float pad = no_step(p);
+  if (p.dt) load(v, p.dt + first, heads, n, pad);
+  else map_index(v, [=](int i) { return i < n ? 0.f : pad; });
+}
+
+// Weights of a head's steps, and l_i, the sum of the log decays up to step i, in base 2. given: by load_given().
 TILE void log_decays(wv<64> &dt, wv<64> &l, const wv<64> &given, const ssd_dt &p, int head) {
-  float a = p.a[head] * 1.4426950408889634f, bias = p.bias ? p.bias[head] : 0.f;
-  map(dt, given, given, [&](float x, float) { return step_size(p, x, bias); });
-  map(l, dt, dt, [=](float d, float) { return d * a; });
+  float a = p.a ? p.a[head] : 0.f;
+  if (p.gates) {
+    map(l, given, given, [=](float x, float) { return log_gate(x + a); });
+    map(dt, given, given, [](float x, float) { return x == infinity() ? 0.f : 1.f; });
+  } else {
+    float bias = p.bias ? p.bias[head] : 0.f;
+    a *= 1.4426950408889634f;
+    map(dt, given, given, [&](float x, float) { return step_size(p, x, bias); });
+    map(l, dt, dt, [=](float d, float) { return d * a; });
+  }
   cumsum(l);
 }
 

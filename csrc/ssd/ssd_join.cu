@@ -35,9 +35,12 @@ TILE void add(rt<float, COLS> &state, const rt<float, COLS> &cut, const params &
 TILE void compute(const params &p, shared &, int) {
   task t = block_task(p);
   rt<float, COLS> state, cut0, cut1, cut2, cut3;      // four cuts are under way together
-  int64_t first = place(p, t, (int64_t)t.batch * p.heads + t.head);
-  if (p.initial) load(state, p.initial + first, p.state_dim, p.head_dim - t.row, p.state_dim - t.col);
+  int64_t matrix = ((int64_t)t.batch * p.heads + t.head) * p.head_dim * p.state_dim;
+  const float *from = p.initial + matrix + t.row * p.order.row + t.col * p.order.col;
+  if (p.initial) load(state, from, p.order.row, p.order.col, p.head_dim - t.row, p.state_dim - t.col);
   else fill(state, 0.f);
+  float factor = p.factor;
+  map(state, [=](float x) { return x * factor; });
   for (int i = 0; i < p.cut; i += 4) {
     fetch(cut0, p, t, i);
     fetch(cut1, p, t, i + 1);

@@ -3,9 +3,12 @@
 //   S <- e^(l_e) S + sum of (w_j a_j) b_j^T
 //   forwards    a = x, b = b, w_j = dt_j e^(l_e - l_j)
 //   backwards   a = dy, b = c, w_j = e^(l_j), from the last chunk to the first: the gradient of the state behind each
+//     without y's factor
 // A block keeps 64 rows of the state for each of its WG warpgroups in registers; these share b. Steps past the end have
 // dt = 0: they add nothing. Where the next packed row follows in memory, the scan warps clear its steps in a and b
 // before products read them.
+// Where few heads would leave multiprocessors idle, the chunks are cut into parts: a first launch makes of each part
+// what a state becomes from 0, and by what one before it decays; ssd_join.cu adds them up; a second launch begins there.
 // Roles: a loader thread; a scan warp for each warpgroup: dt -> the weights; WG state warpgroups.
 //
 // Registers of a thread: state N / 2, a's weighted chunk 16, addresses and the rest 30.
@@ -30,11 +33,19 @@ TILE void init(shared &s) {
 
 // Units are the 64-row blocks of a group's heads; a block has WG of them. `place`: of its first chunk in `states`.
 TILE int parts(const params &p) { return (p.head_dim + 63) / 64; }
-struct task { int row, batch, group, unit, first, end, place, chunks; };
+// `from`: how many parts come before this one in the pass's order, `to` how many behind it
+struct task { int row, batch, group, unit, first, end, place, chunks, from, to; };
+TILE const ssd_pass &pass_of(const params &p) { return p.pass[block_index() % p.passes]; }
 TILE task block_task(const params &p) {
-  int blocks = p.group_heads * parts(p) / WG, at = block_index() / p.passes, matrix = at / blocks,
-      row = matrix / p.groups;
-  task t = {row, row, matrix % p.groups, at % blocks * WG, p.first * 64, p.steps.count, 0, p.chunks};
+  int blocks = p.group_heads * parts(p) / WG, at = block_index() / p.passes, part = at % p.parts;
+  at /= p.parts;
+  int matrix = at / blocks, row = matrix / p.groups, place = part * p.part, before = p.first / p.part + part,
+      behind = p.all_parts - 1 - before, chunks = p.chunks - place < p.part ? p.chunks - place : p.part;
+  bool back = pass_of(p).backwards;
+  task t = {row, row, matrix % p.groups, at % blocks * WG, (p.first + place) * 64, p.steps.count, place, chunks,
+            back ? behind : before, back ? before : behind};
+  if (p.cut_stride == 0) t.from = t.to = 0;
+  if (p.local && t.to == 0) t.chunks = 0;
   if (p.steps.starts) {
     t.batch = 0;
     t.first = row_start(p.steps, row);
@@ -44,7 +55,6 @@ TILE task block_task(const params &p) {
   }
   return t;
 }
-TILE const ssd_pass &pass_of(const params &p) { return p.pass[block_index() % p.passes]; }
 TILE int head_of(const params &p, const task &t, int wg) { return t.group * p.group_heads + (t.unit + wg) / parts(p); }
 TILE int row_of(const params &p, const task &t, int wg) { return (t.unit + wg) % parts(p) * 64; }
 TILE int chunk_of(const ssd_pass &q, const task &t, int i) { return q.backwards ? t.chunks - 1 - i : i; }
@@ -102,42 +112,73 @@ TILE void scan(const params &p, shared &s, int wg) {
   }
 }
 
+// A part of fp32 states, to and from memory, those of all heads the i-th.
+TILE int64_t place_of(const params &p, const task &t, int wg, int64_t i, int row_stride) {
+  int64_t matrix = i * p.steps.heads + head_of(p, t, wg);
+  return matrix * p.head_dim * p.state_dim + row_of(p, t, wg) * row_stride;
+}
+TILE int64_t cut_of(const params &p, const task &t, int i) { return (int64_t)t.row * p.cut_stride + i; }
+TILE void begin_state(const params &p, const ssd_pass &q, const task &t, int wg, rt<float, N> &state) {
+  bool cut = t.from > 0;
+  const float *from = p.local ? nullptr : cut ? q.cuts : q.initial;
+  if (!from) return fill(state, 0.f);
+  ssd_order o = {cut ? p.state_dim : p.order.row, cut ? 1 : p.order.col};
+  from += place_of(p, t, wg, cut ? cut_of(p, t, t.from - 1) : t.row, o.row);
+  load(state, from, o.row, o.col, p.head_dim - row_of(p, t, wg), p.state_dim);
+  float factor = q.backwards && !cut ? 1.f / p.scale : 1.f;
+  map(state, [=](float x) { return x * factor; });
+}
+TILE void put(const params &p, const task &t, int wg, float *g, int64_t i, const rt<float, N> &state, ssd_order o) {
+  store(g + place_of(p, t, wg, i, o.row), o.row, o.col, state, p.head_dim - row_of(p, t, wg), p.state_dim);
+}
+
 TILE void run_state(const params &p, shared &s, int wg) {
   task t = block_task(p);
   const ssd_pass &q = pass_of(p);
   ring_pos at = {};
-  int head = head_of(p, t, wg), row0 = row_of(p, t, wg), rows = p.head_dim - row0;
-  int64_t first = ((int64_t)(t.row * p.steps.heads + head) * p.head_dim + row0) * p.state_dim;
+  int head = head_of(p, t, wg), row0 = row_of(p, t, wg);
+  float decays = 1.f;
   rt<float, N> state;
   rt<elem, 64> a;
-  if (q.initial) load(state, q.initial + first, p.state_dim, rows, p.state_dim);
-  else fill(state, 0.f);
-  for (int i = 0; i < t.chunks; i++) {
-    int chunk = chunk_of(q, t, i);
-    if (q.starts && chunk && chunk % p.every == 0)
-      store(q.starts + (int64_t)(chunk / p.every - 1) * p.steps.rows * p.steps.heads * p.head_dim * p.state_dim + first,
-            p.state_dim, state, rows, p.state_dim);
-    if (q.keep) {
-      tma_store_wait_read();
-      wg_sync();
-      store(s.state[wg], state);
-      fence_async();
-      wg_sync();
-      tma_store(q.states, s.state[wg], row0, 0, t.place + chunk, t.batch * p.steps.heads + head);
+  begin_state(p, q, t, wg, state);
+  for (int i = 0; i < t.chunks;) {
+    int end = q.starts && i + p.every < t.chunks ? i + p.every : t.chunks;
+    for (; i < end; i++) {
+      if (q.keep) {
+        tma_store_wait_read();
+        wg_sync();
+        store(s.state[wg], state);
+        fence_async();
+        wg_sync();
+        tma_store(q.states, s.state[wg], row0, 0, t.place + chunk_of(q, t, i), t.batch * p.steps.heads + head);
+      }
+      ring_wait(s.inputs, at);
+      vectors &v = s.v[at.stage][wg];
+      load_t(a, s.a[at.stage][wg]);
+      map_col(a, v.weight, [](float x, float w) { return x * w; });
+      float decay = get(v.decay, 63);
+      decays *= decay;
+      map(state, [=](float x) { return x * decay; });
+      mma_fence();
+      mma_AB<ACC>(state, a, s.b[at.stage]);
+      mma_commit();
+      mma_wait<0>(state, a);
+      ring_done(s.inputs, at);
     }
-    ring_wait(s.inputs, at);
-    vectors &v = s.v[at.stage][wg];
-    load_t(a, s.a[at.stage][wg]);
-    map_col(a, v.weight, [](float x, float w) { return x * w; });
-    float decay = get(v.decay, 63);
-    map(state, [=](float x) { return x * decay; });
-    mma_fence();
-    mma_AB<ACC>(state, a, s.b[at.stage]);
-    mma_commit();
-    mma_wait<0>(state, a);
-    ring_done(s.inputs, at);
+    if (i < t.chunks) put(p, t, wg, q.starts, (int64_t)(i / p.every - 1) * p.steps.rows + t.row, state, p.order);
   }
-  if (q.final) store(q.final + first, p.state_dim, state, rows, p.state_dim);
+  t = block_task(p);          // again, for registers in the loop
+  if (p.local && t.to > 0) {
+    put(p, t, wg, q.cuts, cut_of(p, t, t.from), state, {p.state_dim, 1});
+    rv one;
+    fill(one, decays);
+    if (row0 == 0) store(q.decays + cut_of(p, t, t.from) * p.steps.heads + head, one, 1);
+  }
+  if (q.final && !p.local && t.to == 0) {
+    float scale = q.backwards ? p.scale : 1.f;
+    map(state, [=](float x) { return x * scale; });
+    put(p, t, wg, q.final, t.row, state, p.order);
+  }
   tma_store_wait_read();
 }
 

@@ -85,6 +85,9 @@ template<typename T, int N> TILE void load(cv<N> &v, const T *g, int n);   // co
 template<int N> TILE void load(rt<float, N> &t, const float *g, int64_t ld, int m, int n);
 // ... and are not written
 template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int m, int n);
+// The same of a matrix in any order, less than 2^31 floats: element (r, c) at g[r * row + c * col].
+template<int N> TILE void load(rt<float, N> &t, const float *g, int row, int col, int m, int n);
+template<int N> TILE void store(float *g, int row, int col, const rt<float, N> &t, int m, int n);
 // Rounds to T; row r goes to f(r), a T *, or nowhere where that is NULL; columns >= n are not written.
 template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n);
 // Accumulator tiles in global memory: 64 * N floats whose order is private to the backend; more than 64 columns are

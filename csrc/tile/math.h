@@ -97,3 +97,6 @@ TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv
 // lower triangle: f(t, u[row], v[col]) where col < row, the same plus diag where col == row, 0 above
 template<typename T, int N, class F>
 TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f);
+// upper triangle: where col > row, and 0 below
+template<typename T, int N, class F>
+TILE void store_triu(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f);

@@ -85,7 +85,8 @@ def explain_row(op, library, named, given):
     from margay import _C, _op
 
     row = _op.Row(op)
-    inputs = [(f, given[f["name"]]) for f in row.inputs if given.get(f["name"]) is not None]
+    inputs = [(f, t) for f in row.inputs for t in (given.get(f["name"]),)
+              if t is not None and t.ndim == len(f["sizes"])]      # other forms become other arguments of the row
     named |= {f["name"]: t for f, t in inputs}
     copied = {f["name"]: library.why_copied(t, f["role"] == "mat") if f["kind"] == "half" else library.why_dense(t)
               for f, t in inputs}
@@ -97,7 +98,10 @@ def explain_row(op, library, named, given):
     sizes |= {f["name"]: _op.default(f) for f in backward.arguments if f["role"] == "num"}
     for let, _, code in (*row.lets, *backward.lets):
         sizes[let] = int(eval(code, {}, sizes))
-    empty = [_op.default(f) if f["role"] == "num" else None if any(sizes[size] < 0 for size in f["sizes"]) else
+    absent = {f["name"] for f in row.inputs} - {f["name"] for f, _ in inputs}
+    absent |= {"d" + name for name in absent}
+    empty = [_op.default(f) if f["role"] == "num" else
+             None if f["name"] in absent or any(sizes[size] < 0 for size in f["sizes"]) else
              library.empty([sizes[size] for size in f["sizes"]],
                            None if f["kind"] in ("half", "real") else f["kind"], like)
              for f in backward.arguments]

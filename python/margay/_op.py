@@ -9,8 +9,10 @@ d<input>.
 The functions are made as text and compiled once: loops over a row's arguments in every call would cost microseconds.
 """
 
+import functools
 import re
 import sys
+import threading
 import types
 
 from margay import _C, _shared
@@ -18,6 +20,7 @@ from margay import _C, _shared
 ROWS = _C.ops()
 _HALF = "bfloat16, float16 or, on the CPU, float32"
 _KINDS = {"float": float, "int": int, "bool": bool, "int64": int, "uint64": int}
+_SIZE = r"\b[A-Z]\w*\b"
 _LARGEST = 2.0**128 - 2.0**104         # float32's; LARGEST of rows
 _made: dict = {}        # (op, type of the first argument) -> function
 _gradients: dict = {}   # op -> a gradient written by hand
@@ -37,19 +40,22 @@ class Row:
         self.inputs, self.numbers = role("inout", "in", "opt", "mat"), role("num")
         self.optional = role("optout")                             # what a call may leave out, in the order of `want`
         self.absent = [f["name"] for f in role("opt")]             # what may be None
-        self.lets = [(f["sizes"][0], f["name"], condition(f["name"])) for f in role("let")]
-        self.needs = [(f["name"], condition(f["name"])) for f in role("needs", "takes")]
-        self.derived = [(f, condition(f["name"])) for f in role("let", "needs", "takes")]      # in the row's order
+        self.derived = role("let", "needs", "takes")               # in the row's order
         self.sizes = dict.fromkeys(size for f in entries for size in f["sizes"])
         self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
         self.first = self.inputs[0]["name"]
         self.halves = [f["name"] for f in self.inputs if f["kind"] == "half"]
 
+    @property
+    def lets(self):
+        """(size, expression of C, the same as a code object) of each LET."""
+        return [(f["sizes"][0], f["name"], condition(f["name"])) for f in self.derived if f["role"] == "let"]
+
     def derive(self, known):
         """Adds LETs to `known`: sizes (-1: no tensor that is given has it), numbers, and of each tensor that is read
         whether it is given. Returns the first entry that does not hold, or None."""
-        for f, code in self.derived:
-            value = eval(code, {"LARGEST": _LARGEST}, known)
+        for f in self.derived:
+            value = eval(condition(f["name"]), {"LARGEST": _LARGEST}, known)
             if f["role"] == "let":
                 known[f["sizes"][0]] = value
             elif not value:
@@ -59,7 +65,7 @@ class Row:
     def problem(self, r, low, high, whole=()):
         """Random sizes that NEEDS and TAKES hold for, and which tensors are given, as `derive` takes them; numbers have
         their defaults. r: a random.Random. low, high: of sizes without DRAW. whole: sizes that are multiples of 8."""
-        lets = {let for let, _, _ in self.lets}
+        lets = {f["sizes"][0] for f in self.derived if f["role"] == "let"}
         for _ in range(10000):
             given = {f["name"]: f["role"] != "opt" or r.random() < 0.5 for f in self.inputs}
             known = dict.fromkeys(self.sizes, -1)
@@ -74,18 +80,27 @@ class Row:
     # ---- pieces of generated text
 
     def size(self, name):
-        """Where a size is read: from the first input that has it, best one that is always there. LET: its
-        expression."""
+        """Where a size is read: from the first input that has it, best one that is always there. LET: the variable
+        of `sizes_of`."""
         for f in self.inputs:
             if f["role"] != "opt" and name in f["sizes"]:
                 return f"{f['name']}.shape[{f['sizes'].index(name)}]"
-        for let, expression, _ in self.lets:
-            if let == name:
-                return "(" + re.sub(r"\b[A-Z]\w*\b", lambda m: self.size(m[0]), _text(expression)) + ")"
+        if any(f["role"] == "let" and name in f["sizes"] for f in self.derived):
+            return name
         for f in self.inputs:
             if name in f["sizes"]:
                 return f"(-1 if {f['name']} is None else {f['name']}.shape[{f['sizes'].index(name)}])"
         raise TypeError(f"{self.name}: no input has the size {name}")
+
+    def sizes_of(self, fields):
+        """A line for each LET that the fields' sizes follow from, in the row's order."""
+        wanted, lines = {self.size(size) for f in fields for size in f["sizes"]}, []
+        for f in reversed(self.derived):
+            if f["role"] == "let" and f["sizes"][0] in wanted:
+                expression = _text(f["name"])
+                wanted |= {self.size(size) for size in re.findall(_SIZE, expression)}
+                lines.insert(0, f"{f['sizes'][0]} = " + re.sub(_SIZE, lambda m: self.size(m[0]), expression))
+        return lines
 
     def shape(self, f):
         return "(" + "".join(self.size(name) + ", " for name in f["sizes"]) + ")"
@@ -170,6 +185,7 @@ def _text(expression):
                   expression.replace("&&", " and ").replace("||", " or ").replace("/", "//")).strip()
 
 
+@functools.cache
 def condition(expression):
     return compile(_text(expression), expression, "eval")
 
@@ -257,15 +273,21 @@ def make({signature}{want}):
 
 
 def _make(row, place="", threads="", **known):
-    lines = [f"{f['name']} = {row.new(f, place)}" +
-             (f" if want[{row.optional.index(f)}] else None" if f in row.optional else "")
-             for f in (*row.results, *row.saves, *row.work)]
-    want = (True,) * len(row.optional)
-    text = _MAKE.format(signature=row.signature(), want=f", want={want}" if want else "",
+    made = (*row.results, *row.saves, *row.work)
+    lines = row.sizes_of(made) + [f"{f['name']} = {row.new(f, place)}" +
+                                  (f" if want[{row.optional.index(f)}] else None" if f in row.optional else "")
+                                  for f in made]
+    text = _MAKE.format(signature=row.signature(), want=_want(row),
                         allocate="\n        ".join(lines), threads=threads, arguments=names(row.arguments),
                         written=written(row), inputs="".join(f["name"] + ", " for f in (*row.inputs, *row.numbers)),
-                        want_given=", want" if want else ", ()")
+                        want_given=", want" if row.optional else ", ()")
     return compiled(row.name, text, C=getattr(_C, row.name), **known)["make"]
+
+
+def _want(row):
+    """The last argument of an eager call: which of the optional results it asks for. The others are None. The operator
+    has no such argument, and computes all."""
+    return f", want={(True,) * len(row.optional)}" if row.optional else ""
 
 
 def written(row):
@@ -317,19 +339,31 @@ def _numpy_function(row):
         return a if reason is None else np.ascontiguousarray(a)
 
     known = dict(empty=np.empty, empty_like=np.empty_like, dtypes={"float32": np.float32})
-    shapes = {f["name"]: _new_alone(row, f, dict(known, empty_like=lambda a: np.empty(a.shape, a.dtype)))
-              for f in (*row.results, *row.saves, *row.work)}
+    alone = _new_alone(row, dict(known, empty_like=lambda a: np.empty(a.shape, a.dtype)))
 
     def again(inputs, want):
-        return _again(row, inputs, want, verify, lambda f, inputs: shapes[f["name"]](*inputs), copied, lambda a: a,
+        return _again(row, inputs, want, verify, lambda f, inputs: alone(f["name"])(*inputs), copied, lambda a: a,
                       lambda a, target: None)
 
     made = _make(row, again=again, **known)
     return _only_results(row, made)
 
 
-def _new_alone(row, f, known, place=""):
-    return compiled(row.name, f"def new({row.signature()}):\n    return {row.new(f, place)}", **known)["new"]
+_LINES = """
+def {name}({signature}):
+    {lines}
+"""
+
+
+def _new_alone(row, known, place=""):
+    """A function of a field, which gives the function that makes its tensor."""
+    @functools.cache
+    def of(name):
+        f = next(f for f in row.arguments if f["name"] == name)
+        lines = row.sizes_of([f]) + [f"return {row.new(f, place)}"]
+        text = _LINES.format(name="new", signature=row.signature(), lines="\n    ".join(lines))
+        return compiled(row.name, text, **known)["new"]
+    return of
 
 
 def _only_results(row, made):
@@ -342,7 +376,7 @@ def _only_results(row, made):
 # ---- PyTorch
 
 _CALL = """
-def call({signature}):
+def call({signature}{want}):
     if is_compiling() or {absent}not plain({tensors}):
         check_kinds({name!r}, {optional}, {given})
         {results} = seen({all})
@@ -350,14 +384,14 @@ def call({signature}):
     if autocast_anywhere() and is_autocast_enabled({first}.device.type):
         {halves} = autocast({first}.device.type, {halves})
     if is_grad_enabled() and ({gradient}):
-        return record({all})
-    {results} = make({all})
+        return record({all}{want_given})
+    {results} = make({all}{want_given})
     return {returned}
 """
 
 _FORWARD = """
-def forward(ctx, {all}):
-    {written} = make({all})
+def forward(ctx, {all}{want_given}):
+    {written} = make({all}{want_given})
     ctx.save_for_backward({saved})
     ctx.numbers = ({numbers})
     ctx.set_materialize_grads(False)
@@ -388,23 +422,24 @@ def _torch_function(row):
         return x.contiguous() if f["kind"] != "half" else t.mappable_matrix(x) if f["role"] == "mat" else t.mappable(x)
 
     dense = dict(known, empty_like=t.dense_like)
-    shapes = {f["name"]: _new_alone(row, f, dense, place) for f in (*row.results, *row.saves, *row.work)}
+    alone = _new_alone(row, dense, place)
 
     def again(values, want):
-        return _again(row, values, want, verify, lambda f, values: shapes[f["name"]](*values), copied, t.mappable_empty,
+        return _again(row, values, want, verify, lambda f, values: alone(f["name"])(*values), copied, t.mappable_empty,
                       t.copy_back)
 
     direct = _direct[row.name] = _make(row, place, f"{row.first}.is_cuda or use_threads(); ", again=again,
                                        use_threads=t.use_torch_threads, **known)
-    made = ", ".join(row.new(f, place) for f in (*row.results, *row.saves))
-    fake = compiled(row.name, f"def fake({row.signature()}):\n    verify(({every}, ))\n    return {made}",
-                    verify=verify, **dense)["fake"]
+    made = (*row.results, *row.saves)
+    lines = [f"verify(({every}, ))", *row.sizes_of(made), "return " + ", ".join(row.new(f, place) for f in made)]
+    text = _LINES.format(name="fake", signature=row.signature(), lines="\n    ".join(lines))
+    fake = compiled(row.name, text, verify=verify, **dense)["fake"]
 
     backward = Row(row.name + "_bwd") if row.name + "_bwd" in ROWS else None
     if row.name in _gradients:
         gradient, saved = _gradients[row.name], inputs
     elif backward:
-        gradient, saved = _gradient_by_names(torch, t, row, backward, shapes)
+        gradient, saved = _gradient_by_names(torch, t, row, backward, alone)
     else:
         gradient, saved = _no_gradient(row), []
 
@@ -417,12 +452,13 @@ def _torch_function(row):
         ctx.numbers = values[len(row.inputs):]
         ctx.set_materialize_grads(False)
 
+    want_given = ", want" if row.optional else ""
     text = _FORWARD.format(all=every, written=written(row), saved=", ".join(saved), returned=names(row.results),
-                           numbers="".join(name + ", " for name in numbers))
+                           numbers="".join(name + ", " for name in numbers), want_given=want_given)
 
     class Record(torch.autograd.Function):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
-        backward = staticmethod(gradient)
+        backward = staticmethod((lambda ctx, *grads: (*gradient(ctx, *grads), None)) if row.optional else gradient)
 
     def autocast(*values):
         with t.without_autocast_keys():
@@ -435,6 +471,7 @@ def _torch_function(row):
     seen = getattr(torch.ops.margay, row.name)
     needed = [name for name in inputs[1:] if name not in row.absent]
     text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first,
+                        want=_want(row), want_given=want_given,
                         results=written(row), returned=names(row.results),
                         given=", ".join(f"{name}={name}" for name in inputs), optional=row.absent,
                         absent="".join(f"{name} is None or " for name in needed),
@@ -482,7 +519,7 @@ def _check_names(row, backward):
                             f"{', '.join(expected) or 'none'}")
 
 
-def _gradient_by_names(torch, t, row, backward, shapes):
+def _gradient_by_names(torch, t, row, backward, alone):
     """The gradient that the row <op>_bwd computes, and the names of what it wants saved."""
     _check_names(row, backward)
     direct, seen = _direct[backward.name], getattr(torch.ops.margay, backward.name)
@@ -501,7 +538,7 @@ def _gradient_by_names(torch, t, row, backward, shapes):
             known[name] = grad if grad is None or grad.stride(-1) == 1 else grad.contiguous()
         for f in backward.inputs:
             if known[f["name"]] is None and f["role"] != "opt":        # of a result that nothing depends on
-                known[f["name"]] = torch.zeros_like(shapes[incoming[f["name"]]["name"]](*map(known.get, arguments)))
+                known[f["name"]] = torch.zeros_like(alone(incoming[f["name"]]["name"])(*map(known.get, arguments)))
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
         if not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)]):
@@ -549,12 +586,16 @@ def _first_call(name, first, others):
 def for_torch(name):
     """Makes the function for PyTorch tensors, and torch.ops.margay.<name>, when they are first wanted: that takes some
     2 ms."""
-    if not hasattr(_for_torch, name):
-        if name + "_bwd" in ROWS:
-            for_torch(name + "_bwd")
-        setattr(_for_torch, name, _torch_function(Row(name)))
+    if hasattr(_for_torch, name):
+        return
+    with _making:                                    # threads whose first calls come at once
+        if not hasattr(_for_torch, name):
+            if name + "_bwd" in ROWS:
+                for_torch(name + "_bwd")
+            setattr(_for_torch, name, _torch_function(Row(name)))
 
 
 # called, not traced; as torch.compiler.assume_constant_result, without the compiler
 for_torch._dynamo_marked_constant = True
 _for_torch = types.ModuleType("margay._for_torch")
+_making = threading.RLock()

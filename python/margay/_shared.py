@@ -20,6 +20,44 @@ def is_torch(op, name, x):
     raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
 
 
+def library_of(of_torch, of_numpy):
+    """A function of an op, an argument's name and the argument, which gives the module that computes with it. The two
+    import it, by statements: torch.compile traces those."""
+    libraries = {}   # by type
+
+    def find(op, name, x):
+        library = libraries.get(type(x))
+        if library is None:
+            library = libraries[type(x)] = of_torch() if is_torch(op, name, x) else of_numpy()
+        return library
+
+    return find
+
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+
+
+def as_int32(op, name, t):
+    """Starts and numbers of sequences, which may have other integers. What int32 does not hold becomes the nearest that
+    it holds, where no sequence starts either."""
+    dtype = dtype_name(t) if hasattr(t, "dtype") else None
+    if dtype not in _INTEGERS:
+        found = f"a tensor of dtype {dtype}" if dtype else type(t).__name__
+        raise TypeError(f"{op}: {name} is {found}, expected a tensor of int32")
+    if dtype == "int64":
+        t = t.clip(-2**31, 2**31 - 1)
+    return t if dtype == "int32" else t.int() if hasattr(t, "int") else t.astype("int32")
+
+
+def rows_library(torch_):
+    """What ops of rows compute with beside them."""
+    if torch_:
+        from margay import _torch as library
+    else:
+        from margay import _numpy as library
+    return library
+
+
 functions: dict = {}   # of rows of ops.def, by name
 
 

@@ -1,11 +1,12 @@
-"""Train a small byte-level transformer on real text, with Margay's attention and with PyTorch's, and compare.
+"""Train a small byte-level model on real text, with Margay's functions and with PyTorch's, and compare.
 
-Two runs start from the same weights and see the same batches; their steps are timed in turn. Free runs part, as
-rounding grows from step to step. So the verdict is taken on common ground: at CHECKS steps the gradients of all
-weights are computed on the weights of PyTorch's run, with either attention, and by TWINS twins: PyTorch's attention
-with q, k, v, its output and the gradients of all four disturbed by one rounding error each (a random factor 1 +- eps
-of the data type). Margay's gradients may be at most FACTOR times as far from PyTorch's as the furthest twin's are, in
-distance and in length.
+The model is a transformer, or with --model hybrid layers of Mamba-2 and one of attention. Two runs start from the same
+weights and see the same batches; their steps are timed in turn. Free runs part, as rounding grows from step to step. So
+the verdict is taken on common ground: at CHECKS steps the gradients of all weights are computed on the weights of
+PyTorch's run, with either functions, and by TWINS twins: PyTorch's functions with their inputs, their outputs and the
+gradients of these disturbed by one rounding error each (a random factor 1 +- eps of the data type), and so the sums of
+logarithms of a scan's decays. Margay's gradients may be at most FACTOR times as far from PyTorch's as the furthest
+twin's are, in distance and in length.
 """
 
 import argparse
@@ -28,16 +29,22 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import margay as mg  # noqa: E402
-from margay.nn import Attention  # noqa: E402
+from margay.nn import Attention, Mamba2  # noqa: E402
 
 TWINS = 6
 FACTOR = 8           # 64 times as many independent roundings lead 8 times as far; a score alone has head_dim of them
 CHECKS = 8
 TEXT_BYTES = 1 << 20
 SEED = 1234
+# layers: A is one of attention, with an MLP, M is one of Mamba-2
 SIZES = {
-    "cpu": dict(rows=512, batch=2, layers=3, width=128, heads=2, head_dim=128, steps=400, rate=2e-3),
-    "cuda": dict(rows=2048, batch=16, layers=6, width=512, heads=8, head_dim=64, steps=400, rate=5e-4),
+    ("transformer", "cpu"): dict(rows=512, batch=2, layers="AAA", width=128, heads=2, head_dim=128, steps=400,
+                                 rate=2e-3),
+    ("transformer", "cuda"): dict(rows=2048, batch=16, layers="AAAAAA", width=512, heads=8, head_dim=64, steps=400,
+                                  rate=5e-4),
+    ("hybrid", "cpu"): dict(rows=512, batch=2, layers="MAM", width=128, heads=2, head_dim=64, steps=250, rate=2e-3),
+    ("hybrid", "cuda"): dict(rows=2048, batch=16, layers="MMAMMM", width=512, heads=8, head_dim=64, steps=400,
+                             rate=5e-4),
 }
 
 
@@ -70,26 +77,74 @@ def docstrings(path):
     return "\n\n".join(text for text in texts if text)
 
 
-# ---- model
+# ---- functions
 
 
 def margay_attention(q, k, v):
     return mg.attention(q, k, v, causal=True)
 
 
+def margay_mix(layer, xbc, dt):
+    """The convolution and the scan of a layer of Mamba-2: y of the columns x, B, C and the time steps."""
+    return Mamba2.mix(layer, xbc, dt)[0]
+
+
 def torch_attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def torch_mix(layer, xbc, dt, disturb=lambda t: t):
+    """The same in PyTorch, by chunks of 64 steps, between tensors of 16 bits under autocast in float32. disturb: what
+    is done to what is rounded on the way."""
+    with torch.autocast(xbc.device.type, enabled=False):
+        size, steps, more = xbc.dtype, xbc.shape[1], -xbc.shape[1] % 64
+        xbc = F.conv1d(F.pad(xbc.float().mT, (layer.d_conv - 1, 0)), layer.conv1d.weight, layer.conv1d.bias,
+                       groups=xbc.shape[2])
+        xbc = disturb(F.silu(xbc).mT.to(size)).float()
+        dt = F.softplus(dt.float() + layer.dt_bias)
+        x, b, c, dt = (F.pad(t, (0, 0, 0, more)).unflatten(1, (-1, 64)) for t in
+                       (*xbc.split((layer.d_ssm, layer.d_state, layer.d_state), dim=2), dt))
+        x = x.unflatten(3, (layer.nheads, -1))
+        sums = disturb((dt * -layer.A_log.exp()).cumsum(2)).movedim(3, 2)      # [batch, chunk, head, step]
+        decay = (sums[..., None] - sums[..., None, :]).masked_fill(
+            torch.ones(64, 64, dtype=torch.bool, device=x.device).triu(1), -math.inf).exp()
+        wide = (x * dt[..., None]).movedim(3, 2)                               # [batch, chunk, head, step, column]
+        y = (decay * (c @ b.mT)[:, :, None]) @ wide
+        added = (wide * (sums[..., -1:] - sums).exp()[..., None]).mT @ b[:, :, None]
+        state = torch.zeros_like(added[:, 0])
+        before = []
+        for i in range(added.shape[1]):
+            before.append(state)
+            state = state * sums[:, i, :, -1, None, None].exp() + added[:, i]
+        y = y + sums.exp()[..., None] * (c[:, :, None] @ torch.stack(before, 1).mT)
+        y = y.movedim(2, 3) + layer.D[:, None] * x
+        return y.flatten(1, 2)[:, :steps].flatten(2).to(size)
+
+
+class Functions:
+    """Those that a model's layers call."""
+
+    def __init__(self, attention, mix):
+        self.attention, self.mix = attention, mix
+
+
+def functions_of(name):
+    return Functions(margay_attention, margay_mix) if name == "margay" else Functions(torch_attention, torch_mix)
+
+
 class Twin:
-    """PyTorch's attention with one rounding error more in q, k, v and the output, and in the gradients of each."""
+    """PyTorch's functions with one rounding error more in their inputs and outputs, and in the gradients of each."""
 
     def __init__(self, seed, device):
         self.generator = torch.Generator(device).manual_seed(seed)
 
-    def __call__(self, q, k, v):
+    def attention(self, q, k, v):
         q, k, v = (Disturb.apply(x, self) for x in (q, k, v))
         return Disturb.apply(torch_attention(q, k, v), self)
+
+    def mix(self, layer, xbc, dt):
+        disturb = lambda t: Disturb.apply(t, self)  # noqa: E731
+        return disturb(torch_mix(layer, disturb(xbc), disturb(dt), disturb))
 
     def disturb(self, x):
         sign = 2 * torch.randint(2, x.shape, generator=self.generator, device=x.device, dtype=x.dtype) - 1
@@ -107,47 +162,78 @@ class Disturb(torch.autograd.Function):
         return ctx.twin.disturb(grad), None
 
 
-class SelfAttention(Attention):
-    """Margay's layer, in which the attention can be exchanged."""
+# ---- model
 
-    function = staticmethod(margay_attention)
+
+class SelfAttention(Attention):
+    """Margay's layer, in which the function can be exchanged."""
 
     def attend(self, q, k, v):
-        return self.function(q, k, v)
+        return self.functions.attention(q, k, v)
+
+    def parts(self):
+        """{name of a weight: ((group, rows), ...)}; the others are one group, "others"."""
+        return {"qkv_proj.weight": tuple((group, len(self.qkv_proj.weight) // 3) for group in "qkv")}
+
+
+class StateSpace(Mamba2):
+    """The same."""
+
+    def mix(self, xbc, dt, z=None, seq_idx=None, cu_seqlens=None):
+        return self.functions.mix(self, xbc, dt), None
+
+    def parts(self):
+        return {"in_proj.weight": (("others", self.d_ssm), ("x", self.d_ssm), ("B", self.d_state), ("C", self.d_state),
+                                   ("dt", self.nheads)),
+                "A_log": (("dt", self.nheads),), "dt_bias": (("dt", self.nheads),)}
 
 
 class Block(torch.nn.Module):
-    def __init__(self, width, heads, head_dim):
+    def __init__(self, kind, width, heads, head_dim):
         super().__init__()
-        self.norm1, self.attention = torch.nn.LayerNorm(width), SelfAttention(width, heads, head_dim=head_dim)
+        self.norm1, self.mlp = torch.nn.LayerNorm(width), kind == "A"
+        if kind == "M":
+            self.mixer = StateSpace(width, d_state=head_dim, headdim=head_dim)
+            return
+        self.mixer = SelfAttention(width, heads, head_dim=head_dim)
         self.norm2, self.up, self.down = (torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width),
                                           torch.nn.Linear(4 * width, width))
 
     def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.mixer(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x)))) if self.mlp else x
 
 
-class Transformer(torch.nn.Module):
+class Model(torch.nn.Module):
     """tokens [batch, rows] to logits [batch, rows, 256]. A position begins as the sum of embeddings: of its byte, of
     each of the REACH - 1 bytes before it, and of the position."""
 
     REACH = 4
 
-    def __init__(self, rows, layers, width, heads, head_dim):
+    def __init__(self, size):
         super().__init__()
-        self.rows = rows
-        self.bytes, self.positions = torch.nn.Embedding(256 * self.REACH, width), torch.nn.Embedding(rows, width)
-        self.blocks = torch.nn.ModuleList(Block(width, heads, head_dim) for _ in range(layers))
+        self.rows, width = size["rows"], size["width"]
+        self.bytes, self.positions = torch.nn.Embedding(256 * self.REACH, width), torch.nn.Embedding(self.rows, width)
+        self.blocks = torch.nn.ModuleList(Block(kind, width, size["heads"], size["head_dim"])
+                                          for kind in size["layers"])
         self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, 256)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:         # what adds to the residual stream starts smaller, the more of it there is
-                scale = (2 * layers) ** -0.5 if name.endswith(("out_proj.weight", "down.weight")) else 1
+                scale = (2 * len(self.blocks)) ** -0.5 if name.endswith(("out_proj.weight", "down.weight")) else 1
                 torch.nn.init.normal_(weight, std=0.02 * scale)
 
-    def use(self, function):
+    def use(self, functions):
         for block in self.blocks:
-            block.attention.function = function
+            block.mixer.functions = functions
+
+    def parts(self):
+        return {f"blocks.{i}.mixer.{name}": parts for i, block in enumerate(self.blocks)
+                for name, parts in block.mixer.parts().items()}
+
+    def groups(self):
+        """Weights that make q, k, v, x, B, C, dt, and all other weights."""
+        return (*dict.fromkeys(group for parts in self.parts().values() for group, _ in parts if group != "others"),
+                "others")
 
     def forward(self, tokens):
         x = self.positions.weight[:tokens.shape[1]]
@@ -169,11 +255,11 @@ def loss_of(model, chunk):
 
 
 class Run:
-    def __init__(self, name, function, size, device):
+    def __init__(self, name, size, device):
         self.name, self.device, self.losses, self.seconds = name, device, [], []
         torch.manual_seed(SEED)
-        self.model = Transformer(*(size[key] for key in ("rows", "layers", "width", "heads", "head_dim"))).to(device)
-        self.model.use(function)
+        self.model = Model(size).to(device)
+        self.model.use(functions_of(name))
         steps, warmup = size["steps"], size["steps"] // 10 + 1
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=size["rate"], betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -203,7 +289,7 @@ class Run:
 
 def train(text, size, device):
     """Both runs, step by step in turn, and the checks [(step, far)]."""
-    ours, theirs = Run("margay", margay_attention, size, device), Run("torch", torch_attention, size, device)
+    ours, theirs = Run("margay", size, device), Run("torch", size, device)
     steps, batch, rows = size["steps"], size["batch"], size["rows"]
     batches, window, checks = torch.Generator().manual_seed(SEED), torch.arange(rows + 1), []
     check_at = {(steps - 1) * i // (CHECKS - 1) for i in range(CHECKS)}
@@ -248,29 +334,25 @@ def sample(model, prompt, count, device):
 
 # ---- comparison
 
-GROUPS = "q", "k", "v", "others"      # weights that make q, k, v, and all other weights
-
 
 def check(model, chunk, seed):
     """{group: ((distance, allowed), (change of length, allowed))} of Margay's gradients from PyTorch's, relative."""
-    reference = gradients(model, torch_attention, chunk)
-    ours = far(gradients(model, margay_attention, chunk), reference)
+    reference = gradients(model, functions_of("torch"), chunk)
+    ours = far(gradients(model, functions_of("margay"), chunk), reference)
     twins = [far(gradients(model, Twin(SEED + TWINS * seed + i, chunk.device), chunk), reference) for i in range(TWINS)]
-    model.use(torch_attention)
+    model.use(functions_of("torch"))
     return {group: tuple((ours[group][i], FACTOR * max(twin[group][i] for twin in twins)) for i in range(2))
-            for group in GROUPS}
+            for group in reference}
 
 
-def gradients(model, function, chunk):
-    model.use(function)
+def gradients(model, functions, chunk):
+    model.use(functions)
     names, weights = zip(*model.named_parameters())
-    found = {group: [] for group in GROUPS}
+    parts, found = model.parts(), {group: [] for group in model.groups()}
     for name, grad in zip(names, torch.autograd.grad(loss_of(model, chunk), weights)):
-        if name.endswith("qkv_proj.weight"):
-            for group, part in zip(GROUPS, grad.chunk(3)):
-                found[group].append(part)
-        else:
-            found["others"].append(grad)
+        groups, rows = zip(*parts.get(name, (("others", len(grad)),)))
+        for group, part in zip(groups, grad.split(rows)):
+            found[group].append(part)
     return found
 
 
@@ -294,22 +376,22 @@ MEASURES = "distance", "change of length"
 
 def report(ours, theirs, checks, size):
     """Prints the table; returns what rounding does not explain, a line each."""
-    wrong = []
+    wrong, groups = [], ours.model.groups()
     print(f"""
-At {len(checks)} steps the gradients of all weights were computed with both attentions, on the same weights and batch.
+At {len(checks)} steps the gradients of all weights were computed with both functions, on the same weights and batch.
 How far Margay's are from PyTorch's, in parts of what rounding allows ({FACTOR} times the furthest of {TWINS} twins that
-are one rounding away), for the weights that make q, k and v and for all others:
+are one rounding away), for the weights that make {", ".join(groups[:-1])} and for all others:
 
-  step  loss: margay      torch   gradients:""" + "".join(f"{group:>9}" for group in GROUPS))
+  step  loss: margay      torch   gradients:""" + "".join(f"{group:>9}" for group in groups))
     for step, found in checks:
-        parts = [max(apart / allowed for apart, allowed in found[group]) for group in GROUPS]
+        parts = [max(apart / allowed for apart, allowed in found[group]) for group in groups]
         print(f"{step:>6} {ours.losses[step]:>13.4f} {theirs.losses[step]:>10.4f}              "
               + "".join(f"{part:>9.2f}" for part in parts))
-        wrong += [f"step {step}, gradients of {group}: {measure} {apart:.1e}, allowed {allowed:.1e}" for group in GROUPS
+        wrong += [f"step {step}, gradients of {group}: {measure} {apart:.1e}, allowed {allowed:.1e}" for group in groups
                   for measure, (apart, allowed) in zip(MEASURES, found[group]) if not apart <= allowed]    # NaN, too
     for i, measure in enumerate(MEASURES):
         medians = {group: [statistics.median(found[group][i][j] for _, found in checks) for j in range(2)]
-                   for group in GROUPS}
+                   for group in groups}
         print(f"median {measure}: "
               + ", ".join(f"{group} {apart:.1e} (allowed {allowed:.1e})"
                           for group, (apart, allowed) in medians.items()))
@@ -332,15 +414,17 @@ def plot(ours, theirs, checks, size, out):
                                             height_ratios=(3, 2), layout="constrained")
     top.plot(theirs.losses, color="tab:orange", linewidth=3, label=f"torch, {theirs.speed(size):,.0f} tokens/s")
     top.plot(ours.losses, color="tab:blue", linewidth=1, label=f"margay, {ours.speed(size):,.0f} tokens/s")
-    top.set(ylabel="loss (nats per byte)", title="Byte-level transformer, same seed, same batches, two attentions")
+    top.set(ylabel="loss (nats per byte)", title="Byte-level model, same seed, same batches, two sets of functions")
     top.legend()
     steps = [step for step, _ in checks]
-    for group, color in zip(GROUPS, ("tab:red", "tab:purple", "tab:green", "tab:brown")):
+    groups = ours.model.groups()
+    for group, color in zip(groups, ("tab:red", "tab:purple", "tab:green", "tab:brown", "tab:pink", "tab:olive",
+                                     "tab:cyan", "tab:gray")):
         apart, allowed = zip(*(found[group][0] for _, found in checks))
         bottom.semilogy(steps, apart, "o-", color=color, markersize=4, label=group)
         bottom.semilogy(steps, allowed, "_", color=color, markersize=12)
     bottom.set(xlabel="step", ylabel="distance of the gradients\n(bars: allowed)")
-    bottom.legend(ncols=len(GROUPS))
+    bottom.legend(ncols=len(groups))
     figure.savefig(out / "demo.png", dpi=130)
     pyplot.close(figure)
     print(f"plot: {out / 'demo.png'}")
@@ -348,6 +432,8 @@ def plot(ours, theirs, checks, size, out):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="python -m margay.demo", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=("transformer", "hybrid"), default="transformer",
+                        help="hybrid: layers of Mamba-2 and one of attention (default: transformer)")
     parser.add_argument("--text", type=Path, help="text to learn (default: the documentation of this Python)")
     parser.add_argument("--steps", type=int, help="training steps of each run")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where margay can use it")
@@ -374,7 +460,7 @@ def main(arguments=None):
     device = options.device or choose_device()
     if device == "cuda":
         _needs.gpu(PROGRAM, "--device cuda", "--device cpu")
-    size = SIZES[device] | ({"steps": options.steps} if options.steps else {})
+    size = SIZES[options.model, device] | ({"steps": options.steps} if options.steps else {})
     data = options.text.read_bytes() if options.text else default_text()
     if len(data) <= size["rows"]:
         _needs.stop(PROGRAM, f"the text has {len(data)} bytes, expected more than {size['rows']}")

@@ -2,10 +2,11 @@
 
 import torch
 
+from margay.drop_ins.mamba2 import Mamba2
 from margay.drop_ins.multihead_attention import MultiheadAttention
 from margay.families.attention.attention import attention
 
-__all__ = ["Attention", "MultiheadAttention"]
+__all__ = ["Attention", "Mamba2", "MultiheadAttention"]
 
 
 class Attention(torch.nn.Module):

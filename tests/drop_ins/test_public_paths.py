@@ -18,7 +18,9 @@ PUBLIC = {
                             ("index_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences")),
     "margay.sdpa": ("margay.drop_ins.sdpa", ("enable_sdpa",)),
     "margay.nn": ("margay.drop_ins.multihead_attention", ("MultiheadAttention",)),
+    "margay.integrations.mamba": ("margay.drop_ins.mamba_ssm", ("register", "unregister", "install_as_mamba_ssm")),
     "margay": ("margay.drop_ins.fallback", ("FallbackWarning",)),
+    "margay.integrations.fla": ("margay.drop_ins.fla", ("register", "unregister")),
     "margay.integrations.hf": ("margay.drop_ins.hf", ("register", "attention", "attention_mask")),
 }
 
@@ -34,6 +36,6 @@ def test_public_path(path):
 
 
 def test_layers_are_pickled_by_their_public_names():
-    for layer in (mg.nn.Attention(8, 2), mg.nn.MultiheadAttention(8, 2)):
+    for layer in (mg.nn.Attention(8, 2), mg.nn.MultiheadAttention(8, 2), mg.nn.Mamba2(64)):
         data = pickle.dumps(layer)
         assert b"margay.nn" in data and b"drop_ins" not in data and type(pickle.loads(data)) is type(layer)

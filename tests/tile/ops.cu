@@ -1,6 +1,7 @@
 // Every tile operation in a kernel of its own, written in the vocabulary only: the CPU and the GPU build of this file
 // must agree with the formulas in test_tile.py. Rows: ops.def.
 #include "tile/tile.h"
+#include "tile/matrix.h"
 
 struct op_params {
   gmap a, b, c;
@@ -198,7 +199,9 @@ SHAPE TILE void store_triangle(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   outer(t, p, s.v);
   load(y, p.y, 64, 0.f);
-  store_tril(s.b, t, y, s.v, 3.f, [](float a, float u, float v) { return a + u - v; });
+  auto f = [](float a, float u, float v) { return a + u - v; };
+  if (I) store_triu(s.b, t, y, s.v, 3.f, f);
+  else store_tril(s.b, t, y, s.v, 3.f, f);
   put_b(p, s);
 }
 SHAPE TILE void gathered_rows(const op_params &p, TILES &s, int) {   // row r from element r % 3 of e on
@@ -432,9 +435,10 @@ SHAPE TILE void float_rows(const op_params &p, TILES &s, int) {
   rt<float, N> t, u;
   sem_wait(s.full, 0);
   outer(t, p, s.v);
-  store(p.out, N, t, 64, N);
-  load(u, p.out, N, 50, N - 3);
-  store(p.out, N, u, 64, N);
+  enum { ROW = I ? 1 : N, COL = I ? 64 : 1 };
+  store(p.out, ROW, COL, t, 64, N);
+  load(u, p.out, ROW, COL, 50, N - 3);
+  store(p.out, ROW, COL, u, 64, N);
 }
 SHAPE TILE void scalars(const op_params &p, TILES &s, int) {
   rv y;
@@ -608,6 +612,58 @@ TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
   copy_row((elem *)(p.out + 384), p.e, p.m);
   cumsum_down(v);
   store(p.out + 512, 3, v, p.n);
+}
+
+// ---- matrices of global memory: one of floats in `out`, one of elements in `e`, both at `row` with rows `col` apart
+struct matrix_shared { sv<4 * 64> sums; };
+TILE void matrix_init(matrix_shared &) {}
+template<int A> TILE void matrix_steps(const op_params &p, matrix_shared &s, int) {
+  mt<32, 64> t, u;
+  mr<32> r, e;
+  mc<64> c, d;
+  mrsum<32> rows;
+  mcsum<64> cols;
+  float k;
+  float *first = p.out + p.row;
+  elem *second = (elem *)p.e + p.row;
+  load_begin<A>(t, first, p.col, p.m, p.n);
+  load_begin<A>(u, second, p.col, p.m, p.n);
+  load_begin(r, p.y, p.m);
+  load_begin(e, p.e, p.m);
+  load_begin<A>(c, p.x, p.n);
+  load_begin<A>(d, p.e, p.n);
+  load_begin(k, p.e + 3);
+  load_end<float>(t);
+  load_end<elem>(u);
+  load_end<float>(r);
+  load_end<elem>(e);
+  load_end<float>(c);
+  load_end<elem>(d);
+  load_end<elem>(k);
+  map(e, e, [](float x) { return 2.f * x; });
+  map(r, r, e, [](float x, float y) { return x + y; });
+  map(d, d, [](float x) { return 2.f * x; });
+  map(c, c, d, [](float x, float y) { return x + y; });
+  clear(rows);
+  clear(cols);
+  each(t, [=](float &t, float &u, float r, float c, float &row, float &col) {
+    t = t * r + k;
+    u = u * c;
+    row += t;
+    col += u;
+  }, u, r, c, rows, cols);
+  save<A>(first, p.col, t, p.m, p.n);
+  save<A>(second, p.col, u, p.m, p.n);
+  reduce(r, rows);
+  store(s.sums, cols);
+  wg_sync();
+  load_sum(c, s.sums);
+  save(p.out + 4000, r, p.m);
+  save<A>(p.out + 4100, c, p.n);
+  fill(e, 5.f);
+  fill(d, 6.f);
+  save(p.out + 4200, e, p.m);
+  save<A>(p.out + 4300, d, p.n);
 }
 
 // ---- several tiles in one pass: block 0 visits all places alike, block 1 those right of, on and left of the
@@ -929,6 +985,10 @@ typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1
 RUN_OP(zeros, zero_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
+typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<FOURS>, WARPGROUP, 1, 0>> matrix_fours_kernel;
+RUN_OP(matrix_fours, matrix_fours_kernel)
+typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<ONES>, WARPGROUP, 1, 0>> matrix_ones_kernel;
+RUN_OP(matrix_ones, matrix_ones_kernel)
 typedef block<op_params, visit_shared, visit_init, role<visit_tiles, WARPGROUP, 1, 0>,
               role<visit_loader, THREAD, 1, 0>, role<visit_columns, WARP, 1, 0>>
     visit_kernel;

@@ -277,6 +277,7 @@ def check_copy(c):
     elif name in ("store_with_row_col", "store_triangle"):
         t, u, v = c.t(), c.y[:, None], c.x[None, :]
         low = np.arange(N)[None, :] <= np.arange(64)[:, None]
+        low = low.T if name == "store_triangle" and I else low
         f = t + u - v
         tile = (np.where(low, f, 2 * t) if name == "store_with_row_col"
                 else np.where(low, f, 0) + 3 * np.eye(64, N, dtype=np.float32))
@@ -407,7 +408,7 @@ def check_accumulators(c):
 def check_float_rows(c):
     want = c.t()
     want[50:], want[:, -3:] = 0, 0
-    same(c.matrix(), want)
+    same(c.run()[:64 * c.N].reshape(c.N, 64).T if c.I else c.matrix(), want)
 
 
 def check_scalars(c):
@@ -584,6 +585,35 @@ def test_warp(ops):
     down = np.cumsum(v[::-1], dtype=np.float64)[::-1]
     close(r[512:662:3], down[:50], 64, 1e-6)
     assert np.isnan(np.delete(r[512:], np.arange(0, 150, 3))).all()
+
+
+@pytest.mark.parametrize("name, first, ld, m, n", (("matrix_fours", 8, 68, 32, 64), ("matrix_fours", 4, 80, 17, 60),
+                                                   ("matrix_fours", 0, 64, 1, 4), ("matrix_ones", 1, 67, 31, 51),
+                                                   ("matrix_ones", 3, 65, 50, 70), ("matrix_ones", 0, 64, 0, 0)))
+def test_matrices(ops, name, first, ld, m, n):
+    """Elements inside of the limits; the others stay as they were."""
+    rng = np.random.default_rng(m)
+    x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(32).astype(np.float32)
+    out, e = rng.standard_normal(4400).astype(np.float32), random(rng, ops.elem, 4000)
+    got = ops.run(name, {}, {"x": x, "y": y, "e": e, "out": out}, row=first, col=ld, m=m, n=n)
+    m, n, small = min(m, 32), min(n, 64), decode(e, ops.elem)
+    place = first + ld * np.arange(m)[:, None] + np.arange(n)[None, :]
+    r, c = y[:m] + 2 * small[:m], x[:n] + 2 * small[:n]
+    t = out[place].astype(np.float64) * r[:, None] + small[3]
+    u = small[place].astype(np.float64) * c
+    left = np.setdiff1d(np.arange(4000), place)
+    close(got["out"][place], t, 1 + np.abs(t), 1e-6)
+    same(got["out"][left], out[left])
+    rounding = {"bf16": 2.0**-8, "fp16": 2.0**-11, "float": 2.0**-24}[ops.elem]
+    close(decode(got["e"], ops.elem)[place], u, 1e-6 + np.abs(u), 1.01 * rounding + 1e-7)
+    same(decode(got["e"], ops.elem)[left], small[left])
+    # what is outside of the tile's columns is 0 r + k in its rows' sums
+    close(got["out"][4000:4000 + m], t.sum(1) + (64 - n) * small[3], 64 * 4, 1e-6)
+    close(got["out"][4100:4100 + n], u.sum(0), 32 * 4, 1e-6)
+    same(got["out"][4200:4200 + m], np.full(m, 5))
+    same(got["out"][4300:4300 + n], np.full(n, 6))
+    for at, count in ((4000, m), (4100, n), (4200, m), (4300, n)):
+        same(got["out"][at + count:at + 100], out[at + count:at + 100])
 
 
 def test_visits(ops):

@@ -276,6 +276,22 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
     for (int c = 0; c < N && c < n; c++) g[r * ld + c] = t.d[r][c];
   }
 }
+template<int N> TILE void load(rt<float, N> &t, const float *g, int row, int col, int m, int n) {
+  writes(t);
+  for (int r = 0; r < 64; r++)
+    for (int c = 0; c < N; c++) {
+      if (r < m && c < n) touches_global(g + r * row + c * col, sizeof(float), GLOBAL_READ);
+      t.d[r][c] = r < m && c < n ? g[r * row + c * col] : 0.f;
+    }
+}
+template<int N> TILE void store(float *g, int row, int col, const rt<float, N> &t, int m, int n) {
+  reads(t);
+  for (int r = 0; r < 64 && r < m; r++)
+    for (int c = 0; c < N && c < n; c++) {
+      touches_global(g + r * row + c * col, sizeof(float), GLOBAL_WRITE);
+      g[r * row + c * col] = t.d[r][c];
+    }
+}
 template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n) {
   reads(t);
   for (int r = 0; r < 64; r++) {

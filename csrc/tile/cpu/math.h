@@ -393,9 +393,9 @@ __attribute__((flatten)) TILE void store_rc(st<T, 64, N> &s, const rt<float, N> 
     narrow_row(s.d + r * N, row, N);
   }
 }
-template<typename T, int N, class F>
-__attribute__((flatten)) TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v,
-                                              float diag, F f) {
+template<bool UPPER, typename T, int N, class F>
+__attribute__((flatten)) TILE void store_triangle(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v,
+                                                  float diag, F f) {
   reads(t, u);
   reads_shared(whole(v));
   writes_shared(s, whole(s));
@@ -405,11 +405,19 @@ __attribute__((flatten)) TILE void store_tril(st<T, 64, N> &s, const rt<float, N
 #pragma GCC ivdep
     for (int c = 0; c < N; c++) {
       float y = f(t.d[r][c], x, v.d[c]);
-      row[c] = c > r ? 0.f : y;
+      row[c] = (UPPER ? c < r : c > r) ? 0.f : y;
     }
     if (r < N) row[r] += diag;
     narrow_row(s.d + r * N, row, N);
   }
+}
+template<typename T, int N, class F>
+TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+  store_triangle<false>(s, t, u, v, diag, f);
+}
+template<typename T, int N, class F>
+TILE void store_triu(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+  store_triangle<true>(s, t, u, v, diag, f);
 }
 #undef MAP
 #undef MAP_VECTOR

@@ -217,29 +217,37 @@ TILE void store_rc(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv
     store_block(block_address(s, 16 * k), w[0], w[1], w[2], w[3]);
   }
 }
-// 16 x 16 blocks above the diagonal cost a store of zeros and no arithmetic.
-template<typename T, int N, class F>
-TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+// 16 x 16 blocks on the other side of the diagonal cost a store of zeros and no arithmetic.
+template<bool UPPER, typename T, int N, class F>
+TILE void store_triangle(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
   const float2 *g = (const float2 *)(v.d + thread_col());
   int r = lane() >> 2, c = thread_col();
 #pragma unroll
   for (int k = 0; k < N / 16; k++) {
     uint32_t w[4] = {0, 0, 0, 0};
-    if (k <= warp_in_group()) {
+    if (UPPER ? k >= warp_in_group() : k <= warp_in_group()) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         float2 x = g[k * 8 + (j >> 1) * 4];
         float lo = f(t.d[8 * k + 2 * j], u.d[j & 1], x.x), hi = f(t.d[8 * k + 2 * j + 1], u.d[j & 1], x.y);
         if (k == warp_in_group()) {
           int row = r + 8 * (j & 1), col = c + 8 * (j >> 1);
-          lo = col > row ? 0.f : col == row ? lo + diag : lo;
-          hi = col + 1 > row ? 0.f : col + 1 == row ? hi + diag : hi;
+          lo = col == row ? lo + diag : (col > row) != UPPER ? 0.f : lo;
+          hi = col + 1 == row ? hi + diag : (col + 1 > row) != UPPER ? 0.f : hi;
         }
         w[j] = pack<T>(lo, hi);
       }
     }
     store_block(block_address(s, 16 * k), w[0], w[1], w[2], w[3]);
   }
+}
+template<typename T, int N, class F>
+TILE void store_tril(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+  store_triangle<false>(s, t, u, v, diag, f);
+}
+template<typename T, int N, class F>
+TILE void store_triu(st<T, 64, N> &s, const rt<float, N> &t, const rv &u, const sv<N> &v, float diag, F f) {
+  store_triangle<true>(s, t, u, v, diag, f);
 }
 // Rows are whole in every panel, so that the swizzle does not matter.
 template<int W, typename T, int R, int C> TILE void clear_rows(st<T, R, C> &t, int first, int end) {
@@ -445,6 +453,24 @@ template<int N> TILE void store(float *g, int64_t ld, const rt<float, N> &t, int
         if (c + 8 * i + 1 < n) to[8 * i + 1] = t.d[4 * i + 2 * h + 1];
       }
     }
+  }
+}
+template<int N> TILE void load(rt<float, N> &t, const float *g, int row, int col, int m, int n) {
+  if (col == 1) return load(t, g, row, m, n);
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    int x = r + (i >> 1 & 1) * 8, y = c + i / 4 * 8 + (i & 1);
+    t.d[i] = x < m && y < n ? g[x * row + y * col] : 0.f;
+  }
+}
+template<int N> TILE void store(float *g, int row, int col, const rt<float, N> &t, int m, int n) {
+  if (col == 1) return store(g, row, t, m, n);
+  int r = thread_row(), c = thread_col();
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    int x = r + (i >> 1 & 1) * 8, y = c + i / 4 * 8 + (i & 1);
+    if (x < m && y < n) g[x * row + y * col] = t.d[i];
   }
 }
 template<typename T, int N, class F> TILE void store_rows(const rt<float, N> &t, F f, int n) {

@@ -27,14 +27,46 @@ margay.attention(q, q, q)
 wait()
 print(time.perf_counter() - start)
 """
+# Of an op with gradients, after torch's start, autograd's, the context's and the import: what the op itself loads.
+FIRST_CALLS = """
+import time, torch, margay
+def half(*sizes):
+    return torch.randn(*sizes, device={device!r}).to(torch.bfloat16).requires_grad_()
+wait = torch.cuda.synchronize if {device!r} == "cuda" else lambda: None
+a = half(64, 64)
+(a @ a).backward(torch.ones_like(a))
+{inputs}
+wait()
+start = time.perf_counter()
+out = {call}
+wait()
+middle = time.perf_counter()
+out.backward(torch.ones_like(out))
+wait()
+print(middle - start, time.perf_counter() - middle)
+"""
+OPS = {
+    "ssd": ("x, b = half(1, 128, 2, 64), half(1, 128, 1, 128); dt = torch.rand(1, 128, 2, device={device!r}); "
+            "a = -torch.rand(2, device={device!r})", "margay.ssd(x, dt, a, b, b)"),
+    "linear_attention": ("q = half(1, 128, 2, 128)", "margay.linear_attention(q, q, q)"),
+    "causal_conv1d": ("x, weight = half(1, 128, 64), half(64, 4)", "margay.causal_conv1d(x, weight)"),
+}
 IMPORT = "import time; start = time.perf_counter(); import margay; print(time.perf_counter() - start)"
 
 
 def fresh_process(program, repeats=5):
-    """Median of the seconds that the program prints."""
-    return statistics.median(float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True,
-                                                  text=True).stdout)
-                             for _ in range(repeats))
+    """Median of the seconds that the program prints; of each, where it prints several."""
+    printed = [subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+               for _ in range(repeats)]
+    medians = [statistics.median(map(float, values)) for values in zip(*map(str.split, printed))]
+    return medians[0] if len(medians) == 1 else medians
+
+
+def first_calls(device):
+    for op, (inputs, call) in OPS.items():
+        seconds = fresh_process(FIRST_CALLS.format(device=device, inputs=inputs.format(device=device), call=call), 3)
+        for what, value in zip(("forward", "backward"), seconds):
+            yield {"name": f"first {what} of {op}, after torch's own", "group": "start", "us": value * 1e6}
 
 
 def host_microseconds(call, device):
@@ -78,6 +110,7 @@ def run(options, arguments):
                for name, values in rounds.items()]
     results.append({"name": "first call in a fresh process", "group": "start",
                     "us": fresh_process(FIRST_CALL.format(device=device)) * 1e6})
+    results += first_calls(device)
     results.append({"name": "import margay, without torch", "group": "start", "us": fresh_process(IMPORT) * 1e6})
     for result in results:
         print(f"{result['name']}: {result['us']:.1f} us")

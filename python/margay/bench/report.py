@@ -5,6 +5,9 @@ import statistics
 from pathlib import Path
 
 
+UNITS = {"tflops": "TFLOP/s", "gbs": "GB/s"}          # of a case: products bound it, or memory
+
+
 def geomean(values):
     return math.exp(statistics.fmean(map(math.log, values)))
 
@@ -59,12 +62,33 @@ def overhead(content):
     return "Host time\n\n" + markdown(["", "us"], rows)
 
 
+def rate(case):
+    """The unit of what bounds a case, and the rate of each runner; ("", {}) of neither."""
+    return next(((unit, case[name]) for name, unit in UNITS.items() if name in case), ("", {}))
+
+
 def by_case(content):
-    """A row per case."""
-    peer = next(iter(content["cases"][0]["speed_ratio"]))
-    rows = [[case["name"], f"{case['ms']['margay']:.3f}", f"{case['tflops']['margay']:.0f}",
-             f"{case['speed_ratio'][peer]:.2f}"] for case in content["cases"]]
-    return markdown(["", "ms", "TFLOP/s", f"times as fast as {peer}"], rows)
+    """A row per case. A column is there where a case has what stands in it."""
+    cases = content["cases"]
+    unit = next(filter(None, (rate(case)[0] for case in cases)), "")
+    beside = unique(name for case in cases for name in case.get("of_rate", {}))
+    peers = unique(peer for case in cases for peer in case["speed_ratio"])
+    needed = unique(name for case in cases for name in case.get("memory_mb", {}))
+    number = lambda text, value: "" if value is None else format(value, text)  # noqa: E731
+    columns = {"ms": lambda case: f"{case['ms']['margay']:.3f}"}
+    if unit:
+        columns[unit] = lambda case: number(".0f", rate(case)[1].get("margay"))
+    if any("roofline" in case for case in cases) and not beside:
+        columns["roofline"] = lambda case: number(".0%", case.get("roofline"))
+    for name in beside:
+        columns[f"of {name}"] = lambda case, name=name: number(".0%", case.get("of_rate", {}).get(name))
+    for name in peers:
+        columns[f"times as fast as {name}"] = lambda case, name=name: (
+            number(".2f", case["speed_ratio"].get(name)) + " (wrong)" * (name in case.get("wrong", ())))
+    for name in needed:
+        columns["MB" if name == "margay" else f"MB of {name}"] = (
+            lambda case, name=name: number(".0f", case.get("memory_mb", {}).get(name)))
+    return markdown(["", *columns], [[case["name"], *(column(case) for column in columns.values())] for case in cases])
 
 
 def tables():
@@ -83,21 +107,22 @@ def table(content):
 # ---- plots
 
 def panels(content):
-    """(title, x labels, {runner: y}) for each panel, in TFLOP/s. Calls only: graphs of them look the same."""
+    """(title, x labels, {runner: rate}) for each panel. Calls only: graphs of them look the same."""
     calls = [case for case in content["cases"] if "layers" not in case]
     for group in unique(case["group"] for case in calls):
         for mask in unique(case.get("mask", "") for case in calls):
             cases = [case for case in calls if case["group"] == group and case.get("mask", "") == mask]
             if cases:
-                runners = unique(name for case in cases for name in case["tflops"])
+                runners = unique(name for case in cases for name in rate(case)[1])
                 yield f"{group}\n{mask}".strip(), x_labels(cases), {
-                    name: [case["tflops"].get(name, math.nan) for case in cases] for name in runners}
+                    name: [rate(case)[1].get(name, math.nan) for case in cases] for name in runners}
 
 
 def x_labels(cases):
-    """What differs from case to case: the shapes of products, head dims where all have one length, else lengths."""
-    if "m" in cases[0]:
-        return ["{m}\n{n}\n{k}".format(**case) for case in cases]
+    """What differs from case to case: shapes, head dims where all have one length, else lengths."""
+    for shape in (("m", "n", "k"), ("b", "t", "h"), ("b", "t", "c")):
+        if set(shape) <= set(cases[0]):
+            return ["\n".join(str(case[size]) for size in shape) for case in cases]
     if len({case["n"] for case in cases}) == 1 and "d" in cases[0]:
         return [f"D={case['d']}" for case in cases]
     return [f"{case['n'] // 1024}k" if case["n"] % 1024 == 0 else str(case["n"]) for case in cases]
@@ -114,7 +139,7 @@ def plot(content, path):
 
 
 def figure(content):
-    """A panel a group, TFLOP/s over sizes, a line a runner."""
+    """A panel a group, rates over sizes, a line a runner."""
     import matplotlib.pyplot as plt
     found = list(panels(content))
     # rows of equal length: forward above backward
@@ -130,7 +155,7 @@ def figure(content):
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:
-        axis.set_ylabel("TFLOP/s", fontsize=8)
+        axis.set_ylabel(next(filter(None, (rate(case)[0] for case in content["cases"])), ""), fontsize=8)
     axes.flat[0].legend(fontsize=8)
     figure.suptitle(caption(content), fontsize=8)
     return figure

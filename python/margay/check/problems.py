@@ -309,9 +309,13 @@ SSD_BWD_GIVEN = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_b
 def ssd_bwd(row, large):
     c = constants(row)
     shapes = [("large", 3000, 16, 2, 128, 0, ""), ("few blocks", 640, 2, 1, 256, 0, "")] if large else []
-    for label, steps, heads, *problem in [*shapes, *SSD_BWD]:
+    if row["op"] == "ssd_bwd_states":          # few heads, whose chunks are cut into parts
+        shapes.append(("parts", 1040, c["WG"], 1, 64, 0, "states"))
+    for label, steps, heads, groups, dim, *problem in [*shapes, *SSD_BWD]:
         heads *= 2 if row["op"] == "ssd_bwd_join" else 1       # it adds what blocks have that share a group's heads
-        problem = c.get("N", c.get("W", 64)), steps, heads, *problem
+        if label == "packed" and row["op"] == "ssd_bwd":       # an odd number of units: not the stages' multiple
+            dim = 184
+        problem = c.get("N", c.get("W", 64)), steps, heads, groups, dim, *problem
         yield label, lambda problem=problem: call_ssd_bwd(row["dtype"], *problem)
 
 
@@ -373,6 +377,36 @@ def based_bwd(row, large):
     return based(row, large, True)
 
 
+# label, steps, state less than N, what is given besides
+SWEEPS = (("plain", 64 * 5 + 10, 0, ()), ("one chunk", 64, 8, ("dfinal_state", "dinitial_state", "g")),
+          ("packed", 400, 0, ("cu_seqlens", "dinitial_state", "g_head")))
+
+
+def linear_attention_back(row, large):
+    """Gradients without that of g."""
+    shapes = [("large", 3000, 70, 0, ()), ("few blocks", 2000, 4, 0, ())] if large else []
+    for label, steps, heads, less, given in [*shapes, *((label, steps, 2, *rest) for label, steps, *rest in SWEEPS)]:
+        n = constants(row)["N"] - less
+        yield label, lambda problem=(steps, heads, n, given): call_linear_attention_bwd(row["dtype"], *problem)
+
+
+def call_linear_attention_bwd(dtype, steps, heads, n, given):
+    starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps)
+    here = lambda name, size: size if name in given else -1  # noqa: E731
+    sizes = dict(B=1, T=steps, H=heads, K=n, V=n, HG=here("g", heads), HH=here("g_head", heads),
+                 STARTS=here("cu_seqlens", len(starts)))
+    op = _op.Row("linear_attention_bwd")
+    for size, _, code in op.lets:
+        sizes[size] = int(eval(code, {}, sizes))
+    values = dict(g=-0.1, g_head=-0.1, cu_seqlens=starts)
+    kinds = dict(half=dtype, float32="float32", int32="int32")
+    fields = [f for f in op.arguments if f["role"] != "num"]
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+               for f in fields if f["name"] in given or f["role"] not in ("opt", "optout")}
+    _C.linear_attention_bwd(*(tensors.get(f["name"]) for f in fields))
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
+
+
 def scaled_add(row, large):
     for m, n in (*([(3000, 3000)] if large else []), (700, 336), (64, 64), (100, 8)):
         def call(m=m, n=n):
@@ -428,6 +462,39 @@ def causal_conv1d_step(row, large):
         yield f"{b}x{t}x{c}, state {length}" + (" ring" if ring else ""), call
 
 
+# steps, samples, places, what is given besides; of the last sample there is no state
+STEPS = ((0, 2, 2, ()), (3, 3, 5, ("slots", "z", "d", "dt_bias", "g")), (1, 2, 3, ("slots", "d_wide", "g_head")))
+
+
+def step_of_generation(row, large):
+    """One step, and several; of rows of one number at a time, columns that are no multiple of four. They are even: words
+    of four bytes belong to one block."""
+    shapes = [("large", 8, 64, 64, ("slots", "z", "d", "dt_bias", "g"))] if large else []
+    ssd = row["op"].startswith("ssd")
+    for label, steps, batch, places, given in [*shapes, *(("", *rest) for rest in STEPS)]:
+        c, odd = constants(row), row["op"].endswith("_ones")
+        most = c["COLS" if ssd else "ROWS"] - (6 if odd else 4 * steps)
+        sizes = dict(B=batch, T=steps, SLOTS=places, H=2, P=40, G=1, N=most, K=most, V=50 if odd else 52, HG=2, HH=2)
+        slots = [*range(places - 1, places - batch, -1), -1]
+        yield (label or f"{steps} steps of {batch} samples, {most}",
+               lambda x=(row["dtype"], ssd, sizes, given, slots): call_step(*x))
+
+
+def call_step(dtype, ssd, sizes, given, slots):
+    op = _op.Row(("ssd" if ssd else "linear_attention") + ("_steps" if sizes["T"] else "_step"))
+    values = dict(dt=0.1, a=-1.0, g=-0.1, g_head=-0.1, slots=slots)
+    kinds = dict(half=dtype, real="float32", int32="int32")
+    fields = [f for f in op.arguments if f["role"] != "num"]
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=values.get(f["name"]))
+               for f in fields if f["name"] in given or f["role"] != "opt"}
+    if sizes["T"] == 1:
+        tensors["state"] = new(*(sizes[size] for size in ("SLOTS", *(("H", "P", "N") if ssd else ("H", "K", "V")))),
+                               dtype=dtype)
+    getattr(_C, op.name)(**tensors)
+    return [tensors[f["name"]] for f in (*op.results, op.inputs[0])]
+
+
 def from_row(kernel, large):
     """Random problems from the op's row in ops.def: sizes for which NEEDS and the kernel's condition hold, values in
     the ranges of DRAW."""
@@ -478,7 +545,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "ssd_bwd_sums": ssd_bwd, "scaled_add": scaled_add,
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
-       "causal_conv1d_step": causal_conv1d_step}
+       "causal_conv1d_step": causal_conv1d_step, "linear_attention_back": linear_attention_back,
+       "ssd_step": step_of_generation, "ssd_step_ones": step_of_generation,
+       "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation}
 
 
 def of_op(row, large):

@@ -4,7 +4,9 @@ which name what is here.
     flash_attn2, flash_attn3, bert_padding    margay.flash_attn, margay.flash_attn_interface, margay.bert_padding
     sdpa                                      margay.enable_sdpa
     hf                                        margay.integrations.hf
-    multihead_attention                       margay.nn.MultiheadAttention
+    multihead_attention, mamba2               margay.nn.MultiheadAttention, margay.nn.Mamba2
+    causal_conv1d                             margay.causal_conv1d
+    mamba_ssm                                 margay.integrations.mamba
 
     kernel_or_torch     what they all call: a kernel, or torch_attention with a warning
     torch_attention     attention in plain PyTorch
@@ -12,4 +14,5 @@ which name what is here.
     padding             padded batches as packed ones
     kvcache             flash_attn_with_kvcache of both versions
     switch              what functions that switch a drop-in on return
+    stand_ins           modules under the names of other packages
 """

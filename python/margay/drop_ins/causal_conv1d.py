@@ -35,18 +35,21 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, re
     Returns out [B, C, T], with return_final_states (out, final states); these are written to final_states_out where
     that is given.
     """
-    activation = _activation(activation)
-    weight, bias = _weights(x, weight, bias)
-    states = None if initial_states is None else _steps_first(initial_states)
-    out, final = margay.causal_conv1d(_steps_first(x), weight, bias, activation=activation, initial_states=states,
-                                      return_final_states=True, seq_idx=seq_idx)
-    out = out.transpose(1, 2)
+    out, final = channels_last(x, weight, bias, seq_idx, initial_states, activation)
     if x.stride(1) != 1 and x.stride(2) == 1 and x.shape[2] > 1:
         out = out.contiguous()                     # in memory as x is
     if not return_final_states:
         return out
-    final = final.transpose(1, 2)
     return out, final if final_states_out is None else final_states_out.copy_(final)
+
+
+def channels_last(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None):
+    """out and final states of `causal_conv1d_fn`, whose channels are contiguous whatever those of x are."""
+    weight, bias = _weights(x, weight, bias)
+    states = None if initial_states is None else _steps_first(initial_states)
+    out, final = margay.causal_conv1d(_steps_first(x), weight, bias, activation=_activation(activation),
+                                      initial_states=states, return_final_states=True, seq_idx=seq_idx)
+    return out.transpose(1, 2), final.transpose(1, 2)
 
 
 @torch.no_grad()

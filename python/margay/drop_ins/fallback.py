@@ -4,6 +4,7 @@ import sys
 import warnings
 
 _warned = set()
+_PASSED = ("fla", "margay", "torch", "transformers")       # packages whose lines are not the caller's
 
 
 class FallbackWarning(UserWarning):
@@ -17,7 +18,7 @@ def fall_back(op, reason, by="PyTorch", of=None):
         return
     _warned.add((op, of or reason))
     level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("margay", "torch", "transformers"):
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED:
         level, frame = level + 1, frame.f_back
     warnings.warn(f"{op}: {reason}; computed by {by}", FallbackWarning, stacklevel=level)
 

@@ -9,9 +9,7 @@ Nk] (of packed rows [B, Hq, max_seqlen_q, max_seqlen_k], 0 behind a sequence's e
 stores it, PyTorch computes it again, for tests. What no kernel computes goes to PyTorch, with a FallbackWarning.
 """
 
-import importlib.machinery
 import sys
-import types
 
 import torch
 
@@ -20,7 +18,7 @@ from margay.drop_ins import bert_padding, kernel_or_torch, kvcache, torch_attent
 from margay.drop_ins.bert_padding import pad_input, unpad_input
 from margay.drop_ins.kvcache import check_layout as _check
 from margay.drop_ins.kvcache import sequence_of as _sequence_of
-from margay.drop_ins.switch import Switch
+from margay.drop_ins.stand_ins import StandIns, of_module
 from margay.families.attention import attention_torch
 from margay.families.attention.attention import check_starts, read_window
 
@@ -114,24 +112,13 @@ def install_as_flash_attn():
     What a program has imported before keeps what it has. The package's metadata is not imitated: a program that asks
     importlib.metadata for flash-attn's version does not find it.
     """
-    names = ("flash_attn", "flash_attn_interface")
-    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] in names}
-    for name in hidden:
-        del sys.modules[name]
     from margay.drop_ins import flash_attn3
 
     this = sys.modules[__name__]
-    package = _stand_in("flash_attn", this, is_package=True)
-    package.flash_attn_interface = _stand_in("flash_attn.flash_attn_interface", this)
-    package.bert_padding = _stand_in("flash_attn.bert_padding", bert_padding)
-    _stand_in("flash_attn_interface", flash_attn3)
-
-    def undo():
-        for name in [name for name in sys.modules if name.split(".")[0] in names]:
-            del sys.modules[name]
-        sys.modules.update(hidden)
-
-    return Switch(undo)
+    return StandIns(of_module("flash_attn", this, __version__, is_package=True),
+                    of_module("flash_attn.flash_attn_interface", this, __version__),
+                    of_module("flash_attn.bert_padding", bert_padding, __version__),
+                    of_module("flash_attn_interface", flash_attn3, __version__))
 
 
 # ---- common to flash-attn 2 and 3
@@ -252,16 +239,6 @@ def used_rows(op, name, used, starts, rows):
     before = behind[sequence] + row_of_it.clamp(min=0).minimum(used[sequence])       # used rows in front of this one
     place = torch.where(row_of_it < used[sequence], before, behind[-1] + row - before).clamp(0, max(rows - 1, 0))
     return behind.int(), torch.zeros_like(row).scatter(0, place, row), place
-
-
-def _stand_in(name, source, is_package=False):
-    module = types.ModuleType(name, source.__doc__)
-    module.__dict__.update({name: getattr(source, name) for name in source.__all__}, __version__=__version__)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
-    if is_package:
-        module.__path__ = []
-    sys.modules[name] = module
-    return module
 
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",

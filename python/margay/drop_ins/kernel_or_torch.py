@@ -53,20 +53,28 @@ def append_kv(k_cache, v_cache, k, v, **options):
 
 def unsupported(q, k, v, scale=None, dropout_p=0.0):
     """Why no kernel computes attention of these tensors, or None. Looks at nothing but dtypes, devices and shapes."""
-    if not (q.is_cpu or q.is_cuda):
-        return f"device {q.device.type}"
-    dtype = q.dtype
-    if torch.is_autocast_enabled(q.device.type) and dtype in _torch.DTYPES:
-        dtype = torch.get_autocast_dtype(q.device.type)
-    if not _torch.has_kernels(dtype, q.is_cuda):
-        return f"dtype {_shared.dtype_name(q)} on {q.device.type}"
+    reason = no_kernels_for(q)
+    if reason is not None:
+        return reason
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         return f"a head dim over {MAX_HEAD_DIM}"
     if scale is not None and not _shared.SMALLEST_SCALE <= scale <= _shared.LARGEST_SCALE:
         return "a scale that float32 cannot hold" if scale > 0 else "a scale that is not positive"
     if DROPS_ALL <= dropout_p <= 1:
         return "a dropout probability of 1"
-    return _why_not_gpu(q.device.index) if q.is_cuda else None
+    return None
+
+
+def no_kernels_for(x):
+    """Why no kernel reads this tensor's type where it is, or None."""
+    if not (x.is_cpu or x.is_cuda):
+        return f"device {x.device.type}"
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type) and dtype in _torch.DTYPES:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if not _torch.has_kernels(dtype, x.is_cuda):
+        return f"dtype {_shared.dtype_name(x)} on {x.device.type}"
+    return _why_not_gpu(x.device.index) if x.is_cuda else None
 
 
 def refuse_8_bits(op, q):

@@ -1,11 +1,8 @@
 """Mamba-2's scan. What its kernels do not do, D of a head's columns and z, is done here by the tensors' library."""
 
 import math
-import sys
 
-from margay._shared import check_rank, dtype_name, functions, is_torch, number, of_row, shape
-
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+from margay._shared import as_int32, dtype_name, functions, is_torch, number, of_row, rows_library, shape
 
 
 def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, math.inf),
@@ -21,42 +18,42 @@ def ssd(x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_l
     initial_states: S_0, [batch, H, P, N]; zero if None. It is that of sequence 0 where seq_idx is given.
     seq_idx: integers [batch, T]. Where it changes, the state begins anew with zeros.
     cu_seqlens: integers [sequences + 1]. x has batch 1, and sequence i has steps cu_seqlens[i] to
-        cu_seqlens[i + 1] - 1. The states are then those of the sequences, [sequences, H, P, N].
+        cu_seqlens[i + 1] - 1; y is 0 behind the last. The states are then those of the sequences,
+        [sequences, H, P, N].
     return_final_states: return (y, S_T), S_T float32 [batch, H, P, N].
     """
-    torch_ = is_torch("ssd", "x", x)
-    as_float32 = _library(torch_).as_float32
+    library = rows_library(is_torch("ssd", "x", x))
     dt, A, D, dt_bias, initial_states = (
-        t if t is None else as_float32("ssd", name, t)
+        t if t is None else library.as_float32("ssd", name, t)
         for name, t in (("dt", dt), ("A", A), ("D", D), ("dt_bias", dt_bias), ("initial_states", initial_states)))
     low, high = _limits("ssd", dt_limit)
     if seq_idx is not None and cu_seqlens is not None:
         raise ValueError("ssd: seq_idx and cu_seqlens are given, expected one of them")
-    seq_idx, cu_seqlens = (t if t is None else _as_int32(name, t)
+    seq_idx, cu_seqlens = (t if t is None else as_int32("ssd", name, t)
                            for name, t in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)))
-    if cu_seqlens is not None and x.ndim == 4:
-        _check_last(cu_seqlens, x.shape[1])
-    if z is not None and tuple(getattr(z, "shape", ())) != tuple(x.shape):
-        found = f"has shape {shape(z)}" if hasattr(z, "shape") else f"is {type(z).__name__}"
-        raise ValueError(f"ssd: z {found}, expected {shape(x)} (as x)")
+    if z is not None:
+        _check_z(library, x, z)
     wide = D is not None and D.ndim == 2
     if wide and (x.ndim != 4 or tuple(D.shape) != tuple(x.shape[2:])):
         raise ValueError(f"ssd: D has shape {shape(D)}, expected [heads] or [heads, head dim] of x, which has shape "
                          f"{shape(x)}")
     run = functions.get("ssd") or of_row("ssd")
     y, states = run(x, dt, A, B, C, None if wide else D, dt_bias, initial_states, seq_idx, cu_seqlens,
-                    bool(dt_softplus), low, high)
+                    bool(dt_softplus), low, high, (bool(return_final_states),))
     if wide or z is not None:
-        y = _finish(y, x, D if wide else None, z)
+        y = _finish(y, x, D if wide else None, z, cu_seqlens)
     return (y, states) if return_final_states else y
 
 
-def _library(torch_):
-    if torch_:
-        from margay import _torch as library
-    else:
-        from margay import _numpy as library
-    return library
+def _check_z(library, x, z):
+    """z is not the row's: nobody else looks at it."""
+    library.check_kinds("ssd", x=x, z=z)
+    if dtype_name(z) not in ("bfloat16", "float16", "float32"):
+        raise TypeError(f"ssd: z has dtype {dtype_name(z)}, expected bfloat16, float16 or float32")
+    if tuple(z.shape) != tuple(x.shape):
+        raise ValueError(f"ssd: z has shape {shape(z)}, expected {shape(x)} (as x)")
+    if getattr(z, "device", None) != getattr(x, "device", None):
+        raise ValueError(f"ssd: z is on {z.device}, expected {x.device} (same as x)")
 
 
 def _limits(op, dt_limit):
@@ -68,27 +65,6 @@ def _limits(op, dt_limit):
     if not low <= high:
         raise ValueError(f"{op}: dt_limit is ({low:g}, {high:g}), expected the smaller number first")
     return low, high
-
-
-def _as_int32(name, t):
-    dtype = dtype_name(t) if hasattr(t, "dtype") else None
-    if dtype not in _INTEGERS:
-        found = f"a tensor of dtype {dtype}" if dtype else type(t).__name__
-        raise TypeError(f"ssd: {name} is {found}, expected a tensor of int32")
-    return t if dtype == "int32" else t.int() if hasattr(t, "int") else t.astype("int32")
-
-
-def _check_last(starts, steps):
-    """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
-    result."""
-    torch = sys.modules.get("torch")
-    if getattr(starts, "is_cuda", False) or starts.ndim != 1 or not len(starts):
-        return
-    if torch is not None and isinstance(starts, torch.Tensor) and (torch.compiler.is_compiling() or starts.is_meta):
-        return
-    last = int(starts[-1])
-    if last < steps:
-        raise ValueError(f"ssd: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there are)")
 
 
 def _wide(t):
@@ -107,78 +83,66 @@ def _silu(t):
     return t / (1 + np.exp(-np.clip(t, -80, None)))
 
 
-def _finish(y, x, d, z):
-    """(y + d x) silu(z), in float32."""
+def _in_sequences(t, starts):
+    if is_torch("ssd", "x", t):
+        import torch as library
+
+        steps = library.arange(t.shape[1], device=t.device)
+    else:
+        import numpy as library
+
+        steps = library.arange(t.shape[1])
+    return library.where((steps < starts[-1])[:, None, None], t, library.zeros_like(t))
+
+
+def _finish(y, x, d, z, starts):
+    """(y + d x) silu(z), in float32; 0 behind the last sequence."""
     wide = _wide(y)
     if d is not None:
-        wide = wide + d * _wide(x)
+        skip = d * _wide(x)
+        wide = wide + (skip if starts is None else _in_sequences(skip, starts))
     if z is not None:
         wide = wide * _silu(_wide(z))
     return _narrow(wide, y)
 
 
+def _find_step():
+    from margay.families.steps import ssd_step as step
+
+    return functions.setdefault("ssd_step", step)
+
+
 def ssd_step(state, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, math.inf),
              state_indices=None):
-    """One step of `ssd`, for generation: y [batch, H, P]. `state` [batch, H, P, N], of any floating type, becomes the
-    next one in place. PyTorch tensors; not differentiable.
+    """One step of `ssd`, for generation: y [batch, H, P]. `state` [batch, H, P, N], float32 or as x, becomes the next
+    one in place: it is read once and written once. PyTorch tensors; not differentiable.
 
-    x, z [batch, H, P], dt [batch, H], B, C [batch, G, N], the rest as for `ssd`.
+    x, z [batch, H, P], dt [batch, H], B, C [batch, G, N], the rest as for `ssd`; 1 <= N <= 256, any P. Several steps at
+    once: x, z, y [batch, T, H, P], dt [batch, T, H], B, C [batch, T, G, N].
     state_indices: integers [batch]. Sample i has state[state_indices[i]]; where it is negative, there is none, and
-        y is 0.
-    """
-    op = "ssd_step"
-    if not is_torch(op, "x", x):
-        raise TypeError(f"{op}: x is {type(x).__name__}, expected torch.Tensor")
-    import torch
+        y is 0. No two samples may have the same state.
 
-    _library(True).check_kinds(op, state=state, x=x, dt=dt, A=A, B=B, C=C)
-    a, b, c, d = A, B, C, D
-    for name, t, rank, layout in (("state", state, 4, "[states, heads, head dim, N]"),
-                                  ("x", x, 3, "[batch, heads, head dim]"), ("dt", dt, 2, "[batch, heads]"),
-                                  ("A", a, 1, "[heads]"), ("B", b, 3, "[batch, groups, N]"),
-                                  ("C", c, 3, "[batch, groups, N]")):
-        check_rank(op, name, t, rank, layout)
-    batch, heads, dim = x.shape
-    groups, n = b.shape[1:]
-    states = batch if state_indices is None else len(state)
-    expected = dict(state=(states, heads, dim, n), dt=(batch, heads), A=(heads,), B=(batch, groups, n),
-                    C=(batch, groups, n))
-    for name, t in dict(state=state, dt=dt, A=a, B=b, C=c).items():
-        if tuple(t.shape) != expected[name]:
-            raise ValueError(f"{op}: {name} has shape {shape(t)}, expected {list(expected[name])}")
-    if groups < 1 or heads % groups:
-        raise ValueError(f"{op}: B has {groups} groups, expected a divisor of the {heads} heads of x")
-    if z is not None and z.shape != x.shape:
-        raise ValueError(f"{op}: z has shape {shape(z)}, expected {shape(x)} (as x)")
-    low, high = _limits(op, dt_limit)
-    with torch.no_grad():
-        dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-        dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(low, high)
-        wide, b, c = x.float(), *(t.float().repeat_interleave(heads // groups, 1) for t in (b, c))
-        at = None if state_indices is None else state_indices.long()
-        there = None if at is None else at >= 0
-        before = state if at is None else state[at.clamp(min=0)]
-        decay = torch.exp(dt * a.float())[..., None, None]
-        after = decay * before.float() + (dt[..., None] * wide)[..., None] * b[:, :, None]
-        if at is None:
-            state.copy_(after)
-        else:
-            state[at[there]] = after[there].to(state.dtype)
-        y = (after * c[:, :, None]).sum(-1)
-        if d is not None:
-            y = y + wide * (d.float() if d.ndim == 2 else d.float()[:, None])
-        if z is not None:
-            y = y * torch.nn.functional.silu(z.float())
-        if there is not None:
-            y = torch.where(there[:, None, None], y, 0.0)
-        return y.to(x.dtype)
+    Other floating types, a larger N, and float32 on CUDA, are computed by PyTorch's operations.
+    """
+    if not is_torch("ssd_step", "x", x):
+        raise TypeError(f"ssd_step: x is {type(x).__name__}, expected torch.Tensor")
+    low, high = _limits("ssd_step", dt_limit)
+    step = functions.get("ssd_step") or _find_step()
+    return step(state, x, dt, A, B, C, D, z, dt_bias, state_indices, bool(dt_softplus), low, high)
 
 
 def _explained(op, library, named, given):
     """The op's row has small letters for A, B, C and D."""
     from margay._explain import explain_row
 
-    return explain_row(op, library, named, {name.lower(): given[name] for name in given})
+    capitals, shown = {name.lower(): name for name in given}, {name.lower(): t for name, t in named.items()}
+    result = explain_row(op, library, shown, {name.lower(): given[name] for name in given})
+    named |= {capitals.get(name, name): t for name, t in shown.items()}
+    return result
 
 
-EXPLAINED = {"ssd": _explained}
+def _step_explained(op, library, named, given):
+    return [], {}, []
+
+
+EXPLAINED = {"ssd": _explained, "ssd_step": _step_explained}

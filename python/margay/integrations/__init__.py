@@ -2,7 +2,7 @@
 
 import importlib
 
-__all__ = ["hf"]
+__all__ = ["fla", "hf", "mamba"]
 
 
 def __getattr__(name):

@@ -1,6 +1,6 @@
 """Causal convolution along the sequence, each channel by itself."""
 
-from margay._shared import functions, is_torch, of_row
+from margay._shared import as_int32, functions, is_torch, of_row
 
 
 def _is_silu(op, activation):
@@ -19,12 +19,14 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, initial_states=None,
     activation: None, or "silu" ("swish"): f(a) = a sigmoid(a).
     initial_states: the W - 1 steps in front of each sequence, [B, W - 1, C]; zeros if None; differentiable.
     return_final_states: return (out, final_states), the last W - 1 steps of each sequence, to be initial_states.
-    cu_seqlens: packed sequences, int32 [N + 1], B = 1: sequence i is steps cu_seqlens[i] to cu_seqlens[i + 1] - 1,
+    cu_seqlens: packed sequences, integers [N + 1], B = 1: sequence i is steps cu_seqlens[i] to cu_seqlens[i + 1] - 1,
         states are [N, W - 1, C]. Steps behind the last sequence become 0.
-    seq_idx: int32 [B, T]: a step with another number than the one before it begins a sequence; steps of negative
+    seq_idx: integers [B, T]: a step with another number than the one before it begins a sequence; steps of negative
         numbers become 0. Initial states are those of a batch entry's first sequence, final ones those of its last.
     """
     silu = _is_silu("causal_conv1d", activation)
+    if seq_idx is not None:
+        seq_idx = as_int32("causal_conv1d", "seq_idx", seq_idx)
     if cu_seqlens is None:
         call = functions.get("causal_conv1d") or of_row("causal_conv1d")
         out, states = call(x, weight, bias, initial_states, seq_idx, silu)
@@ -32,6 +34,7 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, initial_states=None,
         if seq_idx is not None:
             raise ValueError("causal_conv1d: cu_seqlens and seq_idx are given, expected at most one of them")
         call = functions.get("causal_conv1d_packed") or of_row("causal_conv1d_packed")
+        cu_seqlens = as_int32("causal_conv1d", "cu_seqlens", cu_seqlens)
         out, states = call(x, weight, cu_seqlens, bias, initial_states, silu)
     return (out, states) if return_final_states else out
 

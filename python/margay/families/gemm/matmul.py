@@ -50,18 +50,14 @@ def check_out(out, a, b):
     _shared.check_dtype("matmul", "out", out, "a", a)
 
 
-_libraries: dict = {}   # type of a tensor -> module that computes with it
-
-
-def _library_of(op, name, x):
-    return _libraries.get(type(x)) or _find_library(op, name, x)
-
-
-def _find_library(op, name, x):
-    """Imports by statements, which torch.compile can trace."""
-    if _shared.is_torch(op, name, x):
-        from margay.families.gemm import matmul_torch as library
-    else:
-        from margay.families.gemm import matmul_numpy as library
-    _libraries[type(x)] = library
+def _of_torch():
+    from margay.families.gemm import matmul_torch as library
     return library
+
+
+def _of_numpy():
+    from margay.families.gemm import matmul_numpy as library
+    return library
+
+
+_library_of = _shared.library_of(_of_torch, _of_numpy)

@@ -1,0 +1,1 @@
+from margay.drop_ins.fla import __doc__, register, unregister  # noqa: F401
