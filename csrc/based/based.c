@@ -43,7 +43,8 @@ static mg_status run_parts(mg_call *c, const void *params, based_rows *rows) {
   return c->status;
 }
 
-static mg_status join(mg_call *c, float *cuts, const float *given, int64_t size, const based_rows *rows, bool backwards) {
+static mg_status join(mg_call *c, float *cuts, const float *given, int64_t size, const based_rows *rows,
+                      bool backwards) {
   based_join_params p = {.cuts = cuts, .given = given, .size = size, .cut = rows->segments - 1,
                          .cut_stride = rows->cut_stride, .backwards = backwards};
   const int64_t tiles = mg_ceil_div(size, c->desc->tile_m * c->desc->tile_n);

@@ -6,8 +6,8 @@
 // 0: 0 and 0, 1: 1 and 1, 2: 0 and 1, 3: 0 and 1 again. Up to 16 columns have part 0 alone.
 enum { BASED_FEATURES = 160, BASED_PARTS = 4, BASED_SUM_ROWS = 34, BASED_SUM_COLS = 32 };
 
-// The sequences: rows of `steps` steps each or, packed, of starts[row] .. starts[row + 1] - 1, of batch 0. Rows may be cut
-// into segments, packed ones are not. cutting: of each segment but one only its own states are computed, in `cuts`.
+// The sequences: rows of `steps` steps each or, packed, of starts[row] .. starts[row + 1] - 1, of batch 0. Rows may be
+// cut into segments, packed ones are not. cutting: of each segment but one only its own states are computed, in `cuts`.
 typedef struct based_rows {
   const int *starts;        // or NULL
   int steps, heads;

@@ -1,5 +1,5 @@
-// The gradients of k and v of Based, one pass from the last chunk to the first. With N_i what out_i was divided by, e_i =
-// -dout_i . out_i (both in based_dq.cu), phi the features, s_ij = scale q_i . k_j, and inside a chunk, R, D and d the
+// The gradients of k and v of Based, one pass from the last chunk to the first. With N_i what out_i was divided by, e_i
+// = -dout_i . out_i (both in based_dq.cu), phi the features, s_ij = scale q_i . k_j, and inside a chunk, R, D and d the
 // sums of the steps behind it:
 //   dv_j = R phi(k_j) + sum of w_ij / N_i dout_i for i >= j,   w_ij = 1 + s_ij + s_ij^2 / 2
 //   dk_j = phi'(k_j)^T R^T v_j + d + D k_j + scale sum of (dout_i . v_j + e_i) (1 + s_ij) / N_i q_i
@@ -28,7 +28,7 @@ struct shared {
   st<elem, 64, 192> state[COPIES][GROUPS];   // R^T
   st<elem, 64, 64> sums[COPIES];    // D in rows 0 to 31, d in row 32
   st<elem, Q, V> dv[OUTS];
-  ring<STAGES> inputs;
+  ring<STAGES, ASYNC_READS> inputs; // who reads it through registers too fences
   ring<COPIES, ASYNC_READS> copies; // of R^T, D and d
   sem last;                         // the tiles of a last chunk that runs over are there, and to be cleared
 };
@@ -166,8 +166,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
       ring_next(s.copies, copy);
     }
     if (BUFFERS == 1 && wg == 0) make_features(p, s, at, 0);
-    meet();                            // the features are there, and the last chunk's products are over
-    ring_wait(s.inputs, at);
+    meet();                            // the chunk and its features are there, the last one's products are over
     mma_fence();
     mma_AtB<ACC>(state, s.dout[at.stage], 64 * wg, s.features[buffer], 0);
     mma_AtB<ACC>(sums, s.weighted[buffer], 0, s.q[at.stage], 0);
@@ -318,6 +317,7 @@ TILE void run_out(const params &p, shared &s, int wg) {
     pull_all(o, v, s.state[copy.stage], w, p.rows);
     ring_release(s.copies, copy);
     next_turn(s.copies, copy, OUTS);
+    fence_async();
     ring_release(s.inputs, at);
     next_turn(s.inputs, at, OUTS);
     copy_part(low, dk, 0);

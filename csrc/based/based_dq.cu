@@ -19,7 +19,7 @@ struct shared {
   st<elem, Q, 192> features[BUFFERS];        // of k
   st<elem, 64, 192> state[COPIES][GROUPS];   // S^T
   st<elem, 64, 64> sums[COPIES];    // M in rows 0 to 31, m in row 32, with their weights
-  ring<STAGES> inputs;
+  ring<STAGES, ASYNC_READS> inputs; // who reads it through registers too fences
   ring<COPIES, ASYNC_READS> copies; // of S^T, M and m
   sem last;                         // the tiles of a last chunk that runs over are there, and to be cleared
 };
@@ -72,7 +72,7 @@ TILE void make_features(const params &p, shared &s, ring_pos at, int buffer, con
   store_features(s.features[buffer], s.k[at.stage], unit, weights{1.f, 1.f, 1.f}, p.rows);
   ones_column(ones, 1.f);
   store(s.k[at.stage], ones, 32);
-  fence_async();
+  if (BUFFERS == 1) fence_async();     // else that of the next copies comes behind
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
@@ -100,8 +100,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     ring_fill(s.copies, copy);
     ring_next(s.copies, copy);
     if (BUFFERS == 1 && wg == 0) make_features(p, s, at, 0, unit);
-    meet();                            // the features are there, and the last chunk's products are over
-    ring_wait(s.inputs, at);
+    meet();                            // the chunk and its features are there, the last one's products are over
     mma_fence();
     mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features[buffer], 0);
     mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
@@ -199,6 +198,7 @@ TILE void run_out(const params &p, shared &s, int wg) {
     pull_all(o, dout, s.state[copy.stage], w, p.rows);
     ring_release(s.copies, copy);
     next_turn(s.copies, copy, OUTS);
+    fence_async();
     ring_release(s.inputs, at);
     next_turn(s.inputs, at, OUTS);
     copy_part(low, dq, 0);

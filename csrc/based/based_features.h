@@ -1,7 +1,7 @@
 // What the kernels of Based share: the features of 64 steps, and where sequences and their states lie.
 //
-// 1 + s + s^2 / 2 with s = scale q . k is the product of two rows of features: 1, k and the products of two entries of k
-// on the one side, and on the other the same of q with their weights. Entries a and a + d, modulo 16, are a pair of
+// 1 + s + s^2 / 2 with s = scale q . k is the product of two rows of features: 1, k and the products of two entries of
+// k on the one side, and on the other the same of q with their weights. Entries a and a + d, modulo 16, are a pair of
 // distance d. All pairs of 16 entries are those of distance 0, ..., 7 and half of those of distance 8. So 16 columns
 // of k, times the same rotated by d, are 16 features:
 //   columns 16 d ...   distance d < 8, half the weight where d is 0

@@ -1,5 +1,5 @@
-// Causal linear attention with the Taylor features of Based (Arora et al. 2024), one pass over the sequence in chunks of
-// 64 steps, the state in registers throughout. With phi the features (based_features.h), s_ij = scale q_i . k_j, and
+// Causal linear attention with the Taylor features of Based (Arora et al. 2024), one pass over the sequence in chunks
+// of 64 steps, the state in registers throughout. With phi the features (based_features.h), s_ij = scale q_i . k_j, and
 // inside a chunk, S and M the sums of the steps before it:
 //   w_ij  = 1 + s_ij + s_ij^2 / 2 for j <= i
 //   out_i = (S phi(q_i) + sum of w_ij v_j) / (z_i + eps)
@@ -7,8 +7,8 @@
 //   S^T  += v^T phi(k),   M += k^T k,   m += the sum of k,   n += steps
 // Steps past the end are zeros: k and v add nothing. Where the next packed row follows in memory, a warp clears its
 // steps in k and v before anybody reads them, and the last chunk of out is stored from registers.
-// Roles: GROUPS state warpgroups, each with 64 rows of S^T: k -> features, sums, and copies of 16 bits of the sums; OUTS
-// out warpgroups, which take the chunks in turn; a loader thread; a warp that clears.
+// Roles: GROUPS state warpgroups, each with 64 rows of S^T: k -> features, sums, and copies of 16 bits of the sums;
+// OUTS out warpgroups, which take the chunks in turn; a loader thread; a warp that clears.
 //
 // Registers of a thread of the states: S^T 80, M 16, features 16 to 32, addresses. Of out: out 32 GROUPS, scores or
 // products 32, w 16, features 32, q 16.
@@ -25,7 +25,7 @@ struct shared {
   st<elem, 64, 192> state[COPIES][GROUPS];   // S^T
   st<elem, 64, 64> sums[COPIES];    // M in rows 0 to 31, m in row 32, with their weights
   st<elem, Q, V> out[OUTS];
-  ring<STAGES> inputs;
+  ring<STAGES, ASYNC_READS> inputs; // who reads it through registers too fences
   ring<COPIES, ASYNC_READS> copies; // of S^T, M and m
   sem last;                         // the tiles of a last chunk that runs over are there, and to be cleared
 };
@@ -113,8 +113,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
       ring_fill(s.copies, copy);
       ring_next(s.copies, copy);
     }
-    meet();                            // the features are there, and the last chunk's products are over
-    ring_wait(s.inputs, at);
+    meet();                            // the chunk and its features are there, the last one's products are over
     mma_fence();
     mma_AtB<ACC>(state, s.v[at.stage], 64 * wg, s.features[buffer], 0);
     mma_AtB<ACC>(sums, s.k[at.stage], 0, s.k[at.stage], 0);
@@ -137,8 +136,8 @@ TILE void run_state(const params &p, shared &s, int wg) {
 }
 
 // z_i + eps. rows: the sums of a chunk's own weights. products: of q and a one with M and m.
-TILE void norm_of(rv &z, rsum &rows, const rt<float, 32> &products, const params &p, shared &s, const task &t, int stage,
-                  int step, float before) {
+TILE void norm_of(rv &z, rsum &rows, const rt<float, 32> &products, const params &p, shared &s, const task &t,
+                  int stage, int step, float before) {
   rt<float, 32> q;
   load(q, s.q[stage]);
   row_dot_add(rows, products, q);
@@ -193,7 +192,6 @@ TILE void run_out(const params &p, shared &s, int wg) {
     convert(own, scores);
     mma_fence();
     UNROLLED for (int g = 0; g < GROUPS; g++) mma_AB_cols<ZERO>(out[g], own, s.v[at.stage], 64 * g);
-    mma_commit();
     // under the product
     slices o;
     rt<elem, 64> near, far, with_one;
@@ -227,6 +225,7 @@ TILE void run_out(const params &p, shared &s, int wg) {
     next_turn(s.copies, copy, OUTS);
     if (p.norm && first) norm_of(z, rows, products, p, s, t, at.stage, step, before);
     else fill(z, 1.f);
+    fence_async();
     ring_release(s.inputs, at);
     next_turn(s.inputs, at, OUTS);
     if (!first) {

@@ -1,5 +1,6 @@
-// States at cuts, each from what a segment adds: cuts[i] += cuts[i - 1], with cuts[-1] what is given, in front of the first
-// segment; or, backwards, cuts[i] += cuts[i + 1], with what is given behind the last. A block has 64 COLS floats of a row.
+// States at cuts, each from what a segment adds: cuts[i] += cuts[i - 1], with cuts[-1] what is given, in front of the
+// first segment; or, backwards, cuts[i] += cuts[i + 1], with what is given behind the last. A block has 64 COLS floats
+// of a row.
 #include "tile/tile.h"
 #include "based/based.h"
 

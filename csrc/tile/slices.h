@@ -8,7 +8,8 @@ template<typename T, int N> TILE void convert_to_part(rt<T, N> &d, int c0, const
 template<int BY> TILE void rotate_cols(rt<float, 16> &t);   // t[row][col] = t[row][(col + BY) % 16]
 // 16-bit tiles. BY is even.
 template<int BY, typename T> TILE void rotate_cols(rt<T, 16> &d, const rt<T, 16> &s);   // d = s, rotated so
-template<typename T> TILE void rotate_by_one(rt<T, 16> &d, const rt<T, 16> &s, const rt<T, 16> &by_two);   // by_two: of s
+// by_two: s, rotated by 2
+template<typename T> TILE void rotate_by_one(rt<T, 16> &d, const rt<T, 16> &s, const rt<T, 16> &by_two);
 template<typename T> TILE void widen(rt<float, 16> &d, const rt<T, 16> &s);
 // 16 columns of d from c0 become x y, rounded once.
 template<typename T, int N>

@@ -1,5 +1,5 @@
-// Slices of register tiles on sm_90a. A thread's eight values of 16 columns are d[4 half + 2 row + odd]: column 8 half +
-// 2 (lane & 3) + odd.
+// Slices of register tiles on sm_90a. A thread's eight values of 16 columns are d[4 half + 2 row + odd]: column 8 half
+// + 2 (lane & 3) + odd.
 #pragma once
 template<int N> TILE void copy_part(rt<float, 16> &d, const rt<float, N> &s, int c0) {
 #pragma unroll

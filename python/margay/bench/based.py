@@ -1,7 +1,7 @@
 """Based forward and backward, against the same by chunks in PyTorch (GPU).
 
-FLOP, of a sequence of T steps and one head with K columns of q and k and V of v: chunks of C = 64 steps with the F = 1 +
-K + K (K + 1) / 2 features that differ take T (2 C (K + V) + 4 F V) forward, 2.5 times that backward.
+FLOP, of a sequence of T steps and one head with K columns of q and k and V of v: chunks of C = 64 steps with the F =
+1 + K + K (K + 1) / 2 features that differ take T (2 C (K + V) + 4 F V) forward, 2.5 times that backward.
 """
 import functools
 
