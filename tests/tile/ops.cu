@@ -2,6 +2,7 @@
 // must agree with the formulas in test_tile.py. Rows: ops.def.
 #include "tile/tile.h"
 #include "tile/matrix.h"
+#include "tile/slices.h"
 
 struct op_params {
   gmap a, b, c;
@@ -251,6 +252,34 @@ SHAPE TILE void cleared_by_warp(const op_params &p, TILES &s, int) {
 }
 SHAPE TILE void tall_copy(const op_params &p, TILES &s, int) {   // b as loaded, to another place
   sem_wait(s.full, 0);
+  put_b(p, s);
+}
+
+// I 0 to 5: 16 columns of t at a time, rotated; 6 to 9: of a. Every block of 16 columns is one.
+SHAPE TILE void slice_form(const op_params &p, TILES &s, int) {
+  rt<float, N> t;
+  rt<elem, N> products;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  UNROLLED for (int i = 0; i < N / 16; i++) {
+    rt<float, 16> x;
+    rt<elem, 16> e, two, turned;
+    copy_part(x, t, 16 * i);
+    load(e, s.a, 16 * i);
+    rotate_cols<2>(two, e);
+    if (I == 1) rotate_cols<1>(x);
+    if (I == 2) rotate_cols<-1>(x);
+    if (I == 3) rotate_cols<6>(x);
+    if (I == 4) rotate_cols<8>(x);
+    if (I == 5) rotate_cols<11>(x);
+    if (I == 6) rotate_cols<10>(turned, e);
+    if (I == 7) rotate_by_one(turned, e, two);
+    if (I == 8) multiply_to_part(products, 16 * i, e, two);
+    if (I == 9) convert_to_part(products, 16 * i, x);
+    if (I == 6 || I == 7) widen(x, turned);
+    store(p.out + 16 * i, N, x, 64, 16);
+  }
+  if (I > 7) store(s.b, products);
   put_b(p, s);
 }
 

@@ -416,7 +416,19 @@ def check_scalars(c):
     same(c.result["counter"], [5, 0, 0])
 
 
-CHECKS = {"map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
+def check_slices(c):
+    """The matrix in rows of 16, each rotated."""
+    def turned(tile, by):
+        return np.roll(tile.reshape(64, -1, 16), -by, 2).reshape(tile.shape)
+    if c.I < 6:
+        return same(c.matrix(), turned(c.t(), (0, 1, -1, 6, 8, 11)[c.I]))
+    if c.I < 8:
+        return same(c.matrix(), turned(c.a, (10, 1)[c.I - 6]))
+    c.check_stored(c.a * turned(c.a, 2) if c.I == 8 else c.t())
+
+
+CHECKS = {"slice_form": check_slices, "map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem,
+          "row_reduction": check_reduction,
           "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced,
           "accumulators": check_accumulators, "scalars": check_scalars, "float_rows": check_float_rows}
 

@@ -338,6 +338,47 @@ def call_ssd_bwd(dtype, most, steps, heads, groups, dim, less, kind):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
+# label, steps, columns of q and k, 16 more of a row of four parts, of v less than there may be, what is given besides
+BASED = (("chunks", 64 * 4 + 10, 16, 8, ()),
+         ("states", 130, 16, 0, ("{}initial_state", "{}initial_sums", "{}final_state", "{}final_sums")),
+         ("packed", 600, 8, 0, ("cu_seqlens", "{}final_state", "{}final_sums")))
+BASED_CUT = ("cut", 1100, 1, 16, 8, ("{}initial_state", "{}initial_sums", "{}final_state", "{}final_sums"))
+
+
+def based(row, large, backward=False):
+    c = constants(row)
+    most, many = 64 * c.get("GROUPS", 1), 16 * c.get("MANY", 0)
+    shapes = [("large", 3000, 70, 16, 0, ()), ("few blocks", 2000, 4, 16, 0, ())] if large else []
+    problems = [*shapes, *((label, steps, 2, *rest) for label, steps, *rest in BASED if "MANY" in c), BASED_CUT]
+    for label, steps, heads, k, *problem in problems:
+        problem = row["dtype"], most, steps, heads, k + many, *problem, backward
+        yield label, lambda problem=problem: call_based(*problem)
+
+
+def call_based(dtype, most, steps, heads, k, less, given, backward):
+    starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps)
+    packed = "cu_seqlens" in given
+    sizes = dict(B=1, T=steps, H=heads, K=k, V=most - less, STARTS=len(starts) if packed else -1,
+                 normalize=steps != 130)
+    op = _op.Row("based_bwd" if backward else "based")
+    for size, _, code in op.lets:
+        sizes[size] = int(eval(code, {}, sizes))
+    # of the backward also what was given to the forward
+    given = {name.format(d) for name in given for d in ("d" * backward, "") if d or "final" not in name or not backward}
+    kinds = dict(half=dtype, float32="float32", int32="int32")
+    fields = [f for f in op.arguments if f["role"] != "num"]
+    values = dict(cu_seqlens=starts, norm=np.random.default_rng(0).uniform(1, 20, (1, heads, sizes["NORMS"])))
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=values.get(f["name"]))
+               for f in fields if f["name"] in given or f["role"] not in ("opt", "optout")}
+    getattr(_C, op.name)(*(tensors.get(f["name"]) for f in fields), 0.0, sizes["normalize"])
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
+
+
+def based_bwd(row, large):
+    return based(row, large, True)
+
+
 # label, steps, heads, features less than 64, what else is given, window, sliding
 HEDGEHOG = (("plain", 330, 1, 0, "", 64, False), ("one chunk", 40, 2, 8, "states", 64, False),
             ("packed", 400, 1, 0, "packed", 64, False), ("cut", 1700, 1, 0, "states", 64, False))
@@ -555,6 +596,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog": hedgehog, "hedgehog_cuts": hedgehog, "hedgehog_join": hedgehog, "hedgehog_bwd": hedgehog,
        "hedgehog_bwd_window": hedgehog, "hedgehog_bwd_scan": hedgehog, "hedgehog_bwd_back": hedgehog,
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
+       "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
@@ -580,7 +622,7 @@ def kernel_of(row, source=None):
 
 
 class Problem:
-    """One launch of a row. `run` gives the report of a seed, or None."""
+    """The launches of a row in a call. `run` gives the first report of a seed, or None."""
 
     def __init__(self, kernel, label, call=None, row=None):
         self.kernel, self.label, self.call, self.row = kernel, label, call, row
