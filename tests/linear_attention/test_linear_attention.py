@@ -99,11 +99,11 @@ def test_decay(device, dtype, shape, kind, wanted):
 def test_packed(device, form):
     """As the sequences by themselves, empty ones too; what stands behind a sequence does not reach it."""
     starts = (0, 70, 70, 134, 135, 300)
-    q, k, v, _, dout, _ = problem((1, 300, 2, 64, 80), torch.bfloat16, device, 9, False)
+    q, k, v, _, dout, _ = problem((1, 300, 14, 64, 80), torch.bfloat16, device, 9, False)
     r = torch.Generator().manual_seed(10)
-    g = {"none": None, "head": -torch.rand(2, generator=r), "step": -torch.rand(1, 300, 2, generator=r)}[form]
+    g = {"none": None, "head": -torch.rand(14, generator=r), "step": -torch.rand(1, 300, 14, generator=r)}[form]
     g = g if g is None else g.to(device).requires_grad_()
-    state = torch.randn(5, 2, 64, 80, generator=r).to(device).requires_grad_()
+    state = torch.randn(5, 14, 64, 80, generator=r).to(device).requires_grad_()
     inputs = [t for t in (q, k, v, g, state) if t is not None]
     out, last = mg.linear_attention(q, k, v, g, initial_state=state, output_final_state=True,
                                     cu_seqlens=torch.tensor(starts, device=device))
@@ -130,21 +130,21 @@ def test_packed(device, form):
 def test_behind_the_last_sequence(device, heads, wanted):
     """Steps that are in no sequence, which Python refuses where it sees them, have no result and no gradient."""
     _op.for_torch("linear_attention")
-    q, k, v, _, dout, _ = problem((1, 300, heads, 40, 24), torch.bfloat16, device, 14, False)
-    g = -torch.rand(1, 300, heads, generator=torch.Generator().manual_seed(15))
+    q, k, v, _, dout, _ = problem((1, 400, heads, 40, 24), torch.bfloat16, device, 14, False)
+    g = -torch.rand(1, 400, heads, generator=torch.Generator().manual_seed(15))
     g = g.to(device).requires_grad_(wanted)
-    starts = torch.tensor((0, 70, 130), dtype=torch.int32, device=device)
+    starts = torch.tensor((0, 170, 300), dtype=torch.int32, device=device)
     with torch.no_grad():
         for t in (q, k, v, dout):
-            t[:, 130:] = torch.nan
+            t[:, 300:] = torch.nan
 
     def run(steps):
         tensors = [t[:, :steps].detach().requires_grad_(t.requires_grad) for t in (q, k, v, g)]
         out, _ = torch.ops.margay.linear_attention(*tensors, None, None, starts, 0.5)
         return out, *torch.autograd.grad(out, [t for t in tensors if t.requires_grad], dout[:, :steps])
-    for found, want in zip(run(300), run(130)):
-        torch.testing.assert_close(found[:, :130], want, rtol=1e-4, atol=1e-4)
-        assert (found[:, 130:] == 0).all()
+    for found, want in zip(run(400), run(300)):
+        torch.testing.assert_close(found[:, :300], want, rtol=1e-4, atol=1e-4)
+        assert (found[:, 300:] == 0).all()
 
 
 @pytest.mark.parametrize("form", ("none", "head", "step"))
