@@ -128,15 +128,14 @@ def test_every_function(device):
     calls = {mg.attention: ((rows,) * 3, {}), mg.attention_varlen: ((*(rows[0],) * 3, starts, starts, 40, 40), {}),
              mg.matmul: ((a, b), {}), mg.attention_decode: ((rows,) * 3, {}),
              mg.append_kv: ((rows.clone(), rows.clone(), rows, rows), dict(cache_seqlens=0)),
-             mg.linear_attention: ((rows,) * 3, {}), mg.scaled_add: ((a, b), {}),
+             mg.based: ((rows[..., :16],) * 2 + (rows,), {}), mg.linear_attention: ((rows,) * 3, {}),
+             mg.scaled_add: ((a, b), {}),
              mg.hedgehog: ((*(rows,) * 3, maps, maps, torch.ones(2, device=device), 1.0), {}),
              mg.causal_conv1d: ((x, weight), {}), mg.causal_conv1d_step: ((x[:, :1], x[:, :8].clone(), weight), {}),
              mg.ssd: ((rows, rows[..., 0].float(), -torch.ones(2, device=device), rows, rows), {}),
              mg.ssd_step: ((torch.zeros(1, 2, 64, 64, device=device), rows[:, 0], rows[:, 0, :, 0],
                             -torch.ones(2, device=device), rows[:, 0], rows[:, 0]), {}),
-             mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {}),
-             mg.hedgehog: ((*(rows,) * 3, *(torch.randn(2, 64, 32, device=device).bfloat16(),) * 2,
-                            *(torch.ones(2, device=device),) * 2), {})}
+             mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {})}
     one = {"matmul", "attention_decode", "append_kv", "causal_conv1d_step", "ssd_step", "linear_attention_step"}
     for function, (arguments, options) in calls.items():
         kernels = mg.explain(function, *arguments, **options).kernels
