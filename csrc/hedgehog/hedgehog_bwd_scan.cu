@@ -13,7 +13,7 @@
 // only_state: the state alone, behind a segment's last position.
 //
 // Registers of a thread, D = 128   tiles that live together                              the rest
-//   state, 224                     S 128, column sums 32, a tile of features 32          rows 6
+//   state, 240                     S 128, column sums 32, a tile of features 32          rows 6
 //   readers, 240                   dh 64, h 64; or dh 64, products 32 and their copy 16; dv 64   rows 10
 #include "tile/tile.h"
 // D: columns of q, k and v, 64 or 128. LOCAL: a window of any kind. BACKWARDS
@@ -227,7 +227,7 @@ TILE void run_state(const params &p, shared &s, int) {
   }
   if (p.only_state)
     keep_state(s0, s1, z0, z1, p, s, initial, state_at(p, t, p.cuts, (int64_t)t.row * p.cut_stride + t.segment));
-  else clear_rest(p.steps, t, p.dy_data, p.dy_stride[0], p.dy_stride[1], F);        // readers have no registers for it
+  clear_rest(p.steps, t, p.dy_data, p.dy_stride[0], p.dy_stride[1], F);
 }
 
 // ---- readers
@@ -439,6 +439,6 @@ TILE void readers(const params &p, shared &s, int) {
   tma_store_wait_read();
 }
 
-typedef block<params, shared, init, role<readers, WARPGROUP, 1, 240>, role<run_state, WARPGROUP, 1, 224>,
-              role<loader, THREAD, 1, 40>> kernel;
+typedef block<params, shared, init, role<readers, WARPGROUP, 1, 240>, role<run_state, WARPGROUP, 1, 240>,
+              role<loader, THREAD, 1, 24>> kernel;
 ENTRY(kernel, Q, D)
