@@ -170,7 +170,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
   }
   t = block_task(p);          // again, for registers in the loop
   if (p.local && t.to > 0) {
-    put(p, t, wg, q.cuts, cut_of(p, t, t.from), state, {p.state_dim, 1});
+    put(p, t, wg, q.cuts, cut_of(p, t, t.from), state, {p.state_dim, 1, p.head_dim * p.state_dim});
     rv one;
     fill(one, decays);
     if (row0 == 0) store(q.decays + cut_of(p, t, t.from) * p.steps.heads + head, one, 1);
