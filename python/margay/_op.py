@@ -9,6 +9,7 @@ d<input>.
 The functions are made as text and compiled once: loops over a row's arguments in every call would cost microseconds.
 """
 
+import ast
 import functools
 import re
 import sys
@@ -174,6 +175,7 @@ def default(f):
     return _KINDS[f["kind"]](f["low"]) if f["role"] == "num" else None
 
 
+@functools.cache
 def _text(expression):
     """A condition of C in Python: only what means the same in both, or has a plain translation."""
     if "?" in expression:
@@ -181,8 +183,26 @@ def _text(expression):
         if len(others) != 2 or "(" in expression:
             raise SyntaxError(f"{expression}: only a conditional expression without brackets has a translation")
         return f"{_text(others[0])} if {_text(if_so)} else {_text(others[1])}"
-    return re.sub(r"!(?!=)", " not ",
-                  expression.replace("&&", " and ").replace("||", " or ").replace("/", "//")).strip()
+    text = expression.replace("&&", " and ").replace("||", " or ").replace("/", "//")
+    return ast.unparse(_Numbers().visit(ast.parse(re.sub(r"!(?!=)", " not ", text).strip(), mode="eval")))
+
+
+class _Numbers(ast.NodeTransformer):
+    """Truth that is counted with becomes 0 or 1: sizes may be symbols, which do not multiply with it in every release
+    of PyTorch."""
+
+    def visit_BinOp(self, node):
+        self.generic_visit(node)
+        node.left, node.right = self.counted(node.left), self.counted(node.right)
+        return node
+
+    @staticmethod
+    def counted(x):
+        if isinstance(x, (ast.Compare, ast.BoolOp)) or isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.Not):
+            return ast.Call(ast.Name("int"), [x], [])
+        if isinstance(x, ast.Name) and x.id.islower():                  # of a row's numbers, some are bool
+            return ast.UnaryOp(ast.UAdd(), x)
+        return x
 
 
 @functools.cache
