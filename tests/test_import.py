@@ -91,10 +91,11 @@ def test_stub_has_the_modules_arguments(name):
         assert doc.group(1).startswith("op, *")
         return
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    defaults = [ast.unparse(default) for default in arguments.defaults]
+    defaults = [ast.unparse(default).replace("e-0", "e-") for default in arguments.defaults]
     required = len(names) - len(defaults)
     written = names[:required] + [n if d == "None" else f"{n}={d}" for n, d in zip(names[required:], defaults)]
-    assert doc.group(1).replace(" or None", "").replace("=false", "=False").removesuffix(", ") == ", ".join(written)
+    found = doc.group(1).replace(" or None", "").replace("=false", "=False").replace("=true", "=True")
+    assert found.removesuffix(", ") == ", ".join(written)
     for count in (len(names) - len(defaults) - 1, len(names) + 1):
         if count >= 0:
             missing = _C.ops().get(name.removesuffix("_workspace"), [{"name": name}])[0]["name"] + r": \w+ is missing"

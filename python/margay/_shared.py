@@ -20,6 +20,18 @@ def is_torch(op, name, x):
     raise TypeError(f"{op}: {name} is {type(x).__name__}, expected torch.Tensor or numpy.ndarray")
 
 
+def remembered(function):
+    """As functools.cache, of one argument, without its imports."""
+    known = {}
+
+    def call(key):
+        if key not in known:
+            known[key] = function(key)
+        return known[key]
+
+    return call
+
+
 def library_of(of_torch, of_numpy):
     """A function of an op, an argument's name and the argument, which gives the module that computes with it. The two
     import it, by statements: torch.compile traces those."""

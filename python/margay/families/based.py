@@ -1,9 +1,9 @@
 """Based: linear attention whose weights are a second-order Taylor polynomial."""
 
-import functools
 import sys
 
-from margay._shared import check_rank, checked_scale, dtype_name, functions, is_torch, number, of_row, shape
+from margay._shared import (check_rank, checked_scale, dtype_name, functions, is_torch, number, of_row, remembered,
+                            shape)
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 _PART, _SUM_ROWS, _SUM_COLS = 160, 34, 32       # as csrc/based/based.h
@@ -75,7 +75,8 @@ def _starts(op, starts, q):
 
 # ---- where the kernels have what (csrc/based/based_features.h)
 
-@functools.cache
+
+@remembered
 def _places(k):
     """Of the upper triangle's elements: the column among all parts' features, and the place in the sums and in their
     transpose."""
@@ -109,7 +110,7 @@ def _column(i, j):
     return _PART * part + 16 * distance + i
 
 
-@functools.cache
+@remembered
 def _sources(k):
     """The inverse: of the parts' features and of the sums, the row of the triangle, or its length where there is
     none."""
