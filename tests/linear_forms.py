@@ -58,11 +58,11 @@ def rounding(name, found, plain_error, dtype, scale, g=None, states=None, produc
     """What check_error() allows besides the plain form's errors, relative and absolute, of a result by name.
 
     Relative: the exponent of a weight is the difference of two sums of g over a chunk, in float32. Absolute, of a
-    float32 result, which has no rounding of its own: the mean of n independent errors is not 0, but below 4 / sqrt(n) of
-    their size, and where elements are few the plain form's errors may be small by chance. Of dg: the kernel that works
-    on all chunks at once takes <G, S> of 16-bit copies of the states, also where these are given and not of this
-    precision. And dg is what is left of sums of q.dq and of k.dk, in float32. states: S_0, dS and the decay between them;
-    products: the largest sum of |q dq| or |k dk| of a step."""
+    float32 result, which has no rounding of its own: the mean of n independent errors is not 0, but below 4 /
+    sqrt(n) of their size, and where elements are few the plain form's errors may be small by chance. Of dg: the
+    kernel that works on all chunks at once takes <G, S> of 16-bit copies of the states, also where these are given
+    and not of this precision. And dg is what is left of sums of q.dq and of k.dk, in float32. states: S_0, dS and
+    the decay between them; products: the largest sum of |q dq| or |k dk| of a step."""
     eps = torch.finfo(dtype).eps
     longest = 0.0 if g is None or not g.numel() else min(float(-g.detach().clamp(min=-64).min()) * 64, 4096.0)
     absolute = 0.0

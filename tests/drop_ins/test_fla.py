@@ -1,5 +1,5 @@
-"""FLA's functions on Margay's kernels. What stands in for FLA here has its modules, names and arguments, a registry like
-its own, and recurrences in float64."""
+"""FLA's functions on Margay's kernels. What stands in for FLA here has its modules, names and arguments, a registry
+like its own, and recurrences in float64."""
 
 import importlib
 import sys

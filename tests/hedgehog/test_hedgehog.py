@@ -46,8 +46,8 @@ def gradients(form, case, inputs, dout, dstate, dtype=None):
 
 
 def of_factors(case, inputs, dout, out):
-    """What the gradient of a factor may be off by: products of dout and a rounded out, each by half a unit of itself, add
-    up like random numbers. PyTorch's has no rounded out."""
+    """What the gradient of a factor may be off by: products of dout and a rounded out, each by half a unit of itself,
+    add up like random numbers. PyTorch's has no rounded out."""
     eps = torch.finfo(case.dtype).eps
     size = (dout.double() * out.double()).square().sum((0, 1, 3)).sqrt()
     w, l = (inputs[name].double() for name in FACTORS)
@@ -64,8 +64,8 @@ def check(case, device):
     rounded = gradients(lambda x: plain(x, case.numbers()), case, inputs, dout, dstate)
     eps = torch.finfo(case.dtype).eps
     sums = of_factors(case, inputs, dout, right["out"]) if dout.numel() else {}
-    scores = float((inputs["q"].double().norm(dim=3).amax() * inputs["k"].double().norm(dim=3).amax())) if dout.numel() \
-        else 0.0
+    longest = [inputs[name].double().norm(dim=3) for name in "qk"]
+    scores = float(longest[0].amax() * longest[1].amax()) if dout.numel() else 0.0
     relative = 2**-23 * (16 + scores * abs(case.scale or case.dim**-0.5))
     for name, t in found.items():
         # Float32 results of 16-bit products: where they are few, the plain ones may be right by chance.
@@ -85,7 +85,8 @@ AWKWARD = [Case(i, initial=i % 2 == 1 and size.get("batch") != 0, dtype=size.pop
            for i, size in enumerate(SIZES)]
 AWKWARD += [Case(100 + i, initial=True, **change) for i, change in enumerate(
     [dict(steps=333, packed=(0, 100, 100, 164, 165, 333)), dict(steps=64, packed=(0, 64), dim=128, dim_v=128),
-     dict(steps=200, packed=(0, 0, 63, 127, 200), window=16), dict(steps=200, packed=(0, 70, 200), sliding=True, window=40),
+     dict(steps=200, packed=(0, 0, 63, 127, 200), window=16),
+     dict(steps=200, packed=(0, 70, 200), sliding=True, window=40),
      dict(steps=0, packed=(0, 0, 0))])]
 
 
@@ -273,7 +274,8 @@ def test_refusals():
     refused(ValueError, "^hedgehog: scale is -1, expected a positive finite number", scale=-1)
     refused(TypeError, r"^hedgehog: initial_state is Tensor, expected a pair \(S_0, z_0\)",
             initial_state=torch.zeros(1, 2, 128, 64))
-    refused(ValueError, "^hedgehog: initial_state has shapes", initial_state=(torch.zeros(1, 2, 128, 64), torch.ones(3)))
+    refused(ValueError, "^hedgehog: initial_state has shapes",
+            initial_state=(torch.zeros(1, 2, 128, 64), torch.ones(3)))
     refused(ValueError, "^hedgehog: .*as many states as there are batches",
             initial_state=(torch.zeros(3, 2, 128, 64), torch.zeros(3, 2, 128)))
     refused(ValueError, r"^hedgehog: cu_seqlens\[1\] is 60, expected 70", cu_seqlens=torch.tensor([0, 60]))
