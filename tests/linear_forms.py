@@ -1,4 +1,6 @@
 """Linear attention in PyTorch: exact, and as a program in the inputs' own precision would have it."""
+import math
+
 import torch
 
 
@@ -59,7 +61,8 @@ def rounding(name, found, plain_error, dtype, scale, g=None, states=None, produc
 
     Relative: the exponent of a weight is the difference of two sums of g over a chunk, in float32. Absolute, of a
     float32 result, which has no rounding of its own: the mean of n independent errors is not 0, but below 4 /
-    sqrt(n) of their size, and where elements are few the plain form's errors may be small by chance. Of dg: the
+    sqrt(n) of their size, and where elements are few the plain form's errors may be small by chance. A state's rows
+    are not independent with g: a decay of 1 - 2^-10 rounds every element of a head back to itself. Of dg: the
     kernel that works on all chunks at once takes <G, S> of 16-bit copies of the states, also where these are given
     and not of this precision. And dg is what is left of sums of q.dq and of k.dk, in float32. states: S_0, dS and
     the decay between them; products: the largest sum of |q dq| or |k dk| of a step."""
@@ -69,7 +72,8 @@ def rounding(name, found, plain_error, dtype, scale, g=None, states=None, produc
     if name == "dg":
         absolute += 2.0 ** -18 * products
     if found.dtype == torch.float32 != dtype and found.numel():
-        absolute += 4 * float(plain_error.abs().mean()) / max(1.0, found.numel() / found.shape[-1]) ** 0.5
+        independent = found.shape[:2] if found.ndim == 4 and g is not None else found.shape[:-1]
+        absolute += 4 * float(plain_error.abs().mean()) / max(1, math.prod(independent)) ** 0.5
         if name == "dg" and states is not None:
             first, last, decay = states
             absolute += 3 * eps / 2 * float(((first * last).double().norm(dim=(2, 3)) * decay).max())
