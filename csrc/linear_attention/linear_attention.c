@@ -102,7 +102,8 @@ static mg_status run_sweep(mg_call *c, const mg_linear_attention_bwd_args *a, co
     .gates = f->dt, .scale = f->scale, .log_scale = log2f(f->scale), .initial = data_of(w->initial),
     .cuts = data_of(a->cuts), .final = data_of(w->final), .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL,
     .y_data = w->y->data, .y_step = w->y->stride[1], .y_head = w->y->stride[2], .rows = (int)c->n.R,
-    .steps = (int)c->n.T, .segments = (int)(segments ? segments : 1), .segment = (int)segment, .cut_stride = (int)c->n.CUTS,
+    .steps = (int)c->n.T, .segments = (int)(segments ? segments : 1), .segment = (int)segment,
+    .cut_stride = (int)c->n.CUTS,
     .heads = (int)c->n.H, .head_dim = (int)w->P, .state_dim = (int)w->N, .chunks = (int)c->n.CHUNKS, .order = f->order,
     .cut_order = {w->turned ? 1 : (int)c->n.V, w->turned ? (int)c->n.V : 1, (int)(c->n.K * c->n.V)}};
   set_sizes(c, w->P, w->N);

@@ -4,6 +4,7 @@ import sys
 
 from margay._shared import as_int32, checked_scale, functions, integer, is_torch, of_row, rows_library, shape
 
+
 def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, sliding=False, scale=None,
              initial_state=None, output_final_state=False, cu_seqlens=None):
     """LoLCATs' hybrid of softmax and linear attention, causal: out_i = N_i / d_i with
@@ -14,8 +15,8 @@ def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, 
     f_i = [softmax(q_i q_map), softmax(-q_i q_map)], g_j the same of k_j and k_map.
 
     q, k [B, T, H, K], v, out [B, T, H, V], q_map, k_map [H, K, F]; 1 <= K, V <= 128, 1 <= F <= 64. bfloat16 or float16,
-    on the CPU also float32. w = window_factor, not 0, and l = linear_factor: [H] of any of these types, or numbers. PyTorch
-    tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
+    on the CPU also float32. w = window_factor, not 0, and l = linear_factor: [H] of any of these types, or numbers.
+    PyTorch tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
 
     window, sliding: i's window ends with step i. It begins with the block of `window` steps before i's own, blocks
         counted from the sequence's begin (LoLCATs' terraced window; a divisor of 64), or with sliding it is the last
