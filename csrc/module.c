@@ -419,7 +419,7 @@ static bool set_argument(row_call *c, const mg_field *f, PyObject *object) {
   if (!mg_is_tensor(f)) return set_number(c->op, f, object, (char *)&c->values + f->offset);
   if (object == Py_None) return true;   // what must not be absent is found by mg_check
   c->field[c->count] = f;
-  c->names[c->count] = f->name;
+  c->names[c->count] = mg_shown(c->row, f);
   c->tensors[c->count++] = object;
   return true;
 }
@@ -635,7 +635,7 @@ static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t 
 static PyObject *field_dict(const mg_field *f) {
   static const char *const roles[] = {"end", "out", "optout", "save", "work", "optwork",
                                       "space", "inout", "inoutmat", "in", "opt", "mat", "num", "let", "needs", "takes",
-                                      "draw"};
+                                      "draw", "shown"};
   static const char *const kinds[] = {"half", "real", "real", "float32", "int32", "uint8",
                                       "bfloat16", "float8_e4m3fn", "float", "int", "bool", "int64", "uint64"};
   const int n = f->role == ROLE_LET ? 1 : f->dims;

@@ -85,10 +85,10 @@ def explain_row(op, library, named, given):
     from margay import _C, _op
 
     row = _op.Row(op)
-    inputs = [(f, t) for f in row.inputs for t in (given.get(f["name"]),)
+    inputs = [(f, t) for f in row.inputs for t in (given.get(row.shown[f["name"]]),)
               if t is not None and t.ndim == len(f["sizes"])]      # other forms become other arguments of the row
-    named |= {f["name"]: t for f, t in inputs}
-    copied = {f["name"]: library.why_copied(t, f["role"] == "mat") if f["kind"] == "half" else library.why_dense(t)
+    named |= {row.shown[f["name"]]: t for f, t in inputs}
+    copied = {row.shown[f["name"]]: library.why_copied(t, f["role"] == "mat") if f["kind"] == "half" else library.why_dense(t)
               for f, t in inputs}
     if op + "_bwd" not in _op.ROWS:
         return [], copied, []

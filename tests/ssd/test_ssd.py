@@ -179,9 +179,9 @@ def test_repeats_bitwise(n):
 
 @pytest.mark.parametrize("change, error, message", [
     (dict(B=(1, 5, 3, 16), C=(1, 5, 3, 16)), ValueError,
-     r"ssd: H = 4 \(dimension 2 of x\), G = 3 \(dimension 2 of b\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
+     r"ssd: H = 4 \(dimension 2 of x\), G = 3 \(dimension 2 of B\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
     (dict(B=(1, 5, 1, 0), C=(1, 5, 1, 0)), ValueError,
-     r"ssd: P = 8 \(dimension 3 of x\), N = 0 \(dimension 3 of b\), expected P > 0 && N > 0"),
+     r"ssd: P = 8 \(dimension 3 of x\), N = 0 \(dimension 3 of B\), expected P > 0 && N > 0"),
     (dict(B=(1, 5, 1, 300), C=(1, 5, 1, 300)), NotImplementedError,
      "(?s)ssd: no kernel for bfloat16.*P <= 128 && N <= 256"),
     (dict(initial_states=(2, 4, 8, 16)), ValueError,
