@@ -154,6 +154,7 @@ mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const 
 // `run`. NULL ends that.
 typedef struct mg_dry_run { bool asked; mg_op op; mg_problem problem; mg_context context; } mg_dry_run;
 void mg_run_dry(mg_dry_run *run);
+bool mg_runs_dry(void);
 // For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others;
 // NULL ends that.
 mg_status mg_prefer(const char *name);

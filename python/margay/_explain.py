@@ -67,7 +67,10 @@ def _explain_call(op, arguments, options):
     if options.get("dropout_p"):
         options = {**options, "dropout_seed": 0}               # none is drawn
     with library.without_gradients():
-        parts = [_C.dry_run(lambda: function(*arguments, **options))]
+        try:
+            parts = [_C.dry_run(lambda: function(*arguments, **options))]
+        except _shared.NoKernel as found:
+            parts = [(None, f"  no kernel: {found}")]
         notes, copied, calls = particular.get(op, explain_row)(op, library, named, given | options)
         parts += map(_C.dry_run, calls)
     lines = [f"{op}: " + ", ".join(f"{name} {_shared.shape(t)} {_shared.dtype_name(t)}" for name, t in named.items()),

@@ -107,6 +107,10 @@ def checked_scale(op, scale):
     return scale
 
 
+class NoKernel(Exception):
+    """Ends a dry run of what no kernel computes, and says what does."""
+
+
 def one_exception(function):
     """Of a function that is called where an exception is handled: what it raises stands alone."""
     def called(*arguments):
