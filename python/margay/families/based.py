@@ -42,7 +42,8 @@ def based(q, k, v, *, scale=None, normalize=True, initial_state=None, output_fin
             raise ValueError(f"based: initial_state has shape {shape(initial_state)}, expected {wanted}")
         features, sums = _to_kernel(_library(torch_).as_float32("based", "initial_state", initial_state), q.shape[3])
     run = functions.get("based") or of_row("based")
-    out, features, sums = run(q, k, v, features, sums, cu_seqlens, checked_scale("based", scale), bool(normalize), eps)
+    out, features, sums = run(q, k, v, features, sums, cu_seqlens, checked_scale("based", scale), bool(normalize), eps,
+                              (bool(output_final_state),) * 2)
     return (out, _from_kernel(features, sums, q.shape[3])) if output_final_state else out
 
 

@@ -40,7 +40,7 @@ def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, 
         cu_seqlens = _starts(op, cu_seqlens, q)
     run = functions.get(op) or of_row(op)
     out, state = run(q, k, v, q_map, k_map, window_factor, linear_factor, initial_state, cu_seqlens, window,
-                     bool(sliding), scale)
+                     bool(sliding), scale, (bool(output_final_state),))
     return (out, (state[..., :-1], state[..., -1])) if output_final_state else out
 
 

@@ -37,7 +37,8 @@ def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_st
             g, g_head = None, g
         if cu_seqlens is not None:
             cu_seqlens = _starts(op, cu_seqlens, q)
-    scan = lambda v, state: run(q, k, v, g, g_head, state, cu_seqlens, scale)  # noqa: E731
+    want = (bool(output_final_state),)
+    scan = lambda v, state: run(q, k, v, g, g_head, state, cu_seqlens, scale, want)  # noqa: E731
     out, state = _normalized(scan, v, initial_state, z) if normalize else scan(v, initial_state)
     return (out, state) if output_final_state else out
 
@@ -99,10 +100,12 @@ def _normalized(scan, v, state, z):
     ones, wide_z = _ones(v), z if z is None else _repeated(z)
     if columns % 64 and columns % 64 <= 64 - _ONES:
         out, after = scan(_join(v, ones), state if state is None else _join(state, wide_z))
-        out, sums, after, z = out[..., :columns], out[..., columns:], after[..., :columns], after[..., columns]
+        out, sums = out[..., :columns], out[..., columns:]
+        z = after if after is None else after[..., columns]
+        after = after if after is None else after[..., :columns]
     else:
         (out, after), (sums, z) = scan(v, state), scan(ones, wide_z)
-        z = z[..., 0]
+        z = z if z is None else z[..., 0]
     return _quotient(out, sums[..., :1]), (after, z)
 
 
