@@ -2,7 +2,7 @@
 
 import sys
 
-from margay._shared import as_int32, checked_scale, functions, integer, is_torch, of_row, rows_library, shape
+from margay._shared import checked_scale, functions, integer, is_torch, of_row, rows_library, shape, starts_of_all
 
 
 def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, sliding=False, scale=None,
@@ -37,7 +37,7 @@ def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, 
     if initial_state is not None:
         initial_state = _packed(op, library, initial_state)
     if cu_seqlens is not None:
-        cu_seqlens = _starts(op, cu_seqlens, q)
+        cu_seqlens = starts_of_all(op, cu_seqlens, q)
     run = functions.get(op) or of_row(op)
     out, state = run(q, k, v, q_map, k_map, window_factor, linear_factor, initial_state, cu_seqlens, window,
                      bool(sliding), scale, (bool(output_final_state),))
@@ -71,22 +71,6 @@ def _packed(op, library, state):
     import numpy as np
 
     return np.concatenate([s, z[..., None]], -1)
-
-
-def _starts(op, starts, q):
-    """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
-    result."""
-    starts = as_int32(op, "cu_seqlens", starts)
-    torch = sys.modules.get("torch")
-    seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
-    if torch is not None and isinstance(starts, torch.Tensor):
-        seen = seen and not starts.is_meta and not torch.compiler.is_compiling()
-    if seen:
-        last, steps = int(starts[-1]), q.shape[1]
-        if last < steps:
-            raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
-                             "are)")
-    return starts
 
 
 def _explained(op, library, named, given):
