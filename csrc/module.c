@@ -419,7 +419,7 @@ static bool set_argument(row_call *c, const mg_field *f, PyObject *object) {
   if (!mg_is_tensor(f)) return set_number(c->op, f, object, (char *)&c->values + f->offset);
   if (object == Py_None) return true;   // what must not be absent is found by mg_check
   c->field[c->count] = f;
-  c->names[c->count] = f->name;
+  c->names[c->count] = mg_shown(c->row, f);
   c->tensors[c->count++] = object;
   return true;
 }
@@ -556,6 +556,11 @@ static PyObject *dry_run(PyObject *module, PyObject *call) {
   return explain_problem(run.op, &run.problem, &run.context, "");
 }
 
+static PyObject *runs_dry(PyObject *module, PyObject *const *objects, Py_ssize_t count) {
+  (void)module, (void)objects;
+  return check_count("runs_dry", count, 0, 0) ? PyBool_FromLong(mg_runs_dry()) : NULL;
+}
+
 static bool check_size(const char *name, long long found) {
   if (found >= 0 && found <= INT32_MAX) return true;
   PyErr_Format(PyExc_ValueError, "explain: %s is %lld, expected 0 to 2^31 - 1", name, found);
@@ -635,7 +640,7 @@ static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t 
 static PyObject *field_dict(const mg_field *f) {
   static const char *const roles[] = {"end", "out", "optout", "save", "work", "optwork",
                                       "space", "inout", "inoutmat", "in", "opt", "mat", "num", "let", "needs", "takes",
-                                      "draw"};
+                                      "draw", "shown"};
   static const char *const kinds[] = {"half", "real", "real", "float32", "int32", "uint8",
                                       "bfloat16", "float8_e4m3fn", "float", "int", "bool", "int64", "uint64"};
   const int n = f->role == ROLE_LET ? 1 : f->dims;
@@ -785,6 +790,8 @@ static PyMethodDef methods[] = {
   {"dry_run", FUNCTION(dry_run), METH_O,
    "dry_run(call) -> what explain says of the first kernel that a function without arguments would launch; "
    "nothing is launched"},
+  {"runs_dry", FUNCTION(runs_dry), METH_FASTCALL,
+   "runs_dry() -> whether this thread is in a dry run, where what a kernel does not compute is not computed either"},
   {"kernels", FUNCTION(kernels), METH_FASTCALL, "kernels() -> rows of kernels.def"},
   {"info", FUNCTION(info), METH_FASTCALL, "info() -> build, CPU, driver and devices"},
   {"preload", FUNCTION(preload), METH_FASTCALL, "preload(op or None, device)"},

@@ -757,7 +757,8 @@ class Resizing:
         return self.t.__dlpack__(**keywords)
 for _ in range(20):
     out = torch.zeros(1, 2, 70, 64)
-    for name, arguments in (("k", (q, Resizing(k, lambda: out.untyped_storage().resize_(0)), v)), ("v", (q, k, Resizing(v, lambda: out.untyped_storage().resize_(0))))):
+    gone = lambda t: Resizing(t, lambda: out.untyped_storage().resize_(0))
+    for arguments in ((q, gone(k), v), (q, k, gone(v))):
         try: _C.attention_fwd(out, None, *arguments, 0.125, False)
         except ValueError as error: assert "attention: out has no memory (a null pointer)" in str(error), error
         else: raise SystemExit("out was not seen to be gone")

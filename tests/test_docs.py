@@ -80,7 +80,8 @@ def test_readme_two_lines_move_a_model(kind):
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
-sizes = dict(vocab_size=99, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+sizes = dict(vocab_size=99, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2)
 model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).eval()
 tokens = torch.randint(99, (2, 70))
 with torch.no_grad():

@@ -146,6 +146,19 @@ def test_every_function(device):
         mg.explain("none", a)
 
 
+@pytest.mark.parametrize("n, dtype", ((300, torch.bfloat16), (64, torch.float64)))
+def test_steps_without_a_kernel(n, dtype):
+    """What torch's operations compute is not computed, and changes no state."""
+    x, b = torch.randn(1, 2, 64, dtype=dtype), torch.randn(1, 2, n, dtype=dtype)
+    a, dt = -torch.ones(2, dtype=dtype), torch.ones(1, 2, dtype=dtype)
+    for wanted, call in ((torch.randn(1, 2, 64, n), lambda s: mg.explain(mg.ssd_step, s, x, dt, a, b, b)),
+                         (torch.randn(1, 2, n, 64), lambda s: mg.explain(mg.linear_attention_step, s, b, b, x))):
+        state = wanted.clone()
+        found = call(state)
+        assert found.kernels == [None] and f"no kernel: PyTorch's operations compute states of {n} with" in found
+        assert torch.equal(state, wanted)
+
+
 def test_arguments_by_position():
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     assert mg.explain(mg.scaled_add, a, b, 2.0).kernels == mg.explain(mg.scaled_add, a, b, scale=2.0).kernels

@@ -22,7 +22,7 @@ IN_NUMPY = [row for row in ROWS if all(f["kind"] in DTYPES for f in row.argument
 
 def test_arguments_come_first():
     for name, entries in _op.ROWS.items():
-        kinds = [f["role"] in ("called", "let", "needs", "takes", "draw") for f in entries[1:]]
+        kinds = [f["role"] in ("called", "let", "needs", "takes", "draw", "shown") for f in entries[1:]]
         assert kinds == sorted(kinds), name
 
 
@@ -103,20 +103,20 @@ def test_results_have_the_row_s_sizes(row):
     """A written tensor of another size, dtype or memory is refused, and named."""
     n = problem_of(row, random.Random(1))
     for f in (*row.results, *row.saves, *(f for f in row.work if f["role"] == "work")):
-        tensors = tensors_of(row, n)
+        tensors, name = tensors_of(row, n), row.shown[f["name"]]
         shape = list(tensors[f["name"]].shape)
         for at in range(len(shape)):
             other = [size + (i == at) for i, size in enumerate(shape)]
-            with pytest.raises(ValueError, match=f"^{row.called}: {f['name']} has size {other[at]} in dimension {at}, "
+            with pytest.raises(ValueError, match=f"^{row.called}: {name} has size {other[at]} in dimension {at}, "
                                f"expected {shape[at]} \\("):
                 getattr(_C, row.name)(**tensors | {f["name"]: np.zeros(other, tensors[f["name"]].dtype)})
-        with pytest.raises(TypeError, match=f"^{row.called}: {f['name']} has dtype float64, expected "):
+        with pytest.raises(TypeError, match=f"^{row.called}: {name} has dtype float64, expected "):
             getattr(_C, row.name)(**tensors | {f["name"]: np.zeros(shape)})
         if 0 in shape:                                            # nothing would be written
             continue
         read_only = np.zeros(shape, tensors[f["name"]].dtype)
         read_only.flags.writeable = False
-        with pytest.raises(BufferError, match=f"{row.called}: {f['name']}"):
+        with pytest.raises(BufferError, match=f"{row.called}: {name}"):
             getattr(_C, row.name)(**tensors | {f["name"]: read_only})
 
 

@@ -3,20 +3,7 @@
 #include <math.h>
 #include "based/based.h"
 #include "runtime/runtime.h"
-
-// cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at.
-static mg_status check_starts(mg_call *c, const mg_tensor *t) {
-  if (!t || t->device != MG_CPU) return MG_OK;
-  const int32_t *start = t->data;
-  if (start[0] != 0) return mg_refuse(c, MG_VALUE, "cu_seqlens[0] is %d, expected 0", start[0]);
-  for (int64_t i = 1; i < t->shape[0]; i++)
-    if (start[i] < start[i - 1] || start[i] > c->n.T)
-      return mg_refuse(c, MG_VALUE, "cu_seqlens[%lld] is %d, expected %d (the one before) to %lld (the steps that "
-                       "there are)", (long long)i, start[i], start[i - 1], (long long)c->n.T);
-  return MG_OK;
-}
-
-static float *data_of(const mg_tensor *t) { return t ? t->data : NULL; }
+#include "ssd/scan.h"
 
 static based_rows rows_of(const mg_call *c, const mg_tensor *starts, float scale, float eps) {
   return (based_rows){.starts = starts ? starts->data : NULL, .steps = (int)c->n.T, .heads = (int)c->n.H,
@@ -70,12 +57,13 @@ static mg_status run_segments(mg_call *c, mg_op main, mg_op cutting, const void 
 
 mg_status mg_based(const mg_based_args *a) {
   mg_call c;
-  if (!mg_open(&c, MG_OP_based, a) || check_starts(&c, a->cu_seqlens)) return c.status;
+  if (!mg_open(&c, MG_OP_based, a)) return c.status;
+  if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
   based_fwd_params p = {.rows = rows_of(&c, a->cu_seqlens, a->scale, a->eps),
-                        .initial = {data_of(a->initial_state), data_of(a->initial_sums)},
-                        .final = {data_of(a->final_state), data_of(a->final_sums)},
-                        .cuts = {data_of(a->cuts), data_of(a->cut_sums)},
-                        .norm = a->normalize ? data_of(a->norm) : NULL, .partial = data_of(a->partial),
+                        .initial = {mg_data(a->initial_state), mg_data(a->initial_sums)},
+                        .final = {mg_data(a->final_state), mg_data(a->final_sums)},
+                        .cuts = {mg_data(a->cuts), mg_data(a->cut_sums)},
+                        .norm = a->normalize ? mg_data(a->norm) : NULL, .partial = mg_data(a->partial),
                         .out_data = a->out->data, .out_step = a->out->stride[1], .out_head = a->out->stride[2]};
   if (c.n.T) {
     mg_map_bthd(&c, &p.q, a->q, 64, 64);
@@ -89,20 +77,21 @@ mg_status mg_based(const mg_based_args *a) {
 
 mg_status mg_based_bwd(const mg_based_bwd_args *a) {
   mg_call c;
-  if (!mg_open(&c, MG_OP_based_bwd, a) || check_starts(&c, a->cu_seqlens)) return c.status;
-  const based_state initial = {data_of(a->initial_state), data_of(a->initial_sums)};
-  const based_state cuts = {data_of(a->cuts), data_of(a->cut_sums)};
+  if (!mg_open(&c, MG_OP_based_bwd, a)) return c.status;
+  if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
+  const based_state initial = {mg_data(a->initial_state), mg_data(a->initial_sums)};
+  const based_state cuts = {mg_data(a->cuts), mg_data(a->cut_sums)};
   based_rows rows = rows_of(&c, a->cu_seqlens, a->scale, a->eps);
   set_segments(&c, &rows);
-  float *norm = a->normalize ? data_of(a->norm) : NULL;
+  float *norm = a->normalize ? mg_data(a->norm) : NULL;
   // the forward's states in front of segments, once more
   based_fwd_params own = {.rows = rows, .cuts = cuts};
-  based_dq_params q = {.rows = rows, .initial = initial, .cuts = cuts, .norm = norm, .delta = data_of(a->delta),
-                       .partial = data_of(a->partial), .dq = a->dq->data,
+  based_dq_params q = {.rows = rows, .initial = initial, .cuts = cuts, .norm = norm, .delta = mg_data(a->delta),
+                       .partial = mg_data(a->partial), .dq = a->dq->data,
                        .dq_batch = a->dq->stride[0], .dq_step = a->dq->stride[1], .dq_head = a->dq->stride[2]};
-  based_dkv_params kv = {.rows = rows, .final = {data_of(a->dfinal_state), data_of(a->dfinal_sums)},
-                         .initial = {data_of(a->dinitial_state), data_of(a->dinitial_sums)}, .cuts = cuts, .norm = norm,
-                         .delta = q.delta, .partial = q.partial, .partial_v = data_of(a->partial_v),
+  based_dkv_params kv = {.rows = rows, .final = {mg_data(a->dfinal_state), mg_data(a->dfinal_sums)},
+                         .initial = {mg_data(a->dinitial_state), mg_data(a->dinitial_sums)}, .cuts = cuts, .norm = norm,
+                         .delta = q.delta, .partial = q.partial, .partial_v = mg_data(a->partial_v),
                          .dk = a->dk->data, .dv_data = a->dv->data,
                          .dk_batch = a->dk->stride[0], .dk_step = a->dk->stride[1], .dk_head = a->dk->stride[2],
                          .dv_step = a->dv->stride[1], .dv_head = a->dv->stride[2]};

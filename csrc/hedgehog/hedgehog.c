@@ -3,20 +3,7 @@
 #include <math.h>
 #include "hedgehog/hedgehog.h"
 #include "runtime/runtime.h"
-
-// cu_seqlens begins with 0, does not fall and ends with the last step or before: what the CPU holds is looked at. Of
-// steps behind, out and all gradients are 0.
-static mg_status check_starts(const mg_tensor *t, int64_t steps) {
-  const int32_t *start = t->data;
-  const int64_t n = t->shape[0];
-  if (t->device != MG_CPU) return MG_OK;
-  if (start[0] != 0) return mg_fail(MG_VALUE, "hedgehog: cu_seqlens[0] is %d, expected 0", start[0]);
-  for (int64_t i = 1; i < n; i++)
-    if (start[i] < start[i - 1] || start[i] > steps)
-      return mg_fail(MG_VALUE, "hedgehog: cu_seqlens[%lld] is %d, expected %d (the one before) to %lld (the steps that "
-                     "there are)", (long long)i, start[i], start[i - 1], (long long)steps);
-  return MG_OK;
-}
+#include "ssd/scan.h"
 
 // Chunks of a segment; all of them where a row stays whole.
 static int64_t segment_of(const mg_call *c, bool packed, int64_t blocks) {
@@ -42,7 +29,8 @@ static mg_status run_cuts(mg_call *c, const mg_hedgehog_args *a, const hedgehog_
 mg_status mg_hedgehog(const mg_hedgehog_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_hedgehog, a)) return c.status;
-  if ((a->cu_seqlens && (c.status = check_starts(a->cu_seqlens, c.n.T))) || !mg_choose(&c)) return c.status;
+  if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
+  if (!mg_choose(&c)) return c.status;
   hedgehog_fwd_params p = {
     .steps = {.starts = mg_data(a->cu_seqlens), .count = (int)c.n.T, .rows = (int)c.n.R, .heads = (int)c.n.H,
               .segments = 1, .window = a->window, .sliding = a->sliding},

@@ -4,6 +4,7 @@
 #include <math.h>
 #include "hedgehog/hedgehog_bwd.h"
 #include "runtime/runtime.h"
+#include "ssd/scan.h"
 
 // Chunks of a segment of `chunks`, so that there are no more segments than `most` and blocks fit the device `waves`
 // times.
@@ -147,6 +148,7 @@ mg_status mg_hedgehog_bwd(const mg_hedgehog_bwd_args *a) {
   mg_call c;
   int segments = 0, back = 0, runs = 0;
   if (!mg_begin(&c, MG_OP_hedgehog_bwd, a)) return c.status;
+  if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
   if (c.n.T && c.n.B) {
     if (run_pre(&c, a) || run_window(&c, a) || run_scan(&c, a, false, &segments)) return c.status;
   }

@@ -7,8 +7,6 @@
 
 enum { MOST_K = 256, PART_V = 128 };             // of the scan's kernels: N and P
 
-static float *data_of(const mg_tensor *t) { return t ? t->data : NULL; }
-
 static void set_sizes(mg_call *c, int64_t P, int64_t N) {
   c->n.G = c->n.H;
   c->n.P = P;
@@ -19,7 +17,7 @@ static void set_sizes(mg_call *c, int64_t P, int64_t N) {
 
 // turned: rows of the states count columns of v.
 static ssd_form form(const mg_call *c, const mg_tensor *g, const mg_tensor *g_head, float scale, bool turned) {
-  return (ssd_form){{.dt = data_of(g), .a = data_of(g_head), .gates = 1},
+  return (ssd_form){{.dt = mg_data(g), .a = mg_data(g_head), .gates = 1},
                     scale == 0 ? 1 / sqrtf((float)c->n.K) : scale,
                     {turned ? 1 : (int)c->n.V, turned ? (int)c->n.V : 1, (int)(c->n.K * c->n.V)}, MG_OP_ssd};
 }
@@ -80,7 +78,7 @@ static mg_status run_cuts(mg_call *c, const mg_linear_attention_bwd_args *a, con
   ssd_cuts_params p = {.dt = f->dt, .cuts = a->cuts->data, .decays = a->decays->data, .steps = (int)c->n.T, .cut = cut,
                        .segment = (int)segment, .cut_stride = (int)c->n.CUTS, .heads = (int)c->n.H, .group_heads = 1,
                        .head_dim = (int)w->P, .state_dim = (int)w->N};
-  const ssd_join_params join = {.cuts = p.cuts, .initial = data_of(w->initial), .order = f->order,
+  const ssd_join_params join = {.cuts = p.cuts, .initial = mg_data(w->initial), .order = f->order,
                                 .factor = back ? 1 / f->scale : 1, .decays = p.decays, .cut = cut,
                                 .cut_stride = p.cut_stride, .heads = p.heads, .head_dim = p.head_dim,
                                 .state_dim = p.state_dim};
@@ -99,11 +97,12 @@ static mg_status run_sweep(mg_call *c, const mg_linear_attention_bwd_args *a, co
                            int64_t segment) {
   const int64_t segments = segment ? mg_ceil_div(c->n.T, segment) : 1, rows = c->n.R * c->n.H;
   linear_attention_sweep_params p = {
-    .gates = f->dt, .scale = f->scale, .log_scale = log2f(f->scale), .initial = data_of(w->initial),
-    .cuts = data_of(a->cuts), .final = data_of(w->final), .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL,
+    .gates = f->dt, .scale = f->scale, .log_scale = log2f(f->scale), .initial = mg_data(w->initial),
+    .cuts = mg_data(a->cuts), .final = mg_data(w->final), .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL,
     .y_data = w->y->data, .y_step = w->y->stride[1], .y_head = w->y->stride[2], .rows = (int)c->n.R,
-    .steps = (int)c->n.T, .segments = (int)(segments ? segments : 1), .segment = (int)segment, .cut_stride = (int)c->n.CUTS,
-    .heads = (int)c->n.H, .head_dim = (int)w->P, .state_dim = (int)w->N, .chunks = (int)c->n.CHUNKS, .order = f->order,
+    .steps = (int)c->n.T, .segments = (int)(segments ? segments : 1), .segment = (int)segment,
+    .cut_stride = (int)c->n.CUTS, .heads = (int)c->n.H, .head_dim = (int)w->P, .state_dim = (int)w->N,
+    .chunks = (int)c->n.CHUNKS, .order = f->order,
     .cut_order = {w->turned ? 1 : (int)c->n.V, w->turned ? (int)c->n.V : 1, (int)(c->n.K * c->n.V)}};
   set_sizes(c, w->P, w->N);
   if (!mg_choose_other(c, w->op)) return c->status;
@@ -118,7 +117,7 @@ static mg_status run_sweep(mg_call *c, const mg_linear_attention_bwd_args *a, co
     p.products = a->products->data;
     p.ends = p.segments > 1 || a->dfinal_state ? a->ends->data : NULL;
     p.end_stride = (int)c->n.ENDS;
-    p.dg = a->g ? data_of(a->dg) : NULL;
+    p.dg = a->g ? mg_data(a->dg) : NULL;
     p.sums = a->g_head && a->dg_head ? a->sums->data : NULL;
   }
   return mg_run(c, &p, mg_tasks(c, rows * p.segments, "blocks"));
@@ -152,7 +151,7 @@ static mg_status run_sweeps(mg_call *c, const mg_linear_attention_bwd_args *a, b
   run_sweep(c, a, &dv, &turned, segment);
   if (c->status || !dg_head || !mg_choose_other(c, MG_OP_ssd_bwd_sums)) return c->status;
   const ssd_bwd_sums_params sums = {.sums = a->sums->data, .batches = (int)c->n.B, .chunks = (int)c->n.CHUNKS,
-                                    .heads = (int)c->n.H, .out = {data_of(a->dg_head)}};
+                                    .heads = (int)c->n.H, .out = {mg_data(a->dg_head)}};
   return mg_run(c, &sums, mg_tasks(c, mg_ceil_div(c->n.H, 64) * 3, "blocks"));
 }
 

@@ -64,8 +64,9 @@ void mg_set(mg_call *c, void *data, uint32_t word, size_t word_bytes, int64_t n)
 }
 
 static const char *name_of(const mg_call *c, const mg_tensor *t) {
-  for (const mg_field *f = mg_row_of(c->op)->field; f->role; f++)
-    if (mg_is_tensor(f) && mg_arg(c->args, f) == t) return f->name;
+  const mg_row *row = mg_row_of(c->op);
+  for (const mg_field *f = row->field; f->role; f++)
+    if (mg_is_tensor(f) && mg_arg(c->args, f) == t) return mg_shown(row, f);
   return "a tensor";
 }
 

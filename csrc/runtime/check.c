@@ -68,6 +68,7 @@ enum {
 #define NEEDS(...) NEED(NEEDS, __VA_ARGS__, NULL)
 #define TAKES(...) NEED(TAKES, __VA_ARGS__, NULL)
 #define DRAW(name_, low_, high_) {.name = #name_, .role = ROLE_DRAW, .low = low_, .high = high_},
+#define SHOWN(name_, text_) {.name = #name_, .role = ROLE_SHOWN, .text = #text_},
 #define OP(op, ...) \
   static const mg_row *op##_row(void) { \
     typedef mg_##op##_args self; \
@@ -96,6 +97,12 @@ static const mg_row *(*const rows[MG_OP_COUNT])(void) = {
 };
 const mg_row *mg_row_of(mg_op op) { return rows[op](); }
 
+const char *mg_shown(const mg_row *row, const mg_field *f) {
+  for (const mg_field *s = row->field; s->role; s++)
+    if (s->role == ROLE_SHOWN && !strcmp(s->name, f->name)) return s->text;
+  return f->name;
+}
+
 const char *mg_op_row(mg_op op) { return mg_row_of(op)->name; }
 const char *mg_op_name(mg_op op) { return *mg_row_of(op)->called; }
 
@@ -115,11 +122,15 @@ mg_status mg_op_find(mg_op *op, const char *name) {
 
 // What the checks of one call share.
 typedef struct call {
+  const mg_row *row;
   const char *op;
   const mg_field *rule;             // of the argument under check
   const mg_field *like;             // the first IN or MAT argument, which the others are compared with
   const mg_tensor *like_tensor;
 } call;
+
+static const char *name_of(const call *c) { return mg_shown(c->row, c->rule); }
+static const char *name_of_like(const call *c) { return mg_shown(c->row, c->like); }
 
 typedef struct list_text { char chars[200]; } list_text;
 static list_text list(const int64_t *v, int n) {
@@ -143,12 +154,12 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
     expected = t->device == MG_CPU ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
   const bool real = c->rule->kind == KIND_REAL || c->rule->kind == KIND_REAL_ROWS;
   if (real && t->dtype != MG_FP32 && t->dtype != c->like_tensor->dtype)
-    return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected float32 or %s (as %s)", c->op, c->rule->name, found,
-                   mg_dtype_name(c->like_tensor->dtype), c->like->name);
-  if (expected) return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s", c->op, c->rule->name, found, expected);
+    return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected float32 or %s (as %s)", c->op, name_of(c), found,
+                   mg_dtype_name(c->like_tensor->dtype), name_of_like(c));
+  if (expected) return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s", c->op, name_of(c), found, expected);
   if (c->rule->kind == KIND_HALF && c->like->kind == KIND_HALF && t->dtype != c->like_tensor->dtype)
-    return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s (same as %s)", c->op, c->rule->name, found,
-                   mg_dtype_name(c->like_tensor->dtype), c->like->name);
+    return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s (same as %s)", c->op, name_of(c), found,
+                   mg_dtype_name(c->like_tensor->dtype), name_of_like(c));
   return MG_OK;
 }
 
@@ -157,12 +168,10 @@ static mg_status check_device(const call *c, const mg_tensor *t) {
   static const char *const kinds[] = {"the CPU", "a CUDA device"};
   if (t->device != u->device)
     return mg_fail(MG_TYPE, "%s: %s is on %s, expected %s (same as %s)", c->op,
-                   c->rule->name, kinds[t->device], kinds[u->device],
-                   c->like->name);
+                   name_of(c), kinds[t->device], kinds[u->device], name_of_like(c));
   if (t->device == MG_CUDA && t->device_index != u->device_index)
     return mg_fail(MG_VALUE, "%s: %s is on cuda:%d, expected cuda:%d (same as %s)",
-                   c->op, c->rule->name, t->device_index, u->device_index,
-                   c->like->name);
+                   c->op, name_of(c), t->device_index, u->device_index, name_of_like(c));
   return MG_OK;
 }
 
@@ -189,7 +198,7 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
   }
   if (!wanted) return MG_OK;
   return mg_fail(MG_VALUE, "%s: %s has shape %s and strides %s, expected %s; call .contiguous() first",
-                 c->op, c->rule->name,
+                 c->op, name_of(c),
                  list(t->shape, t->dims).chars, list(t->stride, t->dims).chars, wanted);
 }
 
@@ -197,7 +206,7 @@ static mg_status check_range(const call *c, const mg_tensor *t) {
   for (int i = 0; i < t->dims; i++)
     if (t->shape[i] < 0 || t->shape[i] > INT32_MAX)
       return mg_fail(MG_VALUE, "%s: %s has shape %s, expected 0 to 2^31 - 1 in every dimension",
-                     c->op, c->rule->name, list(t->shape, t->dims).chars);
+                     c->op, name_of(c), list(t->shape, t->dims).chars);
   return MG_OK;
 }
 
@@ -216,15 +225,15 @@ static mg_status check_memory(const call *c, const mg_tensor *t, span *s) {
     if (__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &step) || __builtin_mul_overflow(step, size, &step) ||
         __builtin_add_overflow(bytes, step, &bytes) || bytes > INTPTR_MAX / 2)
       return mg_fail(MG_VALUE, "%s: %s with shape %s and strides %s reaches past the end of memory",
-                     c->op, c->rule->name,
+                     c->op, name_of(c),
                      list(t->shape, t->dims).chars, list(t->stride, t->dims).chars);
   }
   if ((status = check_strides(c, t))) return status;
-  if (!t->data) return mg_fail(MG_VALUE, "%s: %s has no memory (a null pointer)", c->op, c->rule->name);
+  if (!t->data) return mg_fail(MG_VALUE, "%s: %s has no memory (a null pointer)", c->op, name_of(c));
   uintptr_t first = (uintptr_t)t->data;
   if (first % (uintptr_t)size || first > UINTPTR_MAX - (uintptr_t)bytes)
     return mg_fail(MG_VALUE, "%s: %s is at address %p, expected a multiple of %d",
-                   c->op, c->rule->name, t->data, (int)size);
+                   c->op, name_of(c), t->data, (int)size);
   *s = (span){first, first + (uintptr_t)bytes};
   return MG_OK;
 }
@@ -278,16 +287,16 @@ static mg_status check_outputs(const call *c, const given *g, int n) {
     const mg_tensor *t = g[i].tensor;
     if (!mg_is_written(g[i].rule) || g[i].memory.first == g[i].memory.end) continue;
     if (t->read_only)
-      return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only", c->op, g[i].rule->name);
+      return mg_fail(MG_BUFFER, "%s: %s is written, but its memory is read-only", c->op, mg_shown(c->row, g[i].rule));
     if (!distinct(t))
       return mg_fail(MG_BUFFER, "%s: %s is written, but with shape %s and strides %s its elements may share memory",
                      c->op,
-                     g[i].rule->name, list(t->shape, t->dims).chars, list(t->stride, t->dims).chars);
+                     mg_shown(c->row, g[i].rule), list(t->shape, t->dims).chars, list(t->stride, t->dims).chars);
     for (int j = 0; j < n; j++)
       if (j != i && g[j].memory.first != g[j].memory.end && (j > i || !mg_is_written(g[j].rule)) &&
           !disjoint(t, g[i].memory, g[j].tensor, g[j].memory))
         return mg_fail(MG_BUFFER, "%s: %s is written, but shares memory with %s",
-                       c->op, g[i].rule->name, g[j].rule->name);
+                       c->op, mg_shown(c->row, g[i].rule), mg_shown(c->row, g[j].rule));
   }
   return MG_OK;
 }
@@ -297,7 +306,7 @@ static mg_status check_arg(call *c, const mg_field *rule, const mg_tensor *t, sp
   mg_status status;
   c->rule = rule;
   if (t->dims != rule->dims)
-    return mg_fail(MG_VALUE, "%s: %s has %d dimensions, expected %d", c->op, rule->name, t->dims, rule->dims);
+    return mg_fail(MG_VALUE, "%s: %s has %d dimensions, expected %d", c->op, name_of(c), t->dims, rule->dims);
   if ((status = check_device(c, t)) || (status = check_dtype(c, t))) return status;
   return s ? check_memory(c, t, s) : check_range(c, t);
 }
@@ -322,8 +331,9 @@ static mg_status compare(const char *op, const mg_row *row, const mg_field *f,
     } else if (t->shape[i] != n[s]) {
       const bool let = !first[s].field;
       return mg_fail(MG_VALUE, "%s: %s has size %lld in dimension %d, expected %lld (%s %s %s)",
-                     op, f->name, (long long)t->shape[i], i,
-                     (long long)n[s], mg_size_names[s], let ? "=" : "of", let ? let_of(row, s) : first[s].field->name);
+                     op, mg_shown(row, f), (long long)t->shape[i], i,
+                     (long long)n[s], mg_size_names[s], let ? "=" : "of",
+                     let ? let_of(row, s) : mg_shown(row, first[s].field));
     }
   }
   return MG_OK;
@@ -366,7 +376,8 @@ static mg_status refuse(const char *op, const mg_row *row, const void *args,
     for (int i = 0; i < f->dims; i++) {
       const int s = f->size[i];
       if (first[s].field == f && first[s].dim == i && mentions(need->expression, mg_size_names[s]))
-        FOUND("%s%s = %lld (dimension %d of %s)", at ? ", " : "", mg_size_names[s], (long long)n[s], i, f->name);
+        FOUND("%s%s = %lld (dimension %d of %s)", at ? ", " : "", mg_size_names[s], (long long)n[s], i,
+              mg_shown(row, f));
     }
   for (const mg_field *f = row->field; f->role; f++)
     if (f->role == ROLE_LET && n[f->size[0]] >= 0 && mentions(need->expression, mg_size_names[f->size[0]]))
@@ -375,7 +386,8 @@ static mg_status refuse(const char *op, const mg_row *row, const void *args,
     const void *p = (const char *)args + f->offset;
     if (!mentions(need->expression, f->name)) continue;
     if (f->role == ROLE_NUM) print_number(number, f, p);
-    FOUND("%s%s is %s", at ? ", " : "", f->name, f->role == ROLE_NUM ? number : mg_arg(args, f) ? "given" : "missing");
+    FOUND("%s%s is %s", at ? ", " : "", mg_shown(row, f),
+          f->role == ROLE_NUM ? number : mg_arg(args, f) ? "given" : "missing");
   }
 #undef FOUND
   return mg_fail(need->status, "%s: %s, expected %s", op, found, need->text ? need->text : need->expression);
@@ -387,7 +399,7 @@ static mg_status check_known(const char *op, const mg_row *row, const int64_t *n
     for (int i = 0; i < f->dims && mg_is_read(f) && !mg_may_miss(f); i++)
       if (n[f->size[i]] < 0)
         return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor, or another of size %s in one of its dimensions",
-                       op, f->name, mg_size_names[f->size[i]]);
+                       op, mg_shown(row, f), mg_size_names[f->size[i]]);
   return MG_OK;
 }
 
@@ -411,14 +423,14 @@ static mg_status check_sizes(const char *op, const mg_row *row, const void *args
 
 mg_status mg_check(mg_op op, const void *args, mg_sizes *sizes, bool only_space) {
   const mg_row *row = mg_row_of(op);
-  call c = {.op = *row->called};
+  call c = {.row = row, .op = *row->called};
   given g[MG_MAX_ARGS];
   int n = 0, like = -1;
   for (const mg_field *f = row->field; f < row->field + row->arguments; f++) {
     if (!mg_is_tensor(f) || (only_space && !mg_is_read(f))) continue;
     const mg_tensor *t = mg_arg(args, f);
     if (!t && !only_space && !mg_may_miss(f))
-      return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, f->name);
+      return mg_fail(MG_TYPE, "%s: %s is missing, expected a tensor", c.op, mg_shown(row, f));
     if (!t) continue;
     if (like < 0 && (f->role == ROLE_IN || f->role == ROLE_MAT)) like = n;
     g[n++] = (given){.rule = f, .tensor = t};

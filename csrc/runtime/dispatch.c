@@ -180,6 +180,7 @@ static void append_reasons(text *t, mg_op op, const mg_problem *p, const mg_cont
 static _Thread_local mg_dry_run *dry_run;
 
 void mg_run_dry(mg_dry_run *run) { dry_run = run; }
+bool mg_runs_dry(void) { return dry_run != NULL; }
 
 mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const mg_context *c) {
   if (dry_run) {

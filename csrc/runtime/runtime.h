@@ -41,7 +41,7 @@ enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 32 };
 typedef enum mg_role {
   ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_OPTWORK, ROLE_SPACE,
   ROLE_INOUT, ROLE_INOUTMAT, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS,
-  ROLE_TAKES, ROLE_DRAW
+  ROLE_TAKES, ROLE_DRAW, ROLE_SHOWN
 } mg_role;
 typedef enum mg_kind {
   KIND_HALF, KIND_REAL, KIND_REAL_ROWS, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float,
@@ -49,7 +49,7 @@ typedef enum mg_kind {
 } mg_kind;
 typedef struct mg_field {
   const char *name;                 // LET, NEEDS, TAKES: the expression
-  const char *text;                 // NEEDS, TAKES: what is accepted, in words, or NULL
+  const char *text;                 // NEEDS, TAKES: what is accepted, in words, or NULL; SHOWN: the name in messages
   mg_role role;
   mg_kind kind;
   int dims;
@@ -71,6 +71,7 @@ typedef struct mg_row {
                                                              // not hold, or NULL
 } mg_row;
 const mg_row *mg_row_of(mg_op op);
+const char *mg_shown(const mg_row *row, const mg_field *f);   // the name in messages
 extern const char *const mg_size_names[];
 
 static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) {
@@ -153,6 +154,7 @@ mg_status mg_select(const mg_kernel **row, mg_op op, const mg_problem *p, const 
 // `run`. NULL ends that.
 typedef struct mg_dry_run { bool asked; mg_op op; mg_problem problem; mg_context context; } mg_dry_run;
 void mg_run_dry(mg_dry_run *run);
+bool mg_runs_dry(void);
 // For experiments and tests: this thread's calls take the row `name` wherever its condition holds, before the others;
 // NULL ends that.
 mg_status mg_prefer(const char *name);

@@ -8,4 +8,5 @@
 typedef struct ssd_form { ssd_dt dt; float scale; ssd_order order; mg_op op; } ssd_form;
 mg_status ssd_scan(mg_call *c, const mg_ssd_args *a, const ssd_form *f);
 mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f);
-mg_status ssd_check_starts(mg_op op, const mg_tensor *starts, int64_t steps);    // of cu_seqlens, where the CPU has them
+// Of cu_seqlens, where the CPU has them; also for other ops of packed sequences.
+mg_status ssd_check_starts(mg_op op, const mg_tensor *starts, int64_t steps);

@@ -32,9 +32,8 @@ static mg_status run_cuts(mg_call *c, const mg_ssd_args *a, const ssd_fwd_params
                           .segment = p->segment, .cut_stride = p->cut_stride, .heads = p->heads,
                           .group_heads = p->group_heads, .head_dim = p->head_dim, .state_dim = p->state_dim};
   ssd_join_params join = {.cuts = cuts.cuts, .initial = p->initial, .order = p->order, .factor = 1,
-                          .decays = cuts.decays,
-                          .cut = cuts.cut, .cut_stride = cuts.cut_stride, .heads = cuts.heads, .head_dim = cuts.head_dim,
-                          .state_dim = cuts.state_dim};
+                          .decays = cuts.decays, .cut = cuts.cut, .cut_stride = cuts.cut_stride, .heads = cuts.heads,
+                          .head_dim = cuts.head_dim, .state_dim = cuts.state_dim};
   if (!mg_choose_other(c, MG_OP_ssd_cuts)) return c->status;
   const int64_t units = mg_ceil_div((c->n.P + 63) / 64 * cuts.group_heads, c->desc->tile_n);
   if (mg_run(c, &cuts, mg_tasks(c, c->n.R * c->n.G * units * cuts.cut, "blocks"))) return c->status;

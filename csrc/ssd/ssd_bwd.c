@@ -7,8 +7,6 @@
 
 typedef struct segment { int first, chunks; } segment;
 
-static float *data_of(const mg_tensor *t) { return t ? t->data : NULL; }
-
 // Nothing is copied of a tensor without elements, and the driver refuses to map one.
 static void map_bthd(mg_call *c, gmap *m, const mg_tensor *t) { if (!mg_is_empty(t)) mg_map_bthd(c, m, t, 64, 64); }
 static void map_stack(mg_call *c, gmap *m, const mg_tensor *t) { if (!mg_is_empty(t)) mg_map_stack(c, m, t, 64, 64); }
@@ -74,7 +72,7 @@ static int64_t part_of(const scan *x) {
 static mg_status run_cuts(const scan *x, ssd_states_params *p) {
   mg_call *c = x->c;
   const int64_t states = c->n.R * c->n.CUTS * c->n.H, state = c->n.P * c->n.N;
-  const float *initial[2] = {data_of(x->a->dfinal_states), data_of(x->a->initial_states)};
+  const float *initial[2] = {mg_data(x->a->dfinal_states), mg_data(x->a->initial_states)};
   p->local = 1;
   p->cut_stride = (int)c->n.CUTS;
   p->all_parts = (int)mg_ceil_div(c->n.CHUNKS, p->part);
@@ -107,8 +105,8 @@ static mg_status run_gradients(const scan *x, segment s) {
   if (!mg_choose_other(c, MG_OP_ssd_bwd)) return c->status;
   const int splits = (int)c->n.SPLIT;
   float *parts = splits > 1 ? a->parts->data : NULL;
-  ssd_bwd_params p = {.steps = steps_of(x), .scale = x->f->scale, .log_scale = log2f(x->f->scale), .d = data_of(a->d),
-                      .ddt = data_of(a->ddt), .sums = data_of(a->sums), .dx_data = a->dx->data, .db = a->db->data,
+  ssd_bwd_params p = {.steps = steps_of(x), .scale = x->f->scale, .log_scale = log2f(x->f->scale), .d = mg_data(a->d),
+                      .ddt = mg_data(a->ddt), .sums = mg_data(a->sums), .dx_data = a->dx->data, .db = a->db->data,
                       .dc = a->dc->data, .parts = parts, .first = s.first, .chunks = s.chunks,
                       .all_chunks = (int)c->n.CHUNKS, .batches = (int)c->n.B, .groups = (int)c->n.G,
                       .group_heads = (int)(c->n.H / c->n.G), .splits = splits, .head_dim = (int)c->n.P,
@@ -140,7 +138,7 @@ mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f) 
   const int64_t state = c->n.R * c->n.H * c->n.P * c->n.N;
   // starts: the states in front of segments 1, 2, ..., then the gradient of the state that one segment hands to the one
   // in front of it.
-  float *starts = data_of(a->starts), *between = last ? starts + last * state : NULL;
+  float *starts = mg_data(a->starts), *between = last ? starts + last * state : NULL;
   ssd_states_params p = {.all_parts = 1, .part = (int)part_of(&x)};
   if (c->status) return c->status;
   const bool cut = p.part > 0;
@@ -148,7 +146,7 @@ mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f) 
     if (run_cuts(&x, &p)) return c->status;
   } else if (last) {
     p.pass[0] = pass_of(c, a, false, false);
-    p.pass[0].initial = data_of(a->initial_states);
+    p.pass[0].initial = mg_data(a->initial_states);
     p.pass[0].starts = starts;
     p.pass[0].final = starts + (last - 1) * state;
     run_states(&x, &p, 1, (segment){0, each * last});
@@ -160,24 +158,24 @@ mg_status ssd_scan_bwd(mg_call *c, const mg_ssd_bwd_args *a, const ssd_form *f) 
   for (int s = last; s >= 0 && !c->status; s--) {
     const segment at = {s * each, chunks - s * each < each ? chunks - s * each : each};
     p.pass[0] = pass_of(c, a, true, true);
-    p.pass[0].initial = s == last || cut ? data_of(a->dfinal_states) : between;
-    p.pass[0].final = s && !cut ? between : data_of(a->dinitial_states);
+    p.pass[0].initial = s == last || cut ? mg_data(a->dfinal_states) : between;
+    p.pass[0].final = s && !cut ? between : mg_data(a->dinitial_states);
     p.pass[1] = pass_of(c, a, false, true);
-    p.pass[1].initial = s && !cut ? starts + (s - 1) * state : data_of(a->initial_states);
+    p.pass[1].initial = s && !cut ? starts + (s - 1) * state : mg_data(a->initial_states);
     for (int i = 0; cut && i < 2; i++) p.pass[i].cuts = at_cuts[i].cuts;
     if (!run_states(&x, &p, 2, at) && at.chunks && c->n.T && c->n.R) run_gradients(&x, at);
   }
   if (c->status || !a->sums || !mg_choose_other(c, MG_OP_ssd_bwd_sums)) return c->status;
   const ssd_bwd_sums_params sums = {.sums = a->sums->data, .batches = (int)c->n.B, .chunks = chunks,
                                     .heads = (int)c->n.H,
-                                    .out = {data_of(a->da), data_of(a->dd), data_of(a->ddt_bias)}};
+                                    .out = {mg_data(a->da), mg_data(a->dd), mg_data(a->ddt_bias)}};
   return mg_run(c, &sums, mg_tasks(c, mg_ceil_div(c->n.H, 64) * 3, "blocks"));
 }
 
 mg_status mg_ssd_bwd(const mg_ssd_bwd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_ssd_bwd, a)) return c.status;
-  const ssd_form f = {{.dt = a->dt->data, .a = a->a->data, .bias = data_of(a->dt_bias), .softplus = a->dt_softplus,
+  const ssd_form f = {{.dt = a->dt->data, .a = a->a->data, .bias = mg_data(a->dt_bias), .softplus = a->dt_softplus,
                        .low = a->dt_min, .high = a->dt_max}, 1, {(int)c.n.N, 1, (int)(c.n.P * c.n.N)},
                       MG_OP_ssd_bwd};
   return ssd_scan_bwd(&c, a, &f);

@@ -67,7 +67,10 @@ def _explain_call(op, arguments, options):
     if options.get("dropout_p"):
         options = {**options, "dropout_seed": 0}               # none is drawn
     with library.without_gradients():
-        parts = [_C.dry_run(lambda: function(*arguments, **options))]
+        try:
+            parts = [_C.dry_run(lambda: function(*arguments, **options))]
+        except _shared.NoKernel as found:
+            parts = [(None, f"  no kernel: {found}")]
         notes, copied, calls = particular.get(op, explain_row)(op, library, named, given | options)
         parts += map(_C.dry_run, calls)
     lines = [f"{op}: " + ", ".join(f"{name} {_shared.shape(t)} {_shared.dtype_name(t)}" for name, t in named.items()),
@@ -85,10 +88,10 @@ def explain_row(op, library, named, given):
     from margay import _C, _op
 
     row = _op.Row(op)
-    inputs = [(f, t) for f in row.inputs for t in (given.get(f["name"]),)
+    inputs = [(f, t) for f in row.inputs for t in (given.get(row.shown[f["name"]]),)
               if t is not None and t.ndim == len(f["sizes"])]      # other forms become other arguments of the row
-    named |= {f["name"]: t for f, t in inputs}
-    copied = {f["name"]: library.why_copied(t, f["role"] == "mat") if f["kind"] == "half" else library.why_dense(t)
+    named |= {row.shown[f["name"]]: t for f, t in inputs}
+    copied = {row.shown[f["name"]]: library.why_copied(t, f["role"] == "mat") if f["kind"] == "half" else library.why_dense(t)
               for f, t in inputs}
     if op + "_bwd" not in _op.ROWS:
         return [], copied, []

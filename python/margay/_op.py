@@ -43,9 +43,18 @@ class Row:
         self.absent = [f["name"] for f in role("opt")]             # what may be None
         self.derived = role("let", "needs", "takes")               # in the row's order
         self.sizes = dict.fromkeys(size for f in entries for size in f["sizes"])
+        self.shown = {f["name"]: f["name"] for f in entries} | {f["name"]: f["text"] for f in role("shown")}
         self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
         self.first = self.inputs[0]["name"]
         self.halves = [f["name"] for f in self.inputs if f["kind"] == "half"]
+
+    @property
+    def may_miss(self):
+        """`absent` in the words of messages."""
+        return [self.shown[name] for name in self.absent]
+
+    def as_shown(self, tensors):
+        return {self.shown[name]: t for name, t in tensors.items()}
 
     @property
     def lets(self):
@@ -219,30 +228,31 @@ def check(row, tensors, numbers, dtype_name, halves):
     """What C checks of dtypes and sizes, in its words, of tensors by name that may have no memory."""
     for f in row.inputs:
         if tensors[f["name"]] is None and f["role"] != "opt":
-            raise TypeError(f"{row.called}: {f['name']} is missing, expected a tensor")
+            raise TypeError(f"{row.called}: {row.shown[f['name']]} is missing, expected a tensor")
     given = [f for f in row.inputs if tensors[f["name"]] is not None]
     like = next((f["name"] for f in given if f["kind"] == "half" and f["role"] != "inout"), None)
     for f in sorted(given, key=lambda f: f["name"] != like):       # first: the others are not blamed for its faults
-        name, t = f["name"], tensors[f["name"]]
+        name, t = row.shown[f["name"]], tensors[f["name"]]
         if t.ndim != len(f["sizes"]):
             raise ValueError(f"{row.called}: {name} has {t.ndim} dimensions, expected {len(f['sizes'])}")
         found, expected, same = dtype_name(t), f["kind"], ""
         if f["kind"] == "half":
             if found not in halves:
                 raise TypeError(f"{row.called}: {name} has dtype {found}, expected {_HALF}")
-            expected, same = dtype_name(tensors[like]), f" (same as {like})"
+            expected, same = dtype_name(tensors[like]), f" (same as {row.shown[like]})"
         if f["kind"] == "real":
-            expected, same = f"float32 or {dtype_name(tensors[like])}", f" (as {like})"
+            expected, same = f"float32 or {dtype_name(tensors[like])}", f" (as {row.shown[like]})"
         if found != expected and found not in expected.split(" or "):
             raise TypeError(f"{row.called}: {name} has dtype {found}, expected {expected}{same}")
     sizes = {}
     for f in given:
         for i, n in enumerate(tensors[f["name"]].shape):
             size = f["sizes"][i]
-            expected, first, _ = sizes.setdefault(size, (n, f["name"], i))
+            name = row.shown[f["name"]]
+            expected, first, _ = sizes.setdefault(size, (n, name, i))
             if n != expected:
-                raise ValueError(f"{row.called}: {f['name']} has size {n} in dimension {i}, expected {expected} "
-                                 f"({size} of {first})")
+                raise ValueError(f"{row.called}: {name} has size {n} in dimension {i}, expected {expected} ({size} of "
+                                 f"{first})")
     numbers = {f["name"]: _number(row.called, f, numbers[f["name"]]) for f in row.numbers}
     known = dict.fromkeys(row.sizes, -1) | {size: n for size, (n, _, _) in sizes.items()}
     known |= {name: t is not None for name, t in tensors.items()} | numbers
@@ -253,7 +263,7 @@ def check(row, tensors, numbers, dtype_name, halves):
         found |= {f"{let} = {known[let]}": let for let, _, _ in row.lets if known[let] >= 0}
         for name in (f["name"] for f in row.arguments if f["name"] in known):
             value = f"{numbers[name]:g}" if name in numbers else "given" if known[name] else "missing"
-            found[f"{name} is {value}"] = name
+            found[f"{row.shown[name]} is {value}"] = name
         found = ", ".join(words for words, name in found.items() if _mentions(text, name))
         error = NotImplementedError if broken["role"] == "takes" else ValueError
         raise error(f"{row.called}: {found}, expected {broken['text'] or text}")
@@ -350,7 +360,7 @@ def _numpy_function(row):
 
     def verify(inputs):
         tensors = _named(row.inputs, inputs)
-        _numpy.check_kinds(row.name, row.absent, **tensors)
+        _numpy.check_kinds(row.called, row.may_miss, **row.as_shown(tensors))
         check(row, tensors, _named(row.numbers, inputs[len(row.inputs):]), lambda a: str(a.dtype),
               ("float16", "float32"))
 
@@ -432,11 +442,11 @@ def _torch_function(row):
 
     def verify(values):
         given = _named(row.inputs, values)
-        t.check_kinds(row.name, row.absent, **given)
+        t.check_kinds(row.called, row.may_miss, **row.as_shown(given))
         check(row, given, _named(row.numbers, values[len(inputs):]), _shared.dtype_name,
               ("bfloat16", "float16", "float32"))
-        t.check_devices(row.name, **{name: given[name] for name in row.halves})
-        t.check_same_device(row.name, **given)
+        t.check_devices(row.called, **row.as_shown({name: given[name] for name in row.halves}))
+        t.check_same_device(row.called, **row.as_shown(given))
 
     def copied(f, x):
         return x.contiguous() if f["kind"] != "half" else t.mappable_matrix(x) if f["role"] == "mat" else t.mappable(x)
@@ -490,10 +500,10 @@ def _torch_function(row):
                _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
     seen = getattr(torch.ops.margay, row.name)
     needed = [name for name in inputs[1:] if name not in row.absent]
-    text = _CALL.format(name=row.name, signature=row.signature(), tensors=tensors, all=every, first=row.first,
+    text = _CALL.format(name=row.called, signature=row.signature(), tensors=tensors, all=every, first=row.first,
                         want=_want(row), want_given=want_given,
                         results=written(row), returned=names(row.results),
-                        given=", ".join(f"{name}={name}" for name in inputs), optional=row.absent,
+                        given=", ".join(f"{row.shown[name]}={name}" for name in inputs), optional=row.may_miss,
                         absent="".join(f"{name} is None or " for name in needed),
                         halves="".join(name + ", " for name in row.halves),
                         gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in row.absent

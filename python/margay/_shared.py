@@ -61,6 +61,22 @@ def as_int32(op, name, t):
     return t if dtype == "int32" else t.int() if hasattr(t, "int") else t.astype("int32")
 
 
+def starts_of_all(op, starts, q):
+    """Starts of packed sequences as int32. Where they are on the CPU, the last sequence has to end with q's last step:
+    steps behind it would have no result. That they begin with 0 and do not fall is seen by C."""
+    starts = as_int32(op, "cu_seqlens", starts)
+    torch = sys.modules.get("torch")
+    seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
+    if torch is not None and isinstance(starts, torch.Tensor):
+        seen = seen and not starts.is_meta and not torch.compiler.is_compiling()
+    if seen:
+        last, steps = int(starts[-1]), q.shape[1]
+        if last < steps:
+            raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
+                             "are)")
+    return starts
+
+
 def rows_library(torch_):
     """What ops of rows compute with beside them."""
     if torch_:
@@ -105,6 +121,10 @@ def checked_scale(op, scale):
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise ValueError(f"{op}: scale is {scale:g}, expected a positive finite number")
     return scale
+
+
+class NoKernel(Exception):
+    """Ends a dry run of what no kernel computes, and says what does."""
 
 
 def one_exception(function):

@@ -425,7 +425,8 @@ def test_bad_21_starts_on_gpu():
     result = run_python("""
 import torch, margay as mg
 q = torch.zeros(100, 4, 64, device="cuda", dtype=torch.bfloat16)
-for starts in (torch.tensor([0, 60, 30], device="cuda", dtype=torch.int32), torch.tensor([0, 2**32 + 5, 20], device="cuda")):
+for starts in (torch.tensor([0, 60, 30], dtype=torch.int32), torch.tensor([0, 2**32 + 5, 20])):
+    starts = starts.cuda()
     try: mg.attention_varlen(q, q, q, starts, starts, 70, 70)
     except ValueError as error: print(error)
 """.replace("import torch", "import os; os.environ['MARGAY_SYNC'] = '1'\nimport torch"))
@@ -587,7 +588,8 @@ compiled = lambda f: torch.compile(f, fullgraph=True, backend="eager")
 q, cache, packed = torch.randn(1, 2, 50, 64), torch.randn(1, 80, 2, 64), torch.randn(50, 2, 64)
 starts = torch.tensor([0, 20, 50], dtype=torch.int32)
 dense = lambda n: mg.attention(q, q, q, window=(n, 0), dropout_p=0.1, dropout_seed=n)
-decode = lambda n: mg.attention_decode(q[:, :, :1].transpose(1, 2), cache, cache, cache_seqlens=n, window=(n // 3, 0), num_splits=n // 20)
+decode = lambda n: mg.attention_decode(q[:, :, :1].transpose(1, 2), cache, cache, cache_seqlens=n, window=(n // 3, 0),
+                                       num_splits=n // 20)
 varlen = lambda n: mg.attention_varlen(packed, packed, packed, starts, starts, n, n)
 for call in (dense, decode, varlen):
     traced = compiled(call)

@@ -277,7 +277,8 @@ def test_a_gradient_through_a_step():
         found, warned = reasons(gradient)
     torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-4)
     assert [text.split(";")[0] for text in warned] == [
-        "causal_conv1d_update: a gradient through one step", "mamba2_selective_state_update: a gradient through one step"]
+        "causal_conv1d_update: a gradient through one step",
+        "mamba2_selective_state_update: a gradient through one step"]
 
 
 # ---- on and off

@@ -89,8 +89,8 @@ def test_decay(device, dtype, shape, kind, wanted):
     decay = g.detach().clamp(min=-64).expand(b, steps, h).sum(1).exp()
     products = max(float((t.detach() * d).abs().sum(3).max()) for t, d in zip((q, k), exact[2:]))
     for name, *three in zip(names, ours, torchs, exact):
-        allowed = rounding(name, three[0], three[1] - three[2], dtype, scale, g, (state.detach(), dlast.detach(), decay),
-                           products)
+        allowed = rounding(name, three[0], three[1] - three[2], dtype, scale, g,
+                           (state.detach(), dlast.detach(), decay), products)
         check_error(name, *three, factor=3 if name[0] == "d" else 2, rounding=allowed)
 
 
@@ -148,7 +148,7 @@ def test_behind_the_last_sequence(device, heads, wanted):
 
 
 @pytest.mark.parametrize("form", ("none", "head", "step"))
-@pytest.mark.parametrize("columns", (24, 64, 100, 128, 135))       # with room for a column of ones in the last tile, or not
+@pytest.mark.parametrize("columns", (24, 64, 100, 128, 135))   # a column of ones has room in the last tile, or not
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("device", DEVICES)
 def test_normalized(device, dtype, columns, form):
@@ -160,7 +160,8 @@ def test_normalized(device, dtype, columns, form):
     q, k = (t.detach().abs().requires_grad_() for t in (q, k))
     r = torch.Generator().manual_seed(12)
     z, dz = (torch.rand(2, 2, d, generator=r).to(device).requires_grad_() for _ in range(2))
-    g = {"none": None, "head": -0.1 * torch.rand(2, generator=r), "step": -0.1 * torch.rand(2, 150, 2, generator=r)}[form]
+    g = {"none": None, "head": -0.1 * torch.rand(2, generator=r),
+         "step": -0.1 * torch.rand(2, 150, 2, generator=r)}[form]
     g = g if g is None else g.to(device)
     inputs, scale = (q, k, v, state, z), d ** -0.5
 
@@ -173,7 +174,8 @@ def test_normalized(device, dtype, columns, form):
     def run(results):
         given = (dout.to(results[0].dtype), dlast.to(results[1].dtype), dz.detach().to(results[2].dtype))
         return (*(t.detach() for t in results), *torch.autograd.grad(results, inputs, given))
-    out, (last, end) = mg.linear_attention(q, k, v, g, normalize=True, initial_state=(state, z), output_final_state=True)
+    out, (last, end) = mg.linear_attention(q, k, v, g, normalize=True, initial_state=(state, z),
+                                           output_final_state=True)
     ours = run((out, last, end))
     exact = run(divided(recurrence, *(t.double() for t in inputs)))
     torchs = run(divided(by_chunks, *inputs))
@@ -181,7 +183,8 @@ def test_normalized(device, dtype, columns, form):
         allowed = rounding(name, three[0], three[1] - three[2], dtype, scale, g)
         check_error(name, *three, factor=3 if name[0] == "d" else 2, rounding=allowed)
     with torch.no_grad():
-        first, states = mg.linear_attention(q[:, :64], k[:, :64], v[:, :64], None, normalize=True, output_final_state=True)
+        first, states = mg.linear_attention(q[:, :64], k[:, :64], v[:, :64], None, normalize=True,
+                                            output_final_state=True)
         second = mg.linear_attention(q[:, 64:], k[:, 64:], v[:, 64:], None, normalize=True, initial_state=states)
         assert torch.equal(torch.cat((first, second), 1), mg.linear_attention(q, k, v, None, normalize=True))
 
@@ -192,7 +195,8 @@ def test_normalized_numpy():
     for columns in (slice(40), slice(0, 1)):
         out, (last, z) = mg.linear_attention(q.numpy(), k.numpy(), v[..., columns].numpy(), normalize=True,
                                              output_final_state=True)
-        again = mg.linear_attention(q.numpy(), k.numpy(), v[..., columns].numpy(), normalize=True, initial_state=(last, z))
+        again = mg.linear_attention(q.numpy(), k.numpy(), v[..., columns].numpy(), normalize=True,
+                                    initial_state=(last, z))
         assert np.isfinite(again).all()
         assert np.array_equal(out, mg.linear_attention(q, k, v[..., columns], normalize=True))
 

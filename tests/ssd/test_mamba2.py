@@ -218,7 +218,9 @@ def test_inference_of_packed_sequences(device):
 
 def test_state_dict():
     """Names and shapes of mamba_ssm.Mamba2's state dict, whose options these are."""
-    shapes = lambda **options: {n: tuple(t.shape) for n, t in mg.nn.Mamba2(**options).state_dict().items()}  # noqa: E731
+    def shapes(**options):
+        return {n: tuple(t.shape) for n, t in mg.nn.Mamba2(**options).state_dict().items()}
+
     assert shapes(d_model=256) == {
         "dt_bias": (8,), "A_log": (8,), "D": (8,), "in_proj.weight": (1288, 256), "conv1d.weight": (768, 1, 4),
         "conv1d.bias": (768,), "norm.weight": (512,), "out_proj.weight": (256, 512)}

@@ -179,12 +179,13 @@ def test_repeats_bitwise(n):
 
 @pytest.mark.parametrize("change, error, message", [
     (dict(B=(1, 5, 3, 16), C=(1, 5, 3, 16)), ValueError,
-     r"ssd: H = 4 \(dimension 2 of x\), G = 3 \(dimension 2 of b\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
+     r"ssd: H = 4 \(dimension 2 of x\), G = 3 \(dimension 2 of B\), expected H == 0 \|\| \(G > 0 && H % G == 0\)"),
     (dict(B=(1, 5, 1, 0), C=(1, 5, 1, 0)), ValueError,
-     r"ssd: P = 8 \(dimension 3 of x\), N = 0 \(dimension 3 of b\), expected P > 0 && N > 0"),
+     r"ssd: P = 8 \(dimension 3 of x\), N = 0 \(dimension 3 of B\), expected P > 0 && N > 0"),
     (dict(B=(1, 5, 1, 300), C=(1, 5, 1, 300)), NotImplementedError,
      "(?s)ssd: no kernel for bfloat16.*P <= 128 && N <= 256"),
-    (dict(initial_states=(2, 4, 8, 16)), ValueError, r"ssd: ROWS = 2 .*, R = 1, expected as many states as there are batches"),
+    (dict(initial_states=(2, 4, 8, 16)), ValueError,
+     r"ssd: ROWS = 2 .*, R = 1, expected as many states as there are batches"),
     (dict(cu_seqlens=(0, 3, 2, 5)), ValueError,
      r"ssd: cu_seqlens\[2\] is 2, expected 3 \(the one before\) to 5 \(the steps that there are\)"),
     (dict(cu_seqlens=(1, 5)), ValueError, r"ssd: cu_seqlens\[0\] is 1, expected 0"),

@@ -420,8 +420,8 @@ def call_hedgehog(name, dtype, dim, steps, heads, less, kind, window, sliding):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
-# label, steps, heads, what is given besides. Sweeps are of many heads, or of short sequences, or of long ones, which are
-# cut: only those have the states of cuts.
+# label, steps, heads, what is given besides. Sweeps are of many heads, or of short sequences, or of long ones, which
+# are cut: only those have the states of cuts.
 SWEEPS = (("plain", 250, 2, ("dfinal_state", "dinitial_state", "initial_state")), ("one chunk", 40, 2, ()),
           ("packed", 230, 2, ("cu_seqlens", "dinitial_state", "dfinal_state")),
           ("cut", 4100, 1, ("dfinal_state", "dinitial_state", "initial_state")))
@@ -451,7 +451,8 @@ def call_linear_attention_bwd(dtype, steps, heads, n, given):
     values = dict(g=-0.1, g_head=-0.1, cu_seqlens=starts)
     kinds = dict(half=dtype, float32="float32", int32="int32")
     fields = [f for f in op.arguments if f["role"] != "num"]
-    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=values.get(f["name"]))
                for f in fields if f["name"] in given or f["role"] not in ("opt", "optout")}
     _C.linear_attention_bwd(*(tensors.get(f["name"]) for f in fields))
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]

@@ -5,6 +5,7 @@ which name what is here.
     sdpa                                      margay.enable_sdpa
     hf                                        margay.integrations.hf
     multihead_attention, mamba2               margay.nn.MultiheadAttention, margay.nn.Mamba2
+    linear_layers                             margay.nn.LinearAttention, Based, Hedgehog
     causal_conv1d                             margay.causal_conv1d
     mamba_ssm                                 margay.integrations.mamba
 

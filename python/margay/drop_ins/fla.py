@@ -21,8 +21,8 @@ from margay.drop_ins import kernel_or_torch
 from margay.drop_ins.fallback import fall_back
 from margay.drop_ins.switch import Switch
 
-MOST_K, SLICE_OF_V = 256, 128
-BASED_K = (8, 16, 24, 32)
+MOST_K = 256
+MOST_BASED_K, MOST_BASED_V = 32, 128
 
 
 class _Refused(Exception):
@@ -77,24 +77,16 @@ def _scan(q, k, v, g, scale, state, cu_seqlens, z=None, normalize=False):
 
 
 def _compute(q, k, v, g, scale, state, cu_seqlens, z, normalize):
-    """The columns of v are independent of each other: more than a kernel takes are several calls."""
     g = g(q) if callable(g) and not isinstance(g, torch.Tensor) else g
     if normalize and (state is not None or z is not None):
         like, float32 = (state if z is None else z), torch.float32
         sizes = len(like), *q.shape[2:]
         state = q.new_zeros(*sizes, v.shape[3], dtype=float32) if state is None else state
         z = q.new_zeros(*sizes, dtype=float32) if z is None else z
-    outs, states, sums = [], [], None
-    for first in range(0, max(1, v.shape[3]), SLICE_OF_V):
-        columns = slice(first, first + SLICE_OF_V)
-        before = None if state is None else state[..., columns]
-        out, after = margay.linear_attention(q, k, v[..., columns], g, scale=scale, normalize=normalize,
-                                             initial_state=(before, z) if normalize and state is not None else before,
-                                             output_final_state=True, cu_seqlens=cu_seqlens)
-        after, sums = after if normalize else (after, None)
-        outs.append(out)
-        states.append(after)
-    return *(parts[0] if len(parts) == 1 else torch.cat(parts, -1) for parts in (outs, states)), sums
+    out, after = margay.linear_attention(q, k, v, g, scale=scale, normalize=normalize,
+                                         initial_state=(state, z) if normalize and state is not None else state,
+                                         output_final_state=True, cu_seqlens=cu_seqlens)
+    return out, *(after if normalize else (after, None))
 
 
 def _simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False,
@@ -174,10 +166,8 @@ def _asked(found, output_final_state):
 def _based(q, k, v, scale=None, use_norm=True):
     _check(q, k, v)
     _check_scale(scale)
-    if not hasattr(margay, "based"):
-        raise _Refused("a feature map that has no kernel")
-    if q.shape[3] not in BASED_K or not 1 <= v.shape[3] <= SLICE_OF_V:
-        raise _Refused(f"a head dim of q and k that is not one of {BASED_K}, or one of v over {SLICE_OF_V}")
+    if not (1 <= q.shape[3] <= MOST_BASED_K and 1 <= v.shape[3] <= MOST_BASED_V):
+        raise _Refused(f"a head dim of q and k over {MOST_BASED_K}, or one of v over {MOST_BASED_V}")
     return functools.partial(margay.based, q, k, v, scale=scale, normalize=use_norm)
 
 

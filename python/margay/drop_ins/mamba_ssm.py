@@ -125,7 +125,8 @@ _FACTORY = "use_kernel_func_from_hub_with_fallback"
 
 
 def _bind(module_name, bound):
-    """Bind the names of a model's module, if there is one of that name and it has any; add what they were to `bound`."""
+    """Bind the names of a model's module, if there is one of that name and it has any; add what they were to
+    `bound`."""
     module = sys.modules.get(module_name)
     if module is None or not module_name.startswith("transformers.models."):
         return

@@ -1,11 +1,8 @@
 """Based: linear attention whose weights are a second-order Taylor polynomial."""
 
-import sys
+from margay._shared import (check_rank, checked_scale, functions, is_torch, number, of_row, remembered, rows_library,
+                            shape, starts_of_all)
 
-from margay._shared import (check_rank, checked_scale, dtype_name, functions, is_torch, number, of_row, remembered,
-                            shape)
-
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 _PART, _SUM_ROWS, _SUM_COLS = 160, 34, 32       # as csrc/based/based.h
 
 
@@ -31,7 +28,7 @@ def based(q, k, v, *, scale=None, normalize=True, initial_state=None, output_fin
     if not 0.0 <= eps <= 3.4e38:
         raise ValueError(f"based: eps is {eps:g}, expected a finite number that is not negative")
     if cu_seqlens is not None:
-        cu_seqlens = _starts("based", cu_seqlens, q)
+        cu_seqlens = starts_of_all("based", cu_seqlens, q)
     features = sums = None
     if initial_state is not None:
         check_rank("based", "q", q, 4, "[batch, steps, heads, K]")
@@ -40,37 +37,12 @@ def based(q, k, v, *, scale=None, normalize=True, initial_state=None, output_fin
         wanted = [rows, q.shape[2], (q.shape[3] + 1) * (q.shape[3] + 2) // 2, v.shape[3] + 1]
         if shape(initial_state) != wanted:
             raise ValueError(f"based: initial_state has shape {shape(initial_state)}, expected {wanted}")
-        features, sums = _to_kernel(_library(torch_).as_float32("based", "initial_state", initial_state), q.shape[3])
+        initial_state = rows_library(torch_).as_float32("based", "initial_state", initial_state)
+        features, sums = _to_kernel(initial_state, q.shape[3])
     run = functions.get("based") or of_row("based")
-    out, features, sums = run(q, k, v, features, sums, cu_seqlens, checked_scale("based", scale), bool(normalize), eps)
+    out, features, sums = run(q, k, v, features, sums, cu_seqlens, checked_scale("based", scale), bool(normalize), eps,
+                              (bool(output_final_state),) * 2)
     return (out, _from_kernel(features, sums, q.shape[3])) if output_final_state else out
-
-
-def _library(torch_):
-    if torch_:
-        from margay import _torch as library
-    else:
-        from margay import _numpy as library
-    return library
-
-
-def _starts(op, starts, q):
-    """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
-    result."""
-    dtype = dtype_name(starts) if hasattr(starts, "dtype") else None
-    if dtype not in _INTEGERS:
-        found = f"a tensor of dtype {dtype}" if dtype else type(starts).__name__
-        raise TypeError(f"{op}: cu_seqlens is {found}, expected a tensor of int32")
-    torch = sys.modules.get("torch")
-    seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
-    if torch is not None and isinstance(starts, torch.Tensor):
-        seen = seen and not starts.is_meta and not torch.compiler.is_compiling()
-    if seen:
-        last, steps = int(starts[-1]), q.shape[1]
-        if last < steps:
-            raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
-                             "are)")
-    return starts if dtype == "int32" else starts.int() if hasattr(starts, "int") else starts.astype("int32")
 
 
 # ---- where the kernels have what (csrc/based/based_features.h)

@@ -2,7 +2,8 @@
 
 import sys
 
-from margay._shared import as_int32, checked_scale, functions, integer, is_torch, of_row, rows_library, shape
+from margay._shared import checked_scale, functions, integer, is_torch, of_row, rows_library, shape, starts_of_all
+
 
 def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, sliding=False, scale=None,
              initial_state=None, output_final_state=False, cu_seqlens=None):
@@ -14,8 +15,8 @@ def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, 
     f_i = [softmax(q_i q_map), softmax(-q_i q_map)], g_j the same of k_j and k_map.
 
     q, k [B, T, H, K], v, out [B, T, H, V], q_map, k_map [H, K, F]; 1 <= K, V <= 128, 1 <= F <= 64. bfloat16 or float16,
-    on the CPU also float32. w = window_factor, not 0, and l = linear_factor: [H] of any of these types, or numbers. PyTorch
-    tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
+    on the CPU also float32. w = window_factor, not 0, and l = linear_factor: [H] of any of these types, or numbers.
+    PyTorch tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
 
     window, sliding: i's window ends with step i. It begins with the block of `window` steps before i's own, blocks
         counted from the sequence's begin (LoLCATs' terraced window; a divisor of 64), or with sliding it is the last
@@ -36,10 +37,10 @@ def hedgehog(q, k, v, q_map, k_map, window_factor, linear_factor, *, window=64, 
     if initial_state is not None:
         initial_state = _packed(op, library, initial_state)
     if cu_seqlens is not None:
-        cu_seqlens = _starts(op, cu_seqlens, q)
+        cu_seqlens = starts_of_all(op, cu_seqlens, q)
     run = functions.get(op) or of_row(op)
     out, state = run(q, k, v, q_map, k_map, window_factor, linear_factor, initial_state, cu_seqlens, window,
-                     bool(sliding), scale)
+                     bool(sliding), scale, (bool(output_final_state),))
     return (out, (state[..., :-1], state[..., -1])) if output_final_state else out
 
 
@@ -70,22 +71,6 @@ def _packed(op, library, state):
     import numpy as np
 
     return np.concatenate([s, z[..., None]], -1)
-
-
-def _starts(op, starts, q):
-    """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
-    result."""
-    starts = as_int32(op, "cu_seqlens", starts)
-    torch = sys.modules.get("torch")
-    seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
-    if torch is not None and isinstance(starts, torch.Tensor):
-        seen = seen and not starts.is_meta and not torch.compiler.is_compiling()
-    if seen:
-        last, steps = int(starts[-1]), q.shape[1]
-        if last < steps:
-            raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
-                             "are)")
-    return starts
 
 
 def _explained(op, library, named, given):

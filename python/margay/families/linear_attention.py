@@ -1,8 +1,6 @@
 """Attention without a softmax, with or without decay."""
 
-import sys
-
-from margay._shared import as_int32, checked_scale, dtype_name, functions, is_torch, of_row, rows_library
+from margay._shared import checked_scale, dtype_name, functions, is_torch, of_row, rows_library, starts_of_all
 
 
 def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_state=None, output_final_state=False,
@@ -36,8 +34,9 @@ def linear_attention(q, k, v, g=None, *, scale=None, normalize=False, initial_st
         if g is not None and g.ndim == 1:
             g, g_head = None, g
         if cu_seqlens is not None:
-            cu_seqlens = _starts(op, cu_seqlens, q)
-    scan = lambda v, state: run(q, k, v, g, g_head, state, cu_seqlens, scale)  # noqa: E731
+            cu_seqlens = starts_of_all(op, cu_seqlens, q)
+    want = (bool(output_final_state),)
+    scan = lambda v, state: run(q, k, v, g, g_head, state, cu_seqlens, scale, want)  # noqa: E731
     out, state = _normalized(scan, v, initial_state, z) if normalize else scan(v, initial_state)
     return (out, state) if output_final_state else out
 
@@ -72,22 +71,6 @@ def _pair(op, state):
     return state
 
 
-def _starts(op, starts, q):
-    """On the CPU; C sees there that they begin with 0 and do not fall. Steps behind the last sequence would have no
-    result."""
-    starts = as_int32(op, "cu_seqlens", starts)
-    torch = sys.modules.get("torch")
-    seen = not getattr(starts, "is_cuda", False) and starts.ndim == 1 and len(starts) and q.ndim == 4
-    if torch is not None and isinstance(starts, torch.Tensor):
-        seen = seen and not starts.is_meta and not torch.compiler.is_compiling()
-    if seen:
-        last, steps = int(starts[-1]), q.shape[1]
-        if last < steps:
-            raise ValueError(f"{op}: cu_seqlens[{len(starts) - 1}] is {last}, expected {steps} (the steps that there "
-                             "are)")
-    return starts
-
-
 # Columns of ones that v gets, or that are scanned by themselves: 16 bytes of the 16-bit types, as copies want.
 _ONES = 8
 
@@ -99,10 +82,12 @@ def _normalized(scan, v, state, z):
     ones, wide_z = _ones(v), z if z is None else _repeated(z)
     if columns % 64 and columns % 64 <= 64 - _ONES:
         out, after = scan(_join(v, ones), state if state is None else _join(state, wide_z))
-        out, sums, after, z = out[..., :columns], out[..., columns:], after[..., :columns], after[..., columns]
+        out, sums = out[..., :columns], out[..., columns:]
+        z = after if after is None else after[..., columns]
+        after = after if after is None else after[..., :columns]
     else:
         (out, after), (sums, z) = scan(v, state), scan(ones, wide_z)
-        z = z[..., 0]
+        z = z if z is None else z[..., 0]
     return _quotient(out, sums[..., :1]), (after, z)
 
 

@@ -131,18 +131,8 @@ def ssd_step(state, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus
     return step(state, x, dt, A, B, C, D, z, dt_bias, state_indices, bool(dt_softplus), low, high)
 
 
-def _explained(op, library, named, given):
-    """The op's row has small letters for A, B, C and D."""
-    from margay._explain import explain_row
-
-    capitals, shown = {name.lower(): name for name in given}, {name.lower(): t for name, t in named.items()}
-    result = explain_row(op, library, shown, {name.lower(): given[name] for name in given})
-    named |= {capitals.get(name, name): t for name, t in shown.items()}
-    return result
-
-
 def _step_explained(op, library, named, given):
     return [], {}, []
 
 
-EXPLAINED = {"ssd": _explained, "ssd_step": _step_explained}
+EXPLAINED = {"ssd_step": _step_explained}

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from margay import _C, _torch, _transforms
-from margay._shared import shape
+from margay._shared import NoKernel, dtype_name, shape
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _function_modes, _dispatch_modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
@@ -90,6 +90,7 @@ def _ssd_again(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
     _torch.check_same_device(op, x=x, state=state, dt=dt, A=a, B=b, C=c, D=d, z=z, dt_bias=dt_bias, state_indices=at)
     dt, a, d, dt_bias = (t if t is None else t.float().contiguous() for t in (dt, a, d, dt_bias))
     if not _has_kernel(state, x, b, c, z) or n > 256:
+        _end_dry_run(n, x=x, B=b, C=c, z=z, state=state)
         return _ssd_by_torch(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high)
     x, b, c, z = (t if t is None else _torch.rows_contiguous(t) for t in (x, b, c, z))
     out, wide = torch.empty(x.shape, dtype=x.dtype, device=x.device), d is not None and d.ndim == 2
@@ -116,6 +117,14 @@ def _check_shapes(op, expected, **tensors):
 def _has_kernel(state, first, *others):
     return (_torch.has_kernels(first.dtype, first.is_cuda) and state.dtype in _KERNEL_STATES[first.dtype]
             and not _torch.has_gaps(state) and all(t is None or t.dtype == first.dtype for t in others))
+
+
+def _end_dry_run(n, **tensors):
+    """Torch's operations would change the state."""
+    if _C.runs_dry():
+        given = ", ".join(f"{name} {dtype_name(t)}" for name, t in tensors.items() if t is not None)
+        on = tensors["state"].device.type
+        raise NoKernel(f"PyTorch's operations compute states of {n} with {given} on {on}")
 
 
 def _ssd_by_torch(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
@@ -200,6 +209,7 @@ def _linear_attention_again(state, q, k, v, g, at, scale):
     _torch.check_same_device(op, q=q, state=state, k=k, v=v, g=g, state_indices=at)
     g = g if g is None else g.float().contiguous()
     if not _has_kernel(state, q, k, v) or dim > 256:
+        _end_dry_run(dim, q=q, k=k, v=v, state=state)
         return _linear_attention_by_torch(state, q, k, v, g, at, scale or dim ** -0.5)
     q, k, v = (_torch.rows_contiguous(t) for t in (q, k, v))
     out, head = torch.empty(v.shape, dtype=v.dtype, device=v.device), g is not None and g.ndim == 1
