@@ -1,0 +1,43 @@
+// Decays of channels: sums down the columns of 64 steps, and tiles that are weighted with them (warpgroup). Contracts;
+// bodies in sm90/ and cpu/. tile.h does not include this file: the kernels that want it do.
+//
+//   ct<C>    64 x C floats in shared memory, for threads that go down the columns and for register tiles
+//   hv<C>    C floats of a warpgroup, one a thread; C is 64 or 128
+#pragma once
+#include "tile/tile.h"
+#define CHANNEL_RULES(C) static_assert((C) == 64 || (C) == 128, "channels of a tile of sums: 64 or 128")
+template<int C> struct ct;
+template<int C> struct hv;
+
+template<int C> TILE void load(hv<C> &v, const float *g, int n);        // elements >= n become 0 and are not read
+template<int C> TILE void store(float *g, const hv<C> &v, int n);       // elements >= n are not written
+template<int C, class F> TILE void map(hv<C> &d, const hv<C> &a, F f);  // d = f(a)
+// Some element has f. Everybody gets the same answer, and it is a wg_sync().
+template<int C, class F> TILE bool any(const hv<C> &v, F f);
+// x[i][c] = f(g[i * ld + c], bias[c]), 0 where i >= m or c >= n, which are not read. l[i][c] is the sum of x down to row
+// i, each counted as `low` where it is less; end the sum of all rows; least their least x. Others want a sync.
+template<typename T, int C, class F>
+TILE void sum_down(ct<C> &l, hv<C> &end, hv<C> &least, const T *g, int64_t ld, int m, int n, const hv<C> &bias, float low,
+                   F f);
+// 64 columns from c0, 0 or 64
+template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0);
+// The same, less what stands in row 16 (r / 16) + 7, near the middle of row r's group of 16.
+template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0);
+// t = f(t, s[63][c0 + col])
+template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s, int c0, F f);
+// d = f(x, t, u[row], s[16 group + 7][c0 + col]), rounded, in the rows of the groups 0 to `group`; 0 below.
+template<typename W, typename T, int C, class F>
+TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s, int c0,
+                       int group, F f);
+// Row 16 w + i of t becomes row 16 half + i of tile w of d, columns from c0 on, rounded. A row's tile is written by one
+// warp.
+template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int half, const rt<float, 64> &t, int c0);
+// Columns 0 to 15 of t become columns 16 group .. of a, 16 to 31 those of b. group: a constant
+TILE void put_group(rt<float, 64> &a, rt<float, 64> &b, const rt<float, 32> &t, int group);
+// Element i at g[i * stride], a float or 16 bits; rows >= n are not read and become 0.
+template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int n);
+#ifdef __CUDACC__
+#include "tile/sm90/channels.h"
+#else
+#include "tile/cpu/channels.h"
+#endif
