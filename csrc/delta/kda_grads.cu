@@ -204,74 +204,81 @@ TILE void make_b(shared &s) {
   store(s.b, x);
 }
 
-// ---- what a panel's warpgroup holds throughout; q and k are with their norms
+// ---- what a panel's warpgroup holds throughout: factors of rows; dq and dk, and of dg what each step has of it
 struct rows { rv norm_q, norm_k, beta; };
 
-// The parts of S and D.
-TILE void take_states(const params &p, shared &s, const task &t, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk,
-                      rt<float, 64> &dl, rsum &dbeta, int wg) {
-  rt<float, 64> x, l;
+// The part of D, and what all sums over steps >= t have.
+TILE void take_dstate(shared &s, const rows &r, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta, int steps, int wg) {
+  rt<float, 64> x;
   rsum kept;
-  csum<64> sum;
-  rv own;
-  float scale = p.scale;
-  int last = t.steps - 1;
-  sem_wait(s.states, 0);
+  rv sums;
+  int last = steps - 1;
   mma_fence();
-  mma_AB<ZERO>(dq, s.dout, s.m[wg].state);
-  mma_commit();
-  mma_AB<ZERO>(dk, s.dv, s.m[wg].state);
-  mma_commit();
   mma_AB<ZERO>(x, s.errors, s.m[wg].dstate);
   mma_commit();
-  load(l, s.l[wg], 0);
-  load(own, s.own);
-  fill(dl, 0.f);
-  fill(dbeta, 0.f);
-  clear(sum);
-  mma_wait<2>(dq);
-  each<64>([=](int, int, float &dq, float &dl, float l, float q, float k, float nq, float nk, float own, float beta,
-               float &dbeta) {
-    q *= nq;
-    k *= nk;
-    dq *= scale * fast_exp2(l);
-    dl = q * dq;
-    dq = fused(beta * own, k, dq);
-    dbeta = fused(own * q, k, dbeta);
-  }, dq, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta, dbeta);
-  mma_wait<1>(dk);
-  each<64>([=](int, int, float &dk, float &dl, float l, float q, float k, float nq, float nk, float own, float beta) {
-    dk *= -fast_exp2(l);
-    dl = fused(k * nk, dk, dl);
-    dk = fused(beta * own, q * nq, dk);
-  }, dk, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta);
-  mma_wait<0>(x);
-  map_last_row(l, s.l[wg], 0, [](float x, float end) { return fast_exp2(end - x); });
-  each<64>([=](int i, int, float x, float w, float &dk, float &dl, float &sum, float &dbeta, float k, float nk, float beta) {
-    x *= w;
-    k *= nk;
-    dk = fused(beta, x, dk);
-    dbeta = fused(k, x, dbeta);
-    float y = i < last ? beta * k * x : 0.f;
-    dl -= y;
-    sum += y;
-  }, (const rt<float, 64> &)x, (const rt<float, 64> &)l, dk, dl, sum, dbeta, s.k[wg], r.norm_k, r.beta);
-  store(s.sums[wg], sum);
+  load(dl, s.l[wg], 0);
+  map_last_row(dl, s.l[wg], 0, [](float x, float end) { return fast_exp2(end - x); });
+  {
+    csum<64> sum;
+    clear(sum);
+    fill(dbeta, 0.f);
+    fill(dk, 0.f);
+    mma_wait<0>(x);
+    each<64>([=](int i, int, float x, float &dk, float &dl, float &sum, float &dbeta, float k, float nk, float beta) {
+      x *= dl;
+      k *= nk;
+      dk = beta * x;
+      dbeta = fused(k, x, dbeta);
+      float y = i < last ? k * dk : 0.f;
+      dl = -y;
+      sum += y;
+    }, (const rt<float, 64> &)x, dk, dl, sum, dbeta, s.k[wg], r.norm_k, r.beta);
+    store(s.sums[wg], sum);
+  }
   mma_fence();
   mma_AtB<ZERO>(x, s.m[wg].state, 0, s.m[wg].dstate, 0);
   mma_commit();
   fill(kept, 0.f);
   mma_wait<0>(x);
   each<64>([](int i, int j, float x, float &sum) { sum += i == j ? x : 0.f; }, (const rt<float, 64> &)x, kept);
-  reduce(own, kept);
-  store(s.kept[wg], own);
+  reduce(sums, kept);
+  store(s.kept[wg], sums);
   wg_sync();
-  // What all sums over steps >= t have.
-  load(l, s.l[wg], 0);
+  load(x, s.l[wg], 0);
   each<64>([](int i, int, float &dl, float l, float a, float b, float c, float d, float kept) {
     dl += i == 63 ? a + b + c + d + fast_exp2(l) * kept : 0.f;
-  }, dl, (const rt<float, 64> &)l, slice<64>(s.sums[wg], 0), slice<64>(s.sums[wg], 64), slice<64>(s.sums[wg], 128),
+  }, dl, (const rt<float, 64> &)x, slice<64>(s.sums[wg], 0), slice<64>(s.sums[wg], 64), slice<64>(s.sums[wg], 128),
      slice<64>(s.sums[wg], 192), s.kept[wg]);
+}
+// That of S, and the terms i = j.
+TILE void take_state(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta,
+                     float scale, int wg) {
+  rt<float, 64> x, l;
+  rv own;
+  mma_fence();
+  mma_AB<ZERO>(dq, s.dout, s.m[wg].state);
+  mma_commit();
+  load(l, s.l[wg], 0);
+  load(own, s.own);
+  mma_AB<ZERO>(x, s.dv, s.m[wg].state);
+  mma_commit();
+  mma_wait<1>(dq);
+  each<64>([=](int, int, float &dq, float &dl, float l, float q, float k, float nq, float nk, float own, float beta,
+               float &dbeta) {
+    q *= nq;
+    k *= nk;
+    dq *= scale * fast_exp2(l);
+    dl = fused(q, dq, dl);
+    dq = fused(beta * own, k, dq);
+    dbeta = fused(own * q, k, dbeta);
+  }, dq, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta, dbeta);
+  mma_wait<0>(x);
+  each<64>([=](int, int, float x, float &dk, float &dl, float l, float q, float k, float nq, float nk, float own,
+               float beta) {
+    x *= -fast_exp2(l);
+    dl = fused(k * nk, x, dl);
+    dk = fused(beta * own, q * nq, dk + x);
+  }, (const rt<float, 64> &)x, dk, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta);
 }
 
 // The pairs of one level. Of a row in a block's second half e is e^(l_i - l_m), in its first half e^(l_m - l_j), where k has
@@ -281,8 +288,7 @@ TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> 
   rt<float, 64> e, x;
   factors &to = s.m[wg].of_level;
   map_level(e, s.l[wg], 0, h, [](float y) { return fast_exp2(-fabsf(y)); });
-  each<64>([](int, int, float &x, float e, float q, float nq) { x = q * nq * e; }, x, (const rt<float, 64> &)e, s.q[wg],
-           r.norm_q);
+  each<64>([](int, int, float &x, float e, float q, float nq) { x = q * nq * e; }, x, (const rt<float, 64> &)e, s.q[wg], r.norm_q);
   store(to.q, x);
   each<64>([=](int i, int, float &x, float e, float k, float nk, float beta) { x = k * nk * (i & h ? e : e * beta); }, x,
            (const rt<float, 64> &)e, s.k[wg], r.norm_k, r.beta);
@@ -303,16 +309,19 @@ TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> 
     dl = fused(x, q, dl);
   }, (const rt<float, 64> &)x, (const rt<float, 64> &)e, dq, dl, to.q);
   {
-    rt<factor, Q> a, b;
-    load(b, s.b);
-    keep_level(b, b, h);
+    rt<factor, Q> a;                       // of both at a time there would be spills
+    load(a, s.b);
+    keep_level(a, a, h);
+    mma_fence();
+    mma_AB<ZERO>(x, a, to.k);
+    mma_commit();
+    mma_wait<0>(x, a);
     load_t(a, s.a);
     keep_level(a, a, h);
     mma_fence();
-    mma_AB<ZERO>(x, b, to.k);
     mma_AB<ACC>(x, a, to.q);
     mma_commit();
-    mma_wait<0>(x, a, b);
+    mma_wait<0>(x, a);
   }
   each<64>([=](int i, int, float x, float e, float &dk, float &dl, float &dbeta, float rounded, float k, float nk, float beta) {
     bool later = i & h;
@@ -392,12 +401,10 @@ TILE void put_products(const params &p, shared &s, const task &t, const rows &r,
 }
 
 // dg from what each step has of it, and from that the gradients of what was given.
-TILE void put_gates(const params &p, shared &s, const task &t, const rt<float, 64> &dl, int wg) {
+TILE void put_gates(const params &p, shared &s, const task &t, int wg) {
   hm<64> dg, x;
   hv<64> bias, rates;
   float rate = rate_of(p, t), bound = p.lower_bound;
-  store(s.l[wg], 0, dl);
-  wg_sync();
   load(dg, s.l[wg]);
   sum_up(dg);
   take_given(p, t, x, bias, wg);
@@ -444,27 +451,30 @@ TILE void compute(const params &p, shared &s, int wg) {
   task t = block_task(p);
   if (t.rows <= 0) return;
   if (t.steps <= 0) return put_none(p, t, wg);
-  rows r;
   rt<float, 64> dq, dk, dl;
   rsum dbeta;
+  rows r;
   sum_gates(p, s, t, wg);
   take_beta(p, t, r.beta);
   sem_wait(s.inputs, 0);
   if (t.steps < Q) clear_behind(s, t.steps, wg);
-  if (wg == 0) make_a(p, s);
-  if (wg == PANELS - 1) make_b(s);
   fill(r.norm_q, 1.f);
   fill(r.norm_k, 1.f);
   if (p.norm) {
     inverse_norms(r.norm_q, s.q);
     inverse_norms(r.norm_k, s.k);
   }
+  if (wg == 0) make_a(p, s);
+  if (wg == PANELS - 1) make_b(s);
   all_sync();
-  take_states(p, s, t, r, dq, dk, dl, dbeta, wg);
+  sem_wait(s.states, 0);
+  take_dstate(s, r, dk, dl, dbeta, t.steps, wg);
+  take_state(s, r, dq, dk, dl, dbeta, p.scale, wg);
   wg_sync();
   ROLLED for (int h = 32; h > 0; h /= 2) take_level(s, r, dq, dk, dl, dbeta, h, wg);
+  store(s.l[wg], 0, dl);
   put_products(p, s, t, r, dq, dk, dbeta, wg);
-  put_gates(p, s, t, dl, wg);
+  put_gates(p, s, block_task(p), wg);      // anew: kept, it would cause spills
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, PANELS, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
