@@ -82,26 +82,23 @@ TILE void loader(const params &p, shared &s, int) {
   }
 }
 
-// Sums of log decays, to base 2, of which none is below `low`.
-template<typename T> TILE void sum_gates(const params &p, shared &s, const task &t, hv<KEYS> &end, hv<KEYS> &least, float low) {
+template<typename T> TILE void load_gates(const params &p, const task &t, hm<KEYS> &x) {
+  load(x, (const T *)p.g.data + t.batch * p.g.batch + t.step * p.g.step + t.head * p.g.head, p.g.step, t.steps, p.key_dim);
+}
+// Log decays in base 2.
+TILE void take_gates(const params &p, const task &t, hm<KEYS> &x) {
   const float LOG2E = 1.4426950408889634f;
-  const T *g = (const T *)p.g.data + t.batch * p.g.batch + t.step * p.g.step + t.head * p.g.head;
   hv<KEYS> bias;
+  if (p.g.is_float) load_gates<float>(p, t, x);
+  else load_gates<elem>(p, t, x);
   load(bias, p.dt_bias ? p.dt_bias + t.head * p.key_dim : p.a_log, p.dt_bias ? p.key_dim : 0);
   float rate = p.a_log ? fast_exp2(p.a_log[t.head] * LOG2E) : 1.f, bound = p.lower_bound;
-  if (p.gate == KDA_LOG)
-    sum_down(s.l, end, least, g, p.g.step, t.steps, p.key_dim, bias, low, [](float x, float) { return log_gate(x); });
+  if (p.gate == KDA_LOG) map(x, bias, t.steps, [](float y, float) { return log_gate(y); });
   else if (p.gate == KDA_SOFTPLUS)
-    sum_down(s.l, end, least, g, p.g.step, t.steps, p.key_dim, bias, low,
-             [=](float x, float b) { return log_gate(-rate * softplus(x + b)); });
-  else
-    sum_down(s.l, end, least, g, p.g.step, t.steps, p.key_dim, bias, low, [=](float x, float b) {
-      return log_gate(bound * fast_rcp(1.f + fast_exp2((x + b) * (-LOG2E * rate))));
-    });
-}
-TILE void sum_gates(const params &p, shared &s, const task &t, hv<KEYS> &end, hv<KEYS> &least, float low) {
-  if (p.g.is_float) sum_gates<float>(p, s, t, end, least, low);
-  else sum_gates<elem>(p, s, t, end, least, low);
+    map(x, bias, t.steps, [=](float y, float b) { return log_gate(-rate * softplus(y + b)); });
+  else map(x, bias, t.steps, [=](float y, float b) {
+    return log_gate(bound * fast_rcp(1.f + fast_exp2((y + b) * (-LOG2E * rate))));
+  });
 }
 template<typename T> TILE void load_beta(const params &p, const task &t, rv &beta) {
   load_steps(beta, (const T *)p.beta.data + t.batch * p.beta.batch + t.step * p.beta.step + t.head * p.beta.head,
@@ -191,27 +188,28 @@ TILE void make_left(shared &s, const rv &norm_k, const rv &norm_q) {
     store_groups(s.left, 1, x, 64 * h);
   }
 }
-// Rows j of 16 columns i of both, of panel h: the factors of rows in the same or an earlier group.
-template<int A> TILE void add_group(rt<float, 32> &d, rt<factor, 64> &right, const rt<float, 64> &l, shared &s, const rv &norm,
-                                    int h, int group) {
+// Rows j of 16 columns i of both, of panel h: the factors of rows in the same or an earlier group. They are there before
+// the first product: their work depends on the warp, and ptxas lets no product be under way then.
+TILE void make_right(rt<factor, 64> &right, const rt<float, 64> &l, shared &s, const rv &norm, int h, int group) {
   map_to_group(right, s.k[h], l, norm, s.l, 64 * h, group,
                [](float x, float own, float n, float m) { return x * n * fast_exp2(m - own); });
-  mma_fence();
-  mma_ABt_part<A>(d, right, s.left[group], 64 * h);
-  mma_commit();
 }
 template<int A> TILE void add_panel(rt<float, 32> &d0, rt<float, 32> &d1, rt<float, 32> &d2, rt<float, 32> &d3, shared &s,
                                     const rv &norm, int h) {
   rt<float, 64> l;
-  rt<factor, 64> even, odd;
+  rt<factor, 64> r0, r1, r2, r3;
   load(l, s.l, 64 * h);
-  add_group<A>(d0, even, l, s, norm, h, 0);
-  add_group<A>(d1, odd, l, s, norm, h, 1);
-  mma_wait<1>(d0, even);
-  add_group<A>(d2, even, l, s, norm, h, 2);
-  mma_wait<1>(d1, odd);
-  add_group<A>(d3, odd, l, s, norm, h, 3);
-  mma_wait<0>(d2, d3, even, odd);
+  make_right(r0, l, s, norm, h, 0);
+  make_right(r1, l, s, norm, h, 1);
+  make_right(r2, l, s, norm, h, 2);
+  make_right(r3, l, s, norm, h, 3);
+  mma_fence();
+  mma_ABt_part<A>(d0, r0, s.left[0], 64 * h);
+  mma_ABt_part<A>(d1, r1, s.left[1], 64 * h);
+  mma_ABt_part<A>(d2, r2, s.left[2], 64 * h);
+  mma_ABt_part<A>(d3, r3, s.left[3], 64 * h);
+  mma_commit();
+  mma_wait<0>(d0, d1, d2, d3, r0, r1, r2, r3);
 }
 // a = L^T, b = P^T. Above the diagonal of L and P there is anything, also infinity.
 TILE void make_pairs(rt<float, Q> &a, rt<float, Q> &b, shared &s, const rv &norm) {
@@ -250,7 +248,12 @@ TILE void compute(const params &p, shared &s, int) {
     hv<KEYS> end, least;
     rv beta, norm_k, norm_q;
     rt<float, Q> a, b;
-    sum_gates(p, s, t, end, least, LOW);
+    {
+      hm<KEYS> g;
+      take_gates(p, t, g);
+      least_of(least, g);
+      sum_down(s.l, end, g, LOW);
+    }
     take_beta(p, t, beta);
     store(s.beta, beta);
     ring_wait(s.inputs, at);
@@ -280,7 +283,9 @@ TILE void compute(const params &p, shared &s, int) {
     map_col(b, s.beta, [](float x, float y) { return x * y; });
     store(s.out.t, b);
     if (steep) {
-      sum_gates(p, s, t, end, least, -infinity());
+      hm<KEYS> g;
+      take_gates(p, t, g);
+      sum_down(s.l, end, g, -infinity());
       wg_sync();
     }
     map(end, end, [](float x) { return fast_exp2(x); });

@@ -3,22 +3,27 @@
 //
 //   ct<C>    64 x C floats in shared memory, for threads that go down the columns and for register tiles
 //   hv<C>    C floats of a warpgroup, one a thread; C is 64 or 128
+//   hm<C>    64 x C floats of a warpgroup, a column a thread: 64 registers
 #pragma once
 #include "tile/tile.h"
 #define CHANNEL_RULES(C) static_assert((C) == 64 || (C) == 128, "channels of a tile of sums: 64 or 128")
 template<int C> struct ct;
 template<int C> struct hv;
+template<int C> struct hm;
 
 template<int C> TILE void load(hv<C> &v, const float *g, int n);        // elements >= n become 0 and are not read
 template<int C> TILE void store(float *g, const hv<C> &v, int n);       // elements >= n are not written
 template<int C, class F> TILE void map(hv<C> &d, const hv<C> &a, F f);  // d = f(a)
 // Some element has f. Everybody gets the same answer, and it is a wg_sync().
 template<int C, class F> TILE bool any(const hv<C> &v, F f);
-// x[i][c] = f(g[i * ld + c], bias[c]), 0 where i >= m or c >= n, which are not read. l[i][c] is the sum of x down to row
-// i, each counted as `low` where it is less; end the sum of all rows; least their least x. Others want a sync.
-template<typename T, int C, class F>
-TILE void sum_down(ct<C> &l, hv<C> &end, hv<C> &least, const T *g, int64_t ld, int m, int n, const hv<C> &bias, float low,
-                   F f);
+// Row i at g + i * ld, floats or 16 bits. Rows >= m and columns >= n become 0 and are not read.
+template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int m, int n);
+// x = f(x, v[column]) in rows < m; the others stay.
+template<int C, class F> TILE void map(hm<C> &x, const hv<C> &v, int m, F f);
+template<int C> TILE void least_of(hv<C> &d, const hm<C> &x);           // of each column, at most 0; NaN may be lost
+// s[i][c] is the sum of column c of x down to row i, each element counted as `low` where it is less; end that of all
+// rows. Others want a sync.
+template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low);
 // 64 columns from c0, 0 or 64
 template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0);
 // The same, less what stands in row 16 (r / 16) + 7, near the middle of row r's group of 16.

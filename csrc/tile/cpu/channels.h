@@ -3,8 +3,10 @@
 template<int C> struct alignas(128) ct { CHANNEL_RULES(C); float d[64 * (C + 8)]; };
 #ifdef CHECK
 template<int C> struct hv { CHANNEL_RULES(C); alignas(64) float d[C]; state_of_registers state; };
+template<int C> struct hm { CHANNEL_RULES(C); alignas(64) float d[64][C]; state_of_registers state; };
 #else
 template<int C> struct hv { CHANNEL_RULES(C); alignas(64) float d[C]; };
+template<int C> struct hm { CHANNEL_RULES(C); alignas(64) float d[64][C]; };
 #endif
 
 template<int C> TILE void load(hv<C> &v, const float *g, int n) {
@@ -31,29 +33,38 @@ template<int C, class F> TILE bool any(const hv<C> &v, F f) {
   wg_sync();
   return all;
 }
-template<typename T, int C, class F>
-__attribute__((flatten)) TILE void sum_down(ct<C> &l, hv<C> &end, hv<C> &least, const T *g, int64_t ld, int m, int n,
-                                            const hv<C> &bias, float low, F f) {
-  reads(bias);
-  writes(end, least);
-  writes_shared(*(const sv<32> *)&l, whole(l));
+template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int m, int n) {
+  writes(x);
   n = n < C ? n : C;
-  for (int c = 0; c < C; c++) end.d[c] = least.d[c] = 0.f;
+  memset((void *)x.d, 0, sizeof x.d);
+  for (int i = 0; i < 64 && i < m; i++) {
+    touches_global(g + i * ld, n * sizeof(T), GLOBAL_READ);
+    widen_row(x.d[i], g + i * ld, n);
+  }
+}
+template<int C, class F> __attribute__((flatten)) TILE void map(hm<C> &x, const hv<C> &v, int m, F f) {
+  reads(v);
+  changes(x);
+  for (int i = 0; i < 64 && i < m; i++) {
+#pragma GCC ivdep
+    for (int c = 0; c < C; c++) x.d[i][c] = f(x.d[i][c], v.d[c]);
+  }
+}
+template<int C> TILE void least_of(hv<C> &d, const hm<C> &x) {
+  reads(x);
+  writes(d);
+  for (int c = 0; c < C; c++) d.d[c] = 0.f;
+  for (int i = 0; i < 64; i++)
+    for (int c = 0; c < C; c++) d.d[c] = x.d[i][c] < d.d[c] ? x.d[i][c] : d.d[c];
+}
+template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low) {
+  reads(x);
+  writes(end);
+  writes_shared(*(const sv<32> *)&s, whole(s));
+  for (int c = 0; c < C; c++) end.d[c] = 0.f;
   for (int i = 0; i < 64; i++) {
-    alignas(64) float row[C];
-    for (int c = 0; c < C; c++) row[c] = 0.f;
-    if (i < m) {
-      touches_global(g + i * ld, n * sizeof(T), GLOBAL_READ);
-      widen_row(row, g + i * ld, n);
-#pragma GCC ivdep
-      for (int c = 0; c < C; c++) row[c] = c < n ? f(row[c], bias.d[c]) : 0.f;
-    }
-#pragma GCC ivdep
-    for (int c = 0; c < C; c++) {
-      least.d[c] = row[c] < least.d[c] ? row[c] : least.d[c];
-      end.d[c] += row[c] < low ? low : row[c];
-    }
-    memcpy(l.d + i * (C + 8), end.d, C * sizeof(float));
+    for (int c = 0; c < C; c++) end.d[c] += x.d[i][c] < low ? low : x.d[i][c];
+    memcpy(s.d + i * (C + 8), end.d, C * sizeof(float));
   }
 }
 template<int C> TILE region rows_of(const ct<C> &s, int row, int rows, int c0, int cols) {

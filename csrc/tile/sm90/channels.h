@@ -2,7 +2,8 @@
 #pragma once
 // Rows have 8 floats more than channels. Then the rows of a register tile lie in all banks.
 template<int C> struct alignas(128) ct { CHANNEL_RULES(C); float d[64 * (C + 8)]; };
-template<int C> struct hv { CHANNEL_RULES(C); float d; };   // element t of thread t
+template<int C> struct hv { CHANNEL_RULES(C); float d; };       // element t of thread t
+template<int C> struct hm { CHANNEL_RULES(C); float d[64]; };   // its column
 
 template<int C> TILE void load(hv<C> &v, const float *g, int n) {
   int c = thread_in_group();
@@ -20,28 +21,31 @@ template<int C, class F> TILE bool any(const hv<C> &v, F f) {
                : "=r"(all) : "r"(mine), "r"(8 + (int)(threadIdx.x >> 7)) : "memory");
   return all;
 }
-// All rows are under way before the first is used.
-template<typename T, int C, class F>
-TILE void sum_down(ct<C> &l, hv<C> &end, hv<C> &least, const T *g, int64_t ld, int m, int n, const hv<C> &bias, float low,
-                   F f) {
+template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int m, int n) {
   int c = thread_in_group();
-  end.d = least.d = 0.f;
-  if (c >= C) return;
-  T raw[64];
-  m = c < n ? m : 0;
+  m = c < C && c < n ? m : 0;
+  const T *from = g + c;
 #pragma unroll
-  for (int i = 0; i < 64; i++)
-    if (i < m) raw[i] = g[i * ld + c];
-  float sum = 0.f, lowest = 0.f;
+  for (int i = 0; i < 64; i++, from += ld) x.d[i] = i < m ? to_float(*from) : 0.f;
+}
+template<int C, class F> TILE void map(hm<C> &x, const hv<C> &v, int m, F f) {
+#pragma unroll
+  for (int i = 0; i < 64; i++) x.d[i] = i < m ? f(x.d[i], v.d) : x.d[i];
+}
+template<int C> TILE void least_of(hv<C> &d, const hm<C> &x) {
+  d.d = 0.f;
+#pragma unroll
+  for (int i = 0; i < 64; i++) d.d = fminf(d.d, x.d[i]);
+}
+template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low) {
+  int c = thread_in_group();
+  end.d = 0.f;
+  if (c >= C) return;
 #pragma unroll
   for (int i = 0; i < 64; i++) {
-    float x = i < m ? f(to_float(raw[i]), bias.d) : 0.f;
-    lowest = fminf(lowest, x);
-    sum += x < low ? low : x;
-    l.d[i * (C + 8) + c] = sum;
+    end.d += x.d[i] < low ? low : x.d[i];
+    s.d[i * (C + 8) + c] = end.d;
   }
-  end.d = sum;
-  least.d = lowest;
 }
 template<int C> TILE const float2 *pairs_of_row(const ct<C> &s, int row, int c0) {
   return (const float2 *)(s.d + row * (C + 8) + c0 + thread_col());
