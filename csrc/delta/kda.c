@@ -1,4 +1,4 @@
-// Host half of Kimi delta attention: what the steps of each chunk are to the state, then the states.
+// Host half of Kimi delta attention: what the steps of chunks are to the state, then the pass over the sequence.
 #include <math.h>
 #include "runtime/runtime.h"
 #include "delta/kda.h"
@@ -9,38 +9,40 @@ static kda_given given(const mg_tensor *t) {
   return (kda_given){t->data, t->stride[0], t->stride[1], t->stride[2], t->dtype == MG_FP32};
 }
 
-static enum kda_gate gate_of(const mg_kda_args *a) {
-  return !a->a_log ? KDA_LOG : a->lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED;
+static kda_gates gates_of(const mg_kda_args *a) {
+  return (kda_gates){.g = given(a->g), .beta = given(a->beta), .a_log = data_of(a->a_log),
+                     .dt_bias = data_of(a->dt_bias), .lower_bound = a->lower_bound, .most = (float)a->beta_form,
+                     .gate = !a->a_log ? KDA_LOG : a->lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = a->l2norm};
 }
 
-// Scratch as matrices: `count` of 64 rows by `cols` for each place of a chunk.
-static void map_scratch(mg_call *c, gmap *m, const mg_tensor *t, mg_dtype dtype, int64_t count, int64_t cols) {
-  const int64_t row = t->stride[t->dims - 2], places = c->n.SEG * count;
-  if (!c->status)
-    c->status = mg_map(m, &c->context, "scratch", t->data, dtype, (int64_t[4]){c->n.B * c->n.HV, places, 64, cols},
-                       (int64_t[4]){places * 64 * row, 64 * row, row, 1}, 64, 64);
+// Scratch in tiles of 64 x 64, of M and P in fp16 whatever the 16-bit type of the call.
+static void map_scratch(mg_call *c, gmap *m, const mg_tensor *t, bool square) {
+  mg_tensor s = *t;
+  if (square && s.dtype == MG_BF16) s.dtype = MG_FP16;
+  mg_map_rows(c, m, &s, 64, 64);
 }
 
-static mg_status prepare(mg_call *c, const mg_kda_args *a, int64_t first, int64_t chunks) {
+static mg_status prepare(mg_call *c, const mg_kda_args *a, const delta_rows *rows) {
   if (!mg_choose_other(c, MG_OP_kda_prepare)) return c->status;
-  const mg_dtype type = a->q->dtype;
-  kda_prepare_params p = {
-    .decays = data_of(a->ends), .g = given(a->g), .beta = given(a->beta), .a_log = data_of(a->a_log),
-    .dt_bias = data_of(a->dt_bias), .starts = a->cu_seqlens ? a->cu_seqlens->data : NULL,
-    .scale = a->scale == 0 ? 1 / sqrtf((float)c->n.K) : a->scale, .lower_bound = a->lower_bound,
-    .beta_factor = a->beta_sigmoid ? 1 + a->beta_double : 0, .gate = gate_of(a), .norm = a->qk_norm, .first = (int)first,
-    .chunks = (int)chunks, .batches = (int)c->n.B, .steps = (int)c->n.T, .rows = (int)c->n.R, .heads = (int)c->n.HV,
-    .group_heads = (int)(c->n.HV / c->n.H), .key_dim = (int)c->n.K};
+  kda_prepare_params p = {.ends = data_of(a->ends), .betas = data_of(a->betas), .rows = *rows, .gates = gates_of(a),
+                          .scale = a->scale == 0 ? 1 / sqrtf((float)c->n.K) : a->scale, .batches = (int)c->n.B,
+                          .key_dim = (int)c->n.K};
   mg_map_bthd(c, &p.q, a->q, 64, 64);
   mg_map_bthd(c, &p.k, a->k, 64, 64);
-  map_scratch(c, &p.pairs, a->pairs, type == MG_FP32 ? MG_FP32 : MG_FP16, 2, 64);
-  map_scratch(c, &p.scaled, a->scaled, type, 3, c->n.K);
-  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * chunks, "chunks of heads"));
+  map_scratch(c, &p.m, a->inverses, true);
+  map_scratch(c, &p.p, a->pairs, true);
+  map_scratch(c, &p.read_k, a->read_k, false);
+  map_scratch(c, &p.read_q, a->read_q, false);
+  map_scratch(c, &p.write_k, a->write_k, false);
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks of heads"));
 }
 
 mg_status mg_kda(const mg_kda_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_kda, a)) return c.status;
-  if (c.n.T && c.n.R) prepare(&c, a, 0, c.n.CHUNKS);
+  const delta_rows rows = {.starts = a->cu_seqlens ? a->cu_seqlens->data : NULL, .rows = (int)c.n.R, .steps = (int)c.n.T,
+                           .from = 0, .to = (int)c.n.T, .places = (int)c.n.PLACES, .heads = (int)c.n.HV,
+                           .group_heads = c.n.H ? (int)(c.n.HV / c.n.H) : 1};
+  if (c.n.T && c.n.R) prepare(&c, a, &rows);
   return c.status;
 }

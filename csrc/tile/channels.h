@@ -11,6 +11,7 @@ template<int C> struct ct;
 template<int C> struct hv;
 template<int C> struct hm;
 
+template<int C> TILE void fill(hv<C> &v, float x);
 template<int C> TILE void load(hv<C> &v, const float *g, int n);        // elements >= n become 0 and are not read
 template<int C> TILE void store(float *g, const hv<C> &v, int n);       // elements >= n are not written
 template<int C, class F> TILE void map(hv<C> &d, const hv<C> &a, F f);  // d = f(a)
@@ -41,6 +42,15 @@ template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int hal
 TILE void put_group(rt<float, 64> &a, rt<float, 64> &b, const rt<float, 32> &t, int group);
 // Element i at g[i * stride], a float or 16 bits; rows >= n are not read and become 0.
 template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int n);
+// Element i to g[i * stride]; rows >= n are not written.
+TILE void store_steps(float *g, const rv &v, int64_t stride, int n);
+
+// A shared tile in the memory of another, whose values are lost.
+template<class Tile, class Other> TILE Tile &in_place_of(Other &t) {
+  static_assert(alignof(Tile) <= alignof(Other), "as aligned as the tile whose memory it takes");
+  asm volatile("" ::: "memory");   // to the compiler, tiles of different types have nothing to do with each other
+  return *(Tile *)&t;
+}
 #ifdef __CUDACC__
 #include "tile/sm90/channels.h"
 #else

@@ -9,6 +9,10 @@ template<int C> struct hv { CHANNEL_RULES(C); alignas(64) float d[C]; };
 template<int C> struct hm { CHANNEL_RULES(C); alignas(64) float d[64][C]; };
 #endif
 
+template<int C> TILE void fill(hv<C> &v, float x) {
+  writes(v);
+  for (int c = 0; c < C; c++) v.d[c] = x;
+}
 template<int C> TILE void load(hv<C> &v, const float *g, int n) {
   n = n < C ? n : C;
   touches_global(g, n * sizeof(float), GLOBAL_READ);
@@ -128,4 +132,9 @@ template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int
   for (int r = 0; r < 64 && r < n; r++) touches_global(g + r * stride, sizeof(T), GLOBAL_READ);
   writes(v);
   for (int r = 0; r < 64; r++) v.d[r] = r < n ? widen(g[r * stride]) : 0.f;
+}
+TILE void store_steps(float *g, const rv &v, int64_t stride, int n) {
+  for (int r = 0; r < 64 && r < n; r++) touches_global(g + r * stride, sizeof(float), GLOBAL_WRITE);
+  reads(v);
+  for (int r = 0; r < 64 && r < n; r++) g[r * stride] = v.d[r];
 }

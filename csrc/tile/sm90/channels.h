@@ -5,6 +5,7 @@ template<int C> struct alignas(128) ct { CHANNEL_RULES(C); float d[64 * (C + 8)]
 template<int C> struct hv { CHANNEL_RULES(C); float d; };       // element t of thread t
 template<int C> struct hm { CHANNEL_RULES(C); float d[64]; };   // its column
 
+template<int C> TILE void fill(hv<C> &v, float x) { v.d = x; }
 template<int C> TILE void load(hv<C> &v, const float *g, int n) {
   int c = thread_in_group();
   v.d = c < C && c < n ? g[c] : 0.f;
@@ -125,4 +126,11 @@ template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int
   int r = thread_row();
   v.d[0] = r < n ? to_float(g[r * stride]) : 0.f;
   v.d[1] = r + 8 < n ? to_float(g[(r + 8) * stride]) : 0.f;
+}
+TILE void store_steps(float *g, const rv &v, int64_t stride, int n) {
+  int r = thread_row();
+  if ((threadIdx.x & 3) == 0) {
+    if (r < n) g[r * stride] = v.d[0];
+    if (r + 8 < n) g[(r + 8) * stride] = v.d[1];
+  }
 }
