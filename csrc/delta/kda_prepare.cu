@@ -25,8 +25,7 @@ struct shared {
   st<factor, 32, D> left[4];        // of each group of 16 steps: k e^(l - m), and below it scale q e^(l - m)
   square scratch;                   // then M^T
   ct<D> l;                          // to base 2
-  sv<Q> beta;
-  ring<1> inputs;
+  ring<1, ASYNC_READS> inputs;      // read into registers too, in front of the fence that the stores need
 };
 // When no product reads `left` any more.
 TILE panel &decayed(shared &s, int h) { return in_place_of<panel>(s.left[h]); }
@@ -103,6 +102,7 @@ TILE void take_norms(rv &norm, const panel (&x)[PANELS]) {
 TILE void make_left(shared &s, const rv &norm_k, const rv &norm_q) {
   UNROLLED for (int h = 0; h < PANELS; h++) {
     rt<float, 64> e, x;
+    fill(x, 0.f);
     load_from_middle(e, s.l, 64 * h);
     map(e, [](float y) { return fast_exp2(y); });
     each<64>([](int, int, float &z, float w, float y, float n) { z = y * n * w; }, x, e, s.k[h], norm_k);
@@ -149,17 +149,18 @@ TILE void make_pairs(rt<float, Q> &a, rt<float, Q> &b, shared &s, const rv &norm
   triu(a, 1, 0.f);
   triu(b, 0, 0.f);
 }
-// A warp's rows of k and q are its own, and replaced in place.
 TILE void make_tiles(shared &s, const rv &norm_k, const rv &norm_q) {
   UNROLLED for (int h = 0; h < PANELS; h++) {
     rt<float, 64> l, x;
+    fill(x, 0.f);
     load(l, s.l, 64 * h);
     each<64>([](int, int, float &z, float w, float y, float n) { z = y * n * fast_exp2(w); }, x, l, s.k[h], norm_k);
     store(decayed(s, h), x);
     each<64>([](int, int, float &z, float w, float y, float n) { z = y * n * fast_exp2(w); }, x, l, s.q[h], norm_q);
-    store(s.q[h], x);
-    map_last_row(l, s.l, 64 * h, [](float x, float end) { return fast_exp2(end - x); });
+    map_last_row(l, s.l, 64 * h, [](float y, float end) { return fast_exp2(end - y); });
     each<64>([](int, int, float &z, float y, float n) { z *= y * n; }, l, s.k[h], norm_k);
+    wg_sync();                              // everybody has read what is replaced now
+    store(s.q[h], x);
     store(s.k[h], l);
   }
 }
@@ -227,7 +228,6 @@ TILE void compute(const params &p, shared &s, int) {
     }
     tma_store_wait_read();
     ring_done(s.inputs, at);
-    wg_sync();                              // nothing of this chunk is read any more
   }
 }
 
