@@ -34,12 +34,29 @@ def run(form, q, k, v, g, beta, scale=None, state=None, starts=None, *, gate=(No
     return out, last.mT if v_first else last
 
 
-def check(ours, plain, exact, dtype, g):
-    for name, *three in zip(("out", "final_state"), ours, plain, exact):
+# Keys that are alike, with beta |k|^2 near 2: a state is reflected again and again, and no error in it fades. All keys have
+# the same error of rounding, by chance a small one in the one form or in the other.
+REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
+
+
+def check(ours, plain, exact, dtype, g, other=None):
+    """other: exact results of keys that differ by half of an eps, of an input that makes much of such a difference."""
+    for i, (name, *three) in enumerate(zip(("out", "final_state"), ours, plain, exact)):
         relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g)
-        if 0 < three[0].numel() < 500:             # the plain form's largest error is small by chance
+        if not three[0].numel():
+            continue
+        if three[0].numel() < 500:                 # the plain form's largest error is small by chance
             absolute += torch.finfo(dtype).eps * float(three[2].abs().max())
+        absolute = (absolute,) * 3
+        if other is not None:
+            change = (other[i] - three[2]).abs()
+            absolute = tuple(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
         check_error(name, *three, rounding=(relative, absolute))
+
+
+def with_other_keys(name, q, k, dtype, *others):
+    if name in REFLECTED:
+        return recurrence(q, k.double() * (1 + torch.finfo(dtype).eps / 2), *others)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -52,7 +69,8 @@ def test_hard(device, dtype, name, form):
     q, k, v, g, beta, state, _, _ = hard(name, 3, 1, 210, 1, 2, 100, 72, dtype=dtype, device=device)
     ours = run(form, q, k, v, g, beta, state=state)
     assert all(map(torch.equal, ours, run(form, q, k, v, g, beta, state=state)))
-    check(ours, by_chunks(q, k, v, g, beta, state=state), recurrence(q, k, v, g, beta, state=state), dtype, g)
+    check(ours, by_chunks(q, k, v, g, beta, state=state), recurrence(q, k, v, g, beta, state=state), dtype, g,
+          with_other_keys(name, q, k, dtype, v, g, beta, None, state))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -210,9 +228,10 @@ def check_random(seed, device):
         ours = run(form, q, k, v, g, beta, scale, state, starts, norms=norms, v_first=v_first)
         wide = [normalised(t.double()) if norms else t for t in (q, k)]
         exact = recurrence(*wide, v, g, beta, scale, state, starts)
+        other = with_other_keys(name, *wide, dtype, v, g, beta, scale, state, starts)
         if norms:
             q, k = normalised(q), normalised(k)
-        check(ours, by_chunks(q, k, v, g, beta, scale, state, starts), exact, dtype, g)
+        check(ours, by_chunks(q, k, v, g, beta, scale, state, starts), exact, dtype, g, other)
     except AssertionError as error:
         raise AssertionError(f"{where}: {error}") from error
 
