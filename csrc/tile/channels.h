@@ -27,11 +27,11 @@ template<int C> TILE void least_of(hv<C> &d, const hm<C> &x);           // of ea
 template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low);
 // 64 columns from c0, 0 or 64
 template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0);
-// The same, less what stands in row 16 (r / 16) + 7, near the middle of row r's group of 16.
+// The same, less the middle of row r's group of 16 rows: the mean of what stands in the group's rows 7 and 8.
 template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0);
 // t = f(t, s[63][c0 + col])
 template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s, int c0, F f);
-// d = f(x, t, u[row], s[16 group + 7][c0 + col]), rounded, in the rows of the groups 0 to `group`; 0 below.
+// d = f(x, t, u[row], m[c0 + col]), m the middle of `group`, rounded, in the rows of the groups 0 to `group`; 0 below.
 template<typename W, typename T, int C, class F>
 TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s, int c0,
                        int group, F f);

@@ -84,7 +84,7 @@ template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int
   writes(t);
   for (int r = 0; r < 64; r++) {
     const float *x = s.d + r * (C + 8) + c0, *m = s.d + (r / 16 * 16 + 7) * (C + 8) + c0;
-    for (int c = 0; c < 64; c++) t.d[r][c] = x[c] - m[c];
+    for (int c = 0; c < 64; c++) t.d[r][c] = x[c] - 0.5f * (m[c] + m[c + C + 8]);
   }
 }
 template<int C, class F>
@@ -101,7 +101,7 @@ template<typename W, typename T, int C, class F>
 __attribute__((flatten)) TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u,
                                                 const ct<C> &s, int c0, int group, F f) {
   reads_shared(part(x, 0, 16 * (group + 1), 0, 64));
-  reads_shared(rows_of(s, 16 * group + 7, 1, c0, 64));
+  reads_shared(rows_of(s, 16 * group + 7, 2, c0, 64));
   reads(t, u);
   writes(d);
   const float *m = s.d + (16 * group + 7) * (C + 8) + c0;
@@ -111,7 +111,7 @@ __attribute__((flatten)) TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64
     float v = u.d[r];
     bool in = r / 16 <= group;
 #pragma GCC ivdep
-    for (int c = 0; c < 64; c++) row[c] = in ? f(row[c], t.d[r][c], v, m[c]) : 0.f;
+    for (int c = 0; c < 64; c++) row[c] = in ? f(row[c], t.d[r][c], v, 0.5f * (m[c] + m[c + C + 8])) : 0.f;
     narrow_row(d.d[r], row, 64);
   }
 }

@@ -63,12 +63,17 @@ template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0) {
     }
   }
 }
+// Of two columns, the middle of a group.
+template<int C> TILE float2 middle_of(const ct<C> &, const float2 *row7) {
+  float2 x = *row7, y = row7[(C + 8) / 2];
+  return make_float2(0.5f * (x.x + y.x), 0.5f * (x.y + y.y));
+}
 template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0) {
   load(t, s, c0);
   const float2 *g = pairs_of_row(s, warp_in_group() * 16 + 7, c0);
 #pragma unroll
   for (int k = 0; k < 8; k++) {
-    float2 x = g[4 * k];
+    float2 x = middle_of(s, g + 4 * k);
 #pragma unroll
     for (int i = 0; i < 4; i++) t.d[4 * k + i] -= i & 1 ? x.y : x.x;
   }
@@ -99,7 +104,7 @@ TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64>
     load_block(w, block_address(x, 16 * k));
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      float2 m = g[8 * k + 4 * (j >> 1)], y = unpack<T>(w[j]);
+      float2 m = middle_of(s, g + 8 * k + 4 * (j >> 1)), y = unpack<T>(w[j]);
       const float *v = t.d + 8 * k + 2 * j;
       d.d[k][j] = pack<W>(f(y.x, v[0], u.d[j & 1], m.x), f(y.y, v[1], u.d[j & 1], m.y));
     }
