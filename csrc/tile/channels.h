@@ -11,6 +11,7 @@ template<int C> struct ct;
 template<int C> struct hv;
 template<int C> struct hm;
 
+template<int C> TILE void fill(hv<C> &v, float x);
 template<int C> TILE void load(hv<C> &v, const float *g, int n);        // elements >= n become 0 and are not read
 template<int C> TILE void store(float *g, const hv<C> &v, int n);       // elements >= n are not written
 template<int C, class F> TILE void map(hv<C> &d, const hv<C> &a, F f);  // d = f(a)
@@ -26,11 +27,11 @@ template<int C> TILE void least_of(hv<C> &d, const hm<C> &x);           // of ea
 template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low);
 // 64 columns from c0, 0 or 64
 template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0);
-// The same, less what stands in row 16 (r / 16) + 7, near the middle of row r's group of 16.
+// The same, less the middle of row r's group of 16 rows: the mean of what stands in the group's rows 7 and 8.
 template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0);
 // t = f(t, s[63][c0 + col])
 template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s, int c0, F f);
-// d = f(x, t, u[row], s[16 group + 7][c0 + col]), rounded, in the rows of the groups 0 to `group`; 0 below.
+// d = f(x, t, u[row], m[c0 + col]), m the middle of `group`, rounded, in the rows of the groups 0 to `group`; 0 below.
 template<typename W, typename T, int C, class F>
 TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s, int c0,
                        int group, F f);
@@ -41,6 +42,15 @@ template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int hal
 TILE void put_group(rt<float, 64> &a, rt<float, 64> &b, const rt<float, 32> &t, int group);
 // Element i at g[i * stride], a float or 16 bits; rows >= n are not read and become 0.
 template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int n);
+// Element i to g[i * stride]; rows >= n are not written.
+TILE void store_steps(float *g, const rv &v, int64_t stride, int n);
+
+// A shared tile in the memory of another, whose values are lost.
+template<class Tile, class Other> TILE Tile &in_place_of(Other &t) {
+  static_assert(alignof(Tile) <= alignof(Other), "as aligned as the tile whose memory it takes");
+  asm volatile("" ::: "memory");   // to the compiler, tiles of different types have nothing to do with each other
+  return *(Tile *)&t;
+}
 #ifdef __CUDACC__
 #include "tile/sm90/channels.h"
 #else

@@ -9,6 +9,10 @@ template<int C> struct hv { CHANNEL_RULES(C); alignas(64) float d[C]; };
 template<int C> struct hm { CHANNEL_RULES(C); alignas(64) float d[64][C]; };
 #endif
 
+template<int C> TILE void fill(hv<C> &v, float x) {
+  writes(v);
+  for (int c = 0; c < C; c++) v.d[c] = x;
+}
 template<int C> TILE void load(hv<C> &v, const float *g, int n) {
   n = n < C ? n : C;
   touches_global(g, n * sizeof(float), GLOBAL_READ);
@@ -80,7 +84,7 @@ template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int
   writes(t);
   for (int r = 0; r < 64; r++) {
     const float *x = s.d + r * (C + 8) + c0, *m = s.d + (r / 16 * 16 + 7) * (C + 8) + c0;
-    for (int c = 0; c < 64; c++) t.d[r][c] = x[c] - m[c];
+    for (int c = 0; c < 64; c++) t.d[r][c] = x[c] - 0.5f * (m[c] + m[c + C + 8]);
   }
 }
 template<int C, class F>
@@ -97,7 +101,7 @@ template<typename W, typename T, int C, class F>
 __attribute__((flatten)) TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u,
                                                 const ct<C> &s, int c0, int group, F f) {
   reads_shared(part(x, 0, 16 * (group + 1), 0, 64));
-  reads_shared(rows_of(s, 16 * group + 7, 1, c0, 64));
+  reads_shared(rows_of(s, 16 * group + 7, 2, c0, 64));
   reads(t, u);
   writes(d);
   const float *m = s.d + (16 * group + 7) * (C + 8) + c0;
@@ -107,7 +111,7 @@ __attribute__((flatten)) TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64
     float v = u.d[r];
     bool in = r / 16 <= group;
 #pragma GCC ivdep
-    for (int c = 0; c < 64; c++) row[c] = in ? f(row[c], t.d[r][c], v, m[c]) : 0.f;
+    for (int c = 0; c < 64; c++) row[c] = in ? f(row[c], t.d[r][c], v, 0.5f * (m[c] + m[c + C + 8])) : 0.f;
     narrow_row(d.d[r], row, 64);
   }
 }
@@ -128,4 +132,9 @@ template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int
   for (int r = 0; r < 64 && r < n; r++) touches_global(g + r * stride, sizeof(T), GLOBAL_READ);
   writes(v);
   for (int r = 0; r < 64; r++) v.d[r] = r < n ? widen(g[r * stride]) : 0.f;
+}
+TILE void store_steps(float *g, const rv &v, int64_t stride, int n) {
+  for (int r = 0; r < 64 && r < n; r++) touches_global(g + r * stride, sizeof(float), GLOBAL_WRITE);
+  reads(v);
+  for (int r = 0; r < 64 && r < n; r++) g[r * stride] = v.d[r];
 }

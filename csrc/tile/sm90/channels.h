@@ -5,6 +5,7 @@ template<int C> struct alignas(128) ct { CHANNEL_RULES(C); float d[64 * (C + 8)]
 template<int C> struct hv { CHANNEL_RULES(C); float d; };       // element t of thread t
 template<int C> struct hm { CHANNEL_RULES(C); float d[64]; };   // its column
 
+template<int C> TILE void fill(hv<C> &v, float x) { v.d = x; }
 template<int C> TILE void load(hv<C> &v, const float *g, int n) {
   int c = thread_in_group();
   v.d = c < C && c < n ? g[c] : 0.f;
@@ -62,12 +63,17 @@ template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0) {
     }
   }
 }
+// Of two columns, the middle of a group.
+template<int C> TILE float2 middle_of(const ct<C> &, const float2 *row7) {
+  float2 x = *row7, y = row7[(C + 8) / 2];
+  return make_float2(0.5f * (x.x + y.x), 0.5f * (x.y + y.y));
+}
 template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0) {
   load(t, s, c0);
   const float2 *g = pairs_of_row(s, warp_in_group() * 16 + 7, c0);
 #pragma unroll
   for (int k = 0; k < 8; k++) {
-    float2 x = g[4 * k];
+    float2 x = middle_of(s, g + 4 * k);
 #pragma unroll
     for (int i = 0; i < 4; i++) t.d[4 * k + i] -= i & 1 ? x.y : x.x;
   }
@@ -98,7 +104,7 @@ TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64>
     load_block(w, block_address(x, 16 * k));
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      float2 m = g[8 * k + 4 * (j >> 1)], y = unpack<T>(w[j]);
+      float2 m = middle_of(s, g + 8 * k + 4 * (j >> 1)), y = unpack<T>(w[j]);
       const float *v = t.d + 8 * k + 2 * j;
       d.d[k][j] = pack<W>(f(y.x, v[0], u.d[j & 1], m.x), f(y.y, v[1], u.d[j & 1], m.y));
     }
@@ -125,4 +131,11 @@ template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int
   int r = thread_row();
   v.d[0] = r < n ? to_float(g[r * stride]) : 0.f;
   v.d[1] = r + 8 < n ? to_float(g[(r + 8) * stride]) : 0.f;
+}
+TILE void store_steps(float *g, const rv &v, int64_t stride, int n) {
+  int r = thread_row();
+  if ((threadIdx.x & 3) == 0) {
+    if (r < n) g[r * stride] = v.d[0];
+    if (r + 8 < n) g[(r + 8) * stride] = v.d[1];
+  }
 }
