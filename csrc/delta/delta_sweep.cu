@@ -19,7 +19,8 @@
 #include "delta/delta_prepare.h"
 
 // D: columns of the state. GROUPS, PREPS, CHANNELS, KEEPS, STAGES, READY, *_REGS
-enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0) };
+// AHEAD: registers are there for the state in 16 bits
+enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !KEEPS };
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
 typedef st<elem, Q, 64> tile;
@@ -174,8 +175,7 @@ TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
   map(up, down, [](float m) { return fast_rcp(m); });
 }
 
-// x = S^T k^T and y = S^T q^T. One group issues all of it and has x when it returns; y follows, with what of S it reads.
-// Two have the registers for half of S at a time; the other group has the tensor cores meanwhile.
+// x = S^T k^T and y = S^T q^T, 64 columns of the state at a time.
 TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part, shared &s, int stage, int col) {
   mma_fence();
   if (col == 0) mma_ABt_part<ZERO>(x, part, s.k[stage], col);
@@ -193,29 +193,30 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   chunk_vectors &v = s.vec[at.stage];
   rt<float, Q> x, y;
   rt<inner, Q> factor;
-  rt<elem, Q> part;
+  rt<elem, 64> part, low, high;           // low, high: the state's halves
   rv up, down;
   int step = t.first + chunk * Q, i = at.stage;
-  if (KEEPS) {
-    tma_store_wait_read();
-    wg_sync();
-  }
   ring_wait(s.k_ring, at);
-  if (GROUPS == 1 && PANELS == 2 && !KEEPS) {
-    rt<elem, 64> part1;
-    convert_part(part, state, 0);
-    convert_part(part1, state, 64);
+  if (AHEAD) {                            // y's products run on while x is worked on
+    convert_part(low, state, 0);
+    if (PANELS == 2) convert_part(high, state, 64);
     mma_fence();
-    mma_ABt_part<ZERO>(x, part, s.k[i], 0);
-    mma_ABt_part<ACC>(x, part1, s.k[i], 64);
+    mma_ABt_part<ZERO>(x, low, s.k[i], 0);
+    if (PANELS == 2) mma_ABt_part<ACC>(x, high, s.k[i], 64);
     mma_commit();
-    mma_ABt_part<ZERO>(y, part, s.q[i], 0);
-    mma_ABt_part<ACC>(y, part1, s.q[i], 64);
+    mma_ABt_part<ZERO>(y, low, s.q[i], 0);
+    if (PANELS == 2) mma_ABt_part<ACC>(y, high, s.q[i], 64);
     mma_commit();
     ring_wait(s.vec_ring, at);
     ring_wait(s.v_ring, in);
-    mma_wait<0>(x, y, part, part1);
-  } else {
+    load_t(part, s.v[in.stage][wg]);
+    ring_release(s.v_ring, in);
+    mma_wait<1>(x);
+  } else {                                // with fewer registers; another warpgroup has the tensor cores meanwhile
+    if (KEEPS) {
+      tma_store_wait_read();
+      wg_sync();
+    }
     convert_part(part, state, 0);
     read_panel(x, y, part, s, i, 0);
     if (KEEPS) store(s.states[wg], part, 0);
@@ -228,9 +229,9 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     }
     ring_wait(s.v_ring, in);
     if (PANELS == 2) mma_wait<0>(x, y, part);
+    load_t(part, s.v[in.stage][wg]);
+    ring_release(s.v_ring, in);
   }
-  load_t(part, s.v[in.stage][wg]);
-  ring_release(s.v_ring, in);
   if (CHANNELS) map_col(x, part, v.beta, [](float a, float b, float) { return b - a; });
   else map_col(x, part, v.decay, [](float a, float b, float e) { return b - a * e; });
   row_factors(up, down, x);
@@ -240,6 +241,8 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   mma_fence();
   mma_AB<ZERO>(x, factor, s.m[from.stage]);   // R^T
   mma_commit();
+  if (AHEAD && PANELS == 2) mma_wait<1>(y, low, high);
+  else if (AHEAD) mma_wait<1>(y, low);
   if (CHANNELS) map_col(state, s.ends[i], [](float f, float e) { return f * e; });
   else {
     float decay = fast_exp2(get(v.l, Q - 1));

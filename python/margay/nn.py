@@ -2,11 +2,12 @@
 
 import torch
 
+from margay.drop_ins.delta_layers import GatedDeltaNet, KimiDeltaAttention
 from margay.drop_ins.mamba2 import Mamba2
 from margay.drop_ins.multihead_attention import MultiheadAttention
 from margay.families.attention.attention import attention
 
-__all__ = ["Attention", "Mamba2", "MultiheadAttention"]
+__all__ = ["Attention", "GatedDeltaNet", "KimiDeltaAttention", "Mamba2", "MultiheadAttention"]
 
 
 class Attention(torch.nn.Module):
