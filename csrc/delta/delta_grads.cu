@@ -20,11 +20,11 @@
 //   pairs, 152                     F 32, E 32, S D^T or scores 32                    column sums 16, rows 8, 24
 //   give_dq, 160                   product 64, dQ 64                                 rows 6, a tile's words 4, 22
 //   give_dk, 160                   product 64, dK 64                                 the same
-//   loader, trim, collect, scan    -                                                 vectors of two each
+//   loader, trim, collect, scan, 32  -                                                vectors of two each
 #include "delta/delta_prepare.h"
 #include "delta/delta_bwd.h"
 
-// N (columns of q and k) comes from the row.
+// N (columns of q and k) and *_REGS come from the row.
 // Parts of N's column sums; its diagonal and the sums of its rows; of in, what comes from q and from k; out without
 // beta; rows of <S, D>
 struct found { sv<4 * Q> col; sv<Q> own, row, of_q, of_k, out, kept; };
@@ -482,7 +482,7 @@ TILE void give_dk(const params &p, shared &s, int) {
   }
 }
 
-typedef block<params, shared, init, role<pairs, WARPGROUP, 1, 152>, role<give_dq, WARPGROUP, 1, 160>,
-              role<give_dk, WARPGROUP, 1, 160>, role<loader, THREAD, 1, 32>, role<trim, WARP, 1, 32>,
-              role<collect, WARP, 1, 32>, role<scan, WARP, 1, 32>> kernel;
+typedef block<params, shared, init, role<pairs, WARPGROUP, 1, PAIR_REGS>, role<give_dq, WARPGROUP, 1, ROW_REGS>,
+              role<give_dk, WARPGROUP, 1, ROW_REGS>, role<loader, THREAD, 1, LOAD_REGS>, role<trim, WARP, 1, LOAD_REGS>,
+              role<collect, WARP, 1, LOAD_REGS>, role<scan, WARP, 1, LOAD_REGS>> kernel;
 ENTRY(kernel, Q, 1)
