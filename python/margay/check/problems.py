@@ -476,7 +476,7 @@ def call_kda(dtype, dim, steps, given):
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
-    known["ROWS"] = known["R"]
+    known |= dict(ROWS=known["R"], S1=known["M"], S2=known["N"])
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
     values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0, cu_seqlens=starts)
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
