@@ -249,15 +249,13 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     map(state, [=](float f) { return f * decay; });
     if (!KEEPS) map_col(y, v.read, [](float f, float e) { return f * e; });
   }
-  if (KEEPS) fence_async();               // the stored state
-  else tma_store_wait_read();
-  wg_sync();
+  if (!KEEPS) tma_store_wait_read();
+  wg_sync();                              // KEEPS: the stored state, behind the fence of v's release
   if (KEEPS) tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
   mma_wait<0>(x, factor);
   if (KEEPS) {
     map_row(x, down, [](float f, float m) { return f * m; });
     store_t(s.o[wg], x);
-    fence_async();
     map_col(x, v.beta, [](float f, float b) { return f * b; });
     if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
@@ -279,8 +277,8 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     mma_wait<1>(x, factor);
     each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, y, (const rt<float, Q> &)x, down);
     store_t(s.o[wg], y);
-    fence_async();
   }
+  fence_async();
   wg_sync();
   int from_step = KEEPS && !p.rows.starts ? step - p.rows.from : step, col = b.col + 64 * wg;
   bool over = runs_over(p.rows, step, t.end);
