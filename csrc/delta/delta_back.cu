@@ -162,8 +162,10 @@ TILE void advance(rt<float, N> &d, const params &p, shared &s, const task &b, ri
   mma_fence();
   mma_ABt<ZERO>(y, z, s.p[i]);
   mma_commit();
-  if (!CHANNELS) map_col(dout, v.read, [](float x, float f) { return x * f; });
-  mma_fence();
+  if (!CHANNELS) {
+    map_col(dout, v.read, [](float x, float f) { return x * f; });
+    mma_fence();
+  }
   mma_AB<ACC>(d, dout, s.q[i]);
   mma_commit();
   tma_store_wait_read();
