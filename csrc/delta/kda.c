@@ -1,4 +1,5 @@
-// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence.
+// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence; of
+// SEG chunks at a time.
 #include "delta/delta_host.h"
 #include "delta/kda.h"
 
@@ -33,8 +34,7 @@ mg_status mg_kda(const mg_kda_args *a) {
   const mg_kernel *sweep = c.kernel;
   const ssd_order order = delta_order_of(&c, a->state_v_first);
   delta_sweep_params p = {
-    .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .final = mg_data(a->final_state),
-    .initial_order = order, .final_order = order, .rows = delta_rows_of(&c, a->cu_seqlens),
+    .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .initial_order = order, .rows = delta_rows_of(&c, a->cu_seqlens),
     .gates = {.beta = mg_data(makes_beta(a) ? a->betas : a->beta), .most = 1}, .scale = delta_scale_of(&c, a->scale),
     .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
     .value_dim = (int)c.n.V};
@@ -46,9 +46,24 @@ mg_status mg_kda(const mg_kda_args *a) {
     mg_map_rows(&c, &p.w, a->write_k, 64, 64);
     mg_map_bthd(&c, &p.v, a->v, 64, 64);
     mg_map_bthd(&c, &p.o, a->out, 64, 64);
-    prepare(&c, a, &p);
   }
-  mg_use(&c, sweep);
-  if (c.status) return c.status;
-  return mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+  const ssd_order between = delta_order_of(&c, false);
+  const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
+  bool last = false;
+  for (int64_t first = 0; !last && !c.status; first += each) {
+    last = first + each >= chunks;
+    if (first) {
+      p.initial = mg_data(a->carry);
+      p.initial_order = between;
+    }
+    p.final = mg_data(last ? a->final_state : a->carry);
+    p.final_order = last ? order : between;
+    p.rows.from = (int)(first * 64);
+    p.rows.to = last ? (int)c.n.T : (int)((first + each) * 64);
+    p.rows.places = (int)(last ? chunks - first : each);
+    if (c.n.T && c.n.R * c.n.HV) prepare(&c, a, &p);
+    mg_use(&c, sweep);
+    if (!c.status) mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+  }
+  return c.status;
 }
