@@ -275,17 +275,13 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     map(state, [=](float f) { return f * decay; });
     if (!KEEPS) map_col(y, v.read, [](float f, float e) { return f * e; });
   }
-  if (KEEPS == 1) fence_async();          // the stored state
   if (!KEEPS) tma_store_wait_read();
-  if (KEEPS != 2) wg_sync();
+  if (KEEPS != 2) wg_sync();              // KEEPS 1: the stored state, behind the fence of v's release
   if (KEEPS == 1) tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
   mma_wait<0>(x, factor);
   if (KEEPS) {
     map_row(x, down, [](float f, float m) { return f * m; });
-    if (KEEPS == 1) {
-      store_t(s.o[wg], x);
-      fence_async();
-    }
+    if (KEEPS == 1) store_t(s.o[wg], x);
     map_col(x, v.beta, [](float f, float b) { return f * b; });
     if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
@@ -307,7 +303,6 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     mma_wait<1>(x, factor);
     each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, y, (const rt<float, Q> &)x, down);
     store_t(s.o[wg], y);
-    fence_async();
   }
   if (KEEPS == 2) {
     if (CHANNELS) fence_async();          // the ends have been read
@@ -316,6 +311,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     ring_release(s.k_ring, at);
     return;
   }
+  fence_async();
   wg_sync();
   int from_step = KEEPS && !p.rows.starts ? step - p.rows.from : step, col = b.col + 64 * wg;
   bool over = runs_over(p.rows, step, t.end);
