@@ -1,0 +1,25 @@
+// Host halves of the delta rules' parts, for their ops: sizes by the names of gated_delta_rule's row (B, T, H, HV, K, V, R,
+// CHUNKS).
+#pragma once
+#include "runtime/runtime.h"
+#include "ssd/scan.h"
+#include "delta/delta.h"
+
+// Rows of the call, whole. starts: cu_seqlens or NULL.
+delta_rows delta_rows_of(const mg_call *c, const mg_tensor *starts);
+// beta_form as in the op's row. norms: [2, B, H, T] or NULL.
+delta_gates delta_gates_of(const mg_call *c, const mg_tensor *g, const mg_tensor *beta, const mg_tensor *a_log,
+                           const mg_tensor *dt_bias, const mg_tensor *norms, int beta_form);
+// Order of states [K, V], or [V, K].
+ssd_order delta_order_of(const mg_call *c, bool v_first);
+float delta_scale_of(const mg_call *c, float scale);
+mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *norms);
+// M^T and P^T of the rows' chunks; [B, HV, 64 places, 64] each. P goes to `reads`.
+mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
+                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale);
+
+// The pass of p over the rows by the kernel that has been chosen; or, where that takes less time, or with `all`, over segments
+// of dense rows, by the kernels of these ops. `cuts` and `turns` as in gated_delta_rule's row; p->v is the map of v.
+typedef struct delta_parts { mg_op segments, cuts; } delta_parts;
+mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
+                          const mg_tensor *turns, bool all);

@@ -1,0 +1,70 @@
+// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence; of
+// SEG chunks at a time.
+#include "delta/kda_host.h"
+
+static kda_given given(const mg_tensor *t) {
+  return (kda_given){t->data, t->stride[0], t->stride[1], t->stride[2], t->dtype == MG_FP32};
+}
+
+kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tensor *a_log, const mg_tensor *dt_bias,
+                       float lower_bound, int beta_form, bool l2norm) {
+  return (kda_gates){.g = given(g), .beta = given(beta), .a_log = mg_data(a_log), .dt_bias = mg_data(dt_bias),
+                     .lower_bound = lower_bound, .most = (float)beta_form,
+                     .gate = !a_log ? KDA_LOG : lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = l2norm};
+}
+
+mg_status kda_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const kda_gates *gates,
+                          const delta_sweep_params *s, float *betas) {
+  kda_prepare_params p = {.ends = (float *)s->ends, .betas = betas, .rows = s->rows, .scale = s->scale, .gates = *gates,
+                          .m = s->m, .p = s->p, .read_k = s->k, .read_q = s->q, .write_k = s->w, .batches = (int)c->n.B,
+                          .key_dim = (int)c->n.K};
+  if (!mg_choose_other(c, MG_OP_kda_prepare)) return c->status;
+  mg_map_bthd(c, &p.q, q, 64, 64);
+  mg_map_bthd(c, &p.k, k, 64, 64);
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * s->rows.places, "chunks of heads"));
+}
+
+mg_status mg_kda(const mg_kda_args *a) {
+  mg_call c;
+  if (!mg_begin(&c, MG_OP_kda, a)) return c.status;
+  if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
+  if (!mg_choose(&c)) return c.status;
+  const mg_kernel *sweep = c.kernel;
+  const ssd_order order = delta_order_of(&c, a->state_v_first);
+  float *betas = kda_makes_beta(a->beta, a->beta_form) ? mg_data(a->betas) : NULL;
+  const kda_gates gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form, a->l2norm);
+  delta_sweep_params p = {
+    .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .initial_order = order,
+    .rows = delta_rows_of(&c, a->cu_seqlens), .gates = {.beta = betas ? betas : mg_data(a->beta), .most = 1},
+    .scale = delta_scale_of(&c, a->scale),
+    .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
+    .value_dim = (int)c.n.V};
+  if (c.n.T && c.n.R * c.n.HV) {     // the driver refuses to map what has no elements
+    mg_map_rows(&c, &p.m, a->inverses, 64, 64);
+    mg_map_rows(&c, &p.p, a->reads, 64, 64);
+    mg_map_rows(&c, &p.k, a->read_k, 64, 64);
+    mg_map_rows(&c, &p.q, a->read_q, 64, 64);
+    mg_map_rows(&c, &p.w, a->write_k, 64, 64);
+    mg_map_bthd(&c, &p.v, a->v, 64, 64);
+    mg_map_bthd(&c, &p.o, a->out, 64, 64);
+  }
+  const ssd_order between = delta_order_of(&c, false);
+  const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
+  bool last = false;
+  for (int64_t first = 0; !last && !c.status; first += each) {
+    last = first + each >= chunks;
+    if (first) {
+      p.initial = mg_data(a->carry);
+      p.initial_order = between;
+    }
+    p.final = mg_data(last ? a->final_state : a->carry);
+    p.final_order = last ? order : between;
+    p.rows.from = (int)(first * 64);
+    p.rows.to = last ? (int)c.n.T : (int)((first + each) * 64);
+    p.rows.places = (int)(last ? chunks - first : each);
+    if (c.n.T && c.n.R * c.n.HV) kda_run_prepare(&c, a->q, a->k, &gates, &p, betas);
+    mg_use(&c, sweep);
+    if (!c.status) mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+  }
+  return c.status;
+}
