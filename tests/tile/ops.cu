@@ -3,6 +3,7 @@
 #include "tile/tile.h"
 #include "tile/matrix.h"
 #include "tile/slices.h"
+#include "tile/triangle.h"
 
 struct op_params {
   gmap a, b, c;
@@ -111,6 +112,15 @@ SHAPE TILE void mma_AB_rows_register(const op_params &p, TILES &s, int) {
   sem_wait(s.full, 0);
   load(a, s.a);
   PRODUCT(mma_AB_rows<ZERO>(d, a, s.b, I), mma_AB_rows<ACC>(d, a, s.b, I))
+  mma_wait<0>(d, a);
+  store(p.out, N, d, 64, N);
+}
+SHAPE TILE void mma_AB_blocks_register(const op_params &p, TILES &s, int) {
+  rt<elem, 2 * CA> whole;
+  OVERLAY(elem, CA, a, whole);
+  sem_wait(s.full, 0);
+  load(a, s.a);
+  PRODUCT(mma_AB_blocks<ZERO>(d, a, s.b, I), mma_AB_blocks<ACC>(d, a, s.b, I))
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
 }
@@ -281,6 +291,16 @@ SHAPE TILE void slice_form(const op_params &p, TILES &s, int) {
   }
   if (I > 7) store(s.b, products);
   put_b(p, s);
+}
+
+// I 0: the inverses, 1: what is left
+SHAPE TILE void inverse_form(const op_params &p, TILES &s, int) {
+  rt<float, N> t, d;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  map_rc(t, [](float x, int row, int col) { return col > row ? 0.25f * x : infinity(); });
+  invert_diagonal(d, t);
+  store(p.out, N, I ? t : d, 64, N);
 }
 
 // ---- arithmetic

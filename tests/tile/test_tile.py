@@ -229,7 +229,7 @@ def check_product(c):
         b = b[:, 64 * I:64 * I + c.CA]
     if name == "mma_ABt_rows_shared":
         b = b[I:I + c.N]
-    if name == "mma_AB_rows_register":
+    if name in ("mma_AB_rows_register", "mma_AB_blocks_register"):
         b = b[I:I + c.CA]
     if name in ("mma_AB_cols_shared", "mma_AB_cols_register"):
         b = b[:, I:I + c.N]
@@ -427,7 +427,20 @@ def check_slices(c):
     c.check_stored(c.a * turned(c.a, 2) if c.I == 8 else c.t())
 
 
-CHECKS = {"slice_form": check_slices, "map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem,
+def check_inverse(c):
+    """Of the strict upper triangle of each block of 16. Errors are those of the terms that substitution adds up."""
+    blocks = np.arange(64)[:, None] // 16 == np.arange(64)[None, :] // 16
+    above = np.triu(np.ones((64, 64), bool), 1)
+    r = np.where(blocks & above, 0.25 * c.t(), 0).astype(np.float64)
+    if c.I:
+        return same(c.matrix(), np.where(blocks, 0, np.where(above, 0.25 * c.t(), np.inf)).astype(np.float32))
+    want = np.linalg.inv(np.eye(64) + r)
+    scale = np.linalg.inv(np.eye(64) - np.abs(r))
+    close(c.matrix(), want, np.where(blocks, scale, 0), 4e-6)
+    same(c.matrix()[~blocks], np.zeros(64 * 48, np.float32))
+
+
+CHECKS = {"slice_form": check_slices, "inverse_form": check_inverse, "map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem,
           "row_reduction": check_reduction,
           "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced,
           "accumulators": check_accumulators, "scalars": check_scalars, "float_rows": check_float_rows}

@@ -1,0 +1,77 @@
+// Host half of gated_delta_rule, and what the delta rules' ops share. One kernel, which prepares chunks beside the pass over
+// the sequence; where heads are few, one that prepares all chunks at once, and then the pass alone.
+#include <math.h>
+#include "delta/delta_host.h"
+
+delta_rows delta_rows_of(const mg_call *c, const mg_tensor *starts) {
+  return (delta_rows){.starts = mg_data(starts), .rows = (int)c->n.R, .steps = (int)c->n.T, .to = (int)c->n.T,
+                      .places = (int)c->n.CHUNKS, .heads = (int)c->n.HV,
+                      .group_heads = c->n.H ? (int)(c->n.HV / c->n.H) : 1};
+}
+
+delta_gates delta_gates_of(const mg_call *c, const mg_tensor *g, const mg_tensor *beta, const mg_tensor *a_log,
+                           const mg_tensor *dt_bias, const mg_tensor *norms, int beta_form) {
+  const float *norm = mg_data(norms);
+  return (delta_gates){.g = mg_data(g), .beta = mg_data(beta), .a_log = mg_data(a_log), .dt_bias = mg_data(dt_bias),
+                       .norm_q = norm, .norm_k = norm ? norm + c->n.B * c->n.H * c->n.T : NULL,
+                       .sigmoid = beta_form > 0, .most = beta_form == 2 ? 2 : 1};
+}
+
+ssd_order delta_order_of(const mg_call *c, bool v_first) {
+  return (ssd_order){v_first ? (int)c->n.K : 1, v_first ? 1 : (int)c->n.V, (int)(c->n.K * c->n.V)};
+}
+
+float delta_scale_of(const mg_call *c, float scale) { return scale == 0 ? 1 / sqrtf((float)c->n.K) : scale; }
+
+mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *norms) {
+  float *norm = mg_data(norms);
+  delta_norms_params p = {.norm_q = norm, .norm_k = norm + c->n.B * c->n.H * c->n.T, .batches = (int)c->n.B,
+                          .heads = (int)c->n.H, .steps = (int)c->n.T};
+  if (!mg_choose_other(c, MG_OP_delta_norms)) return c->status;
+  mg_map_bthd(c, &p.q, q, 64, 64);
+  mg_map_bthd(c, &p.k, k, 64, 64);
+  const int tiles = mg_tasks(c, 2 * c->n.B * c->n.H * mg_ceil_div(c->n.T, 64), "tiles");
+  return mg_run(c, &p, mg_ceil_div(tiles, c->desc->tile_n));
+}
+
+mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
+                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale) {
+  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = (int)c->n.B};
+  if (!mg_choose_other(c, MG_OP_delta_prepare)) return c->status;
+  mg_map_bthd(c, &p.q, q, 64, 64);
+  mg_map_bthd(c, &p.k, k, 64, 64);
+  mg_map_rows(c, &p.m, inverses, 64, 64);
+  mg_map_rows(c, &p.p, reads, 64, 64);
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks"));
+}
+
+mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
+  mg_call c;
+  if (!mg_begin(&c, MG_OP_gated_delta_rule, a)) return c.status;
+  if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
+  if (!mg_choose(&c)) return c.status;
+  const mg_kernel *sweep = c.kernel;
+  const mg_tensor *norms = a->l2norm ? a->norms : NULL;
+  const ssd_order order = delta_order_of(&c, a->state_v_first);
+  delta_sweep_params p = {
+    .initial = mg_data(a->initial_state), .final = mg_data(a->final_state), .initial_order = order, .final_order = order,
+    .rows = delta_rows_of(&c, a->cu_seqlens),
+    .gates = delta_gates_of(&c, a->g, a->beta, a->a_log, a->dt_bias, norms, a->beta_form),
+    .scale = delta_scale_of(&c, a->scale), .o_data = a->out->data, .o_step = a->out->stride[1],
+    .o_head = a->out->stride[2], .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
+  if (c.n.T && c.n.R * c.n.HV) {     // the driver refuses to map what has no elements
+    if (norms) delta_run_norms(&c, a->q, a->k, norms);
+    if (c.n.FORM) {
+      delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);
+      mg_map_rows(&c, &p.m, a->inverses, 64, 64);
+      mg_map_rows(&c, &p.p, a->reads, 64, 64);
+    }
+    mg_map_bthd(&c, &p.q, a->q, 64, 64);
+    mg_map_bthd(&c, &p.k, a->k, 64, 64);
+    mg_map_bthd(&c, &p.v, a->v, 64, 64);
+    mg_map_bthd(&c, &p.o, a->out, 64, 64);
+  }
+  mg_use(&c, sweep);
+  if (c.status) return c.status;
+  return mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+}

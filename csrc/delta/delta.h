@@ -1,0 +1,63 @@
+// Parameters of the delta rules' forward kernels. Plain C: filled by the host halves.
+#pragma once
+#include "ssd/ssd.h"
+
+// Rows of steps in chunks of 64, and where a chunk has its place in scratch: a batch's chunks one behind the other. The
+// chunks of packed rows begin at starts[row] / 64 + row; some places between rows are empty.
+typedef struct delta_rows {
+  const int *starts;          // [rows + 1]: row i is steps starts[i] .. starts[i + 1] - 1 of batch 0; NULL: of batch i
+  int rows, steps;            // steps: of a batch
+  int from, to;               // of dense rows: steps from .. to - 1 are worked on, whole chunks in front. from's chunk
+                              // has place 0
+  int places;                 // of chunks, of a batch
+  int heads, group_heads;     // heads of v, and how many of them share q and k
+} delta_rows;
+
+// What acts on a step and head: the log decay g, and beta. With a_log they are given as models have them:
+// g = -e^a_log softplus(g + dt_bias).
+typedef struct delta_gates {
+  const float *g, *beta;      // [batch, steps, heads]; g NULL: 0
+  const float *a_log, *dt_bias;   // [heads] or NULL
+  const float *norm_q, *norm_k;   // [batch, key heads, steps]: the factors that make rows of q and k ones of length 1;
+                              // NULL: 1
+  int sigmoid;                // beta is the sigmoid of what is given,
+  float most;                 // times this
+} delta_gates;
+
+// delta_norms.cu: 1 / sqrt(x.x + 1e-6) of rows x of q and of k
+typedef struct delta_norms_params {
+  gmap q, k;                  // [batch, key head, step, key_dim]
+  float *norm_q, *norm_k;     // as above
+  int batches, heads, steps;  // heads: of q and k
+} delta_norms_params;
+
+// delta_prepare.cu: of each head and chunk M^T and P^T, 64 x 64 of 16 bits, fp16 whatever the type of the call; fp32
+// where that is fp32.
+//   M = (I + L diag(beta))^-1,  L_ij = e^(l_i - l_j) k_i . k_j for j < i;  P_ij = scale e^(l_i - l_j) q_i . k_j for j <= i
+typedef struct delta_prepare_params {
+  gmap q, k;                  // [batch, key head, step, key_dim]
+  gmap m, p;                  // [batch, head, 64 place + row, 64]
+  delta_rows rows;
+  delta_gates gates;
+  float scale;
+  int batches;
+} delta_prepare_params;
+
+// delta_sweep.cu. CHANNELS: k, q and w have places, they are k e^l, scale q e^l and k e^(l_e - l), with the norms' factors.
+typedef struct delta_sweep_params {
+  gmap q, k, w;               // [batch, key head, step, key_dim]; CHANNELS: [batch, head, 64 place + row, D], D the row's
+  gmap v, o;                  // [batch, head, step, value_dim]; KEEPS: o is absent
+  gmap m, p;                  // as above, where the kernel has no prepare role; KEEPS: p is absent
+  gmap states;                // KEEPS: [batch heads, place, value_dim, key_dim] of the call's type: S^T in front of chunks
+  gmap errors;                // KEEPS: [batch, head, step - from or, packed, step, value_dim]: R, that is u without beta
+  const float *ends;          // CHANNELS: [batch, heads, places, D]: e^(l_e) of each channel
+  const float *initial;       // [row, head, ...], the state before step `from`, or NULL: 0
+  float *final;               // the one behind step `to` - 1, or NULL
+  ssd_order initial_order, final_order;   // a row of these is a column of v
+  delta_rows rows;
+  delta_gates gates;          // CHANNELS: beta only
+  float scale;
+  void *o_data;               // o, or with KEEPS the errors, again, for the last chunks of packed rows: strides in elements
+  int64_t o_step, o_head;
+  int key_dim, value_dim;
+} delta_sweep_params;

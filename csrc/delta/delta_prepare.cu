@@ -1,0 +1,117 @@
+// What the pass over the sequence (delta_sweep.cu) needs of each chunk and head and what does not depend on the state: M^T
+// and P^T of delta_prepare.h, for all chunks at once. Tasks are chunks and heads of v, those of one head of k side by side,
+// since they read the same q and k. A block takes every n-th task.
+// Roles: a loader thread; a scan warp: gates -> vectors, which also clears the next packed row's steps; PREPS warpgroups,
+// each every PREPS-th task of the block.
+//
+// Registers of a thread of these: three tiles of 32, an operand of 12.
+#include "delta/delta_prepare.h"
+
+// D: columns of q and k. PREPS, STAGES, *_REGS
+typedef st<elem, Q, D> wide;
+struct shared {
+  wide k[STAGES], q[STAGES];
+  square m[PREPS], p[PREPS];              // m: scratch of the inverse before
+  chunk_vectors vec[STAGES];
+  ring<STAGES, ASYNC_READS> inputs;       // full: the bytes, and the scan warp
+  sem loaded[STAGES];                     // the tiles of a chunk that runs over are there, and to be cleared
+};
+typedef delta_prepare_params params;
+
+TILE void init(shared &s) {
+  ring_init(s.inputs, arrivals(1, 1, 0), arrivals(0, 0, 1));
+  for (int i = 0; i < STAGES; i++) sem_init(s.loaded[i], arrivals(1, 0, 0));
+}
+
+struct task { row_task t; int place; };
+TILE int task_count(const params &p) { return p.batches * p.rows.places * p.rows.heads; }
+TILE task task_at(const params &p, int i) {
+  int heads = p.rows.heads, chunk = i / heads, head = i - chunk * heads, batch = chunk / p.rows.places;
+  int place = chunk - batch * p.rows.places;
+  chunk_steps c = steps_at(p.rows, place);
+  return {{0, batch, head, head / p.rows.group_heads, c.step, c.end, 0, 0}, place};
+}
+
+// The bytes of a chunk that runs over complete `loaded`: the loader has arrived at the stage's `full` as ever.
+TILE void loader(const params &p, shared &s, int) {
+  ring_pos at = {};
+  int tasks = task_count(p);
+  for (int i = block_index(); i < tasks; i += block_count()) {
+    task b = task_at(p, i);
+    const row_task &t = b.t;
+    bool over = runs_over(p.rows, t.first, t.end);
+    sem &full = over ? s.loaded[at.stage] : s.inputs.full[at.stage];
+    ring_acquire(s.inputs, at);
+    sem_expect(full, 2 * tile_bytes(s.k[0]));
+    tma_load(s.k[at.stage], p.k, full, t.first, 0, t.key_head, t.batch);
+    tma_load(s.q[at.stage], p.q, full, t.first, 0, t.key_head, t.batch);
+    if (over) sem_arrive<THREAD>(s.inputs.full[at.stage]);
+    ring_next(s.inputs, at);
+  }
+}
+
+TILE void scan(const params &p, shared &s, int) {
+  ring_pos at = {};
+  int tasks = task_count(p), overs[STAGES] = {};
+  for (int i = block_index(); i < tasks; i += block_count()) {
+    task b = task_at(p, i);
+    const row_task &t = b.t;
+    given_steps given;
+    load_given(given, p.rows, p.gates, t, t.first);
+    ring_acquire(s.inputs, at);
+    put_vectors(s.vec[at.stage], given, p.gates, t.head, p.scale);
+    if (runs_over(p.rows, t.first, t.end)) {
+      CONSTANT_INDEX for (int n = 0; n < STAGES; n++)
+        if (n == at.stage) sem_wait(s.loaded[n], overs[n]++ & 1);
+      clear_rows<WARP>(s.k[at.stage], 0, t.end - t.first);
+      clear_rows<WARP>(s.q[at.stage], 0, t.end - t.first);
+      fence_async();
+    }
+    sem_arrive<WARP>(s.inputs.full[at.stage]);
+    ring_next(s.inputs, at);
+  }
+}
+
+TILE void prepare(const params &p, shared &s, int index) {
+  int tasks = task_count(p);
+  for (int n = index, i = block_index() + index * block_count(); i < tasks; n += PREPS, i += PREPS * block_count()) {
+    task b = task_at(p, i);
+    const row_task &t = b.t;
+    ring_pos at = ring_at<STAGES>(n);
+    chunk_vectors &v = s.vec[at.stage];
+    rt<float, Q> products;
+    {
+      rt<float, Q> decays;
+      ring_wait(s.inputs, at);
+      mma_fence();
+      mma_ABt<ZERO>(products, s.k[at.stage], s.q[at.stage]);
+      mma_commit();
+      pair_decays(decays, v);
+      tma_store_wait_read();
+      wg_sync();                          // m and p of the task before have left
+      mma_wait<0>(products);
+      make_reads(products, decays, v);
+      store(s.p[index], products);
+      fence_async();
+      mma_fence();
+      mma_ABt<ZERO>(products, s.k[at.stage], s.k[at.stage]);
+      mma_commit();
+      mma_wait<0>(products);
+      make_writes(products, decays, v);
+      ring_release(s.inputs, at);
+    }
+    rt<float, Q> inverse;
+    invert(inverse, products, s.m[index]);
+    tma_store(p.p, s.p[index], b.place * Q, 0, t.head, t.batch);
+    wg_sync();                            // everybody has read the scratch
+    store(s.m[index], inverse);
+    fence_async();
+    wg_sync();
+    tma_store(p.m, s.m[index], b.place * Q, 0, t.head, t.batch);
+  }
+  tma_store_wait_read();
+}
+
+typedef block<params, shared, init, role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<scan, WARP, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+ENTRY(kernel, Q, PREPS)

@@ -1,0 +1,188 @@
+// What the delta rules' kernels share: where chunks of 64 steps lie, what a warp makes of their gates, and the matrices of
+// a chunk, which do not depend on the state. With l_i the sum of the log decays up to step i of the chunk,
+//   A_ij = beta_j e^(l_i - l_j) k_i . k_j for j < i,   M = (I + A)^-1,   P_ij = scale e^(l_i - l_j) q_i . k_j for j <= i
+// Everything is made transposed: the products of the state want it so.
+#pragma once
+#include "tile/tile.h"
+#include "tile/triangle.h"
+#include "ssd/ssd_fwd.h"
+#include "delta/delta.h"
+
+enum { Q = 64 };                // steps of a chunk
+// M, P and what is multiplied with them. bf16 would make the error of the output four times as large, and that of M ten
+// times where keys are alike. What might leave fp16's range is scaled.
+template<typename T> struct inner_of { typedef fp16 type; };
+template<> struct inner_of<float> { typedef float type; };
+typedef inner_of<elem>::type inner;
+typedef st<inner, Q, Q> square;
+
+// ---- rows and chunks
+
+// Steps first .. end - 1 of a row, in `chunks` chunks, the first of which has `place` in scratch.
+struct row_task { int row, batch, head, key_head, first, end, place, chunks; };
+TILE int row_start(const delta_rows &p, int row) {
+  int start = p.starts[row];
+  return start < 0 ? 0 : start > p.steps ? p.steps : start;
+}
+TILE int row_place(const delta_rows &p, int row) { return row_start(p, row) / Q + row; }
+TILE row_task task_of(const delta_rows &p, int row, int head) {
+  row_task t = {row, row, head, head / p.group_heads, p.from, p.to, 0, 0};
+  if (p.starts) {
+    t.batch = 0;
+    t.first = row_start(p, row);
+    t.end = row_start(p, row + 1);
+    t.place = row_place(p, row);
+  }
+  t.chunks = t.end > t.first ? (t.end - t.first + Q - 1) / Q : 0;
+  return t;
+}
+// Steps `step` .. `end` - 1 are those of a row from the beginning of the chunk at a place on; none where that is empty.
+struct chunk_steps { int step, end; };
+TILE chunk_steps steps_at(const delta_rows &p, int place) {
+  if (!p.starts) return {p.from + place * Q, p.to};
+  int row = 0, last = p.rows - 1;
+  while (row < last) {
+    int middle = (row + last + 1) / 2;
+    if (row_place(p, middle) <= place) row = middle;
+    else last = middle - 1;
+  }
+  int step = row_start(p, row) + (place - row_place(p, row)) * Q, end = row_start(p, row + 1);
+  return {step, end > step ? end : step};
+}
+// Steps of the next packed row are in this chunk.
+TILE bool runs_over(const delta_rows &p, int step, int end) { return p.starts && end - step < Q; }
+
+// ---- gates (warp)
+
+// To base 2. Below 2^-128 a decay is 0, as in float32; sums of a chunk's stay exact enough. NaN stays.
+TILE float log_decay(float x) {
+  x *= 1.4426950408889634f;
+  return x < -128.f ? -128.f : x;
+}
+TILE float sigmoid(float x) { return fast_rcp(1.f + fast_exp2(x * -1.4426950408889634f)); }
+
+// What the caller gave of n steps from `step` on; of others, what decays and writes nothing.
+struct given_steps { wv<Q> g, beta, norm_q, norm_k; };
+TILE void load_beta(wv<Q> &beta, const delta_rows &r, const delta_gates &p, const row_task &t, int step) {
+  load(beta, p.beta + ((int64_t)t.batch * r.steps + step) * r.heads + t.head, r.heads, t.end - step,
+       p.sigmoid ? -infinity() : 0.f);
+}
+TILE void load_given(given_steps &v, const delta_rows &r, const delta_gates &p, const row_task &t, int step) {
+  int n = t.end - step;
+  int64_t at = ((int64_t)t.batch * r.steps + step) * r.heads + t.head;
+  int64_t key = ((int64_t)t.batch * (r.heads / r.group_heads) + t.key_head) * r.steps + step;
+  if (p.g) load(v.g, p.g + at, r.heads, n, p.a_log ? -infinity() : 0.f);
+  else fill(v.g, 0.f);
+  load_beta(v.beta, r, p, t, step);
+  if (p.norm_q) load(v.norm_q, p.norm_q + key, 1, n, 1.f);
+  else fill(v.norm_q, 1.f);
+  if (p.norm_k) load(v.norm_k, p.norm_k + key, 1, n, 1.f);
+  else fill(v.norm_k, 1.f);
+}
+TILE void put_beta(sv<Q> &d, const wv<Q> &given, const delta_gates &p) {
+  wv<Q> out;
+  bool sigmoids = p.sigmoid;
+  float most = p.most;
+  map(out, given, given, [=](float x, float) { return sigmoids ? most * sigmoid(x) : x; });
+  store(d, out);
+}
+// l_i, and with r_i the norms' factors: l_j - log r_j of k; r_i of k, scale r_i of q; r_i e^(l_i) of k, scale r_i e^(l_i) of
+// q; r_i e^(l_e - l_i) of k, e the chunk's last step. Logarithms to base 2
+struct chunk_vectors { sv<Q> l, from, beta, norm_k, norm_q, decay, read, weight; };
+TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates &p, int head, float scale) {
+  wv<Q> l, out;
+  if (p.a_log) {
+    float a = -fast_exp2(p.a_log[head] * 1.4426950408889634f), bias = p.dt_bias ? p.dt_bias[head] : 0.f;
+    map(l, x.g, x.g, [=](float g, float) { return log_decay(a * softplus(g + bias)); });
+  } else map(l, x.g, x.g, [](float g, float) { return log_decay(g); });
+  cumsum(l);
+  float end = last(l);
+  store(v.l, l);
+  map(out, l, x.norm_k, [](float l, float r) { return l - fast_log2(r); });
+  store(v.from, out);
+  put_beta(v.beta, x.beta, p);
+  store(v.norm_k, x.norm_k);
+  map(out, l, x.norm_k, [](float l, float r) { return r * fast_exp2(l); });
+  store(v.decay, out);
+  map(out, l, x.norm_k, [=](float l, float r) { return r * fast_exp2(end - l); });
+  store(v.weight, out);
+  map(out, x.norm_q, l, [=](float r, float) { return r * scale; });
+  store(v.norm_q, out);
+  map(out, out, l, [](float r, float l) { return r * fast_exp2(l); });
+  store(v.read, out);
+}
+
+// ---- the matrices of a chunk (warpgroup)
+
+// e^(l_i - l_j) r_j in row j, column i >= j, of k's norms; 0 elsewhere
+TILE void pair_decays(rt<float, Q> &d, const chunk_vectors &v) {
+  rv from;
+  load(from, v.from);
+  fill(d, 0.f);
+  map_rc(d, from, v.l, [](float, float j, float i, int row, int col) { return col < row ? 0.f : fast_exp2(i - j); });
+}
+// P^T of k q^T, and A^T of k k^T, of which what stands on the diagonal is not looked at.
+TILE void make_reads(rt<float, Q> &p, const rt<float, Q> &decays, const chunk_vectors &v) {
+  map_col(p, decays, v.norm_q, [](float x, float d, float r) { return x * d * r; });
+}
+TILE void make_writes(rt<float, Q> &a, const rt<float, Q> &decays, const chunk_vectors &v) {
+  rv beta;
+  load(beta, v.beta);
+  map_col(a, decays, v.norm_k, [](float x, float d, float r) { return x * d * r; });
+  map_row(a, beta, [](float x, float b) { return x * b; });
+}
+
+// M^T of A^T, which is upper triangular; a's values are lost. The warpgroup has scratch to itself from here to the next
+// wg_sync() behind it. With A^T = R0 + R1, R0 its 16 x 16 blocks on the diagonal, and N = R1 (I + R0)^-1:
+//   M^T = (I + R0)^-1 (I - N) (I + N^2),  because the fourth power of N is 0
+// Doubling like this over all 64 steps, without blocks that are inverted exactly, gives errors of 10^7 for equal keys. Of
+// 16 x 16 blocks, R1 and N have none in column 0 and row 3, N^2 none in rows 2 and 3: these steps are left out.
+// Registers: three tiles of 32, an operand of 12.
+TILE void invert(rt<float, Q> &inverse, rt<float, Q> &a, square &scratch) {
+  invert_diagonal(inverse, a);            // a: R1
+  store(scratch, inverse);
+  fence_async();
+  wg_sync();
+  {
+    rt<inner, 48> r1;
+    convert_part(r1, a, 16);
+    mma_fence();
+    mma_AB_blocks<ZERO>(a, r1, scratch, 16);        // N
+    mma_commit();
+    mma_wait<0>(a, r1);
+  }
+  map(a, [](float x) { return -x; });
+  wg_sync();                              // everybody has read scratch
+  store(scratch, a);
+  fence_async();
+  wg_sync();
+  rt<float, Q> square_of_n;
+  {
+    rt<inner, 32> n;
+    convert_part(n, a, 16);
+    mma_fence();
+    mma_AB_blocks<ZERO>(square_of_n, n, scratch, 16);
+    mma_commit();
+    mma_wait<0>(square_of_n, n);
+  }
+  {
+    rt<inner, 48> x;
+    convert_part(x, inverse, 0);
+    mma_fence();
+    mma_AB_blocks<ACC>(inverse, x, scratch, 0);     // X (I - N)
+    mma_commit();
+    mma_wait<0>(inverse, x);
+  }
+  wg_sync();
+  store(scratch, square_of_n);
+  fence_async();
+  wg_sync();
+  {
+    rt<inner, 32> x;
+    convert_part(x, inverse, 0);
+    mma_fence();
+    mma_AB_blocks<ACC>(inverse, x, scratch, 0);     // X (I + N^2)
+    mma_commit();
+    mma_wait<0>(inverse, x);
+  }
+}

@@ -1,0 +1,345 @@
+// Delta rules (gated: Yang, Kautz, Hatamizadeh 2024), forward, one pass over the sequence in chunks of 64 steps, the state
+// in registers throughout. With l_i the sum of the log decays up to step i of a chunk whose last step is e, S the state
+// before it, and M and P of delta_prepare.h:
+//   R^T = (v^T - e^(l_i) S^T k^T) M^T,   u^T = beta_i R^T,   o^T = scale e^(l_i) S^T q^T + u^T P^T
+//   S^T = e^(l_e) S^T + (u_i e^(l_e - l_i))^T k
+// R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as their
+// register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS warpgroups
+// make those of later chunks meanwhile; without any, a kernel before this one has made them (delta_prepare.cu).
+// CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q and e^(l_e - l_i) k come as tiles, and e^(l_e) as a vector.
+// KEEPS, for the backward: the states in front of chunks and R are written, and no o.
+// Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp clears
+// its steps before products read them, and the last chunk's o is stored from registers.
+// R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest value.
+// Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups of
+// 64 columns of v.
+//
+// Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, of one group two more of S; two rows' factors.
+// Prepare: three tiles of 32, an operand of 12.
+#include "delta/delta_prepare.h"
+
+// D: columns of the state. GROUPS, PREPS, CHANNELS, KEEPS, STAGES, READY, *_REGS
+// AHEAD: registers are there for the state in 16 bits
+enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !KEEPS };
+static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
+typedef st<elem, Q, D> wide;
+typedef st<elem, Q, 64> tile;
+struct shared {
+  wide k[STAGES], q[KEEPS ? 0 : STAGES], w[CHANNELS ? STAGES : 0], states[KEEPS ? GROUPS : 0];
+  tile v[2][GROUPS], o[GROUPS];           // o: KEEPS: R
+  square m[READY], p[KEEPS ? 0 : READY], scratch[PREPS];
+  chunk_vectors vec[STAGES];              // CHANNELS: beta only
+  sv<D> ends[CHANNELS ? STAGES : 0];
+  ring<STAGES, ASYNC_READS> k_ring;       // k, q, w, ends
+  ring<STAGES, ASYNC_READS> vec_ring;     // refilled by plain stores only, which need no fence
+  ring<READY, ASYNC_READS> ready;         // m and p
+  ring<2> v_ring;
+  sem last;                               // the tiles of a last chunk that runs over are there, and to be cleared
+};
+typedef delta_sweep_params params;
+
+TILE void init(shared &s) {
+  ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, READERS));
+  ring_init(s.vec_ring, arrivals(0, 1, 0), arrivals(0, 0, READERS));
+  ring_init(s.ready, PREPS ? arrivals(0, 0, 1) : arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  sem_init(s.last, arrivals(1 + !CHANNELS, 0, 0));
+}
+
+struct task { row_task r; int col; };     // col: the block's first column of v
+TILE task block_task(const params &p) {
+  int parts = (p.value_dim + 64 * GROUPS - 1) / (64 * GROUPS), unit = block_index() / parts;
+  int row = unit / p.rows.heads;
+  return {task_of(p.rows, row, unit - row * p.rows.heads), (block_index() - unit * parts) * 64 * GROUPS};
+}
+
+TILE void loader(const params &p, shared &s, int) {
+  task b = block_task(p);
+  const row_task &t = b.r;
+  ring_pos at = {}, in = {}, to = {};
+  for (int chunk = 0; chunk < t.chunks; chunk++) {
+    int step = t.first + chunk * Q, place = t.place + chunk, i = at.stage;
+    bool over = runs_over(p.rows, step, t.end);
+    ring_acquire(s.k_ring, at);
+    if (CHANNELS) {
+      sem &full = s.k_ring.full[i];
+      sem_expect(full, (3 - KEEPS) * tile_bytes(s.k[0]) + D * 4);
+      tma_load(s.k[i], p.k, full, place * Q, 0, t.head, t.batch);
+      if (!KEEPS) tma_load(s.q[i], p.q, full, place * Q, 0, t.head, t.batch);
+      tma_load(s.w[i], p.w, full, place * Q, 0, t.head, t.batch);
+      tma_load(s.ends[i], p.ends + (((int64_t)t.batch * p.rows.heads + t.head) * p.rows.places + place) * D, full);
+    } else {
+      sem &full = over ? s.last : s.k_ring.full[i];
+      sem_expect(full, (2 - KEEPS) * tile_bytes(s.k[0]));
+      tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
+      if (!KEEPS) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
+    }
+    ring_next(s.k_ring, at);
+    sem &full = over ? s.last : s.v_ring.full[in.stage];
+    ring_acquire(s.v_ring, in);
+    sem_expect(full, GROUPS * tile_bytes(s.o[0]));
+    ROLLED for (int g = 0; g < GROUPS; g++)
+      tma_load(s.v[in.stage][g], p.v, full, step, b.col + 64 * g, t.head, t.batch);
+    ring_next(s.v_ring, in);
+    if (PREPS) continue;
+    ring_acquire(s.ready, to);
+    ring_expect(s.ready, to, (2 - KEEPS) * tile_bytes(s.m[0]));
+    tma_load(s.m[to.stage], p.m, s.ready.full[to.stage], place * Q, 0, t.head, t.batch);
+    if (!KEEPS) tma_load(s.p[to.stage], p.p, s.ready.full[to.stage], place * Q, 0, t.head, t.batch);
+    ring_next(s.ready, to);
+  }
+}
+
+// Fills the stages of a chunk that runs over: no row of its tiles is another sequence's then.
+TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
+  sem_wait(s.last, 0);
+  if (!CHANNELS) clear_rows<WARP>(s.k[at.stage], 0, steps);
+  if (!CHANNELS && !KEEPS) clear_rows<WARP>(s.q[at.stage], 0, steps);
+  ROLLED for (int g = 0; g < GROUPS; g++) clear_rows<WARP>(s.v[in.stage][g], 0, steps);
+  fence_async();
+  if (!CHANNELS) sem_arrive<WARP>(s.k_ring.full[at.stage]);
+  sem_arrive<WARP>(s.v_ring.full[in.stage]);
+}
+
+// The next chunk's gates are under way while this one's are worked on.
+TILE void scan(const params &p, shared &s, int) {
+  task b = block_task(p);
+  const row_task &t = b.r;
+  ring_pos at = {}, in = {};
+  given_steps next;
+  if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, t.first);
+  else load_given(next, p.rows, p.gates, t, t.first);
+  for (int chunk = 0; chunk < t.chunks; chunk++) {
+    int step = t.first + chunk * Q;
+    ring_acquire(s.vec_ring, at);
+    chunk_vectors &v = s.vec[at.stage];
+    if (CHANNELS) {
+      put_beta(v.beta, next.beta, p.gates);
+      load_beta(next.beta, p.rows, p.gates, t, step + Q);
+    } else {
+      put_vectors(v, next, p.gates, t.head, p.scale);
+      load_given(next, p.rows, p.gates, t, step + Q);
+    }
+    sem_arrive<WARP>(s.vec_ring.full[at.stage]);
+    if (runs_over(p.rows, step, t.end)) clear_behind(s, at, in, t.end - step);
+    ring_next(s.vec_ring, at);
+    ring_next(s.v_ring, in);
+  }
+}
+
+TILE void prepare(const params &p, shared &s, int index) {
+  int chunks = block_task(p).r.chunks;
+  for (int chunk = index; chunk < chunks; chunk += PREPS) {
+    ring_pos at = ring_at<STAGES>(chunk), to = ring_at<READY>(chunk);
+    chunk_vectors &v = s.vec[at.stage];
+    rt<float, Q> products;
+    {
+      rt<float, Q> decays;
+      ring_wait(s.k_ring, at);
+      mma_fence();
+      mma_ABt<ZERO>(products, s.k[at.stage], s.q[at.stage]);
+      mma_commit();
+      ring_wait(s.vec_ring, at);
+      pair_decays(decays, v);
+      ring_acquire(s.ready, to);
+      mma_wait<0>(products);
+      make_reads(products, decays, v);
+      store(s.p[to.stage], products);     // before the next product: a third tile would not fit beside the state's roles
+      mma_fence();
+      mma_ABt<ZERO>(products, s.k[at.stage], s.k[at.stage]);
+      mma_commit();
+      mma_wait<0>(products);
+      ring_release(s.k_ring, at);
+      make_writes(products, decays, v);
+      ring_release(s.vec_ring, at);
+    }
+    rt<float, Q> inverse;
+    invert(inverse, products, s.scratch[index]);
+    store(s.m[to.stage], inverse);
+    ring_fill(s.ready, to);
+    wg_sync();                            // everybody has read scratch
+  }
+}
+
+// Of rows of x: four times the largest value at most, and no less than that, is 16 down; up = 1 / down. A product of an
+// operand x up with M may grow by 4000 before it leaves fp16's range.
+TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
+  rsum most;
+  fill(most, 0.f);
+  each<Q>([](int, int, float x, float &most) {
+    float size = fabsf(x);
+    most = size > most ? size : most;
+  }, x, most);
+  reduce(down, most);                     // the sum of the four threads' maxima
+  map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
+  map(up, down, [](float m) { return fast_rcp(m); });
+}
+
+// x = S^T k^T and y = S^T q^T, 64 columns of the state at a time.
+TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part, shared &s, int stage, int col) {
+  mma_fence();
+  if (col == 0) mma_ABt_part<ZERO>(x, part, s.k[stage], col);
+  else mma_ABt_part<ACC>(x, part, s.k[stage], col);
+  if (KEEPS) return mma_commit();
+  if (col == 0) mma_ABt_part<ZERO>(y, part, s.q[stage], col);
+  else mma_ABt_part<ACC>(y, part, s.q[stage], col);
+  mma_commit();
+}
+
+// One chunk. The state is scaled while no product of it is in flight.
+TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in, ring_pos from,
+                  int chunk, int wg) {
+  const row_task &t = b.r;
+  chunk_vectors &v = s.vec[at.stage];
+  rt<float, Q> x, y;
+  rt<inner, Q> factor;
+  rt<elem, 64> part, low, high;           // low, high: the state's halves
+  rv up, down;
+  int step = t.first + chunk * Q, i = at.stage;
+  ring_wait(s.k_ring, at);
+  if (AHEAD) {                            // y's products run on while x is worked on
+    convert_part(low, state, 0);
+    if (PANELS == 2) convert_part(high, state, 64);
+    mma_fence();
+    mma_ABt_part<ZERO>(x, low, s.k[i], 0);
+    if (PANELS == 2) mma_ABt_part<ACC>(x, high, s.k[i], 64);
+    mma_commit();
+    mma_ABt_part<ZERO>(y, low, s.q[i], 0);
+    if (PANELS == 2) mma_ABt_part<ACC>(y, high, s.q[i], 64);
+    mma_commit();
+    ring_wait(s.vec_ring, at);
+    ring_wait(s.v_ring, in);
+    load_t(part, s.v[in.stage][wg]);
+    ring_release(s.v_ring, in);
+    mma_wait<1>(x);
+  } else {                                // with fewer registers; another warpgroup has the tensor cores meanwhile
+    if (KEEPS) {
+      tma_store_wait_read();
+      wg_sync();
+    }
+    convert_part(part, state, 0);
+    read_panel(x, y, part, s, i, 0);
+    if (KEEPS) store(s.states[wg], part, 0);
+    ring_wait(s.vec_ring, at);
+    mma_wait<0>(x, y, part);
+    if (PANELS == 2) {
+      convert_part(part, state, 64);
+      read_panel(x, y, part, s, i, 64);
+      if (KEEPS) store(s.states[wg], part, 64);
+    }
+    ring_wait(s.v_ring, in);
+    if (PANELS == 2) mma_wait<0>(x, y, part);
+    load_t(part, s.v[in.stage][wg]);
+    ring_release(s.v_ring, in);
+  }
+  if (CHANNELS) map_col(x, part, v.beta, [](float a, float b, float) { return b - a; });
+  else map_col(x, part, v.decay, [](float a, float b, float e) { return b - a * e; });
+  row_factors(up, down, x);
+  map_row(x, up, [](float f, float m) { return f * m; });
+  convert(factor, x);
+  ring_wait(s.ready, from);
+  mma_fence();
+  mma_AB<ZERO>(x, factor, s.m[from.stage]);   // R^T
+  mma_commit();
+  if (AHEAD && PANELS == 2) mma_wait<1>(y, low, high);
+  else if (AHEAD) mma_wait<1>(y, low);
+  if (CHANNELS) map_col(state, s.ends[i], [](float f, float e) { return f * e; });
+  else {
+    float decay = fast_exp2(get(v.l, Q - 1));
+    map(state, [=](float f) { return f * decay; });
+    if (!KEEPS) map_col(y, v.read, [](float f, float e) { return f * e; });
+  }
+  if (KEEPS) fence_async();               // the stored state
+  else tma_store_wait_read();
+  wg_sync();
+  if (KEEPS) tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
+  mma_wait<0>(x, factor);
+  if (KEEPS) {
+    map_row(x, down, [](float f, float m) { return f * m; });
+    store_t(s.o[wg], x);
+    fence_async();
+    map_col(x, v.beta, [](float f, float b) { return f * b; });
+    if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
+    convert(part, x);
+  } else {
+    map_col(x, v.beta, [](float f, float b) { return f * b; });
+    convert(factor, x);
+    if (CHANNELS) map_row(x, down, [](float f, float m) { return f * m; });
+    else map_rc(x, down, v.weight, [](float f, float m, float w, int, int) { return f * (m * w); });
+    convert(part, x);
+    mma_fence();
+    mma_AB<ZERO>(x, factor, s.p[from.stage]);   // u^T P^T
+    mma_commit();
+  }
+  ring_release(s.vec_ring, at);
+  mma_fence();
+  mma_AB<ACC>(state, part, CHANNELS ? s.w[i] : s.k[i]);
+  mma_commit();
+  if (!KEEPS) {
+    mma_wait<1>(x, factor);
+    each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, y, (const rt<float, Q> &)x, down);
+    store_t(s.o[wg], y);
+    fence_async();
+  }
+  wg_sync();
+  int from_step = KEEPS && !p.rows.starts ? step - p.rows.from : step, col = b.col + 64 * wg;
+  bool over = runs_over(p.rows, step, t.end);
+  if (!over) tma_store(KEEPS ? p.errors : p.o, s.o[wg], from_step, col, t.head, t.batch);
+  mma_wait<0>(state, part);
+  ring_release(s.ready, from);
+  ring_release(s.k_ring, at);
+  if (over) {
+    elem *to = (elem *)p.o_data + step * p.o_step + t.head * p.o_head + col;
+    int64_t ld = p.o_step;
+    int steps = t.end - step;
+    load(y, s.o[wg]);
+    store_rows<elem>(y, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
+  }
+}
+
+TILE int64_t first_of(const params &p, const task &b, int wg, ssd_order o) {
+  return ((int64_t)b.r.row * p.rows.heads + b.r.head) * o.matrix + (b.col + 64 * wg) * o.row;
+}
+// Steps behind the last packed row are in no sequence.
+TILE void clear_rest(const params &p, const task &b, int wg) {
+  const row_task &t = b.r;
+  if (KEEPS || !p.rows.starts || t.row + 1 < p.rows.rows) return;
+  int col = b.col + 64 * wg;
+  int64_t ld = p.o_step;
+  elem *o = (elem *)p.o_data + t.head * p.o_head + col;
+  rt<float, 64> zero;
+  fill(zero, 0.f);
+  for (int step = t.end; step < p.rows.steps; step += Q) {
+    elem *to = o + step * ld;
+    int steps = p.rows.steps - step;
+    store_rows<elem>(zero, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
+  }
+}
+
+TILE void run_state(const params &p, shared &s, int wg) {
+  task b = block_task(p);
+  ring_pos at = {}, in = {}, from = {};
+  rt<float, D> state;                     // S^T: 64 columns of v by K
+  int cols = p.value_dim - b.col - 64 * wg;
+  if (p.initial) {
+    ssd_order o = p.initial_order;
+    load(state, p.initial + first_of(p, b, wg, o), o.row, o.col, cols, p.key_dim);
+  } else fill(state, 0.f);
+  for (int chunk = 0; chunk < b.r.chunks; chunk++) {
+    advance(state, p, s, b, at, in, from, chunk, wg);
+    ring_next(s.k_ring, at);
+    ring_next(s.v_ring, in);
+    ring_next(s.ready, from);
+  }
+  if (p.final) {
+    ssd_order o = p.final_order;
+    store(p.final + first_of(p, b, wg, o), o.row, o.col, state, cols, p.key_dim);
+  }
+  clear_rest(p, b, wg);
+  tma_store_wait_read();
+}
+
+typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
+              role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<scan, WARP, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+ENTRY(kernel, Q, 64 * GROUPS)
