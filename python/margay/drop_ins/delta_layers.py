@@ -10,6 +10,7 @@ from margay.drop_ins.causal_conv1d import causal_conv1d_varlen_states
 from margay.mamba import rmsnorm_fn
 
 MOST_STEPS = 8               # that are computed as steps of generation
+_RAW = dict(use_gate=True, use_qk_l2norm=True, use_beta_sigmoid=True)
 
 
 class _DeltaLayer(torch.nn.Module):
@@ -175,13 +176,11 @@ class GatedDeltaNet(_DeltaLayer):
         z = self.in_proj_z(x).unflatten(-1, (-1, self.head_v_dim)) if self.use_gate else None
         return self.out_proj(rmsnorm_fn(out, self.norm.weight, None, z, self.norm_eps).flatten(2))
 
-    def _rule(self, q, k, v, **options):
-        return margay.gated_delta_rule(q, k, v, **options, qk_norm=True, beta_sigmoid=True,
-                                       allow_neg_eigval=self.allow_neg_eigval)
+    def _rule(self, *tensors, **options):
+        return margay.gated_delta_rule(*tensors, **options, allow_neg_eigval=self.allow_neg_eigval, **_RAW)
 
-    def _steps(self, state, q, k, v, **options):
-        return margay.gated_delta_rule_step(state, q, k, v, **options, qk_norm=True, beta_sigmoid=True,
-                                            allow_neg_eigval=self.allow_neg_eigval)
+    def _steps(self, *tensors, **options):
+        return margay.gated_delta_rule_step(*tensors, **options, allow_neg_eigval=self.allow_neg_eigval, **_RAW)
 
     def _rename(self, state, prefix):
         """Names and orders of other layers to this one's."""
@@ -277,13 +276,13 @@ class KimiDeltaAttention(_DeltaLayer):
         normed = F.rms_norm(out.float(), out.shape[3:], self.o_norm.weight.float(), self.norm_eps)
         return self.o_proj((normed * torch.sigmoid(gate.float())).to(out.dtype).flatten(2))
 
-    def _rule(self, q, k, v, **options):
-        return margay.kda(q, k, v, **options, qk_norm=True, beta_sigmoid=True, lower_bound=self.lower_bound,
-                          allow_neg_eigval=self.allow_neg_eigval)
+    def _rule(self, *tensors, **options):
+        return margay.kda(*tensors, **options, lower_bound=self.lower_bound, allow_neg_eigval=self.allow_neg_eigval,
+                          **_RAW)
 
-    def _steps(self, state, q, k, v, **options):
-        return margay.kda_step(state, q, k, v, **options, qk_norm=True, beta_sigmoid=True,
-                               lower_bound=self.lower_bound, allow_neg_eigval=self.allow_neg_eigval)
+    def _steps(self, *tensors, **options):
+        return margay.kda_step(*tensors, **options, lower_bound=self.lower_bound,
+                               allow_neg_eigval=self.allow_neg_eigval, **_RAW)
 
     def _rename(self, state, prefix):
         for name in _OF_FLA_KDA | _OF_FIRST_KIMI:

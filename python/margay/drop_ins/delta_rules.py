@@ -73,9 +73,9 @@ def plan(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, A
         A_log = torch.zeros(heads_v, device=q.device)
     if lower_bound is not None and not lower_bound < 0:
         raise Refused("a lower bound that is not negative")
-    options = dict(scale=scale, qk_norm=qk_norm, beta_sigmoid=beta_sigmoid, allow_neg_eigval=allow_neg_eigval)
+    options = dict(scale=scale, use_qk_l2norm=qk_norm, use_beta_sigmoid=beta_sigmoid, allow_neg_eigval=allow_neg_eigval)
     if A_log is not None:
-        options["A_log"] = A_log.flatten()
+        options |= dict(use_gate=True, A_log=A_log.flatten())
         if dt_bias is not None:
             options["dt_bias"] = dt_bias.reshape(g.shape[2:])
     if by_channel:
