@@ -12,7 +12,7 @@ from margay.families.scaled_add import scaled_add
 from margay.families.ssd import ssd, ssd_step
 
 __version__ = "0.1.0"
-_MODULES = ("flash_attn", "flash_attn_interface", "integrations", "mamba", "nn")
+_MODULES = ("flash_attn", "flash_attn_interface", "flash_kda", "flashinfer", "integrations", "mamba", "nn")
 # name -> its module
 _LATER = {"explain": "margay._explain", "info": "margay._explain", "FallbackWarning": "margay.drop_ins.fallback",
           "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}

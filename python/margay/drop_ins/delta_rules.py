@@ -90,34 +90,33 @@ def _compute(q, k, v, g, beta, state, cu_seqlens, state_v_first, in_place, optio
         beta = torch.ones(v.shape[:3], device=v.device)
     tensors = q, k, v, g, beta, state, options.get("A_log"), options.get("dt_bias")
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if state is not None and state_v_first:
-        state = state.transpose(-1, -2)
     if cu_seqlens is None and not wanted and 1 <= q.shape[1] <= MOST_STEPS and not _torch.compiling():
-        out, after = _by_steps(q, k, v, g, beta, state, in_place, options)
-    else:
-        out, after = _by_chunks(q, k, v, g, beta, state, cu_seqlens, options)
-    return out, after.transpose(-1, -2).contiguous() if state_v_first else after
+        return _by_steps(q, k, v, g, beta, state, state_v_first, in_place, options)
+    return _by_chunks(q, k, v, g, beta, state, cu_seqlens, state_v_first, options)
 
 
-def _by_steps(q, k, v, g, beta, state, in_place, options):
+def _by_steps(q, k, v, g, beta, state, state_v_first, in_place, options):
     if state is None:
-        state = q.new_zeros(len(q), v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        sizes = q.shape[3], v.shape[3]
+        state = q.new_zeros(len(q), v.shape[2], *(sizes[::-1] if state_v_first else sizes), dtype=torch.float32)
     elif not in_place or state.dtype not in (torch.float32, q.dtype):
         state = state.to(torch.float32, copy=True)
     step = margay.kda_step if _by_channel(g) else margay.gated_delta_rule_step
-    return step(state, q, k, v, g, beta, **options), state
+    return step(state.mT if state_v_first else state, q, k, v, g, beta, **options), state
 
 
-def _by_chunks(q, k, v, g, beta, state, cu_seqlens, options):
+def _by_chunks(q, k, v, g, beta, state, cu_seqlens, state_v_first, options):
     """The columns of v are independent of each other: more than a kernel takes are several calls."""
     rule, outs, states = margay.kda if _by_channel(g) else margay.gated_delta_rule, [], []
+    dim = -2 if state_v_first else -1
     for first in range(0, v.shape[3], SLICE_OF_V):
-        columns = slice(first, first + SLICE_OF_V)
-        out, after = rule(q, k, v[..., columns], g, beta, **options, output_final_state=True, cu_seqlens=cu_seqlens,
-                          initial_state=None if state is None else state[..., columns])
+        size = min(SLICE_OF_V, v.shape[3] - first)
+        out, after = rule(q, k, v.narrow(3, first, size), g, beta, **options, output_final_state=True,
+                          cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+                          initial_state=None if state is None else state.narrow(dim, first, size))
         outs.append(out)
         states.append(after)
-    return tuple(parts[0] if len(parts) == 1 else torch.cat(parts, -1) for parts in (outs, states))
+    return (outs[0], states[0]) if len(outs) == 1 else (torch.cat(outs, -1), torch.cat(states, dim))
 
 
 def _by_channel(g):
