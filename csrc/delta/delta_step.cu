@@ -6,13 +6,34 @@
 // g is a head's or, with CHANNELS, one of each key. DOWN: keys are the rows of a tile, values its columns.
 #include "delta/delta_step_tile.h"
 
-struct shared { side::room sums[2]; };      // of every other step
+struct shared { side::room k[2], q[2]; side::dot_room kk[2], qq[2], kq[2]; };      // of every other step
 typedef delta_step_params params;
 TILE void init(shared &) {}
 
-typedef choose<CHANNELS, keys, float>::type decays;
+// A decay of the head is applied where the step is added. What is summed before has to be multiplied by it.
+struct of_head {
+  typedef float decays;
+  TILE void forget(state_tile &, float) {}
+  TILE float left(float decay) { return decay; }
+  TILE void add(state_tile &state, const keys &k, const values &u, float decay) {
+    each(state, [=](float &s, float k, float u) { s = fused(s, decay, k * u); }, k, u);
+  }
+};
+// Decays of keys are applied first.
+struct of_keys {
+  typedef keys decays;
+  TILE void forget(state_tile &state, const keys &decay) {
+    each(state, [](float &s, float d) { s *= d; }, decay);
+  }
+  TILE float left(const keys &) { return 1.f; }
+  TILE void add(state_tile &state, const keys &k, const values &u, const keys &) {
+    each(state, [](float &s, float k, float u) { s = fused(k, u, s); }, k, u);
+  }
+};
+typedef choose<CHANNELS, of_keys, of_head>::type gate;
+
 // What a step reads.
-struct inputs { keys q, k; values v; decays g, bias; float beta; };
+struct inputs { keys q, k; values v; gate::decays g, bias; float beta; };
 
 TILE void begin(inputs &i, const params &p, const step_task &t, int step, int value) {
   int dim = DOWN ? p.states.rows : p.states.cols, dim_v = DOWN ? p.states.cols : p.states.rows;
@@ -27,10 +48,8 @@ TILE void begin(inputs &i, const params &p, const step_task &t, int step, int va
 TILE void end(inputs &i, const params &p) {
   load_end<elem>(i.k);
   load_end<elem>(i.q);
-  load_end<elem>(i.v);
   end_numbers(i.g, p.g);
   end_numbers(i.bias, p.bias);
-  end_numbers(i.beta, p.beta);
 }
 
 TILE float sigmoid(float x) { return fast_rcp(1.f + fast_exp2(x * -1.4426950408889634f)); }
@@ -39,32 +58,13 @@ TILE float decay(const params &p, float g, float bias, float rate) {
   float x = g + bias;
   if (p.lower_bound != 0.f) x = p.lower_bound * sigmoid(rate * x);
   else if (p.a_log.data) x = -rate * softplus(x);
-  return fast_exp2(log_gate(x));
+  return fast_exp2(x * 1.4426950408889634f);
 }
 
-// The sums of S^T k and S^T q; of channels the state decays first. Then the step's own part.
-TILE void take_sums(state_tile &state, const keys &k, const keys &q, float, side::sums &sk, side::sums &sq) {
-  each(state, [](float &s, float k, float q, float &sk, float &sq) {
-    sk = fused(s, k, sk);
-    sq = fused(s, q, sq);
-  }, k, q, sk, sq);
+TILE void sum_over_keys(side::sums &sums, state_tile &state, const keys &x) {
+  clear(sums);
+  each(state, [](float &s, float x, float &sum) { sum = fused(s, x, sum); }, x, sums);
 }
-TILE void take_sums(state_tile &state, const keys &k, const keys &q, const keys &decay, side::sums &sk,
-                    side::sums &sq) {
-  each(state, [](float &s, float k, float q, float d, float &sk, float &sq) {
-    s *= d;
-    sk = fused(s, k, sk);
-    sq = fused(s, q, sq);
-  }, k, q, decay, sk, sq);
-}
-TILE void add(state_tile &state, const keys &k, const values &u, float decay) {
-  each(state, [=](float &s, float k, float u) { s = fused(s, decay, k * u); }, k, u);
-}
-TILE void add(state_tile &state, const keys &k, const values &u, const keys &) {
-  each(state, [](float &s, float k, float u) { s = fused(k, u, s); }, k, u);
-}
-TILE float left(float decay) { return decay; }          // of sums over a state that has not decayed
-TILE float left(const keys &) { return 1.f; }
 
 TILE void no_state(const params &p, const step_task &t, int value) {
   values zero;
@@ -90,24 +90,37 @@ TILE void compute(const params &p, shared &s, int) {
   rate = fast_exp2(rate * 1.4426950408889634f);
   ROLLED for (int step = 0; step < p.steps; step++) {
     if (step > 0) begin(now, p, t, step, value);
+    const int turn = step % 2;
     values u, out;
-    side::sums k_sums, q_sums;
+    side::sums sums;
     float kk, qq, kq;
     end(now, p);
     change(now.g, now.bias, [&](float g, float bias) { return decay(p, g, bias, rate); });
     if (step == 0) end_state(state, p.states);
-    clear(k_sums);
-    clear(q_sums);
-    take_sums(state, now.k, now.q, now.g, k_sums, q_sums);
-    side::total(s.sums[step % 2], u, out, kk, qq, kq, k_sums, q_sums, now.k, now.q);
-    float beta = p.beta_sigmoid ? sigmoid(now.beta) * (p.beta_double ? 2.f : 1.f) : now.beta, rest = left(now.g);
-    float k_length = p.qk_norm ? fast_rsqrt(kk + 1e-6f) : 1.f;
-    float q_length = p.qk_norm ? p.scale * fast_rsqrt(qq + 1e-6f) : p.scale;
+    gate::forget(state, now.g);
+    sum_over_keys(sums, state, now.k);
+    side::put(s.k[turn], u, sums);
+    sum_over_keys(sums, state, now.q);
+    side::put(s.q[turn], out, sums);
+    side::put(s.kk[turn], kk, now.k, now.k);
+    side::put(s.qq[turn], qq, now.q, now.q);
+    side::put(s.kq[turn], kq, now.k, now.q);
+    side::meet();
+    side::take(u, s.k[turn]);
+    side::take(kk, s.kk[turn]);
+    side::take(qq, s.qq[turn]);
+    side::take(kq, s.kq[turn]);
+    load_end<elem>(now.v);
+    end_numbers(now.beta, p.beta);
+    float beta = p.beta_form ? p.beta_form * sigmoid(now.beta) : now.beta, rest = gate::left(now.g);
+    float k_length = p.l2norm ? fast_rsqrt(kk + 1e-6f) : 1.f;
+    float q_length = p.l2norm ? p.scale * fast_rsqrt(qq + 1e-6f) : p.scale;
     // u: to be multiplied by k as it is
     float weight = beta * k_length, old = rest * k_length;
     map(u, now.v, u, [=](float v, float s) { return weight * (v - old * s); });
+    gate::add(state, now.k, u, now.g);
+    side::take(out, s.q[turn]);
     map(out, out, u, [=](float o, float u) { return q_length * fused(kq, u, rest * o); });
-    add(state, now.k, u, now.g);
     save_side(vector_at(p.out, t.sample, step, t.head) + value, out, dim_v - value);
     if (p.kept.data) keep_behind(state, p, t, step, row, col);
   }

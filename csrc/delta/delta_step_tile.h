@@ -5,42 +5,32 @@
 #include "tile/dots.h"
 #include "delta/delta_step.h"
 
-// A step's sums: S^T k and S^T q of a part of the values, and products of q and k.
+// A step sums over its keys: the state times a vector, for each value, and products of two vectors. put() begins such a
+// sum and take() ends it; between the two stands meet().
 // Keys along rows: sums go down columns, through shared memory.
 struct keys_down {
   typedef mr<ROWS> keys;
   typedef mc<COLS> values;
   typedef mcsum<COLS> sums;
-  struct room { sv<4 * COLS> k, q; sv<4> kk, qq, kq; };
-  TILE void total(room &r, values &sk, values &sq, float &kk, float &qq, float &kq, const sums &k_sums,
-                  const sums &q_sums, const keys &k, const keys &q) {
-    store(r.k, k_sums);
-    store(r.q, q_sums);
-    store_dot(r.kk, k, k);
-    store_dot(r.qq, q, q);
-    store_dot(r.kq, k, q);
-    wg_sync();
-    load_sum(sk, r.k);
-    load_sum(sq, r.q);
-    kk = load_dot(r.kk);
-    qq = load_dot(r.qq);
-    kq = load_dot(r.kq);
-  }
+  typedef sv<4 * COLS> room;
+  typedef sv<4> dot_room;
+  TILE void put(room &r, values &, const sums &parts) { store(r, parts); }
+  TILE void put(dot_room &r, float &, const keys &a, const keys &b) { store_dot(r, a, b); }
+  TILE void meet() { wg_sync(); }
+  TILE void take(values &sum, const room &r) { load_sum(sum, r); }
+  TILE void take(float &sum, const dot_room &r) { sum = load_dot(r); }
 };
 // Keys along columns: sums go along rows, which a few threads share.
 struct keys_across {
   typedef mc<COLS> keys;
   typedef mr<ROWS> values;
   typedef mrsum<ROWS> sums;
-  struct room { int unused; };
-  TILE void total(room &, values &sk, values &sq, float &kk, float &qq, float &kq, const sums &k_sums,
-                  const sums &q_sums, const keys &k, const keys &q) {
-    reduce(sk, k_sums);
-    reduce(sq, q_sums);
-    kk = dot(k, k);
-    qq = dot(q, q);
-    kq = dot(k, q);
-  }
+  typedef struct {} room, dot_room;
+  TILE void put(room &, values &sum, const sums &parts) { reduce(sum, parts); }
+  TILE void put(dot_room &, float &sum, const keys &a, const keys &b) { sum = dot(a, b); }
+  TILE void meet() {}
+  TILE void take(values &, const room &) {}
+  TILE void take(float &, const dot_room &) {}
 };
 template<bool FIRST, class A, class B> struct choose { typedef A type; };
 template<class A, class B> struct choose<false, A, B> { typedef B type; };
