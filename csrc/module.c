@@ -761,6 +761,7 @@ static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssiz
 #define DOC_SPACE(name)
 #define DOC_INOUT(name) name ", "
 #define DOC_INOUTMAT(name) name ", "
+#define DOC_OPTINOUTMAT(name) name ", "
 #define DOC_IN(name) name ", "
 #define DOC_OPT(name) name ", "
 #define DOC_MAT(name) name ", "

@@ -1,0 +1,157 @@
+"""gated_delta_rule_step and kda_step against the recurrence in float64: random problems, all arguments, several steps at
+once, states in a pool in either order, states kept behind tokens, memory in any order."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+import margay as mg
+from cases import DEVICES
+from margay.families import steps as of_torch
+from step_cases import Draw, compare, host
+
+DIMS = (1, 3, 4, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 256)
+
+
+def log_decay(g, a_log, dt_bias, lower_bound):
+    """In float64; [.., heads] or [.., heads, K]."""
+    if dt_bias is not None:
+        g = g + dt_bias.double()
+    if a_log is None and lower_bound is None:
+        return g
+    rate = 1 if a_log is None else a_log.double().exp().view(-1, *[1] * (0 if dt_bias is None else dt_bias.ndim - 1))
+    if a_log is not None and g.shape[-1] != len(a_log):
+        rate = a_log.double().exp()[:, None]
+    return -rate * softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
+
+
+def expected(state, q, k, v, decay, beta, at, token_at, accepted, kept, kept_at, scale, l2norm, update):
+    """Of states [places, heads, K, V]: out, then (states afterwards, what rounding may have done to them) of the pool
+    and of kept. decay: log decays [B, T, heads, K or 1]. All in float64."""
+    (batch, steps, heads, _), group = v.shape, v.shape[2] // q.shape[2]
+    q, k, v = q.double(), k.double(), v.double()
+    if l2norm:
+        q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    q, k = (t.repeat_interleave(group, 2) for t in (q, k))
+    pool, pool_size = state.double().clone(), torch.zeros_like(state.double())
+    behind = None if kept is None else kept.double().clone()
+    behind_size = None if kept is None else torch.zeros_like(behind)
+    out, size = torch.zeros_like(v), torch.zeros_like(v)
+    for i in range(batch):
+        if at is not None:
+            slot = int(at[i])
+        elif token_at is not None:
+            token = 0 if accepted is None else int(accepted[i]) - 1
+            slot = int(token_at[i, token]) if 0 <= token < token_at.shape[1] else -1
+        else:
+            slot = i
+        if not 0 <= slot < len(pool):
+            continue
+        now, large = state.double()[slot], torch.zeros_like(pool[slot])
+        for t in range(steps):
+            kt, qt, b = k[i, t][..., None], q[i, t][..., None], beta[i, t].double()[:, None]
+            old = decay[i, t].exp()[..., None] * now
+            u = b * (v[i, t] - (kt * old).sum(1))
+            large = decay[i, t].exp()[..., None] * large + old.abs() + kt.abs() * (
+                b.abs() * (v[i, t].abs() + (kt * old).abs().sum(1)))[:, None]
+            now = old + kt * u[:, None]
+            out[i, t] = scale * (qt * now).sum(1)
+            size[i, t] = scale * (qt.abs() * large).sum(1)
+            place = -1 if token_at is None else int(token_at[i, t])
+            if 0 <= place < len(pool):
+                pool[place], pool_size[place] = now, large
+            place = -1 if kept is None else i if kept_at is None else int(kept_at[i])
+            if kept is not None and 0 <= place < len(kept):
+                behind[place, t], behind_size[place, t] = now, large
+        if update and token_at is None:
+            pool[slot], pool_size[slot] = now, large
+    return out, size, (pool, pool_size), (behind, behind_size)
+
+
+def ordered(p, v_first, transposed, *shape, dtype):
+    """New states of logical shape [.., K, V]: the tensor that is given, in its order and memory."""
+    *lead, dim, dim_v = shape
+    if v_first:
+        dim, dim_v = dim_v, dim
+    return p.new(*lead, dim_v, dim, dtype=dtype).mT if transposed else p.new(*lead, dim, dim_v, dtype=dtype)
+
+
+def problem(seed, device, kda):
+    """(label, state, positional, named, exact, kept)"""
+    p = Draw(seed, device)
+    r = p.r
+    p.steps, p.several = (1, False) if p.yes(0.4) else (r.choice((1, 2, 3, 4, 5, 6, 7, 8)), True)
+    lead, heads_k = (p.batch, p.steps), r.choice((1, 2, 3))
+    heads, dim, dim_v = heads_k * r.choice((1, 1, 2, 4)), r.choice(DIMS), r.choice(DIMS)
+    l2norm = p.yes()
+    q, k, v = p.new(*lead, heads_k, dim), p.new(*lead, heads_k, dim), p.new(*lead, heads, dim_v)
+    if not l2norm:
+        k.mul_(dim ** -0.5)
+    kind, of_key = lambda: r.choice((torch.float32, p.dtype)), (dim,) * kda  # noqa: E731
+    g, gate, a_log, dt_bias, lower = p.new(*lead, heads, *of_key, dtype=kind()), p.yes(), None, None, None
+    if gate:
+        a_log, dt_bias = p.new(heads, dtype=kind()), p.new(heads, *of_key, dtype=kind()) if p.yes() else None
+        if kda and p.yes():
+            lower, a_log = -5.0, a_log if p.yes() else None
+    elif not kda and p.yes(0.3):
+        g = None
+    else:
+        g = g.abs().neg()
+    beta, sigmoid = p.new(*lead, heads, dtype=kind()), p.yes()
+    if not sigmoid:
+        beta = beta.sigmoid()
+    double, scale, update = sigmoid and p.yes(), r.choice((None, 0.3)), p.yes(0.8)
+    v_first, transposed = p.yes(), p.yes()
+    (places, at), token_at, accepted, kept, kept_at = p.slots(), None, None, None, None
+    keep = r.choice(("", "", "tokens", "accepted", "both", "states"))
+    if keep in ("tokens", "accepted", "both"):
+        wide = p.steps + r.choice((0, 2))
+        places = p.batch * wide + p.batch
+        token_at = torch.randperm(places, generator=p.g)[:p.batch * (wide + 1)].view(p.batch, -1)
+        at = token_at[:, wide].clone() if keep == "both" else None
+        token_at = torch.where(torch.rand(p.batch, wide, generator=p.g) < 0.8, token_at[:, :wide], -1).to(device)
+        at = at if at is None else at.to(device)
+        if keep == "accepted":
+            accepted = torch.randint(0, wide + 2, (p.batch,), generator=p.g).to(device)
+    state = ordered(p, v_first, transposed, places, heads, dim, dim_v, dtype=p.state_dtype)
+    if keep == "states":
+        wide, rows = p.steps + r.choice((0, 2)), p.batch + r.choice((0, 2))
+        kept = ordered(p, v_first, transposed, rows, wide, heads, dim, dim_v, dtype=p.state_dtype)
+        if p.yes():
+            kept_at = torch.where(torch.rand(p.batch, generator=p.g) < 0.8,
+                                  torch.randperm(rows, generator=p.g)[:p.batch], -1).to(device)
+    label = (f"{p.label} {heads_k}x{heads}x{dim}x{dim_v} {'kda' if kda else 'gdn'} gate={gate} lower={lower} at={at} "
+             f"keep={keep} v_first={v_first} transposed={transposed} l2norm={l2norm}")
+    c = lambda t: None if t is None else t.cpu()  # noqa: E731
+    decay = torch.zeros(*lead, heads).double() if g is None else log_decay(c(g).double(), c(a_log), c(dt_bias), lower)
+    weight = c(beta).double()
+    if sigmoid:
+        weight = weight.sigmoid() * (1 + double)
+    turn = lambda t: t.mT if v_first and t is not None else t  # noqa: E731
+    exact = expected(turn(c(state)), c(q), c(k), c(v), decay if kda else decay[..., None], weight, *host(
+        at, token_at, accepted), turn(c(kept)), c(kept_at), scale or dim ** -0.5, l2norm, update)
+    one = lambda t: t if p.several or t is None else t[:, 0]  # noqa: E731
+    named = dict(A_log=a_log, dt_bias=dt_bias, use_gate=gate, scale=scale, use_qk_l2norm=l2norm,
+                 use_beta_sigmoid=sigmoid, allow_neg_eigval=double, state_v_first=v_first, state_indices=at,
+                 token_indices=token_at, num_accepted_tokens=accepted, intermediate_states=kept,
+                 intermediate_indices=kept_at, update_state=update)
+    if kda:
+        named["lower_bound"] = lower
+    return label, p, state, (one(q), one(k), one(v), one(g), one(beta)), named, exact, kept, turn
+
+
+@pytest.mark.parametrize("kda", (False, True), ids=("gdn", "kda"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_problems(device, kda):
+    first = random.randrange(1 << 30)
+    for seed in range(first, first + (300 if device == "cuda" else 120)):
+        label, p, state, tensors, named, (out, size, pool, behind), kept, turn = problem(seed, device, kda)
+        before = state.clone()
+        found = (mg.kda_step if kda else mg.gated_delta_rule_step)(state, *tensors, **named)
+        compare(label, found if p.several else found[:, None], turn(state), out, size, *pool, p.dtype)
+        if kept is not None:
+            compare(f"{label} kept", found if p.several else found[:, None], turn(kept), out, size, *behind, p.dtype)
+        if not named["update_state"] and named["token_indices"] is None:
+            assert torch.equal(state, before), label
