@@ -27,17 +27,17 @@ typedef struct step_rows { mg_op plain, ones, turned, turned_ones; } step_rows;
 
 static mg_status step(mg_call *c, const mg_gated_delta_rule_step_args *a, int channels, step_rows rows) {
   if (mg_is_empty(a->out)) return c->status;
-  const bool several = a->q->dims > 3, across = in_rows(a->state) == a->state_v_first;
   // As they lie in memory: rows of keys' values or, across, of values' keys.
   const mg_tensor *state = a->state, *kept = a->states;
-  mg_tensor state_turned, states_turned;
-  if (!in_rows(state)) {
-    state_turned = turned(state);
+  const mg_tensor state_turned = turned(state), states_turned = turned(kept ? kept : state);
+  const bool several = a->q->dims > 3, as_given = in_rows(state) && (!kept || in_rows(kept));
+  const bool across = as_given == a->state_v_first;
+  if (!as_given) {
     state = &state_turned;
-    if (kept) states_turned = turned(kept), kept = &states_turned;
+    kept = kept ? &states_turned : NULL;
+    if (!in_rows(state) || (kept && !in_rows(kept)))
+      return mg_refuse(c, MG_VALUE, "states has another dimension contiguous than state, expected the same");
   }
-  if (kept && !in_rows(kept))
-    return mg_refuse(c, MG_VALUE, "states has another dimension contiguous than state, expected the same");
   if (kept && kept->dtype != state->dtype)
     return mg_refuse(c, MG_TYPE, "states has dtype %s, expected %s (same as state)", mg_dtype_name(kept->dtype),
                      mg_dtype_name(state->dtype));

@@ -15,15 +15,13 @@ from step_cases import Draw, compare, host
 DIMS = (1, 3, 4, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 256)
 
 
-def log_decay(g, a_log, dt_bias, lower_bound):
-    """In float64; [.., heads] or [.., heads, K]."""
-    if dt_bias is not None:
-        g = g + dt_bias.double()
+def log_decay(g, a_log, dt_bias, lower_bound, kda):
+    """In float64; [.., heads] or, of kda, [.., heads, K]."""
+    g = g.double() if dt_bias is None else g.double() + dt_bias.double()
     if a_log is None and lower_bound is None:
         return g
-    rate = 1 if a_log is None else a_log.double().exp().view(-1, *[1] * (0 if dt_bias is None else dt_bias.ndim - 1))
-    if a_log is not None and g.shape[-1] != len(a_log):
-        rate = a_log.double().exp()[:, None]
+    rate = torch.ones(()) if a_log is None else a_log.double().exp()
+    rate = rate[:, None] if kda and a_log is not None else rate
     return -rate * softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
 
 
@@ -125,7 +123,7 @@ def problem(seed, device, kda):
     label = (f"{p.label} {heads_k}x{heads}x{dim}x{dim_v} {'kda' if kda else 'gdn'} gate={gate} lower={lower} at={at} "
              f"keep={keep} v_first={v_first} transposed={transposed} l2norm={l2norm}")
     c = lambda t: None if t is None else t.cpu()  # noqa: E731
-    decay = torch.zeros(*lead, heads).double() if g is None else log_decay(c(g).double(), c(a_log), c(dt_bias), lower)
+    decay = torch.zeros(*lead, heads).double() if g is None else log_decay(c(g), c(a_log), c(dt_bias), lower, kda)
     weight = c(beta).double()
     if sigmoid:
         weight = weight.sigmoid() * (1 + double)
