@@ -91,8 +91,7 @@ TILE void prepare(const params &p, shared &s, int index) {
       wg_sync();                          // m and p of the task before have left
       mma_wait<0>(products);
       make_reads(products, decays, v);
-      store(s.p[index], products);
-      fence_async();
+      store(s.p[index], products);        // fenced by invert()
       mma_fence();
       mma_ABt<ZERO>(products, s.k[at.stage], s.k[at.stage]);
       mma_commit();

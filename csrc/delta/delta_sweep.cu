@@ -272,7 +272,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     mma_commit();
   }
   ring_release(s.vec_ring, at);
-  mma_fence();
+  if (KEEPS) mma_fence();                     // else that of the product before
   mma_AB<ACC>(state, part, CHANNELS ? s.w[i] : s.k[i]);
   mma_commit();
   if (!KEEPS) {

@@ -457,6 +457,39 @@ def call_linear_attention_bwd(dtype, steps, heads, n, given):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
+# label, steps, heads of k and v, what is given. The last sequence ends before the last step.
+DELTA = (("states", 330, 1, 2, ("g", "initial_state", "final_state")), ("none", 70, 1, 1, ()),
+         ("packed", 410, 1, 1, ("g", "a_log", "dt_bias", "cu_seqlens", "l2norm", "beta_form", "final_state")))
+
+
+def gated_delta_rule(row, large):
+    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it."""
+    n = 8 if "_k64" in row["name"] else 72
+    form = 2 if "prepare" in row["name"] else 1
+    given = ("g", "l2norm")
+    shapes = [("large", 2000, 33, 132, given), ("few blocks", 3000, 1, 2, given)] if large else []
+    for label, *problem in (*shapes, *DELTA):
+        if row["op"] != "delta_norms" or "l2norm" in problem[3]:
+            yield label, lambda x=problem: call_gated_delta_rule(row["dtype"], *x, n, 128 if "v128" in row["name"] else 72,
+                                                                 form)
+
+
+def call_gated_delta_rule(dtype, steps, heads, v_heads, given, k, v, form):
+    starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 5)
+    sizes = dict(B=1, T=steps, H=heads, HV=v_heads, K=k, V=v, STARTS=len(starts) if "cu_seqlens" in given else -1)
+    sizes |= dict(form=form, state_v_first=0, l2norm=int("l2norm" in given), S1=-1, S2=-1)
+    op = _op.Row("gated_delta_rule")
+    for size, _, code in op.lets:
+        sizes[size] = int(eval(code, {}, sizes))
+    sizes |= dict(ROWS=sizes["R"], S1=k, S2=v)
+    values, kinds = dict(g=-0.1, beta=0.5, k=0.1, cu_seqlens=starts), dict(half=dtype, float32="float32", int32="int32")
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+               for f in op.arguments if f["role"] != "num" and (f["name"] in given or f["role"] not in ("opt", "optout"))}
+    _C.gated_delta_rule(**{"final_state": None} | tensors, l2norm="l2norm" in given, form=form,
+                        beta_form=2 * ("beta_form" in given))
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
+
+
 def scaled_add(row, large):
     for m, n in (*([(3000, 3000)] if large else []), (700, 336), (64, 64), (100, 8)):
         def call(m=m, n=n):
@@ -601,6 +634,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
+       "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
        "ssd_step": step_of_generation, "ssd_step_ones": step_of_generation,
        "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation}
 
