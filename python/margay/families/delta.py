@@ -29,17 +29,9 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=No
     """
     op = "gated_delta_rule"
     library = rows_library(is_torch(op, "q", q))
-    if use_gate and (g is None or A_log is None):
-        raise ValueError(f"{op}: {'g' if g is None else 'A_log'} is None, expected a tensor where use_gate is True")
-    if not use_gate:
-        for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if t is not None:
-                raise ValueError(f"{op}: {name} is given, expected None where use_gate is False")
-    if allow_neg_eigval and not use_beta_sigmoid:
-        raise ValueError(f"{op}: allow_neg_eigval is True, expected False where use_beta_sigmoid is False: beta is taken "
-                         "as it is")
+    check_gate(op, g, A_log, dt_bias, use_gate, use_beta_sigmoid, allow_neg_eigval)
     if beta is None:
-        beta = _ones(v)
+        beta = ones(v)
     g, beta, A_log, dt_bias, initial_state = (
         t if t is None else library.as_float32(op, name, t)
         for name, t in (("g", g), ("beta", beta), ("A_log", A_log), ("dt_bias", dt_bias),
@@ -52,7 +44,19 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=No
     return (out, state) if output_final_state else out
 
 
-def _ones(v):
+def check_gate(op, g, A_log, dt_bias, use_gate, use_beta_sigmoid, allow_neg_eigval):
+    if use_gate and (g is None or A_log is None):
+        raise ValueError(f"{op}: {'g' if g is None else 'A_log'} is None, expected a tensor where use_gate is True")
+    if not use_gate:
+        for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if t is not None:
+                raise ValueError(f"{op}: {name} is given, expected None where use_gate is False")
+    if allow_neg_eigval and not use_beta_sigmoid:
+        raise ValueError(f"{op}: allow_neg_eigval is True, expected False where use_beta_sigmoid is False: beta is taken "
+                         "as it is")
+
+
+def ones(v):
     if hasattr(v, "new_ones"):
         return v.new_ones(v.shape[:-1], dtype=sys.modules["torch"].float32)
     import numpy as np
@@ -60,7 +64,7 @@ def _ones(v):
     return np.ones(v.shape[:-1], "float32")
 
 
-def _explained(op, library, named, given):
+def explained(op, library, named, given):
     """The op's row has a small letter for A_log."""
     from margay._explain import explain_row
 
@@ -69,4 +73,4 @@ def _explained(op, library, named, given):
                        {small.get(name, name): t for name, t in given.items()})
 
 
-EXPLAINED = {"gated_delta_rule": _explained}
+EXPLAINED = {"gated_delta_rule": explained}

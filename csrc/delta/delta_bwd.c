@@ -1,0 +1,133 @@
+// Host half of gated_delta_rule's backward. The sequence is cut into segments of SEG chunks, worked on from the last to
+// the first: of each the states in front of its chunks, the gradients of those behind, then all gradients. So the states
+// of one segment are all that is kept.
+#include "delta/delta_bwd.h"
+#include "delta/delta_host.h"
+#include "ssd/ssd_bwd.h"
+
+typedef struct problem {
+  mg_call *c;
+  const mg_gated_delta_rule_bwd_args *a;
+  delta_rows rows;
+  delta_gates gates;
+  float scale;
+  ssd_order given, kept;      // of the caller's states, and of those between segments
+} problem;
+
+// The last has the rest.
+static delta_rows segment_of(const problem *x, int segment) {
+  const int64_t steps = x->c->n.SEG * 64;
+  delta_rows rows = x->rows;
+  rows.places = (int)x->c->n.SEG;
+  if (rows.starts) return rows;
+  rows.from = (int)(segment * steps);
+  if (rows.steps - rows.from > steps) rows.to = rows.from + (int)steps;
+  return rows;
+}
+
+static bool is_empty(const mg_call *c) { return !(c->n.T && c->n.R * c->n.HV); }
+
+static int64_t sweep_blocks(mg_call *c) { return c->n.R * c->n.HV * mg_ceil_div(c->n.V, c->desc->tile_n); }
+
+// States in front of the segment's chunks, and errors. The state behind it goes to `final`.
+static mg_status run_forth(const problem *x, int segment, float *final) {
+  mg_call *c = x->c;
+  const mg_gated_delta_rule_bwd_args *a = x->a;
+  const int64_t state = c->n.R * c->n.HV * c->n.V * c->n.K;
+  const bool first = segment == 0;
+  delta_sweep_params p = {
+    .initial = first ? mg_data(a->initial_state) : (float *)a->starts->data + (segment - 1) * state, .final = final,
+    .initial_order = first ? x->given : x->kept, .final_order = x->kept, .rows = segment_of(x, segment),
+    .gates = x->gates, .scale = x->scale, .o_data = a->errors->data, .o_step = a->errors->stride[1],
+    .o_head = a->errors->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
+  delta_run_prepare(c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);
+  if (c->status || !mg_choose_other(c, MG_OP_delta_keep)) return c->status;
+  mg_map_bthd(c, &p.k, a->k, 64, 64);
+  mg_map_bthd(c, &p.v, a->v, 64, 64);
+  mg_map_rows(c, &p.m, a->inverses, 64, 64);
+  mg_map_stack(c, &p.states, a->states, 64, 64);
+  mg_map_bthd(c, &p.errors, a->errors, 64, 64);
+  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c), "blocks"));
+}
+
+static mg_status run_back(const problem *x, int segment, float *between) {
+  mg_call *c = x->c;
+  const mg_gated_delta_rule_bwd_args *a = x->a;
+  const bool first = segment == 0, last = segment == c->n.LATER;
+  delta_back_params p = {
+    .initial = last ? mg_data(a->dfinal_state) : between, .final = first ? mg_data(a->dinitial_state) : between,
+    .initial_order = last ? x->given : x->kept, .final_order = first ? x->given : x->kept,
+    .rows = segment_of(x, segment), .gates = x->gates, .scale = x->scale, .dv_data = a->dv->data,
+    .dv_step = a->dv->stride[1], .dv_head = a->dv->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
+  if (c->status || !mg_choose_other(c, MG_OP_delta_back)) return c->status;
+  if (!is_empty(c)) {
+    mg_map_bthd(c, &p.q, a->q, 64, 64);
+    mg_map_bthd(c, &p.k, a->k, 64, 64);
+    mg_map_bthd(c, &p.dout, a->dout, 64, 64);
+    mg_map_bthd(c, &p.dv, a->dv, 64, 64);
+    mg_map_rows(c, &p.m, a->inverses, 64, 64);
+    mg_map_rows(c, &p.p, a->reads, 64, 64);
+    mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
+  }
+  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c), "blocks"));
+}
+
+static mg_status run_grads(const problem *x, int segment) {
+  mg_call *c = x->c;
+  const mg_gated_delta_rule_bwd_args *a = x->a;
+  delta_grads_params p = {
+    .dq = a->dq->data, .dk = a->dk->data, .dg = a->g ? mg_data(a->dg) : NULL, .dbeta = mg_data(a->dbeta),
+    .sums = a->a_log ? mg_data(a->sums) : NULL, .rows = segment_of(x, segment), .gates = x->gates, .scale = x->scale,
+    .batches = (int)c->n.B, .all_places = (int)c->n.CHUNKS, .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
+  if (c->status || !mg_choose_other(c, MG_OP_gated_delta_rule_bwd)) return c->status;
+  for (int i = 0; i < 3; i++) {
+    p.dq_stride[i] = a->dq->stride[i];
+    p.dk_stride[i] = a->dk->stride[i];
+  }
+  mg_map_bthd(c, &p.q, a->q, 64, 64);
+  mg_map_bthd(c, &p.k, a->k, 64, 64);
+  mg_map_bthd(c, &p.dout, a->dout, 64, 64);
+  mg_map_bthd(c, &p.dv, a->dv, 64, 64);
+  mg_map_bthd(c, &p.errors, a->errors, 64, 64);
+  mg_map_stack(c, &p.states, a->states, 64, 64);
+  mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
+  const delta_rows *r = &p.rows;
+  const int64_t places = r->starts ? r->places : mg_ceil_div(r->to - r->from, 64);
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * places * c->n.H, "chunks"));
+}
+
+mg_status mg_gated_delta_rule_bwd(const mg_gated_delta_rule_bwd_args *a) {
+  mg_call c;
+  if (!mg_begin(&c, MG_OP_gated_delta_rule_bwd, a)) return c.status;
+  if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
+  const mg_tensor *norms = a->l2norm ? a->norms : NULL;
+  const problem x = {.c = &c, .a = a, .rows = delta_rows_of(&c, a->cu_seqlens),
+                     .gates = delta_gates_of(&c, a->g, a->beta, a->a_log, a->dt_bias, norms, a->beta_form),
+                     .scale = delta_scale_of(&c, a->scale), .given = delta_order_of(&c, a->state_v_first),
+                     .kept = {(int)c.n.K, 1, (int)(c.n.K * c.n.V)}};
+  const int64_t state = c.n.R * c.n.HV * c.n.V * c.n.K;
+  const int later = (int)c.n.LATER;
+  float *starts = a->starts->data, *between = later ? starts + later * state : NULL;
+  // gradients of what is not there, as the operator asks for them
+  if (a->dg && !a->g) mg_set(&c, a->dg->data, 0, 4, c.n.B * c.n.T * c.n.HV);
+  if (a->da_log && !a->a_log) mg_set(&c, a->da_log->data, 0, 4, c.n.HV);
+  if (a->ddt_bias && !a->dt_bias) mg_set(&c, a->ddt_bias->data, 0, 4, c.n.HV);
+  // Places where packed rows have no chunk have no shares.
+  if (a->a_log && a->cu_seqlens) mg_set(&c, a->sums->data, 0, 4, c.n.B * c.n.TRIPLE * c.n.HV);
+  if (is_empty(&c)) {
+    run_back(&x, 0, NULL);                       // the states' gradients, which nothing stands between
+  } else {
+    if (norms) delta_run_norms(&c, a->q, a->k, norms);
+    for (int i = 0; i < later; i++) run_forth(&x, i, starts + i * state);
+    for (int i = later; i >= 0 && !c.status; i--) {
+      run_forth(&x, i, NULL);
+      run_back(&x, i, between);
+      run_grads(&x, i);
+    }
+  }
+  const mg_tensor *da_log = a->a_log ? a->da_log : NULL, *ddt_bias = a->dt_bias ? a->ddt_bias : NULL;
+  if (c.status || !(da_log || ddt_bias) || !mg_choose_other(&c, MG_OP_ssd_bwd_sums)) return c.status;
+  const ssd_bwd_sums_params sums = {.sums = a->sums->data, .batches = (int)c.n.B, .chunks = (int)c.n.CHUNKS,
+                                    .heads = (int)c.n.HV, .out = {mg_data(da_log), NULL, mg_data(ddt_bias)}};
+  return mg_run(&c, &sums, mg_tasks(&c, mg_ceil_div(c.n.HV, 64) * 3, "blocks"));
+}

@@ -1,0 +1,54 @@
+// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence.
+#include "delta/delta_host.h"
+#include "delta/kda.h"
+
+static kda_given given(const mg_tensor *t) {
+  return (kda_given){t->data, t->stride[0], t->stride[1], t->stride[2], t->dtype == MG_FP32};
+}
+
+// beta is written as it acts where the pass cannot read what is given.
+static bool makes_beta(const mg_kda_args *a) { return a->beta_form || a->beta->dtype != MG_FP32; }
+
+static mg_status prepare(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s) {
+  kda_prepare_params p = {
+    .ends = mg_data(a->ends), .betas = makes_beta(a) ? mg_data(a->betas) : NULL, .rows = s->rows, .scale = s->scale,
+    .gates = {.g = given(a->g), .beta = given(a->beta), .a_log = mg_data(a->a_log), .dt_bias = mg_data(a->dt_bias),
+              .lower_bound = a->lower_bound, .most = (float)a->beta_form,
+              .gate = !a->a_log ? KDA_LOG : a->lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = a->l2norm},
+    .m = s->m, .p = s->p, .batches = (int)c->n.B, .key_dim = (int)c->n.K};
+  if (!mg_choose_other(c, MG_OP_kda_prepare)) return c->status;
+  mg_map_bthd(c, &p.q, a->q, 64, 64);
+  mg_map_bthd(c, &p.k, a->k, 64, 64);
+  p.read_k = s->k;
+  p.read_q = s->q;
+  p.write_k = s->w;
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * s->rows.places, "chunks of heads"));
+}
+
+mg_status mg_kda(const mg_kda_args *a) {
+  mg_call c;
+  if (!mg_begin(&c, MG_OP_kda, a)) return c.status;
+  if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
+  if (!mg_choose(&c)) return c.status;
+  const mg_kernel *sweep = c.kernel;
+  const ssd_order order = delta_order_of(&c, a->state_v_first);
+  delta_sweep_params p = {
+    .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .final = mg_data(a->final_state),
+    .initial_order = order, .final_order = order, .rows = delta_rows_of(&c, a->cu_seqlens),
+    .gates = {.beta = mg_data(makes_beta(a) ? a->betas : a->beta), .most = 1}, .scale = delta_scale_of(&c, a->scale),
+    .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
+    .value_dim = (int)c.n.V};
+  if (c.n.T && c.n.R * c.n.HV) {     // the driver refuses to map what has no elements
+    mg_map_rows(&c, &p.m, a->inverses, 64, 64);
+    mg_map_rows(&c, &p.p, a->reads, 64, 64);
+    mg_map_rows(&c, &p.k, a->read_k, 64, 64);
+    mg_map_rows(&c, &p.q, a->read_q, 64, 64);
+    mg_map_rows(&c, &p.w, a->write_k, 64, 64);
+    mg_map_bthd(&c, &p.v, a->v, 64, 64);
+    mg_map_bthd(&c, &p.o, a->out, 64, 64);
+    prepare(&c, a, &p);
+  }
+  mg_use(&c, sweep);
+  if (c.status) return c.status;
+  return mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+}

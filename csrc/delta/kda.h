@@ -1,0 +1,43 @@
+// Parameters of the kernels of Kimi delta attention. Plain C: filled by kda.c.
+#pragma once
+#include "delta/delta.h"
+
+// How log decays are made of what the caller gave, x, with rate = e^a_log of the head and b = dt_bias of the channel.
+enum kda_gate {
+  KDA_LOG,                    // x
+  KDA_SOFTPLUS,               // -rate softplus(x + b)
+  KDA_BOUNDED,                // lower_bound sigmoid(rate (x + b))
+};
+
+// A number of each step and head, or of each step, head and channel: floats or 16 bits; strides of batch, step and head
+// in elements.
+typedef struct kda_given {
+  const void *data;
+  int64_t batch, step, head;
+  int is_float;
+} kda_given;
+
+typedef struct kda_gates {
+  kda_given g, beta;
+  const float *a_log;         // [heads]
+  const float *dt_bias;       // [heads, key_dim] or NULL: 0
+  float lower_bound;
+  float most;                 // beta is `most` times the sigmoid of what is given; 0: it is what is given
+  int gate;                   // enum kda_gate
+  int norm;                   // rows of q and k become ones of length 1
+} kda_gates;
+
+// kda_prepare.cu: what delta_prepare.cu makes, with a decay for each channel, and what delta_sweep.cu with CHANNELS reads
+// in place of q, k and the decays.
+typedef struct kda_prepare_params {
+  gmap q, k;                  // [batch, key head, step, key_dim]
+  gmap m, p;                  // [batch, head, 64 place + row, 64]
+  gmap read_k, read_q;        // [batch, head, 64 place + row, D], D the row's: k e^l, scale q e^l
+  gmap write_k;               // the same: k e^(l_e - l)
+  float *ends;                // [batch, heads, places, D]: e^(l_e)
+  float *betas;               // [batch, steps, heads]: beta as it acts, or NULL
+  delta_rows rows;
+  kda_gates gates;
+  float scale;
+  int batches, key_dim;
+} kda_prepare_params;
