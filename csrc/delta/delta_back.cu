@@ -129,6 +129,7 @@ TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
   map(up, down, [](float m) { return fast_rcp(m); });
 }
 
+// One chunk. D is scaled while no product is in flight: ptxas would wait for it.
 TILE void advance(rt<float, N> &d, const params &p, shared &s, const task &b, ring_pos at, int chunk, int wg) {
   const row_task &t = b.r;
   int i = at.stage, step = t.first + chunk * Q;
@@ -142,12 +143,17 @@ TILE void advance(rt<float, N> &d, const params &p, shared &s, const task &b, ri
   rv up, down;
   convert_part(part, d, 0);
   if (N > 64) convert_part(rest, d, N - 64);
+  ring_wait(s.v_ring, at);
+  if (CHANNELS) map_col(d, s.ends[i], [](float x, float f) { return x * f; });
+  else {
+    float decay = fast_exp2(get(v.l, Q - 1));
+    map(d, [=](float x) { return x * decay; });
+  }
   mma_fence();
   mma_ABt_part<ZERO>(x, part, weights, 0);
   if (N > 64) mma_ABt_part<ACC>(x, rest, weights, N - 64);
   mma_commit();
   load_t(dout, s.dout[i][wg]);
-  ring_wait(s.v_ring, at);
   fill(y, 0.f);
   map_col(y, dout, v.beta, [](float, float x, float) { return x; });
   row_factors(up, down, y);
@@ -156,12 +162,7 @@ TILE void advance(rt<float, N> &d, const params &p, shared &s, const task &b, ri
   mma_fence();
   mma_ABt<ZERO>(y, z, s.p[i]);
   mma_commit();
-  if (CHANNELS) map_col(d, s.ends[i], [](float x, float f) { return x * f; });
-  else {
-    float decay = fast_exp2(get(v.l, Q - 1));
-    map(d, [=](float x) { return x * decay; });
-    map_col(dout, v.read, [](float x, float f) { return x * f; });
-  }
+  if (!CHANNELS) map_col(dout, v.read, [](float x, float f) { return x * f; });
   mma_fence();
   mma_AB<ACC>(d, dout, s.q[i]);
   mma_commit();

@@ -78,7 +78,8 @@ static mg_status run_grads(const problem *x, int segment) {
   delta_grads_params p = {
     .dq = a->dq->data, .dk = a->dk->data, .dg = a->g ? mg_data(a->dg) : NULL, .dbeta = mg_data(a->dbeta),
     .sums = a->a_log ? mg_data(a->sums) : NULL, .rows = segment_of(x, segment), .gates = x->gates, .scale = x->scale,
-    .batches = (int)c->n.B, .all_places = (int)c->n.CHUNKS, .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
+    .key_heads = (int)c->n.H,
+    .panels = (int)mg_ceil_div(c->n.V, 64), .all_places = (int)c->n.CHUNKS, .key_dim = (int)c->n.K};
   if (c->status || !mg_choose_other(c, MG_OP_gated_delta_rule_bwd)) return c->status;
   for (int i = 0; i < 3; i++) {
     p.dq_stride[i] = a->dq->stride[i];
@@ -92,8 +93,9 @@ static mg_status run_grads(const problem *x, int segment) {
   mg_map_stack(c, &p.states, a->states, 64, 64);
   mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   const delta_rows *r = &p.rows;
-  const int64_t places = r->starts ? r->places : mg_ceil_div(r->to - r->from, 64);
-  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * places * c->n.H, "chunks"));
+  p.chunks = r->starts ? r->places : mg_ceil_div(r->to - r->from, 64);
+  p.tasks = mg_tasks(c, c->n.B * p.chunks * c->n.H, "chunks");
+  return mg_run_resident(c, &p, p.tasks);
 }
 
 mg_status mg_gated_delta_rule_bwd(const mg_gated_delta_rule_bwd_args *a) {

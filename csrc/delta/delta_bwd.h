@@ -32,5 +32,6 @@ typedef struct delta_grads_params {
   delta_rows rows;
   delta_gates gates;
   float scale;
-  int batches, all_places, key_dim, value_dim;
+  int tasks, chunks, key_heads, panels;   // chunks: of a batch; panels: 64 columns of v each
+  int all_places, key_dim;
 } delta_grads_params;

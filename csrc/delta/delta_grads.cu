@@ -31,7 +31,7 @@ struct found { sv<4 * Q> col; sv<Q> own, row, of_q, of_k, out, kept; };
 struct shared {
   st<elem, Q, N> q[2], k[2], state[2], dstate[2];
   st<elem, Q, 64> errors[2], dout[2], dv[2];
-  st<elem, Q, Q> f, f_beta, e, e_beta;            // E negative
+  st<elem, Q, Q> f, e;                            // F diag(beta), -E diag(beta)
   chunk_vectors v[2];
   found found_of[2];
   ring<2> qk_ring;
@@ -58,12 +58,8 @@ TILE void init(shared &s) {
 
 // step: the chunk's first, end: its row's, stop: of what is written. An empty place has no heads.
 struct task { int batch, chunk, group, head0, heads, step, end, stop; };
-TILE int key_heads(const params &p) { return p.rows.heads / p.rows.group_heads; }
-TILE int chunks_of(const params &p) { return p.rows.starts ? p.rows.places : (p.rows.to - p.rows.from + Q - 1) / Q; }
-TILE int tasks(const params &p) { return p.batches * chunks_of(p) * key_heads(p); }
 TILE task task_at(const params &p, int index) {
-  int at = index / key_heads(p), group = index - at * key_heads(p), batch = at / chunks_of(p);
-  int chunk = at - batch * chunks_of(p);
+  int at = index / p.key_heads, group = index - at * p.key_heads, batch = at / p.chunks, chunk = at - batch * p.chunks;
   chunk_steps steps = steps_at(p.rows, chunk);
   bool last = p.rows.starts && chunk >= row_place(p.rows, p.rows.rows - 1);
   return {batch, chunk, group, group * p.rows.group_heads, steps.end > steps.step ? p.rows.group_heads : 0, steps.step,
@@ -73,12 +69,11 @@ TILE task task_at(const params &p, int index) {
 TILE row_task row_of(const task &t, int head) {
   return {t.batch, t.batch, head, t.group, t.step, t.end, t.chunk, 1};
 }
-TILE int panels(const params &p) { return (p.value_dim + 63) / 64; }
 TILE bool runs_over(const params &p, const task &t) { return runs_over(p.rows, t.step, t.end); }
 
 TILE void loader(const params &p, shared &s, int) {
   ring_pos qk = {}, at = {};
-  for (int index = block_index(); index < tasks(p); index += block_count()) {
+  for (int index = block_index(); index < p.tasks; index += block_count()) {
     task t = task_at(p, index);
     if (!t.heads) continue;
     bool over = runs_over(p, t);
@@ -90,7 +85,7 @@ TILE void loader(const params &p, shared &s, int) {
     ring_next(s.qk_ring, qk);
     for (int head = t.head0; head < t.head0 + t.heads; head++) {
       int first = p.rows.starts ? 0 : p.rows.from, matrix = t.batch * p.rows.heads + head;
-      for (int panel = 0; panel < panels(p); panel++) {
+      for (int panel = 0; panel < p.panels; panel++) {
         int i = at.stage, col = panel * 64;
         sem &later = over ? s.later_last[i] : s.later.full[i], &earlier = over ? s.earlier_last[i] : s.earlier.full[i];
         ring_acquire(s.later, at);
@@ -116,7 +111,7 @@ TILE void wait_last(sem (&last)[2], int stage, int &phases) {
 TILE void trim(const params &p, shared &s, int) {
   ring_pos qk = {}, at = {};
   int qk_phases = 0, later_phases = 0, earlier_phases = 0;
-  for (int index = block_index(); index < tasks(p) && p.rows.starts; index += block_count()) {
+  for (int index = block_index(); index < p.tasks && p.rows.starts; index += block_count()) {
     task t = task_at(p, index);
     if (!t.heads) continue;
     bool over = runs_over(p, t);
@@ -129,7 +124,7 @@ TILE void trim(const params &p, shared &s, int) {
       sem_arrive<WARP>(s.qk_ring.full[qk.stage]);
     }
     ring_next(s.qk_ring, qk);
-    for (int i = 0; i < t.heads * panels(p); i++) {
+    for (int i = 0; i < t.heads * p.panels; i++) {
       if (over) {
         wait_last(s.later_last, at.stage, later_phases);
         clear_rows<WARP>(s.errors[at.stage], 0, steps);
@@ -150,7 +145,7 @@ TILE void trim(const params &p, shared &s, int) {
 TILE void scan(const params &p, shared &s, int) {
   ring_pos at = {};
   given_steps given;
-  for (int index = block_index(); index < tasks(p); index += block_count()) {
+  for (int index = block_index(); index < p.tasks; index += block_count()) {
     task t = task_at(p, index);
     for (int head = t.head0; head < t.head0 + t.heads; head++) {
       load_given(given, p.rows, p.gates, row_of(t, head), t.step);
@@ -198,7 +193,7 @@ TILE void put_share(const params &p, const task &t, int kind, int head, float x)
 TILE void collect(const params &p, shared &s, int) {
   ring_pos at = {}, vs = {};
   wv<Q> beta, x, dg, dbeta;
-  for (int index = block_index(); index < tasks(p); index += block_count()) {
+  for (int index = block_index(); index < p.tasks; index += block_count()) {
     task t = task_at(p, index);
     for (int head = t.head0; head < t.head0 + t.heads; head++) {
       found &f = s.found_of[at.stage];
@@ -247,21 +242,25 @@ TILE void collect(const params &p, shared &s, int) {
   }
 }
 
+// Where a role is, in tasks, heads and panels: fewer registers than a position in each of the rings.
+struct counts { uint32_t task, head, panel; };
+
 // ---- pairs of steps: row i, column j
 TILE void pairs(const params &p, shared &s, int) {
-  ring_pos qk = {}, at = {}, vs = {}, to = {}, with = {};
+  counts n = {};
   rt<float, Q> f, e, both;
-  for (int index = block_index(); index < tasks(p); index += block_count()) {
+  for (int index = block_index(); index < p.tasks; index += block_count()) {
     task t = task_at(p, index);
     if (!t.heads) continue;
-    for (int u = 0; u < t.heads; u++) {
+    for (int u = 0; u < t.heads; u++, n.head++) {
       rsum kept, own, row;
       csum<Q> col;
       rv l, factor;
       fill(f, 0.f);
       fill(e, 0.f);
       fill(kept, 0.f);
-      for (int panel = 0; panel < panels(p); panel++) {
+      for (int panel = 0; panel < p.panels; panel++, n.panel++) {
+        ring_pos at = ring_at<2>(n.panel);
         int i = at.stage;
         ring_wait(s.later, at);
         ring_wait(s.earlier, at);
@@ -273,16 +272,16 @@ TILE void pairs(const params &p, shared &s, int) {
         mma_wait<0>(both, f, e);
         ring_release(s.later, at);
         ring_release(s.earlier, at);
-        ring_next(s.later, at);
         each<Q>([](int row, int col, float x, float &sum) { sum += row == col ? x : 0.f; },
                 (const rt<float, Q> &)both, kept);
       }
+      ring_pos qk = ring_at<2>(n.task), with = ring_at<2>(n.head), to = ring_at<1>(n.head);
+      const chunk_vectors &v = s.v[with.stage];
       ring_wait(s.qk_ring, qk);
       mma_fence();
       mma_ABt<ZERO>(both, s.q[qk.stage], s.k[qk.stage]);
       mma_commit();
-      ring_wait(s.v_ring, vs);
-      const chunk_vectors &v = s.v[vs.stage];
+      ring_wait(s.v_ring, with);
       load(l, v.l);
       load(factor, v.norm_q);
       fill(own, 0.f);
@@ -293,47 +292,44 @@ TILE void pairs(const params &p, shared &s, int) {
         x = 0.f;
       }, [](int i, int j, float &x, float score, float &col, float &row, float &own, float l, float r, float from,
             float b) {
-          x *= j > i ? 0.f : r * fast_exp2(l - from);
-          float n = x * score, pair = i == j ? 0.f : n;
-          own += i == j ? n : 0.f;
-          col += pair;
-          row = fused(pair, b, row);
-        },
-        [](int, int, float &x, float score, float &col, float &row, float &, float l, float r, float from, float b) {
-          x *= r * fast_exp2(l - from);
-          float n = x * score;
-          col += n;
-          row = fused(n, b, row);
-        }, f, (const rt<float, Q> &)both, col, row, own, l, factor, v.from, v.beta);
+        x *= j > i ? 0.f : r * fast_exp2(l - from);
+        float n = x * score, pair = i == j ? 0.f : n;
+        own += i == j ? n : 0.f;
+        col += pair;
+        row = fused(pair, b, row);
+        x *= b;
+      }, [](int, int, float &x, float score, float &col, float &row, float &, float l, float r, float from, float b) {
+        x *= r * fast_exp2(l - from);
+        float n = x * score;
+        col += n;
+        row = fused(n, b, row);
+        x *= b;
+      }, f, (const rt<float, Q> &)both, col, row, own, l, factor, v.from, v.beta);
       mma_fence();
       mma_ABt<ZERO>(both, s.k[qk.stage], s.k[qk.stage]);
       mma_commit();
       ring_acquire(s.weights, to);
       store(s.f, f);
-      map_col(f, v.beta, [](float x, float b) { return x * b; });
-      store(s.f_beta, f);
       load(factor, v.norm_k);
       mma_wait<0>(both);
       each_of_triangles<Q>([](int, int, float &x, float, float &, float &, float, float, float, float) {
         x = 0.f;
       }, [](int i, int j, float &x, float score, float &col, float &row, float l, float r, float from, float b) {
-          x *= j >= i ? 0.f : -r * fast_exp2(l - from);
-          float n = x * score;
-          col += n;
-          row = fused(n, b, row);
-        },
-        [](int, int, float &x, float score, float &col, float &row, float l, float r, float from, float b) {
-          x *= -r * fast_exp2(l - from);
-          float n = x * score;
-          col += n;
-          row = fused(n, b, row);
-        }, e, (const rt<float, Q> &)both, col, row, l, factor, v.from, v.beta);
+        x *= j >= i ? 0.f : -r * fast_exp2(l - from);
+        float n = x * score;
+        col += n;
+        row = fused(n, b, row);
+        x *= b;
+      }, [](int, int, float &x, float score, float &col, float &row, float l, float r, float from, float b) {
+        x *= -r * fast_exp2(l - from);
+        float n = x * score;
+        col += n;
+        row = fused(n, b, row);
+        x *= b;
+      }, e, (const rt<float, Q> &)both, col, row, l, factor, v.from, v.beta);
       store(s.e, e);
-      map_col(e, v.beta, [](float x, float b) { return x * b; });
-      store(s.e_beta, e);
       ring_fill(s.weights, to);
-      ring_next(s.weights, to);
-      ring_done(s.v_ring, vs);
+      ring_release(s.v_ring, with);
       ring_acquire(s.found_ring, with);
       found &out = s.found_of[with.stage];
       store(out.col, col);
@@ -344,9 +340,8 @@ TILE void pairs(const params &p, shared &s, int) {
       reduce(factor, kept);
       store(out.kept, factor);
       sem_arrive(s.found_ring.full[with.stage]);
-      ring_next(s.found_ring, with);
     }
-    ring_done(s.qk_ring, qk);
+    ring_release(s.qk_ring, ring_at<2>(n.task++));
   }
 }
 
@@ -358,14 +353,30 @@ TILE void put_rows(const params &p, const task &t, void *to, const int64_t *stri
   store_rows<elem>(d, [=](int i) { return i < rows ? out + i * ld : (elem *)nullptr; }, p.key_dim);
 }
 // Takes out the part along the given rows, whose factors are norm / scale.
-TILE void take_along(rt<float, N> &d, const st<elem, Q, N> &given, const rv &norm, float scale) {
+TILE void take_along(rt<float, N> &d, const st<elem, Q, N> &given, const sv<Q> &norms, float scale) {
   rsum dot;
-  rv factor;
+  rv factor, norm;
   fill(dot, 0.f);
   each<N>([](int, int, float x, float y, float &dot) { dot = fused(x, y, dot); }, (const rt<float, N> &)d, given, dot);
   reduce(factor, dot);
+  load(norm, norms);
   map(factor, factor, norm, [=](float x, float n) { return x * (n * n) / (scale * scale); });
   each<N>([](int, int, float &x, float y, float f) { x -= y * f; }, d, given, (const rv &)factor);
+}
+// The sum over panels, which are released.
+template<int R>
+TILE void sum_panels(const params &p, rt<float, N> &product, ring<2, R> &panels, const st<elem, Q, 64> (&a)[2],
+                     const st<elem, Q, N> (&b)[2], uint32_t n) {
+  fill(product, 0.f);
+  for (int panel = 0; panel < p.panels; panel++) {
+    ring_pos at = ring_at<2>(n + panel);
+    ring_wait(panels, at);
+    mma_fence();
+    mma_AB<ACC>(product, a[at.stage], b[at.stage]);
+    mma_commit();
+    mma_wait<0>(product);
+    ring_release(panels, at);
+  }
 }
 // product *= factor, and for each row its dot product with the given one
 TILE void scale_and_dot(sv<Q> &to, rt<float, N> &product, const st<elem, Q, N> &given, const sv<Q> &by, float sign) {
@@ -380,103 +391,95 @@ TILE void scale_and_dot(sv<Q> &to, rt<float, N> &product, const st<elem, Q, N> &
   reduce(factor, dot);
   store(to, factor);
 }
+// The same, and sum += product beta
+TILE void add_and_dot(sv<Q> &to, rt<float, N> &sum, const rt<float, N> &product, const st<elem, Q, N> &given,
+                      const sv<Q> &by, const sv<Q> &betas) {
+  rsum dot;
+  rv factor, beta;
+  load(factor, by);
+  load(beta, betas);
+  fill(dot, 0.f);
+  each<N>([](int, int, float &sum, float x, float y, float &dot, float f, float b) {
+    x *= f;
+    dot = fused(x, y, dot);
+    sum = fused(x, b, sum);
+  }, sum, product, given, dot, (const rv &)factor, (const rv &)beta);
+  reduce(factor, dot);
+  store(to, factor);
+}
 
 TILE void give_dq(const params &p, shared &s, int) {
-  ring_pos qk = {}, at = {}, vs = {}, from = {}, with = {};
+  counts n = {};
   rt<float, N> product, sum;
-  rv norm;
-  for (int index = block_index(); index < tasks(p); index += block_count()) {
+  for (int index = block_index(); index < p.tasks; index += block_count()) {
     task t = task_at(p, index);
+    ring_pos qk = ring_at<2>(n.task);
     fill(sum, 0.f);
-    for (int u = 0; u < t.heads; u++) {
-      fill(product, 0.f);
-      for (int panel = 0; panel < panels(p); panel++) {
-        ring_wait(s.earlier, at);
-        mma_fence();
-        mma_AB<ACC>(product, s.dout[at.stage], s.state[at.stage]);
-        mma_commit();
-        mma_wait<0>(product);
-        ring_done(s.earlier, at);
-      }
+    for (int u = 0; u < t.heads; u++, n.head++, n.panel += p.panels) {
+      ring_pos with = ring_at<2>(n.head), from = ring_at<1>(n.head);
+      const chunk_vectors &v = s.v[with.stage];
+      sum_panels(p, product, s.earlier, s.dout, s.state, n.panel);
       ring_wait(s.qk_ring, qk);
-      ring_wait(s.v_ring, vs);
+      ring_wait(s.v_ring, with);
       ring_acquire(s.found_ring, with);
-      scale_and_dot(s.found_of[with.stage].of_q, product, s.q[qk.stage], s.v[vs.stage].read, 1.f);
+      scale_and_dot(s.found_of[with.stage].of_q, product, s.q[qk.stage], v.read, 1.f);
       sem_arrive(s.found_ring.full[with.stage]);
-      ring_next(s.found_ring, with);
-      load(norm, s.v[vs.stage].norm_q);
-      ring_done(s.v_ring, vs);
+      if (u + 1 < t.heads) ring_release(s.v_ring, with);
       ring_wait(s.weights, from);
       mma_fence();
-      mma_AB<ACC>(product, s.f_beta, s.k[qk.stage]);
+      mma_AB<ACC>(product, s.f, s.k[qk.stage]);
       mma_commit();
       mma_wait<0>(product);
-      ring_done(s.weights, from);
+      ring_release(s.weights, from);
       map(sum, product, [](float x, float y) { return x + y; });
     }
     if (t.heads) {
-      if (p.gates.norm_k) take_along(sum, s.q[qk.stage], norm, p.scale);
-      ring_done(s.qk_ring, qk);
+      ring_pos last = ring_at<2>(n.head - 1);
+      if (p.gates.norm_k) take_along(sum, s.q[qk.stage], s.v[last.stage].norm_q, p.scale);
+      ring_release(s.v_ring, last);
+      ring_release(s.qk_ring, qk);
+      n.task++;
     }
     put_rows(p, t, p.dq, p.dq_stride, sum);
   }
 }
 
 TILE void give_dk(const params &p, shared &s, int) {
-  ring_pos qk = {}, later = {}, earlier = {}, vs = {}, from = {}, with = {};
+  counts n = {};
   rt<float, N> product, sum;
-  rv norm;
-  for (int index = block_index(); index < tasks(p); index += block_count()) {
+  for (int index = block_index(); index < p.tasks; index += block_count()) {
     task t = task_at(p, index);
+    ring_pos qk = ring_at<2>(n.task);
     fill(sum, 0.f);
-    for (int u = 0; u < t.heads; u++) {
+    for (int u = 0; u < t.heads; u++, n.head++, n.panel += p.panels) {
+      ring_pos with = ring_at<2>(n.head), from = ring_at<1>(n.head);
+      const chunk_vectors &v = s.v[with.stage];
       found &f = s.found_of[with.stage];
-      fill(product, 0.f);
-      for (int panel = 0; panel < panels(p); panel++) {
-        ring_wait(s.later, later);
-        mma_fence();
-        mma_AB<ACC>(product, s.errors[later.stage], s.dstate[later.stage]);
-        mma_commit();
-        mma_wait<0>(product);
-        ring_done(s.later, later);
-      }
+      sum_panels(p, product, s.later, s.errors, s.dstate, n.panel);
       ring_wait(s.qk_ring, qk);
-      ring_wait(s.v_ring, vs);
+      ring_wait(s.v_ring, with);
       ring_acquire(s.found_ring, with);
-      scale_and_dot(f.out, product, s.k[qk.stage], s.v[vs.stage].weight, 1.f);
+      add_and_dot(f.out, sum, product, s.k[qk.stage], v.weight, v.beta);
+      sum_panels(p, product, s.earlier, s.dv, s.state, n.panel);
+      scale_and_dot(f.of_k, product, s.k[qk.stage], v.decay, -1.f);
+      sem_arrive(s.found_ring.full[with.stage]);
+      if (u + 1 < t.heads) ring_release(s.v_ring, with);
       ring_wait(s.weights, from);
       mma_fence();
       mma_AtB<ACC>(product, s.f, 0, s.q[qk.stage], 0);
       mma_AtB<ACC>(product, s.e, 0, s.k[qk.stage], 0);
+      mma_AB<ACC>(product, s.e, s.k[qk.stage]);
       mma_commit();
       mma_wait<0>(product);
-      load(norm, s.v[vs.stage].beta);
-      each<N>([](int, int, float &x, float y, float b) { x = fused(y, b, x); }, sum, (const rt<float, N> &)product,
-              (const rv &)norm);
-      fill(product, 0.f);
-      for (int panel = 0; panel < panels(p); panel++) {
-        ring_wait(s.earlier, earlier);
-        mma_fence();
-        mma_AB<ACC>(product, s.dv[earlier.stage], s.state[earlier.stage]);
-        mma_commit();
-        mma_wait<0>(product);
-        ring_done(s.earlier, earlier);
-      }
-      scale_and_dot(f.of_k, product, s.k[qk.stage], s.v[vs.stage].decay, -1.f);
-      sem_arrive(s.found_ring.full[with.stage]);
-      ring_next(s.found_ring, with);
-      load(norm, s.v[vs.stage].norm_k);
-      ring_done(s.v_ring, vs);
-      mma_fence();
-      mma_AB<ACC>(product, s.e_beta, s.k[qk.stage]);
-      mma_commit();
-      mma_wait<0>(product);
-      ring_done(s.weights, from);
+      ring_release(s.weights, from);
       map(sum, product, [](float x, float y) { return x + y; });
     }
     if (t.heads) {
-      if (p.gates.norm_k) take_along(sum, s.k[qk.stage], norm, 1.f);
-      ring_done(s.qk_ring, qk);
+      ring_pos last = ring_at<2>(n.head - 1);
+      if (p.gates.norm_k) take_along(sum, s.k[qk.stage], s.v[last.stage].norm_k, 1.f);
+      ring_release(s.v_ring, last);
+      ring_release(s.qk_ring, qk);
+      n.task++;
     }
     put_rows(p, t, p.dk, p.dk_stride, sum);
   }
