@@ -96,7 +96,7 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
   if (!CHANNELS) clear_rows<WARP>(s.k[at.stage], 0, steps);
   if (!CHANNELS && !KEEPS) clear_rows<WARP>(s.q[at.stage], 0, steps);
   ROLLED for (int g = 0; g < GROUPS; g++) clear_rows<WARP>(s.v[in.stage][g], 0, steps);
-  fence_async();
+  if (!CHANNELS) fence_async();          // v is read into registers
   if (!CHANNELS) sem_arrive<WARP>(s.k_ring.full[at.stage]);
   sem_arrive<WARP>(s.v_ring.full[in.stage]);
 }
