@@ -1,27 +1,25 @@
 // Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence.
-#include "delta/delta_host.h"
-#include "delta/kda.h"
+#include "delta/kda_host.h"
 
 static kda_given given(const mg_tensor *t) {
   return (kda_given){t->data, t->stride[0], t->stride[1], t->stride[2], t->dtype == MG_FP32};
 }
 
-// beta is written as it acts where the pass cannot read what is given.
-static bool makes_beta(const mg_kda_args *a) { return a->beta_form || a->beta->dtype != MG_FP32; }
+kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tensor *a_log, const mg_tensor *dt_bias,
+                       float lower_bound, int beta_form, bool l2norm) {
+  return (kda_gates){.g = given(g), .beta = given(beta), .a_log = mg_data(a_log), .dt_bias = mg_data(dt_bias),
+                     .lower_bound = lower_bound, .most = (float)beta_form,
+                     .gate = !a_log ? KDA_LOG : lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = l2norm};
+}
 
-static mg_status prepare(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s) {
-  kda_prepare_params p = {
-    .ends = mg_data(a->ends), .betas = makes_beta(a) ? mg_data(a->betas) : NULL, .rows = s->rows, .scale = s->scale,
-    .gates = {.g = given(a->g), .beta = given(a->beta), .a_log = mg_data(a->a_log), .dt_bias = mg_data(a->dt_bias),
-              .lower_bound = a->lower_bound, .most = (float)a->beta_form,
-              .gate = !a->a_log ? KDA_LOG : a->lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = a->l2norm},
-    .m = s->m, .p = s->p, .batches = (int)c->n.B, .key_dim = (int)c->n.K};
+mg_status kda_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const kda_gates *gates,
+                          const delta_sweep_params *s, float *betas) {
+  kda_prepare_params p = {.ends = (float *)s->ends, .betas = betas, .rows = s->rows, .scale = s->scale, .gates = *gates,
+                          .m = s->m, .p = s->p, .read_k = s->k, .read_q = s->q, .write_k = s->w, .batches = (int)c->n.B,
+                          .key_dim = (int)c->n.K};
   if (!mg_choose_other(c, MG_OP_kda_prepare)) return c->status;
-  mg_map_bthd(c, &p.q, a->q, 64, 64);
-  mg_map_bthd(c, &p.k, a->k, 64, 64);
-  p.read_k = s->k;
-  p.read_q = s->q;
-  p.write_k = s->w;
+  mg_map_bthd(c, &p.q, q, 64, 64);
+  mg_map_bthd(c, &p.k, k, 64, 64);
   return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * s->rows.places, "chunks of heads"));
 }
 
@@ -32,10 +30,12 @@ mg_status mg_kda(const mg_kda_args *a) {
   if (!mg_choose(&c)) return c.status;
   const mg_kernel *sweep = c.kernel;
   const ssd_order order = delta_order_of(&c, a->state_v_first);
+  float *betas = kda_makes_beta(a->beta, a->beta_form) ? mg_data(a->betas) : NULL;
+  const kda_gates gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form, a->l2norm);
   delta_sweep_params p = {
     .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .final = mg_data(a->final_state),
     .initial_order = order, .final_order = order, .rows = delta_rows_of(&c, a->cu_seqlens),
-    .gates = {.beta = mg_data(makes_beta(a) ? a->betas : a->beta), .most = 1}, .scale = delta_scale_of(&c, a->scale),
+    .gates = {.beta = betas ? betas : mg_data(a->beta), .most = 1}, .scale = delta_scale_of(&c, a->scale),
     .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
     .value_dim = (int)c.n.V};
   if (c.n.T && c.n.R * c.n.HV) {     // the driver refuses to map what has no elements
@@ -46,7 +46,7 @@ mg_status mg_kda(const mg_kda_args *a) {
     mg_map_rows(&c, &p.w, a->write_k, 64, 64);
     mg_map_bthd(&c, &p.v, a->v, 64, 64);
     mg_map_bthd(&c, &p.o, a->out, 64, 64);
-    prepare(&c, a, &p);
+    kda_run_prepare(&c, a->q, a->k, &gates, &p, betas);
   }
   mg_use(&c, sweep);
   if (c.status) return c.status;

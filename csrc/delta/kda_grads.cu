@@ -20,32 +20,32 @@
 // Registers of a thread    tiles that live together                                      rows and the rest
 //   compute, COMPUTE_REGS    dq 32, dk 32, dg 32, e 32, product 32, its two operands 32    12, 30
 //   its ends                 dg 64, what was given 64 (a column a thread)
+#include "delta/kda_gates.h"
 #include "tile/levels.h"
 #include "delta/kda_bwd.h"
-#include "ssd/ssd_fwd.h"
 
-enum { Q = 64, PANELS = KEYS / 64, ROWS = 64 };
+// D: columns of q and k; VALUES: of v. PER_SM, LOAD_REGS, COMPUTE_REGS
+enum { PANELS = D / 64, ROWS = 64 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;      // fp16 has not the range of A
 typedef st<elem, Q, 64> panel;
 struct factors { st<factor, Q, 64> k, q; };
-union matrices {
-  struct { st<elem, VALUES, 64> state, dstate; };
-  factors of_level;                        // when no product reads the states any more
-};
 struct shared {
   panel q[PANELS], k[PANELS];
   st<elem, Q, VALUES> dout, dv, errors;
-  matrices m[PANELS];
+  st<elem, VALUES, 64> state[PANELS], dstate[PANELS];
   st<factor, Q, 64> a, b;                  // A; B and its transpose
-  ct<64> l[PANELS];                        // in base 2; then the parts of dg
+  ct<64> l[PANELS];                        // to base 2; then the parts of dg
   sv<4 * 64> sums[PANELS];
   sv<64> kept[PANELS];
   sv<Q> own;                               // d
   sv<Q> dots[3 * PANELS];                  // q . dq, k . dk, k . c of 64 channels each
   sem inputs, states;
 };
+// Of a level, when the panel's warpgroup needs the state no more.
+TILE factors &factors_of(shared &s, int wg) { return in_place_of<factors>(s.state[wg]); }
+static_assert(sizeof(factors) <= sizeof(st<elem, VALUES, 64>), "factors fit into a state's memory");
 typedef kda_grads_params params;
 
 TILE void init(shared &s) {
@@ -53,56 +53,36 @@ TILE void init(shared &s) {
   sem_init(s.states, arrivals(1, 0, 0));
 }
 
-// A chunk of a value head: `steps` steps from `step` on, none where the chunk's place is empty. `rows` are written: the
-// last row's places reach to the last step, and those of steps in no row are 0.
-struct task { int place, chunk, batch, head, step, steps, rows; };
-TILE int row_start(const params &p, int row) {
-  int start = p.starts[row];
-  return start < 0 ? 0 : start > p.steps ? p.steps : start;
-}
-TILE int first_chunk(const params &p, int row) { return row_start(p, row) / Q + row; }
+// A chunk of a head: its steps, at most 64, none where its place is empty. `rows` are written: the last packed row's places
+// reach to the last step, and gradients of steps in no row are 0.
+struct task { int place; head_steps at; int rows; };
 TILE task block_task(const params &p) {
-  task t;
-  int index = block_index(), chunk_batch = index / p.heads;
-  t.head = index - chunk_batch * p.heads;
-  t.chunk = chunk_batch / p.batches;
-  t.batch = chunk_batch - t.chunk * p.batches;
-  t.place = t.batch * p.heads + t.head;
-  int chunk = p.first + t.chunk, end = p.steps, stop = p.steps;
-  t.step = chunk * Q;
-  if (p.starts) {
-    int row = 0, last = p.rows - 1;
-    while (row < last) {
-      int middle = (row + last + 1) / 2;
-      if (first_chunk(p, middle) <= chunk) row = middle;
-      else last = middle - 1;
-    }
-    t.step = row_start(p, row) + (chunk - first_chunk(p, row)) * Q;
-    end = row_start(p, row + 1);
-    if (row + 1 < p.rows) stop = end;
-  }
-  t.steps = end - t.step < Q ? end - t.step : Q;
-  t.rows = stop - t.step < Q ? stop - t.step : Q;
-  return t;
+  int unit = block_index() / p.rows.heads, place = unit / p.batches;
+  chunk_steps c = steps_at(p.rows, place);
+  int steps = c.end - c.step, rows = steps;
+  if (p.rows.starts && place >= row_place(p.rows, p.rows.rows - 1)) rows = p.rows.steps - c.step;
+  return {place,
+          {unit - place * p.batches, block_index() - unit * p.rows.heads, c.step, steps < Q ? steps : Q},
+          rows < Q ? rows : Q};
 }
 
 TILE void loader(const params &p, shared &s, int) {
   task t = block_task(p);
-  if (t.steps <= 0) return;
-  int head = t.head / p.group_heads;
+  if (t.at.steps <= 0) return;
+  int head = t.at.head / p.rows.group_heads, matrix = t.at.batch * p.rows.heads + t.at.head;
   sem_expect(s.inputs, 2 * PANELS * tile_bytes(s.k[0]) + 3 * tile_bytes(s.dout));
   for (int h = 0; h < PANELS; h++) {
-    tma_load(s.q[h], p.q, s.inputs, t.step, 64 * h, head, t.batch);
-    tma_load(s.k[h], p.k, s.inputs, t.step, 64 * h, head, t.batch);
+    tma_load(s.q[h], p.q, s.inputs, t.at.step, 64 * h, head, t.at.batch);
+    tma_load(s.k[h], p.k, s.inputs, t.at.step, 64 * h, head, t.at.batch);
   }
-  tma_load(s.dout, p.dout, s.inputs, t.step, 0, t.head, t.batch);
-  tma_load(s.dv, p.dv, s.inputs, t.step, 0, t.head, t.batch);
-  tma_load(s.errors, p.errors, s.inputs, t.chunk * Q, 0, t.head, t.batch);
-  sem_expect(s.states, 2 * PANELS * tile_bytes(s.m[0].state));
+  tma_load(s.dout, p.dout, s.inputs, t.at.step, 0, t.at.head, t.at.batch);
+  tma_load(s.dv, p.dv, s.inputs, t.at.step, 0, t.at.head, t.at.batch);
+  tma_load(s.errors, p.errors, s.inputs, t.at.step - p.rows.from, 0, t.at.head, t.at.batch);
+  sem_expect(s.states, 2 * PANELS * tile_bytes(s.state[0]));
   for (int h = 0; h < PANELS; h++) {
     for (int r = 0; r < VALUES; r += ROWS) {
-      tma_load_rows(s.m[h].state, r, ROWS, p.states, s.states, r, 64 * h, t.chunk, t.place);
-      tma_load_rows(s.m[h].dstate, r, ROWS, p.dstates, s.states, r, 64 * h, t.chunk, t.place);
+      tma_load_rows(s.state[h], r, ROWS, p.states, s.states, r, 64 * h, t.place, matrix);
+      tma_load_rows(s.dstate[h], r, ROWS, p.dstates, s.states, r, 64 * h, t.place, matrix);
     }
   }
 }
@@ -112,56 +92,6 @@ TILE void all_sync() {
   else bar_sync(1, 128 * PANELS);
 }
 
-// ---- what was given
-template<typename T> TILE void load_gates(const params &p, const task &t, hm<64> &x, int wg) {
-  load(x, (const T *)p.g.data + t.batch * p.g.batch + t.step * p.g.step + t.head * p.g.head + 64 * wg, p.g.step, t.steps,
-       p.key_dim - 64 * wg < 64 ? p.key_dim - 64 * wg : 64);
-}
-TILE void take_given(const params &p, const task &t, hm<64> &x, hv<64> &bias, int wg) {
-  if (p.g.is_float) load_gates<float>(p, t, x, wg);
-  else load_gates<elem>(p, t, x, wg);
-  load(bias, p.dt_bias ? p.dt_bias + t.head * p.key_dim + 64 * wg : p.a_log, p.dt_bias ? p.key_dim - 64 * wg : 0);
-}
-TILE float rate_of(const params &p, const task &t) {
-  return p.a_log ? fast_exp2(p.a_log[t.head] * 1.4426950408889634f) : 1.f;
-}
-TILE float bounded(float y, float rate) { return fast_rcp(1.f + fast_exp2(y * (-1.4426950408889634f * rate))); }
-// Sums of the log decays, in base 2.
-TILE void sum_gates(const params &p, shared &s, const task &t, int wg) {
-  hm<64> x;
-  hv<64> bias, end;
-  float rate = rate_of(p, t), bound = p.lower_bound;
-  take_given(p, t, x, bias, wg);
-  if (p.gate == KDA_LOG) map(x, bias, t.steps, [](float y, float) { return log_gate(y); });
-  else if (p.gate == KDA_SOFTPLUS)
-    map(x, bias, t.steps, [=](float y, float b) { return log_gate(-rate * softplus(y + b)); });
-  else map(x, bias, t.steps, [=](float y, float b) { return log_gate(bound * bounded(y + b, rate)); });
-  sum_down(s.l[wg], end, x, -infinity());
-}
-template<typename T> TILE void load_beta(const params &p, const task &t, rv &beta) {
-  load_steps(beta, (const T *)p.beta.data + t.batch * p.beta.batch + t.step * p.beta.step + t.head * p.beta.head,
-             p.beta.step, t.steps);
-}
-TILE void take_beta(const params &p, const task &t, rv &beta) {
-  rv inside;
-  if (p.beta.is_float) load_beta<float>(p, t, beta);
-  else load_beta<elem>(p, t, beta);
-  float f = p.beta_factor;
-  if (f == 0.f) return;
-  map(beta, beta, [=](float x) { return f * fast_rcp(1.f + fast_exp2(x * -1.4426950408889634f)); });
-  int steps = t.steps;
-  map_rows(inside, [=](int i) { return i < steps ? 1.f : 0.f; });
-  map(beta, beta, inside, [](float x, float y) { return x * y; });
-}
-// 1 / |x_i| of rows of which `x` has the panels.
-TILE void inverse_norms(rv &norm, const panel (&x)[PANELS]) {
-  rsum sum;
-  fill(sum, 0.f);
-  UNROLLED for (int h = 0; h < PANELS; h++)
-    each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x[h], sum);
-  reduce(norm, sum);
-  map(norm, norm, [](float x) { return fast_rsqrt(x + 1e-6f); });
-}
 // Steps of the next row, of which nothing may come in.
 TILE void clear_behind(shared &s, int steps, int wg) {
   clear_rows(s.q[wg], 0, steps);
@@ -214,7 +144,7 @@ TILE void take_dstate(shared &s, const rows &r, rt<float, 64> &dk, rt<float, 64>
   rv sums;
   int last = steps - 1;
   mma_fence();
-  mma_AB<ZERO>(x, s.errors, s.m[wg].dstate);
+  mma_AB<ZERO>(x, s.errors, s.dstate[wg]);
   mma_commit();
   load(dl, s.l[wg], 0);
   map_last_row(dl, s.l[wg], 0, [](float x, float end) { return fast_exp2(end - x); });
@@ -236,7 +166,7 @@ TILE void take_dstate(shared &s, const rows &r, rt<float, 64> &dk, rt<float, 64>
     store(s.sums[wg], sum);
   }
   mma_fence();
-  mma_AtB<ZERO>(x, s.m[wg].state, 0, s.m[wg].dstate, 0);
+  mma_AtB<ZERO>(x, s.state[wg], 0, s.dstate[wg], 0);
   mma_commit();
   fill(kept, 0.f);
   mma_wait<0>(x);
@@ -256,11 +186,11 @@ TILE void take_state(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> 
   rt<float, 64> x, l;
   rv own;
   mma_fence();
-  mma_AB<ZERO>(dq, s.dout, s.m[wg].state);
+  mma_AB<ZERO>(dq, s.dout, s.state[wg]);
   mma_commit();
   load(l, s.l[wg], 0);
   load(own, s.own);
-  mma_AB<ZERO>(x, s.dv, s.m[wg].state);
+  mma_AB<ZERO>(x, s.dv, s.state[wg]);
   mma_commit();
   mma_wait<1>(dq);
   each<64>([=](int, int, float &dq, float &dl, float l, float q, float k, float nq, float nk, float own, float beta,
@@ -286,7 +216,7 @@ TILE void take_state(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> 
 TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta, int h,
                      int wg) {
   rt<float, 64> e, x;
-  factors &to = s.m[wg].of_level;
+  factors &to = factors_of(s, wg);
   map_level(e, s.l[wg], 0, h, [](float y) { return fast_exp2(-fabsf(y)); });
   each<64>([](int, int, float &x, float e, float q, float nq) { x = q * nq * e; }, x, (const rt<float, 64> &)e, s.q[wg], r.norm_q);
   store(to.q, x);
@@ -348,27 +278,27 @@ TILE void put_dot(sv<Q> &d, const rsum &sum) {
   store(d, rows);
 }
 TILE void put(const params &p, const task &t, const rt<float, 64> &x, int which, int wg) {
-  int head = t.head / p.group_heads, n = p.key_dim - 64 * wg, rows = t.rows;
+  int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = t.rows;
   if (p.parts) {
-    int64_t ld = (int64_t)(p.heads / p.group_heads) * 2 * p.key_dim;
-    int64_t row = (((int64_t)(t.head - head * p.group_heads) * p.batches + t.batch) * p.chunks + t.chunk) * Q;
+    int64_t ld = (int64_t)(p.rows.heads / p.rows.group_heads) * 2 * p.key_dim;
+    int64_t row = (((int64_t)(t.at.head - head * p.rows.group_heads) * p.batches + t.at.batch) * p.places + t.place) * Q;
     return store(p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * wg, ld, x, rows, n);
   }
   const int64_t *stride = which ? p.dk_stride : p.dq_stride;
   int64_t ld = stride[1];
-  elem *to = (elem *)(which ? p.dk : p.dq) + t.batch * stride[0] + t.step * ld + head * stride[2] + 64 * wg;
+  elem *to = (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * ld + head * stride[2] + 64 * wg;
   store_rows<elem>(x, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
 }
-TILE float *dg_of(const params &p, const task &t, int wg) {
-  return p.dg + (((int64_t)t.batch * p.steps + t.step) * p.heads + t.head) * p.key_dim + 64 * wg;
+TILE int64_t first_of(const params &p, const task &t) {
+  return ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head;
 }
 TILE void put_dbeta(const params &p, const task &t, const rv &x) {
-  store_steps(p.dbeta + ((int64_t)t.batch * p.steps + t.step) * p.heads + t.head, p.heads, x, t.rows);
+  if (p.dbeta) store_steps(p.dbeta + first_of(p, t), x, p.rows.heads, t.rows);
 }
 TILE void put_products(const params &p, shared &s, const task &t, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk,
                        const rsum &dbeta, int wg) {
   rv dot;
-  if (p.norm) {
+  if (p.gates.norm) {
     rsum q_dot, k_dot;
     fill(q_dot, 0.f);
     fill(k_dot, 0.f);
@@ -381,7 +311,7 @@ TILE void put_products(const params &p, shared &s, const task &t, const rows &r,
   }
   put_dot(s.dots[3 * wg + 2], dbeta);
   all_sync();
-  if (p.norm) {
+  if (p.gates.norm) {
     auto normed = [](int, int, float &d, float x, float n, float dot) { d = n * (d - x * (n * n * dot)); };
     add_panels(s, dot, 0);
     each<64>(normed, dq, s.q[wg], r.norm_q, dot);
@@ -392,7 +322,7 @@ TILE void put_products(const params &p, shared &s, const task &t, const rows &r,
   put(p, t, dk, 1, wg);
   if (wg > 0) return;
   add_panels(s, dot, 2);
-  float f = p.beta_factor;
+  float f = p.gates.most;
   if (f != 0.f) {
     float rate = fast_rcp(f);
     map(dot, dot, r.beta, [=](float x, float beta) { return x * beta * (1.f - beta * rate); });
@@ -404,34 +334,35 @@ TILE void put_products(const params &p, shared &s, const task &t, const rows &r,
 TILE void put_gates(const params &p, shared &s, const task &t, int wg) {
   hm<64> dg, x;
   hv<64> bias, rates;
-  float rate = rate_of(p, t), bound = p.lower_bound;
+  const kda_gates &g = p.gates;
+  float rate = rate_of(g, t.at.head), bound = g.lower_bound;
   load(dg, s.l[wg]);
   sum_up(dg);
-  take_given(p, t, x, bias, wg);
-  map(rates, bias, [](float) { return 0.f; });
-  if (p.gate == KDA_LOG) map(dg, x, bias, rates, t.steps, [](float d, float, float, float &) { return d; });
-  else if (p.gate == KDA_SOFTPLUS)
-    map(dg, x, bias, rates, t.steps, [=](float d, float x, float b, float &sum) {
-      float y = x + b;
+  take_given(x, bias, g, t.at, p.key_dim, 64 * wg);
+  fill(rates, 0.f);
+  if (g.gate == KDA_LOG) map(dg, x, bias, rates, t.at.steps, [](float d, float, float, float &) { return d; });
+  else if (g.gate == KDA_SOFTPLUS)
+    map(dg, x, bias, rates, t.at.steps, [=](float d, float x, float b, float &sum) {
       d *= -rate;
-      sum = fused(d, softplus(y), sum);
-      return d * bounded(y, 1.f);
+      sum = fused(d, softplus(x + b), sum);
+      return d * sigmoid(x + b);
     });
   else
-    map(dg, x, bias, rates, t.steps, [=](float d, float x, float b, float &sum) {
-      float y = x + b, z = bounded(y, rate);
+    map(dg, x, bias, rates, t.at.steps, [=](float d, float x, float b, float &sum) {
+      float z = sigmoid(rate * (x + b));
       d *= bound * rate * z * (1.f - z);
-      sum = fused(d, y, sum);
+      sum = fused(d, x + b, sum);
       return d;
     });
   int n = p.key_dim - 64 * wg;
-  store(dg_of(p, t, wg), (int64_t)p.heads * p.key_dim, dg, t.rows, n);
+  int64_t of_step = (int64_t)p.rows.heads * p.key_dim;
+  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, of_step, dg, t.rows, n);
   if (!p.sums) return;
-  int64_t of_step = (int64_t)p.heads * p.key_dim, chunk = p.first + t.chunk;
-  float *sums = p.sums + ((int64_t)t.batch * 3 * p.all_chunks + chunk) * of_step;
-  store(sums + (int64_t)64 * wg * p.heads + t.head, p.heads, rates, n);
+  int place = p.rows.from / Q + t.place;
+  float *sums = p.sums + ((int64_t)t.at.batch * 3 * p.all_places + place) * of_step;
+  store(sums + (int64_t)64 * wg * p.rows.heads + t.at.head, p.rows.heads, rates, n);
   sum_of(rates, dg);
-  store(sums + p.all_chunks * of_step + t.head * p.key_dim + 64 * wg, 1, rates, n);
+  store(sums + p.all_places * of_step + t.at.head * p.key_dim + 64 * wg, 1, rates, n);
 }
 
 // Steps in no row have no gradients.
@@ -443,32 +374,38 @@ TILE void put_none(const params &p, const task &t, int wg) {
   fill(none, 0.f);
   put(p, t, zero, 0, wg);
   put(p, t, zero, 1, wg);
-  store(dg_of(p, t, wg), (int64_t)p.heads * p.key_dim, zero, t.rows, n);
+  if (p.dg)
+    store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, (int64_t)p.rows.heads * p.key_dim, zero, t.rows, n);
   if (wg == 0) put_dbeta(p, t, none);
 }
 
 TILE void compute(const params &p, shared &s, int wg) {
   task t = block_task(p);
   if (t.rows <= 0) return;
-  if (t.steps <= 0) return put_none(p, t, wg);
+  if (t.at.steps <= 0) return put_none(p, t, wg);
   rt<float, 64> dq, dk, dl;
   rsum dbeta;
   rows r;
-  sum_gates(p, s, t, wg);
-  take_beta(p, t, r.beta);
+  {
+    hm<64> g;
+    hv<64> end;
+    take_gates(g, p.gates, t.at, p.key_dim, 64 * wg);
+    sum_down(s.l[wg], end, g, -infinity());
+  }
+  take_beta(r.beta, p.gates, t.at);
   sem_wait(s.inputs, 0);
-  if (t.steps < Q) clear_behind(s, t.steps, wg);
+  if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
   fill(r.norm_q, 1.f);
   fill(r.norm_k, 1.f);
-  if (p.norm) {
-    inverse_norms(r.norm_q, s.q);
-    inverse_norms(r.norm_k, s.k);
+  if (p.gates.norm) {
+    take_norms(r.norm_q, s.q);
+    take_norms(r.norm_k, s.k);
   }
   if (wg == 0) make_a(p, s);
   if (wg == PANELS - 1) make_b(s);
   all_sync();
   sem_wait(s.states, 0);
-  take_dstate(s, r, dk, dl, dbeta, t.steps, wg);
+  take_dstate(s, r, dk, dl, dbeta, t.at.steps, wg);
   take_state(s, r, dq, dk, dl, dbeta, p.scale, wg);
   wg_sync();
   ROLLED for (int h = 32; h > 0; h /= 2) take_level(s, r, dq, dk, dl, dbeta, h, wg);

@@ -10,9 +10,7 @@
 //
 // Registers of a thread. Gates: a column of 64. Factors: tiles of 64 columns of l, of e^l or a product, 32 each. Pairs:
 // four accumulators of 16, four operands of 16, l 32. Inverse: three tiles of 32, an operand of 12.
-#include "delta/delta_prepare.h"
-#include "tile/channels.h"
-#include "delta/kda.h"
+#include "delta/kda_gates.h"
 
 // D: columns of q and k. LOAD_REGS, COMPUTE_REGS
 enum { PANELS = D / 64 };
@@ -34,68 +32,29 @@ typedef kda_prepare_params params;
 
 TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1)); }
 
-// A chunk of a head: `steps` steps from `step` on, or more than a chunk has; none where its place is empty.
-struct task { int place, batch, head, step, steps; };
+// A chunk of a head: its steps, or more than a chunk has; none where its place is empty.
+struct task { int place; head_steps at; };
 TILE int task_count(const params &p) { return p.rows.places * p.batches * p.rows.heads; }
 TILE task task_at(const params &p, int index) {
   int unit = index / p.rows.heads, place = unit / p.batches;
   chunk_steps c = steps_at(p.rows, place);
-  return {place, unit - place * p.batches, index - unit * p.rows.heads, c.step, c.end - c.step};
+  return {place, {unit - place * p.batches, index - unit * p.rows.heads, c.step, c.end - c.step}};
 }
 
 TILE void loader(const params &p, shared &s, int) {
   ring_pos at = {};
   for (int i = block_index(); i < task_count(p); i += block_count()) {
     task t = task_at(p, i);
-    if (t.steps <= 0) continue;
-    int head = t.head / p.rows.group_heads;
+    if (t.at.steps <= 0) continue;
+    int head = t.at.head / p.rows.group_heads;
     ring_acquire(s.inputs, at);
     ring_expect(s.inputs, at, 2 * PANELS * tile_bytes(s.k[0]));
     ROLLED for (int h = 0; h < PANELS; h++) {
-      tma_load(s.k[h], p.k, s.inputs.full[0], t.step, 64 * h, head, t.batch);
-      tma_load(s.q[h], p.q, s.inputs.full[0], t.step, 64 * h, head, t.batch);
+      tma_load(s.k[h], p.k, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
+      tma_load(s.q[h], p.q, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
     }
     ring_next(s.inputs, at);
   }
-}
-
-template<typename T> TILE const T *first_of(const kda_given &g, const task &t) {
-  return (const T *)g.data + t.batch * g.batch + t.step * g.step + t.head * g.head;
-}
-// Log decays to base 2.
-TILE void take_gates(const params &p, const task &t, hm<D> &x) {
-  const kda_gates &a = p.gates;
-  hv<D> bias;
-  if (a.g.is_float) load(x, first_of<float>(a.g, t), a.g.step, t.steps, p.key_dim);
-  else load(x, first_of<elem>(a.g, t), a.g.step, t.steps, p.key_dim);
-  if (a.dt_bias) load(bias, a.dt_bias + t.head * p.key_dim, p.key_dim);
-  else fill(bias, 0.f);
-  if (a.gate == KDA_LOG) return map(x, bias, t.steps, [](float y, float) { return log_decay(y); });
-  float rate = fast_exp2(a.a_log[t.head] * 1.4426950408889634f), bound = a.lower_bound;
-  if (a.gate == KDA_SOFTPLUS) map(x, bias, t.steps, [=](float y, float b) { return log_decay(-rate * softplus(y + b)); });
-  else map(x, bias, t.steps, [=](float y, float b) { return log_decay(bound * sigmoid(rate * (y + b))); });
-}
-TILE void take_beta(const params &p, const task &t, rv &beta) {
-  const kda_given &b = p.gates.beta;
-  float most = p.gates.most;
-  int steps = t.steps;
-  if (b.is_float) load_steps(beta, first_of<float>(b, t), b.step, steps);
-  else load_steps(beta, first_of<elem>(b, t), b.step, steps);
-  if (most > 0.f) {
-    rv inside;
-    map_rows(inside, [=](int i) { return i < steps ? most : 0.f; });
-    map(beta, beta, inside, [](float x, float m) { return m * sigmoid(x); });
-  }
-  if (p.betas) store_steps(p.betas + ((int64_t)t.batch * p.rows.steps + t.step) * p.rows.heads + t.head, beta,
-                           p.rows.heads, steps);
-}
-// Factors that make rows of length 1 of those of which x has the panels.
-TILE void take_norms(rv &norm, const panel (&x)[PANELS]) {
-  rsum sum;
-  fill(sum, 0.f);
-  UNROLLED for (int h = 0; h < PANELS; h++) each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x[h], sum);
-  reduce(norm, sum);
-  map(norm, norm, [](float x) { return fast_rsqrt(x + 1e-6f); });
 }
 
 // The factors of columns i of L^T and P^T.
@@ -170,22 +129,25 @@ TILE void compute(const params &p, shared &s, int) {
   const float LOW = -10.5f * 1.4426950408889634f;
   for (int i = block_index(); i < task_count(p); i += block_count()) {
     task t = task_at(p, i);
-    if (t.steps <= 0) continue;
+    if (t.at.steps <= 0) continue;
     hv<D> end, least;
     rv beta, norm_k, norm_q;
     rt<float, Q> a, b;
     {
       hm<D> g;
-      take_gates(p, t, g);
+      take_gates(g, p.gates, t.at, p.key_dim, 0);
       least_of(least, g);
       sum_down(s.l, end, g, LOW);
     }
-    take_beta(p, t, beta);
+    take_beta(beta, p.gates, t.at);
+    if (p.betas)
+      store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta, p.rows.heads,
+                  t.at.steps);
     ring_wait(s.inputs, at);
-    if (runs_over(p.rows, t.step, t.step + t.steps)) {
+    if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) {
       ROLLED for (int h = 0; h < PANELS; h++) {
-        clear_rows(s.k[h], 0, t.steps);
-        clear_rows(s.q[h], 0, t.steps);
+        clear_rows(s.k[h], 0, t.at.steps);
+        clear_rows(s.q[h], 0, t.at.steps);
       }
     }
     bool steep = any(least, [=](float x) { return x < LOW; });   // and all have written l, and rows that are no steps
@@ -207,11 +169,11 @@ TILE void compute(const params &p, shared &s, int) {
     invert(b, a, s.scratch);
     if (steep) {
       hm<D> g;
-      take_gates(p, t, g);
+      take_gates(g, p.gates, t.at, p.key_dim, 0);
       sum_down(s.l, end, g, -infinity());
     }
     map(end, end, [](float x) { return fast_exp2(x); });
-    int64_t place = (int64_t)(t.batch * p.rows.heads + t.head) * p.rows.places + t.place;
+    int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
     store(p.ends + place * D, end, D);
     wg_sync();                              // everybody has read scratch, and written l
     store(s.scratch, b);
@@ -219,12 +181,12 @@ TILE void compute(const params &p, shared &s, int) {
     fence_async();
     wg_sync();
     int row = t.place * Q;
-    tma_store(p.m, s.scratch, row, 0, t.head, t.batch);
-    tma_store(p.p, reads_of(s), row, 0, t.head, t.batch);
+    tma_store(p.m, s.scratch, row, 0, t.at.head, t.at.batch);
+    tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
     ROLLED for (int h = 0; h < PANELS; h++) {
-      tma_store(p.read_k, decayed(s, h), row, 64 * h, t.head, t.batch);
-      tma_store(p.read_q, s.q[h], row, 64 * h, t.head, t.batch);
-      tma_store(p.write_k, s.k[h], row, 64 * h, t.head, t.batch);
+      tma_store(p.read_k, decayed(s, h), row, 64 * h, t.at.head, t.at.batch);
+      tma_store(p.read_q, s.q[h], row, 64 * h, t.at.head, t.at.batch);
+      tma_store(p.write_k, s.k[h], row, 64 * h, t.at.head, t.at.batch);
     }
     tma_store_wait_read();
     ring_done(s.inputs, at);

@@ -21,7 +21,6 @@ template<int C> TILE void sum_of(hv<C> &d, const hm<C> &x);                // of
 // Row i to g + i * ld. Rows >= m and columns >= n are not written.
 template<int C> TILE void store(float *g, int64_t ld, const hm<C> &x, int m, int n);
 template<int C> TILE void store(float *g, int64_t stride, const hv<C> &v, int n);       // element i to g[i * stride]
-TILE void store_steps(float *g, int64_t stride, const rv &v, int n);       // row i to g[i * stride]; rows >= n are not written
 #ifdef __CUDACC__
 #include "tile/sm90/levels.h"
 #else

@@ -62,10 +62,3 @@ template<int C> TILE void store(float *g, int64_t stride, const hv<C> &v, int n)
     g[c * stride] = v.d[c];
   }
 }
-TILE void store_steps(float *g, int64_t stride, const rv &v, int n) {
-  reads(v);
-  for (int r = 0; r < 64 && r < n; r++) {
-    touches_global(g + r * stride, sizeof(float), GLOBAL_WRITE);
-    g[r * stride] = v.d[r];
-  }
-}

@@ -62,9 +62,3 @@ template<int C> TILE void store(float *g, int64_t stride, const hv<C> &v, int n)
   int c = thread_in_group();
   if (c < C && c < n) g[c * stride] = v.d;
 }
-TILE void store_steps(float *g, int64_t stride, const rv &v, int n) {
-  int r = thread_row();
-  if (threadIdx.x & 3) return;
-  if (r < n) g[r * stride] = v.d[0];
-  if (r + 8 < n) g[(r + 8) * stride] = v.d[1];
-}

@@ -1,0 +1,212 @@
+"""Gradients of kda against those of the recurrence in float64: hard gates, keys and values, odd sizes, packed rows, gates and
+norms as models have them."""
+
+import pytest
+import torch
+
+import margay as mg
+from cases import DEVICES, check_error
+from delta_cases import REFLECTED, skip
+from delta_forms import HARD, by_chunks, gates, hard, normalised, recurrence, rounding, strength
+
+DTYPES = ("bfloat16", "float16", "float32")
+STEPS = (1, 15, 16, 17, 63, 64, 65, 130)
+NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "da_log", "ddt_bias")
+
+
+def problem(name, seed, *sizes, **options):
+    """(q, k, v, g, beta, state), dout, dlast"""
+    q, k, v, g, *others, dout, dlast = hard(name, seed, *sizes, channels=True, **options)
+    g = torch.zeros(*v.shape[:3], q.shape[3], device=q.device) if g is None else g
+    return (q, k, v, g, *others), dout, dlast
+
+
+def ours(scale=None, starts=None, **options):
+    def run(q, k, v, g, beta, state, *gate):
+        rest = dict(zip(("A_log", "dt_bias"), gate), use_gate=True) if gate else {}
+        return mg.kda(q, k, v, g, beta, scale=scale, initial_state=state, output_final_state=True,
+                      cu_seqlens=None if starts is None else torch.tensor(starts, dtype=torch.int32, device=q.device),
+                      **options, **rest)
+    return run
+
+
+def form(of, scale=None, starts=None, l2norm=False, bound=None, sigmoid=0):
+    def run(q, k, v, g, beta, state, *gate):
+        if l2norm:
+            q, k = normalised(q), normalised(k)
+        if gate:
+            g = gates(g, gate[0], gate[1] if len(gate) > 1 else None, bound)
+        if sigmoid:
+            beta = strength(beta, sigmoid == 2)
+        return of(q, k, v, g, beta, scale, state, starts)
+    return run
+
+
+def gradients(run, inputs, dout, dlast, double=False):
+    inputs = [t if t is None else (t.double() if double else t).detach().clone().requires_grad_() for t in inputs]
+    out, last = run(*inputs)
+    loss = (out.double() * dout.double()).sum() + (last.double() * dlast.double()).sum()
+    found = iter(torch.autograd.grad(loss, [t for t in inputs if t is not None]))
+    return [None if t is None else next(found) for t in inputs]
+
+
+def check(inputs, dout, dlast, run, reference, dtype, g, loose=0.0):
+    """`reference` makes a form of a recurrence or of by_chunks. Where the plain form overflows, errors are compared with
+    the rounding of the inputs."""
+    found = gradients(run, inputs, dout, dlast)
+    exact = gradients(reference(recurrence), inputs, dout, dlast, True)
+    plain = gradients(reference(by_chunks), inputs, dout, dlast)
+    factors = torch.bfloat16 if dtype == torch.float16 else dtype
+    eps = torch.finfo(factors).eps
+    for name, *three in zip(NAMES, found, plain, exact):
+        if three[0] is None or not three[0].numel():
+            continue
+        mine, other, right = three
+        assert mine.isfinite().all() or not right.abs().max() < torch.finfo(mine.dtype).max, name
+        if not (mine.isfinite().all() and other.isfinite().all()):
+            kept = mine.isfinite()
+            assert float((mine.double() - right)[kept].norm()) <= 8 * eps * float(right[kept].norm()), name
+            continue
+        products = max(float((t.detach().double() * d.double()).abs().max()) for t, d in zip(inputs[:2], exact[:2]))
+        relative, absolute = rounding(name, mine, other - right, dtype, g, products)
+        worst, mean = float(right.abs().max()), float(right.abs().mean())
+        few = eps * worst if right.numel() < 500 or name in NAMES[6:] else 0.0
+        chance = (eps / 8 * worst, eps / 8 * mean, eps / 8 * mean) if factors != dtype else (0.0,) * 3
+        check_error(name, *three, factor=3, rounding=(relative + loose, tuple(absolute + few + c for c in chance)))
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_hard(device, dtype, name):
+    skip(device, dtype)
+    dtype = getattr(torch, dtype)
+    inputs, dout, dlast = problem(name, 3, 1, 130, 1, 2, 100, 72, dtype=dtype, device=device)
+    again = [gradients(ours(), inputs, dout, dlast) for _ in range(2)]
+    assert all(torch.equal(x, y) or x.isnan().any() for x, y in zip(*again))
+    check(inputs, dout, dlast, ours(), form, dtype, inputs[3], 4 * torch.finfo(dtype).eps if name in REFLECTED else 0.0)
+
+
+STEEP = {
+    "-5": lambda g: g - 5, "0": lambda g: g, "-10.1": lambda g: g - 10.1, "-20": lambda g: g - 20,
+    "-1000": lambda g: g - 1000, "-inf": lambda g: g - torch.inf,
+    "a channel 0, the others -20": lambda g: torch.where(torch.arange(g.shape[3]) == 3, 0.0, g - 20),
+    "a step -1000 in eight": lambda g: torch.where(torch.arange(g.shape[1])[:, None, None] % 8 == 5, g - 1000, -0.01),
+}
+
+
+@pytest.mark.parametrize("kind", STEEP)
+@pytest.mark.parametrize("device", DEVICES)
+def test_steep(device, kind):
+    """The gradient of g is as exact as what it is the gradient of, however small: no difference of large sums is left in
+    it."""
+    inputs, dout, dlast = problem("usual", 4, 1, 130, 1, 1, 128, 40)
+    g = STEEP[kind](torch.zeros(1, 130, 1, 128)).expand(1, 130, 1, 128)
+    inputs = [t.to(device) for t in (*inputs[:3], g, *inputs[4:])]
+    dout, dlast = dout.to(device), dlast.to(device)
+    found = gradients(ours(), inputs, dout, dlast)
+    exact = gradients(form(recurrence), inputs, dout, dlast, True)
+    for name, x, y in zip(NAMES, found, exact):
+        allowed = 2.0 ** -6 * float(y.norm()) + 2.0 ** -40 * y.numel() ** 0.5
+        assert float((x.double() - y).norm()) <= allowed, name
+
+
+@pytest.mark.parametrize("shape", ((1, 1, 1, 1, 1), (2, 1, 3, 64, 64), (1, 2, 4, 128, 128), (2, 1, 1, 17, 128),
+                                   (1, 3, 3, 72, 65)), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_sizes(device, dtype, shape):
+    skip(device, dtype)
+    dtype, (b, h, hv, d, dv) = getattr(torch, dtype), shape
+    for steps in STEPS:
+        inputs, dout, dlast = problem("mild", steps, b, steps, h, hv, d, dv, dtype=dtype, device=device)
+        if steps % 2:
+            inputs = (*inputs[:5], None)
+        check(inputs, dout, dlast, ours(0.5), lambda of: form(of, 0.5), dtype, inputs[3])
+
+
+@pytest.mark.parametrize("wide", (False, True), ids=("g of 16 bits", "g of float32"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_options(device, dtype, wide):
+    skip(device, dtype)
+    dtype = getattr(torch, dtype)
+    (q, k, v, _, beta, state), dout, dlast = problem("usual", 5, 2, 150, 2, 4, 80, 100, dtype=dtype, device=device)
+    r = torch.Generator().manual_seed(6)
+    raw, logits = torch.randn(2, 150, 4, 80, generator=r).to(device), torch.randn(2, 150, 4, generator=r).to(device)
+    if not wide:
+        raw, logits = raw.to(dtype), logits.to(dtype)
+    gate = [torch.randn(4, generator=r).to(device) / 2, torch.randn(4, 80, generator=r).to(device)]
+    for bias, bound, doubled in ((True, None, True), (False, None, False), (True, -5.0, False), (False, -30.0, True)):
+        inputs = [3 * q, 2 * k, v, raw, logits, state, *gate[:1 + bias]]
+        run = ours(use_qk_l2norm=True, use_beta_sigmoid=True, allow_neg_eigval=doubled, lower_bound=bound)
+        check(inputs, dout, dlast, run, lambda of: form(of, None, None, True, bound, 1 + doubled), dtype,
+              torch.full((1,), -10.0))
+
+
+@pytest.mark.parametrize("raw", (False, True), ids=("log decays", "gates"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed(device, dtype, raw):
+    """As of the sequences by themselves, empty ones too; what stands behind a sequence does not reach it; 0 behind the
+    last."""
+    skip(device, dtype)
+    starts, dtype = (0, 70, 70, 134, 135, 250), getattr(torch, dtype)
+    inputs, dout, dlast = problem("to -20", 9, 1, 290, 1, 2, 100, 128, dtype=dtype, rows=5, device=device)
+    options = dict(use_qk_l2norm=True, use_beta_sigmoid=raw)
+    gate = [torch.zeros(2, device=device), torch.zeros(2, 100, device=device)] if raw else []
+    for t in (*inputs[:5], dout):
+        t[:, 250:] = torch.nan
+    def run(starts, first, end, row):
+        given = [t[:, first:end] for t in inputs[:5]] + [inputs[5][row], *gate]
+        given = [t.detach().clone().requires_grad_() for t in given]
+        out, last = ours(None, starts, **options)(*given)
+        return torch.autograd.grad((out, last), given, (dout[:, first:end].to(out.dtype), dlast[row]))
+    found = run(starts, 0, 290, slice(0, 5))
+    sums = [0.0] * len(gate)
+    for t in found[:5]:
+        assert (t[:, 250:] == 0).all()
+    for i, (first, end) in enumerate(zip(starts, starts[1:])):
+        alone = run(None, first, end, slice(i, i + 1))
+        for x, y in zip(found[:5], alone[:5]):
+            assert torch.equal(x[:, first:end], y)
+        assert torch.equal(found[5][i], alone[5][0])
+        sums = [x + y for x, y in zip(sums, alone[6:])]
+    for x, y in zip(found[6:], sums):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_some_gradients(device):
+    """Those that nobody asks for change nothing, and of views and of transposed states they are the same."""
+    inputs, dout, dlast = problem("mild", 8, 2, 100, 1, 2, 64, 64, device=device)
+    want = gradients(ours(), inputs, dout, dlast)
+    for i in range(6):
+        given = [t.detach().clone().requires_grad_(n == i) for n, t in enumerate(inputs)]
+        out, last = ours()(*given)
+        found, = torch.autograd.grad((out, last), [given[i]], (dout.to(out.dtype), dlast))
+        assert torch.equal(found, want[i]), NAMES[i]
+    q, k, v, g, beta, state = (t.detach().clone().requires_grad_() for t in inputs)
+    out, last = ours(state_v_first=True)(q, k, v, g, beta, state.mT.contiguous())
+    found = torch.autograd.grad((out, last), (q, k, v, g, beta, state), (dout.to(out.dtype), dlast.mT.contiguous()))
+    assert all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing(device):
+    for b, steps, h, hv in ((0, 5, 1, 1), (1, 0, 1, 2), (2, 0, 2, 2)):
+        inputs, dout, dlast = problem("mild", 1, b, steps, h, hv, 8, 16, device=device)
+        found = gradients(ours(), inputs, dout, dlast)
+        assert torch.equal(found[5], dlast)
+        assert all(t.shape == x.shape for t, x in zip(found, inputs))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="many chunks of many heads")
+def test_segments():
+    """Scratch for some chunks at a time: heads by themselves, whose chunks are all in scratch, have the same gradients."""
+    inputs, dout, dlast = problem("mild", 2, 1, 2500, 600, 600, 128, 128, device="cuda")
+    found = gradients(ours(), inputs, dout, dlast)
+    some = slice(590, 600)
+    alone = gradients(ours(), [t[:, :, some] for t in inputs[:5]] + [inputs[5][:, some]], dout[:, :, some], dlast[:, some])
+    for i, (x, y) in enumerate(zip(found, alone)):
+        assert torch.equal(x[:, some] if i == 5 else x[:, :, some], y), NAMES[i]
