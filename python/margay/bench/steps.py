@@ -1,4 +1,4 @@
-"""Steps of generation of Mamba-2 and of linear attention, one token, against mamba_ssm and PyTorch's operations (GPU).
+"""Steps of generation of Mamba-2, linear attention and delta rules, against mamba_ssm, FLA and PyTorch (GPU). One token.
 
 Bound by memory: the state is read and written. What stands beside is a copy of it. Small batches are bound by the
 launch.
@@ -12,9 +12,10 @@ import margay
 from margay.bench.harness import Case, GpuTimer, Problem, peer, run_family
 from margay.families import steps
 
-P, N, D = 64, 128, 128               # Mamba-2: columns of a head, of its state; linear attention: K = V
+P, N, D = 64, 128, 128               # Mamba-2: columns of a head, of its state; else: K = V
 SSD = [(1, 32), (8, 64), (64, 64), (256, 64), (256, 128)]             # batch, heads
 LINEAR = [(1, 32), (16, 32), (64, 32), (256, 32)]
+DELTA = [(1, 32), (16, 32), (64, 32), (256, 32)]
 STATES = (torch.float32, torch.bfloat16)
 HIDE_CYCLES = 400_000
 
@@ -50,6 +51,33 @@ def linear(b, h, state, device, dtype):
     return torch.randn(b, h, D, D, device=device).to(state), inputs, calls
 
 
+def delta_by_torch(state, q, k, v, g, beta):
+    wide, q, k, v = state.float(), q.float(), k.float(), v.float()
+    wide = wide * (g.exp()[..., None] if g.ndim == 3 else g.exp()[..., None, None])
+    error = v - (k[:, :, None] @ wide)[:, :, 0]
+    wide = wide + k[..., None] * (beta[..., None] * error)[:, :, None]
+    state.copy_(wide)
+    return D ** -0.5 * (q[:, :, None] @ wide)[:, :, 0]
+
+
+def by_fla(module, name):
+    """Of its own new state, which it returns beside the result."""
+    theirs = peer(module, name)
+    return theirs and (lambda s, q, k, v, g, beta: theirs(
+        *(t[:, None] for t in (q, k, v)), g=g[:, None], beta=beta[:, None], initial_state=s, output_final_state=True)[0][:, 0])
+
+
+def delta(name, b, h, state, device, dtype):
+    randn = lambda *size: torch.randn(size, device=device)  # noqa: E731
+    unit = lambda t: torch.nn.functional.normalize(t, dim=-1).to(dtype)  # noqa: E731
+    inputs = (unit(randn(b, h, D)), unit(randn(b, h, D)), randn(b, h, D).to(dtype),
+              -torch.rand(b, h, *(D,) * (name == "kda"), device=device), torch.rand(b, h, device=device))
+    calls = {"margay": getattr(margay, f"{name}_step"), "torch": delta_by_torch}
+    if device == "cuda" and (theirs := by_fla(f"fla.ops.{name}", f"fused_recurrent_{name}")):
+        calls["fla"] = theirs
+    return torch.randn(b, h, D, D, device=device).to(state), inputs, calls
+
+
 def build(op, b, h, kind, device="cuda", dtype=torch.bfloat16):
     """Each has a state of its own, which goes on from call to call."""
     torch.manual_seed(0)
@@ -59,8 +87,10 @@ def build(op, b, h, kind, device="cuda", dtype=torch.bfloat16):
     return Problem(runners, 2e-2, 0, 2 * state.nbytes, beside={"copy": (lambda: to.copy_(state), 2 * state.nbytes)})
 
 
-def cases(ssd_shapes=SSD, linear_shapes=LINEAR, device="cuda", dtype=torch.bfloat16):
-    for name, op, shapes in (("ssd_step", ssd, ssd_shapes), ("linear_attention_step", linear, linear_shapes)):
+def cases(ssd_shapes=SSD, linear_shapes=LINEAR, delta_shapes=DELTA, device="cuda", dtype=torch.bfloat16):
+    for name, op, shapes in (("ssd_step", ssd, ssd_shapes), ("linear_attention_step", linear, linear_shapes),
+                             *((f"{rule}_step", functools.partial(delta, rule), delta_shapes)
+                               for rule in ("gated_delta_rule", "kda"))):
         for state, (b, h) in itertools.product(STATES, shapes):
             kind = str(state).removeprefix("torch.")
             fields = {"group": f"{name}, {kind} state", "direction": "forward", "b": b, "t": 1, "h": h, "state": kind,
