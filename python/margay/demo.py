@@ -1,12 +1,12 @@
 """Train a small byte-level model on real text, with Margay's functions and with PyTorch's, and compare.
 
-The model is a transformer, or with --model hybrid layers of Mamba-2, of Gated DeltaNet and one of attention. Two runs start from the same
-weights and see the same batches; their steps are timed in turn. Free runs part, as rounding grows from step to step. So
-the verdict is taken on common ground: at CHECKS steps the gradients of all weights are computed on the weights of
-PyTorch's run, with either functions, and by TWINS twins: PyTorch's functions with their inputs, their outputs and the
-gradients of these disturbed by one rounding error each (a random factor 1 +- eps of the data type), and so the sums of
-logarithms of a scan's decays. Margay's gradients may be at most FACTOR times as far from PyTorch's as the furthest
-twin's are, in distance and in length.
+The model is a transformer, or with --model hybrid layers of Mamba-2, of Gated DeltaNet and one of attention. Two runs
+start from the same weights and see the same batches; their steps are timed in turn. Free runs part, as rounding grows
+from step to step. So the verdict is taken on common ground: at CHECKS steps the gradients of all weights are computed
+on the weights of PyTorch's run, with either functions, and by TWINS twins: PyTorch's functions with their inputs, their
+outputs and the gradients of these disturbed by one rounding error each (a random factor 1 +- eps of the data type), and
+so the sums of logarithms of a scan's decays. Margay's gradients may be at most FACTOR times as far from PyTorch's as
+the furthest twin's are, in distance and in length.
 """
 
 import argparse

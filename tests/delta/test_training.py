@@ -1,5 +1,5 @@
-"""A small model like Qwen3-Next and one like Kimi Linear, trained from one seed with Margay's rule and with PyTorch's: the
-loss curves part no more than PyTorch's parts from itself where each input and result has one rounding error more."""
+"""A small model like Qwen3-Next and one like Kimi Linear, trained from one seed with Margay's rule and with PyTorch's:
+the loss curves part no more than PyTorch's from itself where each input and result has one rounding error more."""
 
 from pathlib import Path
 

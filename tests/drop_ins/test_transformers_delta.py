@@ -223,7 +223,8 @@ def test_register_is_undone():
             assert state() == changed
         assert state() == changed and transformers.PreTrainedModel.__init__ is not init
     assert state() == before and transformers.PreTrainedModel.__init__ is init
-    for first, second in ((mg.integrations.delta, mg.integrations.mamba), (mg.integrations.mamba, mg.integrations.delta)):
+    both_of = mg.integrations.delta, mg.integrations.mamba
+    for first, second in (both_of, both_of[::-1]):
         one, two = first.register(), second.register()
         one.disable()
         convolutions = [modules[m].causal_conv1d_fn for m in NAMES]

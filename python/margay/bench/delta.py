@@ -25,8 +25,8 @@ D, CHUNK = 128, 64
 # batch, steps, key heads, value heads; the last two have few heads and a long sequence
 GDN = [(1, 8192, 16, 32), (2, 8192, 8, 16), (4, 4096, 16, 32), (1, 32768, 8, 16), (1, 32768, 16, 32), (8, 2048, 32, 64),
        (8, 8192, 16, 16), (1, 131072, 4, 4), (1, 131072, 8, 8)]
-KDA = [(1, 8192, 32, 32), (2, 8192, 16, 16), (4, 4096, 32, 32), (1, 32768, 16, 16), (8, 2048, 64, 64), (1, 131072, 4, 4),
-       (1, 131072, 8, 8)]
+KDA = [(1, 8192, 32, 32), (2, 8192, 16, 16), (4, 4096, 32, 32), (1, 32768, 16, 16), (8, 2048, 64, 64),
+       (1, 131072, 4, 4), (1, 131072, 8, 8)]
 MIXES = {"8 x 4096": 8 * [4096], "1 x 24576 + 32 x 256": [24576, *32 * [256]], "256 x 128": 256 * [128],
          "uneven": [8192, 1, 4095, 63, 129, 6000, 64, 900, 13324]}      # 32768 steps each
 KINDS = {"gdn": GDN, "kda steep": KDA, "kda mild": KDA, "gdn raw": GDN[:1], "kda steep raw": KDA[:1]}
@@ -48,8 +48,9 @@ def by_chunks(q, k, v, g, beta):
         weights = (l[..., :, None, :] - l[..., None, :, :]).masked_fill(later[..., None], -torch.inf).exp()
         scores, keys = (torch.einsum("bnhik,bnhjk,bnhijk->bnhij", x, k, weights) for x in (q, k))
     identity = torch.eye(CHUNK, device=q.device).expand_as(keys)
-    inverse = torch.linalg.solve_triangular(identity + keys.tril(-1) * beta.mT, identity, upper=False, unitriangular=True)
-    inverse, ends = beta * inverse, l[..., -1:, :]
+    inverse = beta * torch.linalg.solve_triangular(identity + keys.tril(-1) * beta.mT, identity, upper=False,
+                                                   unitriangular=True)
+    ends = l[..., -1:, :]
     reads, writes, state, outs = k * l.exp(), k * (ends - l).exp(), q.new_zeros(b, h, d, dv), []
     for i in range(t // CHUNK):
         u = inverse[:, i] @ (v[:, i] - reads[:, i] @ state)
@@ -143,7 +144,8 @@ def cases(kinds=KINDS, mixes=MIXES, device="cuda", dtype=torch.bfloat16):
                 fields = {"group": f"{direction}, {kind}", "direction": direction, "kind": kind, "b": b, "t": t, "h": h,
                           "hv": hv, "d": D, "dtype": str(dtype).removeprefix("torch.")}
                 fields |= {"lengths": name} if name else {}
-                yield Case(f"{direction} {kind} B={b} T={t} H={h} HV={hv}" + (f" varlen {name}" if name else ""), fields,
+                varlen = f" varlen {name}" if name else ""
+                yield Case(f"{direction} {kind} B={b} T={t} H={h} HV={hv}{varlen}", fields,
                            functools.partial(build, kind, shape, direction, lengths, device, dtype))
 
 

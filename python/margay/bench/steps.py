@@ -1,7 +1,7 @@
-"""Steps of generation of Mamba-2, linear attention and delta rules, against mamba_ssm, FLA and PyTorch (GPU). One token.
+"""Steps of generation: Mamba-2, linear attention, delta rules, against mamba_ssm, FLA and PyTorch's operations (GPU).
 
-Bound by memory: the state is read and written. What stands beside is a copy of it. Small batches are bound by the
-launch.
+One token. Bound by memory: the state is read and written. What stands beside is a copy of it. Small batches are bound by
+the launch.
 """
 import functools
 import itertools
@@ -63,8 +63,13 @@ def delta_by_torch(state, q, k, v, g, beta):
 def by_fla(module, name):
     """Of its own new state, which it returns beside the result."""
     theirs = peer(module, name)
-    return theirs and (lambda s, q, k, v, g, beta: theirs(
-        *(t[:, None] for t in (q, k, v)), g=g[:, None], beta=beta[:, None], initial_state=s, output_final_state=True)[0][:, 0])
+    if theirs is None:
+        return None
+
+    def call(state, *tensors):
+        q, k, v, g, beta = (t[:, None] for t in tensors)
+        return theirs(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)[0][:, 0]
+    return call
 
 
 def delta(name, b, h, state, device, dtype):

@@ -25,10 +25,11 @@ class _DeltaLayer(torch.nn.Module):
             if number < 1:
                 raise ValueError(f"{name}: {what} is {number}, expected at least 1")
         if heads_v < 1 or heads_v % num_heads:
-            raise ValueError(f"{name}: num_v_heads is {heads_v}, expected a multiple of num_heads, which is {num_heads}")
+            raise ValueError(f"{name}: num_v_heads is {heads_v}, expected a multiple of num_heads, which is "
+                             f"{num_heads}")
         if dim_v < 1 or not math.isclose(head_dim * expand_v, dim_v, rel_tol=1e-5):
-            raise ValueError(f"{name}: expand_v is {expand_v}, expected one that makes a whole number of head_dim, which "
-                             f"is {head_dim}")
+            raise ValueError(f"{name}: expand_v is {expand_v}, expected one that makes a whole number of head_dim, "
+                             f"which is {head_dim}")
         if not 2 <= conv_size <= 4:
             raise ValueError(f"{name}: conv_size is {conv_size}, expected 2 to 4")
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
@@ -124,7 +125,8 @@ class _DeltaLayer(torch.nn.Module):
     def _heads(self, convolved):
         if len(convolved) == 1:
             convolved = convolved[0].split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
-        return [t.unflatten(-1, (-1, dim)) for t, dim in zip(convolved, (self.head_dim, self.head_dim, self.head_v_dim))]
+        dims = self.head_dim, self.head_dim, self.head_v_dim
+        return [t.unflatten(-1, (-1, dim)) for t, dim in zip(convolved, dims)]
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
         self._rename(state_dict, prefix)

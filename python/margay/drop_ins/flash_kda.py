@@ -10,8 +10,8 @@ __all__ = ["fwd"]
 @torch.no_grad()
 def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None,
         cu_seqlens=None):
-    """As flash_kda.fwd: Kimi delta attention of raw gates g [B, T, H, K] and logits beta [B, T, H], written to `out`, and
-    the last states to `final_state`. q and k are normalised here.
+    """As flash_kda.fwd: Kimi delta attention of raw gates g [B, T, H, K] and logits beta [B, T, H], written to `out`,
+    and the last states to `final_state`. q and k are normalised here.
 
     States are [.., V, K], float32 or bfloat16. dt_bias [H, K] or [H * K] or None. More than flash_kda: float16, on the
     CPU float32, 1 to 128 columns, value heads that are a multiple of the key heads, any strides, lower_bound None. Not

@@ -42,8 +42,8 @@ def chunk_gated_delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state
     heads = max(q.shape[1], v.shape[1])
     if q.shape[1] > k.shape[1]:
         if not k.shape[1] or q.shape[1] % k.shape[1] or v.shape[1] != k.shape[1]:
-            raise ValueError(f"{op}: q has {q.shape[1]} heads, k {k.shape[1]} and v {v.shape[1]}, expected as many of k "
-                             "and v, and of q a multiple of them")
+            raise ValueError(f"{op}: q has {q.shape[1]} heads, k {k.shape[1]} and v {v.shape[1]}, expected as many of "
+                             "k and v, and of q a multiple of them")
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     places = None if state_indices is None else state_indices.long()
     state = initial_state
