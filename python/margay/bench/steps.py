@@ -1,7 +1,7 @@
 """Steps of generation: Mamba-2, linear attention, delta rules, against mamba_ssm, FLA and PyTorch's operations (GPU).
 
-One token. Bound by memory: the state is read and written. What stands beside is a copy of it. Small batches are bound by
-the launch.
+One token. Bound by memory: the state is read and written. What stands beside is a copy of it. Small batches are bound
+by the launch.
 """
 import functools
 import itertools
