@@ -113,3 +113,10 @@ def test_flash_kda(device, packed, state_type):
     close(out, exact)
     if end is not None:
         close(end, last.mT)
+
+
+def test_flash_kda_without_decay():
+    q, k, v, g, beta, _ = problem("cpu", 2, 2, True)
+    out = torch.empty_like(v)
+    mg.flash_kda.fwd(q, k, v, g, beta, 0.3, out, torch.zeros(2), torch.zeros(2, 32), 0.0)
+    close(out, recurrence(normalised(q), normalised(k), v, None, strength(beta), 0.3)[0])

@@ -17,12 +17,12 @@ def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state
     CPU float32, 1 to 128 columns, value heads that are a multiple of the key heads, any strides, lower_bound None. Not
     differentiable.
     """
-    if dt_bias is not None:
-        dt_bias = dt_bias.reshape(g.shape[2:])
-    result, last = margay.kda(
-        q, k, v, g, beta, scale=scale, initial_state=None if initial_state is None else initial_state.float(),
-        output_final_state=True, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound or None,
-        use_gate=True, use_qk_l2norm=True, use_beta_sigmoid=True, state_v_first=True)
+    gate = dict(use_gate=True, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+    if lower_bound == 0:                             # no decay
+        g, gate = torch.zeros_like(g), {}
+    result, last = margay.kda(q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=True,
+                              cu_seqlens=cu_seqlens, use_qk_l2norm=True, use_beta_sigmoid=True, state_v_first=True,
+                              **gate)
     out.copy_(result)
     if final_state is not None:
         final_state.copy_(last)
