@@ -28,7 +28,7 @@ struct shared {
   square m[STAGES], p[STAGES];
   chunk_vectors v[STAGES];                       // CHANNELS: beta only
   sv<N> ends[CHANNELS ? STAGES : 0];
-  ring<STAGES> inputs;
+  ring<STAGES, ASYNC_READS> inputs;              // read into registers too, in front of advance()'s fence
   ring<STAGES, ASYNC_READS> v_ring;              // plain stores only, which need no fence
   sem last;                                      // tiles of a chunk that runs over are there, and to be cleared
 };
@@ -152,7 +152,6 @@ TILE void advance(rt<float, N> &d, const params &p, shared &s, const task &b, ri
   mma_fence();
   mma_ABt_part<ZERO>(x, part, weights, 0);
   if (N > 64) mma_ABt_part<ACC>(x, rest, weights, N - 64);
-  mma_commit();
   load_t(dout, s.dout[i][wg]);
   fill(y, 0.f);
   map_col(y, dout, v.beta, [](float, float x, float) { return x; });

@@ -34,7 +34,7 @@ struct shared {
   st<elem, Q, Q> f, e;                            // F diag(beta), -E diag(beta)
   chunk_vectors v[2];
   found found_of[2];
-  ring<2> qk_ring;
+  ring<2, ASYNC_READS> qk_ring;                   // give_dq and give_dk read it into registers too, and fence
   ring<2, ASYNC_READS> later, earlier;            // of panels: R and D; dO, dV and S
   ring<1, ASYNC_READS> weights;
   ring<2, ASYNC_READS> v_ring, found_ring;        // plain stores only, which need no fence
@@ -119,8 +119,7 @@ TILE void trim(const params &p, shared &s, int) {
     if (over) {
       wait_last(s.qk_last, qk.stage, qk_phases);
       clear_rows<WARP>(s.q[qk.stage], 0, steps);
-      clear_rows<WARP>(s.k[qk.stage], 0, steps);
-      fence_async();
+      clear_rows<WARP>(s.k[qk.stage], 0, steps);    // who reads them has waited for a panel: its fence does
       sem_arrive<WARP>(s.qk_ring.full[qk.stage]);
     }
     ring_next(s.qk_ring, qk);
@@ -437,6 +436,7 @@ TILE void give_dq(const params &p, shared &s, int) {
       ring_pos last = ring_at<2>(n.head - 1);
       if (p.gates.norm_k) take_along(sum, s.q[qk.stage], s.v[last.stage].norm_q, p.scale);
       ring_release(s.v_ring, last);
+      fence_async();
       ring_release(s.qk_ring, qk);
       n.task++;
     }
@@ -478,6 +478,7 @@ TILE void give_dk(const params &p, shared &s, int) {
       ring_pos last = ring_at<2>(n.head - 1);
       if (p.gates.norm_k) take_along(sum, s.k[qk.stage], s.v[last.stage].norm_k, 1.f);
       ring_release(s.v_ring, last);
+      fence_async();
       ring_release(s.qk_ring, qk);
       n.task++;
     }

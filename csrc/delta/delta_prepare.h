@@ -14,6 +14,9 @@ enum { Q = 64 };                // steps of a chunk
 template<typename T> struct inner_of { typedef fp16 type; };
 template<> struct inner_of<float> { typedef float type; };
 typedef inner_of<elem>::type inner;
+template<typename T> struct exact_of { typedef bf16 type; };   // of two parts, with float32's range
+template<> struct exact_of<float> { typedef float type; };
+typedef exact_of<elem>::type exact;
 typedef st<inner, Q, Q> square;
 
 // ---- rows and chunks

@@ -489,33 +489,45 @@ def call_kda(dtype, dim, steps, given):
 # label, steps, heads of k and v, what is given. The last sequence ends before the last step.
 DELTA = (("states", 330, 1, 2, ("g", "initial_state", "final_state")), ("none", 70, 1, 1, ()),
          ("packed", 410, 1, 1, ("g", "a_log", "dt_bias", "cu_seqlens", "l2norm", "beta_form", "final_state")))
+DELTA_CUT = ("delta_segments", "delta_cuts", "delta_join")
+DELTA_BWD = ("gated_delta_rule_bwd", "delta_keep", "delta_back")
 
 
 def gated_delta_rule(row, large):
-    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it."""
+    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it, and
+    rows are cut."""
     n = 8 if "_k64" in row["name"] else 72
-    form = 2 if "prepare" in row["name"] else 1
+    form = 3 if row["op"] in DELTA_CUT else 2 if "prepare" in row["name"] else 1
+    op = "gated_delta_rule_bwd" if row["op"] in DELTA_BWD else "gated_delta_rule"
     given = ("g", "l2norm")
     shapes = [("large", 2000, 33, 132, given), ("few blocks", 3000, 1, 2, given)] if large else []
-    for label, *problem in (*shapes, *DELTA):
+    cut = row["op"] in DELTA_CUT
+    if cut:
+        shapes = [("large", 20000, 2, 2, ("g",))] if large else []
+        shapes += [("cut", 2600, 1, 1, ("g", "initial_state", "final_state")), ("once", 1100, 1, 1, ())]
+    for label, *problem in (*shapes, *DELTA * (not cut)):
+        if row["op"] == "gated_delta_rule_bwd":          # chunks are dealt out to blocks
+            problem[0] *= 2
         if row["op"] != "delta_norms" or "l2norm" in problem[3]:
-            yield label, lambda x=problem: call_gated_delta_rule(row["dtype"], *x, n, 128 if "v128" in row["name"] else 72,
-                                                                 form)
+            yield label, lambda x=problem: call_gated_delta_rule(op, row["dtype"], *x, n,
+                                                                 128 if "v128" in row["name"] else 72, form)
 
 
-def call_gated_delta_rule(dtype, steps, heads, v_heads, given, k, v, form):
+def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form):
     starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 5)
+    given += tuple("d" + t for t in (*given, "beta"))
     sizes = dict(B=1, T=steps, H=heads, HV=v_heads, K=k, V=v, STARTS=len(starts) if "cu_seqlens" in given else -1)
+    sizes |= dict(HH=v_heads if "a_log" in given else -1)
     sizes |= dict(form=form, state_v_first=0, l2norm=int("l2norm" in given), S1=-1, S2=-1)
-    op = _op.Row("gated_delta_rule")
+    op = _op.Row(name)
     for size, _, code in op.lets:
         sizes[size] = int(eval(code, {}, sizes))
     sizes |= dict(ROWS=sizes["R"], S1=k, S2=v)
     values, kinds = dict(g=-0.1, beta=0.5, k=0.1, cu_seqlens=starts), dict(half=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
                for f in op.arguments if f["role"] != "num" and (f["name"] in given or f["role"] not in ("opt", "optout"))}
-    _C.gated_delta_rule(**{"final_state": None} | tensors, l2norm="l2norm" in given, form=form,
-                        beta_form=2 * ("beta_form" in given))
+    absent = {f["name"]: None for f in op.arguments if f["role"] in ("opt", "optout")}
+    getattr(_C, name)(**absent | tensors, l2norm="l2norm" in given, form=form, beta_form=2 * ("beta_form" in given))
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
@@ -665,6 +677,8 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
        "kda": kda, "kda_prepare": kda,
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
+       **dict.fromkeys(DELTA_CUT, gated_delta_rule),
+       "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,
        "ssd_step": step_of_generation, "ssd_step_ones": step_of_generation,
        "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation}
 
