@@ -82,6 +82,7 @@ TILE void scan(const params &p, shared &s, int) {
   ring_pos at = {};
   given_steps next;
   int last = t.first + (t.chunks - 1) * Q;
+  if (t.chunks == 0) return;
   if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, last);
   else load_given(next, p.rows, p.gates, t, last);
   for (int chunk = t.chunks - 1; chunk >= 0; chunk--) {
@@ -161,8 +162,10 @@ TILE void advance(rt<float, N> &d, const params &p, shared &s, const task &b, ri
   mma_fence();
   mma_ABt<ZERO>(y, z, s.p[i]);
   mma_commit();
-  if (!CHANNELS) map_col(dout, v.read, [](float x, float f) { return x * f; });
-  mma_fence();
+  if (!CHANNELS) {
+    map_col(dout, v.read, [](float x, float f) { return x * f; });
+    mma_fence();
+  }
   mma_AB<ACC>(d, dout, s.q[i]);
   mma_commit();
   tma_store_wait_read();

@@ -1,4 +1,5 @@
-// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence.
+// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence; of
+// SEG chunks at a time.
 #include "delta/kda_host.h"
 
 static kda_given given(const mg_tensor *t) {
@@ -33,9 +34,9 @@ mg_status mg_kda(const mg_kda_args *a) {
   float *betas = kda_makes_beta(a->beta, a->beta_form) ? mg_data(a->betas) : NULL;
   const kda_gates gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form, a->l2norm);
   delta_sweep_params p = {
-    .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .final = mg_data(a->final_state),
-    .initial_order = order, .final_order = order, .rows = delta_rows_of(&c, a->cu_seqlens),
-    .gates = {.beta = betas ? betas : mg_data(a->beta), .most = 1}, .scale = delta_scale_of(&c, a->scale),
+    .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .initial_order = order,
+    .rows = delta_rows_of(&c, a->cu_seqlens), .gates = {.beta = betas ? betas : mg_data(a->beta), .most = 1},
+    .scale = delta_scale_of(&c, a->scale),
     .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
     .value_dim = (int)c.n.V};
   if (c.n.T && c.n.R * c.n.HV) {     // the driver refuses to map what has no elements
@@ -46,9 +47,24 @@ mg_status mg_kda(const mg_kda_args *a) {
     mg_map_rows(&c, &p.w, a->write_k, 64, 64);
     mg_map_bthd(&c, &p.v, a->v, 64, 64);
     mg_map_bthd(&c, &p.o, a->out, 64, 64);
-    kda_run_prepare(&c, a->q, a->k, &gates, &p, betas);
   }
-  mg_use(&c, sweep);
-  if (c.status) return c.status;
-  return mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+  const ssd_order between = delta_order_of(&c, false);
+  const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
+  bool last = false;
+  for (int64_t first = 0; !last && !c.status; first += each) {
+    last = first + each >= chunks;
+    if (first) {
+      p.initial = mg_data(a->carry);
+      p.initial_order = between;
+    }
+    p.final = mg_data(last ? a->final_state : a->carry);
+    p.final_order = last ? order : between;
+    p.rows.from = (int)(first * 64);
+    p.rows.to = last ? (int)c.n.T : (int)((first + each) * 64);
+    p.rows.places = (int)(last ? chunks - first : each);
+    if (c.n.T && c.n.R * c.n.HV) kda_run_prepare(&c, a->q, a->k, &gates, &p, betas);
+    mg_use(&c, sweep);
+    if (!c.status) mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+  }
+  return c.status;
 }

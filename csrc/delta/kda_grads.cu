@@ -217,6 +217,7 @@ TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> 
                      int wg) {
   rt<float, 64> e, x;
   factors &to = factors_of(s, wg);
+  fill(x, 0.f);
   map_level(e, s.l[wg], 0, h, [](float y) { return fast_exp2(-fabsf(y)); });
   each<64>([](int, int, float &x, float e, float q, float nq) { x = q * nq * e; }, x, (const rt<float, 64> &)e, s.q[wg], r.norm_q);
   store(to.q, x);

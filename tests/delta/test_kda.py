@@ -97,6 +97,16 @@ def test_long(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_segments(device):
+    """Scratch is that of 8 + 4096 / (heads + 1) chunks of a head: of 1023 heads, 12."""
+    q, k, v, g, beta, state = problem("mild", 23, 1, 64 * 25 + 3, 1, 1023, 8, 8, device=device)
+    heads = slice(0, None, 400)
+    ours = run(q, k, v, g, beta, state=state)
+    few = run(q, k, *(t[:, :, heads] for t in (v, g, beta)), None, state[:, heads])
+    assert torch.equal(ours[0][:, :, heads], few[0]) and torch.equal(ours[1][:, heads], few[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_reset(device):
     """Behind a step of -1000 in every channel nothing is left of what was before its chunk but e^-10.5 of what pairs of
     steps of that chunk have of it, and nothing at all of that where the step is a chunk's first."""

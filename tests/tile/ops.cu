@@ -1,6 +1,7 @@
 // Every tile operation in a kernel of its own, written in the vocabulary only: the CPU and the GPU build of this file
 // must agree with the formulas in test_tile.py. Rows: ops.def.
 #include "tile/tile.h"
+#include "tile/channels.h"
 #include "tile/matrix.h"
 #include "tile/slices.h"
 #include "tile/triangle.h"
@@ -663,6 +664,72 @@ TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
   store(p.out + 512, 3, v, p.n);
 }
 
+// ---- decays of channels: sums down the columns of e, whose rows begin `col` apart, with biases x and steps y
+template<int C> struct channels_shared {
+  ct<C> l;
+  st<elem, 32, C> groups[4];
+  st<elem, 64, 64> a;
+  sem full;
+};
+template<int C> TILE void channels_init(channels_shared<C> &s) { sem_init(s.full, arrivals(1, 0, 0)); }
+template<int C> TILE void channels_loader(const op_params &p, channels_shared<C> &s, int) {
+  sem_expect(s.full, tile_bytes(s.a));
+  tma_load(s.a, p.a, s.full, p.row, 0, 0, 0);
+}
+template<int C> TILE void channels_group(const op_params &p, channels_shared<C> &s, int) {
+  hm<C> x;
+  hv<C> v, end, least;
+  rv steps;
+  float *out = p.out;
+  load(x, p.e, p.col, p.m, p.n);
+  load(v, p.x, p.n);
+  map(x, v, p.m, [](float x, float v) { return x + v; });
+  least_of(least, x);
+  sum_down(s.l, end, x, -1.f);
+  store(out, end, C - 3);
+  store(out + C, least, C);
+  bool below = any(least, [](float x) { return x < -2.f; }), all = any(v, [](float x) { return x < 100.f; });
+  fill(v, below + 2.f * all + 4.f * any(end, [](float x) { return x > 1000.f; }));
+  map(v, v, [](float x) { return x + 0.5f; });
+  store(out + 2 * C, v, C);
+  load_steps(steps, p.y, 3, p.m);
+  store_steps(out + 3 * C, steps, 2, p.m);
+  out += 3 * C + 128;
+  rt<float, 64> a, b;
+  rt<float, 32> t;
+  for (int c = 0; c < C; c += 64, out += 4 * 4096) {
+    load(a, s.l, c);
+    store(out, 64, a, 64, 64);
+    load_from_middle(b, s.l, c);
+    store(out + 4096, 64, b, 64, 64);
+    store_groups(s.groups, 0, a, c);
+    store_groups(s.groups, 1, b, c);
+    map_last_row(a, s.l, c, [](float x, float y) { return 2.f * x - y; });
+    store(out + 2 * 4096, 64, a, 64, 64);
+    rt<elem, 64> d;
+    if (c == 0) sem_wait(s.full, 0);
+    map_to_group(d, s.a, b, steps, s.l, c, 1 + c / 64, [](float x, float t, float u, float m) { return x + t * u - m; });
+    wg_sync();
+    if (c + 64 == C) {
+      store(s.a, d);
+      load(a, s.a);
+      store(out + 3 * 4096, 64, a, 64, 64);
+    }
+  }
+  fill(a, 1.f);
+  fill(b, 2.f);
+  map_rc(a, [](float, int row, int col) { return row + 100.f * col; });
+  fill(t, 0.f);
+  map_rc(t, [](float, int row, int col) { return -row - 100.f * col; });
+  put_group(a, b, t, 2);
+  store(out, 64, a, 64, 64);
+  store(out + 4096, 64, b, 64, 64);
+  fence_async();
+  wg_sync();
+  for (int g = 0; g < 4; g++) tma_store(p.c, s.groups[g], 32 * g, 0, 0, 0);
+  tma_store_wait();
+}
+
 // ---- matrices of global memory: one of floats in `out`, one of elements in `e`, both at `row` with rows `col` apart
 struct matrix_shared { sv<4 * 64> sums; };
 TILE void matrix_init(matrix_shared &) {}
@@ -1034,6 +1101,12 @@ typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1
 RUN_OP(zeros, zero_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
+#define CHANNELS(C)                                                                                                    \
+  typedef block<op_params, channels_shared<C>, channels_init<C>, role<channels_group<C>, WARPGROUP, 1, 0>,             \
+                role<channels_loader<C>, THREAD, 1, 0>> channels_##C##_kernel;                                         \
+  RUN_OP(channels_##C, channels_##C##_kernel)
+CHANNELS(64)
+CHANNELS(128)
 typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<FOURS>, WARPGROUP, 1, 0>> matrix_fours_kernel;
 RUN_OP(matrix_fours, matrix_fours_kernel)
 typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<ONES>, WARPGROUP, 1, 0>> matrix_ones_kernel;

@@ -463,30 +463,34 @@ KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a
 
 
 def kda(row, large):
+    name = "kda" if row["op"] in ("kda", "kda_prepare") else "kda_bwd"
+    columns = constants(row)
     shapes = [("large", 3000, ("a_log",)), ("few blocks", 640, ())] if large else []
     for label, *problem in [*shapes, *KDA]:
-        yield label, lambda problem=problem: call_kda(row["dtype"], constants(row)["D"] - 8, *problem)
+        yield label, lambda problem=problem: call_kda(name, row["dtype"], columns.get("D", columns.get("N")) - 8,
+                                                      128 if "v128" in row["name"] else 40, *problem)
 
 
-def call_kda(dtype, dim, steps, given):
-    starts, op = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 7), _op.Row("kda")
-    known = dict.fromkeys(op.sizes, -1) | dict(B=1, T=steps, H=1, HV=2, K=dim, V=dim - 8,
+def call_kda(name, dtype, k, v, steps, given):
+    starts, op = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 7), _op.Row(name)
+    given += tuple("d" + t for t in (*given, "g", "beta"))
+    known = dict.fromkeys(op.sizes, -1) | dict(B=1, T=steps, H=1, HV=2, K=k, V=v, HH=2 if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
     known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False)
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
-    known |= dict(ROWS=known["R"], S1=known["M"], S2=known["N"])
+    known["ROWS"] = known["R"]
+    known |= dict(S1=k, S2=v)
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
     values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0, cu_seqlens=starts)
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
                for f in op.arguments if f["role"] != "num" and known[f["name"]]}
-    _C.kda(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"), *(known[n] for n in numbers))
+    getattr(_C, name)(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"), *(known[n] for n in numbers))
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
-# label, steps, heads of k and v, what is given. The last sequence ends before the last step.
 DELTA = (("states", 330, 1, 2, ("g", "initial_state", "final_state")), ("none", 70, 1, 1, ()),
          ("packed", 410, 1, 1, ("g", "a_log", "dt_bias", "cu_seqlens", "l2norm", "beta_form", "final_state")))
 DELTA_CUT = ("delta_segments", "delta_cuts", "delta_join")
@@ -675,7 +679,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
-       "kda": kda, "kda_prepare": kda,
+       "kda": kda, "kda_prepare": kda, "kda_bwd": kda, "kda_keep": kda, "kda_back": kda,
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
        **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,
