@@ -545,6 +545,41 @@ def call_step(dtype, ssd, sizes, given, slots):
     return [tensors[f["name"]] for f in (*op.results, op.inputs[0])]
 
 
+# steps, samples, places, what is given besides, numbers; of the last sample there is no state
+DELTA_STEPS = ((0, 2, 2, ("g",), dict(l2norm=True, still=True)),
+               (3, 3, 5, ("g", "a_log", "dt_bias", "slots", "states"), dict(beta_form=2)),
+               (2, 2, 9, ("g", "a_log", "kept", "accepted"), dict(l2norm=True)))
+
+
+def step_of_delta_rule(row, large):
+    """One step, and several; of rows of one number at a time as in step_of_generation."""
+    c, odd = constants(row), row["op"].endswith("_ones")
+    most = c["ROWS" if c["DOWN"] else "COLS"]
+    shapes = [("large", 8, 64, 64, ("g", "a_log", "dt_bias", "slots"), dict(l2norm=True))] if large else []
+    for label, steps, batch, places, given, numbers in [*shapes, *(("", *rest) for rest in DELTA_STEPS)]:
+        wide, keys = max(steps, 1), most - (6 if odd else 4 * steps)
+        sizes = dict(B=batch, T=steps, SLOTS=places, H=1, HV=2, K=keys, V=50 if odd else 52, KEEP=wide, STEPS=wide,
+                     ROWS=batch, S1=keys if c["DOWN"] else (50 if odd else 52),
+                     S2=(50 if odd else 52) if c["DOWN"] else keys)
+        numbers = dict(numbers, state_v_first=not c["DOWN"])
+        yield (label or f"{steps} steps of {batch} samples, {keys}",
+               lambda x=(row, sizes, given, numbers): call_delta_step(*x))
+
+
+def call_delta_step(row, sizes, given, numbers):
+    name = "kda_step" if constants(row)["CHANNELS"] else "gated_delta_rule_step"
+    op, batch, places, dtype = _op.Row(name + "s" * bool(sizes["T"])), sizes["B"], sizes["SLOTS"], row["dtype"]
+    values = dict(g=-0.1, a_log=0.0, beta=0.5, k=0.05, slots=[*range(places - 1, places - batch, -1), -1],
+                  kept=np.arange(batch * sizes["KEEP"]).reshape(batch, -1) * 1.0, accepted=[*range(batch, 0, -1)])
+    short = sizes["T"] == 3 or "BYTES == 2" in row["when"]
+    kind = lambda f: (dtype if f["kind"] == "half" or f["name"] in ("state", "states") and short  # noqa: E731
+                      else "float32" if f["kind"] == "real" else f["kind"])
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kind(f), values=values.get(f["name"]))
+               for f in op.arguments if f["role"] != "num" and (f["name"] in given or f["role"] != "opt")}
+    getattr(_C, op.name)(**tensors, **numbers)
+    return [tensors[name] for name in ("out", "state", "states") if name in tensors]
+
+
 def from_row(kernel, large):
     """Random problems from the op's row in ops.def: sizes for which NEEDS and the kernel's condition hold, values in
     the ranges of DRAW."""
@@ -602,7 +637,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
        "ssd_step": step_of_generation, "ssd_step_ones": step_of_generation,
-       "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation}
+       "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation,
+       **{op + form: step_of_delta_rule for op in ("gated_delta_rule_step", "kda_step")
+          for form in ("", "_ones", "_turned", "_turned_ones")}}
 
 
 def of_op(row, large):
