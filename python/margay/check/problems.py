@@ -39,12 +39,12 @@ class Array:
                                bits, 1, self.sizes, self.strides, 0, None, None)
 
     def turned(self):
-        """The transposed matrix."""
-        other = object.__new__(Array)
+        """The transposed matrix, or matrices."""
+        other, turn = object.__new__(Array), lambda n: (ctypes.c_int64 * len(n))(*n[:-2], n[-1], n[-2])
         other.data = self.data
-        other.sizes, other.strides = (ctypes.c_int64 * 2)(*self.sizes[::-1]), (ctypes.c_int64 * 2)(*self.strides[::-1])
+        other.sizes, other.strides = turn(self.sizes), turn(self.strides)
         m = self.managed
-        other.managed = Managed(m.data, 1, 0, 2, m.code, m.bits, 1, other.sizes, other.strides, 0, None, None)
+        other.managed = Managed(m.data, 1, 0, len(self.sizes), m.code, m.bits, 1, other.sizes, other.strides, 0, None, None)
         return other
 
     def __dlpack__(self, **_):
@@ -87,7 +87,7 @@ def new(*shape, dtype="float32", values=None):
 
 
 def turned(matrix):
-    return matrix.turned() if isinstance(matrix, Array) else matrix.t()
+    return matrix.turned() if isinstance(matrix, Array) else matrix.mT
 
 
 new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -559,9 +559,7 @@ def step_of_delta_rule(row, large):
     for label, steps, batch, places, given, numbers in [*shapes, *(("", *rest) for rest in DELTA_STEPS)]:
         wide, keys = max(steps, 1), most - (6 if odd else 4 * steps)
         sizes = dict(B=batch, T=steps, SLOTS=places, H=1, HV=2, K=keys, V=50 if odd else 52, KEEP=wide, STEPS=wide,
-                     ROWS=batch, S1=keys if c["DOWN"] else (50 if odd else 52),
-                     S2=(50 if odd else 52) if c["DOWN"] else keys)
-        numbers = dict(numbers, state_v_first=not c["DOWN"])
+                     ROWS=batch)
         yield (label or f"{steps} steps of {batch} samples, {keys}",
                lambda x=(row, sizes, given, numbers): call_delta_step(*x))
 
@@ -574,8 +572,14 @@ def call_delta_step(row, sizes, given, numbers):
     short = sizes["T"] == 3 or "BYTES == 2" in row["when"]
     kind = lambda f: (dtype if f["kind"] == "half" or f["name"] in ("state", "states") and short  # noqa: E731
                       else "float32" if f["kind"] == "real" else f["kind"])
-    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kind(f), values=values.get(f["name"]))
-               for f in op.arguments if f["role"] != "num" and (f["name"] in given or f["role"] != "opt")}
+    fields = {f["name"]: f for f in op.arguments
+              if f["role"] != "num" and (f["name"] in given or f["role"] != "opt")}
+    tensors = {name: new(*(sizes[size] for size in f["sizes"]), dtype=kind(f), values=values.get(name))
+               for name, f in fields.items()}
+    if not constants(row)["DOWN"]:
+        for name in {"state", "states"} & {*tensors}:
+            *lead, keys, columns = (sizes[size] for size in fields[name]["sizes"])
+            tensors[name] = turned(new(*lead, columns, keys, dtype=kind(fields[name])))
     getattr(_C, op.name)(**tensors, **numbers)
     return [tensors[name] for name in ("out", "state", "states") if name in tensors]
 

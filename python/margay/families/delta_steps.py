@@ -69,9 +69,19 @@ def _step(op, state, q, k, v, g, beta, A_log, dt_bias, use_gate, lower_bound, sc
             raise ValueError(f"{op}: beta is None, expected a tensor where use_beta_sigmoid is True")
         beta = v.new_ones(v.shape[:-1])
     step = functions.get("delta_step") or _find_step()
-    *indices, update_state = places
-    return step(op, state, q, k, v, g, beta, A_log, dt_bias, *indices, checked_scale(op, scale), lower_bound or 0.0,
-                beta_sigmoid * (1 + bool(allow_neg_eigval)), bool(l2norm), bool(state_v_first), not update_state)
+    *indices, kept, kept_at, update_state = places
+    if state_v_first:
+        state, kept = _turned(op, "state", state), _turned(op, "intermediate_states", kept)
+    return step(op, state, q, k, v, g, beta, A_log, dt_bias, *indices, kept, kept_at, checked_scale(op, scale), lower_bound or 0.0,
+                beta_sigmoid * (1 + bool(allow_neg_eigval)), bool(l2norm), not update_state)
+
+
+def _turned(op, name, states):
+    if states is None:
+        return None
+    if not is_torch(op, name, states) or states.ndim < 2:
+        raise TypeError(f"{op}: {name} is {type(states).__name__}, expected torch.Tensor [.., V, K]")
+    return states.mT
 
 
 def _find_step():
