@@ -44,7 +44,8 @@ class Array:
         other.data = self.data
         other.sizes, other.strides = turn(self.sizes), turn(self.strides)
         m = self.managed
-        other.managed = Managed(m.data, 1, 0, len(self.sizes), m.code, m.bits, 1, other.sizes, other.strides, 0, None, None)
+        other.managed = Managed(m.data, 1, 0, len(self.sizes), m.code, m.bits, 1, other.sizes, other.strides, 0, None,
+                                None)
         return other
 
     def __dlpack__(self, **_):

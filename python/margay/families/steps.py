@@ -1,5 +1,5 @@
-"""Steps of generation on PyTorch tensors, of ssd, of linear attention and of the delta rules. Rows of ops.def cannot say
-them yet: a state is read and written.
+"""Steps of generation on PyTorch tensors, of ssd, of linear attention and of the delta rules. Rows of ops.def cannot
+say them yet: a state is read and written.
 
 Each has its kernel, called with what the caller gave. Where C refuses that, `_again` says what is wrong in the caller's
 terms, brings what is small into a form that C takes, or computes by torch's operations what no kernel does: float32 on
@@ -384,5 +384,6 @@ _define("linear_attention_step", "Tensor q, Tensor k, Tensor v, Tensor? g, Tenso
         _linear_attention_step, _fake_linear)
 for _op in ("gated_delta_rule_step", "kda_step"):
     _define(_op, "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? "
-            "state_indices, Tensor? token_indices, Tensor? num_accepted_tokens, Tensor(b!)? intermediate_states, Tensor? "
-            "intermediate_indices, float scale, float lower_bound, int beta_form, bool l2norm, bool still", functools.partial(_delta_step, _op), _fake_linear)
+            "state_indices, Tensor? token_indices, Tensor? num_accepted_tokens, Tensor(b!)? intermediate_states, "
+            "Tensor? intermediate_indices, float scale, float lower_bound, int beta_form, bool l2norm, bool still",
+            functools.partial(_delta_step, _op), _fake_linear)
