@@ -91,7 +91,7 @@ def test_families_of_scans_compare_themselves_with_torch(tmp_path):
     families = {"ssd": ssd.cases([(1, 256, 2, 32)], "cpu"), "causal_conv1d": causal_conv1d.cases([(1, 70, 8)], "cpu"),
                 "linear_attention": linear_attention.cases(shapes=[(1, 256, 2, 32)], device="cpu"),
                 "delta": delta.cases({kind: [(1, 128, 1, 2)] for kind in ("gdn", "kda steep")}, {}, "cpu"),
-                "steps": steps.cases(*[[(2, 3)]] * 3, device="cpu")}
+                "steps": steps.cases([(2, 3)], [(2, 3)], [(2, 2, 1, "VK"), (1, 2, 3, "KV")], device="cpu")}
     for family, cases in families.items():
         assert harness.run_family(family, list(cases), harness.timer_for("cpu"), options), family
         content = json.loads(next(tmp_path.glob(f"{family}-*.json")).read_text())

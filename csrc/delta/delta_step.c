@@ -30,9 +30,8 @@ static mg_status step(mg_call *c, const mg_gated_delta_rule_step_args *a, int ch
   // As they lie in memory: rows of keys' values or, across, of values' keys.
   const mg_tensor *state = a->state, *kept = a->states;
   const mg_tensor state_turned = turned(state), states_turned = turned(kept ? kept : state);
-  const bool several = a->q->dims > 3, as_given = in_rows(state) && (!kept || in_rows(kept));
-  const bool across = as_given == a->state_v_first;
-  if (!as_given) {
+  const bool several = a->q->dims > 3, across = !in_rows(state) || (kept && !in_rows(kept));
+  if (across) {
     state = &state_turned;
     kept = kept ? &states_turned : NULL;
     if (!in_rows(state) || (kept && !in_rows(kept)))
@@ -80,7 +79,7 @@ static mg_status step(mg_call *c, const mg_gated_delta_rule_step_args *a, int ch
       .out = a->out, .state = a->state, .states = a->states, .q = a->q, .k = a->k, .v = a->v, .g = a->g, \
       .beta = a->beta, .a_log = a->a_log, .dt_bias = a->dt_bias, .slots = a->slots, .kept = a->kept, \
       .accepted = a->accepted, .states_at = a->states_at, .scale = a->scale, .lower_bound = a->lower_bound, \
-      .beta_form = a->beta_form, .l2norm = a->l2norm, .state_v_first = a->state_v_first, .still = a->still}; \
+      .beta_form = a->beta_form, .l2norm = a->l2norm, .still = a->still}; \
     const step_rows rows = {MG_OP_##row, MG_OP_##row##_ones, MG_OP_##row##_turned, MG_OP_##row##_turned_ones}; \
     return mg_begin(&c, MG_OP_##op, a) ? step(&c, &same, channels, rows) : c.status; \
   }

@@ -52,13 +52,14 @@ TILE void end(inputs &i, const params &p) {
   end_numbers(i.bias, p.bias);
 }
 
-TILE float sigmoid(float x) { return fast_rcp(1.f + fast_exp2(x * -1.4426950408889634f)); }
-// The decay of a step. rate: e^a_log, 1 where there is none.
-TILE float decay(const params &p, float g, float bias, float rate) {
-  float x = g + bias;
-  if (p.lower_bound != 0.f) x = p.lower_bound * sigmoid(rate * x);
-  else if (p.a_log.data) x = -rate * softplus(x);
-  return fast_exp2(x * 1.4426950408889634f);
+TILE float natural_exp(float x) { return fast_exp2(x * 1.4426950408889634f); }
+TILE float sigmoid(float x) { return fast_rcp(1.f + natural_exp(-x)); }
+// g becomes the decay of a step. rate: e^a_log, 1 where there is none.
+TILE void to_decay(gate::decays &g, const gate::decays &bias, const params &p, float rate) {
+  const float low = p.lower_bound;
+  if (low != 0.f) change(g, bias, [=](float g, float bias) { return natural_exp(low * sigmoid(rate * (g + bias))); });
+  else if (p.a_log.data) change(g, bias, [=](float g, float bias) { return natural_exp(-rate * softplus(g + bias)); });
+  else change(g, bias, [=](float g, float) { return natural_exp(g); });
 }
 
 TILE void sum_over_keys(side::sums &sums, state_tile &state, const keys &x) {
@@ -87,7 +88,7 @@ TILE void compute(const params &p, shared &s, int) {
   begin_state(state, p.states, at, row, col);
   begin_numbers(rate, p.a_log, 0, 0, t.head, 1);
   end_numbers(rate, p.a_log);
-  rate = fast_exp2(rate * 1.4426950408889634f);
+  rate = natural_exp(rate);
   ROLLED for (int step = 0; step < p.steps; step++) {
     if (step > 0) begin(now, p, t, step, value);
     const int turn = step % 2;
@@ -95,7 +96,7 @@ TILE void compute(const params &p, shared &s, int) {
     side::sums sums;
     float kk, qq, kq;
     end(now, p);
-    change(now.g, now.bias, [&](float g, float bias) { return decay(p, g, bias, rate); });
+    to_decay(now.g, now.bias, p, rate);
     if (step == 0) end_state(state, p.states);
     gate::forget(state, now.g);
     sum_over_keys(sums, state, now.k);

@@ -1,5 +1,5 @@
-"""gated_delta_rule_step and kda_step against the recurrence in float64: random problems, all arguments, several steps at
-once, states in a pool in either order, states kept behind tokens, memory in any order."""
+"""gated_delta_rule_step and kda_step against the recurrence in float64: random problems, all arguments, several steps
+at once, states in a pool in either order, states kept behind tokens, memory in any order."""
 
 import random
 
@@ -9,7 +9,6 @@ from torch.nn.functional import softplus
 
 import margay as mg
 from cases import DEVICES
-from margay.families import steps as of_torch
 from step_cases import Draw, compare, host
 
 DIMS = (1, 3, 4, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 256)
@@ -153,3 +152,147 @@ def test_random_problems(device, kda):
             compare(f"{label} kept", found if p.several else found[:, None], turn(kept), out, size, *behind, p.dtype)
         if not named["update_state"] and named["token_indices"] is None:
             assert torch.equal(state, before), label
+
+
+def inputs(op=mg.gated_delta_rule_step, batch=2, steps=0, heads_k=1, heads=2, dim=8, dim_v=16, dtype=torch.bfloat16,
+           device="cpu"):
+    g = torch.Generator().manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    lead, keys = (batch,) + (steps,) * bool(steps), (dim,) * (op is mg.kda_step)
+    tensors = (new(batch, heads, dim, dim_v), new(*lead, heads_k, dim).to(dtype),
+               (new(*lead, heads_k, dim) / dim ** 0.5).to(dtype), new(*lead, heads, dim_v).to(dtype),
+               -new(*lead, heads, *keys).abs(), torch.rand(*lead, heads, generator=g))
+    return [t.to(device) for t in tensors]
+
+
+OPS = pytest.mark.parametrize("op", (mg.gated_delta_rule_step, mg.kda_step), ids=("gdn", "kda"))
+
+
+@OPS
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device, op):
+    state, *rest = inputs(op, device=device, steps=2)
+    other, at = state.clone(), torch.tensor([1, -1], device=device)
+    kept = torch.zeros(2, 3, *state.shape[1:], device=device)
+    behind = kept.clone()
+    plain = op(state, *rest, state_indices=at, intermediate_states=kept)
+    compiled = torch.compile(
+        lambda s, kept, *rest: op(s, *rest, state_indices=at, intermediate_states=kept) + 1, backend="aot_eager",
+        fullgraph=True)
+    assert torch.equal(compiled(other, behind, *rest), plain + 1) and torch.equal(state, other)
+    assert torch.equal(kept, behind) and not kept[1].any() and not kept[:, 2].any() and kept[0, :2].all()
+
+
+@OPS
+def test_what_has_no_kernel(op):
+    """Mixtures of types give what torch's operations give, and these what the kernels give."""
+    for named in (dict(), dict(steps=3)):
+        state, *rest = inputs(op, **named)
+        several = "steps" in named
+        other = dict(state_indices=torch.tensor([1, 0]), use_qk_l2norm=True, use_beta_sigmoid=True)
+        kinds = ((torch.float64, torch.bfloat16), (torch.float16, torch.bfloat16), (torch.float64, torch.float32))
+        for kind, inner in kinds:
+            mine, near = state.to(kind).clone(), state.clone()
+            tensors = [t.to(inner) if t.dtype is torch.bfloat16 else t for t in rest]
+            kept = [torch.zeros(2, 3, *state.shape[1:], dtype=t) for t in (kind, torch.float32)]
+            given = [dict(intermediate_states=t) if several else {} for t in kept]
+            close = dict(atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(op(mine, *tensors, **other, **given[0]),
+                                       op(near, *tensors, **other, **given[1]), **close)
+            torch.testing.assert_close(mine.float(), near, **close)
+            torch.testing.assert_close(kept[0].float(), kept[1], **close)
+    state, *rest = inputs(op, steps=3)
+    places, accepted = torch.tensor([[2, 0, 1], [3, 5, -1]]), torch.tensor([2, 1])
+    pools = [torch.cat((state,) * 3).to(kind) for kind in (torch.float32, torch.float64)]
+    found = [op(pool, *rest, token_indices=places, num_accepted_tokens=accepted) for pool in pools]
+    torch.testing.assert_close(*found, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(pools[0], pools[1].float(), atol=2e-2, rtol=2e-2)
+
+
+@OPS
+def test_one_token_after_another(op):
+    """Several steps are as many calls of one, and any number of accepted ones can go on."""
+    state, *rest = inputs(op, steps=4, dim=40, dim_v=72)
+    kept = torch.full((2, 4, *state.shape[1:]), torch.nan)
+    out = op(state.clone(), *rest, intermediate_states=kept, update_state=False)
+    now = state.clone()
+    for t in range(4):
+        assert torch.equal(op(now, *(x[:, t] for x in rest)), out[:, t]) and torch.equal(now, kept[:, t])
+    pool = torch.zeros(8, *state.shape[1:])
+    places = torch.tensor([[3, 1, 5, 7], [0, 6, 2, 4]])
+    pool[places[:, 0]] = state
+    op(pool, *rest, token_indices=places)
+    assert torch.equal(pool[places], kept)
+    second = op(pool, *(x[:, :2] for x in rest), token_indices=places, num_accepted_tokens=torch.tensor([3, 2]))
+    now = torch.stack((kept[0, 2], kept[1, 1]))
+    assert torch.equal(second, op(now, *(x[:, :2] for x in rest))) and torch.equal(pool[places[:, 1]], now)
+
+
+@OPS
+@pytest.mark.parametrize("device", DEVICES)
+def test_hard_values(op, device):
+    """Gates that forget all or nothing, equal keys that beta 2 reflects, large values."""
+    state, q, k, v, g, beta = inputs(op, steps=6, dim=64, dim_v=32, heads_k=2, device=device)
+    k[:] = torch.nn.functional.normalize(k[:1, :1].float(), dim=-1).to(k.dtype)
+    for gate, weight, size in ((-torch.inf, 1.0, 1.0), (0.0, 2.0, 1.0), (-1e-3, 1.0, 1e30), (-300.0, 0.0, 1e30)):
+        now, values = state * size, (v.float() * size).to(v.dtype)
+        exact = expected(now.cpu(), q.cpu(), k.cpu(), values.cpu(), torch.full_like(
+            g, gate).cpu().double().view(2, 6, 2, -1), torch.full_like(beta, weight).cpu(), None, None, None, None, None,
+            64 ** -0.5, False, True)
+        out = op(now, q, k, values, torch.full_like(g, gate), torch.full_like(beta, weight))
+        out, size_out = out / size, exact[1] / size
+        (after, large), exact_out = exact[2], exact[0] / size
+        compare(f"{gate} {weight} {size}", out, now / size, exact_out, size_out, after / size, large / size, v.dtype)
+
+
+@OPS
+def test_of_no_memory(op):
+    tensors = [t.to("meta") for t in inputs(op)]
+    assert op(*tensors).shape == op(*inputs(op)).shape
+    assert op(*inputs(op, batch=0)).shape == (0, 2, 16)
+
+
+def test_refused():
+    state, q, k, v, g, beta = inputs(steps=2)
+    kept, at = torch.zeros(2, 2, *state.shape[1:]), torch.zeros(2, 2).int()
+    for given, error, words in (
+            (dict(q=q[0, 0]), ValueError, "q has shape [1, 8], expected 3 dimensions"),
+            (dict(k=k[:1]), ValueError, "k has shape [1, 2, 1, 8], expected [2, 2, 1, 8]"),
+            (dict(q=torch.cat((q,) * 3, 2)), ValueError, "v has 2 heads, expected a multiple of the 3 heads of q and k"),
+            (dict(state=state[:1]), ValueError, "state has shape [1, 2, 8, 16], expected [2, 2, 8, 16]"),
+            (dict(state=state[:1].expand(2, 2, 8, 16)), BufferError, "its elements may share memory"),
+            (dict(beta=beta[:, :1]), ValueError, "beta has shape [2, 1, 2], expected [2, 2, 2]"),
+            (dict(dt_bias=beta[0, 0]), ValueError, "dt_bias is given, expected None where use_gate is False"),
+            (dict(use_gate=True), ValueError, "A_log is None, expected a tensor where use_gate is True"),
+            (dict(allow_neg_eigval=True), ValueError, "allow_neg_eigval is True"),
+            (dict(state_indices=torch.ones(2)), ValueError, "expected 2 integers"),
+            (dict(token_indices=at[:, :1]), ValueError, "expected integers [2, 2 or more]"),
+            (dict(num_accepted_tokens=at[0]), ValueError, "expected None without token_indices"),
+            (dict(token_indices=at, intermediate_states=kept), ValueError, "expected None where intermediate_states"),
+            (dict(intermediate_states=kept[:, :1]), ValueError, "expected [2 or more, 2 or more, 2, 8, 16]"),
+            (dict(intermediate_states=kept.bfloat16()), TypeError, "expected torch.float32 (same as state)"),
+            (dict(intermediate_states=torch.zeros(2, 2, 2, 16, 8).mT), ValueError, "another dimension contiguous"),
+            (dict(intermediate_states=state[None].expand(2, 2, 2, 8, 16)), BufferError, "share"),
+            (dict(scale=-1.0), ValueError, "scale is -1, expected a positive finite number"),
+            (dict(q=q.float().numpy()), TypeError, "q is ndarray")):
+        named = dict(state=state, q=q, k=k, v=v, g=g, beta=beta) | given
+        with pytest.raises(error) as raised:
+            mg.gated_delta_rule_step(**named)
+        assert words in str(raised.value), raised.value
+    with pytest.raises(ValueError, match="lower_bound is 1, expected a negative"):
+        mg.kda_step(*inputs(mg.kda_step), use_gate=True, lower_bound=1)
+
+
+@OPS
+@pytest.mark.gpu
+def test_captured(op):
+    state, *rest = inputs(op, device="cuda", steps=2)
+    other = state.clone()
+    op(other, *rest)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(other, *rest)
+    other.copy_(state)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(op(state, *rest), out) and torch.equal(state, other)

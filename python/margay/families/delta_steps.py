@@ -18,9 +18,9 @@ def gated_delta_rule_step(state, q, k, v, g=None, beta=None, *, scale=None, A_lo
         is 0. No two samples may have the same state.
 
     For speculative decoding, which drops the last of several tokens, the state behind each can be kept:
-    intermediate_states: [B, T or more, HV, K, V], of state's type and order. The state behind token t of sample i becomes
-        intermediate_states[i, t], or of intermediate_indices[i] in place of i, where these integers [B] are given and
-        not negative.
+    intermediate_states: [B, T or more, HV, K, V], of state's type and order. The state behind token t of sample i
+        becomes intermediate_states[i, t] or, with intermediate_indices, integers [B], that of intermediate_indices[i],
+        where this is not negative.
     token_indices: integers [B, T or more]. The state behind token t becomes state[token_indices[i, t]] where that is
         not negative, and no other is written. Sample i begins with state[state_indices[i]] or, without state_indices,
         state[token_indices[i, num_accepted_tokens[i] - 1]]; num_accepted_tokens: integers [B], 1 if None.
@@ -69,9 +69,19 @@ def _step(op, state, q, k, v, g, beta, A_log, dt_bias, use_gate, lower_bound, sc
             raise ValueError(f"{op}: beta is None, expected a tensor where use_beta_sigmoid is True")
         beta = v.new_ones(v.shape[:-1])
     step = functions.get("delta_step") or _find_step()
-    *indices, update_state = places
-    return step(op, state, q, k, v, g, beta, A_log, dt_bias, *indices, checked_scale(op, scale), lower_bound or 0.0,
-                beta_sigmoid * (1 + bool(allow_neg_eigval)), bool(l2norm), bool(state_v_first), not update_state)
+    *indices, kept, kept_at, update_state = places
+    if state_v_first:
+        state, kept = _turned(op, "state", state), _turned(op, "intermediate_states", kept)
+    return step(op, state, q, k, v, g, beta, A_log, dt_bias, *indices, kept, kept_at, checked_scale(op, scale),
+                lower_bound or 0.0, beta_sigmoid * (1 + bool(allow_neg_eigval)), bool(l2norm), not update_state)
+
+
+def _turned(op, name, states):
+    if states is None:
+        return None
+    if not is_torch(op, name, states) or states.ndim < 2:
+        raise TypeError(f"{op}: {name} is {type(states).__name__}, expected torch.Tensor [.., V, K]")
+    return states.mT
 
 
 def _find_step():

@@ -1,5 +1,5 @@
-"""Steps of generation on PyTorch tensors, of ssd, of linear attention and of the delta rules. Rows of ops.def cannot say
-them yet: a state is read and written.
+"""Steps of generation on PyTorch tensors, of ssd, of linear attention and of the delta rules. Rows of ops.def cannot
+say them yet: a state is read and written.
 
 Each has its kernel, called with what the caller gave. Where C refuses that, `_again` says what is wrong in the caller's
 terms, brings what is small into a form that C takes, or computes by torch's operations what no kernel does: float32 on
@@ -257,8 +257,8 @@ def _call_delta(op, out, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, 
 
 
 def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, scale, lower_bound,
-                 beta_form, l2norm, v_first, still):
-    numbers = scale, lower_bound, beta_form, l2norm, v_first, still
+                 beta_form, l2norm, still):
+    numbers = scale, lower_bound, beta_form, l2norm, still
     tensors = state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at
     if q.is_meta:
         return getattr(torch.ops.margay, op)(*tensors, *numbers)
@@ -275,7 +275,7 @@ def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, acce
     _check_shapes(op, dict(k=(*lead, heads_k, dim), v=(*lead, heads, dim_v), g=(*lead, heads, *of_keys),
                            beta=(*lead, heads), A_log=(heads,), dt_bias=(heads, *of_keys)),
                   k=k, v=v, g=g, beta=beta, A_log=a_log, dt_bias=dt_bias)
-    last = (heads, *((dim_v, dim) if v_first else (dim, dim_v)))
+    last = heads, dim, dim_v
     _check_state(op, state, at, batch if at is not None or token_at is None else len(state), last)
     for name, t, wide in (("num_accepted_tokens", accepted, False), ("intermediate_indices", kept_at, False),
                           ("token_indices", token_at, True)):
@@ -311,7 +311,7 @@ def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, acce
 
 
 def _delta_by_torch(state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, scale, lower_bound,
-                    beta_form, l2norm, v_first, still):
+                    beta_form, l2norm, still):
     with torch.no_grad():
         several, dtype, repeats = q.ndim == 4, v.dtype, v.shape[-2] // q.shape[-2]
         q, k, v = q.float(), k.float(), v.float()
@@ -329,7 +329,7 @@ def _delta_by_torch(state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accep
         beta = beta_form * torch.sigmoid(beta) if beta_form else beta
         decay = (g if g.ndim == k.ndim else g[..., None]).exp()
         inputs = [t if several else t[:, None] for t in (q, k, v, decay, beta)]
-        pool, batch = state.mT if v_first else state, len(q)
+        pool, batch = state, len(q)
         if at is not None:
             begin = at.long()
         elif token_at is not None:
@@ -355,7 +355,7 @@ def _delta_by_torch(state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accep
             if token_at is not None:
                 keep(pool, token_at[:, t])
             elif kept is not None:
-                keep((kept.mT if v_first else kept)[:, t], every if kept_at is None else kept_at)
+                keep(kept[:, t], every if kept_at is None else kept_at)
         if token_at is None and not still:
             keep(pool, begin)
         out = torch.stack(outs, 1) if several else outs[0]
@@ -384,6 +384,6 @@ _define("linear_attention_step", "Tensor q, Tensor k, Tensor v, Tensor? g, Tenso
         _linear_attention_step, _fake_linear)
 for _op in ("gated_delta_rule_step", "kda_step"):
     _define(_op, "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? "
-            "state_indices, Tensor? token_indices, Tensor? num_accepted_tokens, Tensor(b!)? intermediate_states, Tensor? "
-            "intermediate_indices, float scale, float lower_bound, int beta_form, bool l2norm, bool state_v_first, "
-            "bool still", functools.partial(_delta_step, _op), _fake_linear)
+            "state_indices, Tensor? token_indices, Tensor? num_accepted_tokens, Tensor(b!)? intermediate_states, "
+            "Tensor? intermediate_indices, float scale, float lower_bound, int beta_form, bool l2norm, bool still",
+            functools.partial(_delta_step, _op), _fake_linear)
