@@ -639,8 +639,8 @@ static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t 
 
 static PyObject *field_dict(const mg_field *f) {
   static const char *const roles[] = {"end", "out", "optout", "save", "work", "optwork",
-                                      "space", "inout", "inoutmat", "in", "opt", "mat", "num", "let", "needs", "takes",
-                                      "draw", "shown"};
+                                      "space", "inout", "inoutmat", "optinoutmat", "in", "opt", "mat", "num", "let",
+                                      "needs", "takes", "draw", "shown"};
   static const char *const kinds[] = {"half", "real", "real", "float32", "int32", "uint8",
                                       "bfloat16", "float8_e4m3fn", "float", "int", "bool", "int64", "uint64"};
   const int n = f->role == ROLE_LET ? 1 : f->dims;
@@ -766,6 +766,7 @@ static PyObject *num_threads(PyObject *module, PyObject *const *objects, Py_ssiz
 #define DOC_SPACE(name)
 #define DOC_INOUT(name) name ", "
 #define DOC_INOUTMAT(name) name ", "
+#define DOC_OPTINOUTMAT(name) name ", "
 #define DOC_IN(name) name ", "
 #define DOC_OPT(name) name ", "
 #define DOC_MAT(name) name ", "

@@ -246,4 +246,5 @@ def hard(name, seed, b=1, steps=130, h=2, hv=None, d=64, dv=64, *, channels=Fals
     state = make(rows, hv, d, dv) * (0.1 if values == "random" else 0.1 * v.abs().max() if steps * hv * b else 1.0)
     dout, dlast = make(b, steps, hv, dv), make(rows, hv, d, dv)
     q, k, v, dout = (t.contiguous().to(device, dtype) for t in (q, k, v, dout))
-    return q, k, v, None if g is None else g.to(device), beta.to(device, dtype), state.to(device), dout, dlast.to(device)
+    g = g if g is None else g.to(device)
+    return q, k, v, g, beta.to(device, dtype), state.to(device), dout, dlast.to(device)

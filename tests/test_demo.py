@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import margay as mg
+from delta_forms import gates, normalised, recurrence, strength
 from margay import demo
 
-plain, mixed = demo.margay_attention, demo.margay_mix
+plain, mixed, ruled = demo.margay_attention, demo.margay_mix, demo.margay_delta
 default_text = functools.cache(demo.default_text)      # which parses for seconds
 MODELS = "transformer", "hybrid"
 
@@ -20,7 +21,7 @@ MODELS = "transformer", "hybrid"
 @pytest.fixture
 def small(monkeypatch):
     sizes = dict(rows=48, batch=2, width=64, heads=2, head_dim=32, steps=12, rate=1e-3)
-    for model, layers in (("transformer", "AA"), ("hybrid", "MA")):
+    for model, layers in (("transformer", "AA"), ("hybrid", "DMA")):
         monkeypatch.setitem(demo.SIZES, (model, "cpu"), sizes | {"layers": layers})
     monkeypatch.setattr(demo, "default_text", default_text)
     threads = torch.get_num_threads()
@@ -135,18 +136,39 @@ WRONG_MIX = {
 }
 
 
+def of_delta(part):
+    """The gradient of query, key, value, decay or beta times WORSE."""
+    def delta(layer, qkv, g, beta):
+        sizes = layer.key_dim, layer.key_dim, layer.value_dim
+        parts = dict(zip(("query", "key", "value"), qkv.split(sizes, 2))) | {"decay": g, "beta": beta}
+        parts[part] = ScaleGradient.apply(parts[part], WORSE[g.device.type])
+        return ruled(layer, torch.cat([parts[name] for name in ("query", "key", "value")], 2), parts["decay"],
+                     parts["beta"])
+    return delta
+
+
+WRONG_DELTA = {f"d{part} is more": of_delta(part) for part in ("query", "key", "value", "decay", "beta")} | {
+    "beta is more": lambda layer, qkv, g, beta: ruled(layer, qkv, g, beta + WORSE[g.device.type] - 1),
+    "a head is nan": lambda layer, qkv, g, beta: torch.cat((ruled(layer, qkv, g, beta)[:, :, :-1], math.nan * ruled(
+        layer, qkv, g, beta)[:, :, -1:]), 2),
+}
+
+
 @pytest.mark.parametrize("model, wrong", [("transformer", name) for name in WRONG] + [("hybrid", "out x 1.01")]
-                         + [("hybrid", name) for name in WRONG_MIX])
+                         + [("hybrid", name) for name in (*WRONG_MIX, *WRONG_DELTA)])
 def test_comparison_can_fail(short, tmp_path, monkeypatch, capsys, model, wrong):
     if wrong in WRONG:
         monkeypatch.setattr(demo, "margay_attention", WRONG[wrong])
-    else:
+    elif wrong in WRONG_MIX:
         monkeypatch.setattr(demo, "margay_mix", WRONG_MIX[wrong])
+    else:
+        monkeypatch.setattr(demo, "margay_delta", WRONG_DELTA[wrong])
     assert demo.main(["--model", model, "--device", short, "--out", str(tmp_path)]) == 1
     output = capsys.readouterr().out
     assert "FAILED" in output and "PyTorch's to rounding" not in output
     named = {"dq x 1.01": "q", "dk x 1.01": "k", "dv x 1.01": "v", "dx is more": "x", "dB is more": "B",
-             "dC is more": "C", "ddt is more": "dt"}
+             "dC is more": "C", "ddt is more": "dt"} | {
+             f"d{part} is more": part for part in ("query", "key", "value", "decay", "beta")}
     assert "gradients of " + named.get(wrong, "") in output
 
 
@@ -159,7 +181,10 @@ def test_a_twin_alone_passes(short, model):
     chunk = torch.randint(256, (size["batch"], size["rows"] + 1), device=short)
     reference = demo.gradients(made, demo.functions_of("torch"), chunk)
     twins = [demo.far(demo.gradients(made, demo.Twin(seed, short), chunk), reference) for seed in range(2)]
-    assert made.groups() == (("x", "B", "C", "dt") if model == "hybrid" else ()) + ("q", "k", "v", "others")
+    scans = "query", "key", "value", "beta", "decay", "x", "B", "C", "dt"
+    groups = made.groups()
+    expected = (scans if model == "hybrid" else ()) + ("q", "k", "v")
+    assert groups[-1] == "others" and sorted(groups[:-1]) == sorted(expected)
     for group in made.groups():
         assert 0 < twins[0][group][0] < demo.FACTOR / 2 * twins[1][group][0]
 
@@ -238,3 +263,16 @@ def test_bench_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = "margay.bench: --plot needs matplotlib, which is not installed"
     assert program(monkeypatch, capsys, "margay.bench", "cpu", "--plot") == (2, [line])
+
+
+@pytest.mark.parametrize("steps", (1, 63, 64, 65, 200))
+def test_the_delta_rule_in_torch(small, steps):
+    layer = demo.DeltaNet(64, 2, 16)
+    qkv, g, beta = torch.randn(2, steps, 96), torch.randn(2, steps, 2), torch.randn(2, steps, 2)
+    found = demo.torch_delta(layer, qkv, g, beta)
+    layer, qkv, g, beta = layer.double(), qkv.double(), g.double(), beta.double()
+    taps = torch.nn.functional.conv1d(torch.nn.functional.pad(qkv.mT, (3, 0)), layer.conv1d.weight, layer.conv1d.bias,
+                                      groups=96)
+    q, k, v = (t.unflatten(2, (2, 16)) for t in torch.nn.functional.silu(taps).mT.split(32, 2))
+    expected, _ = recurrence(normalised(q), normalised(k), v, gates(g, layer.A_log, layer.dt_bias), strength(beta))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()

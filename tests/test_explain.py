@@ -135,8 +135,11 @@ def test_every_function(device):
              mg.ssd: ((rows, rows[..., 0].float(), -torch.ones(2, device=device), rows, rows), {}),
              mg.ssd_step: ((torch.zeros(1, 2, 64, 64, device=device), rows[:, 0], rows[:, 0, :, 0],
                             -torch.ones(2, device=device), rows[:, 0], rows[:, 0]), {}),
-             mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {})}
-    one = {"matmul", "attention_decode", "append_kv", "causal_conv1d_step", "ssd_step", "linear_attention_step"}
+             mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {}),
+             mg.gated_delta_rule_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {}),
+             mg.kda_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 4), {})}
+    one = {"matmul", "attention_decode", "append_kv", "causal_conv1d_step", "ssd_step", "linear_attention_step",
+           "gated_delta_rule_step", "kda_step"}
     for function, (arguments, options) in calls.items():
         kernels = mg.explain(function, *arguments, **options).kernels
         assert (len(kernels) == 2 - (function.__name__ in one)

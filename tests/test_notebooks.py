@@ -35,7 +35,7 @@ def images(path):
 
 
 def test_there_is_one_for_each_family():
-    assert [path.stem for path in NOTEBOOKS] == ["attention", "decode", "gemm", "ssd"]
+    assert [path.stem for path in NOTEBOOKS] == ["attention", "decode", "delta", "gemm", "ssd"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

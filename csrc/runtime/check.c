@@ -193,7 +193,8 @@ static mg_status check_strides(const call *c, const mg_tensor *t) {
   const bool rows = !dense && c->rule->kind != KIND_F32 && c->rule->kind != KIND_REAL && c->rule->kind != KIND_U8;
   if (!wanted && !rows && !contiguous(t)) wanted = "a contiguous tensor";
   if (!wanted && rows && !unit(t, t->dims - 1)) {
-    if (c->rule->role != ROLE_MAT && c->rule->role != ROLE_INOUTMAT) wanted = "a contiguous last dimension";
+    const mg_role role = c->rule->role;
+    if (role != ROLE_MAT && role != ROLE_INOUTMAT && role != ROLE_OPTINOUTMAT) wanted = "a contiguous last dimension";
     else if (!unit(t, t->dims - 2)) wanted = "one of the last two dimensions contiguous";
   }
   if (!wanted) return MG_OK;

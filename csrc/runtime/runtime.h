@@ -40,7 +40,7 @@ enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 40 };
 // A row as data.
 typedef enum mg_role {
   ROLE_END, ROLE_OUT, ROLE_OPTOUT, ROLE_SAVE, ROLE_WORK, ROLE_OPTWORK, ROLE_SPACE,
-  ROLE_INOUT, ROLE_INOUTMAT, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS,
+  ROLE_INOUT, ROLE_INOUTMAT, ROLE_OPTINOUTMAT, ROLE_IN, ROLE_OPT, ROLE_MAT, ROLE_NUM, ROLE_LET, ROLE_NEEDS,
   ROLE_TAKES, ROLE_DRAW, ROLE_SHOWN
 } mg_role;
 typedef enum mg_kind {
@@ -78,10 +78,11 @@ static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) {
   return *(const mg_tensor *const *)((const char *)args + f->offset);
 }
 static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
-static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_INOUTMAT; }
+static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_OPTINOUTMAT; }
 static inline bool mg_is_read(const mg_field *f) { return f->role >= ROLE_INOUT && f->role <= ROLE_MAT; }
 static inline bool mg_may_miss(const mg_field *f) {
-  return f->role == ROLE_OPTOUT || f->role == ROLE_OPTWORK || f->role == ROLE_SPACE || f->role == ROLE_OPT;
+  return f->role == ROLE_OPTOUT || f->role == ROLE_OPTWORK || f->role == ROLE_SPACE || f->role == ROLE_OPT ||
+      f->role == ROLE_OPTINOUTMAT;
 }
 
 // Ranks, dtypes, devices, sizes, strides, overlap, read-only outputs and NEEDS of `args`, the op's struct, as its row

@@ -23,6 +23,7 @@ _HALF = "bfloat16, float16 or, on the CPU, float32"
 _KINDS = {"float": float, "int": int, "bool": bool, "int64": int, "uint64": int}
 _SIZE = r"\b[A-Z]\w*\b"
 _LARGEST = 2.0**128 - 2.0**104         # float32's; LARGEST of rows
+_ROLES = {"inoutmat": "inout", "optinoutmat": "opt"}     # without what concerns memory only
 _made: dict = {}        # (op, type of the first argument) -> function
 _gradients: dict = {}   # op -> a gradient written by hand
 _rules: dict = {}       # op -> a rule of vmap written by hand
@@ -33,7 +34,7 @@ class Row:
     """A row of ops.def. Its entries are dicts: name, text, role, kind, sizes, low, high."""
 
     def __init__(self, name):
-        entries = [f | {"role": "inout"} if f["role"] == "inoutmat" else f for f in ROWS[name]]
+        entries = [f | {"role": _ROLES.get(f["role"], f["role"])} for f in ROWS[name]]
         role = lambda *roles: [f for f in entries if f["role"] in roles]  # noqa: E731
         self.name, self.called = name, role("called")[0]["name"]       # the latter in messages
         self.arguments = role("out", "optout", "save", "work", "optwork", "space", "inout", "in", "opt", "mat", "num")

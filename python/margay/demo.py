@@ -1,12 +1,12 @@
 """Train a small byte-level model on real text, with Margay's functions and with PyTorch's, and compare.
 
-The model is a transformer, or with --model hybrid layers of Mamba-2 and one of attention. Two runs start from the same
-weights and see the same batches; their steps are timed in turn. Free runs part, as rounding grows from step to step. So
-the verdict is taken on common ground: at CHECKS steps the gradients of all weights are computed on the weights of
-PyTorch's run, with either functions, and by TWINS twins: PyTorch's functions with their inputs, their outputs and the
-gradients of these disturbed by one rounding error each (a random factor 1 +- eps of the data type), and so the sums of
-logarithms of a scan's decays. Margay's gradients may be at most FACTOR times as far from PyTorch's as the furthest
-twin's are, in distance and in length.
+The model is a transformer, or with --model hybrid layers of Mamba-2, of Gated DeltaNet and one of attention. Two runs
+start from the same weights and see the same batches; their steps are timed in turn. Free runs part, as rounding grows
+from step to step. So the verdict is taken on common ground: at CHECKS steps the gradients of all weights are computed
+on the weights of PyTorch's run, with either functions, and by TWINS twins: PyTorch's functions with their inputs, their
+outputs and the gradients of these disturbed by one rounding error each (a random factor 1 +- eps of the data type), and
+so the sums of logarithms of a scan's decays. Margay's gradients may be at most FACTOR times as far from PyTorch's as
+the furthest twin's are, in distance and in length.
 """
 
 import argparse
@@ -29,21 +29,21 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import margay as mg  # noqa: E402
-from margay.nn import Attention, Mamba2  # noqa: E402
+from margay.nn import Attention, GatedDeltaNet, Mamba2  # noqa: E402
 
 TWINS = 6
 FACTOR = 8           # 64 times as many independent roundings lead 8 times as far; a score alone has head_dim of them
 CHECKS = 8
 TEXT_BYTES = 1 << 20
 SEED = 1234
-# layers: A is one of attention, with an MLP, M is one of Mamba-2
+# layers: A is one of attention, with an MLP, M is one of Mamba-2, D is one of Gated DeltaNet
 SIZES = {
     ("transformer", "cpu"): dict(rows=512, batch=2, layers="AAA", width=128, heads=2, head_dim=128, steps=400,
                                  rate=2e-3),
     ("transformer", "cuda"): dict(rows=2048, batch=16, layers="AAAAAA", width=512, heads=8, head_dim=64, steps=400,
                                   rate=5e-4),
-    ("hybrid", "cpu"): dict(rows=512, batch=2, layers="MAM", width=128, heads=2, head_dim=64, steps=250, rate=2e-3),
-    ("hybrid", "cuda"): dict(rows=2048, batch=16, layers="MMAMMM", width=512, heads=8, head_dim=64, steps=400,
+    ("hybrid", "cpu"): dict(rows=512, batch=2, layers="MDA", width=128, heads=2, head_dim=64, steps=250, rate=2e-3),
+    ("hybrid", "cuda"): dict(rows=2048, batch=16, layers="MDAMDM", width=512, heads=8, head_dim=64, steps=400,
                              rate=5e-4),
 }
 
@@ -89,6 +89,11 @@ def margay_mix(layer, xbc, dt):
     return Mamba2.mix(layer, xbc, dt)[0]
 
 
+def margay_delta(layer, qkv, g, beta):
+    """The convolution and the gated delta rule of a layer of the columns q, k, v, of its raw gates and betas."""
+    return GatedDeltaNet.mix(layer, (qkv,), layer.gates(g, beta))[0]
+
+
 def torch_attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -121,15 +126,47 @@ def torch_mix(layer, xbc, dt, disturb=lambda t: t):
         return y.flatten(1, 2)[:, :steps].flatten(2).to(size)
 
 
+def torch_delta(layer, qkv, g, beta, disturb=lambda t: t):
+    """The same in PyTorch, by chunks of 64 steps, as torch_mix."""
+    with torch.autocast(qkv.device.type, enabled=False):
+        size, steps, more = qkv.dtype, qkv.shape[1], -qkv.shape[1] % 64
+        qkv = F.conv1d(F.pad(qkv.float().mT, (layer.conv_size - 1, 0)), layer.conv1d.weight, layer.conv1d.bias,
+                       groups=qkv.shape[2])
+        qkv = disturb(F.silu(qkv).mT.to(size)).float()
+        g = -layer.A_log.exp() * F.softplus(g.float() + layer.dt_bias)
+        q, k, v, g, beta = (F.pad(t, (0, 0, 0, more)).unflatten(1, (-1, 64)) for t in
+                            (*qkv.split((layer.key_dim, layer.key_dim, layer.value_dim), dim=2), g,
+                             torch.sigmoid(beta.float())))
+        q, k, v = (t.unflatten(3, (layer.num_heads, -1)).movedim(3, 2) for t in (q, k, v))   # [batch, chunk, head, ..]
+        q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+        sums, beta = disturb(g.cumsum(2)).movedim(3, 2), beta.movedim(3, 2)                  # [.., head, step]
+        decay = (sums[..., None] - sums[..., None, :]).masked_fill(
+            torch.ones(64, 64, dtype=torch.bool, device=q.device).triu(1), -math.inf).exp()
+        identity = torch.eye(64, device=q.device)
+        inverse = torch.linalg.solve_triangular(
+            identity + (decay * (k @ k.mT)).tril(-1) * beta[..., None, :], identity, upper=False, unitriangular=True)
+        values, reads = (beta[..., None] * (inverse @ t) for t in (v, sums.exp()[..., None] * k))
+        writes = k * (sums[..., -1:] - sums).exp()[..., None]
+        scores, queries = decay * (q @ k.mT), sums.exp()[..., None] * q
+        state, out = torch.zeros_like(writes[:, 0].mT @ v[:, 0]), []
+        for i in range(q.shape[1]):
+            u = values[:, i] - reads[:, i] @ state
+            out.append(queries[:, i] @ state + scores[:, i] @ u)
+            state = state * sums[:, i, :, -1, None, None].exp() + writes[:, i].mT @ u
+        out = layer.head_dim ** -0.5 * torch.stack(out, 1)
+        return out.movedim(2, 3).flatten(1, 2)[:, :steps].to(size)
+
+
 class Functions:
     """Those that a model's layers call."""
 
-    def __init__(self, attention, mix):
-        self.attention, self.mix = attention, mix
+    def __init__(self, attention, mix, delta):
+        self.attention, self.mix, self.delta = attention, mix, delta
 
 
 def functions_of(name):
-    return Functions(margay_attention, margay_mix) if name == "margay" else Functions(torch_attention, torch_mix)
+    return (Functions(margay_attention, margay_mix, margay_delta) if name == "margay"
+            else Functions(torch_attention, torch_mix, torch_delta))
 
 
 class Twin:
@@ -145,6 +182,10 @@ class Twin:
     def mix(self, layer, xbc, dt):
         disturb = lambda t: Disturb.apply(t, self)  # noqa: E731
         return disturb(torch_mix(layer, disturb(xbc), disturb(dt), disturb))
+
+    def delta(self, layer, qkv, g, beta):
+        disturb = lambda t: Disturb.apply(t, self)  # noqa: E731
+        return disturb(torch_delta(layer, *map(disturb, (qkv, g, beta)), disturb))
 
     def disturb(self, x):
         sign = 2 * torch.randint(2, x.shape, generator=self.generator, device=x.device, dtype=x.dtype) - 1
@@ -188,12 +229,31 @@ class StateSpace(Mamba2):
                 "A_log": (("dt", self.nheads),), "dt_bias": (("dt", self.nheads),)}
 
 
+class DeltaNet(GatedDeltaNet):
+    """The same."""
+
+    def mix(self, qkv, options, cu_seqlens=None, initial_states=(None, None)):
+        return self.functions.delta(self, *qkv, options["g"], options["beta"]), None
+
+    def gates(self, g, beta):
+        return dict(g=g, beta=beta, A_log=self.A_log, dt_bias=self.dt_bias)
+
+    def parts(self):
+        heads = self.num_v_heads
+        return {"in_proj_qkv.weight": (("query", self.key_dim), ("key", self.key_dim), ("value", self.value_dim)),
+                "in_proj_b.weight": (("beta", heads),), "in_proj_a.weight": (("decay", heads),),
+                "A_log": (("decay", heads),), "dt_bias": (("decay", heads),)}
+
+
 class Block(torch.nn.Module):
     def __init__(self, kind, width, heads, head_dim):
         super().__init__()
         self.norm1, self.mlp = torch.nn.LayerNorm(width), kind == "A"
         if kind == "M":
             self.mixer = StateSpace(width, d_state=head_dim, headdim=head_dim)
+            return
+        if kind == "D":
+            self.mixer = DeltaNet(width, heads, head_dim)
             return
         self.mixer = SelfAttention(width, heads, head_dim=head_dim)
         self.norm2, self.up, self.down = (torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width),
@@ -231,7 +291,8 @@ class Model(torch.nn.Module):
                 for name, parts in block.mixer.parts().items()}
 
     def groups(self):
-        """Weights that make q, k, v, x, B, C, dt, and all other weights."""
+        """Weights that make q, k, v, of Mamba-2 x, B, C, dt, of Gated DeltaNet query, key, value, beta, decay, and all
+        other weights."""
         return (*dict.fromkeys(group for parts in self.parts().values() for group, _ in parts if group != "others"),
                 "others")
 
@@ -418,13 +479,12 @@ def plot(ours, theirs, checks, size, out):
     top.legend()
     steps = [step for step, _ in checks]
     groups = ours.model.groups()
-    for group, color in zip(groups, ("tab:red", "tab:purple", "tab:green", "tab:brown", "tab:pink", "tab:olive",
-                                     "tab:cyan", "tab:gray")):
+    for group, color in zip(groups, matplotlib.colormaps["tab20"].colors):
         apart, allowed = zip(*(found[group][0] for _, found in checks))
         bottom.semilogy(steps, apart, "o-", color=color, markersize=4, label=group)
         bottom.semilogy(steps, allowed, "_", color=color, markersize=12)
     bottom.set(xlabel="step", ylabel="distance of the gradients\n(bars: allowed)")
-    bottom.legend(ncols=len(groups))
+    bottom.legend(ncols=7)
     figure.savefig(out / "demo.png", dpi=130)
     pyplot.close(figure)
     print(f"plot: {out / 'demo.png'}")
@@ -433,7 +493,7 @@ def plot(ours, theirs, checks, size, out):
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="python -m margay.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=("transformer", "hybrid"), default="transformer",
-                        help="hybrid: layers of Mamba-2 and one of attention (default: transformer)")
+                        help="hybrid: layers of Mamba-2, of Gated DeltaNet and one of attention (default: transformer)")
     parser.add_argument("--text", type=Path, help="text to learn (default: the documentation of this Python)")
     parser.add_argument("--steps", type=int, help="training steps of each run")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where margay can use it")

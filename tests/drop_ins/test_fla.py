@@ -3,45 +3,16 @@ like its own, and recurrences in float64."""
 
 import importlib
 import sys
-import textwrap
 import warnings
 
 import pytest
 import torch
 
 import margay as mg
-from margay.drop_ins import fallback
+from fla_stand_in import REGISTRY, flat, stand_in
 
 MODULES = {
-    "fla/__init__.py": "calls = []",
-    "fla/backends.py": """
-        import functools
-        import inspect
-
-        class BaseBackend:
-            backend_type, priority, implementation, verifier = "base", 5, None, None
-
-        registries = {}
-
-        def register(entry_point, *, backend, verifier=None):
-            def decorator(implementation):
-                registered = backend()
-                registered.implementation, registered.verifier = implementation, verifier
-                registries[inspect.unwrap(entry_point)][registered.backend_type] = registered
-                return implementation
-            return decorator
-
-        def dispatch(function):
-            backends = registries[function] = {}
-
-            @functools.wraps(function)
-            def wrapper(*args, **kwargs):
-                for backend in sorted(backends.values(), key=lambda b: b.priority):
-                    if backend.verifier(*args, **kwargs)[0]:
-                        return backend.implementation(*args, **kwargs)
-                return function(*args, **kwargs)
-            return wrapper
-        """,
+    **REGISTRY,
     "fla/ops/__init__.py": """
         from .linear_attn import chunk_linear_attn
         from .retention import chunk_retention
@@ -140,18 +111,7 @@ MODULES = {
 
 @pytest.fixture
 def fla(tmp_path, monkeypatch):
-    """A fresh copy, without which of Margay's switch knows nothing."""
-    for name, text in MODULES.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(fallback, "_warned", set())
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "fla"}
-    yield importlib.import_module("fla")
-    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
-        del sys.modules[name]
-    sys.modules.update(hidden)
+    yield from stand_in(MODULES, tmp_path, monkeypatch)
 
 
 def made(*shape, seed=0):
@@ -179,10 +139,6 @@ CALLS = {
         initial_state=(STATE, K[:, :1].abs()), output_final_state=True)),
     "linear_attn.chunk_linear_attn, its sums": ((Q.abs(), K.abs(), V), {}),
 }
-
-
-def flat(results):
-    return [t for r in results for t in (r if isinstance(r, tuple) else (r,)) if t is not None]
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -20,7 +20,10 @@ PUBLIC = {
     "margay.nn": ("margay.drop_ins.multihead_attention", ("MultiheadAttention",)),
     "margay.integrations.mamba": ("margay.drop_ins.mamba_ssm", ("register", "unregister", "install_as_mamba_ssm")),
     "margay": ("margay.drop_ins.fallback", ("FallbackWarning",)),
+    "margay.integrations.delta": ("margay.drop_ins.delta_models", ("register", "unregister")),
     "margay.integrations.fla": ("margay.drop_ins.fla", ("register", "unregister")),
+    "margay.flashinfer": ("margay.drop_ins.flashinfer", ("chunk_gated_delta_rule",)),
+    "margay.flash_kda": ("margay.drop_ins.flash_kda", ("fwd",)),
     "margay.integrations.hf": ("margay.drop_ins.hf", ("register", "attention", "attention_mask")),
 }
 
@@ -36,6 +39,7 @@ def test_public_path(path):
 
 
 def test_layers_are_pickled_by_their_public_names():
-    for layer in (mg.nn.Attention(8, 2), mg.nn.MultiheadAttention(8, 2), mg.nn.Mamba2(64)):
+    for layer in (mg.nn.Attention(8, 2), mg.nn.MultiheadAttention(8, 2), mg.nn.Mamba2(64), mg.nn.GatedDeltaNet(64),
+                  mg.nn.KimiDeltaAttention(64)):
         data = pickle.dumps(layer)
         assert b"margay.nn" in data and b"drop_ins" not in data and type(pickle.loads(data)) is type(layer)

@@ -2,6 +2,7 @@
 // must agree with the formulas in test_tile.py. Rows: ops.def.
 #include "tile/tile.h"
 #include "tile/channels.h"
+#include "tile/dots.h"
 #include "tile/matrix.h"
 #include "tile/slices.h"
 #include "tile/triangle.h"
@@ -782,6 +783,30 @@ template<int A> TILE void matrix_steps(const op_params &p, matrix_shared &s, int
   save<A>(p.out + 4300, d, p.n);
 }
 
+// ---- products of vectors along such a matrix
+struct dot_shared { sv<4> d; };
+TILE void dot_init(dot_shared &) {}
+TILE void dot_products(const op_params &p, dot_shared &s, int) {
+  mr<48> r, e;
+  mc<64> c, d;
+  load_begin(r, p.y, p.m);
+  load_begin(e, p.e, p.m);
+  load_begin<ONES>(c, p.x, p.n);
+  load_begin<ONES>(d, p.e, p.n);
+  load_end<float>(r);
+  load_end<elem>(e);
+  load_end<float>(c);
+  load_end<elem>(d);
+  float across = dot(c, d);
+  store_dot(s.d, r, e);
+  wg_sync();
+  float down = load_dot(s.d);
+  fill(r, across);                  // everybody has both
+  fill(c, down);
+  save(p.out, r, 48);
+  save<ONES>(p.out + 48, c, 64);
+}
+
 // ---- several tiles in one pass: block 0 visits all places alike, block 1 those right of, on and left of the
 // diagonal's blocks in ways of their own
 struct visit_shared {
@@ -1111,6 +1136,8 @@ typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<FOURS>, W
 RUN_OP(matrix_fours, matrix_fours_kernel)
 typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<ONES>, WARPGROUP, 1, 0>> matrix_ones_kernel;
 RUN_OP(matrix_ones, matrix_ones_kernel)
+typedef block<op_params, dot_shared, dot_init, role<dot_products, WARPGROUP, 1, 0>> dot_kernel;
+RUN_OP(dots, dot_kernel)
 typedef block<op_params, visit_shared, visit_init, role<visit_tiles, WARPGROUP, 1, 0>,
               role<visit_loader, THREAD, 1, 0>, role<visit_columns, WARP, 1, 0>>
     visit_kernel;

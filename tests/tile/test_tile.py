@@ -686,6 +686,18 @@ def test_matrices(ops, name, first, ld, m, n):
         same(got["out"][at + count:at + 100], out[at + count:at + 100])
 
 
+@pytest.mark.parametrize("m, n", ((48, 64), (47, 33), (1, 1), (0, 0)))
+def test_dots(ops, m, n):
+    rng = np.random.default_rng(m)
+    x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(64).astype(np.float32)
+    e, out = random(rng, ops.elem, 64), np.full(112, np.nan, np.float32)
+    r, small = ops.run("dots", {}, {"x": x, "y": y, "e": e, "out": out}, m=m, n=n)["out"], decode(e, ops.elem)
+    for found, vector, count in ((r[:48], x, n), (r[48:], y, m)):
+        same(found, np.full(len(found), found[0]))
+        products = vector[:count].astype(np.float64) * small[:count]
+        close(found[0], products.sum(), 1 + np.abs(products).sum(), 1e-6)
+
+
 def test_visits(ops):
     rng = np.random.default_rng(6)
     array = random(rng, ops.elem, 1, 2, 100, 200)

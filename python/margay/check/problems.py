@@ -39,12 +39,13 @@ class Array:
                                bits, 1, self.sizes, self.strides, 0, None, None)
 
     def turned(self):
-        """The transposed matrix."""
-        other = object.__new__(Array)
+        """The transposed matrix, or matrices."""
+        other, turn = object.__new__(Array), lambda n: (ctypes.c_int64 * len(n))(*n[:-2], n[-1], n[-2])
         other.data = self.data
-        other.sizes, other.strides = (ctypes.c_int64 * 2)(*self.sizes[::-1]), (ctypes.c_int64 * 2)(*self.strides[::-1])
+        other.sizes, other.strides = turn(self.sizes), turn(self.strides)
         m = self.managed
-        other.managed = Managed(m.data, 1, 0, 2, m.code, m.bits, 1, other.sizes, other.strides, 0, None, None)
+        other.managed = Managed(m.data, 1, 0, len(self.sizes), m.code, m.bits, 1, other.sizes, other.strides, 0, None,
+                                None)
         return other
 
     def __dlpack__(self, **_):
@@ -87,7 +88,7 @@ def new(*shape, dtype="float32", values=None):
 
 
 def turned(matrix):
-    return matrix.turned() if isinstance(matrix, Array) else matrix.t()
+    return matrix.turned() if isinstance(matrix, Array) else matrix.mT
 
 
 new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -624,6 +625,45 @@ def call_step(dtype, ssd, sizes, given, slots):
     return [tensors[f["name"]] for f in (*op.results, op.inputs[0])]
 
 
+# steps, samples, places, what is given besides, numbers; of the last sample there is no state
+DELTA_STEPS = ((0, 2, 2, ("g",), dict(l2norm=True, still=True)),
+               (3, 3, 5, ("g", "a_log", "dt_bias", "slots", "states"), dict(beta_form=2)),
+               (2, 2, 9, ("g", "a_log", "kept", "accepted"), dict(l2norm=True)))
+
+
+def step_of_delta_rule(row, large):
+    """One step, and several; of rows of one number at a time as in step_of_generation."""
+    c, odd = constants(row), row["op"].endswith("_ones")
+    most = c["ROWS" if c["DOWN"] else "COLS"]
+    shapes = [("large", 8, 64, 64, ("g", "a_log", "dt_bias", "slots"), dict(l2norm=True))] if large else []
+    for label, steps, batch, places, given, numbers in [*shapes, *(("", *rest) for rest in DELTA_STEPS)]:
+        wide, keys = max(steps, 1), most - (6 if odd else 4 * steps)
+        sizes = dict(B=batch, T=steps, SLOTS=places, H=1, HV=2, K=keys, V=50 if odd else 52, KEEP=wide, STEPS=wide,
+                     ROWS=batch)
+        yield (label or f"{steps} steps of {batch} samples, {keys}",
+               lambda x=(row, sizes, given, numbers): call_delta_step(*x))
+
+
+def call_delta_step(row, sizes, given, numbers):
+    name = "kda_step" if constants(row)["CHANNELS"] else "gated_delta_rule_step"
+    op, batch, places, dtype = _op.Row(name + "s" * bool(sizes["T"])), sizes["B"], sizes["SLOTS"], row["dtype"]
+    values = dict(g=-0.1, a_log=0.0, beta=0.5, k=0.05, slots=[*range(places - 1, places - batch, -1), -1],
+                  kept=np.arange(batch * sizes["KEEP"]).reshape(batch, -1) * 1.0, accepted=[*range(batch, 0, -1)])
+    short = sizes["T"] == 3 or "BYTES == 2" in row["when"]
+    kind = lambda f: (dtype if f["kind"] == "half" or f["name"] in ("state", "states") and short  # noqa: E731
+                      else "float32" if f["kind"] == "real" else f["kind"])
+    fields = {f["name"]: f for f in op.arguments
+              if f["role"] != "num" and (f["name"] in given or f["role"] != "opt")}
+    tensors = {name: new(*(sizes[size] for size in f["sizes"]), dtype=kind(f), values=values.get(name))
+               for name, f in fields.items()}
+    if not constants(row)["DOWN"]:
+        for name in {"state", "states"} & {*tensors}:
+            *lead, keys, columns = (sizes[size] for size in fields[name]["sizes"])
+            tensors[name] = turned(new(*lead, columns, keys, dtype=kind(fields[name])))
+    getattr(_C, op.name)(**tensors, **numbers)
+    return [tensors[name] for name in ("out", "state", "states") if name in tensors]
+
+
 def from_row(kernel, large):
     """Random problems from the op's row in ops.def: sizes for which NEEDS and the kernel's condition hold, values in
     the ranges of DRAW."""
@@ -685,7 +725,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,
        "ssd_step": step_of_generation, "ssd_step_ones": step_of_generation,
-       "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation}
+       "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation,
+       **{op + form: step_of_delta_rule for op in ("gated_delta_rule_step", "kda_step")
+          for form in ("", "_ones", "_turned", "_turned_ones")}}
 
 
 def of_op(row, large):

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 import margay
 from margay.drop_ins.causal_conv1d import causal_conv1d_varlen_states
-from margay.mamba import rmsnorm_fn
+from margay.mamba import RMSNormGated
 
 MOST_STEPS = 8               # that are computed as steps of generation
+_RAW = dict(use_gate=True, use_qk_l2norm=True, use_beta_sigmoid=True)
 
 
 class _DeltaLayer(torch.nn.Module):
@@ -24,10 +25,11 @@ class _DeltaLayer(torch.nn.Module):
             if number < 1:
                 raise ValueError(f"{name}: {what} is {number}, expected at least 1")
         if heads_v < 1 or heads_v % num_heads:
-            raise ValueError(f"{name}: num_v_heads is {heads_v}, expected a multiple of num_heads, which is {num_heads}")
+            raise ValueError(f"{name}: num_v_heads is {heads_v}, expected a multiple of num_heads, which is "
+                             f"{num_heads}")
         if dim_v < 1 or not math.isclose(head_dim * expand_v, dim_v, rel_tol=1e-5):
-            raise ValueError(f"{name}: expand_v is {expand_v}, expected one that makes a whole number of head_dim, which "
-                             f"is {head_dim}")
+            raise ValueError(f"{name}: expand_v is {expand_v}, expected one that makes a whole number of head_dim, "
+                             f"which is {head_dim}")
         if not 2 <= conv_size <= 4:
             raise ValueError(f"{name}: conv_size is {conv_size}, expected 2 to 4")
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
@@ -123,7 +125,8 @@ class _DeltaLayer(torch.nn.Module):
     def _heads(self, convolved):
         if len(convolved) == 1:
             convolved = convolved[0].split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
-        return [t.unflatten(-1, (-1, dim)) for t, dim in zip(convolved, (self.head_dim, self.head_dim, self.head_v_dim))]
+        dims = self.head_dim, self.head_dim, self.head_v_dim
+        return [t.unflatten(-1, (-1, dim)) for t, dim in zip(convolved, dims)]
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
         self._rename(state_dict, prefix)
@@ -164,7 +167,7 @@ class GatedDeltaNet(_DeltaLayer):
         self.conv1d = self._convolution(conv_bias, place)
         self.A_log = _rates((self.num_v_heads,), place)
         self.dt_bias = _biases(self.num_v_heads, place)
-        self.norm = _Weight(self.head_v_dim, place)
+        self.norm = RMSNormGated(self.head_v_dim, norm_eps, norm_before_gate=True, **place)
         self.out_proj = linear(self.value_dim, hidden_size)
 
     def _project(self, x):
@@ -173,15 +176,13 @@ class GatedDeltaNet(_DeltaLayer):
 
     def _finish(self, out, x):
         z = self.in_proj_z(x).unflatten(-1, (-1, self.head_v_dim)) if self.use_gate else None
-        return self.out_proj(rmsnorm_fn(out, self.norm.weight, None, z, self.norm_eps).flatten(2))
+        return self.out_proj(self.norm(out, z).flatten(2))
 
-    def _rule(self, q, k, v, **options):
-        return margay.gated_delta_rule(q, k, v, **options, qk_norm=True, beta_sigmoid=True,
-                                       allow_neg_eigval=self.allow_neg_eigval)
+    def _rule(self, *tensors, **options):
+        return margay.gated_delta_rule(*tensors, **options, allow_neg_eigval=self.allow_neg_eigval, **_RAW)
 
-    def _steps(self, state, q, k, v, **options):
-        return margay.gated_delta_rule_step(state, q, k, v, **options, qk_norm=True, beta_sigmoid=True,
-                                            allow_neg_eigval=self.allow_neg_eigval)
+    def _steps(self, *tensors, **options):
+        return margay.gated_delta_rule_step(*tensors, **options, allow_neg_eigval=self.allow_neg_eigval, **_RAW)
 
     def _rename(self, state, prefix):
         """Names and orders of other layers to this one's."""
@@ -256,19 +257,28 @@ class KimiDeltaAttention(_DeltaLayer):
         self.q_proj, self.k_proj = linear(hidden_size, self.key_dim), linear(hidden_size, self.key_dim)
         self.v_proj = linear(hidden_size, self.value_dim)
         self.conv1d = self._convolution(conv_bias, place)
-        self.forget_gate = _ForgetGate(self, linear, place)
+        self.forget_gate = torch.nn.Module()                # under which the models have these
+        width = self.num_v_heads * head_dim
+        if self.gate_rank:
+            self.forget_gate.f_a_proj = linear(hidden_size, self.gate_rank)
+            self.forget_gate.f_b_proj = linear(self.gate_rank, width)
+        else:
+            self.forget_gate.f_proj = linear(hidden_size, width)
+        self.forget_gate.dt_bias = _biases(width, place)
+        self.forget_gate.A_log = _rates((1, 1, self.num_v_heads, 1), place, lower_bound is not None)
         self.b_proj = linear(hidden_size, self.num_v_heads)
         if self.gate_rank:
             self.g_a_proj = linear(hidden_size, self.gate_rank)
             self.g_b_proj = linear(self.gate_rank, self.value_dim, gate_bias)
         else:
             self.g_proj = linear(hidden_size, self.value_dim, gate_bias)
-        self.o_norm = _Weight(self.head_v_dim, place)
+        self.o_norm = torch.nn.RMSNorm(self.head_v_dim, norm_eps, **place)
         self.o_proj = linear(self.value_dim, hidden_size)
 
     def _project(self, x):
         gate = self.forget_gate
-        options = dict(g=gate(x).unflatten(-1, (-1, self.head_dim)), beta=self.b_proj(x), A_log=gate.A_log.flatten(),
+        raw = gate.f_b_proj(gate.f_a_proj(x)) if self.gate_rank else gate.f_proj(x)
+        options = dict(g=raw.unflatten(-1, (-1, self.head_dim)), beta=self.b_proj(x), A_log=gate.A_log.flatten(),
                        dt_bias=gate.dt_bias.unflatten(0, (-1, self.head_dim)))
         return (self.q_proj(x), self.k_proj(x), self.v_proj(x)), options
 
@@ -277,13 +287,13 @@ class KimiDeltaAttention(_DeltaLayer):
         normed = F.rms_norm(out.float(), out.shape[3:], self.o_norm.weight.float(), self.norm_eps)
         return self.o_proj((normed * torch.sigmoid(gate.float())).to(out.dtype).flatten(2))
 
-    def _rule(self, q, k, v, **options):
-        return margay.kda(q, k, v, **options, qk_norm=True, beta_sigmoid=True, lower_bound=self.lower_bound,
-                          allow_neg_eigval=self.allow_neg_eigval)
+    def _rule(self, *tensors, **options):
+        return margay.kda(*tensors, **options, lower_bound=self.lower_bound, allow_neg_eigval=self.allow_neg_eigval,
+                          **_RAW)
 
-    def _steps(self, state, q, k, v, **options):
-        return margay.kda_step(state, q, k, v, **options, qk_norm=True, beta_sigmoid=True,
-                               lower_bound=self.lower_bound, allow_neg_eigval=self.allow_neg_eigval)
+    def _steps(self, *tensors, **options):
+        return margay.kda_step(*tensors, **options, lower_bound=self.lower_bound,
+                               allow_neg_eigval=self.allow_neg_eigval, **_RAW)
 
     def _rename(self, state, prefix):
         for name in _OF_FLA_KDA | _OF_FIRST_KIMI:
@@ -307,32 +317,6 @@ class KimiDeltaAttention(_DeltaLayer):
                 _move(state, "", ours, name)
             state["A_log"] = state["A_log"].flatten()
         return state
-
-
-class _ForgetGate(torch.nn.Module):
-    """The gate's projection, [.., num_v_heads * head_dim], and what the rule makes log decays with."""
-
-    def __init__(self, layer, linear, place):
-        super().__init__()
-        width = layer.num_v_heads * layer.head_dim
-        self.rank = layer.gate_rank
-        if self.rank:
-            self.f_a_proj, self.f_b_proj = linear(layer.hidden_size, self.rank), linear(self.rank, width)
-        else:
-            self.f_proj = linear(layer.hidden_size, width)
-        self.dt_bias = _biases(width, place)
-        self.A_log = _rates((1, 1, layer.num_v_heads, 1), place, layer.lower_bound is not None)
-
-    def forward(self, x):
-        return self.f_b_proj(self.f_a_proj(x)) if self.rank else self.f_proj(x)
-
-
-class _Weight(torch.nn.Module):
-    """Holds a norm's weight under the name that the models have."""
-
-    def __init__(self, size, place):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(size, **place))
 
 
 def _rates(shape, place, bounded=False):

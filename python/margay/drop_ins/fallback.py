@@ -11,6 +11,10 @@ class FallbackWarning(UserWarning):
     """A drop-in computed a call with PyTorch. Issued once per op and reason."""
 
 
+class Refused(Exception):
+    """Why the library whose function this is computes a call."""
+
+
 def fall_back(op, reason, by="PyTorch", of=None):
     """Say that `op` is computed by PyTorch, and why, at the line of the program that called; once for a reason, or for
     what it is said of."""

@@ -1,10 +1,10 @@
-"""flash-linear-attention: its functions of linear attention on Margay's kernels.
+"""flash-linear-attention: its functions of linear attention and of the delta rules on Margay's kernels.
 
 FLA asks a registry of backends in some of its functions; there Margay is one more, with the highest priority. The other
 functions are replaced by name in all modules of FLA that have them, as `fla.ops.retention` and `fla.layers.simple_gla`
 do. Layers and models that are made of them run on Margay's kernels with no other change.
 
-`fla.ops.utils` and functions of one step (`fused_recurrent_*`) stay FLA's.
+`fla.ops.utils` and functions of one step (`fused_recurrent_*`) but those of the delta rules stay FLA's.
 """
 
 import functools
@@ -16,63 +16,45 @@ import sys
 import torch
 
 import margay
-from margay import _shared, _torch
-from margay.drop_ins import kernel_or_torch
-from margay.drop_ins.fallback import fall_back
+from margay.drop_ins import delta_rules
+from margay.drop_ins.fallback import Refused, fall_back
 from margay.drop_ins.switch import Switch
 
 MOST_K = 256
 MOST_BASED_K, MOST_BASED_V = 32, 128
 
 
-class _Refused(Exception):
-    """Why FLA computes a call."""
-
-
 # ---- FLA's functions, with its arguments. Each looks at what it is given and returns a function that computes it, or
-# ---- raises _Refused.
+# ---- raises Refused.
 
 def _check(q, k, v):
-    for t in (q, k, v):
-        if type(t) not in (torch.Tensor, torch.nn.Parameter):
-            raise _Refused(f"a tensor of class {type(t).__name__}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise _Refused("q, k and v of several dtypes")
-    if not _torch.has_kernels(q.dtype, q.is_cuda):                             # also in autocast: FLA computes in it
-        raise _Refused(f"dtype {_shared.dtype_name(q)} on {q.device.type}")
-    if reason := kernel_or_torch.no_kernels_for(q):
-        raise _Refused(reason)
+    delta_rules.check_tensors(q, k, v)
     if not q.ndim == k.ndim == v.ndim == 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3]:
-        raise _Refused("q, k and v that differ in batch, steps or heads")
-
-
-def _check_scale(scale):
-    if scale is not None and not _shared.SMALLEST_SCALE <= scale <= _shared.LARGEST_SCALE:
-        raise _Refused("a scale that is not positive, or that float32 cannot hold")
+        raise Refused("q, k and v that differ in batch, steps or heads")
 
 
 def _check_options(options):
     """Results do not depend on chunk_size, but FLA looks at it."""
     size = options.get("chunk_size")
     if options.keys() - {"chunk_size"} or size is not None and (size < 1 or size & size - 1):
-        raise _Refused("other arguments")
+        raise Refused("other arguments")
 
 
 def _scan(q, k, v, g, scale, state, cu_seqlens, z=None, normalize=False):
     """A function for (out, state, z). g: tensor, None, or a function that makes it of q."""
     _check(q, k, v)
-    _check_scale(scale)
+    delta_rules.check_scale(scale)
     heads, dim = q.shape[2:]
     sequences = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     if dim > MOST_K:
-        raise _Refused(f"a head dim of q and k over {MOST_K}")
+        raise Refused(f"a head dim of q and k over {MOST_K}")
     if isinstance(g, torch.Tensor) and tuple(g.shape) not in ((heads,), tuple(q.shape[:3])):
-        raise _Refused("decays that are neither of heads nor of steps of heads")
+        raise Refused("decays that are neither of heads nor of steps of heads")
     if cu_seqlens is not None and len(q) != 1:
-        raise _Refused("packed sequences in a batch")
+        raise Refused("packed sequences in a batch")
     for t, shape in ((state, (sequences, heads, dim, v.shape[3])), (z, (sequences, heads, dim))):
         if t is not None and tuple(t.shape) != shape:
-            raise _Refused("an initial state of another shape")
+            raise Refused("an initial state of another shape")
     return functools.partial(_compute, q, k, v, g, scale, state, cu_seqlens, z, normalize)
 
 
@@ -93,7 +75,7 @@ def _simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, o
                 state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, **options):
     _check_options(options)
     if g is not None and g_gamma is not None:
-        raise _Refused("decays of heads and of steps together")
+        raise Refused("decays of heads and of steps together")
     if g is None and g_gamma is not None:
         g = g_gamma.detach()                         # FLA has no gradient of it either
     turned = initial_state.transpose(-1, -2) if state_v_first and initial_state is not None else initial_state
@@ -114,7 +96,7 @@ def _fused_chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_s
 
 def _parallel_simple_gla(q, k, v, g=None, scale=None, output_attentions=False, cu_seqlens=None, cu_seqlens_cpu=None):
     if output_attentions:
-        raise _Refused("output_attentions")
+        raise Refused("output_attentions")
     return _simple_gla(q, k, v, g, None, scale, cu_seqlens=cu_seqlens)
 
 
@@ -129,7 +111,7 @@ def _retention(q, k, v, scale=None, initial_state=None, output_final_state=False
 
 def _parallel_retention(q, k, v, scale=None, output_attentions=False, cu_seqlens=None):
     if output_attentions:
-        raise _Refused("output_attentions")
+        raise Refused("output_attentions")
     return _retention(q, k, v, scale, cu_seqlens=cu_seqlens)
 
 
@@ -148,7 +130,7 @@ def _linear(q, k, v, scale=None, initial_state=None, output_final_state=False, n
     """With normalize the state is a pair, and its z is there whether or not it is asked for."""
     pair = isinstance(initial_state, tuple)
     if pair and not normalize:
-        raise _Refused("a pair of states without normalize")
+        raise Refused("a pair of states without normalize")
     state, z = initial_state if pair else (initial_state, None)
     z = z if z is None else z.squeeze(1)                                        # [sequences, 1, heads, K]
     compute = _scan(q, k, v, None, scale, state, cu_seqlens, z, normalize)
@@ -165,10 +147,81 @@ def _asked(found, output_final_state):
 
 def _based(q, k, v, scale=None, use_norm=True):
     _check(q, k, v)
-    _check_scale(scale)
+    delta_rules.check_scale(scale)
     if not (1 <= q.shape[3] <= MOST_BASED_K and 1 <= v.shape[3] <= MOST_BASED_V):
-        raise _Refused(f"a head dim of q and k over {MOST_BASED_K}, or one of v over {MOST_BASED_V}")
+        raise Refused(f"a head dim of q and k over {MOST_BASED_K}, or one of v over {MOST_BASED_V}")
     return functools.partial(margay.based, q, k, v, scale=scale, normalize=use_norm)
+
+
+def _chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+                            use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+                            state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
+                            cp_context=None, use_gate_in_kernel=False, A_log=None, dt_bias=None, **options):
+    _check_options(options)
+    return _delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                  use_gate_in_kernel, A_log, dt_bias, None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                  state_v_first, cu_seqlens, cp_context)
+
+
+def _recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None,
+                                output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+                                A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+                                state_v_first=False, cu_seqlens=None):
+    if gv is not None:
+        raise Refused("decays of the values' columns")
+    if gk is not None and (g is not None or use_gate_in_kernel):
+        raise Refused("decays of heads and of channels together")
+    return _delta(q, k, v, g if gk is None else gk, beta, scale, initial_state, output_final_state,
+                  use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, None, use_beta_sigmoid_in_kernel,
+                  allow_neg_eigval, state_v_first, cu_seqlens)
+
+
+def _chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+               use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+               allow_neg_eigval=False, safe_gate=False, lower_bound=None, disable_recompute=False,
+               return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+               cp_context=None, use_graph=False, max_num_seqs=None, A_log=None, dt_bias=None, **options):
+    """safe_gate, disable_recompute, use_graph and max_num_seqs change how FLA computes, not what."""
+    _check_options(options)
+    if return_intermediate_states:
+        raise Refused("return_intermediate_states")
+    if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
+        raise Refused("a safe gate without a lower bound of -5 to 0")
+    if initial_state is not None and initial_state.dtype != torch.float32:
+        raise Refused("an initial state that is not float32")
+    if g.ndim != 4:
+        raise Refused("decays of another shape")
+    return _delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                  use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                  state_v_first, cu_seqlens, cp_context)
+
+
+def _recurrent_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None,
+                   output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+                   use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None, state_v_first=False,
+                   cu_seqlens=None):
+    if g.ndim != 4:
+        raise Refused("decays of another shape")
+    return _delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                  use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                  state_v_first, cu_seqlens)
+
+
+def _delta(q, k, v, g, beta, scale, initial_state, output_final_state, qk_norm, gate, A_log, dt_bias, lower_bound,
+           beta_sigmoid, allow_neg_eigval, state_v_first, cu_seqlens, cp_context=None):
+    if cp_context is not None:
+        raise Refused("sequences over several devices")
+    if allow_neg_eigval and not beta_sigmoid:
+        raise Refused("allow_neg_eigval without a sigmoid of beta")
+    if not gate:
+        A_log = dt_bias = lower_bound = None
+    elif g is None or A_log is None and lower_bound is None:
+        raise Refused("a gate without A_log")
+    compute = delta_rules.plan(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+                               A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
+                               beta_sigmoid=beta_sigmoid, allow_neg_eigval=allow_neg_eigval,
+                               state_v_first=state_v_first)
+    return lambda: _asked(compute(), output_final_state)
 
 
 FUNCTIONS = {
@@ -179,6 +232,9 @@ FUNCTIONS = {
     "fla.ops.lightning_attn": {"chunk_lightning_attn": _lightning},
     "fla.ops.linear_attn": {"chunk_linear_attn": _linear, "fused_chunk_linear_attn": _linear},
     "fla.ops.based": {"parallel_based": _based, "fused_chunk_based": _based},
+    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _chunk_gated_delta_rule,
+                                 "fused_recurrent_gated_delta_rule": _recurrent_gated_delta_rule},
+    "fla.ops.kda": {"chunk_kda": _chunk_kda, "fused_recurrent_kda": _recurrent_kda},
 }
 
 
@@ -190,8 +246,8 @@ _users: list = []            # one for each register() in effect
 
 
 def register():
-    """Let FLA's functions of linear attention run on Margay's kernels, until `.disable()`, the end of a `with` block or
-    `unregister()`.
+    """Let FLA's functions of linear attention and of the delta rules run on Margay's kernels, until `.disable()`, the
+    end of a `with` block or `unregister()`.
 
     What no kernel computes, FLA does, with a FallbackWarning for each reason. Modules other than FLA's that have
     imported a function by name keep what they have, where FLA does not ask its registry.
@@ -247,7 +303,7 @@ def _plan(name, plan, arguments, options):
     """The function that computes a call, or None after a warning; and the reason for that."""
     try:
         return plan(*arguments, **options), None
-    except _Refused as refused:
+    except Refused as refused:
         reason = str(refused)
     fall_back(name, reason, by="FLA")
     return None, reason

@@ -1,21 +1,11 @@
-"""The packages mamba_ssm and causal_conv1d, and models of transformers that look for them, on Margay's functions.
-
-A model of transformers calls functions of its own module (`causal_conv1d_fn`, `mamba2_chunk_scan`, ...), of which
-transformers decided when the module was imported what they run: mamba_ssm's where that is installed, else PyTorch. Here
-these names of the module are bound to functions that call Margay, or what was there where no kernel computes a call. So
-models that exist already change too. Modules that are imported later are reached when the first of their models is
-made.
-"""
+"""The packages mamba_ssm and causal_conv1d, and models of transformers that look for them, on Margay's functions."""
 
 import functools
-import inspect
-import sys
 
 import torch
 
 from margay import mamba
-from margay.drop_ins import causal_conv1d, kernel_or_torch
-from margay.drop_ins.fallback import fall_back
+from margay.drop_ins import causal_conv1d, kernel_or_torch, models
 from margay.drop_ins.mamba2 import Mamba2
 from margay.drop_ins.stand_ins import StandIns, of_module, stand_in
 from margay.drop_ins.switch import Switch
@@ -79,17 +69,12 @@ def _leave(user):
 
 
 def _install():
-    import transformers
     from transformers import integrations
     from transformers.integrations import hub_kernels
 
-    factory = getattr(hub_kernels, _FACTORY, None)
-    if factory is None:
-        raise RuntimeError(f"register: transformers {transformers.__version__} has no integrations.hub_kernels."
-                           f"{_FACTORY}, expected release 5.17 or a newer one; install_as_mamba_ssm() serves programs "
-                           "that import mamba_ssm themselves")
-    stand_ins, bound = install_as_mamba_ssm(), []
-    init = transformers.PreTrainedModel.__init__
+    user = models.bind(_FUNCTIONS)
+    factory = getattr(hub_kernels, models.FACTORY)
+    stand_ins = install_as_mamba_ssm()
 
     def decorated(*names, **options):
         """What a model's module finds is what was there, which this module falls back to."""
@@ -98,64 +83,16 @@ def _install():
                 return factory(*names, **options)(function)
         return decorator
 
-    @functools.wraps(init)
-    def initialised(model, *arguments, **options):
-        for cls in type(model).__mro__:
-            _bind(cls.__module__, bound)
-        return init(model, *arguments, **options)
-
-    for module in list(sys.modules):
-        _bind(module, bound)
     for module in (hub_kernels, integrations):
-        setattr(module, _FACTORY, decorated)
-    transformers.PreTrainedModel.__init__ = initialised
+        setattr(module, models.FACTORY, decorated)
 
     def undo():
-        transformers.PreTrainedModel.__init__ = init
         for module in (hub_kernels, integrations):
-            setattr(module, _FACTORY, factory)
-        for module, name, before in bound:
-            setattr(module, name, before)
+            setattr(module, models.FACTORY, factory)
+        models.release(user)
         stand_ins.disable()
 
     return Switch(undo)
-
-
-_FACTORY = "use_kernel_func_from_hub_with_fallback"
-
-
-def _bind(module_name, bound):
-    """Bind the names of a model's module, if there is one of that name and it has any; add what they were to
-    `bound`."""
-    module = sys.modules.get(module_name)
-    if module is None or not module_name.startswith("transformers.models."):
-        return
-    for name, (function, unsupported) in _FUNCTIONS.items():
-        before = module.__dict__.get(name)
-        if callable(before) and not hasattr(before, "margay_replaces"):
-            setattr(module, name, _switched(name, function, unsupported, before))
-            bound.append((module, name, before))
-
-
-def _switched(name, function, unsupported, before):
-    taken = frozenset(inspect.signature(function).parameters)
-
-    def call(*arguments, **options):
-        if _exporting():
-            return before(*arguments, **options)
-        reason = unsupported(*arguments, **options)
-        if reason is not None:
-            fall_back(name, reason, "what transformers had")
-            return before(*arguments, **options)
-        return function(*arguments, **{name: value for name, value in options.items() if name in taken})
-
-    call.__name__ = call.__qualname__ = name
-    call.margay_replaces = before
-    return call
-
-
-def _exporting():
-    return getattr(torch.compiler, "is_exporting", bool)()
 
 
 def _no_convolution(x, weight, activation):
@@ -211,11 +148,12 @@ def _no_fused(*_, **__):
     return None
 
 
-# Their names in the modules of models, and why no kernel computes a call
-_FUNCTIONS = {"causal_conv1d_fn": (_conv1d, _no_conv1d),
-              "causal_conv1d_update": (causal_conv1d.causal_conv1d_update, _no_update),
-              "mamba2_chunk_scan": (mamba.mamba_chunk_scan_combined, _no_scan),
-              "mamba2_selective_state_update": (mamba.selective_state_update, _no_step),
-              "mamba2_split_conv1d_scan_combined": (_no_fused, _no_fused)}
+# What plans a call of the functions of models' modules, by name
+CONVOLUTIONS = {"causal_conv1d_fn": models.plan_of(_conv1d, _no_conv1d),
+                "causal_conv1d_update": models.plan_of(causal_conv1d.causal_conv1d_update, _no_update)}
+_FUNCTIONS = CONVOLUTIONS | {
+    "mamba2_chunk_scan": models.plan_of(mamba.mamba_chunk_scan_combined, _no_scan),
+    "mamba2_selective_state_update": models.plan_of(mamba.selective_state_update, _no_step),
+    "mamba2_split_conv1d_scan_combined": models.plan_of(_no_fused, _no_fused)}
 
 __all__ = ["install_as_mamba_ssm", "register", "unregister"]

@@ -1,10 +1,12 @@
-"""Steps of generation on PyTorch tensors, of ssd and of linear attention. Rows of ops.def cannot say them yet: a state
-is read and written.
+"""Steps of generation on PyTorch tensors, of ssd, of linear attention and of the delta rules. Rows of ops.def cannot
+say them yet: a state is read and written.
 
 Each has its kernel, called with what the caller gave. Where C refuses that, `_again` says what is wrong in the caller's
 terms, brings what is small into a form that C takes, or computes by torch's operations what no kernel does: float32 on
 CUDA, and mixtures of types.
 """
+
+import functools
 
 import torch
 from torch.autograd import forward_ad
@@ -232,6 +234,144 @@ def _linear_attention_by_torch(state, q, k, v, g, at, scale):
         return _where_state(out, at).to(q.dtype)
 
 
+_DELTA = ("state", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "state_indices", "token_indices",
+          "num_accepted_tokens", "intermediate_states", "intermediate_indices")
+_DELTA_ABSENT = ("g", *_DELTA[6:])
+
+
+def delta_step(op, *arguments):
+    tensors = arguments[:13]
+    if _torch.compiling() or not _plain(tensors):
+        _torch.check_kinds(op, _DELTA_ABSENT, **dict(zip(_DELTA, tensors)))
+        return getattr(torch.ops.margay, op)(*arguments)
+    return _delta_step(op, *arguments)
+
+
+def _delta_step(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, *numbers):
+    try:
+        out = _new(v)
+        if not v.is_cuda:
+            _torch.use_torch_threads()
+        _call_delta(op, out, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, numbers)
+    except Exception:
+        return _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at,
+                            *numbers)
+    _torch.written((state,) if kept is None else (state, kept))
+    return out
+
+
+def _call_delta(op, out, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, numbers):
+    call = getattr(_C, op if q.ndim == 3 else op + "s")
+    call(out, state, kept, q, k, v, g, beta, a_log, dt_bias, _int32(at), _int32(token_at), _int32(accepted),
+         _int32(kept_at), *numbers)
+
+
+def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, scale, lower_bound,
+                 beta_form, l2norm, still):
+    numbers = scale, lower_bound, beta_form, l2norm, still
+    tensors = state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at
+    if q.is_meta:
+        return getattr(torch.ops.margay, op)(*tensors, *numbers)
+    named = dict(zip(_DELTA, tensors))
+    _torch.check_kinds(op, _DELTA_ABSENT if op == "gated_delta_rule_step" else _DELTA[6:], **named)
+    if q.ndim not in (3, 4):
+        raise ValueError(f"{op}: q has shape {shape(q)}, expected 3 dimensions [batch, heads, K], or 4 with steps")
+    if v.ndim != q.ndim:
+        raise ValueError(f"{op}: v has shape {shape(v)}, expected {q.ndim} dimensions as q, which has shape {shape(q)}")
+    (*lead, heads_k, dim), (heads, dim_v), steps = q.shape, v.shape[-2:], q.shape[1] if q.ndim == 4 else 1
+    if heads_k < 1 or heads % heads_k:
+        raise ValueError(f"{op}: v has {heads} heads, expected a multiple of the {heads_k} heads of q and k")
+    batch, of_keys = lead[0], (dim,) * (op == "kda_step")
+    _check_shapes(op, dict(k=(*lead, heads_k, dim), v=(*lead, heads, dim_v), g=(*lead, heads, *of_keys),
+                           beta=(*lead, heads), A_log=(heads,), dt_bias=(heads, *of_keys)),
+                  k=k, v=v, g=g, beta=beta, A_log=a_log, dt_bias=dt_bias)
+    last = heads, dim, dim_v
+    _check_state(op, state, at, batch if at is not None or token_at is None else len(state), last)
+    for name, t, wide in (("num_accepted_tokens", accepted, False), ("intermediate_indices", kept_at, False),
+                          ("token_indices", token_at, True)):
+        if t is not None and (t.ndim != 1 + wide or len(t) != batch or wide and t.shape[1] < steps
+                              or t.is_floating_point() or t.is_complex()):
+            raise ValueError(f"{op}: {name} is of dtype {t.dtype} and shape {shape(t)}, expected integers "
+                             + (f"[{batch}, {steps} or more]" if wide else f"[{batch}]"))
+    if accepted is not None and (token_at is None or at is not None):
+        raise ValueError(f"{op}: num_accepted_tokens is given, expected None without token_indices or with "
+                         "state_indices")
+    if kept is not None and token_at is not None:
+        raise ValueError(f"{op}: token_indices is given, expected None where intermediate_states is given")
+    if kept_at is not None and kept is None:
+        raise ValueError(f"{op}: intermediate_indices is given, expected None without intermediate_states")
+    if kept is not None and (kept.ndim != 5 or tuple(kept.shape[2:]) != last or kept.shape[1] < steps
+                             or kept_at is None and len(kept) < batch):
+        places = f"{batch} or more" if kept_at is None else "places"
+        raise ValueError(f"{op}: intermediate_states has shape {shape(kept)}, expected [{places}, {steps} or more, "
+                         f"{', '.join(map(str, last))}]")
+    _torch.check_same_device(op, **{"q": q, **named})
+    small = [t if t is None else t.float().contiguous() for t in (g, beta, a_log, dt_bias)]
+    at, token_at, accepted, kept_at = (t if t is None else t.contiguous() for t in (at, token_at, accepted, kept_at))
+    if kept is not None and kept.dtype != state.dtype:
+        raise TypeError(f"{op}: intermediate_states has dtype {kept.dtype}, expected {state.dtype} (same as state)")
+    if not _has_kernel(state, q, k, v) or dim > 256:
+        return _delta_by_torch(state, q, k, v, *small, at, token_at, accepted, kept, kept_at, scale or dim ** -0.5,
+                               *numbers[1:])
+    q, k, v = (_torch.rows_contiguous(t) for t in (q, k, v))
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    _call_delta(op, out, state, q, k, v, *small, at, token_at, accepted, kept, kept_at, numbers)
+    _torch.written((state,) if kept is None else (state, kept))
+    return out
+
+
+def _delta_by_torch(state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, scale, lower_bound,
+                    beta_form, l2norm, still):
+    with torch.no_grad():
+        several, dtype, repeats = q.ndim == 4, v.dtype, v.shape[-2] // q.shape[-2]
+        q, k, v = q.float(), k.float(), v.float()
+        if l2norm:
+            q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        q, k = (t.repeat_interleave(repeats, -2) for t in (q, k))
+        if g is None:
+            g = torch.zeros_like(beta)
+        g = g if dt_bias is None else g + dt_bias
+        rate = 1 if a_log is None else a_log.exp().view(-1, *[1] * (g.ndim - beta.ndim))
+        if lower_bound:
+            g = lower_bound * torch.sigmoid(rate * g)
+        elif a_log is not None:
+            g = -rate * torch.nn.functional.softplus(g)
+        beta = beta_form * torch.sigmoid(beta) if beta_form else beta
+        decay = (g if g.ndim == k.ndim else g[..., None]).exp()
+        inputs = [t if several else t[:, None] for t in (q, k, v, decay, beta)]
+        pool, batch = state, len(q)
+        if at is not None:
+            begin = at.long()
+        elif token_at is not None:
+            token = torch.zeros(batch, dtype=torch.long, device=q.device) if accepted is None else accepted.long() - 1
+            known = (token >= 0) & (token < token_at.shape[1])
+            begin = torch.where(known, token_at.gather(1, token.clamp(0, token_at.shape[1] - 1)[:, None])[:, 0], -1)
+        else:
+            begin = torch.arange(batch, device=q.device)
+        there = (begin >= 0) & (begin < len(pool))
+        now, outs = pool[begin.clamp(0, len(pool) - 1).long()].float(), []
+
+        def keep(to, places):
+            good = there & (places >= 0) & (places < len(to))
+            to[places[good].long()] = now[good].to(to.dtype)
+
+        every = torch.arange(batch, device=q.device)
+        for t in range(inputs[0].shape[1]):
+            q, k, v, decay, beta = (x[:, t] for x in inputs)
+            now = decay[..., None] * now
+            u = beta[..., None] * (v - (k[..., None] * now).sum(-2))
+            now = now + k[..., None] * u[..., None, :]
+            outs.append(scale * (q[..., None] * now).sum(-2))
+            if token_at is not None:
+                keep(pool, token_at[:, t])
+            elif kept is not None:
+                keep(kept[:, t], every if kept_at is None else kept_at)
+        if token_at is None and not still:
+            keep(pool, begin)
+        out = torch.stack(outs, 1) if several else outs[0]
+        return torch.where(there.view(-1, *[1] * (out.ndim - 1)), out, 0.0).to(dtype)
+
+
 def _fake_ssd(state, x, *_):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -252,3 +392,8 @@ _define("ssd_step", "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? 
         "Tensor? state_indices, bool dt_softplus, float low, float high", _ssd_step, _fake_ssd)
 _define("linear_attention_step", "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? state_indices, float scale",
         _linear_attention_step, _fake_linear)
+for _op in ("gated_delta_rule_step", "kda_step"):
+    _define(_op, "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? "
+            "state_indices, Tensor? token_indices, Tensor? num_accepted_tokens, Tensor(b!)? intermediate_states, "
+            "Tensor? intermediate_indices, float scale, float lower_bound, int beta_form, bool l2norm, bool still",
+            functools.partial(_delta_step, _op), _fake_linear)

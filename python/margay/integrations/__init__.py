@@ -2,7 +2,7 @@
 
 import importlib
 
-__all__ = ["fla", "hf", "mamba"]
+__all__ = ["delta", "fla", "hf", "mamba"]
 
 
 def __getattr__(name):

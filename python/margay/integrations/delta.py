@@ -1,0 +1,1 @@
+from margay.drop_ins.delta_models import __doc__, register, unregister  # noqa: F401
