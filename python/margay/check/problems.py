@@ -500,8 +500,8 @@ DELTA_BWD = ("gated_delta_rule_bwd", "delta_keep", "delta_back")
 
 
 def gated_delta_rule(row, large):
-    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it, and
-    rows are cut."""
+    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it,
+    and rows are cut."""
     n = 8 if "_k64" in row["name"] else 72
     form = 3 if row["op"] in DELTA_CUT else 2 if "prepare" in row["name"] else 1
     op = "gated_delta_rule_bwd" if row["op"] in DELTA_BWD else "gated_delta_rule"
