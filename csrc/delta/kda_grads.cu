@@ -406,13 +406,13 @@ TILE void compute(const params &p, shared &s, int wg) {
   if (wg == PANELS - 1) make_b(s);
   all_sync();
   sem_wait(s.states, 0);
-  take_dstate(s, r, dk, dl, dbeta, t.at.steps, wg);
+  take_dstate(s, r, dk, dl, dbeta, block_task(p).at.steps, wg);   // anew: kept, it would cause spills
   take_state(s, r, dq, dk, dl, dbeta, p.scale, wg);
   wg_sync();
   ROLLED for (int h = 32; h > 0; h /= 2) take_level(s, r, dq, dk, dl, dbeta, h, wg);
   store(s.l[wg], 0, dl);
   put_products(p, s, t, r, dq, dk, dbeta, wg);
-  put_gates(p, s, block_task(p), wg);      // anew: kept, it would cause spills
+  put_gates(p, s, block_task(p), wg);      // the same
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, PANELS, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
