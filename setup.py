@@ -444,6 +444,13 @@ def glibc_stubs(cc):
     return stubs
 
 
+def one_of_equals(cc):
+    """Options of a linker that keeps one of functions with equal instructions, if there is one. Kernels for the CPU have
+    many: a seventh of the extension. No address of a function is compared with another's."""
+    options = ["-fuse-ld=gold", "-Wl,--icf=all"]
+    return options if platform.system() == "Linux" and not run([*cc, *options, "-Wl,--version"]).returncode else []
+
+
 def link(objects, module, target):
     cc, _ = host_compiler("CC", "cc")
     exports = GENERATED / "exports.map"
@@ -451,7 +458,7 @@ def link(objects, module, target):
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     run_linker(target, [*cc, "-shared", "-o", "{out}", str(module), *map(str, objects),
-                        "-Wl,--gc-sections", "-Wl,--as-needed",
+                        *one_of_equals(cc), "-Wl,--gc-sections", "-Wl,--as-needed",
                         "-Wl,-z,noexecstack", "-Wl,-z,relro", "-Wl,-z,now",
                         f"-Wl,--version-script={exports}", *glibc_stubs(cc),
                         "-lm", "-lpthread", "-ldl"])
