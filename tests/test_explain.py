@@ -129,7 +129,7 @@ def test_every_function(device):
              mg.matmul: ((a, b), {}), mg.attention_decode: ((rows,) * 3, {}),
              mg.append_kv: ((rows.clone(), rows.clone(), rows, rows), dict(cache_seqlens=0)),
              mg.based: ((rows[..., :16],) * 2 + (rows,), {}), mg.linear_attention: ((rows,) * 3, {}),
-             mg.scaled_add: ((a, b), {}),
+             mg.scaled_add: ((a, b), {}), mg.gated_delta_rule: ((rows,) * 3, {}),
              mg.hedgehog: ((*(rows,) * 3, maps, maps, torch.ones(2, device=device), 1.0), {}),
              mg.causal_conv1d: ((x, weight), {}), mg.causal_conv1d_step: ((x[:, :1], x[:, :8].clone(), weight), {}),
              mg.ssd: ((rows, rows[..., 0].float(), -torch.ones(2, device=device), rows, rows), {}),

@@ -1,5 +1,5 @@
-// Host half of gated_delta_rule, and what the delta rules' ops share. One kernel, which prepares chunks beside the pass over
-// the sequence; where heads are few, one that prepares all chunks at once, and then the pass alone.
+// Host half of gated_delta_rule, and what the delta rules' ops share. One kernel, which prepares chunks beside the pass
+// over the sequence; where heads are few, one that prepares all chunks at once, and then the pass alone.
 #include <math.h>
 #include "delta/delta_host.h"
 
@@ -45,6 +45,48 @@ mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, 
   return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks"));
 }
 
+// Segments of a row that take the least time, in that of a chunk of the pass over whole rows, of which a multiprocessor
+// has 64 columns of v. Of segments it has all columns, which takes a quarter longer. `heads`: of all rows.
+static int64_t segments_of(const mg_call *c, int64_t heads, int64_t most) {
+  const int64_t chunks = mg_ceil_div(c->n.T, 64), parts = mg_ceil_div(c->n.V, 64), sms = c->context.sms;
+  int64_t best = 1, least = 100 * chunks * mg_ceil_div(heads * parts, sms);
+  for (int64_t n = 2; n <= most && n <= chunks; n++) {
+    const int64_t waves = mg_ceil_div(heads * n, sms) + mg_ceil_div(heads * (2 * n - 3), sms);
+    const int64_t time = 125 * mg_ceil_div(chunks, n) * waves + 120 * (n - 2) + 600;
+    if (time < least) {
+      least = time;
+      best = n;
+    }
+  }
+  return best;
+}
+
+mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
+                          const mg_tensor *turns, bool all) {
+  const int64_t heads = c->n.R * c->n.HV, most = p->rows.starts || !cuts ? 1 : c->n.CUTS + 1;
+  const int64_t some = all ? most : segments_of(c, heads, most);
+  const int64_t whole = mg_ceil_div(c->n.T, 64), chunks = mg_ceil_div(whole, some);
+  const int64_t n = mg_ceil_div(whole, chunks + !chunks);
+  if (n < 2) return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
+  p->segments = (int)n;
+  p->segment = (int)chunks * 64;
+  p->cuts = cuts->data;
+  p->cut_stride = (int)c->n.CUTS;
+  mg_map_stack(c, &p->turns, turns, 64, 64);
+  if (!mg_choose_other(c, parts->cuts)) return c->status;
+  const int64_t width = c->desc->tile_n, value = mg_ceil_div(c->n.V, width), key = mg_ceil_div(turns->shape[4], width);
+  mg_run(c, p, mg_tasks(c, heads * ((n - 1) * value + (n - 2) * key), "blocks"));
+  if (n > 2) {
+    delta_join_params join = {.cuts = p->cuts, .cut = (int)n - 1, .cut_stride = p->cut_stride, .rows = (int)c->n.R,
+                              .heads = (int)c->n.HV, .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
+    if (!mg_choose_other(c, MG_OP_delta_join)) return c->status;
+    mg_map_stack(c, &join.turns, turns, (int)turns->shape[4], 64);
+    mg_run(c, &join, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
+  }
+  if (!mg_choose_other(c, parts->segments)) return c->status;
+  return mg_run(c, p, mg_tasks(c, heads * n * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
+}
+
 mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_gated_delta_rule, a)) return c.status;
@@ -54,8 +96,8 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   const mg_tensor *norms = a->l2norm ? a->norms : NULL;
   const ssd_order order = delta_order_of(&c, a->state_v_first);
   delta_sweep_params p = {
-    .initial = mg_data(a->initial_state), .final = mg_data(a->final_state), .initial_order = order, .final_order = order,
-    .rows = delta_rows_of(&c, a->cu_seqlens),
+    .initial = mg_data(a->initial_state), .final = mg_data(a->final_state), .initial_order = order,
+    .final_order = order, .rows = delta_rows_of(&c, a->cu_seqlens),
     .gates = delta_gates_of(&c, a->g, a->beta, a->a_log, a->dt_bias, norms, a->beta_form),
     .scale = delta_scale_of(&c, a->scale), .o_data = a->out->data, .o_step = a->out->stride[1],
     .o_head = a->out->stride[2], .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
@@ -73,5 +115,6 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   }
   mg_use(&c, sweep);
   if (c.status) return c.status;
-  return mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+  const delta_parts parts = {MG_OP_delta_segments, MG_OP_delta_cuts};
+  return delta_run_sweep(&c, &p, &parts, c.n.FORM ? a->cuts : NULL, a->turns, a->form == 3);
 }

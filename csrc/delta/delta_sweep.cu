@@ -1,21 +1,25 @@
-// Delta rules (gated: Yang, Kautz, Hatamizadeh 2024), forward, one pass over the sequence in chunks of 64 steps, the state
-// in registers throughout. With l_i the sum of the log decays up to step i of a chunk whose last step is e, S the state
-// before it, and M and P of delta_prepare.h:
+// Delta rules (gated: Yang, Kautz, Hatamizadeh 2024), forward, one pass over the sequence in chunks of 64 steps, the
+// state in registers throughout. With l_i the sum of the log decays up to step i of a chunk whose last step is e, S the
+// state before it, and M and P of delta_prepare.h:
 //   R^T = (v^T - e^(l_i) S^T k^T) M^T,   u^T = beta_i R^T,   o^T = scale e^(l_i) S^T q^T + u^T P^T
 //   S^T = e^(l_e) S^T + (u_i e^(l_e - l_i))^T k
-// R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as their
-// register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS warpgroups
-// make those of later chunks meanwhile; without any, a kernel before this one has made them (delta_prepare.cu).
-// CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q and e^(l_e - l_i) k come as tiles, and e^(l_e) as a vector.
-// KEEPS, for the backward: the states in front of chunks and R are written, and no o.
-// Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp clears
-// its steps before products read them, and the last chunk's o is stored from registers.
-// R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest value.
-// Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups of
-// 64 columns of v.
+// R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as
+// their register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS
+// warpgroups make those of later chunks meanwhile; without any, a kernel before this one has made them
+// (delta_prepare.cu).
+// CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q, e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
+// KEEPS 1, for the backward: the states in front of chunks and R are written, and no o. KEEPS 2: only what segments of
+// a row begin with (delta.h). A turn is what becomes of the unit matrix where v is 0: its columns stand where those of v
+// would.
+// Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
+// clears its steps before products read them, and the last chunk's o is stored from registers.
+// R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
+// value.
+// Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups
+// of 64 columns of v.
 //
-// Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, of one group two more of S; two rows' factors.
-// Prepare: three tiles of 32, an operand of 12.
+// Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, two rows' factors, with AHEAD two more
+// operands of S. Prepare: three tiles of 32, an operand of 12.
 #include "delta/delta_prepare.h"
 
 // D: columns of the state. GROUPS, PREPS, CHANNELS, KEEPS, STAGES, READY, *_REGS
@@ -25,8 +29,9 @@ static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one prod
 typedef st<elem, Q, D> wide;
 typedef st<elem, Q, 64> tile;
 struct shared {
-  wide k[STAGES], q[KEEPS ? 0 : STAGES], w[CHANNELS ? STAGES : 0], states[KEEPS ? GROUPS : 0];
-  tile v[2][GROUPS], o[GROUPS];           // o: KEEPS: R
+  wide k[STAGES], q[KEEPS ? 0 : STAGES], w[CHANNELS ? STAGES : 0], states[KEEPS == 1 ? GROUPS : 0];
+  st<exact, Q, D> turns[KEEPS == 2 ? GROUPS : 0];
+  tile v[2][GROUPS], o[KEEPS == 2 ? 0 : GROUPS];   // o: KEEPS 1: R
   square m[READY], p[KEEPS ? 0 : READY], scratch[PREPS];
   chunk_vectors vec[STAGES];              // CHANNELS: beta only
   sv<D> ends[CHANNELS ? STAGES : 0];
@@ -46,11 +51,29 @@ TILE void init(shared &s) {
   sem_init(s.last, arrivals(1 + !CHANNELS, 0, 0));
 }
 
-struct task { row_task r; int col; };     // col: the block's first column of v
+// col: the block's first column of v, or of a turn
+struct task { row_task r; int segment, segments, col; bool turns; };
 TILE task block_task(const params &p) {
-  int parts = (p.value_dim + 64 * GROUPS - 1) / (64 * GROUPS), unit = block_index() / parts;
-  int row = unit / p.rows.heads;
-  return {task_of(p.rows, row, unit - row * p.rows.heads), (block_index() - unit * parts) * 64 * GROUPS};
+  enum { WIDTH = 64 * GROUPS };
+  int segments = p.segments > 1 ? p.segments : 1, parts = (p.value_dim + WIDTH - 1) / WIDTH, i = block_index();
+  int cuts = KEEPS == 2 ? segments - 1 : segments, first = p.rows.rows * p.rows.heads * cuts * parts;
+  bool turns = KEEPS == 2 && i >= first;
+  if (turns) {                            // segment 0 has none
+    i -= first;
+    cuts--;
+    parts = (D + WIDTH - 1) / WIDTH;
+  }
+  int unit = i / parts, matrix = unit / cuts, row = matrix / p.rows.heads;
+  task b = {task_of(p.rows, row, matrix - row * p.rows.heads), unit - matrix * cuts + turns, segments,
+            (i - unit * parts) * WIDTH, turns};
+  if (segments > 1) {
+    row_task &t = b.r;
+    t.place += b.segment * (p.segment / Q);
+    t.first += b.segment * p.segment;
+    if (t.end > t.first + p.segment) t.end = t.first + p.segment;
+    t.chunks = (t.end - t.first + Q - 1) / Q;
+  }
+  return b;
 }
 
 TILE void loader(const params &p, shared &s, int) {
@@ -63,27 +86,29 @@ TILE void loader(const params &p, shared &s, int) {
     ring_acquire(s.k_ring, at);
     if (CHANNELS) {
       sem &full = s.k_ring.full[i];
-      sem_expect(full, (3 - KEEPS) * tile_bytes(s.k[0]) + D * 4);
+      sem_expect(full, (3 - !!KEEPS) * tile_bytes(s.k[0]) + D * 4);
       tma_load(s.k[i], p.k, full, place * Q, 0, t.head, t.batch);
       if (!KEEPS) tma_load(s.q[i], p.q, full, place * Q, 0, t.head, t.batch);
       tma_load(s.w[i], p.w, full, place * Q, 0, t.head, t.batch);
       tma_load(s.ends[i], p.ends + (((int64_t)t.batch * p.rows.heads + t.head) * p.rows.places + place) * D, full);
     } else {
       sem &full = over ? s.last : s.k_ring.full[i];
-      sem_expect(full, (2 - KEEPS) * tile_bytes(s.k[0]));
+      sem_expect(full, (2 - !!KEEPS) * tile_bytes(s.k[0]));
       tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
       if (!KEEPS) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
     }
     ring_next(s.k_ring, at);
-    sem &full = over ? s.last : s.v_ring.full[in.stage];
-    ring_acquire(s.v_ring, in);
-    sem_expect(full, GROUPS * tile_bytes(s.o[0]));
-    ROLLED for (int g = 0; g < GROUPS; g++)
-      tma_load(s.v[in.stage][g], p.v, full, step, b.col + 64 * g, t.head, t.batch);
-    ring_next(s.v_ring, in);
+    if (!b.turns) {
+      sem &full = over ? s.last : s.v_ring.full[in.stage];
+      ring_acquire(s.v_ring, in);
+      sem_expect(full, GROUPS * tile_bytes(s.v[0][0]));
+      ROLLED for (int g = 0; g < GROUPS; g++)
+        tma_load(s.v[in.stage][g], p.v, full, step, b.col + 64 * g, t.head, t.batch);
+      ring_next(s.v_ring, in);
+    }
     if (PREPS) continue;
     ring_acquire(s.ready, to);
-    ring_expect(s.ready, to, (2 - KEEPS) * tile_bytes(s.m[0]));
+    ring_expect(s.ready, to, (2 - !!KEEPS) * tile_bytes(s.m[0]));
     tma_load(s.m[to.stage], p.m, s.ready.full[to.stage], place * Q, 0, t.head, t.batch);
     if (!KEEPS) tma_load(s.p[to.stage], p.p, s.ready.full[to.stage], place * Q, 0, t.head, t.batch);
     ring_next(s.ready, to);
@@ -144,7 +169,7 @@ TILE void prepare(const params &p, shared &s, int index) {
       ring_acquire(s.ready, to);
       mma_wait<0>(products);
       make_reads(products, decays, v);
-      store(s.p[to.stage], products);     // before the next product: a third tile would not fit beside the state's roles
+      store(s.p[to.stage], products);     // before the next product: a third tile would not fit in PREP_REGS
       mma_fence();
       mma_ABt<ZERO>(products, s.k[at.stage], s.k[at.stage]);
       mma_commit();
@@ -187,8 +212,8 @@ TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part,
 }
 
 // One chunk. The state is scaled while no product of it is in flight.
-TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in, ring_pos from,
-                  int chunk, int wg) {
+TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
+                  ring_pos from, int chunk, int wg) {
   const row_task &t = b.r;
   chunk_vectors &v = s.vec[at.stage];
   rt<float, Q> x, y;
@@ -213,26 +238,30 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     ring_release(s.v_ring, in);
     mma_wait<1>(x);
   } else {                                // with fewer registers; another warpgroup has the tensor cores meanwhile
-    if (KEEPS) {
+    if (KEEPS == 1) {
       tma_store_wait_read();
       wg_sync();
     }
     convert_part(part, state, 0);
     read_panel(x, y, part, s, i, 0);
-    if (KEEPS) store(s.states[wg], part, 0);
+    if (KEEPS == 1) store(s.states[wg], part, 0);
     ring_wait(s.vec_ring, at);
     mma_wait<0>(x, y, part);
     if (PANELS == 2) {
       convert_part(part, state, 64);
       read_panel(x, y, part, s, i, 64);
-      if (KEEPS) store(s.states[wg], part, 64);
+      if (KEEPS == 1) store(s.states[wg], part, 64);
     }
-    ring_wait(s.v_ring, in);
+    if (!b.turns) ring_wait(s.v_ring, in);
     if (PANELS == 2) mma_wait<0>(x, y, part);
-    load_t(part, s.v[in.stage][wg]);
-    ring_release(s.v_ring, in);
+    if (!b.turns) {
+      load_t(part, s.v[in.stage][wg]);
+      ring_release(s.v_ring, in);
+    }
   }
-  if (CHANNELS) map_col(x, part, v.beta, [](float a, float b, float) { return b - a; });
+  if (b.turns && CHANNELS) map(x, [](float a) { return -a; });
+  else if (b.turns) map_col(x, v.decay, [](float a, float e) { return -a * e; });
+  else if (CHANNELS) map_col(x, part, v.beta, [](float a, float b, float) { return b - a; });
   else map_col(x, part, v.decay, [](float a, float b, float e) { return b - a * e; });
   row_factors(up, down, x);
   map_row(x, up, [](float f, float m) { return f * m; });
@@ -250,12 +279,13 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     if (!KEEPS) map_col(y, v.read, [](float f, float e) { return f * e; });
   }
   if (!KEEPS) tma_store_wait_read();
-  wg_sync();                              // KEEPS: the stored state, behind the fence of v's release
-  if (KEEPS) tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
+  if (KEEPS != 2) wg_sync();              // KEEPS 1: the stored state, behind the fence of v's release
+  if (KEEPS == 1)
+    tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
   mma_wait<0>(x, factor);
   if (KEEPS) {
     map_row(x, down, [](float f, float m) { return f * m; });
-    store_t(s.o[wg], x);
+    if (KEEPS == 1) store_t(s.o[wg], x);
     map_col(x, v.beta, [](float f, float b) { return f * b; });
     if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
@@ -278,6 +308,13 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, y, (const rt<float, Q> &)x, down);
     store_t(s.o[wg], y);
   }
+  if (KEEPS == 2) {
+    if (CHANNELS) fence_async();          // the ends have been read
+    mma_wait<0>(state, part);
+    ring_release(s.ready, from);
+    ring_release(s.k_ring, at);
+    return;
+  }
   fence_async();
   wg_sync();
   int from_step = KEEPS && !p.rows.starts ? step - p.rows.from : step, col = b.col + 64 * wg;
@@ -295,8 +332,52 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   }
 }
 
-TILE int64_t first_of(const params &p, const task &b, int wg, ssd_order o) {
-  return ((int64_t)b.r.row * p.rows.heads + b.r.head) * o.matrix + (b.col + 64 * wg) * o.row;
+TILE int64_t first_of(const params &p, const task &b, int wg, int64_t i, ssd_order o) {
+  return (i * p.rows.heads + b.r.head) * o.matrix + (b.col + 64 * wg) * o.row;
+}
+TILE float *cut_of(const params &p, const task &b, int wg, int cut) {   // behind segment `cut`
+  return p.cuts + first_of(p, b, wg, (int64_t)b.r.row * p.cut_stride + cut, {p.key_dim, 1, p.key_dim * p.value_dim});
+}
+TILE void begin_state(rt<float, D> &state, const params &p, const task &b, int wg) {
+  int cols = p.value_dim - b.col - 64 * wg, col = b.col + 64 * wg;
+  fill(state, 0.f);
+  if (b.turns) map_rc(state, [=](float, int row, int k) { return k == row + col ? 1.f : 0.f; });
+  else if (b.segment == 0 && p.initial) {
+    ssd_order o = p.initial_order;
+    load(state, p.initial + first_of(p, b, wg, b.r.row, o), o.row, o.col, cols, p.key_dim);
+  } else if (b.segment > 0 && KEEPS != 2)
+    load(state, cut_of(p, b, wg, b.segment - 1), p.key_dim, 1, cols, p.key_dim);
+}
+// The leading bits are (1 + 2^16) S - 2^16 S, of which only the sum is rounded.
+TILE void put_turn(const params &p, shared &s, const task &b, rt<float, D> &state, int wg) {
+  rt<float, D> part;
+  rt<exact, 64> panel;
+  fill(part, 0.f);
+  map(part, state, [](float, float x) { return fused(x, 65536.f, x) - 65536.f * x; });
+  map(state, part, [](float x, float most) { return x - most; });
+  ROLLED for (int rest = 0; rest < 2; rest++) {
+    UNROLLED for (int c = 0; c < D; c += 64) {
+      convert_part(panel, part, c);
+      store(s.turns[wg], panel, c);
+    }
+    fence_async();
+    wg_sync();
+    tma_store(p.turns, s.turns[wg], rest * D + b.col + 64 * wg, 0, b.segment, b.r.row * p.rows.heads + b.r.head);
+    tma_store_wait_read();
+    wg_sync();
+    map(part, state, [](float, float x) { return x; });
+  }
+}
+TILE void end_state(const params &p, shared &s, const task &b, rt<float, D> &state, int wg) {
+  int cols = p.value_dim - b.col - 64 * wg;
+  if (b.turns) {
+    if (b.col + 64 * wg < D) put_turn(p, s, b, state, wg);
+    return;
+  }
+  if (KEEPS == 2) return store(cut_of(p, b, wg, b.segment), p.key_dim, 1, state, cols, p.key_dim);
+  if (!p.final || b.segment + 1 < b.segments) return;
+  ssd_order o = p.final_order;
+  store(p.final + first_of(p, b, wg, b.r.row, o), o.row, o.col, state, cols, p.key_dim);
 }
 // Steps behind the last packed row are in no sequence.
 TILE void clear_rest(const params &p, const task &b, int wg) {
@@ -318,23 +399,16 @@ TILE void run_state(const params &p, shared &s, int wg) {
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
-  int cols = p.value_dim - b.col - 64 * wg;
-  if (p.initial) {
-    ssd_order o = p.initial_order;
-    load(state, p.initial + first_of(p, b, wg, o), o.row, o.col, cols, p.key_dim);
-  } else fill(state, 0.f);
+  begin_state(state, p, b, wg);
   for (int chunk = 0; chunk < b.r.chunks; chunk++) {
     advance(state, p, s, b, at, in, from, chunk, wg);
     ring_next(s.k_ring, at);
     ring_next(s.v_ring, in);
     ring_next(s.ready, from);
   }
-  if (p.final) {
-    ssd_order o = p.final_order;
-    store(p.final + first_of(p, b, wg, o), o.row, o.col, state, cols, p.key_dim);
-  }
+  end_state(p, s, b, state, wg);
   clear_rest(p, b, wg);
-  tma_store_wait_read();
+  if (KEEPS != 2) tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,

@@ -460,16 +460,23 @@ def call_linear_attention_bwd(dtype, steps, heads, n, given):
 # label, steps, heads of k and v, what is given. The last sequence ends before the last step.
 DELTA = (("states", 330, 1, 2, ("g", "initial_state", "final_state")), ("none", 70, 1, 1, ()),
          ("packed", 410, 1, 1, ("g", "a_log", "dt_bias", "cu_seqlens", "l2norm", "beta_form", "final_state")))
+DELTA_CUT = ("delta_segments", "delta_cuts", "delta_join")
+DELTA_BWD = ("gated_delta_rule_bwd", "delta_keep", "delta_back")
 
 
 def gated_delta_rule(row, large):
-    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it."""
+    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it,
+    and rows are cut."""
     n = 8 if "_k64" in row["name"] else 72
-    form = 2 if "prepare" in row["name"] else 1
-    op = "gated_delta_rule" if row["op"] in ("gated_delta_rule", "delta_prepare", "delta_norms") else "gated_delta_rule_bwd"
+    form = 3 if row["op"] in DELTA_CUT else 2 if "prepare" in row["name"] else 1
+    op = "gated_delta_rule_bwd" if row["op"] in DELTA_BWD else "gated_delta_rule"
     given = ("g", "l2norm")
     shapes = [("large", 2000, 33, 132, given), ("few blocks", 3000, 1, 2, given)] if large else []
-    for label, *problem in (*shapes, *DELTA):
+    cut = row["op"] in DELTA_CUT
+    if cut:
+        shapes = [("large", 20000, 2, 2, ("g",))] if large else []
+        shapes += [("cut", 2600, 1, 1, ("g", "initial_state", "final_state")), ("once", 1100, 1, 1, ())]
+    for label, *problem in (*shapes, *DELTA * (not cut)):
         if row["op"] == "gated_delta_rule_bwd":          # chunks are dealt out to blocks
             problem[0] *= 2
         if row["op"] != "delta_norms" or "l2norm" in problem[3]:
@@ -640,6 +647,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
+       **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,
        "ssd_step": step_of_generation, "ssd_step_ones": step_of_generation,
        "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation}
