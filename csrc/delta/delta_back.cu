@@ -81,6 +81,7 @@ TILE void scan(const params &p, shared &s, int) {
   const row_task &t = b.r;
   ring_pos at = {};
   given_steps next;
+  if (t.chunks == 0) return;
   int last = t.first + (t.chunks - 1) * Q;
   if (t.chunks == 0) return;
   if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, last);

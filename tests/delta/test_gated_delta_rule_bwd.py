@@ -1,0 +1,247 @@
+"""Gradients of gated_delta_rule against autograd of the recurrence in float64: hard gates, keys and values, odd sizes, packed
+rows, gates and norms as models have them."""
+
+import random
+
+import pytest
+import torch
+
+import margay as mg
+from cases import DEVICES, check_error
+from conftest import SEED
+from delta_forms import HARD, by_chunks, gates, hard, normalised, recurrence, rounding, strength, worst_products
+from margay import _op
+
+CPU, GPU = 60, 300
+DTYPES = ("bfloat16", "float16", "float32")
+STEPS = (1, 15, 16, 17, 63, 64, 65, 200)
+NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "da_log", "ddt_bias")
+# A state is reflected again and again, and no error in it fades: by chance a small one in one form or in the other.
+REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
+
+
+def skip(device, dtype):
+    if device == "cuda" and dtype == "float32":
+        pytest.skip("computed on the CPU only")
+
+
+def inputs(name, seed, *sizes, dtype, device, rows=None, with_state=True):
+    """(q, k, v, g, beta, state), what is given of it wanting a gradient, and the results' gradients. Of values near
+    float16's limit these are small: the gradient of a key is a product of both."""
+    q, k, v, g, beta, state, dout, dlast = hard(name, seed, *sizes, dtype=dtype, device=device, rows=rows)
+    if dtype == torch.float16 and "values" in name:
+        dout, dlast = dout / 1024, dlast / 1024
+    given = [q, k, v, g, beta, state if with_state else None]
+    return [t if t is None else t.requires_grad_() for t in given], dout, dlast
+
+
+def gradients(results, given, dout, dlast):
+    """By the places of `given`, None where that is. A state that nobody wants is not in the results."""
+    wanted = [t for t in given if t is not None]
+    out, last = results
+    grads = iter(torch.autograd.grad((out, last), wanted, (dout.to(out.dtype), dlast.to(last.dtype)), allow_unused=True))
+    return [None if t is None else next(grads) for t in given]
+
+
+def run(q, k, v, g, beta, state, *gate, scale=None, starts=None, v_first=False, **options):
+    starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=q.device)
+    state = state.mT.contiguous() if v_first and state is not None else state
+    out, last = mg.gated_delta_rule(q, k, v, g, beta, scale=scale, initial_state=state, output_final_state=True,
+                                    cu_seqlens=starts, state_v_first=v_first, **options)
+    return out, last.mT if v_first else last
+
+
+def check(ours, plain, exact, dtype, given, other=None):
+    """other: exact gradients of keys that differ by half of an eps, of an input that makes much of such a difference."""
+    q, k, _, g = given[:4]
+    products = worst_products(q, k, *exact[:2])
+    for i, (name, *three) in enumerate(zip(NAMES, ours, plain, exact)):
+        if three[2] is None or not three[2].numel():
+            continue
+        relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g, products)
+        if three[0].numel() < 500:                 # the plain form's errors are small by chance
+            absolute += 2 * torch.finfo(dtype).eps * float(three[2].abs().max())
+        absolute = (absolute,) * 3
+        if other is not None:
+            change = (other[i] - three[2]).abs()
+            absolute = tuple(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
+        check_error(name, *three, factor=3, rounding=(relative, absolute))
+
+
+def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v_first=False):
+    dtype = given[0].dtype
+    norm = normalised if norms else lambda t: t
+
+    def of(form, change=1.0):
+        q, k, v, g, beta, state = (t if t is None or form is by_chunks else t.detach().double().requires_grad_()
+                                   for t in given)
+        turned = [q, k, v, g, beta, state]
+        results = form(norm(q), norm(k) * change, v, g, beta, scale, state, starts)
+        return gradients(results, turned, dout, dlast)
+    options = dict(scale=scale, starts=starts, v_first=v_first, use_qk_l2norm=norms)
+    ours = gradients(run(*given, **options), given, dout, dlast)
+    assert all(found is None or found.dtype == t.dtype for found, t in zip(ours, given))
+    other = of(recurrence, 1 + torch.finfo(dtype).eps / 2) if name in REFLECTED else None
+    check(ours, of(by_chunks), of(recurrence), dtype, given, other)
+    return ours
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_hard(device, dtype, name):
+    skip(device, dtype)
+    given, dout, dlast = inputs(name, 3, 1, 150, 1, 2, 100, 72, dtype=getattr(torch, dtype), device=device)
+    ours = compare(given, dout, dlast, name)
+    for a, b in zip(ours, gradients(run(*given), given, dout, dlast)):
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", ((1, 1, 1, 1, 1), (2, 1, 3, 64, 64), (1, 2, 4, 128, 128), (2, 1, 1, 17, 128),
+                                   (1, 1, 2, 128, 40), (1, 3, 3, 72, 65)), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_sizes(device, dtype, shape):
+    skip(device, dtype)
+    b, *others = shape
+    for i, steps in enumerate(STEPS):
+        given, dout, dlast = inputs("usual", steps, b, steps, *others, dtype=getattr(torch, dtype), device=device,
+                                    with_state=i % 2 == 0)
+        compare(given, dout, dlast, scale=0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_options(device, dtype):
+    """Gates, sigmoids of beta and norms as models have them, of large and of zero rows too; states [V, K]."""
+    skip(device, dtype)
+    dtype = getattr(torch, dtype)
+    (q, k, v, _, _, state), dout, dlast = inputs("usual", 5, 2, 150, 2, 4, 80, 100, dtype=dtype, device=device)
+    with torch.no_grad():
+        q *= 3
+        k *= 20
+        k[0, 7], q[1, 30] = 0, 0
+    r = torch.Generator().manual_seed(6)
+    raw, logits = (torch.randn(2, 150, 4, generator=r).to(device).requires_grad_() for _ in range(2))
+    a_log, dt_bias = (torch.randn(4, generator=r).to(device).requires_grad_() for _ in range(2))
+    for bias, negative in ((dt_bias, True), (None, False)):
+        given = [q, k, v, raw, logits, state, a_log, bias]
+
+        def of(form, *tensors, bias=bias, negative=negative):
+            q, k, v, raw, logits, state, a_log = tensors[:7]
+            g, w = gates(raw, a_log, None if bias is None else tensors[7]), strength(logits, negative)
+            return gradients(form(normalised(q), normalised(k), v, g, w, state=state), tensors, dout, dlast)
+        ours = gradients(run(*given[:6], v_first=True, A_log=a_log, dt_bias=bias, use_gate=True, use_beta_sigmoid=True,
+                             allow_neg_eigval=negative, use_qk_l2norm=True), given, dout, dlast)
+        exact = of(recurrence, *(t if t is None else t.detach().double().requires_grad_() for t in given))
+        check(ours, of(by_chunks, *given), exact, dtype, [*given[:3], gates(raw, a_log, bias)])
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed(device, dtype):
+    """As the sequences by themselves, empty ones too; what stands behind a sequence does not reach it; gradients are 0
+    behind the last."""
+    skip(device, dtype)
+    starts = (0, 70, 70, 134, 135, 300)
+    given, dout, dlast = inputs("to -20", 9, 1, 350, 2, 4, 100, 128, dtype=getattr(torch, dtype), rows=5, device=device)
+    dout[:, 300:] = torch.nan
+    with torch.no_grad():
+        for t in given[:5]:
+            t[:, 300:] = torch.nan
+    _op.for_torch("gated_delta_rule")
+    ours = gradients(run(*given, starts=starts, use_qk_l2norm=True), given, dout, dlast)
+    for grad in ours[:5]:
+        assert (grad[:, 300:] == 0).all()
+    for i, (first, end) in enumerate(zip(starts, starts[1:])):
+        part = [t[:, first:end].detach().requires_grad_() for t in given[:5]]
+        part.append(given[5][i:i + 1].detach().requires_grad_())
+        alone = gradients(run(*part, use_qk_l2norm=True), part, dout[:, first:end], dlast[i:i + 1])
+        for name, a, b in zip(NAMES, alone[:5], ours):
+            assert torch.equal(a, b[:, first:end]), (name, i)
+        assert torch.equal(alone[5][0], ours[5][i]), i
+    with torch.no_grad():
+        for t in given[:3]:
+            t[:, 70:134] = torch.nan
+    again = gradients(run(*given, starts=starts, use_qk_l2norm=True), given, dout, dlast)
+    for a, b in zip(again[:5], ours):
+        assert torch.equal(a[:, :70], b[:, :70]) and torch.equal(a[:, 134:], b[:, 134:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_asked_for(device):
+    """Some gradients without the others, and of one result, are those of all; small ones are not lost."""
+    given, dout, dlast = inputs("mild", 4, 2, 100, 2, 4, 64, 64, dtype=torch.bfloat16, device=device)
+    out, last = run(*given)
+    both = gradients((out, last), given, dout, dlast)
+    for i, t in enumerate(given):
+        out, last = run(*(x if x is t else x.detach() for x in given))
+        assert torch.equal(torch.autograd.grad((out, last), t, (dout, dlast))[0], both[i]), NAMES[i]
+    none = gradients(run(*given), given, dout, torch.zeros_like(dlast))
+    wanted = torch.autograd.grad(run(*given)[0], given, dout)
+    assert all(map(torch.equal, wanted, none))
+    small = gradients(run(*given), given, dout * 2.0**-60, dlast * 2.0**-60)
+    for name, a, b in zip(NAMES, small, both):
+        torch.testing.assert_close(a * 2.0**60, b, rtol=1e-2, atol=1e-2 * float(b.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing(device):
+    """No steps, no batch, no heads."""
+    for b, steps, h, hv in ((1, 0, 1, 2), (0, 5, 1, 2), (1, 5, 0, 0)):
+        given, dout, dlast = inputs("usual", 1, b, steps, h, hv, 16, 24, dtype=torch.bfloat16, device=device)
+        a_log, dt_bias = (torch.zeros(hv, device=device, requires_grad=True) for _ in range(2))
+        results = run(*given, A_log=a_log, dt_bias=dt_bias, use_gate=True, use_qk_l2norm=True)
+        grads = gradients(results, [*given, a_log, dt_bias], dout, dlast)
+        for grad, t in zip(grads, [*given, a_log, dt_bias]):
+            assert grad.shape == t.shape
+        assert torch.equal(grads[5], dlast) and not any(grad.any() for grad in (*grads[:5], *grads[6:]))
+    given, dout, dlast = inputs("usual", 1, 1, 40, 1, 2, 16, 24, dtype=torch.bfloat16, device=device, rows=2)
+    grads = gradients(run(*given, starts=(0, 0, 40)), given, dout, dlast)
+    assert torch.equal(grads[5][0], dlast[0])
+
+
+@pytest.mark.gpu
+def test_segments():
+    """Heads have the gradients that they have alone where the scratch does not hold the states of all steps."""
+    given, dout, dlast = inputs("mild", 2, 1, 1100, 1024, 1024, 128, 128, dtype=torch.bfloat16, device="cuda")
+    whole = gradients(run(*given), given, dout, dlast)
+    cut = lambda t, place: t.detach().narrow(place, 100, 16).contiguous()  # noqa: E731
+    part = [cut(t, 1 if i == 5 else 2).requires_grad_() for i, t in enumerate(given)]
+    alone = gradients(run(*part), part, cut(dout, 2), cut(dlast, 1))
+    for i, name in enumerate(NAMES[:6]):
+        assert torch.equal(cut(whole[i], 1 if i == 5 else 2), alone[i]), name
+
+
+def check_random(seed, device):
+    r = random.Random(seed)
+    gpu = device == "cuda"
+    steps = r.choice((0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 150) + (700, 1500) * gpu)
+    h = r.choice((1, 1, 2, 3))
+    hv, b, packed = h * r.choice((1, 2, 3, *(16,) * gpu)), r.choice((1, 1, 2)), r.random() < 0.3
+    d, dv = r.choice(((64, 64), (128, 128), (128, 64), (64, 128), (r.randrange(1, 129), r.randrange(1, 129))))
+    dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
+    name, scale = r.choice([*HARD]), r.choice((None, None, 0.3, 1.0))
+    b = 1 if packed else b
+    starts = (0, *sorted(r.randrange(steps + 1) for _ in range(r.randrange(4))), steps) if packed else None
+    rows, norms, v_first = b if starts is None else len(starts) - 1, r.random() < 0.3, r.random() < 0.3
+    given, dout, dlast = inputs(name, seed, b, steps, h, hv, d, dv, dtype=dtype, device=device, rows=rows,
+                                with_state=r.random() < 0.5)
+    where = f"seed {seed}: {name}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, norms {norms}"
+    try:
+        compare(given, dout, dlast, name, scale, starts, norms, v_first)
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from error
+
+
+@pytest.mark.parametrize("group", range(10))
+def test_random(group):
+    for i in range(group * CPU // 10, (group + 1) * CPU // 10):
+        check_random(SEED * 1000 + i, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", range(10))
+def test_random_on_the_gpu(group):
+    for i in range(group * GPU // 10, (group + 1) * GPU // 10):
+        check_random(SEED * 1000 + i, "cuda")
