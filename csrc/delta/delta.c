@@ -1,5 +1,5 @@
-// Host half of gated_delta_rule, and what the delta rules' ops share. One kernel, which prepares chunks beside the pass over
-// the sequence; where heads are few, one that prepares all chunks at once, and then the pass alone.
+// Host half of gated_delta_rule, and what the delta rules' ops share. One kernel, which prepares chunks beside the pass
+// over the sequence; where heads are few, one that prepares all chunks at once, and then the pass alone.
 #include <math.h>
 #include "delta/delta_host.h"
 
@@ -45,8 +45,8 @@ mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, 
   return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks"));
 }
 
-// Segments of a row that take the least time, in that of a chunk of the pass over whole rows, of which a multiprocessor has
-// 64 columns of v. Of segments it has all columns, which takes a quarter longer. `heads`: of all rows.
+// Segments of a row that take the least time, in that of a chunk of the pass over whole rows, of which a multiprocessor
+// has 64 columns of v. Of segments it has all columns, which takes a quarter longer. `heads`: of all rows.
 static int64_t segments_of(const mg_call *c, int64_t heads, int64_t most) {
   const int64_t chunks = mg_ceil_div(c->n.T, 64), parts = mg_ceil_div(c->n.V, 64), sms = c->context.sms;
   int64_t best = 1, least = 100 * chunks * mg_ceil_div(heads * parts, sms);
@@ -65,7 +65,8 @@ mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *
                           const mg_tensor *turns, bool all) {
   const int64_t heads = c->n.R * c->n.HV, most = p->rows.starts || !cuts ? 1 : c->n.CUTS + 1;
   const int64_t some = all ? most : segments_of(c, heads, most);
-  const int64_t chunks = mg_ceil_div(mg_ceil_div(c->n.T, 64), some), n = mg_ceil_div(mg_ceil_div(c->n.T, 64), chunks + !chunks);
+  const int64_t whole = mg_ceil_div(c->n.T, 64), chunks = mg_ceil_div(whole, some);
+  const int64_t n = mg_ceil_div(whole, chunks + !chunks);
   if (n < 2) return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
   p->segments = (int)n;
   p->segment = (int)chunks * 64;
@@ -95,8 +96,8 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   const mg_tensor *norms = a->l2norm ? a->norms : NULL;
   const ssd_order order = delta_order_of(&c, a->state_v_first);
   delta_sweep_params p = {
-    .initial = mg_data(a->initial_state), .final = mg_data(a->final_state), .initial_order = order, .final_order = order,
-    .rows = delta_rows_of(&c, a->cu_seqlens),
+    .initial = mg_data(a->initial_state), .final = mg_data(a->final_state), .initial_order = order,
+    .final_order = order, .rows = delta_rows_of(&c, a->cu_seqlens),
     .gates = delta_gates_of(&c, a->g, a->beta, a->a_log, a->dt_bias, norms, a->beta_form),
     .scale = delta_scale_of(&c, a->scale), .o_data = a->out->data, .o_step = a->out->stride[1],
     .o_head = a->out->stride[2], .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};

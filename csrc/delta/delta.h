@@ -33,7 +33,8 @@ typedef struct delta_norms_params {
 
 // delta_prepare.cu: of each head and chunk M^T and P^T, 64 x 64 of 16 bits, fp16 whatever the type of the call; fp32
 // where that is fp32.
-//   M = (I + L diag(beta))^-1,  L_ij = e^(l_i - l_j) k_i . k_j for j < i;  P_ij = scale e^(l_i - l_j) q_i . k_j for j <= i
+//   M = (I + L diag(beta))^-1,  L_ij = e^(l_i - l_j) k_i . k_j for j < i
+//   P_ij = scale e^(l_i - l_j) q_i . k_j for j <= i
 typedef struct delta_prepare_params {
   gmap q, k;                  // [batch, key head, step, key_dim]
   gmap m, p;                  // [batch, head, 64 place + row, 64]
@@ -43,17 +44,18 @@ typedef struct delta_prepare_params {
   int batches;
 } delta_prepare_params;
 
-// delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. KEEPS 2 makes what they begin
-// with: the states behind all segments but the last, the first one's from `initial`, the others' from 0; and of these by
-// what a segment multiplies the state before it, S <- turn S. delta_join.cu then adds up. CHANNELS: k, q and w have places, they are k e^l, scale q e^l and k e^(l_e - l), with the norms' factors.
+// delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. KEEPS 2 makes what they
+// begin with: the states behind all segments but the last, the first one's from `initial`, the others' from 0; and of
+// these by what a segment multiplies the state before it, S <- turn S. delta_join.cu then adds up. CHANNELS: k, q and w
+// have places, they are k e^l, scale q e^l and k e^(l_e - l), with the norms' factors.
 typedef struct delta_sweep_params {
-  gmap q, k, w;               // [batch, key head, step, key_dim]; CHANNELS: [batch, head, 64 place + row, D], D the row's
+  gmap q, k, w;               // [batch, key head, step, key_dim]; CHANNELS: [batch, head, 64 place + row, D]
   gmap v, o;                  // [batch, head, step, value_dim]; KEEPS: o is absent
   gmap m, p;                  // as above, where the kernel has no prepare role; KEEPS: p is absent
-  gmap turns;                 // KEEPS 2: [row heads, cut, 2 D, D], bf16, fp32 where that is the type: a turn, transposed; its
-                              // leading 8 bits, then the rest
-  gmap states;                // KEEPS 1: [batch heads, place, value_dim, key_dim] of the call's type: S^T in front of chunks
-  gmap errors;                // KEEPS 1: [batch, head, step - from or, packed, step, value_dim]: R, that is u without beta
+  gmap turns;                 // KEEPS 2: [row heads, cut, 2 D, D], bf16, or fp32 as the call: turns, transposed; of
+                              // each the leading 8 bits, then the rest
+  gmap states;                // KEEPS 1: [batch heads, place, value_dim, key_dim]: S^T in front of chunks
+  gmap errors;                // KEEPS 1: [batch, head, step - from (packed: step), value_dim]: R
   const float *ends;          // CHANNELS: [batch, heads, places, D]: e^(l_e) of each channel
   const float *initial;       // [row, head, ...], the state before step `from`, or NULL: 0
   float *final;               // the one behind step `to` - 1, or NULL
@@ -62,7 +64,7 @@ typedef struct delta_sweep_params {
   delta_rows rows;
   delta_gates gates;          // CHANNELS: beta only
   float scale;
-  void *o_data;               // o, or with KEEPS the errors, again, for the last chunks of packed rows: strides in elements
+  void *o_data;               // o, or the errors, again, for the last chunks of packed rows: strides in elements
   int64_t o_step, o_head;
   int key_dim, value_dim;
   int segments, segment, cut_stride;      // of a row, 0: one; steps of one, whole chunks

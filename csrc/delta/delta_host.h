@@ -1,5 +1,5 @@
-// Host halves of the delta rules' parts, for their ops: sizes by the names of gated_delta_rule's row (B, T, H, HV, K, V, R,
-// CHUNKS).
+// Host halves of the delta rules' parts, for their ops: sizes by the names of gated_delta_rule's row (B, T, H, HV, K,
+// V, R, CHUNKS).
 #pragma once
 #include "runtime/runtime.h"
 #include "ssd/scan.h"
@@ -18,8 +18,9 @@ mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, co
 mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
                             const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale);
 
-// The pass of p over the rows by the kernel that has been chosen; or, where that takes less time, or with `all`, over segments
-// of dense rows, by the kernels of these ops. `cuts` and `turns` as in gated_delta_rule's row; p->v is the map of v.
+// The pass of p over the rows by the kernel that has been chosen; or, where that takes less time, or with `all`, over
+// segments of dense rows, by the kernels of these ops. `cuts` and `turns` as in gated_delta_rule's row; p->v is the map
+// of v.
 typedef struct delta_parts { mg_op segments, cuts; } delta_parts;
 mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
                           const mg_tensor *turns, bool all);

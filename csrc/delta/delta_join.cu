@@ -1,7 +1,7 @@
-// The states behind segments of rows, each from the one before: cuts[i] += turns[i] cuts[i - 1]. Transposed, so that a state
-// is the register operand: S^T <- S^T turn^T + what became of 0. State and turn have two parts each, of 8 bits and of the
-// rest; the product of the rests is left out. A block has 64 columns of v for each of GROUPS warpgroups. Roles: a loader
-// thread; GROUPS warpgroups.
+// The states behind segments of rows, each from the one before: cuts[i] += turns[i] cuts[i - 1]. Transposed, so that a
+// state is the register operand: S^T <- S^T turn^T + what became of 0. State and turn have two parts each, of 8 bits
+// and of the rest; the product of the rests is left out. A block has 64 columns of v for each of GROUPS warpgroups.
+// Roles: a loader thread; GROUPS warpgroups.
 //
 // Registers of a thread: state and sum D / 2 each, two operands of D / 4.
 #include "delta/delta_prepare.h"

@@ -1,5 +1,5 @@
-// 1 / sqrt(x.x + 1e-6) of rows x of q and k, by which the delta rules' kernels multiply where they would multiply with a
-// normalised copy. A block has a tile of 64 steps of a head of one of them for each of GROUPS warpgroups.
+// 1 / sqrt(x.x + 1e-6) of rows x of q and k, by which the delta rules' kernels multiply where they would multiply with
+// a normalised copy. A block has a tile of 64 steps of a head of one of them for each of GROUPS warpgroups.
 #include "tile/tile.h"
 #include "delta/delta.h"
 

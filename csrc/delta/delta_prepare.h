@@ -1,6 +1,6 @@
-// What the delta rules' kernels share: where chunks of 64 steps lie, what a warp makes of their gates, and the matrices of
-// a chunk, which do not depend on the state. With l_i the sum of the log decays up to step i of the chunk,
-//   A_ij = beta_j e^(l_i - l_j) k_i . k_j for j < i,   M = (I + A)^-1,   P_ij = scale e^(l_i - l_j) q_i . k_j for j <= i
+// What the delta rules' kernels share: where chunks of 64 steps lie, what a warp makes of their gates, and the matrices
+// of a chunk, which do not depend on the state. With l_i the sum of the log decays up to step i of the chunk,
+//   A_ij = beta_j e^(l_i - l_j) k_i . k_j for j < i,  M = (I + A)^-1,  P_ij = scale e^(l_i - l_j) q_i . k_j for j <= i
 // Everything is made transposed: the products of the state want it so.
 #pragma once
 #include "tile/tile.h"
@@ -89,8 +89,8 @@ TILE void put_beta(sv<Q> &d, const wv<Q> &given, const delta_gates &p) {
   map(out, given, given, [=](float x, float) { return sigmoids ? most * sigmoid(x) : x; });
   store(d, out);
 }
-// l_i, and with r_i the norms' factors: l_j - log r_j of k; r_i of k, scale r_i of q; r_i e^(l_i) of k, scale r_i e^(l_i) of
-// q; r_i e^(l_e - l_i) of k, e the chunk's last step. Logarithms to base 2
+// l_i, and with r_i the norms' factors: l_j - log r_j of k; r_i of k, scale r_i of q; r_i e^(l_i) of k, scale r_i
+// e^(l_i) of q; r_i e^(l_e - l_i) of k, e the chunk's last step. Logarithms to base 2
 struct chunk_vectors { sv<Q> l, from, beta, norm_k, norm_q, decay, read, weight; };
 TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates &p, int head, float scale) {
   wv<Q> l, out;
@@ -138,8 +138,8 @@ TILE void make_writes(rt<float, Q> &a, const rt<float, Q> &decays, const chunk_v
 // M^T of A^T, which is upper triangular; a's values are lost. The warpgroup has scratch to itself from here to the next
 // wg_sync() behind it. With A^T = R0 + R1, R0 its 16 x 16 blocks on the diagonal, and N = R1 (I + R0)^-1:
 //   M^T = (I + R0)^-1 (I - N) (I + N^2),  because the fourth power of N is 0
-// Doubling like this over all 64 steps, without blocks that are inverted exactly, gives errors of 10^7 for equal keys. Of
-// 16 x 16 blocks, R1 and N have none in column 0 and row 3, N^2 none in rows 2 and 3: these steps are left out.
+// Doubling like this over all 64 steps, without blocks that are inverted exactly, gives errors of 10^7 for equal keys.
+// Of 16 x 16 blocks, R1 and N have none in column 0 and row 3, N^2 none in rows 2 and 3: these steps are left out.
 // Registers: three tiles of 32, an operand of 12.
 TILE void invert(rt<float, Q> &inverse, rt<float, Q> &a, square &scratch) {
   invert_diagonal(inverse, a);            // a: R1

@@ -1,22 +1,25 @@
-// Delta rules (gated: Yang, Kautz, Hatamizadeh 2024), forward, one pass over the sequence in chunks of 64 steps, the state
-// in registers throughout. With l_i the sum of the log decays up to step i of a chunk whose last step is e, S the state
-// before it, and M and P of delta_prepare.h:
+// Delta rules (gated: Yang, Kautz, Hatamizadeh 2024), forward, one pass over the sequence in chunks of 64 steps, the
+// state in registers throughout. With l_i the sum of the log decays up to step i of a chunk whose last step is e, S the
+// state before it, and M and P of delta_prepare.h:
 //   R^T = (v^T - e^(l_i) S^T k^T) M^T,   u^T = beta_i R^T,   o^T = scale e^(l_i) S^T q^T + u^T P^T
 //   S^T = e^(l_e) S^T + (u_i e^(l_e - l_i))^T k
-// R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as their
-// register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS warpgroups
-// make those of later chunks meanwhile; without any, a kernel before this one has made them (delta_prepare.cu).
-// CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q and e^(l_e - l_i) k come as tiles, and e^(l_e) as a vector.
-// KEEPS 1, for the backward: the states in front of chunks and R are written, and no o. KEEPS 2: only what segments of a
-// row begin with (delta.h). A turn is what becomes of the unit matrix where v is 0: its columns stand where v's would.
-// Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp clears
-// its steps before products read them, and the last chunk's o is stored from registers.
-// R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest value.
-// Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups of
-// 64 columns of v.
+// R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as
+// their register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS
+// warpgroups make those of later chunks meanwhile; without any, a kernel before this one has made them
+// (delta_prepare.cu).
+// CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q, e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
+// KEEPS 1, for the backward: the states in front of chunks and R are written, and no o. KEEPS 2: only what segments of
+// a row begin with (delta.h). A turn is what becomes of the unit matrix where v is 0: its columns stand where those of v
+// would.
+// Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
+// clears its steps before products read them, and the last chunk's o is stored from registers.
+// R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
+// value.
+// Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups
+// of 64 columns of v.
 //
-// Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, of one group two more of S; two rows' factors.
-// Prepare: three tiles of 32, an operand of 12.
+// Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, two rows' factors, with AHEAD two more
+// operands of S. Prepare: three tiles of 32, an operand of 12.
 #include "delta/delta_prepare.h"
 
 // D: columns of the state. GROUPS, PREPS, CHANNELS, KEEPS, STAGES, READY, *_REGS
@@ -166,7 +169,7 @@ TILE void prepare(const params &p, shared &s, int index) {
       ring_acquire(s.ready, to);
       mma_wait<0>(products);
       make_reads(products, decays, v);
-      store(s.p[to.stage], products);     // before the next product: a third tile would not fit beside the state's roles
+      store(s.p[to.stage], products);     // before the next product: a third tile would not fit in PREP_REGS
       mma_fence();
       mma_ABt<ZERO>(products, s.k[at.stage], s.k[at.stage]);
       mma_commit();
@@ -209,8 +212,8 @@ TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part,
 }
 
 // One chunk. The state is scaled while no product of it is in flight.
-TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in, ring_pos from,
-                  int chunk, int wg) {
+TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
+                  ring_pos from, int chunk, int wg) {
   const row_task &t = b.r;
   chunk_vectors &v = s.vec[at.stage];
   rt<float, Q> x, y;
@@ -277,7 +280,8 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   }
   if (!KEEPS) tma_store_wait_read();
   if (KEEPS != 2) wg_sync();              // KEEPS 1: the stored state, behind the fence of v's release
-  if (KEEPS == 1) tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
+  if (KEEPS == 1)
+    tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
   mma_wait<0>(x, factor);
   if (KEEPS) {
     map_row(x, down, [](float f, float m) { return f * m; });

@@ -1,5 +1,5 @@
-// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence; of
-// SEG chunks at a time.
+// Host half of Kimi delta attention: what does not depend on the state, then the pass over the sequence; of SEG chunks
+// at a time.
 #include "delta/delta_host.h"
 #include "delta/kda.h"
 
@@ -34,7 +34,8 @@ mg_status mg_kda(const mg_kda_args *a) {
   const mg_kernel *sweep = c.kernel;
   const ssd_order order = delta_order_of(&c, a->state_v_first);
   delta_sweep_params p = {
-    .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .initial_order = order, .rows = delta_rows_of(&c, a->cu_seqlens),
+    .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .initial_order = order,
+    .rows = delta_rows_of(&c, a->cu_seqlens),
     .gates = {.beta = mg_data(makes_beta(a) ? a->betas : a->beta), .most = 1}, .scale = delta_scale_of(&c, a->scale),
     .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
     .value_dim = (int)c.n.V};

@@ -1,11 +1,12 @@
-// Kimi delta attention (2025): what the steps of a chunk are to the state, for all chunks at once. With l_i the sum of the
-// log decays up to step i of a chunk of 64 steps whose last is e, a vector of channels as k_i and q_i, and m a vector for
-// each group of 16 steps, the mean of l of the two in its middle:
+// Kimi delta attention (2025): what the steps of a chunk are to the state, for all chunks at once. With l_i the sum of
+// the log decays up to step i of a chunk of 64 steps whose last is e, a vector of channels as k_i and q_i, and m a
+// vector for each group of 16 steps, the mean of l of the two in its middle:
 //   L_ij = sum over channels of k_i e^(l_i - m) k_j e^(m - l_j) for j < i, m of i's group
 //   P_ij = the same of scale q_i and k_j for j <= i;   M = (I + L diag(beta))^-1
-// and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the gates.
-// In L and P, a log decay counts as -10.5 where it is less: so no exponent is above 79, and e^79 |k| fits into bf16. It is
-// wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another sum where that matters.
+// and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the
+// gates. In L and P, a log decay counts as -10.5 where it is less: so no exponent is above 79, and e^79 |k| fits into
+// bf16. It is wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another
+// sum where that matters.
 // Roles: a loader thread; a warpgroup for all else.
 //
 // Registers of a thread. Gates: a column of 64. Factors: tiles of 64 columns of l, of e^l or a product, 32 each. Pairs:
@@ -72,7 +73,8 @@ TILE void take_gates(const params &p, const task &t, hm<D> &x) {
   else fill(bias, 0.f);
   if (a.gate == KDA_LOG) return map(x, bias, t.steps, [](float y, float) { return log_decay(y); });
   float rate = fast_exp2(a.a_log[t.head] * 1.4426950408889634f), bound = a.lower_bound;
-  if (a.gate == KDA_SOFTPLUS) map(x, bias, t.steps, [=](float y, float b) { return log_decay(-rate * softplus(y + b)); });
+  if (a.gate == KDA_SOFTPLUS)
+    map(x, bias, t.steps, [=](float y, float b) { return log_decay(-rate * softplus(y + b)); });
   else map(x, bias, t.steps, [=](float y, float b) { return log_decay(bound * sigmoid(rate * (y + b))); });
 }
 TILE void take_beta(const params &p, const task &t, rv &beta) {
@@ -93,7 +95,8 @@ TILE void take_beta(const params &p, const task &t, rv &beta) {
 TILE void take_norms(rv &norm, const panel (&x)[PANELS]) {
   rsum sum;
   fill(sum, 0.f);
-  UNROLLED for (int h = 0; h < PANELS; h++) each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x[h], sum);
+  UNROLLED for (int h = 0; h < PANELS; h++)
+    each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x[h], sum);
   reduce(norm, sum);
   map(norm, norm, [](float x) { return fast_rsqrt(x + 1e-6f); });
 }
@@ -118,8 +121,8 @@ TILE void make_right(rt<factor, 64> &right, const rt<float, 64> &l, shared &s, c
 }
 // All of them are there before the first product: what a warp does for them depends on the warp, and ptxas would let no
 // product run on meanwhile.
-template<int A> TILE void add_panel(rt<float, 32> &d0, rt<float, 32> &d1, rt<float, 32> &d2, rt<float, 32> &d3, shared &s,
-                                    const rv &norm, int h) {
+template<int A> TILE void add_panel(rt<float, 32> &d0, rt<float, 32> &d1, rt<float, 32> &d2, rt<float, 32> &d3,
+                                    shared &s, const rv &norm, int h) {
   rt<float, 64> l;
   rt<factor, 64> r0, r1, r2, r3;
   load(l, s.l, 64 * h);

@@ -1,5 +1,5 @@
-"""gated_delta_rule against the recurrence in float64: hard gates, keys and values, odd sizes, packed rows, both forms of the
-computation."""
+"""gated_delta_rule against the recurrence in float64: hard gates, keys and values, odd sizes, packed rows, all forms of
+the computation."""
 
 import random
 
@@ -29,13 +29,14 @@ def run(form, q, k, v, g, beta, scale=None, state=None, starts=None, *, gate=(No
     """The row's function, which takes the form."""
     starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=q.device)
     state = None if state is None else state.mT.contiguous() if v_first else state
-    out, last = of_row("gated_delta_rule")(q, k, v, None if g is None else g.float(), beta.float(), *gate, state, starts,
-                                           scale or 0.0, beta_form, norms, v_first, 1 + FORMS.index(form))
+    g = None if g is None else g.float()
+    out, last = of_row("gated_delta_rule")(q, k, v, g, beta.float(), *gate, state, starts, scale or 0.0, beta_form,
+                                           norms, v_first, 1 + FORMS.index(form))
     return out, last.mT if v_first else last
 
 
-# Keys that are alike, with beta |k|^2 near 2: a state is reflected again and again, and no error in it fades. All keys have
-# the same error of rounding, by chance a small one in the one form or in the other.
+# Keys that are alike, with beta |k|^2 near 2: a state is reflected again and again, and no error in it fades. All keys
+# have the same error of rounding, by chance a small one in the one form or in the other.
 REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
 
 
@@ -116,8 +117,8 @@ def test_options(device, dtype, form):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed(device, dtype, form):
-    """As the sequences by themselves, empty ones too; what stands behind a sequence does not reach it; out is 0 behind the
-    last."""
+    """As the sequences by themselves, empty ones too; what stands behind a sequence does not reach it; out is 0 behind
+    the last."""
     skip(device, dtype)
     starts, dtype = (0, 70, 70, 134, 135, 300), getattr(torch, dtype)
     q, k, v, g, beta, state, _, _ = hard("to -20", 9, 1, 350, 1, 2, 100, 128, dtype=dtype, rows=5, device=device)
@@ -135,7 +136,10 @@ def test_packed(device, dtype, form):
     assert torch.equal(last[[0, 1, 3, 4]], last_again[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("shape", ((1, 2100, 1, 1, 128, 128), (2, 1030, 1, 2, 72, 40), (1, 2561, 2, 2, 40, 100)), ids=str)
+LONG = ((1, 2100, 1, 1, 128, 128), (2, 1030, 1, 2, 72, 40), (1, 2561, 2, 2, 40, 100))
+
+
+@pytest.mark.parametrize("shape", LONG, ids=str)
 @pytest.mark.parametrize("name", ("usual", "zero gates", "beta near 2", "near keys, beta near 2", "large values"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
@@ -145,8 +149,8 @@ def test_segments(device, dtype, name, shape):
     dtype, (b, steps, h, hv, d, dv) = getattr(torch, dtype), shape
     q, k, v, g, beta, state, _, _ = hard(name, 7, b, steps, h, hv, d, dv, dtype=dtype, device=device)
     ours = run("cut", q, k, v, g, beta, None, state)
-    plain, exact = by_chunks(q, k, v, g, beta, state=state), by_chunks(*(t.double() for t in (q, k, v, g, beta)), state=state)
-    check(ours, plain, exact, dtype, g)
+    exact = by_chunks(*(t.double() for t in (q, k, v, g, beta)), state=state)
+    check(ours, by_chunks(q, k, v, g, beta, state=state), exact, dtype, g)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -196,7 +200,8 @@ REFUSED = (
     (ValueError, "g is None, expected a tensor where use_gate is True", dict(use_gate=True, g=None, A_log=(2,))),
     (ValueError, "A_log is given, expected None where use_gate is False", dict(A_log=(2,))),
     (ValueError, "dt_bias is given, expected None where use_gate is False", dict(dt_bias=(2,))),
-    (ValueError, "allow_neg_eigval is True, expected False where use_beta_sigmoid is False", dict(allow_neg_eigval=True)),
+    (ValueError, "allow_neg_eigval is True, expected False where use_beta_sigmoid is False",
+     dict(allow_neg_eigval=True)),
     (ValueError, "k has size 8 in dimension 3", dict(k=(1, 70, 1, 8))),
     (ValueError, "beta has size 71 in dimension 1", dict(beta=(1, 71, 2))),
     (ValueError, "g has size 3 in dimension 2", dict(g=(1, 70, 3))),

@@ -8,7 +8,8 @@ TILE void invert_diagonal(rt<float, 64> &d, rt<float, 64> &t) {
   for (int b = 0; b < 64; b += 16) {
     for (int j = 15; j >= 1; j--)
       for (int i = 0; i < j; i++)
-        for (int c = j; c < 16; c++) d.d[b + i][b + c] = fused(-t.d[b + i][b + j], d.d[b + j][b + c], d.d[b + i][b + c]);
+        for (int c = j; c < 16; c++)
+          d.d[b + i][b + c] = fused(-t.d[b + i][b + j], d.d[b + j][b + c], d.d[b + i][b + c]);
     for (int r = 0; r < 16; r++)
       for (int c = 0; c < 16; c++) t.d[b + r][b + c] = 0.f;
   }

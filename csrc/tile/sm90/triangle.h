@@ -1,8 +1,8 @@
 // Inverses of triangular tiles on sm_90a.
 #pragma once
 // Warp w has the block of its 16 rows, columns 16 w .. 16 w + 15: its values 8 w .. 8 w + 7. Value 4 ch + 2 rh + e of a
-// thread's eight is in row 8 rh + lane / 4, column 8 ch + 2 (lane % 4) + e. From the last row up, row j of the inverse is
-// whole when those below it have been taken off; then it is taken off the rows above.
+// thread's eight is in row 8 rh + lane / 4, column 8 ch + 2 (lane % 4) + e. From the last row up, row j of the inverse
+// is whole when those below it have been taken off; then it is taken off the rows above.
 TILE void invert_diagonal(rt<float, 64> &d, rt<float, 64> &t) {
   int w = warp_in_group(), l = lane(), row = l >> 2, col = (l & 3) * 2;
   float a[8], x[8];

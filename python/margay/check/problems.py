@@ -478,9 +478,11 @@ def call_kda(dtype, dim, steps, given):
     op.derive(known)
     known |= dict(ROWS=known["R"], S1=known["M"], S2=known["N"])
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
-    values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0, cu_seqlens=starts)
+    values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0,
+                  cu_seqlens=starts)
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
-    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=values.get(f["name"]))
                for f in op.arguments if f["role"] != "num" and known[f["name"]]}
     _C.kda(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"), *(known[n] for n in numbers))
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
@@ -494,8 +496,8 @@ DELTA_BWD = ("gated_delta_rule_bwd", "delta_keep", "delta_back")
 
 
 def gated_delta_rule(row, large):
-    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it, and
-    rows are cut."""
+    """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it,
+    and rows are cut."""
     n = 8 if "_k64" in row["name"] else 72
     form = 3 if row["op"] in DELTA_CUT else 2 if "prepare" in row["name"] else 1
     op = "gated_delta_rule_bwd" if row["op"] in DELTA_BWD else "gated_delta_rule"

@@ -11,8 +11,8 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=No
     """out_t = scale S_t^T q_t with S_t = (I - beta_t k_t k_t^T) e^(g_t) S_(t-1) + beta_t k_t v_t^T, causal.
 
     q, k [B, T, H, K], v, out [B, T, HV, V], HV a multiple of H: heads of v share those of q and k, in groups of
-    neighbours; 1 <= K, V <= 128. bfloat16 or float16, on the CPU also float32. g, beta [B, T, HV], of any of these types;
-    float32 computes. PyTorch tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
+    neighbours; 1 <= K, V <= 128. bfloat16 or float16, on the CPU also float32. g, beta [B, T, HV]: of any of these
+    types; float32 computes. PyTorch tensors are differentiable, but not cu_seqlens; NumPy arrays give NumPy arrays.
 
     g: the logarithm of the decay; 0 if None, which is the plain delta rule. Below -88 it counts as -inf.
     beta: 1 if None. States stay bounded where beta_t |k_t|^2 is at most 2; one that grows may leave what float16 holds
@@ -20,8 +20,8 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=No
     scale: 1 / sqrt(K) if None.
     initial_state: S_0, float32 [B, HV, K, V]; zero if None.
     output_final_state: return (out, S_T), S_T float32 [B, HV, K, V].
-    cu_seqlens: integers [sequences + 1]. B is 1, and sequence i has steps cu_seqlens[i] to cu_seqlens[i + 1] - 1; out is
-        0 behind the last. The states are then those of the sequences, [sequences, HV, K, V].
+    cu_seqlens: integers [sequences + 1]. B is 1, and sequence i has steps cu_seqlens[i] to cu_seqlens[i + 1] - 1; out
+        is 0 behind the last. The states are then those of the sequences, [sequences, HV, K, V].
     use_gate: the decay's logarithm is -exp(A_log) softplus(g + dt_bias), with A_log [HV] and dt_bias [HV] or None.
     use_qk_l2norm: rows of q and k are divided by sqrt(|x|^2 + 1e-6), in float32.
     use_beta_sigmoid: beta is sigmoid(beta); allow_neg_eigval: twice that.
