@@ -12,15 +12,15 @@ def skip(device, dtype):
         pytest.skip("computed on the CPU only")
 
 
-# Keys that are alike, with beta |k|^2 near 2: a state is reflected again and again, and no error in it fades. All keys have
-# the same error of rounding, by chance a small one in the one form or in the other.
+# Keys that are alike, with beta |k|^2 near 2: a state is reflected again and again, and no error in it fades. All keys
+# have the same error of rounding, by chance a small one in the one form or in the other.
 REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
 
 
 def check(ours, plain, exact, dtype, g, other=None, factors=None, size=0.0):
     """other: exact results of keys that differ by half of an eps, of an input that makes much of such a difference.
-    factors: the type of what is multiplied, where that is less precise than dtype. size: of a product of rows of q and k
-    with one of v, at most."""
+    factors: the type of what is multiplied, where that is less precise than dtype. size: of a product of rows of q and
+    k with one of v, at most."""
     factors = factors or dtype
     for i, (name, *three) in enumerate(zip(("out", "final_state"), ours, plain, exact)):
         relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g)

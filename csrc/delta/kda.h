@@ -27,8 +27,8 @@ typedef struct kda_gates {
   int norm;                   // rows of q and k become ones of length 1
 } kda_gates;
 
-// kda_prepare.cu: what delta_prepare.cu makes, with a decay for each channel, and what delta_sweep.cu with CHANNELS reads
-// in place of q, k and the decays.
+// kda_prepare.cu: what delta_prepare.cu makes, with a decay for each channel, and what delta_sweep.cu with CHANNELS
+// reads in place of q, k and the decays.
 typedef struct kda_prepare_params {
   gmap q, k;                  // [batch, key head, step, key_dim]
   gmap m, p;                  // [batch, head, 64 place + row, 64]

@@ -33,8 +33,8 @@ template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int
 template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s, int c0, F f);
 // d = f(x, t, u[row], m[c0 + col]), m the middle of `group`, rounded, in the rows of the groups 0 to `group`; 0 below.
 template<typename W, typename T, int C, class F>
-TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s, int c0,
-                       int group, F f);
+TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s,
+                       int c0, int group, F f);
 // Row 16 w + i of t becomes row 16 half + i of tile w of d, columns from c0 on, rounded. A row's tile is written by one
 // warp.
 template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int half, const rt<float, 64> &t, int c0);

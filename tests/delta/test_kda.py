@@ -1,5 +1,5 @@
-"""kda against the recurrence in float64: hard gates, keys and values, odd sizes, packed rows, gates and norms as models have
-them."""
+"""kda against the recurrence in float64: hard gates, keys and values, odd sizes, packed rows, gates and norms as models
+have them."""
 
 import random
 
@@ -21,7 +21,8 @@ STEPS = (1, 15, 16, 17, 63, 64, 65, 300)
 
 def run(q, k, v, g, beta, scale=None, state=None, starts=None, **options):
     starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=q.device)
-    return mg.kda(q, k, v, g, beta, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=starts, **options)
+    return mg.kda(q, k, v, g, beta, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=starts,
+                  **options)
 
 
 def problem(name, seed, *sizes, **options):
@@ -62,7 +63,8 @@ def test_hard(device, dtype, name):
 
 # What a step's log decay is: of all channels, of one and the others, of steps in turn.
 STEEP = {
-    "-5": lambda g: g - 5, "0": lambda g: g, "-9.9": lambda g: g - 9.9, "-10.1": lambda g: g - 10.1, "-20": lambda g: g - 20,
+    "-5": lambda g: g - 5, "0": lambda g: g, "-9.9": lambda g: g - 9.9, "-10.1": lambda g: g - 10.1,
+    "-20": lambda g: g - 20,
     "-1000": lambda g: g - 1000, "-inf": lambda g: g - torch.inf,
     "a channel 0, the others -20": lambda g: torch.where(torch.arange(g.shape[3]) == 3, 0.0, g - 20),
     "a channel -1000, the others 0": lambda g: torch.where(torch.arange(g.shape[3]) == 3, g - 1000, 0.0),
@@ -88,7 +90,7 @@ def test_gates(device, dtype, kind):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_long(device):
-    """-5 a step in every channel, for thousands of steps: the last chunk has forgotten all before, and knows its own."""
+    """-5 a step in every channel, for thousands of steps."""
     steps = 10_000 if device == "cuda" else 4000
     q, k, v, g, beta, state = problem("strong", 21, 1, steps, 1, 1, 64, 64, device=device)
     ours = run(q, k, v, g, beta, state=state)
@@ -152,9 +154,9 @@ def test_options(device, dtype, wide):
         raw, logits = raw.to(dtype), logits.to(dtype)
     a_log, dt_bias = torch.randn(4, generator=r).to(device), torch.randn(4, 80, generator=r).to(device)
     for bias, bound, doubled in ((dt_bias, None, True), (None, None, False), (dt_bias, -5, False), (None, -30, True)):
-        out, last = run(q, k, v, raw, logits, None, state.mT.contiguous(), A_log=a_log, use_gate=True, use_qk_l2norm=True,
-                        dt_bias=bias if bias is None or doubled else bias.flatten(), lower_bound=bound,
-                        use_beta_sigmoid=True, allow_neg_eigval=doubled, state_v_first=True)
+        out, last = run(q, k, v, raw, logits, None, state.mT.contiguous(), A_log=a_log, use_gate=True,
+                        use_qk_l2norm=True, dt_bias=bias if bias is None or doubled else bias.flatten(),
+                        lower_bound=bound, use_beta_sigmoid=True, allow_neg_eigval=doubled, state_v_first=True)
         g, w = gates(raw, a_log, bias, bound), strength(logits, doubled)
         exact = recurrence(*(normalised(t.double()) for t in (q, k)), v, g, w, state=state)
         check((out, last.mT), by_chunks(normalised(q), normalised(k), v, g, w, state=state), exact, dtype, g)
@@ -164,8 +166,8 @@ def test_options(device, dtype, wide):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed(device, dtype, raw):
-    """As the sequences by themselves, empty ones too; what stands behind a sequence does not reach it; out is 0 behind the
-    last."""
+    """As the sequences by themselves, empty ones too; what stands behind a sequence does not reach it; out is 0 behind
+    the last."""
     skip(device, dtype)
     starts, dtype = (0, 70, 70, 134, 135, 300), getattr(torch, dtype)
     q, k, v, g, beta, state = problem("to -20", 9, 1, 350, 1, 2, 100, 128, dtype=dtype, rows=5, device=device)
@@ -224,7 +226,8 @@ REFUSED = (
     (ValueError, "A_log is given, expected None where use_gate is False", dict(A_log=(2,))),
     (ValueError, "lower_bound is -5, expected None where use_gate is False", dict(lower_bound=-5)),
     (ValueError, "lower_bound is 1, expected a negative number", dict(use_gate=True, A_log=(2,), lower_bound=1)),
-    (ValueError, "allow_neg_eigval is True, expected False where use_beta_sigmoid is False", dict(allow_neg_eigval=True)),
+    (ValueError, "allow_neg_eigval is True, expected False where use_beta_sigmoid is False",
+     dict(allow_neg_eigval=True)),
     (ValueError, "g has 3 dimensions, expected 4", dict(g=(1, 70, 2))),
     (ValueError, "g has size 8 in dimension 3", dict(g=(1, 70, 2, 8))),
     (ValueError, "beta has size 71 in dimension 1", dict(beta=(1, 71, 2))),
@@ -267,7 +270,8 @@ def check_random(seed, device):
         g = GATES[other_gates](torch.randn(b, steps, hv, d, generator=torch.Generator().manual_seed(seed)))
         g = zeros(q, v) if g is None else g.to(device)
     state = state if r.random() < 0.5 else None
-    where = (f"seed {seed}: {name}, {other_gates}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, norms {norms}")
+    where = (f"seed {seed}: {name}, {other_gates}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, "
+             f"norms {norms}")
     try:
         given = state if state is None or not v_first else state.mT.contiguous()
         out, last = run(q, k, v, g, beta, scale, given, starts, use_qk_l2norm=norms, state_v_first=v_first)
@@ -276,8 +280,8 @@ def check_random(seed, device):
         other = with_other_keys(name, *wide, factors(dtype), v, g, beta, scale, state, starts)
         if norms:
             q, k = normalised(q), normalised(k)
-        check((out, last.mT if v_first else last), by_chunks(q, k, v, g, beta, scale, state, starts), exact, dtype, g, other,
-              size_of(q, k, v, scale))
+        plain = by_chunks(q, k, v, g, beta, scale, state, starts)
+        check((out, last.mT if v_first else last), plain, exact, dtype, g, other, size_of(q, k, v, scale))
     except AssertionError as error:
         raise AssertionError(f"{where}: {error}") from error
 

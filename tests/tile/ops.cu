@@ -709,7 +709,8 @@ template<int C> TILE void channels_group(const op_params &p, channels_shared<C> 
     store(out + 2 * 4096, 64, a, 64, 64);
     rt<elem, 64> d;
     if (c == 0) sem_wait(s.full, 0);
-    map_to_group(d, s.a, b, steps, s.l, c, 1 + c / 64, [](float x, float t, float u, float m) { return x + t * u - m; });
+    map_to_group(d, s.a, b, steps, s.l, c, 1 + c / 64,
+                 [](float x, float t, float u, float m) { return x + t * u - m; });
     wg_sync();
     if (c + 64 == C) {
       store(s.a, d);

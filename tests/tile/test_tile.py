@@ -634,7 +634,8 @@ def test_channels(ops, c, m, n):
     steps = np.where(np.arange(64) < m, y[::3], 0)
     same(got[3 * c:][:128].reshape(64, 2)[:m, 0], y[::3][:m])
     assert np.isnan(got[3 * c:][:128].reshape(64, 2)[m:]).all() and np.isnan(got[3 * c:][1:128:2]).all()
-    tiles, tolerance = got[3 * c + 128:].reshape(-1, 64, 64), {"bf16": 2.0**-8, "fp16": 2.0**-11, "float": 1e-6}[ops.elem]
+    tiles = got[3 * c + 128:].reshape(-1, 64, 64)
+    tolerance = {"bf16": 2.0**-8, "fp16": 2.0**-11, "float": 1e-6}[ops.elem]
     middles = (l[7::16] + l[8::16]) / 2
     groups = decode(r["c"], ops.elem)[0, 0].reshape(4, 2, 16, c)
     for i in range(c // 64):

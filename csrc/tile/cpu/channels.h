@@ -98,8 +98,8 @@ __attribute__((flatten)) TILE void map_last_row(rt<float, 64> &t, const ct<C> &s
   }
 }
 template<typename W, typename T, int C, class F>
-__attribute__((flatten)) TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u,
-                                                const ct<C> &s, int c0, int group, F f) {
+__attribute__((flatten)) TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t,
+                                                const rv &u, const ct<C> &s, int c0, int group, F f) {
   reads_shared(part(x, 0, 16 * (group + 1), 0, 64));
   reads_shared(rows_of(s, 16 * group + 7, 2, c0, 64));
   reads(t, u);

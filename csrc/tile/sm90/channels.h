@@ -88,8 +88,8 @@ template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s
   }
 }
 template<typename W, typename T, int C, class F>
-TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s, int c0,
-                       int group, F f) {
+TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s,
+                       int c0, int group, F f) {
   if (warp_in_group() > group) {
 #pragma unroll
     for (int k = 0; k < 4; k++)

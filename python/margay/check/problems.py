@@ -485,9 +485,11 @@ def call_kda(name, dtype, k, v, steps, given):
     known["ROWS"] = known["R"]
     known |= dict(S1=k, S2=v)
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
-    values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0, cu_seqlens=starts)
+    values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0,
+                  cu_seqlens=starts)
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
-    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
+    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=values.get(f["name"]))
                for f in op.arguments if f["role"] != "num" and known[f["name"]]}
     getattr(_C, name)(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"), *(known[n] for n in numbers))
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]

@@ -20,8 +20,8 @@ def kda(q, k, v, g, beta=None, *, scale=None, initial_state=None, output_final_s
     scale: 1 / sqrt(K) if None.
     initial_state: S_0, float32 [B, HV, K, V]; zero if None.
     output_final_state: return (out, S_T), S_T float32 [B, HV, K, V].
-    cu_seqlens: integers [sequences + 1]. B is 1, and sequence i has steps cu_seqlens[i] to cu_seqlens[i + 1] - 1; out is
-        0 behind the last. The states are then those of the sequences, [sequences, HV, K, V].
+    cu_seqlens: integers [sequences + 1]. B is 1, and sequence i has steps cu_seqlens[i] to cu_seqlens[i + 1] - 1; out
+        is 0 behind the last. The states are then those of the sequences, [sequences, HV, K, V].
     use_gate: with x = g + dt_bias, dt_bias [HV, K] or [HV K] or None, and A_log [HV], the decay's logarithm is
         -exp(A_log) softplus(x), or lower_bound sigmoid(exp(A_log) x) with lower_bound, a negative number.
     use_qk_l2norm: rows of q and k are divided by sqrt(|x|^2 + 1e-6), in float32.
