@@ -3,6 +3,7 @@
 #include "tile/tile.h"
 #include "tile/channels.h"
 #include "tile/dots.h"
+#include "tile/levels.h"
 #include "tile/matrix.h"
 #include "tile/slices.h"
 #include "tile/triangle.h"
@@ -665,6 +666,51 @@ TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
   store(p.out + 512, 3, v, p.n);
 }
 
+// ---- levels of pairs, and what goes up the columns of e, whose rows begin 64 apart
+struct levels_shared {
+  ct<64> l;
+  st<elem, 64, 64> a;
+};
+TILE void levels_init(levels_shared &) {}
+TILE void levels_group(const op_params &p, levels_shared &s, int) {
+  hm<64> x, y;
+  hv<64> v, sum;
+  rt<float, 64> t;
+  rt<elem, 64> all, d;
+  float *out = p.out;
+  load(x, p.e, 64, 64, 64);
+  sum_down(s.l, sum, x, -infinity());
+  fill(t, 0.f);
+  map_rc(t, [](float, int row, int col) { return row % 8 + 8 * (col % 16) + 1; });
+  convert(all, t);
+  wg_sync();
+  for (int h = 32; h > 0; h /= 2, out += 2 * 4096) {
+    map_level(t, s.l, 0, h, [](float x) { return 2.f * x; });
+    store(out, 64, t, 64, 64);
+    keep_level(d, all, h);
+    store(s.a, d);
+    load(t, s.a);
+    store(out + 4096, 64, t, 64, 64);
+  }
+  wg_sync();
+  map_rc(t, [](float, int row, int col) { return row + 100.f * col; });
+  store(s.l, 0, t);
+  wg_sync();
+  load(y, s.l);
+  sum_up(y);
+  store(out, 64, y, p.m, p.n);
+  load(v, p.x, 64);
+  fill(sum, 1.f);
+  map(y, x, v, sum, p.m, [](float y, float x, float v, float &sum) {
+    sum += x;
+    return y + x * v;
+  });
+  store(out + 4096, 64, y, 64, 64);
+  store(out + 2 * 4096, 2, sum, p.n);
+  sum_of(sum, y);
+  store(out + 2 * 4096 + 128, 1, sum, 64);
+}
+
 // ---- decays of channels: sums down the columns of e, whose rows begin `col` apart, with biases x and steps y
 template<int C> struct channels_shared {
   ct<C> l;
@@ -1127,6 +1173,8 @@ typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1
 RUN_OP(zeros, zero_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
+typedef block<op_params, levels_shared, levels_init, role<levels_group, WARPGROUP, 1, 0>> levels_kernel;
+RUN_OP(levels, levels_kernel)
 #define CHANNELS(C)                                                                                                    \
   typedef block<op_params, channels_shared<C>, channels_init<C>, role<channels_group<C>, WARPGROUP, 1, 0>,             \
                 role<channels_loader<C>, THREAD, 1, 0>> channels_##C##_kernel;                                         \

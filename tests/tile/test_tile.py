@@ -658,6 +658,32 @@ def test_channels(ops, c, m, n):
     same(other, np.where(np.arange(64) // 16 == 2, np.pad(new[:, 16:], ((0, 0), (32, 16))), 2).astype(np.float32))
 
 
+@pytest.mark.parametrize("m, n", ((64, 64), (50, 40), (1, 3)))
+def test_levels(ops, m, n):
+    """What lies between two rows, which pairs are of a level, and what goes up the columns."""
+    rng = np.random.default_rng(m)
+    e, x = random(rng, ops.elem, 4096), rng.standard_normal(64).astype(np.float32)
+    out = np.full(14 * 4096 + 2 * 128 + 64, np.nan, np.float32)
+    got = ops.run("levels", {}, {"x": x, "e": e, "out": out}, m=m, n=n)["out"]
+    given = decode(e, ops.elem).reshape(64, 64).astype(np.float64)
+    l, rows, cols = np.cumsum(given, 0), np.arange(64)[:, None], np.arange(64)[None, :]
+    tiles = got[:14 * 4096].reshape(14, 64, 64)
+    for i, h in enumerate((32, 16, 8, 4, 2, 1)):
+        middle = (np.arange(64) // (2 * h)) * 2 * h + h - 1
+        close(tiles[2 * i], 2 * (l - l[middle]), 256, 1e-6)
+        pairs = (rows // (2 * h) == cols // (2 * h)) & (rows // h != cols // h)
+        same(tiles[2 * i + 1], np.where(pairs, rows % 8 + 8 * (cols % 16) + 1, 0).astype(np.float32))
+    up = np.cumsum((rows + 100 * cols)[::-1], 0)[::-1].astype(np.float64)
+    same(tiles[12][:m, :n], up[:m, :n].astype(np.float32))
+    assert np.isnan(tiles[12][m:]).all() and np.isnan(tiles[12][:, n:]).all()
+    want = np.where(rows < m, up + given * x, 0)
+    close(tiles[13], want, 1 + np.abs(want), 1e-6)
+    rest = got[14 * 4096:]
+    close(rest[:2 * n:2], (1 + given[:m].sum(0))[:n], 256, 1e-6)
+    assert np.isnan(rest[1:128:2]).all() and np.isnan(rest[2 * n:128]).all()
+    close(rest[128:192], want.sum(0), 64 * (1 + np.abs(want).max()), 1e-6)
+
+
 @pytest.mark.parametrize("name, first, ld, m, n", (("matrix_fours", 8, 68, 32, 64), ("matrix_fours", 4, 80, 17, 60),
                                                    ("matrix_fours", 0, 64, 1, 4), ("matrix_ones", 1, 67, 31, 51),
                                                    ("matrix_ones", 3, 65, 50, 70), ("matrix_ones", 0, 64, 0, 0)))
