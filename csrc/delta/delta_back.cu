@@ -6,10 +6,11 @@
 //   Z^T  = diag(beta) ((D^T k^T) e^(l_e - l_j) + dO^T P)
 //   dV^T = Z^T M
 //   D^T  = e^(l_e) D^T + (dO^T scale e^(l_i)) q - (dV^T e^(l_i)) k
-// All is transposed, so that the state and what comes out of it are the register operands of every product. CHANNELS: of
-// KDA decays are of channels; PREPARE has made the tiles k e^(l_e - l), scale q e^l and k e^l, which stand for k and q, and
-// the state is scaled by columns. Z is rounded to fp16, as M is (bf16 makes the error ten times as large where keys are
-// alike), and so is dO where it meets P; each times a power of two for each row, as gradients may be 1e-8 or 1e30.
+// All is transposed, so that the state and what comes out of it are the register operands of every product. CHANNELS:
+// of KDA decays are of channels; PREPARE has made the tiles k e^(l_e - l), scale q e^l and k e^l, which stand for k and
+// q, and the state is scaled by columns. Z is rounded to fp16, as M is (bf16 makes the error ten times as large where
+// keys are alike), and so is dO where it meets P; each times a power of two for each row, as gradients may be 1e-8 or
+// 1e30.
 //
 // Roles: a loader thread; a scan warp: g, beta -> vectors; a trim warp: clears what is another sequence's; GROUPS state
 // warpgroups, each with 64 columns of v.

@@ -5,16 +5,17 @@
 //   dQ = scale e^(l_i) dO S^T + F diag(beta) K
 //   dK = -e^(l_i) dV S^T - E diag(beta) K + diag(beta) C,  C = e^(l_e - l_j) R D^T + F^T Q - E^T K
 //   dbeta_j = k_j . C_j
-// With N_ij = F_ij (q_i . k_j) - E_ij (k_i . k_j), in_i the part of q_i . dQ_i and k_i . dK_i that comes from S, and out_j
-// that of beta_j k_j . C_j that comes from D, the gradient of the log decay of step t is
+// With N_ij = F_ij (q_i . k_j) - E_ij (k_i . k_j), in_i the part of q_i . dQ_i and k_i . dK_i that comes from S, and
+// out_j that of beta_j k_j . C_j that comes from D, the gradient of the log decay of step t is
 //   dg_t = sum over i >= t of (row_i - col_i + in_i) + e^(l_e) <S, D> + sum over j < t of out_j
 // with row_i and col_j the sums of N_ij beta_j, j < i. A pair is in both with the same number, and where it does not
-// cross t it cancels; N's diagonal is in dbeta alone. <S, D> is the sum of the diagonal of S D^T. Norms of rows of q and
-// k are in the chunk's vectors (delta_bwd.h): gradients are of the rows as given then, but for their part along the row,
-// which is taken out last.
+// cross t it cancels; N's diagonal is in dbeta alone. <S, D> is the sum of the diagonal of S D^T. Norms of rows of q
+// and k are in the chunk's vectors (delta_bwd.h): gradients are of the rows as given then, but for their part along the
+// row, which is taken out last.
 // A block works on one chunk of the heads of a group after another: 64 columns of v at a time (a panel).
 // Roles: a loader thread; a scan warp: g, beta, norms -> a head's vectors; a trim warp: clears what is another
-// sequence's; a collect warp: what the others found -> dg, dbeta; a warpgroup for pairs of steps; one for dQ, one for dK.
+// sequence's; a collect warp: what the others found -> dg, dbeta; a warpgroup for pairs of steps; one for dQ, one for
+// dK.
 //
 // Registers of a thread, N = 128   tiles that live together                          vectors and the rest
 //   pairs, 152                     F 32, E 32, S D^T or scores 32                    column sums 16, rows 8, 24

@@ -9,8 +9,8 @@
 // (delta_prepare.cu).
 // CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q, e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
 // KEEPS 1, for the backward: the states in front of chunks and R are written, and no o. KEEPS 2: only what segments of
-// a row begin with (delta.h). A turn is what becomes of the unit matrix where v is 0: its columns stand where those of v
-// would.
+// a row begin with (delta.h). A turn is what becomes of the unit matrix where v is 0: its columns stand where those of
+// v would.
 // Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
 // clears its steps before products read them, and the last chunk's o is stored from registers.
 // R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest

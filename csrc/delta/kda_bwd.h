@@ -12,8 +12,8 @@ typedef struct kda_grads_params {
   // [group_heads, batch, 64 places, key heads, 2 key_dim]: dq and dk of each head of v; NULL where each has its own
   float *parts;
   float *dg, *dbeta;          // [batch, steps, head, key_dim], [batch, steps, head], of what was given, or NULL
-  // [batch, 3 all_places, heads key_dim] or NULL: shares of da_log, by channels and then heads, then of ddt_bias, by heads
-  // and then channels
+  // [batch, 3 all_places, heads key_dim] or NULL: shares of da_log, by channels and then heads, then of ddt_bias, by
+  // heads and then channels
   float *sums;
   delta_rows rows;
   kda_gates gates;

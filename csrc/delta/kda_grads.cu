@@ -1,6 +1,7 @@
-// Gradients of Kimi delta attention (2025), of all chunks of 64 steps at once, from the state S in front of a chunk and the
-// gradient D of the state behind it. With l_i the sum of log decays down to step i of a chunk whose last step is e, a
-// vector of channels as k_i and q_i, R_i = v_i - (what the state before the step has for k_i), U_i = beta_i R_i, and dX = dv:
+// Gradients of Kimi delta attention (2025), of all chunks of 64 steps at once, from the state S in front of a chunk and
+// the gradient D of the state behind it. With l_i the sum of log decays down to step i of a chunk whose last step is e,
+// a vector of channels as k_i and q_i, R_i = v_i - (what the state before the step has for k_i), U_i = beta_i R_i, and
+// dX = dv:
 //   A_ij = scale dO_i . R_j,  B_ij = -dX_i . R_j  (j < i),  d_i = scale dO_i . R_i,  and of every channel
 //   dq_i = scale e^(l_i) (S dO_i) + beta_i d_i k_i + sum over j < i of A_ij e^(l_i - l_j) beta_j k_j
 //   dk_i = -e^(l_i) (S dX_i) + sum over j < i of B_ij e^(l_i - l_j) beta_j k_j + beta_i c_i
@@ -8,11 +9,11 @@
 //   dbeta_j = k_j . c_j
 //   dg_t = sum over steps i >= t of what decays as l_i does - what decays as -l_i does, and for D also e^(l_e) <S, D>:
 //   it is what goes from the steps before t to those from t on.
-// Pairs are taken by levels (tile/levels.h): the factors of i and of j are tiles of 16 bits, none above its q or k, whatever
-// the gates are. dg has of every pair the same product of rounded factors twice, which cancels where both steps are on
-// one side of t: without that its error would be as large as dq's where all decays are steep. The terms i = j are not
-// in it. Of the part of D, sum over j >= t is written as all less sum over j < t; the last step, which only the first
-// of these has and whose weight is 1, is left out of both.
+// Pairs are taken by levels (tile/levels.h): the factors of i and of j are tiles of 16 bits, none above its q or k,
+// whatever the gates are. dg has of every pair the same product of rounded factors twice, which cancels where both
+// steps are on one side of t: without that its error would be as large as dq's where all decays are steep. The terms i
+// = j are not in it. Of the part of D, sum over j >= t is written as all less sum over j < t; the last step, which only
+// the first of these has and whose weight is 1, is left out of both.
 // Rows are of l2 norm 1 (norm): with x^ = r x, dx = r (dx^ - x^ (x^ . dx^)). Gates: what g was made of, from dg.
 //
 // Roles: a loader thread; PANELS warpgroups, each with 64 channels. The first makes A, the last B, for all.
@@ -53,8 +54,8 @@ TILE void init(shared &s) {
   sem_init(s.states, arrivals(1, 0, 0));
 }
 
-// A chunk of a head: its steps, at most 64, none where its place is empty. `rows` are written: the last packed row's places
-// reach to the last step, and gradients of steps in no row are 0.
+// A chunk of a head: its steps, at most 64, none where its place is empty. `rows` are written: the last packed row's
+// places reach to the last step, and gradients of steps in no row are 0.
 struct task { int place; head_steps at; int rows; };
 TILE task block_task(const params &p) {
   int unit = block_index() / p.rows.heads, place = unit / p.batches;
@@ -211,8 +212,8 @@ TILE void take_state(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> 
   }, (const rt<float, 64> &)x, dk, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta);
 }
 
-// The pairs of one level. Of a row in a block's second half e is e^(l_i - l_m), in its first half e^(l_m - l_j), where k has
-// beta; so has what comes to it.
+// The pairs of one level. Of a row in a block's second half e is e^(l_i - l_m), in its first half e^(l_m - l_j), where
+// k has beta; so has what comes to it.
 TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta, int h,
                      int wg) {
   rt<float, 64> e, x;

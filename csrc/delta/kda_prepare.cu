@@ -1,12 +1,12 @@
-// Kimi delta attention (2025): what the steps of a chunk are to the state, for all chunks at once. With l_i the sum of the
-// log decays up to step i of a chunk of 64 steps whose last is e, a vector of channels as k_i and q_i, and m a vector for
-// each group of 16 steps, the mean of l of the two in its middle:
+// Kimi delta attention (2025): what the steps of a chunk are to the state, for all chunks at once. With l_i the sum of
+// the log decays up to step i of a chunk of 64 steps whose last is e, a vector of channels as k_i and q_i, and m a
+// vector for each group of 16 steps, the mean of l of the two in its middle:
 //   L_ij = sum over channels of k_i e^(l_i - m) k_j e^(m - l_j) for j < i, m of i's group
 //   P_ij = the same of scale q_i and k_j for j <= i;   M = (I + L diag(beta))^-1
-// and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the gates.
-// In L and P, a log decay counts as -10.5 where it is less: so no exponent is above 79, and e^79 |k| fits into bf16. It is
-// wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another sum where that matters.
-// Roles: a loader thread; a warpgroup for all else.
+// and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the
+// gates. In L and P, a log decay counts as -10.5 where it is less: so no exponent is above 79, and e^79 |k| fits into
+// bf16. It is wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another
+// sum where that matters. Roles: a loader thread; a warpgroup for all else.
 //
 // Registers of a thread. Gates: a column of 64. Factors: tiles of 64 columns of l, of e^l or a product, 32 each. Pairs:
 // four accumulators of 16, four operands of 16, l 32. Inverse: three tiles of 32, an operand of 12.

@@ -1,8 +1,7 @@
-"""Steps of generation: Mamba-2, linear attention, delta rules, against mamba_ssm, FLA and PyTorch's operations (GPU).
+"""Steps of Mamba-2, linear attention and delta rules against mamba_ssm, FLA, FlashInfer and PyTorch's operations (GPU).
 
-One token; of the delta rules also four, with the states behind them, and FlashInfer beside.
-Bound by memory: the state is read and written. What stands beside is a copy of it. Small batches are bound by the
-launch.
+One token; of the delta rules also four, with the states behind them. Bound by memory: the state is read and written.
+What stands beside is a copy of it. Small batches are bound by the launch.
 """
 import functools
 import itertools
