@@ -51,7 +51,7 @@ def check(ours, plain, exact, dtype, g, other=None):
         absolute = (absolute,) * 3
         if other is not None:
             change = (other[i] - three[2]).abs()
-            absolute = tuple(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
+            absolute = tuple(a + 4 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
         check_error(name, *three, rounding=(relative, absolute))
 
 
@@ -149,8 +149,12 @@ def test_segments(device, dtype, name, shape):
     dtype, (b, steps, h, hv, d, dv) = getattr(torch, dtype), shape
     q, k, v, g, beta, state, _, _ = hard(name, 7, b, steps, h, hv, d, dv, dtype=dtype, device=device)
     ours = run("cut", q, k, v, g, beta, None, state)
-    exact = by_chunks(*(t.double() for t in (q, k, v, g, beta)), state=state)
-    check(ours, by_chunks(q, k, v, g, beta, state=state), exact, dtype, g)
+    wide = [t.double() for t in (q, k, v, g, beta)]
+    exact, other = by_chunks(*wide, state=state), None
+    if name in REFLECTED:
+        wide[1] *= 1 + torch.finfo(dtype).eps / 2
+        other = by_chunks(*wide, state=state)
+    check(ours, by_chunks(q, k, v, g, beta, state=state), exact, dtype, g, other)
 
 
 @pytest.mark.parametrize("device", DEVICES)
