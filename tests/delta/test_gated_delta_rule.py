@@ -44,6 +44,7 @@ def check(ours, plain, exact, dtype, g, other=None):
     """other: exact results of keys that differ by half of an eps, of an input that makes much of such a difference."""
     for i, (name, *three) in enumerate(zip(("out", "final_state"), ours, plain, exact)):
         relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g)
+        absolute += 2.0**-126                      # kernels may make 0 of what is subnormal
         if not three[0].numel():
             continue
         if three[0].numel() < 500:                 # the plain form's largest error is small by chance
