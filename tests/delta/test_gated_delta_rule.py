@@ -44,6 +44,7 @@ def check(ours, plain, exact, dtype, g, other=None):
     """other: exact results of keys that differ by half of an eps, of an input that makes much of such a difference."""
     for i, (name, *three) in enumerate(zip(("out", "final_state"), ours, plain, exact)):
         relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g)
+        absolute += 2.0**-126                      # kernels may make 0 of what is subnormal
         if not three[0].numel():
             continue
         if three[0].numel() < 500:                 # the plain form's largest error is small by chance
@@ -51,7 +52,7 @@ def check(ours, plain, exact, dtype, g, other=None):
         absolute = (absolute,) * 3
         if other is not None:
             change = (other[i] - three[2]).abs()
-            absolute = tuple(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
+            absolute = tuple(a + 4 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
         check_error(name, *three, rounding=(relative, absolute))
 
 
@@ -149,8 +150,12 @@ def test_segments(device, dtype, name, shape):
     dtype, (b, steps, h, hv, d, dv) = getattr(torch, dtype), shape
     q, k, v, g, beta, state, _, _ = hard(name, 7, b, steps, h, hv, d, dv, dtype=dtype, device=device)
     ours = run("cut", q, k, v, g, beta, None, state)
-    exact = by_chunks(*(t.double() for t in (q, k, v, g, beta)), state=state)
-    check(ours, by_chunks(q, k, v, g, beta, state=state), exact, dtype, g)
+    wide = [t.double() for t in (q, k, v, g, beta)]
+    exact, other = by_chunks(*wide, state=state), None
+    if name in REFLECTED:
+        wide[1] *= 1 + torch.finfo(dtype).eps / 2
+        other = by_chunks(*wide, state=state)
+    check(ours, by_chunks(q, k, v, g, beta, state=state), exact, dtype, g, other)
 
 
 @pytest.mark.parametrize("device", DEVICES)
