@@ -52,8 +52,8 @@ def check_gate(op, g, A_log, dt_bias, use_gate, use_beta_sigmoid, allow_neg_eigv
             if t is not None:
                 raise ValueError(f"{op}: {name} is given, expected None where use_gate is False")
     if allow_neg_eigval and not use_beta_sigmoid:
-        raise ValueError(f"{op}: allow_neg_eigval is True, expected False where use_beta_sigmoid is False: beta is taken "
-                         "as it is")
+        raise ValueError(f"{op}: allow_neg_eigval is True, expected False where use_beta_sigmoid is False: beta is "
+                         "taken as it is")
 
 
 def ones(v):
