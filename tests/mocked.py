@@ -114,7 +114,7 @@ class Runtime:
         assert self.c.mg_op_find(ctypes.byref(number), op.encode()) == 0
         args = (ctypes.POINTER(Tensor) * (len(tensors) + 16))(*(None if t is None else ctypes.pointer(t)
                                                                 for t in tensors))
-        return self.c.mg_check(number, args, (ctypes.c_int64 * 64)(), False)
+        return self.c.mg_check(number, args, (ctypes.c_int64 * 256)(), False)
 
 
 def in_child(function):
