@@ -248,8 +248,8 @@ def test_compiled():
 def test_explained():
     case = Case(9, steps=100)
     given = [inputs_of(case)[name] for name in GIVEN[:7]]
-    assert mg.explain(mg.hedgehog, *given).kernels == ["hedgehog_keys_bf16_d64", "hedgehog_bwd_bf16_d64"]
-    assert mg.explain(mg.hedgehog, *given, sliding=True).kernels[0] == "hedgehog_keys_bf16_d64_local"
+    assert mg.explain(mg.hedgehog, *given).kernels == ["hedgehog_bf16_d64", "hedgehog_bwd_bf16_d64"]
+    assert mg.explain(mg.hedgehog, *given, sliding=True).kernels[0] == "hedgehog_bf16_d64_local"
 
 
 def refused(kind, message, **changes):
