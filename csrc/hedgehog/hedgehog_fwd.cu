@@ -3,23 +3,21 @@
 //   out_i = N_i / d_i,  N_i = sum over the window of e^(s_ij - m_i) v_j + sum in front of it of (f_i . g_j) v_j
 //   s_ij = scale q_i . k_j,  m_i its maximum in the window,  f = l / w [softmax(q Q), softmax(-q Q)]
 // g that of k and K, without the factors, which matter by their ratio alone, and d_i as N_i with 1 for v_j. The linear
-// part does not see m_i, so m_i is part of the definition. The window ends
-// with step i. It is step i's block of 64 and the one before. Where LOCAL: blocks of `window` steps, or the last
-// `window` steps, at most 64; then the linear part has some of these two chunks too, whose products are masked.
+// part does not see m_i, so m_i is part of the definition. The window ends with step i. It is step i's block of 64 and
+// the one before. Where LOCAL: blocks of `window` steps, or the last `window` steps, at most 64; then the linear part
+// has some of these two chunks too, whose products are masked.
 // S, the sum of g_j v_j^T over all chunks but the last two, and z, the sum of g_j, lag one chunk behind the window.
 // Positions count chunks of k and v from the one in front of the first. In iteration i the chunk of q is i, those of k
 // are positions i and i + 1, and S has the positions before i.
-// z of chunk i is read before g of position i is made, and where LOCAL f of chunk i is there when g of position i + 1
-// is: so some of their phases nobody waits for.
-// Roles: a loader thread; features: f of chunk i and its d from z, then g of position i (LOCAL: i + 1), with the sums
-// of its columns; sums, a warp: z; state: S of position i to shared memory, then + g v^T of position i; window: the
-// softmax, both products with v, out.
+// Roles: a loader thread; features: f of chunk i and its d from z, then the column sums of g of position i; sums, a
+// warp: z; state: S of position i to shared memory, then g of position i (LOCAL: i + 1), and + g v^T of position i;
+// window: the softmax, both products with v, out.
 //
 // Registers of a thread, D = 128   tiles that live together                                   the rest
-//   state, 160                     S 128                                                      rows 8
+//   state, 192                     S 128, a softmax 32                                        rows 6
 //   window, 192                    out 64, scores 64, then their copy 32 (LOCAL: products 32) rows 12
-//   features, 120                  two softmaxes 64, column sums 16                           rows 8
-//   loader and sums, 40            -                                                          vectors of two each, 6
+//   features, 96                   a softmax 32, another's copy 16, then column sums 16       rows 6
+//   loader and sums, 32            -                                                          vectors of two each, 6
 #include "tile/tile.h"
 // D: columns of q, k and v, 64 or 128. LOCAL: a window of any kind. VS, QS: stages of v and of q, GS: of g
 #include "hedgehog/hedgehog_steps.h"
@@ -29,7 +27,7 @@ struct shared {
   st<elem, Q, D> q[QS], k[2], v[VS], out;
   st<elem, F, D> state[2];
   st<elem, Q, F> f[2], g[GS][2];
-  sv<4 * F> parts[GS][2];
+  sv<4 * F> parts[2];
   sv<F> z[2];
   sv<Q> den;                     // of the linear part
   sem maps;
@@ -37,8 +35,8 @@ struct shared {
   ring<2, ASYNC_READS> k_ring;
   ring<VS, ASYNC_READS> v_ring;
   ring<1, ASYNC_READS> f_ring, state_ring;
-  ring<GS, ASYNC_READS> g_ring;  // the parts are refilled by plain stores only
-  ring<1, ASYNC_READS> z_ring;
+  ring<GS, ASYNC_READS> g_ring;  // refilled by plain stores only, which plain reads need no fence for
+  sem z_full, parts_full;        // each is refilled by who has waited for the other
 };
 typedef hedgehog_fwd_params params;
 
@@ -49,8 +47,9 @@ TILE void init(shared &s) {
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, 2));
   ring_init(s.f_ring, arrivals(0, 0, 1), arrivals(0, 0, 1));
   ring_init(s.state_ring, arrivals(0, 0, 1), arrivals(0, 0, 1));
-  ring_init(s.g_ring, arrivals(0, 0, 1), arrivals(0, 1, 1 + LOCAL));
-  ring_init(s.z_ring, arrivals(0, 1, 0), arrivals(0, 0, 1));
+  ring_init(s.g_ring, arrivals(0, 0, 1), arrivals(0, 0, 2 + LOCAL));
+  sem_init(s.z_full, arrivals(0, 1, 0));
+  sem_init(s.parts_full, arrivals(0, 0, 1));
 }
 
 TILE task block_task(const params &p) {
@@ -89,46 +88,59 @@ TILE void loader(const params &p, shared &s, int) {
   }
 }
 
+// softmax(x map) where sign is LOG2E, softmax(-x map) where it is -LOG2E, times a factor; columns from `count` on are
+// 0. The product is computed for each of the two: both do not fit into the state's registers.
+TILE void half_features(rt<float, F> &f, const st<elem, Q, D> &x, const st<elem, D, F> &map_, int count, float sign,
+                        float factor) {
+  rv high;
+  rsum sum;
+  mma_fence();
+  mma_AB<ZERO>(f, x, map_);
+  mma_commit();
+  mma_wait<0>(f);
+  map(f, [=](float y) { return y * sign; });
+  if (count < F) map_rc(f, [=](float y, int, int col) { return col < count ? y : -infinity(); });
+  fill(high, -infinity());
+  row_max(high, f);
+  map_row(f, high, [](float y, float m) { return fast_exp2(y - m); });
+  row_sum(sum, f);
+  reduce(high, sum);
+  map(high, high, [=](float l) { return factor * fast_rcp(l); });
+  map_row(f, high, [](float y, float l) { return y * l; });
+}
+
 TILE void make_features(const params &p, shared &s, int) {
   task t = block_task(p);
-  ring_pos q = {}, z = {}, to = {}, k = {}, g_at = {};
-  rt<float, F> f, g;
   float factor = ratio_of(p.window_factor, p.linear_factor, t.head);
   if (t.chunks) sem_wait(s.maps, 0);
-  int made = 0;
   for (int i = 0; i < t.chunks; i++) {
+    ring_pos q = ring_at<QS>(i), to = ring_at<1>(i), g_at = ring_at<GS>(i);
+    rt<float, F> f;
+    rt<elem, F> first;
     rsum sum;
     rv den;
-    ring_wait(s.q_ring, q);
-    features(f, g, s.q[q.stage], s.q_map, p.count, factor);
-    ring_release(s.q_ring, q);
-    ring_wait(s.z_ring, z);
     fill(sum, 0.f);
-    each<F>([](int, int, float x, float y, float &l) { l = fused(x, y, l); }, f, s.z[0], sum);
-    each<F>([](int, int, float x, float y, float &l) { l = fused(x, y, l); }, g, s.z[1], sum);
-    if (LOCAL) ring_release(s.z_ring, z);
+    ring_wait(s.q_ring, q);
+    ROLLED for (int half = 0; half < 2; half++) {
+      if (half) convert(first, f);
+      half_features(f, s.q[q.stage], s.q_map, p.count, half ? -LOG2E : LOG2E, factor);
+      if (!half) sem_wait(s.z_full, i & 1);
+      each<F>([](int, int, float x, float y, float &l) { l = fused(x, y, l); }, f, s.z[half], sum);
+    }
+    ring_release(s.q_ring, q);
     reduce(den, sum);
     ring_acquire(s.f_ring, to);
     store(s.den, den);
-    store(s.f[0], f);
-    store(s.f[1], g);
-    if (!LOCAL) ring_fill(s.f_ring, to);
-    ring_next(s.q_ring, q);
-    ring_next(s.z_ring, z);
-    ring_next(s.f_ring, to);
-    for (; made <= i + LOCAL; made++) {
-      ring_wait(s.k_ring, k);
-      features(f, g, s.k[k.stage], s.k_map, p.count, 1.f);
-      ring_release(s.k_ring, k);
-      ring_acquire(s.g_ring, g_at);
-      sum_columns(s.parts[g_at.stage][0], f);
-      sum_columns(s.parts[g_at.stage][1], g);
-      store(s.g[g_at.stage][0], f);
-      store(s.g[g_at.stage][1], g);
-      ring_fill(s.g_ring, g_at);
-      ring_next(s.k_ring, k);
-      ring_next(s.g_ring, g_at);
+    store(s.f[0], first);
+    store(s.f[1], f);
+    ring_fill(s.f_ring, to);
+    ring_wait(s.g_ring, g_at);
+    ROLLED for (int half = 0; half < 2; half++) {
+      load(f, s.g[g_at.stage][half]);
+      sum_columns(s.parts[half], f);
     }
+    ring_release(s.g_ring, g_at);
+    sem_arrive(s.parts_full);
   }
 }
 
@@ -146,7 +158,6 @@ TILE float *final_of(const params &p, const task &t) {
 
 TILE void add_up(const params &p, shared &s, int) {
   task t = block_task(p);
-  ring_pos to = {}, from = {};
   sums z;
   const float *initial = initial_of(p, t);
   float *final = final_of(p, t);
@@ -154,28 +165,22 @@ TILE void add_up(const params &p, shared &s, int) {
   fill(z.g, 0.f);
   if (initial) load_sums(z, initial, p.count, p.value_dim);
   for (int i = 0; i < t.chunks; i++) {
-    if (LOCAL) ring_acquire(s.z_ring, to);
     store(s.z[0], z.f);
     store(s.z[1], z.g);
-    sem_arrive<WARP>(s.z_ring.full[to.stage]);
-    ring_next(s.z_ring, to);
-    ring_wait(s.g_ring, from);
+    sem_arrive<WARP>(s.z_full);
+    sem_wait(s.parts_full, i & 1);
     if (i > 0 || t.before) {
-      add_parts(z.f, s.parts[from.stage][0]);
-      add_parts(z.g, s.parts[from.stage][1]);
+      add_parts(z.f, s.parts[0]);
+      add_parts(z.g, s.parts[1]);
     }
-    ring_release<WARP>(s.g_ring, from);
-    ring_next(s.g_ring, from);
   }
   if (final) store_sums(final, z, p.count, p.value_dim);
 }
 
 TILE void run_state(const params &p, shared &s, int) {
   task t = block_task(p);
-  ring_pos to = {}, g = {}, v = {};
   rt<float, D> s0, s1;
   const float *initial = initial_of(p, t);
-  float *final = final_of(p, t);
   int64_t ld = p.value_dim + 1, half = p.count * ld;
   fill(s0, 0.f);
   fill(s1, 0.f);
@@ -183,12 +188,26 @@ TILE void run_state(const params &p, shared &s, int) {
     load(s0, initial, ld, p.count, p.value_dim);
     load(s1, initial + half, ld, p.count, p.value_dim);
   }
+  int made = 0;
+  if (t.chunks) sem_wait(s.maps, 0);
   for (int i = 0; i < t.chunks; i++) {
+    ring_pos to = ring_at<1>(i), g = ring_at<GS>(i), v = ring_at<VS>(i);
     ring_acquire(s.state_ring, to);
     store(s.state[0], s0);
     store(s.state[1], s1);
     ring_fill(s.state_ring, to);
-    ring_next(s.state_ring, to);
+    for (; made <= i + LOCAL; made++) {
+      ring_pos k = ring_at<2>(made), next = ring_at<GS>(made);
+      ring_wait(s.k_ring, k);
+      ring_acquire(s.g_ring, next);
+      ROLLED for (int half = 0; half < 2; half++) {
+        rt<float, F> feature;
+        half_features(feature, s.k[k.stage], s.k_map, p.count, half ? -LOG2E : LOG2E, 1.f);
+        store(s.g[next.stage][half], feature);
+      }
+      ring_release(s.k_ring, k);
+      ring_fill(s.g_ring, next);
+    }
     ring_wait(s.g_ring, g);
     ring_wait(s.v_ring, v);
     if (i > 0 || t.before) {
@@ -198,9 +217,10 @@ TILE void run_state(const params &p, shared &s, int) {
       mma_commit();
       mma_wait<0>(s0, s1);
     }
-    ring_done(s.g_ring, g);
-    ring_done(s.v_ring, v);
+    ring_release(s.g_ring, g);
+    ring_release(s.v_ring, v);
   }
+  float *final = final_of(p, t);
   if (final) {
     store(final, ld, s0, p.count, p.value_dim);
     store(final + half, ld, s1, p.count, p.value_dim);
@@ -234,7 +254,6 @@ TILE void weigh(rt<float, Q> &own, rt<float, Q> &other, rsum &sum, float scale, 
 
 TILE void run_window(const params &p, shared &s, int) {
   task t = block_task(p);
-  ring_pos q = {}, f = {}, state = {};
   rt<float, D> out;
   rt<float, Q> own, other;
   rt<elem, Q> own_weights, other_weights;
@@ -249,6 +268,7 @@ TILE void run_window(const params &p, shared &s, int) {
   }
   for (int i = 0; i < t.chunks; i++) {
     ring_pos k0 = ring_at<2>(i), k1 = ring_at<2>(i + 1), v0 = ring_at<VS>(i), v1 = ring_at<VS>(i + 1);
+    ring_pos q = ring_at<QS>(i), f = ring_at<1>(i);
     int step = t.first + i * Q, steps = t.end - step;
     bool both = i > 0 || t.before, over = runs_over(p.steps, t, step);
     ring_wait(s.k_ring, k1);
@@ -259,7 +279,7 @@ TILE void run_window(const params &p, shared &s, int) {
     mma_commit();
     if (!LOCAL) {
       ring_wait(s.f_ring, f);
-      ring_wait(s.state_ring, state);
+      ring_wait(s.state_ring, f);
       load(linear, s.den);
       mma_fence();
       mma_AB<ZERO>(out, s.f[0], s.state[0]);
@@ -273,6 +293,7 @@ TILE void run_window(const params &p, shared &s, int) {
     if (LOCAL) {
       rt<float, Q> product;
       ring_pos g0 = ring_at<GS>(i), g1 = ring_at<GS>(i + 1);
+      ring_wait(s.f_ring, f);
       ring_wait(s.g_ring, g1);
       load(linear, s.den);
       mma_fence();
@@ -304,14 +325,14 @@ TILE void run_window(const params &p, shared &s, int) {
       wg_sync();
     }
     if (LOCAL) {
-      ring_wait(s.state_ring, state);
+      ring_wait(s.state_ring, f);
       mma_fence();
       mma_AB<ZERO>(out, s.f[0], s.state[0]);
       mma_AB<ACC>(out, s.f[1], s.state[1]);
     } else {
       mma_wait<0>(out);
       ring_release(s.f_ring, f);
-      ring_release(s.state_ring, state);
+      ring_release(s.state_ring, f);
       mma_fence();
     }
     mma_AB<ACC>(out, own_weights, s.v[v1.stage]);
@@ -322,12 +343,9 @@ TILE void run_window(const params &p, shared &s, int) {
     mma_wait<0>(out, own_weights, other_weights);
     if (LOCAL) {
       ring_release(s.f_ring, f);
-      ring_release(s.state_ring, state);
+      ring_release(s.state_ring, f);
     }
     ring_release(s.v_ring, v0);
-    ring_next(s.q_ring, q);
-    ring_next(s.f_ring, f);
-    ring_next(s.state_ring, state);
     if (p.den) store(p.den + ((int64_t)t.batch * p.steps.heads + t.head) * p.steps.count + step, den, steps);
     map(den, den, [](float x) { return fast_rcp(x); });
     map_row(out, den, [](float x, float y) { return x * y; });
@@ -346,6 +364,8 @@ TILE void run_window(const params &p, shared &s, int) {
   clear_rest(p.steps, t, p.out_data, p.out_step, p.out_head, p.value_dim);
 }
 
-typedef block<params, shared, init, role<run_window, WARPGROUP, 1, 192>, role<run_state, WARPGROUP, 1, 160>,
-              role<make_features, WARPGROUP, 1, 120>, role<loader, THREAD, 1, 40>, role<add_up, WARP, 1, 40>> kernel;
+enum { STATE_REGS = D == 64 ? 176 : 192, FEATURE_REGS = D == 64 ? 112 : 96 };
+typedef block<params, shared, init, role<run_window, WARPGROUP, 1, 192>, role<run_state, WARPGROUP, 1, STATE_REGS>,
+              role<make_features, WARPGROUP, 1, FEATURE_REGS>, role<loader, THREAD, 1, 32>,
+              role<add_up, WARP, 1, 32>> kernel;
 ENTRY(kernel, Q, D)

@@ -184,9 +184,9 @@ def warps_of(kernel):
     return result
 
 
-def checker_traces(problem):
-    """The same, from a run of the checker on one multiprocessor."""
-    if problem.run(0, sms=1):
+def checker_traces(problem, sms):
+    """The same, from a run of the checker on `sms` multiprocessors."""
+    if problem.run(0, sms=sms):
         return None
     members, traces = warps_of(problem.kernel), {}
     for event in problem.kernel.events():
@@ -240,8 +240,9 @@ def check_problem(build, traced, problem):
     """(lines of findings, launches)"""
     if problem.label in ("large", "few blocks"):
         return check_delays(build, traced, problem)
-    _, blocks = run_traced(traced, problem, 1, write=True)
-    return compare_traces(problem, checker_traces(problem), traced.trace(blocks)), 1
+    sms = problem.fewest_sms()
+    _, blocks = run_traced(traced, problem, sms, write=True)
+    return compare_traces(problem, checker_traces(problem, sms), traced.trace(blocks)), 1
 
 
 @functools.cache

@@ -772,6 +772,18 @@ class Problem:
             raise RuntimeError(f"{self.kernel.name}: {self.label} did not launch it")
         return next(filter(None, reports), None)       # a call may launch it more than once
 
+    def fewest_sms(self):
+        """Multiprocessors of which the call launches the row: one, or as many as `run` has where one is not enough."""
+        launched = []
+
+        @TAKE
+        def take(name, params, blocks):
+            launched.append(name.decode() == self.row["name"])
+            return False
+        with intercepting(take, self.row["name"], 1):
+            self.call()
+        return 1 if any(launched) else SMS * self.kernel.cluster
+
 
 @contextlib.contextmanager
 def intercepting(take, name, sms=SMS):
