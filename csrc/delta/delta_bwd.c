@@ -25,7 +25,7 @@ static delta_rows segment_of(const problem *x, int segment) {
   return rows;
 }
 
-static bool is_empty(const mg_call *c) { return !(c->n.T && c->n.R * c->n.HV); }
+static bool is_empty(const mg_call *c) { return !(c->n.T && c->n.R && c->n.HV); }
 
 // Without the columns that make rows of theirs whole: where a packed row ends, nothing is stored there.
 static void map_errors(const problem *x, gmap *m) {
