@@ -593,7 +593,8 @@ static PyObject *explain(PyObject *module, PyObject *positional, PyObject *keywo
                    .trans_a = trans_a, .trans_b = trans_b,
                    .d = v[0], .dv = dv < 0 ? v[0] : dv, .batch = v[1], .heads_q = v[2],
                    .heads_k = v[3], .nq = v[4], .nk = v[5],
-                   .size = {.M = v[6], .N = v[7], .K = v[8], .B = v[1], .H = v[2], .G = v[3], .T = v[4], .P = v[0]},
+                   .size = {.M = v[6], .N = v[7], .K = v[8], .B = v[1], .R = v[1], .H = v[2], .HV = v[2], .G = v[3],
+                            .T = v[4], .P = v[0], .V = dv < 0 ? v[0] : dv},
                    .span = span < 0 || span > v[5] ? v[5] : span, .page = page, .features = p.features, .sms = p.sms};
   if (splits < 0 || splits > 128)
     return PyErr_Format(PyExc_ValueError, "explain: splits is %d, expected 0 (chosen) to 128", splits);

@@ -36,7 +36,7 @@ TILE int marks_of(const causal_conv1d_problem &p, int batch, int step, int &next
   }
   if (p.seq_idx) {
     const int *idx = p.seq_idx + batch * p.seq_idx_batch;
-    int before = idx[step > 0 ? step - 1 : 0];
+    int before = idx[step > p.steps ? p.steps - 1 : step > 0 ? step - 1 : 0];   // the backward's may begin behind all
     CONSTANT_INDEX for (int r = 0; r < STEPS; r++) {
       int now = step + r < 0 || step + r >= p.steps ? before : idx[step + r];
       marks |= (now != before) << r | (now < 0) << (16 + r);

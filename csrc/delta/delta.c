@@ -101,7 +101,7 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
     .gates = delta_gates_of(&c, a->g, a->beta, a->a_log, a->dt_bias, norms, a->beta_form),
     .scale = delta_scale_of(&c, a->scale), .o_data = a->out->data, .o_step = a->out->stride[1],
     .o_head = a->out->stride[2], .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
-  if (c.n.T && c.n.R * c.n.HV) {     // the driver refuses to map what has no elements
+  if (c.n.T && c.n.R && c.n.HV) {     // the driver refuses to map what has no elements
     if (norms) delta_run_norms(&c, a->q, a->k, norms);
     if (c.n.FORM) {
       delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);

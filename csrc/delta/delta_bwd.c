@@ -1,6 +1,6 @@
 // Host half of gated_delta_rule's backward. The sequence is cut into segments of SEG chunks, worked on from the last to
-// the first: of each the states in front of its chunks, the gradients of those behind, then all gradients. So the
-// states of one segment are all that is kept.
+// the first: of each the states in front of its chunks and the errors, the gradients of the states behind, then all
+// gradients. So the states of one segment are all that is kept.
 #include "delta/delta_bwd.h"
 #include "delta/delta_host.h"
 #include "ssd/ssd_bwd.h"
@@ -25,7 +25,7 @@ static delta_rows segment_of(const problem *x, int segment) {
   return rows;
 }
 
-static bool is_empty(const mg_call *c) { return !(c->n.T && c->n.R * c->n.HV); }
+static bool is_empty(const mg_call *c) { return !(c->n.T && c->n.R && c->n.HV); }
 
 // Without the columns that make rows of theirs whole: where a packed row ends, nothing is stored there.
 static void map_errors(const problem *x, gmap *m) {

@@ -39,7 +39,7 @@ mg_status mg_kda(const mg_kda_args *a) {
     .scale = delta_scale_of(&c, a->scale),
     .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
     .value_dim = (int)c.n.V};
-  if (c.n.T && c.n.R * c.n.HV) {     // the driver refuses to map what has no elements
+  if (c.n.T && c.n.R && c.n.HV) {     // the driver refuses to map what has no elements
     mg_map_rows(&c, &p.m, a->inverses, 64, 64);
     mg_map_rows(&c, &p.p, a->reads, 64, 64);
     mg_map_rows(&c, &p.k, a->read_k, 64, 64);
@@ -62,7 +62,7 @@ mg_status mg_kda(const mg_kda_args *a) {
     p.rows.from = (int)(first * 64);
     p.rows.to = last ? (int)c.n.T : (int)((first + each) * 64);
     p.rows.places = (int)(last ? chunks - first : each);
-    if (c.n.T && c.n.R * c.n.HV) kda_run_prepare(&c, a->q, a->k, &gates, &p, betas);
+    if (c.n.T && c.n.R && c.n.HV) kda_run_prepare(&c, a->q, a->k, &gates, &p, betas);
     mg_use(&c, sweep);
     if (!c.status) mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
   }

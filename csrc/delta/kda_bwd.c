@@ -25,7 +25,7 @@ static delta_rows segment_of(const problem *x, int segment) {
   return rows;
 }
 
-static bool is_empty(const mg_call *c) { return !(c->n.T && c->n.R * c->n.HV); }
+static bool is_empty(const mg_call *c) { return !(c->n.T && c->n.R && c->n.HV); }
 
 static int64_t sweep_blocks(mg_call *c) { return c->n.R * c->n.HV * mg_ceil_div(c->n.V, c->desc->tile_n); }
 

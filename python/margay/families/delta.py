@@ -65,12 +65,14 @@ def ones(v):
 
 
 def explained(op, library, named, given):
-    """The op's row has a small letter for A_log."""
+    """The op's row has a small letter for A_log, and always a beta."""
     from margay._explain import explain_row
 
     small = {"A_log": "a_log"}
-    return explain_row(op, library, {small.get(name, name): t for name, t in named.items()},
-                       {small.get(name, name): t for name, t in given.items()})
+    given = {small.get(name, name): t for name, t in given.items()}
+    if given.get("beta") is None:
+        given["beta"] = ones(given["v"])
+    return explain_row(op, library, {small.get(name, name): t for name, t in named.items()}, given)
 
 
 EXPLAINED = {"gated_delta_rule": explained}
