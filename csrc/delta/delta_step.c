@@ -11,7 +11,10 @@ static delta_numbers numbers(const mg_tensor *t, int per_key, bool of_steps) {
                          mg_is_float(t)};
 }
 
-static bool in_rows(const mg_tensor *t) { return t->shape[t->dims - 1] == 1 || t->stride[t->dims - 1] == 1; }
+// Strides of what has no elements say nothing.
+static bool in_rows(const mg_tensor *t) {
+  return mg_is_empty(t) || t->shape[t->dims - 1] == 1 || t->stride[t->dims - 1] == 1;
+}
 // The last two dimensions exchanged.
 static mg_tensor turned(const mg_tensor *t) {
   const int d = t->dims;
