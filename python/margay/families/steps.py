@@ -100,6 +100,7 @@ def _ssd_again(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
     dt, a, d, dt_bias = (t if t is None else t.float().contiguous() for t in (dt, a, d, dt_bias))
     if not _has_kernel(state, x, b, c, z) or n > 256:
         _end_dry_run(n, x=x, B=b, C=c, z=z, state=state)
+        _check_written(op, state=state)
         return _ssd_by_torch(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high)
     x, b, c, z = (t if t is None else _torch.rows_contiguous(t) for t in (x, b, c, z))
     out, wide = torch.empty(x.shape, dtype=x.dtype, device=x.device), d is not None and d.ndim == 2
@@ -132,6 +133,14 @@ def _check_shapes(op, expected, **tensors):
 def _has_kernel(state, first, *others):
     return (_torch.has_kernels(first.dtype, first.is_cuda) and state.dtype in _KERNEL_STATES[first.dtype]
             and not _torch.has_gaps(state) and all(t is None or t.dtype == first.dtype for t in others))
+
+
+def _check_written(op, **tensors):
+    """PyTorch's operations would write elements that share memory."""
+    for name, t in tensors.items():
+        if t is not None and torch._debug_has_internal_overlap(t) == 1:
+            raise BufferError(f"{op}: {name} is written, but with shape {shape(t)} and strides {list(t.stride())} its "
+                              "elements may share memory")
 
 
 def _end_dry_run(n, **tensors):
@@ -227,6 +236,7 @@ def _linear_attention_again(state, q, k, v, g, at, scale):
     g = g if g is None else g.float().contiguous()
     if not _has_kernel(state, q, k, v) or dim > 256:
         _end_dry_run(dim, q=q, k=k, v=v, state=state)
+        _check_written(op, state=state)
         return _linear_attention_by_torch(state, q, k, v, g, at, scale or dim ** -0.5)
     q, k, v = (_torch.rows_contiguous(t) for t in (q, k, v))
     out, head = torch.empty(v.shape, dtype=v.dtype, device=v.device), g is not None and g.ndim == 1
@@ -296,6 +306,7 @@ def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, acce
     at, token_at, accepted, kept_at = (t if t is None else t.contiguous() for t in (at, token_at, accepted, kept_at))
     if not _has_kernel(state, q, k, v) or q.shape[-1] > 256:
         _end_dry_run(q.shape[-1], q=q, k=k, v=v, state=state)
+        _check_written(op, state=state, intermediate_states=kept)
         out = _delta_by_torch(state, q, k, v, *small, at, token_at, accepted, kept, kept_at,
                               numbers[0] or q.shape[-1] ** -0.5, *numbers[1:])
     else:
