@@ -143,7 +143,7 @@ def problem(seed, device, kda):
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_problems(device, kda):
     first = random.randrange(1 << 30)
-    for seed in range(first, first + (300 if device == "cuda" else 120)):
+    for seed in range(first, first + (500 if device == "cuda" else 200)):
         label, p, state, tensors, named, (out, size, pool, behind), kept, turn = problem(seed, device, kda)
         before = state.clone()
         found = (mg.kda_step if kda else mg.gated_delta_rule_step)(state, *tensors, **named)
