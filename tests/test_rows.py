@@ -98,6 +98,17 @@ def test_both_checkers_say_the_same(row):
     assert refused > 5
 
 
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_no_row_divides_by_zero(row):
+    """C would end the process. Python's conditions divide where C's do."""
+    r = random.Random(1)
+    for _ in range(2000):
+        given = {f["name"]: f["role"] != "opt" or r.random() < 0.5 for f in row.inputs}
+        known = dict.fromkeys(row.sizes, -1)
+        known |= {size: r.choice((0, 1, 2, 600)) for f in row.inputs if given[f["name"]] for size in f["sizes"]}
+        row.derive(known | given | {f["name"]: r.choice((0, _op.default(f))) for f in row.numbers})
+
+
 @pytest.mark.parametrize("row", IN_NUMPY, ids=lambda row: row.name)
 def test_results_have_the_row_s_sizes(row):
     """A written tensor of another size, dtype or memory is refused, and named."""
