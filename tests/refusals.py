@@ -1,5 +1,6 @@
 """What tests of bad input share."""
 
+import math
 import re
 import subprocess
 import sys
@@ -39,3 +40,26 @@ class Wrapped(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         cls.seen.append(str(function))
         return super().__torch_function__(function, types, args, kwargs or {})
+
+
+# ---- the same numbers elsewhere in memory
+
+
+def between(t, dim):
+    """The same numbers with NaN between them."""
+    return torch.stack((t, torch.full_like(t, math.nan)), dim + 1).flatten(dim, dim + 1)[(slice(None),) * dim +
+                                                                                        (slice(None, None, 2),)]
+
+
+def beside(t):
+    """The same numbers 3 elements behind an aligned address."""
+    return torch.nn.functional.pad(t, (3, 2), value=math.nan)[..., 3:-2]
+
+
+SPREADS = {
+    "last dimension": lambda t: between(t, t.ndim - 1),
+    "rows apart": lambda t: between(t, 0),
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+    "transposed": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+    "unaligned": beside,
+}

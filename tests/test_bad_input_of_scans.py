@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import margay as mg
 from cases import DEVICES
 from margay import _C
-from refusals import Wrapped, refused, run_python, tensors
+from refusals import SPREADS, Wrapped, refused, run_python, tensors
 
 OPS = ("ssd", "linear_attention", "causal_conv1d")
 SHAPES = {
@@ -111,26 +111,6 @@ def test_bad_03_04_device(op):
             made[name] = torch.empty(inputs[name].shape, dtype=inputs[name].dtype, device="cuda:1")
             refused(ValueError, f"{op}: {name} is on cuda:1, expected cuda:0 (same as {FIRST[op]})", run,
                     op, made)
-
-
-def between(t, dim):
-    """The same numbers with NaN between them."""
-    return torch.stack((t, torch.full_like(t, math.nan)), dim + 1).flatten(dim, dim + 1)[(slice(None),) * dim +
-                                                                                        (slice(None, None, 2),)]
-
-
-def beside(t):
-    """The same numbers 3 elements behind an aligned address."""
-    return torch.nn.functional.pad(t, (3, 2), value=math.nan)[..., 3:-2]
-
-
-SPREADS = {
-    "last dimension": lambda t: between(t, t.ndim - 1),
-    "rows apart": lambda t: between(t, 0),
-    "expanded": lambda t: t[..., :1].expand(t.shape),
-    "transposed": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
-    "unaligned": beside,
-}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -38,11 +38,11 @@ static mg_status step(mg_call *c, const mg_gated_delta_rule_step_args *a, int ch
     state = &state_turned;
     kept = kept ? &states_turned : NULL;
     if (!in_rows(state) || (kept && !in_rows(kept)))
-      return mg_refuse(c, MG_VALUE, "states has another dimension contiguous than state, expected the same");
+      return mg_refuse(c, MG_VALUE, "intermediate_states has another dimension contiguous than state, expected the same");
   }
   if (kept && kept->dtype != state->dtype)
-    return mg_refuse(c, MG_TYPE, "states has dtype %s, expected %s (same as state)", mg_dtype_name(kept->dtype),
-                     mg_dtype_name(state->dtype));
+    return mg_refuse(c, MG_TYPE, "intermediate_states has dtype %s, expected %s (same as state)",
+                     mg_dtype_name(kept->dtype), mg_dtype_name(state->dtype));
   bool fours = mg_in_fours(state) && mg_in_fours(kept);
   if (!across) fours = fours && mg_in_fours(a->v) && mg_in_fours(a->out);
   else fours = fours && mg_in_fours(a->q) && mg_in_fours(a->k);

@@ -27,6 +27,13 @@ static delta_rows segment_of(const problem *x, int segment) {
 
 static bool is_empty(const mg_call *c) { return !(c->n.T && c->n.R && c->n.HV); }
 
+// Without the columns that make rows of theirs whole: where a packed row ends, nothing is stored there.
+static void map_errors(const problem *x, gmap *m) {
+  mg_tensor errors = *x->a->errors;
+  errors.shape[3] = x->c->n.V;
+  mg_map_bthd(x->c, m, &errors, 64, 64);
+}
+
 static int64_t sweep_blocks(mg_call *c) { return c->n.R * c->n.HV * mg_ceil_div(c->n.V, c->desc->tile_n); }
 
 static delta_gates beta_of(const problem *x) {
@@ -54,7 +61,7 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
   if (c->status || !mg_choose_other(c, MG_OP_kda_keep)) return c->status;
   mg_map_bthd(c, &p.v, a->v, 64, 64);
   mg_map_stack(c, &p.states, a->states, 64, 64);
-  mg_map_bthd(c, &p.errors, a->errors, 64, 64);
+  map_errors(x, &p.errors);
   return mg_run(c, &p, mg_tasks(c, sweep_blocks(c), "blocks"));
 }
 
@@ -104,7 +111,7 @@ static mg_status run_grads(const problem *x, int segment) {
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   mg_map_bthd(c, &p.dout, a->dout, 64, 64);
   mg_map_bthd(c, &p.dv, a->dv, 64, 64);
-  mg_map_bthd(c, &p.errors, a->errors, 64, 64);
+  map_errors(x, &p.errors);
   mg_map_stack(c, &p.states, a->states, 64, 64);
   mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   mg_run(c, &p, mg_tasks(c, c->n.B * c->n.HV * p.places, "chunks of heads"));

@@ -413,7 +413,7 @@ def call({signature}{want}):
         {results} = seen({all})
         return {returned}
     if autocast_anywhere() and is_autocast_enabled({first}.device.type):
-        {halves} = autocast({first}.device.type, {halves})
+        {halves} = autocast({first}.device.type, {halves}){reals_cast}
     if is_grad_enabled() and ({gradient}):
         return record({all}{want_given})
     {results} = make({all}{want_given})
@@ -437,6 +437,7 @@ def _torch_function(row):
     from margay import _transforms
 
     inputs, numbers = [f["name"] for f in row.inputs], [f["name"] for f in row.numbers]
+    reals = [f["name"] for f in row.inputs if f["kind"] == "real"]
     every, tensors = ", ".join(inputs + numbers), ", ".join(inputs)
     known = dict(empty=torch.empty, empty_like=torch.empty_like, dtypes={"float32": torch.float32})
     place = f", device={row.first}.device"
@@ -495,6 +496,7 @@ def _torch_function(row):
         with t.without_autocast_keys():
             given = _named(row.inputs, values)
             cast = dict(zip(row.halves, t.autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
+            cast |= zip(reals, t.reals_like(cast[row.halves[0]], *map(given.get, reals)))
             return seen(*(cast.get(name, x) for name, x in given.items()), *values[len(inputs):])
 
     t.register(row.name.removesuffix("_bwd"), row.schema(), direct, fake,
@@ -507,11 +509,13 @@ def _torch_function(row):
                         given=", ".join(f"{row.shown[name]}={name}" for name in inputs), optional=row.may_miss,
                         absent="".join(f"{name} is None or " for name in needed),
                         halves="".join(name + ", " for name in row.halves),
+                        reals_cast=f"\n        {', '.join(reals)}, = reals_like({row.halves[0]}, {', '.join(reals)})"
+                        if reals else "",
                         gradient=" or ".join(f"{name} is not None and {name}.requires_grad" if name in row.absent
                                              else f"{name}.requires_grad" for name in inputs))
     return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t.c_may_read, seen=seen,
                     check_kinds=t.check_kinds, autocast_anywhere=t.autocast_anywhere,
-                    is_autocast_enabled=torch.is_autocast_enabled, autocast=t.autocast,
+                    is_autocast_enabled=torch.is_autocast_enabled, autocast=t.autocast, reals_like=t.reals_like,
                     is_grad_enabled=torch.is_grad_enabled, record=super(torch.autograd.Function, Record).apply,
                     make=direct)["call"]
 
@@ -573,7 +577,7 @@ def _gradient_by_names(torch, t, row, backward, alone):
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
         if not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)]):
-            made = direct(*given, want=[need[i] for i in optional]) if optional else direct(*given)
+            made = direct(*given, want=[i < len(need) and need[i] for i in optional]) if optional else direct(*given)
         else:
             made = seen(*given)
         made = made if isinstance(made, (tuple, list)) else (made,)

@@ -225,7 +225,7 @@ REFUSED = (
     (ValueError, "A_log is None, expected a tensor where use_gate is True", dict(use_gate=True)),
     (ValueError, "A_log is given, expected None where use_gate is False", dict(A_log=(2,))),
     (ValueError, "lower_bound is -5, expected None where use_gate is False", dict(lower_bound=-5)),
-    (ValueError, "lower_bound is 1, expected a negative number", dict(use_gate=True, A_log=(2,), lower_bound=1)),
+    (ValueError, "lower_bound is 1, expected a negative finite number", dict(use_gate=True, A_log=(2,), lower_bound=1)),
     (ValueError, "allow_neg_eigval is True, expected False where use_beta_sigmoid is False",
      dict(allow_neg_eigval=True)),
     (ValueError, "g has 3 dimensions, expected 4", dict(g=(1, 70, 2))),

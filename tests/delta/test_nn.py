@@ -18,6 +18,7 @@ LAYERS = {
     "GDN, grouped": (GDN, dict(num_v_heads=4, expand_v=2)),
     "GDN, no gate": (GDN, dict(use_gate=False, conv_size=3)),
     "GDN, beta to 2": (GDN, dict(allow_neg_eigval=True, conv_bias=True)),
+    "GDN, wide values": (GDN, dict(head_dim=72, expand_v=2)),
     "GDN, odd sizes": (GDN, dict(head_dim=20, num_heads=3, conv_size=2)),
     "KDA": (KDA, {}),
     "KDA, grouped": (KDA, dict(num_v_heads=4, expand_v=1.5)),
@@ -289,3 +290,11 @@ def test_refused():
         with pytest.raises(ValueError) as raised:
             make()
         assert str(raised.value) == words
+    for bound in (float("nan"), -float("inf")):
+        with pytest.raises(ValueError, match=f"lower_bound is {bound}, expected a negative number"):
+            KDA(48, 2, 16, lower_bound=bound)
+    for cls in (GDN, KDA):
+        with pytest.raises(NotImplementedError, match=f"^{cls.__name__}: head_dim is 129, kernels exist up to 128$"):
+            cls(48, 2, 129)
+        with pytest.raises(TypeError, match=f"^{cls.__name__}: cu_seqlens is list, expected a tensor of int32$"):
+            cls(48, 2, 16)(torch.zeros(1, 4, 48), cu_seqlens=[0, 4])

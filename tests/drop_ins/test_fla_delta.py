@@ -2,6 +2,7 @@
 asks its registry and three that do not, and recurrences in float64."""
 
 import importlib
+import math
 import warnings
 
 import pytest
@@ -212,6 +213,9 @@ REFUSED = {
     "a scale that is not positive, or that float32 cannot hold": ("chunk_kda", (Q, K, V, OF_CHANNELS, BETA),
                                                                   dict(scale=-1.0)),
     "decays of another shape": ("chunk_kda", (Q, K, V, OF_CHANNELS[:1], BETA), {}),
+    "betas of dtype int64": ("chunk_kda", (Q, K, V, OF_CHANNELS, BETA.long()), {}),
+    "a lower bound that is not negative, or that float32 cannot hold": (
+        "fused_recurrent_kda", (Q, K, V, OF_CHANNELS, BETA), dict(use_gate_in_kernel=True, lower_bound=-math.inf)),
     "betas of another shape": ("chunk_gated_delta_rule", (Q, K, V, G, BETA[:1]), {}),
     "an initial state of another shape": ("chunk_gated_delta_rule", (Q, K, V, G, BETA),
                                           dict(initial_state=STATE, state_v_first=True)),

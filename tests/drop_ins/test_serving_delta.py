@@ -85,6 +85,9 @@ def test_flashinfer_refused():
             (ValueError, "cu_seqlens is None, expected the starts of the sequences", lambda: call(q, k, v)),
             (ValueError, "q, k and v have 4, 3 and 3 dimensions, expected 3 [T, heads, columns]",
              lambda: call(q[None], k, v, cu_seqlens=starts)),
+            (ValueError, "state_indices are -1 to 1, expected 0 to 2 (places of initial_state)",
+             lambda: call(q, k, v, cu_seqlens=starts, initial_state=torch.zeros(3, 4, 32, 32),
+                          state_indices=torch.arange(3) - 1)),
             (TypeError, "initial_state has dtype float64, expected float32, bfloat16 or float16",
              lambda: call(q, k, v, cu_seqlens=starts, initial_state=torch.zeros(3, 4, 32, 32).double())),
             (ValueError, "output_state is None, expected a pool of states where state_indices and output_final_state "

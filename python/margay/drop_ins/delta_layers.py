@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import margay
+from margay._shared import as_int32
+from margay.drop_ins import delta_rules
 from margay.drop_ins.causal_conv1d import causal_conv1d_varlen_states
 from margay.mamba import RMSNormGated
 
@@ -30,6 +32,8 @@ class _DeltaLayer(torch.nn.Module):
         if dim_v < 1 or not math.isclose(head_dim * expand_v, dim_v, rel_tol=1e-5):
             raise ValueError(f"{name}: expand_v is {expand_v}, expected one that makes a whole number of head_dim, "
                              f"which is {head_dim}")
+        if head_dim > delta_rules.MOST_K:
+            raise NotImplementedError(f"{name}: head_dim is {head_dim}, kernels exist up to {delta_rules.MOST_K}")
         if not 2 <= conv_size <= 4:
             raise ValueError(f"{name}: conv_size is {conv_size}, expected 2 to 4")
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
@@ -49,12 +53,12 @@ class _DeltaLayer(torch.nn.Module):
         with cu_seqlens those behind each sequence, are put there; later the layer continues from them as `step` does.
         """
         x, states = hidden_states, None
+        packed = None if cu_seqlens is None else as_int32(type(self).__name__, "cu_seqlens", cu_seqlens)
         if inference_params is not None:
-            states = self._states(inference_params, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
+            states = self._states(inference_params, len(x) if packed is None else len(packed) - 1)
         if states is not None and inference_params.seqlen_offset > 0:
             return self.step(x, *states)[0]
         qkv, options = self._project(x)
-        packed = None if cu_seqlens is None else cu_seqlens.int()
         out, last = self.mix(qkv, options, packed)
         if states is not None:
             with torch.no_grad():
@@ -73,8 +77,7 @@ class _DeltaLayer(torch.nn.Module):
             convolved.append(margay.causal_conv1d(
                 x, weight[part], None if bias is None else bias[part], activation="silu",
                 initial_states=None if before is None else before[..., part], cu_seqlens=cu_seqlens))
-        return self._rule(*self._heads(convolved), **options, initial_state=state, output_final_state=True,
-                          cu_seqlens=cu_seqlens)
+        return delta_rules.in_slices(self._rule, *self._heads(convolved), state, **options, cu_seqlens=cu_seqlens)
 
     @torch.no_grad()
     def step(self, hidden_states, conv_state, recurrent_state):
@@ -141,8 +144,8 @@ class GatedDeltaNet(_DeltaLayer):
     """The layer of Qwen3-Next, Qwen3.5, OLMo-Hybrid and of flash-linear-attention's models: a short convolution, the
     gated delta rule, a gated norm. hidden_states [batch, steps, hidden_size] to the same shape.
 
-    num_heads heads of queries and keys with head_dim columns, num_v_heads (as many if None) heads of values with
-    expand_v * head_dim. use_gate: silu of a projection multiplies the normed heads. allow_neg_eigval: beta is up to 2.
+    num_heads heads of queries and keys with head_dim columns, 1 to 128, num_v_heads (as many if None) heads of values
+    with expand_v * head_dim. use_gate: silu of a projection multiplies the normed heads. allow_neg_eigval: beta is up to 2.
     conv_size: steps that the convolution sees. layer_idx: this layer's place in inference_params.
 
     The state dict has the names of Qwen3.5's layer. Those of Qwen3-Next's, OLMo-Hybrid's and FLA's can be loaded too,
@@ -248,7 +251,7 @@ class KimiDeltaAttention(_DeltaLayer):
                  layer_idx=None, device=None, dtype=None):
         super().__init__()
         self._size("KimiDeltaAttention", hidden_size, num_heads, head_dim, num_v_heads, expand_v, conv_size)
-        if lower_bound is not None and not lower_bound < 0:
+        if lower_bound is not None and not (lower_bound < 0 and math.isfinite(lower_bound)):
             raise ValueError(f"KimiDeltaAttention: lower_bound is {lower_bound}, expected a negative number")
         self.lower_bound, self.allow_neg_eigval, self.norm_eps = lower_bound, allow_neg_eigval, norm_eps
         self.gate_rank, self.layer_idx = self.head_v_dim if gate_rank is None else gate_rank, layer_idx

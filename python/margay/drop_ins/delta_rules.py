@@ -63,7 +63,9 @@ def plan(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, A
             raise Refused(f"a tensor of class {type(t).__name__}")
         if t.device != q.device:
             raise Refused("tensors on several devices")
-        if shape is not None and tuple(t.shape) != tuple(shape) or shape is None and not t.is_floating_point():
+        if t.dtype not in (*_torch.DTYPES, torch.float64):
+            raise Refused(f"{name} of dtype {_shared.dtype_name(t)}")
+        if shape is not None and tuple(t.shape) != tuple(shape):
             raise Refused(f"{name} of another shape")
     if A_log is not None and A_log.numel() != heads_v:
         raise Refused("an A_log of another shape")
@@ -71,8 +73,8 @@ def plan(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, A
         raise Refused("a dt_bias of another shape")
     if A_log is None and lower_bound is not None:
         A_log = torch.zeros(heads_v, device=q.device)
-    if lower_bound is not None and not lower_bound < 0:
-        raise Refused("a lower bound that is not negative")
+    if lower_bound is not None and not _shared.SMALLEST_SCALE <= -lower_bound <= _shared.LARGEST_SCALE:
+        raise Refused("a lower bound that is not negative, or that float32 cannot hold")
     options = dict(scale=scale, use_qk_l2norm=qk_norm, use_beta_sigmoid=beta_sigmoid, allow_neg_eigval=allow_neg_eigval)
     if A_log is not None:
         options |= dict(use_gate=True, A_log=A_log.flatten())
@@ -106,13 +108,18 @@ def _by_steps(q, k, v, g, beta, state, state_v_first, in_place, options):
 
 
 def _by_chunks(q, k, v, g, beta, state, cu_seqlens, state_v_first, options):
-    """The columns of v are independent of each other: more than a kernel takes are several calls."""
-    rule, outs, states = margay.kda if _by_channel(g) else margay.gated_delta_rule, [], []
-    dim = -2 if state_v_first else -1
+    return in_slices(margay.kda if _by_channel(g) else margay.gated_delta_rule, q, k, v, state, state_v_first, g=g,
+                     beta=beta, cu_seqlens=cu_seqlens, **options)
+
+
+def in_slices(rule, q, k, v, state, state_v_first=False, **options):
+    """(out, the last states). The columns of v are independent of each other: more than a kernel takes are several
+    calls."""
+    outs, states, dim = [], [], -2 if state_v_first else -1
     for first in range(0, v.shape[3], SLICE_OF_V):
         size = min(SLICE_OF_V, v.shape[3] - first)
-        out, after = rule(q, k, v.narrow(3, first, size), g, beta, **options, output_final_state=True,
-                          cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+        out, after = rule(q, k, v.narrow(3, first, size), **options, output_final_state=True,
+                          state_v_first=state_v_first,
                           initial_state=None if state is None else state.narrow(dim, first, size))
         outs.append(out)
         states.append(after)

@@ -46,6 +46,11 @@ def chunk_gated_delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state
                              "k and v, and of q a multiple of them")
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     places = None if state_indices is None else state_indices.long()
+    for name, t in (("initial_state", initial_state), ("output_state", output_state)):
+        if places is not None and t is not None and not places.is_cuda and places.numel() and not (
+                0 <= places.min() and places.max() < len(t)):
+            raise ValueError(f"{op}: state_indices are {int(places.min())} to {int(places.max())}, expected 0 to "
+                             f"{len(t) - 1} (places of {name})")
     state = initial_state
     if state is not None:
         state = (state if places is None else state[places]).float()

@@ -2,7 +2,7 @@
 
 import sys
 
-from margay._shared import as_int32, checked_scale, functions, is_torch, of_row, rows_library
+from margay._shared import as_int32, checked_scale, functions, is_torch, of_row, rows_library, shape
 
 
 def gated_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=None, output_final_state=False,
@@ -29,7 +29,8 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=No
     """
     op = "gated_delta_rule"
     library = rows_library(is_torch(op, "q", q))
-    check_gate(op, g, A_log, dt_bias, use_gate, use_beta_sigmoid, allow_neg_eigval)
+    form = beta_form(op, beta, use_beta_sigmoid, allow_neg_eigval)
+    check_gate(op, g, A_log, dt_bias, use_gate)
     if beta is None:
         beta = ones(v)
     g, beta, A_log, dt_bias, initial_state = (
@@ -39,21 +40,38 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=No
     cu_seqlens = cu_seqlens if cu_seqlens is None else as_int32(op, "cu_seqlens", cu_seqlens)
     run = functions.get(op) or of_row(op)
     out, state = run(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, checked_scale(op, scale),
-                     use_beta_sigmoid * (1 + bool(allow_neg_eigval)), bool(use_qk_l2norm), bool(state_v_first), 0,
+                     form, bool(use_qk_l2norm), bool(state_v_first), 0,
                      (bool(output_final_state),))
     return (out, state) if output_final_state else out
 
 
-def check_gate(op, g, A_log, dt_bias, use_gate, use_beta_sigmoid, allow_neg_eigval):
+def beta_form(op, beta, use_beta_sigmoid, allow_neg_eigval):
+    """As rows of ops.def have it."""
+    if allow_neg_eigval and not use_beta_sigmoid:
+        raise ValueError(f"{op}: allow_neg_eigval is True, expected False where use_beta_sigmoid is False: beta is "
+                         "taken as it is")
+    if use_beta_sigmoid and beta is None:
+        raise ValueError(f"{op}: beta is None, expected a tensor where use_beta_sigmoid is True")
+    return (2 if allow_neg_eigval else 1) if use_beta_sigmoid else 0
+
+
+def check_gate(op, g, A_log, dt_bias, use_gate):
     if use_gate and (g is None or A_log is None):
         raise ValueError(f"{op}: {'g' if g is None else 'A_log'} is None, expected a tensor where use_gate is True")
     if not use_gate:
         for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
             if t is not None:
                 raise ValueError(f"{op}: {name} is given, expected None where use_gate is False")
-    if allow_neg_eigval and not use_beta_sigmoid:
-        raise ValueError(f"{op}: allow_neg_eigval is True, expected False where use_beta_sigmoid is False: beta is "
-                         "taken as it is")
+
+
+def by_heads(op, dt_bias, v):
+    """KDA's bias as [HV, K], which may be given as [HV K]."""
+    if not hasattr(dt_bias, "ndim") or dt_bias.ndim != 1 or not hasattr(v, "ndim") or v.ndim < 2:
+        return dt_bias
+    heads = v.shape[-2]
+    if heads == 0 or dt_bias.shape[0] % heads:
+        raise ValueError(f"{op}: dt_bias has shape {shape(dt_bias)}, expected [HV, K] or [HV K], with HV = {heads}")
+    return dt_bias.reshape(heads, -1)
 
 
 def ones(v):
@@ -65,14 +83,11 @@ def ones(v):
 
 
 def explained(op, library, named, given):
-    """The op's row has a small letter for A_log, and always a beta."""
+    """The op's row always has a beta."""
     from margay._explain import explain_row
 
-    small = {"A_log": "a_log"}
-    given = {small.get(name, name): t for name, t in given.items()}
-    if given.get("beta") is None:
-        given["beta"] = ones(given["v"])
-    return explain_row(op, library, {small.get(name, name): t for name, t in named.items()}, given)
+    return explain_row(op, library, named, given if given.get("beta") is not None else given | {
+        "beta": ones(given["v"])})
 
 
 EXPLAINED = {"gated_delta_rule": explained}

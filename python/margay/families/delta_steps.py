@@ -1,6 +1,8 @@
 """Steps of the delta rules for generation. What computes them on PyTorch tensors is in steps.py."""
 
-from margay._shared import checked_scale, functions, is_torch
+from margay._shared import checked_scale, functions, is_torch, shape
+from margay.families.delta import beta_form, by_heads, check_gate
+from margay.families.kda import checked_bound
 
 
 def gated_delta_rule_step(state, q, k, v, g=None, beta=None, *, scale=None, A_log=None, dt_bias=None, use_gate=False,
@@ -29,9 +31,8 @@ def gated_delta_rule_step(state, q, k, v, g=None, beta=None, *, scale=None, A_lo
     Other floating types, a larger K, and float32 on CUDA, are computed by PyTorch's operations.
     """
     op = "gated_delta_rule_step"
-    if use_gate and (g is None or A_log is None):
-        raise ValueError(f"{op}: {'g' if g is None else 'A_log'} is None, expected a tensor where use_gate is True")
-    return _step(op, state, q, k, v, g, beta, A_log, dt_bias, use_gate, None, scale, use_qk_l2norm, use_beta_sigmoid,
+    check_gate(op, g, A_log, dt_bias, use_gate)
+    return _step(op, state, q, k, v, g, beta, A_log, dt_bias, 0.0, scale, use_qk_l2norm, use_beta_sigmoid,
                  allow_neg_eigval, state_v_first, state_indices, token_indices, num_accepted_tokens,
                  intermediate_states, intermediate_indices, update_state)
 
@@ -41,46 +42,42 @@ def kda_step(state, q, k, v, g, beta=None, *, scale=None, A_log=None, dt_bias=No
              state_indices=None, token_indices=None, num_accepted_tokens=None, intermediate_states=None,
              intermediate_indices=None, update_state=True):
     """One step of `kda`, for generation: out [B, HV, V]. As `gated_delta_rule_step`, but g is of each key: [B, HV, K]
-    or, of several steps, [B, T, HV, K]. g, A_log, dt_bias [HV, K] and lower_bound as for `kda`."""
+    or, of several steps, [B, T, HV, K]. g, A_log, dt_bias and lower_bound as for `kda`; with lower_bound, A_log may be
+    None, which is one of zeros."""
     op = "kda_step"
-    if use_gate and A_log is None and lower_bound is None:
-        raise ValueError(f"{op}: A_log is None, expected a tensor where use_gate is True and lower_bound is None")
-    if lower_bound is not None and not use_gate:
-        raise ValueError(f"{op}: lower_bound is given, expected None where use_gate is False")
-    if lower_bound is not None and not -1e38 < lower_bound < 0:
-        raise ValueError(f"{op}: lower_bound is {lower_bound}, expected a negative finite number")
-    return _step(op, state, q, k, v, g, beta, A_log, dt_bias, use_gate, lower_bound, scale, use_qk_l2norm,
+    bound = checked_bound(op, lower_bound, use_gate)
+    if not (bound and A_log is None):
+        check_gate(op, g, A_log, dt_bias, use_gate)
+    return _step(op, state, q, k, v, g, beta, A_log, by_heads(op, dt_bias, v), bound, scale, use_qk_l2norm,
                  use_beta_sigmoid, allow_neg_eigval, state_v_first, state_indices, token_indices, num_accepted_tokens,
                  intermediate_states, intermediate_indices, update_state)
 
 
-def _step(op, state, q, k, v, g, beta, A_log, dt_bias, use_gate, lower_bound, scale, l2norm, beta_sigmoid,
-          allow_neg_eigval, state_v_first, *places):
-    if not is_torch(op, "q", q):
-        raise TypeError(f"{op}: q is {type(q).__name__}, expected torch.Tensor")
-    if not use_gate and (A_log is not None or dt_bias is not None):
-        raise ValueError(f"{op}: {'dt_bias' if A_log is None else 'A_log'} is given, expected None where use_gate is "
-                         "False")
-    if allow_neg_eigval and not beta_sigmoid:
-        raise ValueError(f"{op}: allow_neg_eigval is True, expected False where use_beta_sigmoid is False: beta is "
-                         "taken as it is")
+def _step(op, state, q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, l2norm, beta_sigmoid, allow_neg_eigval,
+          state_v_first, *places):
+    for name, t in (("q", q), ("v", v)):
+        if not is_torch(op, name, t):
+            raise TypeError(f"{op}: {name} is {type(t).__name__}, expected torch.Tensor")
+    form = beta_form(op, beta, beta_sigmoid, allow_neg_eigval)
     if beta is None:
-        if beta_sigmoid:
-            raise ValueError(f"{op}: beta is None, expected a tensor where use_beta_sigmoid is True")
         beta = v.new_ones(v.shape[:-1])
     step = functions.get("delta_step") or _find_step()
     *indices, kept, kept_at, update_state = places
     if state_v_first:
-        state, kept = _turned(op, "state", state), _turned(op, "intermediate_states", kept)
+        last = v.shape[-1:] + q.shape[-1:]
+        state, kept = _turned(op, "state", state, last), _turned(op, "intermediate_states", kept, last)
     return step(op, state, q, k, v, g, beta, A_log, dt_bias, *indices, kept, kept_at, checked_scale(op, scale),
-                lower_bound or 0.0, beta_sigmoid * (1 + bool(allow_neg_eigval)), bool(l2norm), not update_state)
+                lower_bound, form, bool(l2norm), not update_state)
 
 
-def _turned(op, name, states):
+def _turned(op, name, states, last):
     if states is None:
         return None
-    if not is_torch(op, name, states) or states.ndim < 2:
-        raise TypeError(f"{op}: {name} is {type(states).__name__}, expected torch.Tensor [.., V, K]")
+    if not is_torch(op, name, states):
+        raise TypeError(f"{op}: {name} is {type(states).__name__}, expected torch.Tensor")
+    if states.shape[-2:] != last:
+        raise ValueError(f"{op}: {name} has shape {shape(states)}, expected [.., {', '.join(map(str, last))}] with "
+                         "state_v_first")
     return states.mT
 
 

@@ -1,7 +1,18 @@
 """Kimi delta attention: the gated delta rule with a decay for each channel of the key."""
 
-from margay._shared import as_int32, checked_scale, dtype_name, functions, is_torch, number, of_row, rows_library
-from margay.families.delta import check_gate, explained, ones
+from margay._shared import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    as_int32,
+    checked_scale,
+    dtype_name,
+    functions,
+    is_torch,
+    number,
+    of_row,
+    rows_library,
+)
+from margay.families.delta import beta_form, by_heads, check_gate, explained, ones
 
 
 def kda(q, k, v, g, beta=None, *, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, A_log=None,
@@ -30,24 +41,32 @@ def kda(q, k, v, g, beta=None, *, scale=None, initial_state=None, output_final_s
     """
     op = "kda"
     library = rows_library(is_torch(op, "q", q))
-    check_gate(op, g, A_log, dt_bias, use_gate, use_beta_sigmoid, allow_neg_eigval)
-    bound = 0.0 if lower_bound is None else number(op, "lower_bound", lower_bound)
-    if lower_bound is not None and not (use_gate and bound < 0):
-        raise ValueError(f"{op}: lower_bound is {bound:g}" + (", expected a negative number or None" if use_gate else
-                                                              ", expected None where use_gate is False"))
+    form, bound = beta_form(op, beta, use_beta_sigmoid, allow_neg_eigval), checked_bound(op, lower_bound, use_gate)
+    check_gate(op, g, A_log, dt_bias, use_gate)
     like = dtype_name(q)
     g = library.as_float32(op, "g", g) if not _as_given(g, like) else g
     beta = ones(v) if beta is None else beta if _as_given(beta, like) else library.as_float32(op, "beta", beta)
     A_log, dt_bias, initial_state = (t if t is None else library.as_float32(op, name, t) for name, t in
                                      (("A_log", A_log), ("dt_bias", dt_bias), ("initial_state", initial_state)))
-    if dt_bias is not None and dt_bias.ndim == 1 and v.ndim == 4:
-        dt_bias = dt_bias.reshape(v.shape[2], -1)
+    dt_bias = by_heads(op, dt_bias, v)
     cu_seqlens = cu_seqlens if cu_seqlens is None else as_int32(op, "cu_seqlens", cu_seqlens)
     run = functions.get(op) or of_row(op)
     out, state = run(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, checked_scale(op, scale), bound,
-                     use_beta_sigmoid * (1 + bool(allow_neg_eigval)), bool(use_qk_l2norm), bool(state_v_first),
+                     form, bool(use_qk_l2norm), bool(state_v_first),
                      (bool(output_final_state),))
     return (out, state) if output_final_state else out
+
+
+def checked_bound(op, lower_bound, use_gate):
+    """A float, 0 for None."""
+    if lower_bound is None:
+        return 0.0
+    bound = number(op, "lower_bound", lower_bound)
+    if not use_gate:
+        raise ValueError(f"{op}: lower_bound is {bound:g}, expected None where use_gate is False")
+    if not SMALLEST_SCALE <= -bound <= LARGEST_SCALE:
+        raise ValueError(f"{op}: lower_bound is {bound:g}, expected a negative finite number")
+    return bound
 
 
 def _as_given(t, like):

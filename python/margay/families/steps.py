@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from margay import _C, _torch, _transforms
-from margay._shared import NoKernel, dtype_name, shape
+from margay._shared import NoKernel, dtype_name, one_exception, shape
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _function_modes, _dispatch_modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
@@ -20,12 +20,17 @@ _transforms_active, _tracing = torch._C._are_functorch_transforms_active, torch.
 _KERNEL_STATES = {t: (t, torch.float32) for t in _torch.DTYPES}
 
 
+_INTEGERS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
+_FLOATING = frozenset((*_torch.DTYPES, torch.float64))
+
+
 def _int32(at):
+    """What int32 does not hold becomes the nearest that it holds, where no state is either."""
     if at is None or at.dtype is torch.int32:
         return at
-    if at.is_floating_point() or at.is_complex():
+    if at.dtype not in _INTEGERS:
         raise TypeError("expected integers")
-    return at.int()
+    return (at.clamp(-1, 2**31 - 1) if at.dtype is torch.int64 else at).int()
 
 
 def _plain(tensors):
@@ -72,11 +77,14 @@ def _ssd_step(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
     return out
 
 
+@one_exception
 def _ssd_again(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
     op = "ssd_step"
+    _torch.check_kinds(op, _SSD[6:], **dict(zip(_SSD, (state, x, dt, a, b, c, d, z, dt_bias, at))))
+    _torch.check_same_device(op, x=x, state=state, dt=dt, A=a, B=b, C=c, D=d, z=z, dt_bias=dt_bias, state_indices=at)
     if x.is_meta:
         return torch.ops.margay.ssd_step(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high)
-    _torch.check_kinds(op, _SSD[6:], **dict(zip(_SSD, (state, x, dt, a, b, c, d, z, dt_bias, at))))
+    _check_floating(op, x=x, state=state, dt=dt, A=a, B=b, C=c, D=d, z=z, dt_bias=dt_bias)
     if x.ndim not in (3, 4):
         raise ValueError(f"{op}: x has shape {shape(x)}, expected 3 dimensions [batch, heads, head dim], or 4 with "
                          "steps")
@@ -89,10 +97,10 @@ def _ssd_again(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
     expected = dict(dt=(*steps, heads), A=(heads,), B=(*steps, groups, n), C=(*steps, groups, n), z=tuple(x.shape),
                     dt_bias=(heads,), D=(heads,) if d is None or d.ndim == 1 else (heads, dim))
     _check_shapes(op, expected, dt=dt, A=a, B=b, C=c, z=z, dt_bias=dt_bias, D=d)
-    _torch.check_same_device(op, x=x, state=state, dt=dt, A=a, B=b, C=c, D=d, z=z, dt_bias=dt_bias, state_indices=at)
     dt, a, d, dt_bias = (t if t is None else t.float().contiguous() for t in (dt, a, d, dt_bias))
     if not _has_kernel(state, x, b, c, z) or n > 256:
         _end_dry_run(n, x=x, B=b, C=c, z=z, state=state)
+        _check_written(op, state=state)
         return _ssd_by_torch(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high)
     x, b, c, z = (t if t is None else _torch.rows_contiguous(t) for t in (x, b, c, z))
     out, wide = torch.empty(x.shape, dtype=x.dtype, device=x.device), d is not None and d.ndim == 2
@@ -103,11 +111,17 @@ def _ssd_again(state, x, dt, a, b, c, d, z, dt_bias, at, softplus, low, high):
 
 
 def _check_state(op, state, at, batch, rest):
-    if at is not None and (at.ndim != 1 or len(at) != batch or at.is_floating_point() or at.is_complex()):
+    if at is not None and (at.ndim != 1 or len(at) != batch or at.dtype not in _INTEGERS):
         raise ValueError(f"{op}: state_indices is of dtype {at.dtype} and shape {shape(at)}, expected {batch} integers")
     if state.ndim != 4 or tuple(state.shape[1:]) != rest or at is None and len(state) != batch:
         places = batch if at is None else "places"
         raise ValueError(f"{op}: state has shape {shape(state)}, expected [{places}, {', '.join(map(str, rest))}]")
+
+
+def _check_floating(op, **tensors):
+    for name, t in tensors.items():
+        if t is not None and t.dtype not in _FLOATING:
+            raise TypeError(f"{op}: {name} has dtype {dtype_name(t)}, expected bfloat16, float16, float32 or float64")
 
 
 def _check_shapes(op, expected, **tensors):
@@ -119,6 +133,14 @@ def _check_shapes(op, expected, **tensors):
 def _has_kernel(state, first, *others):
     return (_torch.has_kernels(first.dtype, first.is_cuda) and state.dtype in _KERNEL_STATES[first.dtype]
             and not _torch.has_gaps(state) and all(t is None or t.dtype == first.dtype for t in others))
+
+
+def _check_written(op, **tensors):
+    """PyTorch's operations would write elements that share memory."""
+    for name, t in tensors.items():
+        if t is not None and torch._debug_has_internal_overlap(t) == 1:
+            raise BufferError(f"{op}: {name} is written, but with shape {shape(t)} and strides {list(t.stride())} its "
+                              "elements may share memory")
 
 
 def _end_dry_run(n, **tensors):
@@ -194,11 +216,14 @@ def _linear_attention_step(state, q, k, v, g, at, scale):
     return out
 
 
+@one_exception
 def _linear_attention_again(state, q, k, v, g, at, scale):
     op = "linear_attention_step"
+    _torch.check_kinds(op, _LINEAR[4:], **dict(zip(_LINEAR, (state, q, k, v, g, at))))
+    _torch.check_same_device(op, q=q, state=state, k=k, v=v, g=g, state_indices=at)
     if q.is_meta:
         return torch.ops.margay.linear_attention_step(state, q, k, v, g, at, scale)
-    _torch.check_kinds(op, _LINEAR[4:], **dict(zip(_LINEAR, (state, q, k, v, g, at))))
+    _check_floating(op, q=q, state=state, k=k, v=v, g=g)
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: q has shape {shape(q)}, expected 3 dimensions [batch, heads, K], or 4 with steps")
     if v.ndim != q.ndim:
@@ -208,10 +233,10 @@ def _linear_attention_again(state, q, k, v, g, at, scale):
     _check_shapes(op, dict(k=(*steps, heads, dim), v=(*steps, heads, dim_v)), k=k, v=v)
     if g is not None and tuple(g.shape) not in ((heads,), (*steps, heads)):
         raise ValueError(f"{op}: g has shape {shape(g)}, expected [{heads}] or {[*steps, heads]}")
-    _torch.check_same_device(op, q=q, state=state, k=k, v=v, g=g, state_indices=at)
     g = g if g is None else g.float().contiguous()
     if not _has_kernel(state, q, k, v) or dim > 256:
         _end_dry_run(dim, q=q, k=k, v=v, state=state)
+        _check_written(op, state=state)
         return _linear_attention_by_torch(state, q, k, v, g, at, scale or dim ** -0.5)
     q, k, v = (_torch.rows_contiguous(t) for t in (q, k, v))
     out, head = torch.empty(v.shape, dtype=v.dtype, device=v.device), g is not None and g.ndim == 1
@@ -239,10 +264,15 @@ _DELTA = ("state", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "state_indice
 _DELTA_ABSENT = ("g", *_DELTA[6:])
 
 
+def _named_delta(tensors):
+    """q first: the others are compared with it."""
+    return {"q": tensors[1], **dict(zip(_DELTA, tensors))}
+
+
 def delta_step(op, *arguments):
     tensors = arguments[:13]
     if _torch.compiling() or not _plain(tensors):
-        _torch.check_kinds(op, _DELTA_ABSENT, **dict(zip(_DELTA, tensors)))
+        _torch.check_kinds(op, _DELTA_ABSENT, **_named_delta(tensors))
         return getattr(torch.ops.margay, op)(*arguments)
     return _delta_step(op, *arguments)
 
@@ -266,14 +296,33 @@ def _call_delta(op, out, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, 
          _int32(kept_at), *numbers)
 
 
-def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, scale, lower_bound,
-                 beta_form, l2norm, still):
-    numbers = scale, lower_bound, beta_form, l2norm, still
+@one_exception
+def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, *numbers):
     tensors = state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at
+    _check_delta(op, *tensors)
     if q.is_meta:
         return getattr(torch.ops.margay, op)(*tensors, *numbers)
-    named = dict(zip(_DELTA, tensors))
+    small = [t if t is None else t.float().contiguous() for t in (g, beta, a_log, dt_bias)]
+    at, token_at, accepted, kept_at = (t if t is None else t.contiguous() for t in (at, token_at, accepted, kept_at))
+    if not _has_kernel(state, q, k, v) or q.shape[-1] > 256:
+        _end_dry_run(q.shape[-1], q=q, k=k, v=v, state=state)
+        _check_written(op, state=state, intermediate_states=kept)
+        out = _delta_by_torch(state, q, k, v, *small, at, token_at, accepted, kept, kept_at,
+                              numbers[0] or q.shape[-1] ** -0.5, *numbers[1:])
+    else:
+        q, k, v = (_torch.rows_contiguous(t) for t in (q, k, v))
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        _call_delta(op, out, state, q, k, v, *small, at, token_at, accepted, kept, kept_at, numbers)
+        _torch.written((state,) if kept is None else (state, kept))
+    return out
+
+
+def _check_delta(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at):
+    named = _named_delta((state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at))
     _torch.check_kinds(op, _DELTA_ABSENT if op == "gated_delta_rule_step" else _DELTA[6:], **named)
+    _torch.check_same_device(op, **named)
+    _check_floating(op, q=q, k=k, v=v, state=state, g=g, beta=beta, A_log=a_log, dt_bias=dt_bias,
+                    intermediate_states=kept)
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: q has shape {shape(q)}, expected 3 dimensions [batch, heads, K], or 4 with steps")
     if v.ndim != q.ndim:
@@ -290,7 +339,7 @@ def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, acce
     for name, t, wide in (("num_accepted_tokens", accepted, False), ("intermediate_indices", kept_at, False),
                           ("token_indices", token_at, True)):
         if t is not None and (t.ndim != 1 + wide or len(t) != batch or wide and t.shape[1] < steps
-                              or t.is_floating_point() or t.is_complex()):
+                              or t.dtype not in _INTEGERS):
             raise ValueError(f"{op}: {name} is of dtype {t.dtype} and shape {shape(t)}, expected integers "
                              + (f"[{batch}, {steps} or more]" if wide else f"[{batch}]"))
     if accepted is not None and (token_at is None or at is not None):
@@ -305,19 +354,9 @@ def _delta_again(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, acce
         places = f"{batch} or more" if kept_at is None else "places"
         raise ValueError(f"{op}: intermediate_states has shape {shape(kept)}, expected [{places}, {steps} or more, "
                          f"{', '.join(map(str, last))}]")
-    _torch.check_same_device(op, **{"q": q, **named})
-    small = [t if t is None else t.float().contiguous() for t in (g, beta, a_log, dt_bias)]
-    at, token_at, accepted, kept_at = (t if t is None else t.contiguous() for t in (at, token_at, accepted, kept_at))
     if kept is not None and kept.dtype != state.dtype:
-        raise TypeError(f"{op}: intermediate_states has dtype {kept.dtype}, expected {state.dtype} (same as state)")
-    if not _has_kernel(state, q, k, v) or dim > 256:
-        return _delta_by_torch(state, q, k, v, *small, at, token_at, accepted, kept, kept_at, scale or dim ** -0.5,
-                               *numbers[1:])
-    q, k, v = (_torch.rows_contiguous(t) for t in (q, k, v))
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    _call_delta(op, out, state, q, k, v, *small, at, token_at, accepted, kept, kept_at, numbers)
-    _torch.written((state,) if kept is None else (state, kept))
-    return out
+        raise TypeError(f"{op}: intermediate_states has dtype {dtype_name(kept)}, expected {dtype_name(state)} (same as "
+                        "state)")
 
 
 def _delta_by_torch(state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, scale, lower_bound,
@@ -380,6 +419,11 @@ def _fake_linear(state, q, k, v, *_):
     return torch.empty(v.shape, dtype=q.dtype, device=v.device)
 
 
+def _fake_delta(op, *arguments):
+    _check_delta(op, *arguments[:len(_DELTA)])
+    return _fake_linear(*arguments)
+
+
 def _define(name, schema, kernel, fake):
     _torch.library.define(f"{name}(Tensor(a!) state, {schema}) -> Tensor", tags=_torch._TAGS)
     for device in ("CPU", "CUDA"):
@@ -396,4 +440,4 @@ for _op in ("gated_delta_rule_step", "kda_step"):
     _define(_op, "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? "
             "state_indices, Tensor? token_indices, Tensor? num_accepted_tokens, Tensor(b!)? intermediate_states, "
             "Tensor? intermediate_indices, float scale, float lower_bound, int beta_form, bool l2norm, bool still",
-            functools.partial(_delta_step, _op), _fake_linear)
+            functools.partial(_delta_step, _op), functools.partial(_fake_delta, _op))
