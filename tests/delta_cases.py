@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import check_error
-from delta_forms import recurrence, rounding
+from delta_forms import exactly, rounding
 
 
 def skip(device, dtype):
@@ -40,4 +40,4 @@ def check(ours, plain, exact, dtype, g, other=None, factors=None, size=0.0):
 
 def with_other_keys(name, q, k, dtype, *others):
     if name in REFLECTED:
-        return recurrence(q, k.double() * (1 + torch.finfo(dtype).eps / 2), *others)
+        return exactly(q, k.double() * (1 + torch.finfo(dtype).eps / 2), *others)

@@ -9,7 +9,7 @@ import torch
 import margay as mg
 from cases import DEVICES, check_error
 from conftest import SEED
-from delta_forms import HARD, by_chunks, gates, hard, normalised, recurrence, rounding, strength, worst_products
+from delta_forms import HARD, by_chunks, exactly, gates, hard, normalised, rounding, strength, worst_products
 from margay import _op
 
 CPU, GPU = 60, 300
@@ -83,8 +83,8 @@ def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v
     options = dict(scale=scale, starts=starts, v_first=v_first, use_qk_l2norm=norms)
     ours = gradients(run(*given, **options), given, dout, dlast)
     assert all(found is None or found.dtype == t.dtype for found, t in zip(ours, given))
-    other = of(recurrence, 1 + torch.finfo(dtype).eps / 2) if name in REFLECTED else None
-    check(ours, of(by_chunks), of(recurrence), dtype, given, other)
+    other = of(exactly, 1 + torch.finfo(dtype).eps / 2) if name in REFLECTED else None
+    check(ours, of(by_chunks), of(exactly), dtype, given, other)
     return ours
 
 
@@ -135,7 +135,7 @@ def test_options(device, dtype):
             return gradients(form(normalised(q), normalised(k), v, g, w, state=state), tensors, dout, dlast)
         ours = gradients(run(*given[:6], v_first=True, A_log=a_log, dt_bias=bias, use_gate=True, use_beta_sigmoid=True,
                              allow_neg_eigval=negative, use_qk_l2norm=True), given, dout, dlast)
-        exact = of(recurrence, *(t if t is None else t.detach().double().requires_grad_() for t in given))
+        exact = of(exactly, *(t if t is None else t.detach().double().requires_grad_() for t in given))
         check(ours, of(by_chunks, *given), exact, dtype, [*given[:3], gates(raw, a_log, bias)])
 
 

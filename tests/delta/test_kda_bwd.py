@@ -7,7 +7,7 @@ import torch
 import margay as mg
 from cases import DEVICES, check_error
 from delta_cases import REFLECTED, skip
-from delta_forms import HARD, by_chunks, gates, hard, normalised, recurrence, rounding, strength
+from delta_forms import HARD, by_chunks, exactly, gates, hard, normalised, recurrence, rounding, strength
 
 DTYPES = ("bfloat16", "float16", "float32")
 STEPS = (1, 15, 16, 17, 63, 64, 65, 130)
@@ -54,7 +54,7 @@ def check(inputs, dout, dlast, run, reference, dtype, g, loose=0.0):
     """`reference` makes a form of a recurrence or of by_chunks. Where the plain form overflows, errors are compared with
     the rounding of the inputs."""
     found = gradients(run, inputs, dout, dlast)
-    exact = gradients(reference(recurrence), inputs, dout, dlast, True)
+    exact = gradients(reference(exactly), inputs, dout, dlast, True)
     plain = gradients(reference(by_chunks), inputs, dout, dlast)
     factors = torch.bfloat16 if dtype == torch.float16 else dtype
     eps = torch.finfo(factors).eps
