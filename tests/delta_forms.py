@@ -172,6 +172,21 @@ def rounding(name, found, plain_error, dtype, g=None, products=0.0):
     return 2.0 ** -23 * (16 + longest), absolute
 
 
+def chance(name, plain_error, exact, eps):
+    """Allowed besides, of the worst error and of the mean away from zero, where the plain form's are small by chance.
+
+    Where few elements are large, the worst error is that of one of them: a product of two factors that are rounded.
+    Elements of dg are not independent: those of a chunk share the product of its states, so the mean of n chunks'
+    errors is below 4 / sqrt(n) of their size."""
+    worst = bias = 0.0
+    if float(exact.abs().sum()) ** 2 < 500 * float(exact.square().sum()):
+        worst = eps * float(exact.abs().max())
+    if name == "dg":
+        chunks = exact.shape[0] * -(-exact.shape[1] // 64) * exact.shape[2]
+        bias = 4 * float(plain_error.abs().mean()) / chunks ** 0.5
+    return worst, bias
+
+
 def worst_products(q, k, dq, dk, channels=False):
     """`products` of rounding()."""
     if not q.numel():

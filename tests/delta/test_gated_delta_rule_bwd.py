@@ -9,7 +9,7 @@ import torch
 import margay as mg
 from cases import DEVICES, check_error
 from conftest import SEED
-from delta_forms import HARD, by_chunks, exactly, gates, hard, normalised, rounding, strength, worst_products
+from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, rounding, strength, worst_products
 from margay import _op
 
 CPU, GPU = 60, 300
@@ -63,7 +63,8 @@ def check(ours, plain, exact, dtype, given, other=None):
         relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g, products)
         if three[0].numel() < 500:                 # the plain form's errors are small by chance
             absolute += 2 * torch.finfo(dtype).eps * float(three[2].abs().max())
-        absolute = (absolute,) * 3
+        worst, bias = chance(name, three[1] - three[2], three[2], torch.finfo(dtype).eps)
+        absolute = absolute + worst, absolute, absolute + bias
         if other is not None:
             change = (other[i] - three[2]).abs()
             absolute = tuple(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
