@@ -32,8 +32,8 @@ def check(ours, plain, exact, dtype, g, other=None, factors=None, size=0.0):
         few = rows < 64 or factors != dtype
         largest, mean = eps / 2 * float(three[2].abs().max()), 2 * eps / rows**0.5 * float(three[2].abs().mean())
         absolute = [absolute + few * (x + eps / 16 / rows**0.5 * size) for x in (largest, largest / 32, mean)]
-        # A weight is a sum over K of products of two such factors: a quarter of eps of each, which the plain form, whose
-        # weights are rounded too, does not show where K is 1 and a product of two of them is 1 again.
+        # A weight is a sum over K of products of two such factors: a quarter of eps of each. The plain form, whose
+        # weights are rounded too, does not show it where K is 1 and a product of two of them is 1 again.
         if factors != dtype:
             absolute[1] += eps / 4 / g.shape[-1]**0.5 * float(three[2].abs().mean())
         if other is not None:

@@ -205,7 +205,8 @@ GATES = {
     "to -20": lambda r: -20 * torch.special.ndtr(r),
     "very strong": lambda r: -300 * torch.special.ndtr(r),
     "some forget all": lambda r: torch.where(r > 1.5, -torch.inf, -0.01 * r.abs()),
-    "one stays": lambda r: torch.where(torch.arange(r.shape[-1]) == r.shape[-1] // 2, 0.0, -20.0).expand_as(r).clone(),
+    "one stays": lambda r: torch.where(torch.arange(r.shape[-1], device=r.device) == r.shape[-1] // 2, 0.0,
+                                       -20.0).expand_as(r).clone(),
 }
 BETAS = {
     "usual": lambda r: torch.special.ndtr(r),
@@ -243,14 +244,19 @@ HARD = {
 }
 
 
+def normal(seed, count, device):
+    """A function of sizes that makes normal numbers: on the CPU, the same for all devices, unless they are many."""
+    r = torch.Generator(device if count > 2**20 else "cpu").manual_seed(seed)
+    return lambda *size: torch.randn(size, generator=r, device=r.device)
+
+
 def hard(name, seed, b=1, steps=130, h=2, hv=None, d=64, dv=64, *, channels=False, dtype=torch.bfloat16, rows=None,
          device="cpu"):
     """(q, k, v, g, beta, state, dout, dlast) of a name of HARD. Keys have norm 1, "long" ones norm 10 with
     beta |k|^2 <= 2. Values go to 1e30, of float16 to 3e4."""
     gate, beta, keys, values = HARD[name]
-    r = torch.Generator().manual_seed(seed)
-    make = lambda *size: torch.randn(size, generator=r)  # noqa: E731
     hv, rows = h if hv is None else hv, b if rows is None else rows
+    make = normal(seed, b * steps * hv * dv, device)
     unit = lambda t: torch.nn.functional.normalize(t, dim=-1)  # noqa: E731
     q, k, v = unit(make(b, steps, h, d)), unit(make(b, steps, h, d)), make(b, steps, hv, dv)
     if keys in ("equal", "near"):
@@ -261,7 +267,7 @@ def hard(name, seed, b=1, steps=130, h=2, hv=None, d=64, dv=64, *, channels=Fals
     if values == "large":
         v = v.clamp(-4, 4) * (top / 4)
     if values == "all sizes":                       # of a column each: 1e-30 to 1e30
-        v = v.clamp(-4, 4) * (top / 4) ** torch.linspace(-1, 1, dv)
+        v = v.clamp(-4, 4) * (top / 4) ** torch.linspace(-1, 1, dv, device=v.device)
     beta = BETAS[beta](make(b, steps, hv))
     if keys == "long":
         beta = beta / 100

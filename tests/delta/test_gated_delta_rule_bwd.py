@@ -226,6 +226,8 @@ def check_random(seed, device):
     dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
     name, scale = r.choice([*HARD]), r.choice((None, None, 0.3, 1.0))
     b = 1 if packed else b
+    if b * steps * hv > 2**17:                             # much memory for the exact answers
+        b, hv = 1, min(hv, 3 * h)
     starts = (0, *sorted(r.randrange(steps + 1) for _ in range(r.randrange(4))), steps) if packed else None
     rows, norms, v_first = b if starts is None else len(starts) - 1, r.random() < 0.3, r.random() < 0.3
     given, dout, dlast = inputs(name, seed, b, steps, h, hv, d, dv, dtype=dtype, device=device, rows=rows,

@@ -46,8 +46,8 @@ def layer(name, device="cpu", dtype=None, **more):
 
 
 def exactly(made, weights, u, starts=(0,)):
-    """The layer step by step in the precision of its weights {name: tensor}, and the last states. Of 16 bits each part's
-    result is, not what is inside of a convolution or a norm."""
+    """The layer step by step in the precision of its weights {name: tensor}, and the last states. Of 16 bits is what
+    each part results in, not what is inside of a convolution or a norm."""
     w, kda, dtype = weights, isinstance(made, KDA), torch.promote_types(u.dtype, torch.float32)
     rule = recurrence if u.dtype == torch.float64 else by_chunks
     if kda:

@@ -98,8 +98,9 @@ def compare(kind, size, device):
     others = torch.stack([trained(kind, "disturbed", size, device, i) for i in (1, 2)])
     parted = lambda curves: (curves - torchs).square().unflatten(-1, (-1, 10)).mean(-1).sqrt()  # noqa: E731
     apart, allowed = parted(ours), parted(others).square().mean(0).sqrt()
-    print(f"{kind}: {time.perf_counter() - began:.1f} s, loss {ours[0]:.3f} to {ours[-1]:.3f}; ten steps each are apart "
-          f"{' '.join(f'{x:.0e}' for x in apart)}, of one rounding more {' '.join(f'{x:.0e}' for x in allowed)}")
+    values = lambda t: " ".join(f"{x:.0e}" for x in t)  # noqa: E731
+    print(f"{kind}: {time.perf_counter() - began:.1f} s, loss {ours[0]:.3f} to {ours[-1]:.3f}; every ten steps apart "
+          f"{values(apart)}, of one rounding more {values(allowed)}")
     assert ours.isfinite().all() and ours[-3:].mean() < 0.9 * ours[0]
     assert (apart <= 4 * allowed.cummax(0).values).all()
     assert abs(ours[-10:].mean() - torchs[-10:].mean()) <= 0.02 * torchs[-10:].mean()

@@ -94,9 +94,9 @@ def in_float32(model):
 
 
 def no_worse(name, found, plain, exact, factor=2):
-    """Of bfloat16: not further from the model in float32 than `factor` times what PyTorch is, in the mean square. Of all
-    elements the largest error says less: a norm of what is nearly 0 makes much of one rounding, and which it is differs
-    from one way of rounding to the other. Where elements are few, so does their mean."""
+    """Of bfloat16: not further from the model in float32 than `factor` times what PyTorch is, in the mean square. The
+    largest error of all elements says less: a norm of what is nearly 0 makes much of one rounding, and which it is
+    differs from one way of rounding to the other. Where elements are few, so does their mean."""
     assert found.isfinite().all(), name
     error, allowed = found.double() - exact, plain.double() - exact
     few = 2 * torch.finfo(found.dtype).eps * float(exact.abs().max()) * (found.numel() < 500)
