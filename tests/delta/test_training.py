@@ -77,7 +77,8 @@ def trained(kind, rule, size, device, disturbance=0):
     model = Model(kind, rule, size).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
     torch.manual_seed(SEED + disturbance)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if device == "cpu" else 5e-4, betas=(0.9, 0.95))
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+    text = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     batches, losses, window = torch.Generator().manual_seed(SEED), [], torch.arange(size["rows"] + 1)
     for _ in range(size["steps"]):
         at = torch.randint(len(text) - size["rows"], (size["batch"], 1), generator=batches)
@@ -103,7 +104,7 @@ def compare(kind, size, device):
           f"{values(apart)}, of one rounding more {values(allowed)}")
     assert ours.isfinite().all() and ours[-3:].mean() < 0.9 * ours[0]
     assert (apart <= 4 * allowed.cummax(0).values).all()
-    assert abs(ours[-10:].mean() - torchs[-10:].mean()) <= 0.02 * torchs[-10:].mean()
+    assert abs(ours[-10:].mean() - torchs[-10:].mean()) <= 0.02 * torchs[-10:].mean() + 4 * allowed[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
