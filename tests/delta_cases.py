@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import check_error
-from delta_forms import recurrence, rounding
+from delta_forms import exactly, rounding
 
 
 def skip(device, dtype):
@@ -32,6 +32,10 @@ def check(ours, plain, exact, dtype, g, other=None, factors=None, size=0.0):
         few = rows < 64 or factors != dtype
         largest, mean = eps / 2 * float(three[2].abs().max()), 2 * eps / rows**0.5 * float(three[2].abs().mean())
         absolute = [absolute + few * (x + eps / 16 / rows**0.5 * size) for x in (largest, largest / 32, mean)]
+        # A weight is a sum over K of products of two such factors: a quarter of eps of each. The plain form, whose
+        # weights are rounded too, does not show it where K is 1 and a product of two of them is 1 again.
+        if factors != dtype:
+            absolute[1] += eps / 4 / g.shape[-1]**0.5 * float(three[2].abs().mean())
         if other is not None:
             change = (other[i] - three[2]).abs()
             absolute = list(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
@@ -40,4 +44,4 @@ def check(ours, plain, exact, dtype, g, other=None, factors=None, size=0.0):
 
 def with_other_keys(name, q, k, dtype, *others):
     if name in REFLECTED:
-        return recurrence(q, k.double() * (1 + torch.finfo(dtype).eps / 2), *others)
+        return exactly(q, k.double() * (1 + torch.finfo(dtype).eps / 2), *others)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import SEED
-from delta_forms import HARD, by_chunks, hard, recurrence
+from delta_forms import HARD, by_chunks, exactly, hard, recurrence
 
 
 @pytest.mark.parametrize("channels", (False, True), ids=("gated delta rule", "KDA"))
@@ -17,8 +17,9 @@ def test_by_chunks_in_float64_is_the_recurrence(name, channels):
     def run(form):
         out, last = form(*inputs[:5], 0.3, inputs[5], (0, 1, 66, 125))
         return out, last, *torch.autograd.grad((out, last), tensors, (dout.double(), dlast.double()))
-    found = run(by_chunks)
-    assert (found[0][:, 125:] == 0).all()
-    for x, y in zip(found, run(recurrence)):
-        assert x.isfinite().all()
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11 * float(y.detach().abs().max()))
+    right = run(recurrence)
+    for found in map(run, (by_chunks, exactly)):
+        assert (found[0][:, 125:] == 0).all()
+        for x, y in zip(found, right):
+            assert x.isfinite().all()
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11 * float(y.detach().abs().max()))

@@ -9,7 +9,7 @@ import torch
 import margay as mg
 from cases import DEVICES, check_error
 from conftest import SEED
-from delta_forms import HARD, by_chunks, gates, hard, normalised, recurrence, rounding, strength, worst_products
+from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, rounding, strength, worst_products
 from margay import _op
 
 CPU, GPU = 200, 500
@@ -54,8 +54,9 @@ def run(q, k, v, g, beta, state, *gate, scale=None, starts=None, v_first=False, 
 
 
 def check(ours, plain, exact, dtype, given, other=None, loose=0.0):
-    """loose: a relative error. other: exact gradients of keys that differ by half of an eps, of inputs that make much of such a difference."""
-    q, k, _, g = given[:4]
+    """loose: a relative error. other: exact gradients of keys that differ by half of an eps, of inputs that make much of
+    such a difference."""
+    q, k, _, g, _, state = given[:6]
     products = worst_products(q, k, *exact[:2])
     for i, (name, *three) in enumerate(zip(NAMES, ours, plain, exact)):
         if three[2] is None or not three[2].numel():
@@ -63,7 +64,9 @@ def check(ours, plain, exact, dtype, given, other=None, loose=0.0):
         relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g, products)
         if three[0].numel() < 500:                 # the plain form's errors are small by chance
             absolute += 2 * torch.finfo(dtype).eps * float(three[2].abs().max())
-        absolute = (absolute,) * 3
+        absolute += 2.0**-126                      # kernels may make 0 of what is subnormal
+        more = chance(name, three[1] - three[2], three[2], torch.finfo(dtype).eps, state, exact[5])
+        absolute = tuple(absolute + x for x in more)
         if other is not None:
             change = (other[i] - three[2]).abs()
             absolute = tuple(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
@@ -83,8 +86,8 @@ def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v
     options = dict(scale=scale, starts=starts, v_first=v_first, use_qk_l2norm=norms)
     ours = gradients(run(*given, **options), given, dout, dlast)
     assert all(found is None or found.dtype == t.dtype for found, t in zip(ours, given))
-    other = of(recurrence, 1 + torch.finfo(dtype).eps / 2) if name in REFLECTED else None
-    check(ours, of(by_chunks), of(recurrence), dtype, given, other, loose)
+    other = of(exactly, 1 + torch.finfo(dtype).eps / 2) if name in REFLECTED else None
+    check(ours, of(by_chunks), of(exactly), dtype, given, other, loose)
     return ours
 
 
@@ -135,8 +138,8 @@ def test_options(device, dtype):
             return gradients(form(normalised(q), normalised(k), v, g, w, state=state), tensors, dout, dlast)
         ours = gradients(run(*given[:6], v_first=True, A_log=a_log, dt_bias=bias, use_gate=True, use_beta_sigmoid=True,
                              allow_neg_eigval=negative, use_qk_l2norm=True), given, dout, dlast)
-        exact = of(recurrence, *(t if t is None else t.detach().double().requires_grad_() for t in given))
-        check(ours, of(by_chunks, *given), exact, dtype, [*given[:3], gates(raw, a_log, bias)])
+        exact = of(exactly, *(t if t is None else t.detach().double().requires_grad_() for t in given))
+        check(ours, of(by_chunks, *given), exact, dtype, [*given[:3], gates(raw, a_log, bias), logits, state])
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
@@ -225,6 +228,8 @@ def check_random(seed, device):
     dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
     name, scale = r.choice([*HARD]), r.choice((None, None, 0.3, 1.0))
     b = 1 if packed else b
+    if b * steps * hv > 2**17:                             # much memory for the exact answers
+        b, hv = 1, min(hv, 3 * h)
     starts = (0, *sorted(r.randrange(steps + 1) for _ in range(r.randrange(4))), steps) if packed else None
     rows, norms, v_first = b if starts is None else len(starts) - 1, r.random() < 0.3, r.random() < 0.3
     given, dout, dlast = inputs(name, seed, b, steps, h, hv, d, dv, dtype=dtype, device=device, rows=rows,

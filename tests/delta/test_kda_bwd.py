@@ -10,7 +10,7 @@ import margay as mg
 from cases import DEVICES, check_error
 from conftest import SEED
 from delta_cases import REFLECTED, skip
-from delta_forms import HARD, by_chunks, gates, hard, normalised, recurrence, rounding, strength
+from delta_forms import HARD, by_chunks, exactly, gates, hard, normalised, recurrence, rounding, strength
 
 CPU, GPU = 200, 500
 DTYPES = ("bfloat16", "float16", "float32")
@@ -59,7 +59,7 @@ def check(inputs, dout, dlast, run, reference, dtype, g, reflected=False):
     with the rounding of the inputs. reflected: inputs that make much of an error in the keys. What one of half an eps
     makes, of float16 for all but float32, is allowed besides."""
     found = gradients(run, inputs, dout, dlast)
-    exact = gradients(reference(recurrence), inputs, dout, dlast, True)
+    exact = gradients(reference(exactly), inputs, dout, dlast, True)
     plain = gradients(reference(by_chunks), inputs, dout, dlast)
     factors = torch.bfloat16 if dtype == torch.float16 else dtype
     eps = torch.finfo(factors).eps

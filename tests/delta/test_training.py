@@ -1,6 +1,7 @@
 """A small model like Qwen3-Next and one like Kimi Linear, trained from one seed with Margay's rule and with PyTorch's:
-the loss curves part no more than PyTorch's from itself where each input and result has one rounding error more."""
+the loss curves part as PyTorch's part from each other where each input and result has one rounding error more."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from delta_forms import by_chunks, gates, normalised, strength
 
 # steps, layers (D: delta rule, A: attention), batch, rows, width, heads, head_dim
 CPU = dict(steps=20, layers="DDA", batch=2, rows=96, width=32, heads=2, head_dim=16)
-GPU = dict(steps=300, layers="DDDADDDA", batch=4, rows=512, width=256, heads=4, head_dim=64)
+GPU = dict(steps=300, layers="DDDA", batch=4, rows=256, width=256, heads=4, head_dim=64)
 KINDS = {"Qwen3-Next": (mg.nn.GatedDeltaNet, dict(num_v_heads=2)),
          "Kimi Linear": (mg.nn.KimiDeltaAttention, dict(lower_bound=None))}
 
@@ -70,12 +71,14 @@ class Model(torch.nn.Module):
         return self.head(x)
 
 
-def trained(kind, rule, size, device):
+def trained(kind, rule, size, device, disturbance=0):
     """Losses of the steps."""
     torch.manual_seed(SEED)
     model = Model(kind, rule, size).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    torch.manual_seed(SEED + disturbance)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if device == "cpu" else 5e-4, betas=(0.9, 0.95))
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+    text = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     batches, losses, window = torch.Generator().manual_seed(SEED), [], torch.arange(size["rows"] + 1)
     for _ in range(size["steps"]):
         at = torch.randint(len(text) - size["rows"], (size["batch"], 1), generator=batches)
@@ -90,13 +93,18 @@ def trained(kind, rule, size, device):
 
 
 def compare(kind, size, device):
-    ours, torchs, disturbed = (trained(kind, rule, size, device) for rule in ("margay", "torch", "disturbed"))
-    apart, allowed = (ours - torchs).abs(), (disturbed - torchs).abs()
-    print(f"{kind}: loss {ours[0]:.3f} to {ours[-1]:.3f}, apart at most {apart.max():.1e}, of one rounding more "
-          f"{allowed.max():.1e}")
+    """Of ten steps at a time, as one step's losses may be equal by chance."""
+    began = time.perf_counter()
+    ours, torchs = (trained(kind, rule, size, device) for rule in ("margay", "torch"))
+    others = torch.stack([trained(kind, "disturbed", size, device, i) for i in (1, 2)])
+    parted = lambda curves: (curves - torchs).square().unflatten(-1, (-1, 10)).mean(-1).sqrt()  # noqa: E731
+    apart, allowed = parted(ours), parted(others).square().mean(0).sqrt()
+    values = lambda t: " ".join(f"{x:.0e}" for x in t)  # noqa: E731
+    print(f"{kind}: {time.perf_counter() - began:.1f} s, loss {ours[0]:.3f} to {ours[-1]:.3f}; every ten steps apart "
+          f"{values(apart)}, of one rounding more {values(allowed)}")
     assert ours.isfinite().all() and ours[-3:].mean() < 0.9 * ours[0]
-    assert (apart <= 20 * allowed.cummax(0).values + 1e-5).all()       # a score has head_dim roundings, not one
-    assert abs(ours[-10:].mean() - torchs[-10:].mean()) <= 0.02 * torchs[-10:].mean()
+    assert (apart <= 4 * allowed.cummax(0).values).all()
+    assert abs(ours[-10:].mean() - torchs[-10:].mean()) <= 0.02 * torchs[-10:].mean() + 4 * allowed[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,27 +87,43 @@ def results(model, run):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def in_float32(model):
+    wide = type(model)(model.config).to(model.device, torch.float32).train(model.training)
+    wide.load_state_dict(model.state_dict())
+    return wide
+
+
+def no_worse(name, found, plain, exact, factor=2):
+    """Of bfloat16: not further from the model in float32 than `factor` times what PyTorch is, in the mean square. The
+    largest error of all elements says less: a norm of what is nearly 0 makes much of one rounding, and which it is
+    differs from one way of rounding to the other. Where elements are few, so does their mean."""
+    assert found.isfinite().all(), name
+    error, allowed = found.double() - exact, plain.double() - exact
+    few = 2 * torch.finfo(found.dtype).eps * float(exact.abs().max()) * (found.numel() < 500)
+    for what, of, times in (("error", lambda t: float(t.abs().max()), 2 * factor),
+                            ("mean square", lambda t: float(t.square().mean().sqrt()), factor)):
+        limit = times * of(allowed) + torch.finfo(found.dtype).eps * of(exact) + few
+        assert of(error) <= limit, f"{name}: {what} {of(error):.2e}, allowed {limit:.2e} of {of(exact):.2e}"
+
+
 def both(model, run):
     """The same logits and gradients with either. In bfloat16 each layer's rounding differs: those of the model in
     float32 are what both are compared with."""
     plain, gradients = results(model, run)
     with mg.integrations.delta.register():
         found, ours = results(model, run)
-    limits = lambda name, size: 5e-4 * size  # noqa: E731
-    if next(model.parameters()).dtype == torch.bfloat16:
-        wide = type(model)(model.config).to(plain.device, torch.float32).train(model.training)
-        wide.load_state_dict(model.state_dict())
-        exact, right = results(wide, run)
-        apart = lambda a, b: float((a.float() - b).abs().max())  # noqa: E731
-        allowed = {name: 2 * apart(gradients[name], right[name]) for name in right} | {"": 2 * apart(plain, exact)}
-        limits = lambda name, size: allowed[name] + 0.02 * size  # noqa: E731
-        plain, gradients = exact, right
-    assert found.isfinite().all() and (found - plain).abs().max() <= limits("", float(plain.abs().max()))
     assert set(gradients) == set(ours)
+    if model.dtype == torch.bfloat16:
+        exact, right = results(in_float32(model), run)
+        no_worse("logits", found, plain, exact)
+        for name, gradient in gradients.items():
+            no_worse(name, ours[name], gradient, right[name], 3)
+        return
+    assert found.isfinite().all() and (found - plain).abs().max() <= 5e-4 * plain.abs().max()
     largest = max(float(g.abs().max()) for g in gradients.values())
     for name, gradient in gradients.items():
         error, size = float((ours[name] - gradient).abs().max()), float(gradient.abs().max()) + 0.01 * largest
-        assert ours[name].isfinite().all() and error <= limits(name, size), f"{name}: {error:.2e} of {size:.2e}"
+        assert ours[name].isfinite().all() and error <= 5e-4 * size, f"{name}: {error:.2e} of {size:.2e}"
 
 
 def left_padding(batch, rows, device="cpu"):
@@ -251,4 +267,7 @@ def test_compiled(device, name):
     with mg.integrations.delta.register(), torch.no_grad():
         expected = model(ids, use_cache=False).logits
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, use_cache=False).logits
-    assert (found - expected).abs().max() <= (1e-4 if device == "cpu" else 0.02) * expected.abs().max()
+        if device == "cpu":
+            assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        else:                            # the compiler's own norms and activations round elsewhere
+            no_worse("logits", found, expected, in_float32(model)(ids, use_cache=False).logits)
