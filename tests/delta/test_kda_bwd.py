@@ -10,7 +10,7 @@ import margay as mg
 from cases import DEVICES, check_error
 from conftest import SEED
 from delta_cases import REFLECTED, skip
-from delta_forms import HARD, by_chunks, exactly, gates, hard, normalised, recurrence, rounding, strength
+from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, recurrence, rounding, strength
 
 CPU, GPU = 200, 500
 DTYPES = ("bfloat16", "float16", "float32")
@@ -82,10 +82,12 @@ def check(inputs, dout, dlast, run, reference, dtype, g, reflected=False):
         worst, mean = float(right.abs().max()), float(right.abs().mean())
         few = eps * (4 * max(worst, 1.0) if dtype == torch.float32 else worst)
         few *= right.numel() < 500 or name in NAMES[6:]
-        chance = (eps / 8 * worst, eps / 8 * mean, eps / 8 * mean) if factors != dtype else (0.0,) * 3
+        share = (eps / 8 * worst, eps / 8 * mean, eps / 8 * mean) if factors != dtype else (0.0,) * 3
         change = (changed - right).abs()
-        chance = [c + float(x) for c, x in zip(chance, (change.max(), change.mean(), change.mean()))]
-        check_error(name, *three, factor=3, rounding=(relative, tuple(absolute + few + c for c in chance)))
+        more = chance(name, theirs - right, right, eps, inputs[5], exact[5])
+        allowed = (absolute + few + sum(map(float, each))
+                   for each in zip(share, more, (change.max(), change.mean(), change.mean())))
+        check_error(name, *three, factor=3, rounding=(relative, tuple(allowed)))
 
 
 @pytest.mark.parametrize("name", HARD)
