@@ -256,7 +256,7 @@ def check_random(seed, device):
     where = f"seed {seed}: {name}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, norms {norms}"
     try:
         check(inputs, dout, dlast, ours(scale, starts, use_qk_l2norm=norms), lambda of: form(of, scale, starts, norms),
-              dtype, inputs[3])
+              dtype, inputs[3], name == "equal keys" and dtype == torch.float16)
     except AssertionError as error:
         raise AssertionError(f"{where}: {error}") from error
 

@@ -19,7 +19,8 @@ KINDS = {"Qwen3-Next": (mg.nn.GatedDeltaNet, dict(num_v_heads=2)),
          "Kimi Linear": (mg.nn.KimiDeltaAttention, dict(lower_bound=None))}
 
 
-def in_torch(layer, q, k, v, g, beta, A_log, dt_bias, initial_state=None, output_final_state=True, cu_seqlens=None):
+def in_torch(layer, q, k, v, g, beta, A_log, dt_bias, initial_state=None, output_final_state=True, cu_seqlens=None,
+             state_v_first=False):
     """Everything in float32."""
     q, k, v = normalised(q.float()), normalised(k.float()), v.float()
     g = gates(g, A_log, dt_bias, getattr(layer, "lower_bound", None))
