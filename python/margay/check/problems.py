@@ -310,6 +310,8 @@ SSD_BWD_GIVEN = {"": ("d",), "states": ("dfinal_states", "initial_states", "dt_b
 def ssd_bwd(row, large):
     c = constants(row)
     shapes = [("large", 3000, 16, 2, 128, 0, ""), ("few blocks", 640, 2, 1, 256, 0, "")] if large else []
+    if large and row["op"] == "ssd_bwd_join":  # few chunks and groups, so that blocks share heads
+        shapes[0] = "large", 1500, 16, 1, 128, 0, ""
     if row["op"] == "ssd_bwd_states":          # few heads, whose chunks are cut into parts
         shapes.append(("parts", 1040, c["WG"], 1, 64, 0, "states"))
     for label, steps, heads, groups, dim, *problem in [*shapes, *SSD_BWD]:
