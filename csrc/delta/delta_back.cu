@@ -1,23 +1,21 @@
-// The delta rules' backward sweep (Yang, Wang, Zhang, Shen, Kim 2024, in the form with decays of Yang, Kautz,
-// Hatamizadeh 2024): from the last chunk of 64 steps to the first, D = the gradient of the state behind the chunk in
-// registers throughout. With l_i the sum of g up to step i of a chunk whose last step is e, and of PREPARE
-//   M = (I + L diag(beta))^-1,  L_ij = (k_i . k_j) e^(l_i - l_j) for j < i,  P_ij = scale (q_i . k_j) e^(l_i - l_j) for j <= i
-// the gradient of z_i = beta_i (v_i - S^T k_i)'s solution, and what it leaves of v and of the state:
-//   Z^T  = diag(beta) ((D^T k^T) e^(l_e - l_j) + dO^T P)
-//   dV^T = Z^T M
-//   D^T  = e^(l_e) D^T + (dO^T scale e^(l_i)) q - (dV^T e^(l_i)) k
-// All is transposed, so that the state and what comes out of it are the register operands of every product. CHANNELS:
-// of KDA decays are of channels; PREPARE has made the tiles k e^(l_e - l), scale q e^l and k e^l, which stand for k and
-// q, and the state is scaled by columns. Z is rounded to fp16, as M is (bf16 makes the error ten times as large where
-// keys are alike), and so is dO where it meets P; each times a power of two for each row, as gradients may be 1e-8 or
-// 1e30.
-//
-// Roles: a loader thread; a scan warp: g, beta -> vectors; a trim warp: clears what is another sequence's; GROUPS state
+// Delta rules, the backward's pass over the sequence, from the last chunk of 64 steps to the first (the gated rule:
+// Yang, Kautz, Hatamizadeh 2024). D, the gradient of the state behind the chunk, is in registers throughout. With l_i
+// the sum of the log decays up to step i of a chunk whose last step is e, and M and P of delta_prepare.h:
+//   z^T  = beta_j (e^(l_e - l_j) D^T k^T + dO^T P)
+//   dV^T = z^T M
+//   D^T  = e^(l_e) D^T + (scale e^(l_i) dO)^T q - (e^(l_i) dV)^T k
+// All is transposed, so that the state and what comes out of it are the register operands of every product. D is kept
+// as it is behind each chunk, rounded to the call's type: delta_grads.cu makes the other gradients of it.
+// CHANNELS, a decay for each channel: e^(l_e - l_i) k, scale e^(l_i) q and e^(l_i) k come as tiles, and e^(l_e) as a
+// vector.
+// dO, where it meets P, and z are fp16 operands, as P and M are. A row of theirs is first multiplied with the
+// reciprocal of its largest value: gradients may be 1e-20 or 1e30.
+// Roles: a loader thread; a scan warp: gates -> vectors; a trim warp: clears what is another sequence's; GROUPS state
 // warpgroups, each with 64 columns of v.
 //
 // Registers of a thread, N = 128   tiles that live together                                     the rest
-//   state, STATE_REGS              D 64, D^T k^T 32, dO^T P 32, copy of D 32, dO 16, dO or Z 16   30
-//   loader, scan, trim, LOAD_REGS  -                                                              vectors of two each
+//   state, 232 or 240              D 64, D^T k^T 32, dO^T P 32, copy of D 32, dO 16, dO or z 16   30
+//   loader, scan, trim             -                                                              vectors of two each
 #include "delta/delta_prepare.h"
 #include "delta/delta_bwd.h"
 
@@ -117,19 +115,6 @@ TILE void trim(const params &p, shared &s, int) {
   ROLLED for (int g = 0; g < GROUPS; g++) clear_rows<WARP>(s.dout[0][g], 0, steps);
   fence_async();
   sem_arrive<WARP>(s.inputs.full[0]);
-}
-
-// Factors of x's rows that bring them into fp16's range, and back.
-TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
-  rsum most;
-  fill(most, 0.f);
-  each<Q>([](int, int, float x, float &most) {
-    float size = fabsf(x);
-    most = size > most ? size : most;
-  }, x, most);
-  reduce(down, most);                     // the sum of the four threads' maxima
-  map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
-  map(up, down, [](float m) { return fast_rcp(m); });
 }
 
 // One chunk. D is scaled while no product is in flight: ptxas would wait for it.

@@ -1,6 +1,6 @@
 // Host half of gated_delta_rule's backward. The sequence is cut into segments of SEG chunks, worked on from the last to
-// the first: of each the states in front of its chunks, the gradients of those behind, then all gradients. So the
-// states of one segment are all that is kept.
+// the first: of each the states in front of its chunks and the errors, the gradients of the states behind, then all
+// gradients. So the states of one segment are all that is kept.
 #include "delta/delta_bwd.h"
 #include "delta/delta_host.h"
 #include "ssd/ssd_bwd.h"

@@ -7,7 +7,7 @@ typedef struct delta_back_params {
   gmap q, k, w;
   gmap dout, dv;              // [batch, head, step, value_dim]
   gmap m, p;                  // of delta_prepare.cu
-  gmap dstates;               // [batch heads, place, value_dim, key_dim] of the call's type: dS^T behind chunks, written
+  gmap dstates;               // [batch heads, place, value_dim, key_dim] of the call's type: dS^T behind chunks
   const float *ends;
   const float *initial;       // [row, head, ...], dS behind step `to` - 1, or NULL: 0
   float *final;               // dS in front of step `from`, or NULL; may be `initial`

@@ -1,33 +1,32 @@
-// The delta rules' gradients, of all chunks of 64 steps at once, from S in front of each chunk, D the gradient of the
-// state behind it, R = the errors v_i - S_(i-1)^T k_i and dV (delta_back.cu). With l_i the sum of g inside the chunk,
-// e its last step, and of each head
+// The gated delta rule's gradients, of all chunks of 64 steps at once, from S in front of each chunk, R = the errors
+// v_i - S_(i-1)^T k_i (delta_sweep.cu), D = the gradient of the state behind it and dV (delta_back.cu). With l_i the
+// sum of the log decays inside the chunk, e its last step, and of each head
 //   F_ij = scale e^(l_i - l_j) dO_i . R_j for j <= i,  E_ij = e^(l_i - l_j) dV_i . R_j for j < i
 //   dQ = scale e^(l_i) dO S^T + F diag(beta) K
-//   dK = -e^(l_i) dV S^T - E diag(beta) K + diag(beta) C,  C = e^(l_e - l_j) R D^T + F^T Q - E^T K
-//   dbeta_j = k_j . C_j
-// With N_ij = F_ij (q_i . k_j) - E_ij (k_i . k_j), in_i the part of q_i . dQ_i and k_i . dK_i that comes from S, and
-// out_j that of beta_j k_j . C_j that comes from D, the gradient of the log decay of step t is
-//   dg_t = sum over i >= t of (row_i - col_i + in_i) + e^(l_e) <S, D> + sum over j < t of out_j
-// with row_i and col_j the sums of N_ij beta_j, j < i. A pair is in both with the same number, and where it does not
-// cross t it cancels; N's diagonal is in dbeta alone. <S, D> is the sum of the diagonal of S D^T. Norms of rows of q
-// and k are in the chunk's vectors (delta_bwd.h): gradients are of the rows as given then, but for their part along the
-// row, which is taken out last.
-// A block works on one chunk of the heads of a group after another: 64 columns of v at a time (a panel).
-// Roles: a loader thread; a scan warp: g, beta, norms -> a head's vectors; a trim warp: clears what is another
-// sequence's; a collect warp: what the others found -> dg, dbeta; a warpgroup for pairs of steps; one for dQ, one for
-// dK.
+//   dK = -e^(l_i) dV S^T - E diag(beta) K + diag(beta) (F^T Q - E^T K + e^(l_e - l_j) R D^T)
+//   dbeta_j = sum over i of N_ij + out_j
+//   N_ij = F_ij (q_i . k_j) - E_ij (k_i . k_j),  out_j = e^(l_e - l_j) k_j . D R_j
+// Nothing is divided by beta, which may be 0. With row_i and col_j the sums of N_ij beta_j over j < i, and in_i the
+// parts of q_i . dQ_i and k_i . dK_i that come from S, the gradient of the log decay of step t is
+//   dg_t = sum over i >= t of (row_i - col_i + in_i) + e^(l_e) <S, D> + sum over j < t of beta_j out_j
+// A pair is in row and col with the same number, so where it does not cross t it cancels; N's diagonal would be in both
+// and is in neither: with a strong decay it is all there is. <S, D> is the sum of the diagonal of S D^T.
+// Factors of the norms of q and k are in the chunk's vectors. The part of a gradient along its row is taken out last.
+// A block works on one chunk of the heads of a group after another, and on 64 columns of v at a time (a panel).
+// Roles: a loader thread; a scan warp: gates -> a head's vectors; a trim warp: clears what is another sequence's; a
+// collect warp: what the others found -> dg, dbeta, shares of da_log and ddt_bias; a warpgroup for pairs of steps; one
+// for dQ, one for dK.
 //
-// Registers of a thread, N = 128   tiles that live together                          vectors and the rest
-//   pairs, 152                     F 32, E 32, S D^T or scores 32                    column sums 16, rows 8, 24
-//   give_dq, 160                   product 64, dQ 64                                 rows 6, a tile's words 4, 22
-//   give_dk, 160                   product 64, dK 64                                 the same
-//   loader, trim, collect, scan, 32  -                                                vectors of two each
+// Registers of a thread, N = 128          tiles that live together            vectors and the rest
+//   pairs, 176                            F 32, E 32, S D^T or scores 32      column sums 16, rows 10, 40
+//   give_dq, give_dk, 152                 product 64, dQ or dK 64             rows 6, a tile's words 4, 14
+//   loader, scan, trim, collect, 32       -                                   vectors of two each
 #include "delta/delta_prepare.h"
 #include "delta/delta_bwd.h"
 
 // N (columns of q and k) and *_REGS come from the row.
-// Parts of N's column sums; its diagonal and the sums of its rows; of in, what comes from q and from k; out without
-// beta; rows of <S, D>
+// Parts of N's column sums, without its diagonal; the diagonal; the sums of its rows times beta; of in, what is q's and
+// what is k's; out; rows of <S, D>
 struct found { sv<4 * Q> col; sv<Q> own, row, of_q, of_k, out, kept; };
 struct shared {
   st<elem, Q, N> q[2], k[2], state[2], dstate[2];

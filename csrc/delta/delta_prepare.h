@@ -115,6 +115,22 @@ TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates 
   store(v.read, out);
 }
 
+// ---- fp16 operands (warpgroup)
+
+// Of rows of x: four times the largest value at most, and no less than that, is 16 down; up = 1 / down. A product of an
+// operand x up with M may grow by 4000 before it leaves fp16's range.
+TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
+  rsum most;
+  fill(most, 0.f);
+  each<Q>([](int, int, float x, float &most) {
+    float size = fabsf(x);
+    most = size > most ? size : most;
+  }, x, most);
+  reduce(down, most);                     // the sum of the four threads' maxima
+  map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
+  map(up, down, [](float m) { return fast_rcp(m); });
+}
+
 // ---- the matrices of a chunk (warpgroup)
 
 // e^(l_i - l_j) r_j in row j, column i >= j, of k's norms; 0 elsewhere

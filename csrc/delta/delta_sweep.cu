@@ -186,20 +186,6 @@ TILE void prepare(const params &p, shared &s, int index) {
   }
 }
 
-// Of rows of x: four times the largest value at most, and no less than that, is 16 down; up = 1 / down. A product of an
-// operand x up with M may grow by 4000 before it leaves fp16's range.
-TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
-  rsum most;
-  fill(most, 0.f);
-  each<Q>([](int, int, float x, float &most) {
-    float size = fabsf(x);
-    most = size > most ? size : most;
-  }, x, most);
-  reduce(down, most);                     // the sum of the four threads' maxima
-  map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
-  map(up, down, [](float m) { return fast_rcp(m); });
-}
-
 // x = S^T k^T and y = S^T q^T, 64 columns of the state at a time.
 TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part, shared &s, int stage, int col) {
   mma_fence();

@@ -1,5 +1,5 @@
-"""Gradients of gated_delta_rule against autograd of the recurrence in float64: hard gates, keys and values, odd sizes, packed
-rows, gates and norms as models have them."""
+"""Gradients of gated_delta_rule against autograd of the recurrence in float64: hard gates, keys and values, odd sizes,
+packed rows, gates and norms as models have them."""
 
 import random
 
@@ -54,7 +54,7 @@ def run(q, k, v, g, beta, state, *gate, scale=None, starts=None, v_first=False, 
 
 
 def check(ours, plain, exact, dtype, given, other=None):
-    """other: exact gradients of keys that differ by half of an eps, of an input that makes much of such a difference."""
+    """other: exact gradients of keys that differ by half of an eps, of inputs that make much of such a difference."""
     q, k, _, g = given[:4]
     products = worst_products(q, k, *exact[:2])
     for i, (name, *three) in enumerate(zip(NAMES, ours, plain, exact)):
