@@ -283,7 +283,6 @@ TILE void run_state(const params &p, shared &s, int wg) {
     mma_ABt<ZERO>(y, z, s.p[0]);
     mma_commit();
     load_dout(a.dout, s.dout[0][wg], s.v[0]);
-    fence_async();                        // dO has been read
     mma_wait<0>(y, z);
     finish(a.sum, y, down, s.v[0]);
   }
