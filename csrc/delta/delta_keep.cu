@@ -17,15 +17,16 @@
 #include "delta/delta_prepare.h"
 
 // D (columns of S^T, those of K), GROUPS, CHANNELS, STAGES and *_REGS come from the row.
+enum { VECTORS = 3 };
 struct shared {
   st<elem, Q, D> k[STAGES], w[CHANNELS ? STAGES : 0], states[GROUPS];
   st<elem, Q, 64> v[STAGES][GROUPS], errors[GROUPS];
   square m[STAGES];
-  chunk_vectors vec[STAGES];                     // CHANNELS: beta only
-  sv<Q> gains[STAGES];                           // of R in what is added to S: beta, and the weight
+  chunk_vectors vec[VECTORS];                    // CHANNELS: beta only
+  sv<Q> gains[VECTORS];                          // of R in what is added to S: beta, and the weight
   sv<D> ends[CHANNELS ? STAGES : 0];
   ring<STAGES, ASYNC_READS> inputs;              // read into registers too, in front of advance()'s fence
-  ring<STAGES, ASYNC_READS> vec_ring;            // plain stores only, which need no fence
+  ring<VECTORS, ASYNC_READS> vec_ring;           // plain stores only, which need no fence
   sem last;                                      // tiles of a chunk that runs over are there, and to be cleared
 };
 typedef delta_sweep_params params;
@@ -115,11 +116,12 @@ TILE void trim(const params &p, shared &s, int) {
 }
 
 // One chunk. The state is scaled while no product of it is in flight.
-TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, int chunk, int wg) {
+TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos with,
+                  int chunk, int wg) {
   const row_task &t = b.r;
   int i = at.stage, step = t.first + chunk * Q, col = b.col + 64 * wg;
   bool over = runs_over(p.rows, step, t.end);
-  const chunk_vectors &v = s.vec[i];
+  const chunk_vectors &v = s.vec[with.stage];
   rt<float, Q> x;
   rt<elem, 64> low, high;
   rt<elem, Q> part;
@@ -139,7 +141,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   tma_store_wait_read();                  // the errors of the chunk before
   wg_sync();
   tma_store(p.states, s.states[wg], col, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
-  ring_wait(s.vec_ring, at);
+  ring_wait(s.vec_ring, with);
   if (D > 64) mma_wait<0>(x, low, high);
   else mma_wait<0>(x, low);
   if (CHANNELS) map_col(x, part, v.beta, [](float a, float b, float) { return b - a; });
@@ -158,7 +160,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   mma_wait<0>(x, factor);
   map_row(x, down, [](float f, float m) { return f * m; });
   store_t(s.errors[wg], x);
-  map_col(x, s.gains[i], [](float f, float g) { return f * g; });
+  map_col(x, s.gains[with.stage], [](float f, float g) { return f * g; });
   convert(part, x);
   mma_fence();
   mma_AB<ACC>(state, part, CHANNELS ? s.w[i] : s.k[i]);
@@ -183,15 +185,15 @@ TILE int64_t first_of(const params &p, const task &b, int wg, ssd_order o) {
 
 TILE void run_state(const params &p, shared &s, int wg) {
   task b = block_task(p);
-  ring_pos at = {};
+  ring_pos at = {}, with = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
   int cols = p.value_dim - b.col - 64 * wg;
   ssd_order in = p.initial_order, out = p.final_order;
   if (p.initial) load(state, p.initial + first_of(p, b, wg, in), in.row, in.col, cols, p.key_dim);
   else fill(state, 0.f);
   for (int chunk = 0; chunk < b.r.chunks; chunk++) {
-    advance(state, p, s, b, at, chunk, wg);
-    ring_release(s.vec_ring, at);
+    advance(state, p, s, b, at, with, chunk, wg);
+    ring_done(s.vec_ring, with);
     ring_done(s.inputs, at);
   }
   if (p.final) store(p.final + first_of(p, b, wg, out), out.row, out.col, state, cols, p.key_dim);
