@@ -121,13 +121,13 @@ TILE void trim(const params &p, shared &s, int) {
   if (t.chunks == 0 || !runs_over(p.rows, t.end - steps, t.end)) return;
   sem_wait(s.last, 0);
   ROLLED for (int g = 0; g < GROUPS; g++) clear_rows<WARP>(s.dout[0][g], 0, steps);
-  sem_arrive<WARP>(s.early.full[0]);             // dout is read into registers
   if (!CHANNELS) {
     clear_rows<WARP>(s.k[0], 0, steps);
     clear_rows<WARP>(s.q[0], 0, steps);
-    fence_async();
   }
+  fence_async();
   sem_arrive<WARP>(s.late.full[0]);
+  sem_arrive<WARP>(s.early.full[0]);
 }
 
 // dO as an operand of dO^T P, and what its rows were multiplied with. any: some vector that may be read
