@@ -19,24 +19,27 @@
 #include "delta/delta_prepare.h"
 #include "delta/delta_bwd.h"
 
-// N (columns of D^T, those of K), GROUPS, CHANNELS and *_REGS come from the row.
-enum { STAGES = 2, WIDE = CHANNELS ? 3 : 2 };
+// N (columns of D^T, those of K), GROUPS, CHANNELS, EARLY, LATE and *_REGS come from the row.
+enum { WIDE = CHANNELS ? 3 : 2, VECTORS = 3 };
 struct shared {
-  st<elem, Q, N> k[STAGES], q[STAGES], w[CHANNELS ? STAGES : 0], d[GROUPS];
-  st<elem, Q, 64> dout[STAGES][GROUPS], dv[GROUPS];
-  square m[STAGES], p[STAGES];
-  chunk_vectors v[STAGES];                       // CHANNELS: beta only
-  sv<N> ends[CHANNELS ? STAGES : 0];
-  ring<STAGES, ASYNC_READS> inputs;              // read into registers too, in front of advance()'s fence
-  ring<STAGES, ASYNC_READS> v_ring;              // plain stores only, which need no fence
+  st<elem, Q, N> k[LATE], q[LATE], w[CHANNELS ? LATE : 0], d[GROUPS];
+  st<elem, Q, 64> dout[EARLY][GROUPS], dv[GROUPS];
+  square m[LATE], p[EARLY];
+  chunk_vectors v[VECTORS];                      // CHANNELS: beta only
+  sv<Q> gains[VECTORS];                          // of D^T k^T in z: beta, and the weight
+  sv<N> ends[CHANNELS ? LATE : 0];
+  ring<EARLY, ASYNC_READS> early;                // dout, p. Read into registers too, in front of a fence
+  ring<LATE, ASYNC_READS> late;                  // k, q, w, m, ends. The same
+  ring<VECTORS, ASYNC_READS> v_ring;             // plain stores only, which need no fence
   sem last;                                      // tiles of a chunk that runs over are there, and to be cleared
 };
 typedef delta_back_params params;
 
 TILE void init(shared &s) {
-  ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  ring_init(s.early, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  ring_init(s.late, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   ring_init(s.v_ring, arrivals(0, 1, 0), arrivals(0, 0, GROUPS));
-  sem_init(s.last, arrivals(1, 0, 0));
+  sem_init(s.last, arrivals(2, 0, 0));
 }
 
 struct task { row_task r; int col; };            // col: the block's first column of v
@@ -49,13 +52,19 @@ TILE task block_task(const params &p) {
 TILE void loader(const params &p, shared &s, int) {
   task b = block_task(p);
   const row_task &t = b.r;
-  ring_pos at = {};
+  ring_pos soon = {}, at = {};
   for (int chunk = t.chunks - 1; chunk >= 0; chunk--) {
     int i = at.stage, step = t.first + chunk * Q, place = t.place + chunk;
-    sem &full = runs_over(p.rows, step, t.end) ? s.last : s.inputs.full[i];
-    ring_acquire(s.inputs, at);
-    sem_expect(full, WIDE * tile_bytes(s.k[0]) + GROUPS * tile_bytes(s.dv[0]) + 2 * tile_bytes(s.m[0]) +
-                         CHANNELS * N * 4);
+    bool over = runs_over(p.rows, step, t.end);
+    sem &first = over ? s.last : s.early.full[soon.stage], &full = over ? s.last : s.late.full[i];
+    ring_acquire(s.early, soon);
+    sem_expect(first, GROUPS * tile_bytes(s.dv[0]) + tile_bytes(s.p[0]));
+    ROLLED for (int g = 0; g < GROUPS; g++)
+      tma_load(s.dout[soon.stage][g], p.dout, first, step, b.col + 64 * g, t.head, t.batch);
+    tma_load(s.p[soon.stage], p.p, first, place * Q, 0, t.head, t.batch);
+    ring_next(s.early, soon);
+    ring_acquire(s.late, at);
+    sem_expect(full, WIDE * tile_bytes(s.k[0]) + tile_bytes(s.m[0]) + CHANNELS * N * 4);
     if (CHANNELS) {
       int64_t row = (int64_t)(t.batch * p.rows.heads + t.head) * p.rows.places + place;
       tma_load(s.w[i], p.w, full, place * Q, 0, t.head, t.batch);
@@ -66,11 +75,8 @@ TILE void loader(const params &p, shared &s, int) {
       tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
       tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
     }
-    ROLLED for (int g = 0; g < GROUPS; g++)
-      tma_load(s.dout[i][g], p.dout, full, step, b.col + 64 * g, t.head, t.batch);
-    tma_load(s.p[i], p.p, full, place * Q, 0, t.head, t.batch);
     tma_load(s.m[i], p.m, full, place * Q, 0, t.head, t.batch);
-    ring_next(s.inputs, at);
+    ring_next(s.late, at);
   }
 }
 
@@ -82,20 +88,26 @@ TILE void scan(const params &p, shared &s, int) {
   given_steps next;
   if (t.chunks == 0) return;
   int last = t.first + (t.chunks - 1) * Q;
-  if (t.chunks == 0) return;
   if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, last);
   else load_given(next, p.rows, p.gates, t, last);
   for (int chunk = t.chunks - 1; chunk >= 0; chunk--) {
     int before = t.first + (chunk > 0 ? chunk - 1 : 0) * Q;
     ring_acquire(s.v_ring, at);
     chunk_vectors &v = s.v[at.stage];
+    wv<Q> gain;
     if (CHANNELS) {
       put_beta(v.beta, next.beta, p.gates);
       load_beta(next.beta, p.rows, p.gates, t, before);
+      load(gain, v.beta);
     } else {
+      wv<Q> weight;
       put_vectors(v, next, p.gates, t.head, p.scale);
       load_given(next, p.rows, p.gates, t, before);
+      load(gain, v.beta);
+      load(weight, v.weight);
+      map(gain, gain, weight, [](float b, float w) { return b * w; });
     }
+    store(s.gains[at.stage], gain);
     sem_arrive<WARP>(s.v_ring.full[at.stage]);
     ring_next(s.v_ring, at);
   }
@@ -108,30 +120,69 @@ TILE void trim(const params &p, shared &s, int) {
   int steps = t.end - (t.first + (t.chunks - 1) * Q);
   if (t.chunks == 0 || !runs_over(p.rows, t.end - steps, t.end)) return;
   sem_wait(s.last, 0);
+  ROLLED for (int g = 0; g < GROUPS; g++) clear_rows<WARP>(s.dout[0][g], 0, steps);
   if (!CHANNELS) {
     clear_rows<WARP>(s.k[0], 0, steps);
     clear_rows<WARP>(s.q[0], 0, steps);
   }
-  ROLLED for (int g = 0; g < GROUPS; g++) clear_rows<WARP>(s.dout[0][g], 0, steps);
   fence_async();
-  sem_arrive<WARP>(s.inputs.full[0]);
+  sem_arrive<WARP>(s.late.full[0]);
+  sem_arrive<WARP>(s.early.full[0]);
 }
 
-// One chunk. D is scaled while no product is in flight: ptxas would wait for it.
-TILE void advance(rt<float, N> &d, const params &p, shared &s, const task &b, ring_pos at, int chunk, int wg) {
+// dO as an operand of dO^T P, and what its rows were multiplied with. any: some vector that may be read
+TILE void look_ahead(rt<inner, Q> &z, rv &down, const st<elem, Q, 64> &given, const sv<Q> &any) {
+  rt<elem, Q> dout;
+  rt<float, Q> wide;
+  rv up;
+  load_t(dout, given);
+  fill(wide, 0.f);
+  map_col(wide, dout, any, [](float, float x, float) { return x; });
+  row_factors(up, down, wide);
+  map_row(wide, up, [](float x, float f) { return x * f; });
+  convert(z, wide);
+}
+TILE void load_dout(rt<elem, Q> &dout, const st<elem, Q, 64> &given, const chunk_vectors &v) {
+  load_t(dout, given);
+  if (!CHANNELS) map_col(dout, v.read, [](float x, float f) { return x * f; });
+}
+
+// dO^T P and its factors of rows, as they are added, times beta.
+TILE void finish(rt<float, Q> &sum, const rt<float, Q> &y, const rv &down, const chunk_vectors &v) {
+  fill(sum, 0.f);
+  map_row(sum, y, down, [](float x, float f) { return x * f; });
+  map_col(sum, v.beta, [](float x, float f) { return x * f; });
+}
+
+// What a chunk has from before its turn: beta_j dO^T P and scale e^(l_i) dO.
+struct ahead {
+  rt<float, Q> sum;
+  rt<elem, Q> dout;
+};
+
+// One chunk. What does not wait for D is done under products: that of the chunk in front, too; the last one does its
+// own again. D is scaled while no product is in flight: ptxas would wait for it. ptxas leaves arithmetic under a
+// product where a branch stands behind it; a product with another behind it in the queue is waited for there.
+TILE void advance(rt<float, N> &d, ahead &a, const params &p, shared &s, const task &b, ring_pos soon, ring_pos at,
+                  ring_pos with, int chunk, int wg) {
   const row_task &t = b.r;
   int i = at.stage, step = t.first + chunk * Q;
-  bool over = runs_over(p.rows, step, t.end);
-  const chunk_vectors &v = s.v[i];
+  bool over = runs_over(p.rows, step, t.end), more = chunk > 0;
+  const chunk_vectors &v = s.v[with.stage];
   const st<elem, Q, N> &weights = CHANNELS ? s.w[i] : s.k[i];
+  ring_pos next = soon, later = with;
+  if (more) {
+    ring_next(s.early, next);
+    ring_next(s.v_ring, later);
+  }
   rt<float, Q> x, y;
   rt<elem, 64> part, rest;
-  rt<elem, Q> dout;
-  rt<inner, Q> z;
-  rv up, down;
+  rt<elem, Q> back;
+  rt<inner, Q> z, ahead_z;
+  rv up, down, ahead_down;
   convert_part(part, d, 0);
   if (N > 64) convert_part(rest, d, N - 64);
-  ring_wait(s.v_ring, at);
+  ring_wait(s.late, at);
   if (CHANNELS) map_col(d, s.ends[i], [](float x, float f) { return x * f; });
   else {
     float decay = fast_exp2(get(v.l, Q - 1));
@@ -140,51 +191,48 @@ TILE void advance(rt<float, N> &d, const params &p, shared &s, const task &b, ri
   mma_fence();
   mma_ABt_part<ZERO>(x, part, weights, 0);
   if (N > 64) mma_ABt_part<ACC>(x, rest, weights, N - 64);
-  load_t(dout, s.dout[i][wg]);
-  fill(y, 0.f);
-  map_col(y, dout, v.beta, [](float, float x, float) { return x; });
-  row_factors(up, down, y);
-  map_row(y, up, [](float x, float f) { return x * f; });
-  convert(z, y);
-  mma_fence();
-  mma_ABt<ZERO>(y, z, s.p[i]);
   mma_commit();
-  if (!CHANNELS) {
-    map_col(dout, v.read, [](float x, float f) { return x * f; });
-    mma_fence();
-  }
-  mma_AB<ACC>(d, dout, s.q[i]);
-  mma_commit();
-  tma_store_wait_read();
+  store(s.d[wg], part, 0);
+  if (N > 64) store(s.d[wg], rest, N - 64);
+  fence_async();
+  tma_store_wait_read();                  // dv of the chunk behind
   wg_sync();
-  if (N > 64) mma_wait<1>(x, y, z, part, rest);
-  else mma_wait<1>(x, y, z, part);
-  map_row(y, down, [](float x, float f) { return x * f; });
-  if (CHANNELS) map(x, y, [](float a, float b) { return a + b; });
-  else map_col(x, y, v.weight, [](float a, float b, float f) { return fused(a, f, b); });
-  map_col(x, v.beta, [](float x, float f) { return x * f; });
+  tma_store(p.dstates, s.d[wg], b.col + wg * 64, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
+  if (more) ring_release(s.early, soon);
+  mma_AB<ACC>(d, a.dout, s.q[i]);
+  mma_commit();
+  if (N > 64) mma_wait<1>(x, part, rest);
+  else mma_wait<1>(x, part);
+  map_col(x, a.sum, s.gains[with.stage], [](float x, float y, float f) { return fused(x, f, y); });
   row_factors(up, down, x);
   map_row(x, up, [](float x, float f) { return x * f; });
   convert(z, x);
   mma_fence();
   mma_ABt<ZERO>(x, z, s.m[i]);
   mma_commit();
-  store(s.d[wg], part, 0);
-  if (N > 64) store(s.d[wg], rest, N - 64);
-  mma_wait<0>(d, dout, x, z);
+  ring_wait(s.early, next);
+  look_ahead(ahead_z, ahead_down, s.dout[next.stage][wg], v.beta);
+  ring_wait(s.v_ring, later);
+  mma_fence();
+  mma_ABt<ZERO>(y, ahead_z, s.p[next.stage]);
+  mma_commit();
+  mma_wait<1>(x, z);
   map_row(x, down, [](float x, float f) { return x * f; });
   store_t(s.dv[wg], x);
   if (CHANNELS) map(x, [](float x) { return -x; });
   else map_col(x, v.decay, [](float x, float f) { return -x * f; });
-  convert(dout, x);
+  convert(back, x);
+  mma_wait<0>(d, a.dout, y, ahead_z);
   mma_fence();
-  mma_AB<ACC>(d, dout, s.k[i]);
+  mma_AB<ACC>(d, back, s.k[i]);
   mma_commit();
+  load_dout(a.dout, s.dout[next.stage][wg], s.v[later.stage]);
   fence_async();
+  tma_store_wait_read();                  // D
+  finish(a.sum, y, ahead_down, s.v[later.stage]);
   wg_sync();
-  tma_store(p.dstates, s.d[wg], b.col + wg * 64, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
   if (!over) tma_store(p.dv, s.dv[wg], step, b.col + wg * 64, t.head, t.batch);
-  mma_wait<0>(d, dout);
+  mma_wait<0>(d, back);
   if (over) {
     elem *to = (elem *)p.dv_data + step * p.dv_step + t.head * p.dv_head + b.col + wg * 64;
     int64_t ld = p.dv_step;
@@ -217,21 +265,37 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 TILE void run_state(const params &p, shared &s, int wg) {
   task b = block_task(p);
   const row_task &t = b.r;
-  ring_pos at = {};
+  ring_pos soon = {}, at = {}, with = {};
   rt<float, N> d;
+  ahead a;
   int rows = p.value_dim - b.col - wg * 64;
   ssd_order in = p.initial_order, out = p.final_order;
   if (p.initial) load(d, p.initial + first_of(p, b, wg, in), in.row, in.col, rows, p.key_dim);
   else fill(d, 0.f);
+  if (t.chunks) {
+    rt<float, Q> y;
+    rt<inner, Q> z;
+    rv down;
+    ring_wait(s.v_ring, with);
+    ring_wait(s.early, soon);
+    look_ahead(z, down, s.dout[0][wg], s.v[0].beta);
+    mma_fence();
+    mma_ABt<ZERO>(y, z, s.p[0]);
+    mma_commit();
+    load_dout(a.dout, s.dout[0][wg], s.v[0]);
+    mma_wait<0>(y, z);
+    finish(a.sum, y, down, s.v[0]);
+  }
   for (int chunk = t.chunks - 1; chunk >= 0; chunk--) {
-    ring_wait(s.inputs, at);
-    advance(d, p, s, b, at, chunk, wg);
-    ring_release(s.v_ring, at);
-    ring_done(s.inputs, at);
+    advance(d, a, p, s, b, soon, at, with, chunk, wg);
+    ring_next(s.early, soon);
+    ring_done(s.v_ring, with);
+    ring_done(s.late, at);
   }
   if (p.final) store(p.final + first_of(p, b, wg, out), out.row, out.col, d, rows, p.key_dim);
   clear_rest(p, b, wg);
   tma_store_wait_read();
+  grid_wait();                            // what is behind this kernel is behind delta_keep, beside which it runs
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,

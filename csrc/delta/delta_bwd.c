@@ -76,7 +76,8 @@ static mg_status run_back(const problem *x, int segment, float *between) {
     mg_map_rows(c, &p.p, a->reads, 64, 64);
     mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   }
-  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c), "blocks"));
+  const int blocks = mg_tasks(c, sweep_blocks(c), "blocks");
+  return is_empty(c) ? mg_run(c, &p, blocks) : mg_run_beside(c, &p, blocks);
 }
 
 static mg_status run_grads(const problem *x, int segment) {

@@ -122,10 +122,7 @@ TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates 
 TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
   rsum most;
   fill(most, 0.f);
-  each<Q>([](int, int, float x, float &most) {
-    float size = fabsf(x);
-    most = size > most ? size : most;
-  }, x, most);
+  each<Q>([](int, int, float x, float &most) { most = fmaxf(most, fabsf(x)); }, x, most);
   reduce(down, most);                     // the sum of the four threads' maxima
   map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
   map(up, down, [](float m) { return fast_rcp(m); });

@@ -136,3 +136,10 @@ int64_t mg_resident(const mg_call *c, int64_t tasks) {
 mg_status mg_run(mg_call *c, const void *params, int64_t blocks) {
   return c->status ? c->status : (c->status = mg_launch(&c->context, c->kernel, params, blocks));
 }
+
+mg_status mg_run_beside(mg_call *c, const void *params, int64_t blocks) {
+  c->context.beside = true;
+  mg_run(c, params, blocks);
+  c->context.beside = false;
+  return c->status;
+}

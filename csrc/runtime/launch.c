@@ -157,7 +157,7 @@ static mg_status enqueue(const mg_context *c, const mg_gpu *gpu, const mg_kernel
   unsigned count = 0;
   if (d->cluster > 1) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_CLUSTER,
                                                                   .value.cluster = {d->cluster, 1, 1}};
-  if (d->dependent) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_PROGRAMMATIC_SERIALIZATION,
+  if (d->dependent || c->beside) attributes[count++] = (cu_launch_attribute){.id = CU_LAUNCH_PROGRAMMATIC_SERIALIZATION,
                                                                 .value.programmatic = 1};
   const cu_launch_config config = {.grid = {blocks, 1, 1}, .block = {d->threads, 1, 1}, .shared_bytes = d->shared_bytes,
                                    .stream = c->stream, .attributes = attributes, .attribute_count = count};

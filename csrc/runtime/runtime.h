@@ -144,6 +144,7 @@ typedef struct mg_context {
   int sms;                    // multiprocessors; threads on the CPU
   int64_t l2_bytes;
   size_t shared_bytes;        // dynamic shared memory a block may have
+  bool beside;                // what is launched may begin with the kernel in front of it, where that is FOLLOWED
   bool persistent;            // a grid is the blocks that are resident together; else, on the CPU, a block per task
 } mg_context;
 // Fill `c` for the device of `t`. Fails with the reason why a GPU cannot be used.
@@ -227,6 +228,9 @@ int mg_tasks(mg_call *c, int64_t tasks, const char *what);   // as an int; more 
 // Blocks of a grid for `tasks` clusters: where a grid is resident, no more than there is room for at a time.
 int64_t mg_resident(const mg_call *c, int64_t tasks);
 mg_status mg_run(mg_call *c, const void *params, int64_t blocks);
+// The same of a kernel that needs nothing of the FOLLOWED one in front of it, beside which it may run. It calls
+// grid_wait() last, so that what is behind it is behind both.
+mg_status mg_run_beside(mg_call *c, const void *params, int64_t blocks);
 static inline mg_status mg_run_resident(mg_call *c, const void *params, int64_t tasks) {
   return mg_run(c, params, mg_resident(c, tasks));
 }
