@@ -24,7 +24,9 @@
 
 // D: columns of the state. GROUPS, PREPS, CHANNELS, KEEPS, STAGES, READY, *_REGS
 // AHEAD: registers are there for the state in 16 bits
+// LATE: and for what a chunk leaves to the next, whose first product it runs under
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !KEEPS };
+enum { LATE = PREPS == 0 && !KEEPS };
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
 typedef st<elem, Q, 64> tile;
@@ -191,10 +193,7 @@ TILE void prepare(const params &p, shared &s, int index) {
 TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
   rsum most;
   fill(most, 0.f);
-  each<Q>([](int, int, float x, float &most) {
-    float size = fabsf(x);
-    most = size > most ? size : most;
-  }, x, most);
+  each<Q>([](int, int, float x, float &most) { most = fmaxf(most, fabsf(x)); }, x, most);
   reduce(down, most);                     // the sum of the four threads' maxima
   map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
   map(up, down, [](float m) { return fast_rcp(m); });
@@ -332,6 +331,123 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   }
 }
 
+// Where LATE. A chunk of which R^T is there; u^T P^T, the sums, whose product is in flight while the next chunk begins;
+// and scale e^(l_i) S^T q^T. down: of rows of R and of the sums.
+struct late { rt<float, Q> error, sums, reads; rt<inner, Q> factor; rv down; };
+TILE void put_o(late &c, shared &s, int wg) {
+  each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, c.reads, (const rt<float, Q> &)c.sums,
+          c.down);
+  store_t(s.o[wg], c.reads);
+}
+
+// R of a chunk. The chunk before, where there is one, has its o made under the first product.
+TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
+                     ring_pos from, ring_pos before, int chunk, bool begins, int wg) {
+  const row_task &t = b.r;
+  chunk_vectors &v = s.vec[at.stage];
+  rt<float, Q> &x = c.error;
+  rt<elem, 64> part, low, high;           // low, high: the state's halves
+  rv up;
+  int i = at.stage;
+  convert_part(low, state, 0);
+  if (PANELS == 2) convert_part(high, state, 64);
+  ring_wait(s.k_ring, at);
+  mma_fence();
+  mma_ABt_part<ZERO>(x, low, s.k[i], 0);
+  if (PANELS == 2) mma_ABt_part<ACC>(x, high, s.k[i], 64);
+  mma_commit();
+  if (!begins) {
+    mma_wait<1>(c.sums, c.factor);
+    ring_release(s.ready, before);
+    put_o(c, s, wg);
+  }
+  mma_fence();
+  mma_ABt_part<ZERO>(c.reads, low, s.q[i], 0);
+  if (PANELS == 2) mma_ABt_part<ACC>(c.reads, high, s.q[i], 64);
+  mma_commit();
+  ring_wait(s.vec_ring, at);
+  ring_wait(s.v_ring, in);
+  load_t(part, s.v[in.stage][wg]);
+  fence_async();                          // o is written, v is read
+  wg_sync();
+  sem_arrive<WARPGROUP>(s.v_ring.empty[in.stage]);
+  if (!begins) tma_store(p.o, s.o[wg], t.first + (chunk - 1) * Q, b.col + 64 * wg, t.head, t.batch);
+  mma_wait<1>(x);
+  if (CHANNELS) map_col(x, part, v.beta, [](float a, float b, float) { return b - a; });
+  else map_col(x, part, v.decay, [](float a, float b, float e) { return b - a * e; });
+  row_factors(up, c.down, x);
+  map_row(x, up, [](float f, float m) { return f * m; });
+  convert(c.factor, x);
+  ring_wait(s.ready, from);
+  mma_fence();
+  mma_AB<ZERO>(x, c.factor, s.m[from.stage]);
+  mma_commit();
+  if (PANELS == 2) mma_wait<1>(c.reads, low, high);
+  else mma_wait<1>(c.reads, low);
+  if (CHANNELS) map_col(state, s.ends[i], [](float f, float e) { return f * e; });
+  else {
+    float decay = fast_exp2(get(v.l, Q - 1));
+    map(state, [=](float f) { return f * decay; });
+    map_col(c.reads, v.read, [](float f, float e) { return f * e; });
+  }
+  tma_store_wait_read();
+  wg_sync();                              // o's tile may be written again
+  mma_wait<0>(x, c.factor);
+}
+
+// The state behind the chunk. Its product comes first: the next chunk waits for it.
+TILE void write_state(rt<float, D> &state, late &c, shared &s, ring_pos at, ring_pos from) {
+  chunk_vectors &v = s.vec[at.stage];
+  rt<elem, 64> part;
+  fill(c.sums, 0.f);
+  map_col(c.sums, c.error, CHANNELS ? v.beta : v.write, [](float, float f, float w) { return f * w; });
+  map_row(c.sums, c.down, [](float f, float m) { return f * m; });
+  convert(part, c.sums);
+  mma_fence();
+  mma_AB<ACC>(state, part, CHANNELS ? s.w[at.stage] : s.k[at.stage]);
+  mma_commit();
+  map_col(c.error, v.beta, [](float f, float b) { return f * b; });
+  convert(c.factor, c.error);
+  mma_fence();
+  mma_AB<ZERO>(c.sums, c.factor, s.p[from.stage]);
+  mma_commit();
+  ring_release(s.vec_ring, at);
+  if (CHANNELS) fence_async();            // the ends have been read
+  mma_wait<1>(state, part);
+  ring_release(s.k_ring, at);
+}
+
+TILE void finish(late &c, const params &p, shared &s, const task &b, int wg) {
+  const row_task &t = b.r;
+  int step = t.first + (t.chunks - 1) * Q, col = b.col + 64 * wg;
+  mma_wait<0>(c.sums, c.factor);
+  put_o(c, s, wg);
+  fence_async();
+  wg_sync();
+  if (!runs_over(p.rows, step, t.end)) return tma_store(p.o, s.o[wg], step, col, t.head, t.batch);
+  elem *to = (elem *)p.o_data + step * p.o_step + t.head * p.o_head + col;
+  int64_t ld = p.o_step;
+  int steps = t.end - step;
+  load(c.reads, s.o[wg]);
+  store_rows<elem>(c.reads, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
+}
+
+TILE void run_late(rt<float, D> &state, const params &p, shared &s, const task &b, int wg) {
+  ring_pos at = {}, in = {}, from = {};
+  late c;
+  read_state(state, c, p, s, b, at, in, from, from, 0, true, wg);
+  for (int chunk = 1; chunk < b.r.chunks; chunk++) {
+    ring_pos before = from;
+    write_state(state, c, s, at, from);
+    ring_next(s.k_ring, at);
+    ring_next(s.v_ring, in);
+    ring_next(s.ready, from);
+    read_state(state, c, p, s, b, at, in, from, before, chunk, false, wg);
+  }
+  write_state(state, c, s, at, from);
+  finish(c, p, s, b, wg);
+}
+
 TILE int64_t first_of(const params &p, const task &b, int wg, int64_t i, ssd_order o) {
   return (i * p.rows.heads + b.r.head) * o.matrix + (b.col + 64 * wg) * o.row;
 }
@@ -400,7 +516,8 @@ TILE void run_state(const params &p, shared &s, int wg) {
   ring_pos at = {}, in = {}, from = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
   begin_state(state, p, b, wg);
-  for (int chunk = 0; chunk < b.r.chunks; chunk++) {
+  if (LATE && b.r.chunks) run_late(state, p, s, b, wg);
+  for (int chunk = 0; chunk < b.r.chunks && !LATE; chunk++) {
     advance(state, p, s, b, at, in, from, chunk, wg);
     ring_next(s.k_ring, at);
     ring_next(s.v_ring, in);
