@@ -26,7 +26,7 @@
 // AHEAD: registers are there for the state in 16 bits
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !KEEPS };
-enum { LATE = PREPS == 0 && !KEEPS };
+enum { LATE = PREPS == 0 && !KEEPS && (GROUPS == 1 || !CHANNELS) };
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
 typedef st<elem, Q, 64> tile;
@@ -333,7 +333,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
 
 // Where LATE. A chunk of which R^T is there; u^T P^T, the sums, whose product is in flight while the next chunk begins;
 // and scale e^(l_i) S^T q^T. down: of rows of R and of the sums.
-struct late { rt<float, Q> error, sums, reads; rt<inner, Q> factor; rv down; };
+struct late { rt<float, Q> error, sums, reads; rt<inner, Q> factor; rv down; cv<Q> writes; };
 TILE void put_o(late &c, shared &s, int wg) {
   each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, c.reads, (const rt<float, Q> &)c.sums,
           c.down);
@@ -345,8 +345,9 @@ TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, c
                      ring_pos from, ring_pos before, int chunk, bool begins, int wg) {
   const row_task &t = b.r;
   chunk_vectors &v = s.vec[at.stage];
-  rt<float, Q> &x = c.error;
+  rt<float, Q> &x = c.error, value;
   rt<elem, 64> part, low, high;           // low, high: the state's halves
+  cv<Q> decays;
   rv up;
   int i = at.stage;
   convert_part(low, state, 0);
@@ -372,9 +373,12 @@ TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, c
   wg_sync();
   sem_arrive<WARPGROUP>(s.v_ring.empty[in.stage]);
   if (!begins) tma_store(p.o, s.o[wg], t.first + (chunk - 1) * Q, b.col + 64 * wg, t.head, t.batch);
+  fill(value, 0.f);
+  map_col(value, part, v.beta, [](float, float x, float) { return x; });
+  if (!CHANNELS) load(decays, v.decay);
   mma_wait<1>(x);
-  if (CHANNELS) map_col(x, part, v.beta, [](float a, float b, float) { return b - a; });
-  else map_col(x, part, v.decay, [](float a, float b, float e) { return b - a * e; });
+  if (CHANNELS) map(x, value, [](float a, float b) { return b - a; });
+  else map_col(x, value, decays, [](float a, float b, float e) { return b - a * e; });
   row_factors(up, c.down, x);
   map_row(x, up, [](float f, float m) { return f * m; });
   convert(c.factor, x);
@@ -390,6 +394,7 @@ TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, c
     map(state, [=](float f) { return f * decay; });
     map_col(c.reads, v.read, [](float f, float e) { return f * e; });
   }
+  load(c.writes, CHANNELS ? v.beta : v.write);
   tma_store_wait_read();
   wg_sync();                              // o's tile may be written again
   mma_wait<0>(x, c.factor);
@@ -400,7 +405,7 @@ TILE void write_state(rt<float, D> &state, late &c, shared &s, ring_pos at, ring
   chunk_vectors &v = s.vec[at.stage];
   rt<elem, 64> part;
   fill(c.sums, 0.f);
-  map_col(c.sums, c.error, CHANNELS ? v.beta : v.write, [](float, float f, float w) { return f * w; });
+  map_col(c.sums, c.error, c.writes, [](float, float f, float w) { return f * w; });
   map_row(c.sums, c.down, [](float f, float m) { return f * m; });
   convert(part, c.sums);
   mma_fence();
