@@ -69,8 +69,8 @@ TILE void scan(const params &p, shared &s, int index) {
       b = task_at(p, i + stride);
       load_given(next, p.rows, p.gates, b.t, b.t.first);
     }
+    sem_wait(s.loaded[at.stage], at.phase);
     if (runs_over(p.rows, t.first, t.end)) {
-      sem_wait(s.loaded[at.stage], at.phase);
       clear_rows<WARP>(s.k[at.stage], 0, t.end - t.first);
       clear_rows<WARP>(s.q[at.stage], 0, t.end - t.first);
       fence_async();
