@@ -210,7 +210,25 @@ TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part,
   mma_commit();
 }
 
-// One chunk. The state is scaled while no product of it is in flight.
+// o of a chunk, which the warpgroup has stored and fenced
+TILE void send_o(const params &p, shared &s, const task &b, int chunk, int wg) {
+  wg_sync();
+  tma_store(p.o, s.o[wg], b.r.first + chunk * Q, b.col + 64 * wg, b.r.head, b.r.batch);
+}
+TILE void send_last_o(const params &p, shared &s, const task &b, int wg) {
+  const row_task &t = b.r;
+  int step = t.first + (t.chunks - 1) * Q, steps = t.end - step, col = b.col + 64 * wg;
+  fence_async();
+  if (!runs_over(p.rows, step, t.end)) return send_o(p, s, b, t.chunks - 1, wg);
+  elem *to = (elem *)p.o_data + step * p.o_step + t.head * p.o_head + col;
+  int64_t ld = p.o_step;
+  rt<float, Q> y;
+  wg_sync();
+  load(y, s.o[wg]);
+  store_rows<elem>(y, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
+}
+
+// One chunk. The state is scaled while no product of it is in flight. o leaves under the next chunk's first product.
 TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
                   ring_pos from, int chunk, int wg) {
   const row_task &t = b.r;
@@ -235,6 +253,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     ring_wait(s.v_ring, in);
     load_t(part, s.v[in.stage][wg]);
     ring_release(s.v_ring, in);
+    if (chunk) send_o(p, s, b, chunk - 1, wg);
     mma_wait<1>(x);
   } else {                                // with fewer registers; another warpgroup has the tensor cores meanwhile
     if (KEEPS == 1) {
@@ -244,6 +263,11 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     convert_part(part, state, 0);
     read_panel(x, y, part, s, i, 0);
     if (KEEPS == 1) store(s.states[wg], part, 0);
+    if (!KEEPS && chunk) {
+      fence_async();                      // o is written, v was read
+      sem_arrive<WARPGROUP>(s.v_ring.empty[in.stage ^ 1]);
+      send_o(p, s, b, chunk - 1, wg);
+    }
     ring_wait(s.vec_ring, at);
     mma_wait<0>(x, y, part);
     if (PANELS == 2) {
@@ -255,7 +279,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     if (PANELS == 2) mma_wait<0>(x, y, part);
     if (!b.turns) {
       load_t(part, s.v[in.stage][wg]);
-      ring_release(s.v_ring, in);
+      if (KEEPS) ring_release(s.v_ring, in);
     }
   }
   if (b.turns && CHANNELS) map(x, [](float a) { return -a; });
@@ -275,10 +299,10 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   else {
     float decay = fast_exp2(get(v.l, Q - 1));
     map(state, [=](float f) { return f * decay; });
-    if (!KEEPS) map_col(y, v.read, [](float f, float e) { return f * e; });
   }
   if (!KEEPS) tma_store_wait_read();
-  if (KEEPS != 2) wg_sync();              // KEEPS 1: the stored state, behind the fence of v's release
+  if (!KEEPS && !CHANNELS) map_col(y, v.read, [](float f, float e) { return f * e; });
+  if (KEEPS != 2) wg_sync();              // o's tile is free; KEEPS 1: the stored state, behind the fence of v's release
   if (KEEPS == 1)
     tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
   mma_wait<0>(x, factor);
@@ -291,8 +315,8 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   } else {
     map_col(x, v.beta, [](float f, float b) { return f * b; });
     convert(factor, x);
-    if (CHANNELS) map_row(x, down, [](float f, float m) { return f * m; });
-    else map_rc(x, down, v.weight, [](float f, float m, float w, int, int) { return f * (m * w); });
+    map_row(x, down, [](float f, float m) { return f * m; });
+    if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
     mma_fence();
     mma_AB<ZERO>(x, factor, s.p[from.stage]);   // u^T P^T
@@ -307,7 +331,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, y, (const rt<float, Q> &)x, down);
     store_t(s.o[wg], y);
   }
-  if (KEEPS == 2) {
+  if (KEEPS != 1) {
     if (CHANNELS) fence_async();          // the ends have been read
     mma_wait<0>(state, part);
     ring_release(s.ready, from);
@@ -316,9 +340,9 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   }
   fence_async();
   wg_sync();
-  int from_step = KEEPS && !p.rows.starts ? step - p.rows.from : step, col = b.col + 64 * wg;
+  int from_step = p.rows.starts ? step : step - p.rows.from, col = b.col + 64 * wg;
   bool over = runs_over(p.rows, step, t.end);
-  if (!over) tma_store(KEEPS ? p.errors : p.o, s.o[wg], from_step, col, t.head, t.batch);
+  if (!over) tma_store(p.errors, s.o[wg], from_step, col, t.head, t.batch);
   mma_wait<0>(state, part);
   ring_release(s.ready, from);
   ring_release(s.k_ring, at);
@@ -343,7 +367,6 @@ TILE void put_o(late &c, shared &s, int wg) {
 // R of a chunk. The chunk before, where there is one, has its o made under the first product.
 TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
                      ring_pos from, ring_pos before, int chunk, bool begins, int wg) {
-  const row_task &t = b.r;
   chunk_vectors &v = s.vec[at.stage];
   rt<float, Q> &x = c.error, value;
   rt<elem, 64> part, low, high;           // low, high: the state's halves
@@ -361,18 +384,16 @@ TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, c
     mma_wait<1>(c.sums, c.factor);
     ring_release(s.ready, before);
     put_o(c, s, wg);
+    mma_fence();
   }
-  mma_fence();
   mma_ABt_part<ZERO>(c.reads, low, s.q[i], 0);
   if (PANELS == 2) mma_ABt_part<ACC>(c.reads, high, s.q[i], 64);
   mma_commit();
   ring_wait(s.vec_ring, at);
   ring_wait(s.v_ring, in);
   load_t(part, s.v[in.stage][wg]);
-  fence_async();                          // o is written, v is read
-  wg_sync();
-  sem_arrive<WARPGROUP>(s.v_ring.empty[in.stage]);
-  if (!begins) tma_store(p.o, s.o[wg], t.first + (chunk - 1) * Q, b.col + 64 * wg, t.head, t.batch);
+  ring_release(s.v_ring, in);             // with a fence behind which o is written
+  if (!begins) send_o(p, s, b, chunk - 1, wg);
   fill(value, 0.f);
   map_col(value, part, v.beta, [](float, float x, float) { return x; });
   if (!CHANNELS) load(decays, v.decay);
@@ -395,13 +416,15 @@ TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, c
     map_col(c.reads, v.read, [](float f, float e) { return f * e; });
   }
   load(c.writes, CHANNELS ? v.beta : v.write);
-  tma_store_wait_read();
-  wg_sync();                              // o's tile may be written again
+  if (!begins) {
+    tma_store_wait_read();
+    wg_sync();                            // o's tile may be written again
+  }
   mma_wait<0>(x, c.factor);
 }
 
 // The state behind the chunk. Its product comes first: the next chunk waits for it.
-TILE void write_state(rt<float, D> &state, late &c, shared &s, ring_pos at, ring_pos from) {
+TILE void write_state(rt<float, D> &state, late &c, shared &s, ring_pos at, ring_pos from, bool ends) {
   chunk_vectors &v = s.vec[at.stage];
   rt<elem, 64> part;
   fill(c.sums, 0.f);
@@ -416,25 +439,10 @@ TILE void write_state(rt<float, D> &state, late &c, shared &s, ring_pos at, ring
   mma_fence();
   mma_AB<ZERO>(c.sums, c.factor, s.p[from.stage]);
   mma_commit();
-  ring_release(s.vec_ring, at);
-  if (CHANNELS) fence_async();            // the ends have been read
+  if (!ends) ring_release(s.vec_ring, at);
+  if (!ends && CHANNELS) fence_async();   // the ends have been read
   mma_wait<1>(state, part);
-  ring_release(s.k_ring, at);
-}
-
-TILE void finish(late &c, const params &p, shared &s, const task &b, int wg) {
-  const row_task &t = b.r;
-  int step = t.first + (t.chunks - 1) * Q, col = b.col + 64 * wg;
-  mma_wait<0>(c.sums, c.factor);
-  put_o(c, s, wg);
-  fence_async();
-  wg_sync();
-  if (!runs_over(p.rows, step, t.end)) return tma_store(p.o, s.o[wg], step, col, t.head, t.batch);
-  elem *to = (elem *)p.o_data + step * p.o_step + t.head * p.o_head + col;
-  int64_t ld = p.o_step;
-  int steps = t.end - step;
-  load(c.reads, s.o[wg]);
-  store_rows<elem>(c.reads, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
+  if (!ends) ring_release(s.k_ring, at);
 }
 
 TILE void run_late(rt<float, D> &state, const params &p, shared &s, const task &b, int wg) {
@@ -443,14 +451,15 @@ TILE void run_late(rt<float, D> &state, const params &p, shared &s, const task &
   read_state(state, c, p, s, b, at, in, from, from, 0, true, wg);
   for (int chunk = 1; chunk < b.r.chunks; chunk++) {
     ring_pos before = from;
-    write_state(state, c, s, at, from);
+    write_state(state, c, s, at, from, false);
     ring_next(s.k_ring, at);
     ring_next(s.v_ring, in);
     ring_next(s.ready, from);
     read_state(state, c, p, s, b, at, in, from, before, chunk, false, wg);
   }
-  write_state(state, c, s, at, from);
-  finish(c, p, s, b, wg);
+  write_state(state, c, s, at, from, true);
+  mma_wait<0>(c.sums, c.factor);
+  put_o(c, s, wg);
 }
 
 TILE int64_t first_of(const params &p, const task &b, int wg, int64_t i, ssd_order o) {
@@ -523,11 +532,12 @@ TILE void run_state(const params &p, shared &s, int wg) {
   begin_state(state, p, b, wg);
   if (LATE && b.r.chunks) run_late(state, p, s, b, wg);
   for (int chunk = 0; chunk < b.r.chunks && !LATE; chunk++) {
-    advance(state, p, s, b, at, in, from, chunk, wg);
+    advance(state, p, s, b, at, in, READY == STAGES ? at : from, chunk, wg);
     ring_next(s.k_ring, at);
     ring_next(s.v_ring, in);
     ring_next(s.ready, from);
   }
+  if (!KEEPS && b.r.chunks) send_last_o(p, s, b, wg);
   end_state(p, s, b, state, wg);
   clear_rest(p, b, wg);
   if (KEEPS != 2) tma_store_wait_read();
