@@ -22,7 +22,7 @@
 // operands of S. Prepare: three tiles of 32, an operand of 12.
 #include "delta/delta_prepare.h"
 
-// D: columns of the state. GROUPS, PREPS, CHANNELS, KEEPS, STAGES, READY, *_REGS
+// D: columns of the state. GROUPS, PREPS, CHANNELS, KEEPS, STAGES, READY, SHARE, *_REGS
 // AHEAD: registers are there for the state in 16 bits
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !KEEPS };
@@ -46,9 +46,9 @@ struct shared {
 typedef delta_sweep_params params;
 
 TILE void init(shared &s) {
-  ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, READERS));
+  cluster_ring_init<SHARE>(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, READERS));
   ring_init(s.vec_ring, arrivals(0, 1, 0), arrivals(0, 0, READERS));
-  ring_init(s.ready, PREPS ? arrivals(0, 0, 1) : arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  cluster_ring_init<SHARE>(s.ready, PREPS ? arrivals(0, 0, 1) : arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   sem_init(s.last, arrivals(1 + !CHANNELS, 0, 0));
 }
@@ -96,8 +96,13 @@ TILE void loader(const params &p, shared &s, int) {
     } else {
       sem &full = over ? s.last : s.k_ring.full[i];
       sem_expect(full, (2 - !!KEEPS) * tile_bytes(s.k[0]));
-      tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
-      if (!KEEPS) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
+      if constexpr (SHARE == 2) {         // each block of the cluster loads one tile for both
+        if (cluster_rank()) tma_load_cols_multicast<D>(s.q[i], 0, p.q, full, step, 0, t.key_head, t.batch, 3);
+        else tma_load_cols_multicast<D>(s.k[i], 0, p.k, full, step, 0, t.key_head, t.batch, 3);
+      } else {
+        tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
+        if (!KEEPS) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
+      }
     }
     ring_next(s.k_ring, at);
     if (!b.turns) {
@@ -111,8 +116,14 @@ TILE void loader(const params &p, shared &s, int) {
     if (PREPS) continue;
     ring_acquire(s.ready, to);
     ring_expect(s.ready, to, (2 - !!KEEPS) * tile_bytes(s.m[0]));
-    tma_load(s.m[to.stage], p.m, s.ready.full[to.stage], place * Q, 0, t.head, t.batch);
-    if (!KEEPS) tma_load(s.p[to.stage], p.p, s.ready.full[to.stage], place * Q, 0, t.head, t.batch);
+    sem &full = s.ready.full[to.stage];
+    if constexpr (SHARE == 2) {
+      if (cluster_rank()) tma_load_cols_multicast<Q>(s.p[to.stage], 0, p.p, full, place * Q, 0, t.head, t.batch, 3);
+      else tma_load_cols_multicast<Q>(s.m[to.stage], 0, p.m, full, place * Q, 0, t.head, t.batch, 3);
+    } else {
+      tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, t.batch);
+      if (!KEEPS) tma_load(s.p[to.stage], p.p, full, place * Q, 0, t.head, t.batch);
+    }
     ring_next(s.ready, to);
   }
 }
@@ -382,7 +393,7 @@ TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, c
   mma_commit();
   if (!begins) {
     mma_wait<1>(c.sums, c.factor);
-    ring_release(s.ready, before);
+    cluster_ring_release<SHARE>(s.ready, before);
     put_o(c, s, wg);
     mma_fence();
   }
@@ -442,7 +453,7 @@ TILE void write_state(rt<float, D> &state, late &c, shared &s, ring_pos at, ring
   if (!ends) ring_release(s.vec_ring, at);
   if (!ends && CHANNELS) fence_async();   // the ends have been read
   mma_wait<1>(state, part);
-  if (!ends) ring_release(s.k_ring, at);
+  if (!ends) cluster_ring_release<SHARE>(s.k_ring, at);
 }
 
 TILE void run_late(rt<float, D> &state, const params &p, shared &s, const task &b, int wg) {
@@ -545,5 +556,5 @@ TILE void run_state(const params &p, shared &s, int wg) {
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+              role<scan, WARP, 1, LOAD_REGS>, CLUSTER<SHARE>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)
