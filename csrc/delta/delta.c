@@ -68,10 +68,7 @@ mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *
   const int64_t some = all ? most : segments_of(c, heads, most);
   const int64_t whole = mg_ceil_div(c->n.T, 64), chunks = mg_ceil_div(whole, some);
   const int64_t n = mg_ceil_div(whole, chunks + !chunks);
-  if (n < 2) {
-    const int64_t width = c->desc->tile_n * (int64_t)c->desc->cluster;
-    return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, width), "blocks"));
-  }
+  if (n < 2) return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
   p->segments = (int)n;
   p->segment = (int)chunks * 64;
   p->cuts = cuts->data;
