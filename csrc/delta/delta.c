@@ -36,13 +36,14 @@ mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, co
 
 mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
                             const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale) {
-  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = (int)c->n.B};
+  const int batches = rows->starts ? 1 : rows->rows;
+  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = batches};
   if (!mg_choose_other(c, MG_OP_delta_prepare)) return c->status;
   mg_map_bthd(c, &p.q, q, 64, 64);
   mg_map_bthd(c, &p.k, k, 64, 64);
   mg_map_rows(c, &p.m, inverses, 64, 64);
   mg_map_rows(c, &p.p, reads, 64, 64);
-  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks"));
+  return mg_run_resident(c, &p, mg_tasks(c, batches * c->n.HV * rows->places, "chunks"));
 }
 
 // Segments of a row that take the least time, in hundredths of that of a chunk of the pass over whole rows, of which a
@@ -64,7 +65,7 @@ static int64_t segments_of(const mg_call *c, int64_t heads, int64_t most) {
 
 mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
                           const mg_tensor *turns, bool all) {
-  const int64_t heads = c->n.R * c->n.HV, most = p->rows.starts || !cuts ? 1 : c->n.CUTS + 1;
+  const int64_t heads = p->rows.rows * c->n.HV, most = p->rows.starts || !cuts ? 1 : c->n.CUTS + 1;
   const int64_t some = all ? most : segments_of(c, heads, most);
   const int64_t whole = mg_ceil_div(c->n.T, 64), chunks = mg_ceil_div(whole, some);
   const int64_t n = mg_ceil_div(whole, chunks + !chunks);
@@ -88,6 +89,14 @@ mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *
   return mg_run(c, p, mg_tasks(c, heads * n * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
 }
 
+// Dense rows whose chunks are prepared before the pass over them: where there are more than multiprocessors can have at
+// a time, as many as these have, since the L2 then keeps what is prepared.
+static int rows_at_once(const mg_call *c, const delta_rows *rows) {
+  const int64_t blocks = c->n.HV * mg_ceil_div(c->n.V, 64), sms = c->context.sms;
+  if (rows->starts || blocks * rows->rows <= sms || sms * c->n.T * 128 > 48 << 20) return rows->rows;
+  return blocks < sms ? (int)(sms / blocks) : 1;
+}
+
 mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_gated_delta_rule, a)) return c.status;
@@ -105,7 +114,6 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   if (c.n.T && c.n.R * c.n.HV) {     // the driver refuses to map what has no elements
     if (norms) delta_run_norms(&c, a->q, a->k, norms);
     if (c.n.FORM) {
-      delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);
       mg_map_rows(&c, &p.m, a->inverses, 64, 64);
       mg_map_rows(&c, &p.p, a->reads, 64, 64);
     }
@@ -114,8 +122,17 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
     mg_map_bthd(&c, &p.v, a->v, 64, 64);
     mg_map_bthd(&c, &p.o, a->out, 64, 64);
   }
-  mg_use(&c, sweep);
   if (c.status) return c.status;
   const delta_parts parts = {MG_OP_delta_segments, MG_OP_delta_cuts};
-  return delta_run_sweep(&c, &p, &parts, c.n.FORM ? a->cuts : NULL, a->turns, a->form == 3);
+  const int rows = p.rows.rows, some = c.n.FORM ? rows_at_once(&c, &p.rows) : rows;
+  do {
+    p.rows.rows = rows - p.rows.first < some ? rows - p.rows.first : some;
+    if (c.n.FORM && c.n.T && rows * c.n.HV)
+      delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);
+    mg_use(&c, sweep);
+    if (c.status) return c.status;
+    delta_run_sweep(&c, &p, &parts, c.n.FORM ? a->cuts : NULL, a->turns, a->form == 3);
+    p.rows.first += some;
+  } while (p.rows.first < rows && !c.status);
+  return c.status;
 }

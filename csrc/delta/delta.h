@@ -7,6 +7,7 @@
 typedef struct delta_rows {
   const int *starts;          // [rows + 1]: row i is steps starts[i] .. starts[i + 1] - 1 of batch 0; NULL: of batch i
   int rows, steps;            // steps: of a batch
+  int first;                  // batch of the first of dense rows. Matrices of chunks begin with this row
   int from, to;               // of dense rows: steps from .. to - 1 are worked on, whole chunks in front. from's chunk
                               // has place 0
   int places;                 // of chunks, of a batch

@@ -27,10 +27,10 @@ TILE void init(shared &s) {
 struct task { row_task t; int place; };
 TILE int task_count(const params &p) { return p.batches * p.rows.places * p.rows.heads; }
 TILE task task_at(const params &p, int i) {
-  int heads = p.rows.heads, chunk = i / heads, head = i - chunk * heads, batch = chunk / p.rows.places;
-  int place = chunk - batch * p.rows.places;
+  int heads = p.rows.heads, chunk = i / heads, head = i - chunk * heads, row = chunk / p.rows.places;
+  int place = chunk - row * p.rows.places;
   chunk_steps c = steps_at(p.rows, place);
-  return {{0, batch, head, head / p.rows.group_heads, c.step, c.end, 0, 0}, place};
+  return {{row, p.rows.first + row, head, head / p.rows.group_heads, c.step, c.end, 0, 0}, place};
 }
 
 // The bytes of a chunk that runs over complete `loaded`, those of others `full`. The loader arrives at both.
@@ -108,12 +108,12 @@ TILE void prepare(const params &p, shared &s, int index) {
     }
     rt<float, Q> inverse;
     invert(inverse, products, s.m[index]);
-    tma_store(p.p, s.p[index], b.place * Q, 0, t.head, t.batch);
+    tma_store(p.p, s.p[index], b.place * Q, 0, t.head, t.row);
     wg_sync();                            // everybody has read the scratch
     store(s.m[index], inverse);
     fence_async();
     wg_sync();
-    tma_store(p.m, s.m[index], b.place * Q, 0, t.head, t.batch);
+    tma_store(p.m, s.m[index], b.place * Q, 0, t.head, t.row);
   }
   tma_store_wait_read();
 }

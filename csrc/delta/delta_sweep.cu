@@ -117,12 +117,13 @@ TILE void loader(const params &p, shared &s, int) {
     ring_acquire(s.ready, to);
     ring_expect(s.ready, to, (2 - !!KEEPS) * tile_bytes(s.m[0]));
     sem &full = s.ready.full[to.stage];
+    int row = t.batch - p.rows.first;
     if constexpr (SHARE == 2) {
-      if (cluster_rank()) tma_load_cols_multicast<Q>(s.p[to.stage], 0, p.p, full, place * Q, 0, t.head, t.batch, 3);
-      else tma_load_cols_multicast<Q>(s.m[to.stage], 0, p.m, full, place * Q, 0, t.head, t.batch, 3);
+      if (cluster_rank()) tma_load_cols_multicast<Q>(s.p[to.stage], 0, p.p, full, place * Q, 0, t.head, row, 3);
+      else tma_load_cols_multicast<Q>(s.m[to.stage], 0, p.m, full, place * Q, 0, t.head, row, 3);
     } else {
-      tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, t.batch);
-      if (!KEEPS) tma_load(s.p[to.stage], p.p, full, place * Q, 0, t.head, t.batch);
+      tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, row);
+      if (!KEEPS) tma_load(s.p[to.stage], p.p, full, place * Q, 0, t.head, row);
     }
     ring_next(s.ready, to);
   }
