@@ -35,6 +35,7 @@ TILE task task_at(const params &p, int i) {
 
 // The bytes of a chunk that runs over complete `loaded`, those of others `full`. The loader arrives at both.
 TILE void loader(const params &p, shared &s, int) {
+  grid_wait();
   ring_pos at = {};
   int tasks = task_count(p);
   for (int i = block_index(); i < tasks; i += block_count()) {
@@ -53,6 +54,7 @@ TILE void loader(const params &p, shared &s, int) {
 
 // The next task's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int index) {
+  grid_wait();
   int tasks = task_count(p), first = block_index() + index * block_count(), stride = SCANS * block_count();
   given_steps next;
   task b;
@@ -80,6 +82,7 @@ TILE void scan(const params &p, shared &s, int index) {
 }
 
 TILE void prepare(const params &p, shared &s, int index) {
+  grid_wait();
   int tasks = task_count(p);
   for (int n = index, i = block_index() + index * block_count(); i < tasks; n += PREPS, i += PREPS * block_count()) {
     task b = task_at(p, i);
@@ -119,5 +122,5 @@ TILE void prepare(const params &p, shared &s, int index) {
 }
 
 typedef block<params, shared, init, role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, SCANS, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+              role<scan, WARP, SCANS, LOAD_REGS>, DEPENDENT, FOLLOWED, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, PREPS)

@@ -79,6 +79,7 @@ TILE task block_task(const params &p) {
 }
 
 TILE void loader(const params &p, shared &s, int) {
+  grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {}, to = {};
@@ -142,6 +143,7 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
 
 // The next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
+  grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {};
@@ -167,6 +169,7 @@ TILE void scan(const params &p, shared &s, int) {
 }
 
 TILE void prepare(const params &p, shared &s, int index) {
+  grid_wait();
   int chunks = block_task(p).r.chunks;
   for (int chunk = index; chunk < chunks; chunk += PREPS) {
     ring_pos at = ring_at<STAGES>(chunk), to = ring_at<READY>(chunk);
@@ -538,6 +541,7 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
+  grid_wait();
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
@@ -557,5 +561,5 @@ TILE void run_state(const params &p, shared &s, int wg) {
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, 1, LOAD_REGS>, CLUSTER<SHARE>, OCCUPANCY<PER_SM>> kernel;
+              role<scan, WARP, 1, LOAD_REGS>, CLUSTER<SHARE>, DEPENDENT, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)
