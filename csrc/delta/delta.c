@@ -65,7 +65,8 @@ static int64_t segments_of(const mg_call *c, int64_t heads, int64_t most) {
 
 mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
                           const mg_tensor *turns, bool all) {
-  const int64_t heads = p->rows.rows * c->n.HV, most = p->rows.starts || !cuts ? 1 : c->n.CUTS + 1;
+  const int64_t heads = p->rows.rows * c->n.HV;
+  const int64_t most = p->rows.starts || !cuts || p->rows.rows < c->n.R ? 1 : c->n.CUTS + 1;
   const int64_t some = all ? most : segments_of(c, heads, most);
   const int64_t whole = mg_ceil_div(c->n.T, 64), chunks = mg_ceil_div(whole, some);
   const int64_t n = mg_ceil_div(whole, chunks + !chunks);
@@ -124,7 +125,7 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   }
   if (c.status) return c.status;
   const delta_parts parts = {MG_OP_delta_segments, MG_OP_delta_cuts};
-  const int rows = p.rows.rows, some = c.n.FORM ? rows_at_once(&c, &p.rows) : rows;
+  const int rows = p.rows.rows, some = c.n.FORM && a->form != 3 ? rows_at_once(&c, &p.rows) : rows;
   do {
     p.rows.rows = rows - p.rows.first < some ? rows - p.rows.first : some;
     if (c.n.FORM && c.n.T && rows * c.n.HV)
