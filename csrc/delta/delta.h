@@ -44,18 +44,18 @@ typedef struct delta_prepare_params {
   int batches;
 } delta_prepare_params;
 
-// delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. KEEPS 2 makes what they
+// delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. CUT makes what they
 // begin with: the states behind all segments but the last, the first one's from `initial`, the others' from 0; and of
 // these by what a segment multiplies the state before it, S <- turn S. delta_join.cu then adds up. CHANNELS: k, q and w
 // have places, they are k e^l, scale q e^l and k e^(l_e - l), with the norms' factors.
 typedef struct delta_sweep_params {
   gmap q, k, w;               // [batch, key head, step, key_dim]; CHANNELS: [batch, head, 64 place + row, D]
-  gmap v, o;                  // [batch, head, step, value_dim]; KEEPS: o is absent
-  gmap m, p;                  // as above, where the kernel has no prepare role; KEEPS: p is absent
-  gmap turns;                 // KEEPS 2: [row heads, cut, 2 D, D], bf16, or fp32 as the call: turns, transposed; of
+  gmap v, o;                  // [batch, head, step, value_dim]; CUT: o is absent
+  gmap m, p;                  // as above, where the kernel has no prepare role; CUT: p is absent
+  gmap turns;                 // CUT: [row heads, cut, 2 D, D], bf16, or fp32 as the call: turns, transposed; of
                               // each the leading 8 bits, then the rest
-  gmap states;                // KEEPS 1: [batch heads, place, value_dim, key_dim]: S^T in front of chunks
-  gmap errors;                // KEEPS 1: [batch, head, step - from (packed: step), value_dim]: R
+  gmap states;                // delta_keep.cu: [batch heads, place, value_dim, key_dim]: S^T in front of chunks
+  gmap errors;                // delta_keep.cu: [batch, head, step - from (packed: step), value_dim]: R
   const float *ends;          // CHANNELS: [batch, heads, places, D]: e^(l_e) of each channel
   const float *initial;       // [row, head, ...], the state before step `from`, or NULL: 0
   float *final;               // the one behind step `to` - 1, or NULL

@@ -24,8 +24,7 @@
 #include "delta/delta_prepare.h"
 #include "delta/delta_bwd.h"
 
-// N (columns of q and k), FETCH (1: panels are brought into the L2 before there is room for them) and *_REGS come from
-// the row.
+// N (columns of q and k) and *_REGS come from the row.
 // Parts of N's column sums, without its diagonal; the diagonal; the sums of its rows times beta; of in, what is q's and
 // what is k's; out; rows of <S, D>
 struct found { sv<4 * Q> col; sv<Q> own, row, of_q, of_k, out, kept; };
@@ -89,13 +88,6 @@ TILE void loader(const params &p, shared &s, int) {
       for (int panel = 0; panel < p.panels; panel++) {
         int i = at.stage, col = panel * 64;
         sem &later = over ? s.later_last[i] : s.later.full[i], &earlier = over ? s.earlier_last[i] : s.earlier.full[i];
-        if (FETCH) {                      // while the stage is still read
-          tma_prefetch_rows<64>(p.errors, t.step - first, col, head, t.batch);
-          tma_prefetch_rows<N>(p.dstates, col, 0, t.chunk, matrix);
-          tma_prefetch_rows<64>(p.dout, t.step, col, head, t.batch);
-          tma_prefetch_rows<64>(p.dv, t.step, col, head, t.batch);
-          tma_prefetch_rows<N>(p.states, col, 0, t.chunk, matrix);
-        }
         ring_acquire(s.later, at);
         sem_expect(later, tile_bytes(s.errors[0]) + tile_bytes(s.dstate[0]));
         tma_load(s.errors[i], p.errors, later, t.step - first, col, head, t.batch);

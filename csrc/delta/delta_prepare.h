@@ -21,7 +21,7 @@ typedef st<inner, Q, Q> square;
 
 // ---- rows and chunks
 
-// Steps first .. end - 1 of a row, in `chunks` chunks, the first of which has `place` in scratch.
+// Steps first .. end - 1 of a row, in `chunks` chunks, the first of which has `place` in scratch. row: of the call's
 struct row_task { int row, batch, head, key_head, first, end, place, chunks; };
 TILE int row_start(const delta_rows &p, int row) {
   int start = p.starts[row];
@@ -29,7 +29,8 @@ TILE int row_start(const delta_rows &p, int row) {
 }
 TILE int row_place(const delta_rows &p, int row) { return row_start(p, row) / Q + row; }
 TILE row_task task_of(const delta_rows &p, int row, int head) {
-  row_task t = {row, row, head, head / p.group_heads, p.from, p.to, 0, 0};
+  int batch = p.first + row;
+  row_task t = {batch, batch, head, head / p.group_heads, p.from, p.to, 0, 0};
   if (p.starts) {
     t.batch = 0;
     t.first = row_start(p, row);
@@ -82,18 +83,21 @@ TILE void load_given(given_steps &v, const delta_rows &r, const delta_gates &p, 
   if (p.norm_k) load(v.norm_k, p.norm_k + key, 1, n, 1.f);
   else fill(v.norm_k, 1.f);
 }
-TILE void put_beta(sv<Q> &d, const wv<Q> &given, const delta_gates &p) {
-  wv<Q> out;
+TILE void make_beta(wv<Q> &beta, const wv<Q> &given, const delta_gates &p) {
   bool sigmoids = p.sigmoid;
   float most = p.most;
-  map(out, given, given, [=](float x, float) { return sigmoids ? most * sigmoid(x) : x; });
-  store(d, out);
+  map(beta, given, given, [=](float x, float) { return sigmoids ? most * sigmoid(x) : x; });
+}
+TILE void put_beta(sv<Q> &d, const wv<Q> &given, const delta_gates &p) {
+  wv<Q> beta;
+  make_beta(beta, given, p);
+  store(d, beta);
 }
 // l_i, and with r_i the norms' factors: l_j - log r_j of k; r_i of k, scale r_i of q; r_i e^(l_i) of k, scale r_i
-// e^(l_i) of q; r_i e^(l_e - l_i) of k, e the chunk's last step. Logarithms to base 2
-struct chunk_vectors { sv<Q> l, from, beta, norm_k, norm_q, decay, read, weight; };
+// e^(l_i) of q; r_i e^(l_e - l_i) of k, e the chunk's last step, and the same times beta. Logarithms to base 2
+struct chunk_vectors { sv<Q> l, from, beta, norm_k, norm_q, decay, read, weight, write; };
 TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates &p, int head, float scale) {
-  wv<Q> l, out;
+  wv<Q> l, out, beta;
   if (p.a_log) {
     float a = -fast_exp2(p.a_log[head] * 1.4426950408889634f), bias = p.dt_bias ? p.dt_bias[head] : 0.f;
     map(l, x.g, x.g, [=](float g, float) { return log_decay(a * softplus(g + bias)); });
@@ -103,12 +107,15 @@ TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates 
   store(v.l, l);
   map(out, l, x.norm_k, [](float l, float r) { return l - fast_log2(r); });
   store(v.from, out);
-  put_beta(v.beta, x.beta, p);
+  make_beta(beta, x.beta, p);
+  store(v.beta, beta);
   store(v.norm_k, x.norm_k);
   map(out, l, x.norm_k, [](float l, float r) { return r * fast_exp2(l); });
   store(v.decay, out);
   map(out, l, x.norm_k, [=](float l, float r) { return r * fast_exp2(end - l); });
   store(v.weight, out);
+  map(out, out, beta, [](float w, float b) { return w * b; });
+  store(v.write, out);
   map(out, x.norm_q, l, [=](float r, float) { return r * scale; });
   store(v.norm_q, out);
   map(out, out, l, [](float r, float l) { return r * fast_exp2(l); });

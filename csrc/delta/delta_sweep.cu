@@ -8,9 +8,8 @@
 // warpgroups make those of later chunks meanwhile; without any, a kernel before this one has made them
 // (delta_prepare.cu).
 // CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q, e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
-// KEEPS 1, for the backward: the states in front of chunks and R are written, and no o. KEEPS 2: only what segments of
-// a row begin with (delta.h). A turn is what becomes of the unit matrix where v is 0: its columns stand where those of
-// v would.
+// CUT: only what segments of a row begin with is written (delta.h). A turn is what becomes of the unit matrix where v
+// is 0: its columns stand where those of v would.
 // Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
 // clears its steps before products read them, and the last chunk's o is stored from registers.
 // R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
@@ -22,17 +21,19 @@
 // operands of S. Prepare: three tiles of 32, an operand of 12.
 #include "delta/delta_prepare.h"
 
-// D: columns of the state. GROUPS, PREPS, CHANNELS, KEEPS, STAGES, READY, *_REGS
+// D: columns of the state. GROUPS, PREPS, CHANNELS, CUT, STAGES, READY, *_REGS
 // AHEAD: registers are there for the state in 16 bits
-enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !KEEPS };
+// LATE: and for what a chunk leaves to the next, whose first product it runs under
+enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
+enum { LATE = PREPS == 0 && !CUT && (GROUPS == 1 || !CHANNELS) };
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
 typedef st<elem, Q, 64> tile;
 struct shared {
-  wide k[STAGES], q[KEEPS ? 0 : STAGES], w[CHANNELS ? STAGES : 0], states[KEEPS == 1 ? GROUPS : 0];
-  st<exact, Q, D> turns[KEEPS == 2 ? GROUPS : 0];
-  tile v[2][GROUPS], o[KEEPS == 2 ? 0 : GROUPS];   // o: KEEPS 1: R
-  square m[READY], p[KEEPS ? 0 : READY], scratch[PREPS];
+  wide k[STAGES], q[CUT ? 0 : STAGES], w[CHANNELS ? STAGES : 0];
+  st<exact, Q, D> turns[CUT ? GROUPS : 0];
+  tile v[2][GROUPS], o[CUT ? 0 : GROUPS];
+  square m[READY], p[CUT ? 0 : READY], scratch[PREPS];
   chunk_vectors vec[STAGES];              // CHANNELS: beta only
   sv<D> ends[CHANNELS ? STAGES : 0];
   ring<STAGES, ASYNC_READS> k_ring;       // k, q, w, ends
@@ -56,8 +57,8 @@ struct task { row_task r; int segment, segments, col; bool turns; };
 TILE task block_task(const params &p) {
   enum { WIDTH = 64 * GROUPS };
   int segments = p.segments > 1 ? p.segments : 1, parts = (p.value_dim + WIDTH - 1) / WIDTH, i = block_index();
-  int cuts = KEEPS == 2 ? segments - 1 : segments, first = p.rows.rows * p.rows.heads * cuts * parts;
-  bool turns = KEEPS == 2 && i >= first;
+  int cuts = CUT ? segments - 1 : segments, first = p.rows.rows * p.rows.heads * cuts * parts;
+  bool turns = CUT && i >= first;
   if (turns) {                            // segment 0 has none
     i -= first;
     cuts--;
@@ -77,6 +78,7 @@ TILE task block_task(const params &p) {
 }
 
 TILE void loader(const params &p, shared &s, int) {
+  grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {}, to = {};
@@ -86,16 +88,16 @@ TILE void loader(const params &p, shared &s, int) {
     ring_acquire(s.k_ring, at);
     if (CHANNELS) {
       sem &full = s.k_ring.full[i];
-      sem_expect(full, (3 - !!KEEPS) * tile_bytes(s.k[0]) + D * 4);
+      sem_expect(full, (3 - CUT) * tile_bytes(s.k[0]) + D * 4);
       tma_load(s.k[i], p.k, full, place * Q, 0, t.head, t.batch);
-      if (!KEEPS) tma_load(s.q[i], p.q, full, place * Q, 0, t.head, t.batch);
+      if (!CUT) tma_load(s.q[i], p.q, full, place * Q, 0, t.head, t.batch);
       tma_load(s.w[i], p.w, full, place * Q, 0, t.head, t.batch);
       tma_load(s.ends[i], p.ends + (((int64_t)t.batch * p.rows.heads + t.head) * p.rows.places + place) * D, full);
     } else {
       sem &full = over ? s.last : s.k_ring.full[i];
-      sem_expect(full, (2 - !!KEEPS) * tile_bytes(s.k[0]));
+      sem_expect(full, (2 - CUT) * tile_bytes(s.k[0]));
       tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
-      if (!KEEPS) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
+      if (!CUT) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
     }
     ring_next(s.k_ring, at);
     if (!b.turns) {
@@ -108,9 +110,10 @@ TILE void loader(const params &p, shared &s, int) {
     }
     if (PREPS) continue;
     ring_acquire(s.ready, to);
-    ring_expect(s.ready, to, (2 - !!KEEPS) * tile_bytes(s.m[0]));
-    tma_load(s.m[to.stage], p.m, s.ready.full[to.stage], place * Q, 0, t.head, t.batch);
-    if (!KEEPS) tma_load(s.p[to.stage], p.p, s.ready.full[to.stage], place * Q, 0, t.head, t.batch);
+    ring_expect(s.ready, to, (2 - CUT) * tile_bytes(s.m[0]));
+    sem &full = s.ready.full[to.stage];
+    tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, t.batch);
+    if (!CUT) tma_load(s.p[to.stage], p.p, full, place * Q, 0, t.head, t.batch);
     ring_next(s.ready, to);
   }
 }
@@ -119,7 +122,7 @@ TILE void loader(const params &p, shared &s, int) {
 TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
   sem_wait(s.last, 0);
   if (!CHANNELS) clear_rows<WARP>(s.k[at.stage], 0, steps);
-  if (!CHANNELS && !KEEPS) clear_rows<WARP>(s.q[at.stage], 0, steps);
+  if (!CHANNELS && !CUT) clear_rows<WARP>(s.q[at.stage], 0, steps);
   ROLLED for (int g = 0; g < GROUPS; g++) clear_rows<WARP>(s.v[in.stage][g], 0, steps);
   if (!CHANNELS) fence_async();          // v is read into registers
   if (!CHANNELS) sem_arrive<WARP>(s.k_ring.full[at.stage]);
@@ -128,6 +131,7 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
 
 // The next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
+  grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {};
@@ -153,6 +157,7 @@ TILE void scan(const params &p, shared &s, int) {
 }
 
 TILE void prepare(const params &p, shared &s, int index) {
+  grid_wait();
   int chunks = block_task(p).r.chunks;
   for (int chunk = index; chunk < chunks; chunk += PREPS) {
     ring_pos at = ring_at<STAGES>(chunk), to = ring_at<READY>(chunk);
@@ -191,13 +196,31 @@ TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part,
   mma_fence();
   if (col == 0) mma_ABt_part<ZERO>(x, part, s.k[stage], col);
   else mma_ABt_part<ACC>(x, part, s.k[stage], col);
-  if (KEEPS) return mma_commit();
+  if (CUT) return mma_commit();
   if (col == 0) mma_ABt_part<ZERO>(y, part, s.q[stage], col);
   else mma_ABt_part<ACC>(y, part, s.q[stage], col);
   mma_commit();
 }
 
-// One chunk. The state is scaled while no product of it is in flight.
+// o of a chunk, which the warpgroup has stored and fenced
+TILE void send_o(const params &p, shared &s, const task &b, int chunk, int wg) {
+  wg_sync();
+  tma_store(p.o, s.o[wg], b.r.first + chunk * Q, b.col + 64 * wg, b.r.head, b.r.batch);
+}
+TILE void send_last_o(const params &p, shared &s, const task &b, int wg) {
+  const row_task &t = b.r;
+  int step = t.first + (t.chunks - 1) * Q, steps = t.end - step, col = b.col + 64 * wg;
+  fence_async();
+  if (!runs_over(p.rows, step, t.end)) return send_o(p, s, b, t.chunks - 1, wg);
+  elem *to = (elem *)p.o_data + step * p.o_step + t.head * p.o_head + col;
+  int64_t ld = p.o_step;
+  rt<float, Q> y;
+  wg_sync();
+  load(y, s.o[wg]);
+  store_rows<elem>(y, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
+}
+
+// One chunk. The state is scaled while no product of it is in flight. o leaves under the next chunk's first product.
 TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
                   ring_pos from, int chunk, int wg) {
   const row_task &t = b.r;
@@ -206,7 +229,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   rt<inner, Q> factor;
   rt<elem, 64> part, low, high;           // low, high: the state's halves
   rv up, down;
-  int step = t.first + chunk * Q, i = at.stage;
+  int i = at.stage;
   ring_wait(s.k_ring, at);
   if (AHEAD) {                            // y's products run on while x is worked on
     convert_part(low, state, 0);
@@ -222,27 +245,27 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     ring_wait(s.v_ring, in);
     load_t(part, s.v[in.stage][wg]);
     ring_release(s.v_ring, in);
+    if (chunk) send_o(p, s, b, chunk - 1, wg);
     mma_wait<1>(x);
   } else {                                // with fewer registers; another warpgroup has the tensor cores meanwhile
-    if (KEEPS == 1) {
-      tma_store_wait_read();
-      wg_sync();
-    }
     convert_part(part, state, 0);
     read_panel(x, y, part, s, i, 0);
-    if (KEEPS == 1) store(s.states[wg], part, 0);
+    if (!CUT && chunk) {
+      fence_async();                      // o is written, v was read
+      sem_arrive<WARPGROUP>(s.v_ring.empty[in.stage ^ 1]);
+      send_o(p, s, b, chunk - 1, wg);
+    }
     ring_wait(s.vec_ring, at);
     mma_wait<0>(x, y, part);
     if (PANELS == 2) {
       convert_part(part, state, 64);
       read_panel(x, y, part, s, i, 64);
-      if (KEEPS == 1) store(s.states[wg], part, 64);
     }
     if (!b.turns) ring_wait(s.v_ring, in);
     if (PANELS == 2) mma_wait<0>(x, y, part);
     if (!b.turns) {
       load_t(part, s.v[in.stage][wg]);
-      ring_release(s.v_ring, in);
+      if (CUT) ring_release(s.v_ring, in);
     }
   }
   if (b.turns && CHANNELS) map(x, [](float a) { return -a; });
@@ -262,60 +285,146 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   else {
     float decay = fast_exp2(get(v.l, Q - 1));
     map(state, [=](float f) { return f * decay; });
-    if (!KEEPS) map_col(y, v.read, [](float f, float e) { return f * e; });
   }
-  if (!KEEPS) tma_store_wait_read();
-  if (KEEPS != 2) wg_sync();              // KEEPS 1: the stored state, behind the fence of v's release
-  if (KEEPS == 1)
-    tma_store(p.states, s.states[wg], b.col + 64 * wg, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
+  if (!CUT) tma_store_wait_read();
+  if (!CUT && !CHANNELS) map_col(y, v.read, [](float f, float e) { return f * e; });
+  if (!CUT) wg_sync();                  // o's tile is free
   mma_wait<0>(x, factor);
-  if (KEEPS) {
+  if (CUT) {
     map_row(x, down, [](float f, float m) { return f * m; });
-    if (KEEPS == 1) store_t(s.o[wg], x);
     map_col(x, v.beta, [](float f, float b) { return f * b; });
     if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
   } else {
     map_col(x, v.beta, [](float f, float b) { return f * b; });
     convert(factor, x);
-    if (CHANNELS) map_row(x, down, [](float f, float m) { return f * m; });
-    else map_rc(x, down, v.weight, [](float f, float m, float w, int, int) { return f * (m * w); });
+    map_row(x, down, [](float f, float m) { return f * m; });
+    if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
     mma_fence();
     mma_AB<ZERO>(x, factor, s.p[from.stage]);   // u^T P^T
     mma_commit();
   }
   ring_release(s.vec_ring, at);
-  if (KEEPS) mma_fence();                     // else that of the product before
+  if (CUT) mma_fence();                     // else that of the product before
   mma_AB<ACC>(state, part, CHANNELS ? s.w[i] : s.k[i]);
   mma_commit();
-  if (!KEEPS) {
+  if (!CUT) {
     mma_wait<1>(x, factor);
     each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, y, (const rt<float, Q> &)x, down);
     store_t(s.o[wg], y);
   }
-  if (KEEPS == 2) {
-    if (CHANNELS) fence_async();          // the ends have been read
-    mma_wait<0>(state, part);
-    ring_release(s.ready, from);
-    ring_release(s.k_ring, at);
-    return;
-  }
-  fence_async();
-  wg_sync();
-  int from_step = KEEPS && !p.rows.starts ? step - p.rows.from : step, col = b.col + 64 * wg;
-  bool over = runs_over(p.rows, step, t.end);
-  if (!over) tma_store(KEEPS ? p.errors : p.o, s.o[wg], from_step, col, t.head, t.batch);
+  if (CHANNELS) fence_async();            // the ends have been read
   mma_wait<0>(state, part);
   ring_release(s.ready, from);
   ring_release(s.k_ring, at);
-  if (over) {
-    elem *to = (elem *)p.o_data + step * p.o_step + t.head * p.o_head + col;
-    int64_t ld = p.o_step;
-    int steps = t.end - step;
-    load(y, s.o[wg]);
-    store_rows<elem>(y, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
+}
+
+// Where LATE. A chunk of which R^T is there; u^T P^T, the sums, whose product is in flight while the next chunk begins;
+// and scale e^(l_i) S^T q^T. down: of rows of R and of the sums.
+struct late { rt<float, Q> error, sums, reads; rt<inner, Q> factor; rv down; cv<Q> writes; };
+TILE void put_o(late &c, shared &s, int wg) {
+  each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, c.reads, (const rt<float, Q> &)c.sums,
+          c.down);
+  store_t(s.o[wg], c.reads);
+}
+
+// R of a chunk. The chunk before, where there is one, has its o made under the first product.
+TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
+                     ring_pos from, ring_pos before, int chunk, bool begins, int wg) {
+  chunk_vectors &v = s.vec[at.stage];
+  rt<float, Q> &x = c.error, value;
+  rt<elem, 64> part, low, high;           // low, high: the state's halves
+  cv<Q> decays;
+  rv up;
+  int i = at.stage;
+  convert_part(low, state, 0);
+  if (PANELS == 2) convert_part(high, state, 64);
+  ring_wait(s.k_ring, at);
+  mma_fence();
+  mma_ABt_part<ZERO>(x, low, s.k[i], 0);
+  if (PANELS == 2) mma_ABt_part<ACC>(x, high, s.k[i], 64);
+  mma_commit();
+  if (!begins) {
+    mma_wait<1>(c.sums, c.factor);
+    ring_release(s.ready, before);
+    put_o(c, s, wg);
+    mma_fence();
   }
+  mma_ABt_part<ZERO>(c.reads, low, s.q[i], 0);
+  if (PANELS == 2) mma_ABt_part<ACC>(c.reads, high, s.q[i], 64);
+  mma_commit();
+  ring_wait(s.vec_ring, at);
+  ring_wait(s.v_ring, in);
+  load_t(part, s.v[in.stage][wg]);
+  ring_release(s.v_ring, in);             // with a fence behind which o is written
+  if (!begins) send_o(p, s, b, chunk - 1, wg);
+  fill(value, 0.f);
+  map_col(value, part, v.beta, [](float, float x, float) { return x; });
+  if (!CHANNELS) load(decays, v.decay);
+  mma_wait<1>(x);
+  if (CHANNELS) map(x, value, [](float a, float b) { return b - a; });
+  else map_col(x, value, decays, [](float a, float b, float e) { return b - a * e; });
+  row_factors(up, c.down, x);
+  map_row(x, up, [](float f, float m) { return f * m; });
+  convert(c.factor, x);
+  ring_wait(s.ready, from);
+  mma_fence();
+  mma_AB<ZERO>(x, c.factor, s.m[from.stage]);
+  mma_commit();
+  if (PANELS == 2) mma_wait<1>(c.reads, low, high);
+  else mma_wait<1>(c.reads, low);
+  if (CHANNELS) map_col(state, s.ends[i], [](float f, float e) { return f * e; });
+  else {
+    float decay = fast_exp2(get(v.l, Q - 1));
+    map(state, [=](float f) { return f * decay; });
+    map_col(c.reads, v.read, [](float f, float e) { return f * e; });
+  }
+  load(c.writes, CHANNELS ? v.beta : v.write);
+  if (!begins) {
+    tma_store_wait_read();
+    wg_sync();                            // o's tile may be written again
+  }
+  mma_wait<0>(x, c.factor);
+}
+
+// The state behind the chunk. Its product comes first: the next chunk waits for it.
+TILE void write_state(rt<float, D> &state, late &c, shared &s, ring_pos at, ring_pos from, bool ends) {
+  chunk_vectors &v = s.vec[at.stage];
+  rt<elem, 64> part;
+  fill(c.sums, 0.f);
+  map_col(c.sums, c.error, c.writes, [](float, float f, float w) { return f * w; });
+  map_row(c.sums, c.down, [](float f, float m) { return f * m; });
+  convert(part, c.sums);
+  mma_fence();
+  mma_AB<ACC>(state, part, CHANNELS ? s.w[at.stage] : s.k[at.stage]);
+  mma_commit();
+  map_col(c.error, v.beta, [](float f, float b) { return f * b; });
+  convert(c.factor, c.error);
+  mma_fence();
+  mma_AB<ZERO>(c.sums, c.factor, s.p[from.stage]);
+  mma_commit();
+  if (!ends) ring_release(s.vec_ring, at);
+  if (!ends && CHANNELS) fence_async();   // the ends have been read
+  mma_wait<1>(state, part);
+  if (!ends) ring_release(s.k_ring, at);
+}
+
+TILE void run_late(rt<float, D> &state, const params &p, shared &s, const task &b, int wg) {
+  ring_pos at = {}, in = {}, from = {};
+  late c;
+  read_state(state, c, p, s, b, at, in, from, from, 0, true, wg);
+  for (int chunk = 1; chunk < b.r.chunks; chunk++) {
+    ring_pos before = from;
+    write_state(state, c, s, at, from, false);
+    ring_next(s.k_ring, at);
+    ring_next(s.v_ring, in);
+    ring_next(s.ready, from);
+    read_state(state, c, p, s, b, at, in, from, before, chunk, false, wg);
+  }
+  write_state(state, c, s, at, from, true);
+  mma_wait<0>(c.sums, c.factor);
+  put_o(c, s, wg);
 }
 
 TILE int64_t first_of(const params &p, const task &b, int wg, int64_t i, ssd_order o) {
@@ -331,7 +440,7 @@ TILE void begin_state(rt<float, D> &state, const params &p, const task &b, int w
   else if (b.segment == 0 && p.initial) {
     ssd_order o = p.initial_order;
     load(state, p.initial + first_of(p, b, wg, b.r.row, o), o.row, o.col, cols, p.key_dim);
-  } else if (b.segment > 0 && KEEPS != 2)
+  } else if (b.segment > 0 && !CUT)
     load(state, cut_of(p, b, wg, b.segment - 1), p.key_dim, 1, cols, p.key_dim);
 }
 // The leading bits are (1 + 2^16) S - 2^16 S, of which only the sum is rounded.
@@ -360,7 +469,7 @@ TILE void end_state(const params &p, shared &s, const task &b, rt<float, D> &sta
     if (b.col + 64 * wg < D) put_turn(p, s, b, state, wg);
     return;
   }
-  if (KEEPS == 2) return store(cut_of(p, b, wg, b.segment), p.key_dim, 1, state, cols, p.key_dim);
+  if (CUT) return store(cut_of(p, b, wg, b.segment), p.key_dim, 1, state, cols, p.key_dim);
   if (!p.final || b.segment + 1 < b.segments) return;
   ssd_order o = p.final_order;
   store(p.final + first_of(p, b, wg, b.r.row, o), o.row, o.col, state, cols, p.key_dim);
@@ -368,7 +477,7 @@ TILE void end_state(const params &p, shared &s, const task &b, rt<float, D> &sta
 // Steps behind the last packed row are in no sequence.
 TILE void clear_rest(const params &p, const task &b, int wg) {
   const row_task &t = b.r;
-  if (KEEPS || !p.rows.starts || t.row + 1 < p.rows.rows) return;
+  if (CUT || !p.rows.starts || t.row + 1 < p.rows.rows) return;
   int col = b.col + 64 * wg;
   int64_t ld = p.o_step;
   elem *o = (elem *)p.o_data + t.head * p.o_head + col;
@@ -382,22 +491,25 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
+  grid_wait();
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
   begin_state(state, p, b, wg);
-  for (int chunk = 0; chunk < b.r.chunks; chunk++) {
-    advance(state, p, s, b, at, in, from, chunk, wg);
+  if (LATE && b.r.chunks) run_late(state, p, s, b, wg);
+  for (int chunk = 0; chunk < b.r.chunks && !LATE; chunk++) {
+    advance(state, p, s, b, at, in, READY == STAGES ? at : from, chunk, wg);
     ring_next(s.k_ring, at);
     ring_next(s.v_ring, in);
     ring_next(s.ready, from);
   }
+  if (!CUT && b.r.chunks) send_last_o(p, s, b, wg);
   end_state(p, s, b, state, wg);
   clear_rest(p, b, wg);
-  if (KEEPS != 2) tma_store_wait_read();
+  if (!CUT) tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, 1, LOAD_REGS>, OCCUPANCY<PER_SM>> kernel;
+              role<scan, WARP, 1, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)
