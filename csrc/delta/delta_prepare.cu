@@ -1,7 +1,7 @@
 // What the pass over the sequence (delta_sweep.cu) needs of each chunk and head and what does not depend on the state:
 // M^T and P^T of delta_prepare.h, for all chunks at once. Tasks are chunks and heads of v, those of one head of k side
 // by side, since they read the same q and k. A block takes every n-th task.
-// Roles: a loader thread; SCANS warps: gates -> vectors, which also clear the next packed row's steps; PREPS warpgroups;
+// Roles: a loader thread; SCANS warps: gates -> vectors, they also clear the next packed row's steps; PREPS warpgroups;
 // each of these every SCANS-th or PREPS-th task of the block.
 //
 // Registers of a thread of these: three tiles of 32, an operand of 12.

@@ -21,7 +21,7 @@ typedef st<inner, Q, Q> square;
 
 // ---- rows and chunks
 
-// Steps first .. end - 1 of a row, in `chunks` chunks, the first of which has `place` in scratch. row: of the call's
+// Steps first .. end - 1 of a row, in `chunks` chunks, the first of which has `place` in scratch.
 struct row_task { int row, batch, head, key_head, first, end, place, chunks; };
 TILE int row_start(const delta_rows &p, int row) {
   int start = p.starts[row];
@@ -29,8 +29,7 @@ TILE int row_start(const delta_rows &p, int row) {
 }
 TILE int row_place(const delta_rows &p, int row) { return row_start(p, row) / Q + row; }
 TILE row_task task_of(const delta_rows &p, int row, int head) {
-  int batch = p.first + row;
-  row_task t = {batch, batch, head, head / p.group_heads, p.from, p.to, 0, 0};
+  row_task t = {row, row, head, head / p.group_heads, p.from, p.to, 0, 0};
   if (p.starts) {
     t.batch = 0;
     t.first = row_start(p, row);

@@ -38,7 +38,8 @@ static mg_status step(mg_call *c, const mg_gated_delta_rule_step_args *a, int ch
     state = &state_turned;
     kept = kept ? &states_turned : NULL;
     if (!in_rows(state) || (kept && !in_rows(kept)))
-      return mg_refuse(c, MG_VALUE, "intermediate_states has another dimension contiguous than state, expected the same");
+      return mg_refuse(c, MG_VALUE,
+                       "intermediate_states has another dimension contiguous than state, expected the same");
   }
   if (kept && kept->dtype != state->dtype)
     return mg_refuse(c, MG_TYPE, "intermediate_states has dtype %s, expected %s (same as state)",

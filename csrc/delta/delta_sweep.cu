@@ -223,7 +223,6 @@ TILE void send_last_o(const params &p, shared &s, const task &b, int wg) {
 // One chunk. The state is scaled while no product of it is in flight. o leaves under the next chunk's first product.
 TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
                   ring_pos from, int chunk, int wg) {
-  const row_task &t = b.r;
   chunk_vectors &v = s.vec[at.stage];
   rt<float, Q> x, y;
   rt<inner, Q> factor;

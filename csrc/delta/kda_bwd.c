@@ -144,7 +144,8 @@ mg_status mg_kda_bwd(const mg_kda_bwd_args *a) {
   if (!mg_begin(&c, MG_OP_kda_bwd, a)) return c.status;
   if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
   const problem x = {.c = &c, .a = a, .rows = delta_rows_of(&c, a->cu_seqlens),
-                     .gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form, a->l2norm),
+                     .gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form,
+                                            a->l2norm),
                      .betas = kda_makes_beta(a->beta, a->beta_form) ? mg_data(a->betas) : NULL,
                      .scale = delta_scale_of(&c, a->scale), .given = delta_order_of(&c, a->state_v_first),
                      .kept = {(int)c.n.K, 1, (int)(c.n.K * c.n.V)}};

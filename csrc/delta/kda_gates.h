@@ -10,7 +10,8 @@ template<typename T> TILE const T *first_of(const kda_given &g, const head_steps
   return (const T *)g.data + t.batch * g.batch + t.step * g.step + t.head * g.head;
 }
 // What was given of C channels from c0 on, and dt_bias.
-template<int C> TILE void take_given(hm<C> &x, hv<C> &bias, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
+template<int C> TILE void take_given(hm<C> &x, hv<C> &bias, const kda_gates &p, const head_steps &t, int key_dim,
+                                     int c0) {
   int n = key_dim - c0 < C ? key_dim - c0 : C;
   if (p.g.is_float) load(x, first_of<float>(p.g, t) + c0, p.g.step, t.steps, n);
   else load(x, first_of<elem>(p.g, t) + c0, p.g.step, t.steps, n);
@@ -26,7 +27,8 @@ template<int C> TILE void take_gates(hm<C> &x, const kda_gates &p, const head_st
   take_given(x, bias, p, t, key_dim, c0);
   if (p.gate == KDA_LOG) return map(x, bias, t.steps, [](float y, float) { return log_decay(y); });
   float rate = rate_of(p, t.head), bound = p.lower_bound;
-  if (p.gate == KDA_SOFTPLUS) map(x, bias, t.steps, [=](float y, float b) { return log_decay(-rate * softplus(y + b)); });
+  if (p.gate == KDA_SOFTPLUS)
+    map(x, bias, t.steps, [=](float y, float b) { return log_decay(-rate * softplus(y + b)); });
   else map(x, bias, t.steps, [=](float y, float b) { return log_decay(bound * sigmoid(rate * (y + b))); });
 }
 TILE void take_beta(rv &beta, const kda_gates &p, const head_steps &t) {
@@ -43,7 +45,8 @@ TILE void take_beta(rv &beta, const kda_gates &p, const head_steps &t) {
 template<int PANELS> TILE void take_norms(rv &norm, const st<elem, Q, 64> (&x)[PANELS]) {
   rsum sum;
   fill(sum, 0.f);
-  UNROLLED for (int h = 0; h < PANELS; h++) each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x[h], sum);
+  UNROLLED for (int h = 0; h < PANELS; h++)
+    each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x[h], sum);
   reduce(norm, sum);
   map(norm, norm, [](float x) { return fast_rsqrt(x + 1e-6f); });
 }

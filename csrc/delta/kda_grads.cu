@@ -214,16 +214,17 @@ TILE void take_state(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> 
 
 // The pairs of one level. Of a row in a block's second half e is e^(l_i - l_m), in its first half e^(l_m - l_j), where
 // k has beta; so has what comes to it.
-TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta, int h,
-                     int wg) {
+TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta,
+                     int h, int wg) {
   rt<float, 64> e, x;
   factors &to = factors_of(s, wg);
   fill(x, 0.f);
   map_level(e, s.l[wg], 0, h, [](float y) { return fast_exp2(-fabsf(y)); });
-  each<64>([](int, int, float &x, float e, float q, float nq) { x = q * nq * e; }, x, (const rt<float, 64> &)e, s.q[wg], r.norm_q);
+  each<64>([](int, int, float &x, float e, float q, float nq) { x = q * nq * e; }, x, (const rt<float, 64> &)e, s.q[wg],
+           r.norm_q);
   store(to.q, x);
-  each<64>([=](int i, int, float &x, float e, float k, float nk, float beta) { x = k * nk * (i & h ? e : e * beta); }, x,
-           (const rt<float, 64> &)e, s.k[wg], r.norm_k, r.beta);
+  each<64>([=](int i, int, float &x, float e, float k, float nk, float beta) { x = k * nk * (i & h ? e : e * beta); },
+           x, (const rt<float, 64> &)e, s.k[wg], r.norm_k, r.beta);
   store(to.k, x);
   fence_async();
   wg_sync();
@@ -255,7 +256,8 @@ TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> 
     mma_commit();
     mma_wait<0>(x, a);
   }
-  each<64>([=](int i, int, float x, float e, float &dk, float &dl, float &dbeta, float rounded, float k, float nk, float beta) {
+  each<64>([=](int i, int, float x, float e, float &dk, float &dl, float &dbeta, float rounded, float k, float nk,
+               float beta) {
     bool later = i & h;
     float y = x * e;
     dk = fused(later ? 1.f : beta, y, dk);
@@ -283,7 +285,8 @@ TILE void put(const params &p, const task &t, const rt<float, 64> &x, int which,
   int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = t.rows;
   if (p.parts) {
     int64_t ld = (int64_t)(p.rows.heads / p.rows.group_heads) * 2 * p.key_dim;
-    int64_t row = (((int64_t)(t.at.head - head * p.rows.group_heads) * p.batches + t.at.batch) * p.places + t.place) * Q;
+    int64_t member = t.at.head - head * p.rows.group_heads;
+    int64_t row = ((member * p.batches + t.at.batch) * p.places + t.place) * Q;
     return store(p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * wg, ld, x, rows, n);
   }
   const int64_t *stride = which ? p.dk_stride : p.dq_stride;

@@ -77,8 +77,8 @@ TILE void make_right(rt<factor, 64> &right, const rt<float, 64> &l, shared &s, c
 }
 // All of them are there before the first product: what a warp does for them depends on the warp, and ptxas would let no
 // product run on meanwhile.
-template<int A> TILE void add_panel(rt<float, 32> &d0, rt<float, 32> &d1, rt<float, 32> &d2, rt<float, 32> &d3, shared &s,
-                                    const rv &norm, int h) {
+template<int A> TILE void add_panel(rt<float, 32> &d0, rt<float, 32> &d1, rt<float, 32> &d2, rt<float, 32> &d3,
+                                    shared &s, const rv &norm, int h) {
   rt<float, 64> l;
   rt<factor, 64> r0, r1, r2, r3;
   load(l, s.l, 64 * h);
@@ -141,8 +141,8 @@ TILE void compute(const params &p, shared &s, int) {
     }
     take_beta(beta, p.gates, t.at);
     if (p.betas)
-      store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta, p.rows.heads,
-                  t.at.steps);
+      store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
+                  p.rows.heads, t.at.steps);
     ring_wait(s.inputs, at);
     if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) {
       ROLLED for (int h = 0; h < PANELS; h++) {

@@ -91,8 +91,9 @@ def explain_row(op, library, named, given):
     inputs = [(f, t) for f in row.inputs for t in (given.get(row.shown[f["name"]]),)
               if t is not None and t.ndim == len(f["sizes"])]      # other forms become other arguments of the row
     named |= {row.shown[f["name"]]: t for f, t in inputs}
-    copied = {row.shown[f["name"]]: library.why_copied(t, f["role"] == "mat") if f["kind"] == "half" else library.why_dense(t)
-              for f, t in inputs}
+    why = lambda f, t: (library.why_copied(t, f["role"] == "mat") if f["kind"] == "half"  # noqa: E731
+                        else library.why_dense(t))
+    copied = {row.shown[f["name"]]: why(f, t) for f, t in inputs}
     if op + "_bwd" not in _op.ROWS:
         return [], copied, []
     backward, like = _op.Row(op + "_bwd"), given[row.first]

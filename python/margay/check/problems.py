@@ -493,7 +493,8 @@ def call_kda(name, dtype, k, v, steps, given):
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
                               values=values.get(f["name"]))
                for f in op.arguments if f["role"] != "num" and known[f["name"]]}
-    getattr(_C, name)(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"), *(known[n] for n in numbers))
+    getattr(_C, name)(*(tensors.get(f["name"]) for f in op.arguments if f["role"] != "num"),
+                      *(known[n] for n in numbers))
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
@@ -534,8 +535,10 @@ def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form)
         sizes[size] = int(eval(code, {}, sizes))
     sizes |= dict(ROWS=sizes["R"], S1=k, S2=v)
     values, kinds = dict(g=-0.1, beta=0.5, k=0.1, cu_seqlens=starts), dict(half=dtype, float32="float32", int32="int32")
-    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]], values=values.get(f["name"]))
-               for f in op.arguments if f["role"] != "num" and (f["name"] in given or f["role"] not in ("opt", "optout"))}
+    tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=values.get(f["name"]))
+               for f in op.arguments
+               if f["role"] != "num" and (f["name"] in given or f["role"] not in ("opt", "optout"))}
     absent = {f["name"]: None for f in op.arguments if f["role"] in ("opt", "optout")}
     getattr(_C, name)(**absent | tensors, l2norm="l2norm" in given, form=form, beta_form=2 * ("beta_form" in given))
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]

@@ -145,7 +145,8 @@ class GatedDeltaNet(_DeltaLayer):
     gated delta rule, a gated norm. hidden_states [batch, steps, hidden_size] to the same shape.
 
     num_heads heads of queries and keys with head_dim columns, 1 to 128, num_v_heads (as many if None) heads of values
-    with expand_v * head_dim. use_gate: silu of a projection multiplies the normed heads. allow_neg_eigval: beta is up to 2.
+    with expand_v * head_dim. use_gate: silu of a projection multiplies the normed heads. allow_neg_eigval: beta is up
+    to 2.
     conv_size: steps that the convolution sees. layer_idx: this layer's place in inference_params.
 
     The state dict has the names of Qwen3.5's layer. Those of Qwen3-Next's, OLMo-Hybrid's and FLA's can be loaded too,

@@ -355,8 +355,8 @@ def _check_delta(op, state, q, k, v, g, beta, a_log, dt_bias, at, token_at, acce
         raise ValueError(f"{op}: intermediate_states has shape {shape(kept)}, expected [{places}, {steps} or more, "
                          f"{', '.join(map(str, last))}]")
     if kept is not None and kept.dtype != state.dtype:
-        raise TypeError(f"{op}: intermediate_states has dtype {dtype_name(kept)}, expected {dtype_name(state)} (same as "
-                        "state)")
+        raise TypeError(f"{op}: intermediate_states has dtype {dtype_name(kept)}, "
+                        f"expected {dtype_name(state)} (same as state)")
 
 
 def _delta_by_torch(state, q, k, v, g, beta, a_log, dt_bias, at, token_at, accepted, kept, kept_at, scale, lower_bound,
