@@ -307,8 +307,8 @@ def gpu_job(row, cuda):
 
 def cpu_job(row, isa):
     cxx, version = host_compiler("CXX", "c++")
-    # What describes the GPU's kernel is data; beside AVX2 the baseline is for machines that nobody has. Small and soon made.
-    seldom_runs = ["-O1"] if row.where == "GPU_ONLY" or (X86 and isa == "base") else []
+    # What describes the GPU's kernel is data; beside AVX2 the baseline is for machines that nobody has: small.
+    seldom_runs = ["-Os"] if row.where == "GPU_ONLY" or (X86 and isa == "base") else []
     command = [*cxx, *CPU_FLAGS, *seldom_runs, *ISAS[isa], f"-I{CSRC}", *row.defines(),
                f"-DISA={isa}", "-c", "-o", "{out}.o", str(row.file())]
     return Job(f"{row.name} {isa}", dependencies(row.file(), CSRC / "tile" / "sm90", CSRC / "tile" / "check"),
