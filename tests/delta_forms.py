@@ -3,7 +3,6 @@
 q, k [B, T, H, K], v [B, T, HV, V], HV a multiple of H; g [B, T, HV] (gated delta rule), [B, T, HV, K] (KDA) or None;
 beta [B, T, HV]; states [R, HV, K, V], a row for each of the batch or, with starts, for each packed sequence."""
 
-import math
 
 import torch
 
@@ -161,14 +160,15 @@ def rounding(name, found, plain_error, dtype, g=None, products=0.0):
 
     Relative: the exponent of a weight is the difference of two sums of g over a chunk, in float32. Absolute, of a
     float32 result, which has no rounding of its own: the mean of n independent errors is not 0, but below 4 / sqrt(n)
-    of their size, and where elements are few the plain form's errors may be small by chance. dg is what is left of
-    sums of q.dq and of k.dk, in float32. products: the largest sum of |q dq| or |k dk| of a step, of KDA the largest
-    element."""
+    of their size, n those that are large, and where elements are few the plain form's errors may be small by chance. dg
+    is what is left of sums of q.dq and of k.dk, in float32. products: the largest sum of |q dq| or |k dk| of a step, of
+    KDA the largest element."""
     longest = 0.0 if g is None or not g.numel() else min(float(-g.detach().clamp(min=-100).min()) * 64, 6400.0)
     absolute = 2.0 ** -18 * products if name in ("dg", "da_log", "ddt_bias") else 0.0
     if found.dtype == torch.float32 != dtype and found.numel():
-        independent = found.shape[:2] if found.ndim == 4 and g is not None else found.shape[:-1]
-        absolute += 4 * float(plain_error.abs().mean()) / max(1, math.prod(independent)) ** 0.5
+        sizes = plain_error.double().abs().mean(dim=(2, 3) if found.ndim == 4 and g is not None else -1)
+        independent = float(sizes.sum()) ** 2 / max(float(sizes.square().sum()), 1e-300)  # fewer where few are large
+        absolute += 4 * float(sizes.mean()) / max(1.0, independent) ** 0.5
     return 2.0 ** -23 * (16 + longest), absolute
 
 

@@ -240,9 +240,11 @@ def check_random(seed, device):
     hv, b, packed = h * r.choice((1, 2, 3, *(16,) * gpu)), r.choice((1, 1, 2)), r.random() < 0.3
     d, dv = r.choice(((64, 64), (128, 128), (128, 64), (64, 128), (r.randrange(1, 129), r.randrange(1, 129))))
     dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
-    # Reflected states are test_hard's alone. Where the plain form overflows, float32 would be compared with its own
-    # rounding, which steep gates are not computed to.
-    names = [x for x in HARD if x not in REFLECTED and not (x == "large values, strong" and dtype == torch.float32)]
+    # Reflected states are test_hard's alone, and so are float16's keys that are alike (README: what does not work yet).
+    # Where the plain form overflows, float32 would be compared with its own rounding, which steep gates are not
+    # computed to.
+    left_out = {torch.float32: "large values, strong", torch.float16: "equal keys"}.get(dtype)
+    names = [x for x in HARD if x not in REFLECTED and x != left_out]
     name, scale = r.choice(names), r.choice((None, None, 0.3, 1.0))
     d = max(d, 16) if name == "beta near 2" else d          # keys of few columns are alike
     b = 1 if packed else b
@@ -256,7 +258,7 @@ def check_random(seed, device):
     where = f"seed {seed}: {name}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, norms {norms}"
     try:
         check(inputs, dout, dlast, ours(scale, starts, use_qk_l2norm=norms), lambda of: form(of, scale, starts, norms),
-              dtype, inputs[3], name == "equal keys" and dtype == torch.float16)
+              dtype, inputs[3])
     except AssertionError as error:
         raise AssertionError(f"{where}: {error}") from error
 

@@ -511,7 +511,8 @@ def gated_delta_rule(row, large):
     form = 3 if row["op"] in DELTA_CUT else 2 if "prepare" in row["name"] else 1
     op = "gated_delta_rule_bwd" if row["op"] in DELTA_BWD else "gated_delta_rule"
     given = ("g", "l2norm")
-    shapes = [("large", 2000, 33, 132, given), ("few blocks", 3000, 1, 2, given)] if large else []
+    whole = ("cu_seqlens",) if "prepare" in row["name"] else ()      # packed rows are not cut
+    shapes = [("large", 2000, 33, 132, given), ("few blocks", 3000, 1, 2, given + whole)] if large else []
     cut = row["op"] in DELTA_CUT
     if cut:
         shapes = [("large", 20000, 2, 2, ("g",))] if large else []
