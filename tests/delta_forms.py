@@ -177,16 +177,17 @@ def chance(name, plain_error, exact, eps, state=None, dstate=None):
 
     Where few elements are large, the worst error is that of one of them, a product of two factors that are rounded, and
     the plain form's is small by chance. Elements of dg are not independent: those of a chunk share <S, dS> of the state
-    before it, so the mean of n chunks' errors is below 4 / sqrt(n) of their size. The kernels take <S, dS> of 16-bit
-    copies, of a given state too, where the plain form has float32: a rounding of either has a deviation of 0.3 eps, and
-    three of both are 5/4 eps. Of KDA, whose g has channels, both sums are over the columns of v alone."""
+    before it, as those of dbeta share one inverse. So the mean of n chunks' errors is below 4 / sqrt(n) of their size.
+    The kernels take <S, dS> of 16-bit copies, of a given state too, where the plain form has float32: a rounding of
+    either has a deviation of 0.3 eps, and three of both are 5/4 eps. Of KDA, whose g has channels, both sums are over
+    the columns of v alone."""
     worst = mean = bias = 0.0
     if float(exact.abs().sum()) ** 2 < 500 * float(exact.square().sum()):
         worst = eps * float(exact.abs().max())
-    if name == "dg":
+    if name in ("dg", "dbeta"):
         chunks = exact.shape[0] * -(-exact.shape[1] // 64) * exact.shape[2]
         bias = 4 * float(plain_error.abs().mean()) / chunks ** 0.5
-        if state is not None and state.numel():
+        if name == "dg" and state is not None and state.numel():
             sizes = 5 / 4 * eps * (state.detach().double() * dstate).norm(dim=(2, 3) if exact.ndim == 3 else 3)
             worst, mean, bias = worst + float(sizes.max()), float(sizes.mean()), bias + float(sizes.mean())
     return worst, mean, bias
