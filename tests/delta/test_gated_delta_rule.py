@@ -53,11 +53,12 @@ def check(ours, plain, exact, dtype, g, other=None):
         if other is not None:
             change = (other[i] - three[2]).abs()
             absolute = tuple(a + 4 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
-        check_error(name, *three, rounding=(relative, absolute))
+        # In float32 the plain form substitutes where blocks are multiplied here.
+        check_error(name, *three, factor=3 if dtype == torch.float32 else 2, rounding=(relative, absolute))
 
 
 def with_other_keys(name, q, k, dtype, *others):
-    if name in REFLECTED or (name.startswith("equal keys") and dtype == torch.float32):
+    if name in REFLECTED:
         return exactly(q, k.double() * (1 + torch.finfo(dtype).eps / 2), *others)
 
 
