@@ -15,13 +15,13 @@
 // - The pairs of a chunk are in both with the same rounded weights P, and cancel.
 // - Between chunks, with G the gradient behind a chunk, dg of its first step is
 //     D = X + sum of (q_i e^(l_i))^ . S dout_i,   X = e^(l_e) <G, S> = D' - sum of (k_j e^(l_e - l_j))^ . G v_j
-//   with D' that of the chunk behind. The operands are rounded (^) as those that the other sweep makes its state of, and
-//   S and G are read in two parts, 16 bits each. Then D' and D are <G, S> of the very states that the sweeps carry.
+//   with D' that of the chunk behind. The operands are rounded (^) as those that the other sweep makes its state of,
+//   and S and G are read in two parts, 16 bits each. Then D' and D are <G, S> of the very states that the sweeps carry.
 // - Inside of a chunk, with row_i = q_i . dq_i, col_i = k_i . dk_i and out_i the part of col_i that comes from G,
 //     dg_t = X + sum over i >= t of (row_i - col_i + out_i) + sum over j < t of out_j
 //
-// Roles: a loader thread; a scan warp: g -> vectors; a score warpgroup: P; GROUPS state warpgroups, each with 64 rows of
-// the state; with DOTS a collect warp: sums of products -> memory or dg.
+// Roles: a loader thread; a scan warp: g -> vectors; a score warpgroup: P; GROUPS state warpgroups, each with 64 rows
+// of the state; with DOTS a collect warp: sums of products -> memory or dg.
 //
 // Registers of a thread, N = 128, GROUPS = 2   tiles that live together                                the rest
 //   state, 184                                 S 64, y 32, z 16, sums of columns 16; or S 64, y 32,    30
@@ -37,8 +37,8 @@ enum { Q = 64, TILES = GROUPS * (1 + DOTS), NEXT = BACKWARDS ? -1 : 1 };
 
 // e^(l_i), e^(l_e - l_i); what P's exponent is made of, for rows minus columns
 struct vectors { sv<Q> decay, tail, row, col; };
-// Parts of the sums of y z over a step: all of it, and what comes from the state; of the latter with the rounded operand,
-// over a row
+// Parts of the sums of y z over a step: all of it, and what comes from the state; of the latter with the rounded
+// operand, over a row
 struct found { sv<4 * Q> all[GROUPS], carried[GROUPS]; sv<Q> between[GROUPS]; };
 struct shared {
   st<elem, Q, N> b[2], c[2];
@@ -177,8 +177,8 @@ TILE void score(const params &p, shared &s, int) {
   }
 }
 
-// y = S c^T, 64 columns of the state at a time: so few registers hold its 16-bit copy, with DOTS in two parts. The first
-// has the 8 leading bits, as (1 + 2^16) S - 2^16 S, of which only the sum is rounded.
+// y = S c^T, 64 columns of the state at a time: so few registers hold its 16-bit copy, with DOTS in two parts. The
+// first has the 8 leading bits, as (1 + 2^16) S - 2^16 S, of which only the sum is rounded.
 TILE void read_panel(rt<float, Q> &y, const rt<float, N> &state, const st<elem, Q, N> &c, int col) {
   rt<float, N> wide;
   rt<elem, 64> part, rest;

@@ -22,8 +22,8 @@ typedef struct ssd_pass {
   float *final;             // the same, or NULL; may be `initial`
   // [segment, rows, heads, head_dim, state_dim] or NULL: the state in front of segments 1, 2, ... of `every` chunks
   float *starts;
-  // [rows, cut_stride, heads, head_dim, state_dim], [rows, cut_stride, heads], as of ssd_join_params, or NULL: the state
-  // behind each part but the last, in the pass's order
+  // [rows, cut_stride, heads, head_dim, state_dim], [rows, cut_stride, heads], as of ssd_join_params, or NULL: the
+  // state behind each part but the last, in the pass's order
   float *cuts, *decays;
   int backwards, keep;      // keep: write `states`
 } ssd_pass;
@@ -50,7 +50,7 @@ typedef struct ssd_bwd_params {
   float scale, log_scale;   // of y, as in ssd_fwd_params
   const float *d;           // [heads] or NULL
   float *ddt;               // [batch, step, head], or of gates NULL: not wanted
-  float *sums;              // [batch, 3 all_chunks, heads]: shares of da, then of dd, then of ddt_bias; of gates or NULL
+  float *sums;              // [batch, 3 all_chunks, heads]: shares of da, then dd, then ddt_bias; of gates or NULL
   // dx again, for the last chunks of packed rows; strides of batch, step, head or group in elements
   void *dx_data, *db, *dc;
   int64_t dx_stride[3], db_stride[3], dc_stride[3];

@@ -1,7 +1,8 @@
 // States of SSD at the cuts of a sequence: what ssd_fwd.cu's S becomes from 0 over a segment of whole chunks,
 //   S = e^(l_e) S + (x_j dt_j e^(l_e - l_j))^T b
-// and the product of the e^(l_e), by which a state before the segment decays. BACKWARDS, of linear attention's gradients,
-// it is what becomes of 0 behind a segment on the way to its first step, with e^L the product of the e^(l_e) in front,
+// and the product of the e^(l_e), by which a state before the segment decays. BACKWARDS, of linear attention's
+// gradients, it is what becomes of 0 behind a segment on the way to its first step, with e^L the product of the e^(l_e)
+// in front,
 //   S   = S + (x_j e^(L + l_j))^T b
 // and the cuts are those of the last segment, the one before, and so on.
 // A unit is 64 rows of a head's state. A block has SLOTS units of one group of heads, which share b; where the group
@@ -10,8 +11,8 @@
 #include "tile/tile.h"
 #include "ssd/ssd_fwd.h"
 
-// Q: steps of a chunk. N (state), HEADS (units of a warpgroup: 1 or 2), GROUPS, BACKWARDS, STAGES and *_REGS come from the row. A
-// unit's state is TILES tiles of W columns.
+// Q: steps of a chunk. N (state), HEADS (units of a warpgroup: 1 or 2), GROUPS, BACKWARDS, STAGES and *_REGS come from
+// the row. A unit's state is TILES tiles of W columns.
 enum { Q = 64, SLOTS = GROUPS * HEADS, W = N < 128 ? N : 128, TILES = N / W, SCANS = 2, MINE = SLOTS / SCANS };
 static_assert(HEADS * TILES <= 2, "a warpgroup has two tiles of state");
 
