@@ -16,7 +16,7 @@
 // Registers of a thread, N = 128   tiles that live together                                     the rest
 //   state, 232 or 240              D 64, D^T k^T 32, dO^T P 32, copy of D 32, dO 16, dO or z 16   30
 //   loader, scan, trim             -                                                              vectors of two each
-#include "delta/delta_prepare.h"
+#include "delta/delta_gains.h"
 #include "delta/delta_bwd.h"
 
 // N (columns of D^T, those of K), GROUPS, CHANNELS, EARLY, LATE and *_REGS come from the row.
@@ -88,26 +88,11 @@ TILE void scan(const params &p, shared &s, int) {
   given_steps next;
   if (t.chunks == 0) return;
   int last = t.first + (t.chunks - 1) * Q;
-  if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, last);
-  else load_given(next, p.rows, p.gates, t, last);
+  load_gates(next, p.rows, p.gates, t, last);
   for (int chunk = t.chunks - 1; chunk >= 0; chunk--) {
     int before = t.first + (chunk > 0 ? chunk - 1 : 0) * Q;
     ring_acquire(s.v_ring, at);
-    chunk_vectors &v = s.v[at.stage];
-    wv<Q> gain;
-    if (CHANNELS) {
-      put_beta(v.beta, next.beta, p.gates);
-      load_beta(next.beta, p.rows, p.gates, t, before);
-      load(gain, v.beta);
-    } else {
-      wv<Q> weight;
-      put_vectors(v, next, p.gates, t.head, p.scale);
-      load_given(next, p.rows, p.gates, t, before);
-      load(gain, v.beta);
-      load(weight, v.weight);
-      map(gain, gain, weight, [](float b, float w) { return b * w; });
-    }
-    store(s.gains[at.stage], gain);
+    scan_chunk(s.v[at.stage], s.gains[at.stage], next, p.rows, p.gates, t, p.scale, before);
     sem_arrive<WARP>(s.v_ring.full[at.stage]);
     ring_next(s.v_ring, at);
   }

@@ -14,7 +14,7 @@
 // Registers of a thread, D = 128   tiles that live together                       the rest
 //   state, 232 or 240              S 64, S^T k^T 32, copy of S 32, v 16, fp16 16  30
 //   loader, scan, trim             -                                              vectors of two each
-#include "delta/delta_prepare.h"
+#include "delta/delta_gains.h"
 
 // D (columns of S^T, those of K), GROUPS, CHANNELS, STAGES and *_REGS come from the row.
 enum { VECTORS = 3 };
@@ -75,26 +75,11 @@ TILE void scan(const params &p, shared &s, int) {
   const row_task &t = b.r;
   ring_pos at = {};
   given_steps next;
-  if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, t.first);
-  else load_given(next, p.rows, p.gates, t, t.first);
+  load_gates(next, p.rows, p.gates, t, t.first);
   for (int chunk = 0; chunk < t.chunks; chunk++) {
     int behind = t.first + (chunk + 1) * Q;
     ring_acquire(s.vec_ring, at);
-    chunk_vectors &v = s.vec[at.stage];
-    wv<Q> gain;
-    if (CHANNELS) {
-      put_beta(v.beta, next.beta, p.gates);
-      load_beta(next.beta, p.rows, p.gates, t, behind);
-      load(gain, v.beta);
-    } else {
-      wv<Q> weight;
-      put_vectors(v, next, p.gates, t.head, p.scale);
-      load_given(next, p.rows, p.gates, t, behind);
-      load(gain, v.beta);
-      load(weight, v.weight);
-      map(gain, gain, weight, [](float b, float w) { return b * w; });
-    }
-    store(s.gains[at.stage], gain);
+    scan_chunk(s.vec[at.stage], s.gains[at.stage], next, p.rows, p.gates, t, p.scale, behind);
     sem_arrive<WARP>(s.vec_ring.full[at.stage]);
     ring_next(s.vec_ring, at);
   }
