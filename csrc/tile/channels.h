@@ -7,6 +7,8 @@
 #pragma once
 #include "tile/tile.h"
 #define CHANNEL_RULES(C) static_assert((C) == 64 || (C) == 128, "channels of a tile of sums: 64 or 128")
+#define IN_PLACE_RULES(Tile, Other) \
+  static_assert(alignof(Tile) <= alignof(Other), "as aligned as the tile whose memory it takes")
 template<int C> struct ct;
 template<int C> struct hv;
 template<int C> struct hm;
@@ -46,11 +48,7 @@ template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int
 TILE void store_steps(float *g, const rv &v, int64_t stride, int n);
 
 // A shared tile in the memory of another, whose values are lost.
-template<class Tile, class Other> TILE Tile &in_place_of(Other &t) {
-  static_assert(alignof(Tile) <= alignof(Other), "as aligned as the tile whose memory it takes");
-  asm volatile("" ::: "memory");   // to the compiler, tiles of different types have nothing to do with each other
-  return *(Tile *)&t;
-}
+template<class Tile, class Other> TILE Tile &in_place_of(Other &t);
 #ifdef __CUDACC__
 #include "tile/sm90/channels.h"
 #else

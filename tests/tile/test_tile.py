@@ -440,8 +440,8 @@ def check_inverse(c):
     same(c.matrix()[~blocks], np.zeros(64 * 48, np.float32))
 
 
-CHECKS = {"slice_form": check_slices, "inverse_form": check_inverse, "map_scalar": check_scalar, "map_form": check_form, "map_elem": check_elem,
-          "row_reduction": check_reduction,
+CHECKS = {"slice_form": check_slices, "inverse_form": check_inverse, "map_scalar": check_scalar,
+          "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
           "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced,
           "accumulators": check_accumulators, "scalars": check_scalars, "float_rows": check_float_rows}
 

@@ -138,3 +138,9 @@ TILE void store_steps(float *g, const rv &v, int64_t stride, int n) {
   reads(v);
   for (int r = 0; r < 64 && r < n; r++) g[r * stride] = v.d[r];
 }
+// To the compiler, tiles of different types have nothing to do with each other: accesses might change places.
+template<class Tile, class Other> TILE Tile &in_place_of(Other &t) {
+  IN_PLACE_RULES(Tile, Other);
+  asm volatile("" ::: "memory");
+  return *(Tile *)&t;
+}
