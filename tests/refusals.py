@@ -31,6 +31,21 @@ def run_python(program, *options):
     return subprocess.run([sys.executable, *options, "-c", program], capture_output=True, text=True)
 
 
+def probe_sizes(ops, sizes):
+    """explain of sizes that no problem has: an answer or an error. In a process of its own: a division may kill it."""
+    result = run_python(f"""
+from margay import _C
+for op in {tuple(ops)}:
+    for name in {tuple(sizes)}:
+        for absurd in (-2**63, -1, 0, 2**31, 2**63 - 1):
+            for gpu in (False, True):
+                try: _C.explain(op, dtype="bfloat16", gpu=gpu, **{{name: absurd}})
+                except (ValueError, OverflowError, TypeError, NotImplementedError): continue
+print("alive")
+""")
+    assert result.returncode == 0 and result.stdout == "alive\n", result.stderr
+
+
 class Wrapped(torch.Tensor):
     """A subclass that sees every call on it."""
 

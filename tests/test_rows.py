@@ -1,6 +1,9 @@
 """What follows from the rows of csrc/ops.def: stubs, the table in docs, and two checkers, C's and Python's, that say
 the same."""
 
+import ctypes
+import math
+import mmap
 import random
 import re
 import subprocess
@@ -41,10 +44,22 @@ def problem_of(row, r):
     return row.problem(r, 1, 40)
 
 
+def guarded(shape, dtype):
+    """Zeros that end where memory does: what reads or writes behind them ends the process."""
+    size, page = math.prod(shape) * np.dtype(dtype).itemsize, mmap.PAGESIZE
+    memory = np.frombuffer(mmap.mmap(-1, (-(-size // page) + 1) * page), np.uint8)
+    end = memory.size - page
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory.ctypes.data + end), ctypes.c_size_t(page), 0) == 0
+    return memory[end - size:end].view(dtype).reshape(shape)
+
+
+zeros = np.zeros                                      # `guarded` in a process of its own
+
+
 def tensors_of(row, n):
     """Of what is written, all that there is; scratch of bytes has more than any op wants."""
     shape = lambda f: [1 << 24] if f["role"] in ("space", "optwork") else [n[size] for size in f["sizes"]]  # noqa: E731
-    return {f["name"]: np.zeros(shape(f), DTYPES[f["kind"]]) for f in row.arguments
+    return {f["name"]: zeros(shape(f), DTYPES[f["kind"]]) for f in row.arguments
             if f["role"] != "num" and n.get(f["name"], True)}
 
 
@@ -83,11 +98,11 @@ def test_both_checkers_say_the_same(row):
             shape = list(tensors[f["name"]].shape)
             at = r.randrange(len(shape))
             shape[at] = r.choice((0, shape[at] + 1))
-            tensors[f["name"]] = np.zeros(shape, tensors[f["name"]].dtype)
+            tensors[f["name"]] = zeros(shape, tensors[f["name"]].dtype)
         elif kind == 2:
-            tensors[f["name"]] = np.zeros((1, *tensors[f["name"]].shape), tensors[f["name"]].dtype)
+            tensors[f["name"]] = zeros((1, *tensors[f["name"]].shape), tensors[f["name"]].dtype)
         else:
-            tensors[f["name"]] = np.zeros(tensors[f["name"]].shape, np.float16)
+            tensors[f["name"]] = zeros(tensors[f["name"]].shape, np.float16)
         in_c, in_python = both(row, tensors, {})
         written = {g["name"] for g in (*row.results, *row.saves, *row.work)}
         if in_c is not None and re.match(rf"{row.called}: (\w+) ", in_c[1])[1] in written:
@@ -96,6 +111,40 @@ def test_both_checkers_say_the_same(row):
         assert in_c == in_python, n
         refused += in_c is not None
     assert refused > 5
+
+
+def test_nothing_behind_a_tensor_is_touched():
+    """By what both checkers take."""
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_rows
+test_rows.zeros = test_rows.guarded
+for row in test_rows.IN_NUMPY:
+    print(row.name, flush=True)
+    test_rows.test_both_checkers_say_the_same(row)
+"""
+    result = subprocess.run([sys.executable, "-c", program, str(ROOT / "tests")], capture_output=True,
+                            text=True)
+    assert result.returncode == 0, f"{result.stdout[-100:]} {result.returncode} {result.stderr[-1000:]}"
+
+
+COMPUTED = {row.name: [(f, at) for f in row.inputs for at, size in enumerate(f["sizes"])
+                       if size in (let for let, _, _ in row.lets)] for row in IN_NUMPY}
+
+
+@pytest.mark.parametrize("row", [row for row in IN_NUMPY if COMPUTED[row.name]], ids=lambda row: row.name)
+def test_what_is_read_has_the_sizes_that_follow(row):
+    """Both checkers refuse an input whose size is not what the row computes: a kernel would read behind its end."""
+    r = random.Random(2)
+    for f, at in COMPUTED[row.name]:
+        n = next(n for n in iter(lambda: problem_of(row, r), None) if n[f["name"]])
+        tensors = tensors_of(row, n)
+        shape = list(tensors[f["name"]].shape)
+        for other in {0, shape[at] + 1} - {shape[at]}:
+            tensors[f["name"]] = np.zeros([*shape[:at], other, *shape[at + 1:]], DTYPES[f["kind"]])
+            in_c, in_python = both(row, tensors, {})
+            assert in_c == in_python and in_c and in_c[0] is ValueError, (f["name"], at, n, in_c)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

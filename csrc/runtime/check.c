@@ -404,7 +404,7 @@ static mg_status check_known(const char *op, const mg_row *row, const int64_t *n
   return MG_OK;
 }
 
-// What is read decides, and LET; results are compared with both.
+// What is read decides, and LET; what is read is compared with LET, and results with both.
 static mg_status check_sizes(const char *op, const mg_row *row, const void *args,
                              const given *g, int count, bool only_space,
                              mg_sizes *sizes) {
@@ -417,6 +417,10 @@ static mg_status check_sizes(const char *op, const mg_row *row, const void *args
   if (!status && only_space) status = check_known(op, row, n);
   const mg_need *broken = status ? NULL : row->derive(args, sizes);
   if (broken) status = refuse(op, row, args, broken, n, first);
+  for (const mg_field *f = row->field; f->role; f++)
+    if (f->role == ROLE_LET) first[f->size[0]].field = NULL;
+  for (int i = 0; i < count && !status; i++)
+    if (mg_is_read(g[i].rule)) status = compare(op, row, g[i].rule, g[i].tensor, n, first);
   for (int i = 0; i < count && !status; i++)
     if (!mg_is_read(g[i].rule)) status = compare(op, row, g[i].rule, g[i].tensor, n, first);
   return status;

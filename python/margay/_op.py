@@ -268,6 +268,12 @@ def check(row, tensors, numbers, dtype_name, halves):
         found = ", ".join(words for words, name in found.items() if _mentions(text, name))
         error = NotImplementedError if broken["role"] == "takes" else ValueError
         raise error(f"{row.called}: {found}, expected {broken['text'] or text}")
+    lets = {size: text for size, text, _ in row.lets}
+    for f in given:
+        for i, (n, size) in enumerate(zip(tensors[f["name"]].shape, f["sizes"])):
+            if size in lets and n != known[size]:
+                raise ValueError(f"{row.called}: {row.shown[f['name']]} has size {n} in dimension {i}, expected "
+                                 f"{known[size]} ({size} = {lets[size]})")
 
 
 def _number(op, f, value):
