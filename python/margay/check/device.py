@@ -148,7 +148,8 @@ class on_gpu:
 
 
 def run_traced(traced, problem, sms, write=False, delayed=0, longest=0, seed=0):
-    """(outputs, blocks) of the problem with the row's launch replaced by a Build; None: by nothing."""
+    """(outputs, blocks) of the problem with the row's launches replaced by a Build's; None: by nothing. The blocks and
+    the trace are the last launch's, and so are the checker's events."""
     launched = []
 
     @cpu.TAKE
@@ -166,9 +167,12 @@ def run_traced(traced, problem, sms, write=False, delayed=0, longest=0, seed=0):
         return True
     with on_gpu(), cpu.intercepting(take, problem.row["name"], sms):
         outputs = problem.call()
-    if not launched or isinstance(launched[0], BaseException):
-        raise launched[0] if launched else RuntimeError(f"{problem.label} did not launch {problem.row['name']}")
-    return [t.clone() for t in outputs], launched[0]
+    if not launched:
+        raise RuntimeError(f"{problem.label} did not launch {problem.row['name']}")
+    for error in launched:
+        if isinstance(error, BaseException):
+            raise error
+    return [t.clone() for t in outputs], launched[-1]
 
 
 # ---- what each role does on both sides
@@ -217,7 +221,8 @@ def compare_traces(problem, ours, theirs):
 
 def check_delays(build, traced, problem):
     """(lines of findings, launches): results of repeated launches, and with each role delayed in turn."""
-    kernel, runs = problem.kernel, 1
+    import torch
+    kernel, runs, bytes_of = problem.kernel, 1, lambda t: t.contiguous().view(torch.uint8)
     want, _ = run_traced(build, problem, all_sms())
     # Others add in any order
     exact = "attention_bwd" not in kernel.name or kernel.ordered or "_pre_" in kernel.name or "_post_" in kernel.name
@@ -227,8 +232,8 @@ def check_delays(build, traced, problem):
             got, _ = run_traced(traced if mask or i % 2 else build, problem, all_sms(),
                                 False, mask, LONGEST[i % len(LONGEST)], random.Random(f"{name}{i}").randrange(1 << 30))
             runs += 1
-            same = [bool((a == b).all()) if exact else bool((a.float() - b.float()).norm() <= 1e-2 * b.float().norm())
-                    for a, b in zip(got, want)]
+            same = [torch.equal(bytes_of(a), bytes_of(b)) if exact else
+                    bool((a.float() - b.float()).norm() <= 1e-2 * b.float().norm()) for a, b in zip(got, want)]
             if not all(same):
                 how = (f"when {name} is delayed by up to {LONGEST[i % len(LONGEST)]} ns at its synchronising calls"
                        if mask else "from run to run")

@@ -353,6 +353,8 @@ def based(row, large, backward=False):
     most, many = 64 * c.get("GROUPS", 1), 16 * c.get("MANY", 0)
     shapes = [("large", 3000, 70, 16, 0, ()), ("few blocks", 2000, 4, 16, 0, ())] if large else []
     problems = [*shapes, *((label, steps, 2, *rest) for label, steps, *rest in BASED if "MANY" in c), BASED_CUT]
+    if row["op"] == "based_join":       # rows of many heads are not cut
+        problems = [problem for problem in problems if problem[0] != "large"]
     for label, steps, heads, k, *problem in problems:
         problem = row["dtype"], most, steps, heads, k + many, *problem, backward
         yield label, lambda problem=problem: call_based(*problem)
@@ -469,7 +471,7 @@ KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a
 def kda(row, large):
     name = "kda" if row["op"] in ("kda", "kda_prepare") else "kda_bwd"
     columns = constants(row)
-    shapes = [("large", 3000, ("a_log",)), ("few blocks", 640, ())] if large else []
+    shapes = [("large", 3000, ("a_log",)), ("few blocks", 640, ("a_log",))] if large else []
     for label, *problem in [*shapes, *KDA]:
         yield label, lambda problem=problem: call_kda(name, row["dtype"], columns.get("D", columns.get("N")) - 8,
                                                       128 if "v128" in row["name"] else 40, *problem)
@@ -611,7 +613,7 @@ def step_of_generation(row, large):
     ssd = row["op"].startswith("ssd")
     for label, steps, batch, places, given in [*shapes, *(("", *rest) for rest in STEPS)]:
         c, odd = constants(row), row["op"].endswith("_ones")
-        most = c["COLS" if ssd else "ROWS"] - (6 if odd else 4 * steps)
+        most = c["COLS" if ssd else "ROWS"] - (6 if odd else 4 * min(steps, 3))
         sizes = dict(B=batch, T=steps, SLOTS=places, H=2, P=40, G=1, N=most, K=most, V=50 if odd else 52, HG=2, HH=2)
         slots = [*range(places - 1, places - batch, -1), -1]
         yield (label or f"{steps} steps of {batch} samples, {most}",
