@@ -1,10 +1,23 @@
-"""What the tests of the delta rules' forwards share."""
+"""What the tests of the delta rules share: problems, the random ones too, and how far from exact a forward may be."""
+
+import dataclasses
+import random
 
 import pytest
 import torch
 
 from cases import check_error
-from delta_forms import exactly, rounding
+from conftest import SEED
+from delta_forms import HARD, exactly, rounding
+
+DTYPES = ("bfloat16", "float16", "float32")
+SHAPES = ((1, 1, 1, 1, 1), (2, 1, 3, 64, 64), (1, 2, 4, 128, 128), (2, 1, 1, 17, 128), (1, 1, 2, 128, 40),
+          (1, 3, 3, 72, 65))                      # batches, heads of k and of v, columns of k and of v
+AROUND = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)    # steps around a block and whole chunks
+GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "da_log", "ddt_bias")
+# Keys that are alike, with beta |k|^2 near 2: a state is reflected again and again, and no error in it fades. All keys
+# have the same error of rounding, by chance a small one in the one form or in the other.
+REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
 
 
 def skip(device, dtype):
@@ -12,9 +25,62 @@ def skip(device, dtype):
         pytest.skip("computed on the CPU only")
 
 
-# Keys that are alike, with beta |k|^2 near 2: a state is reflected again and again, and no error in it fades. All keys
-# have the same error of rounding, by chance a small one in the one form or in the other.
-REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
+@dataclasses.dataclass
+class Problem:
+    seed: int
+    r: random.Random                              # for what else is drawn
+    device: str
+    dtype: torch.dtype
+    name: str
+    scale: float | None
+    sizes: tuple                                  # B, T, H, HV, K, V
+    starts: tuple | None
+    norms: bool
+    v_first: bool
+    with_state: bool
+    also: str = ""                                # what else was drawn
+
+    def __str__(self):
+        b, steps, h, hv, d, dv = self.sizes
+        return (f"seed {self.seed}: {self.name}, {self.also}{b}x{steps}x{h}/{hv}x{d}/{dv}, {self.dtype}, "
+                f"starts {self.starts}, norms {self.norms}")
+
+    @property
+    def options(self):
+        """Of hard(name, seed, *sizes, **options)."""
+        rows = self.sizes[0] if self.starts is None else len(self.starts) - 1
+        return dict(dtype=self.dtype, rows=rows, device=self.device)
+
+
+def draw(seed, device, steps, without):
+    r, gpu = random.Random(seed), device == "cuda"
+    steps, h = r.choice(steps), r.choice((1, 1, 2, 3))
+    hv, b, packed = h * r.choice((1, 2, 3, *(16,) * gpu)), r.choice((1, 1, 2)), r.random() < 0.3
+    d, dv = r.choice(((64, 64), (128, 128), (128, 64), (64, 128), (r.randrange(1, 129), r.randrange(1, 129))))
+    dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
+    name, scale = r.choice([name for name in HARD if name not in without(dtype)]), r.choice((None, None, 0.3, 1.0))
+    b = 1 if packed else b
+    if b * steps * hv > 2**17:                    # much memory for the exact answers
+        b, hv = 1, min(hv, 3 * h)
+    starts = (0, *sorted(r.randrange(steps + 1) for _ in range(r.randrange(4))), steps) if packed else None
+    norms, v_first, with_state = r.random() < 0.3, r.random() < 0.3, r.random() < 0.5
+    return Problem(seed, r, device, dtype, name, scale, (b, steps, h, hv, d, dv), starts, norms, v_first, with_state)
+
+
+def random_tests(check, on_cpu, on_gpu, without=lambda dtype: ()):
+    """Two tests for the file that calls this: check() of 200 random problems on the CPU, and of 500 on a GPU. on_cpu,
+    on_gpu: numbers of steps to choose from. without: names of HARD that are left out where a type is drawn."""
+    def tests(device, count, steps):
+        @pytest.mark.parametrize("group", range(10))
+        def test_random(group):
+            for i in range(group * count // 10, (group + 1) * count // 10):
+                problem = draw(SEED * 1000 + i, device, steps, without)
+                try:
+                    check(problem)
+                except AssertionError as error:
+                    raise AssertionError(f"{problem}: {error}") from error
+        return test_random
+    return tests("cpu", 200, on_cpu), pytest.mark.gpu(tests("cuda", 500, on_gpu))
 
 
 def check(ours, plain, exact, dtype, g, other=None, factors=None, size=0.0):

@@ -236,9 +236,9 @@ def test_hard_values(op, device):
     k[:] = torch.nn.functional.normalize(k[:1, :1].float(), dim=-1).to(k.dtype)
     for gate, weight, size in ((-torch.inf, 1.0, 1.0), (0.0, 2.0, 1.0), (-1e-3, 1.0, 1e30), (-300.0, 0.0, 1e30)):
         now, values = state * size, (v.float() * size).to(v.dtype)
-        exact = expected(now.cpu(), q.cpu(), k.cpu(), values.cpu(), torch.full_like(
-            g, gate).cpu().double().view(2, 6, 2, -1), torch.full_like(beta, weight).cpu(), None, None, None, None, None,
-            64 ** -0.5, False, True)
+        exact = expected(now.cpu(), q.cpu(), k.cpu(), values.cpu(),
+                         torch.full_like(g, gate).cpu().double().view(2, 6, 2, -1),
+                         torch.full_like(beta, weight).cpu(), None, None, None, None, None, 64 ** -0.5, False, True)
         out = op(now, q, k, values, torch.full_like(g, gate), torch.full_like(beta, weight))
         out, size_out = out / size, exact[1] / size
         (after, large), exact_out = exact[2], exact[0] / size
@@ -258,7 +258,8 @@ def test_refused():
     for given, error, words in (
             (dict(q=q[0, 0]), ValueError, "q has shape [1, 8], expected 3 dimensions"),
             (dict(k=k[:1]), ValueError, "k has shape [1, 2, 1, 8], expected [2, 2, 1, 8]"),
-            (dict(q=torch.cat((q,) * 3, 2)), ValueError, "v has 2 heads, expected a multiple of the 3 heads of q and k"),
+            (dict(q=torch.cat((q,) * 3, 2)), ValueError,
+             "v has 2 heads, expected a multiple of the 3 heads of q and k"),
             (dict(state=state[:1]), ValueError, "state has shape [1, 2, 8, 16], expected [2, 2, 8, 16]"),
             (dict(state=state[:1].expand(2, 2, 8, 16)), BufferError, "its elements may share memory"),
             (dict(beta=beta[:, :1]), ValueError, "beta has shape [2, 1, 2], expected [2, 2, 2]"),
@@ -270,7 +271,8 @@ def test_refused():
             (dict(num_accepted_tokens=at[0]), ValueError, "expected None without token_indices"),
             (dict(token_indices=at, intermediate_states=kept), ValueError, "expected None where intermediate_states"),
             (dict(intermediate_states=kept[:, :1]), ValueError, "expected [2 or more, 2 or more, 2, 8, 16]"),
-            (dict(intermediate_states=kept.bfloat16()), TypeError, "has dtype bfloat16, expected float32 (same as state)"),
+            (dict(intermediate_states=kept.bfloat16()), TypeError,
+             "has dtype bfloat16, expected float32 (same as state)"),
             (dict(intermediate_states=torch.zeros(2, 2, 2, 16, 8).mT), ValueError, "another dimension contiguous"),
             (dict(intermediate_states=state[None].expand(2, 2, 2, 8, 16)), BufferError, "share"),
             (dict(scale=-1.0), ValueError, "scale is -1, expected a positive finite number"),

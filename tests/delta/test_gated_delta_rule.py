@@ -1,27 +1,18 @@
 """gated_delta_rule against the recurrence in float64: hard gates, keys and values, odd sizes, packed rows, all forms of
 the computation."""
 
-import random
-
 import numpy as np
 import pytest
 import torch
 
 import margay as mg
 from cases import DEVICES, check_error
-from conftest import SEED
+from delta_cases import AROUND, DTYPES, REFLECTED, SHAPES, random_tests, skip
 from delta_forms import HARD, by_chunks, exactly, gates, hard, normalised, rounding, strength
 from margay._shared import of_row
 
-CPU, GPU = 200, 500
 FORMS = ("one kernel", "prepared", "cut")     # the last: the second where rows are short
-DTYPES = ("bfloat16", "float16", "float32")
 STEPS = (1, 15, 16, 17, 63, 64, 65, 300)
-
-
-def skip(device, dtype):
-    if device == "cuda" and dtype == "float32":
-        pytest.skip("computed on the CPU only")
 
 
 def run(form, q, k, v, g, beta, scale=None, state=None, starts=None, *, gate=(None, None), beta_form=0, norms=False,
@@ -33,11 +24,6 @@ def run(form, q, k, v, g, beta, scale=None, state=None, starts=None, *, gate=(No
     out, last = of_row("gated_delta_rule")(q, k, v, g, beta.float(), *gate, state, starts, scale or 0.0, beta_form,
                                            norms, v_first, 1 + FORMS.index(form))
     return out, last.mT if v_first else last
-
-
-# Keys that are alike, with beta |k|^2 near 2: a state is reflected again and again, and no error in it fades. All keys
-# have the same error of rounding, by chance a small one in the one form or in the other.
-REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
 
 
 def check(ours, plain, exact, dtype, g, other=None):
@@ -77,8 +63,7 @@ def test_hard(device, dtype, name, form):
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
-@pytest.mark.parametrize("shape", ((1, 1, 1, 1, 1), (2, 1, 3, 64, 64), (1, 2, 4, 128, 128), (2, 1, 1, 17, 128),
-                                   (1, 1, 2, 128, 40), (1, 3, 3, 72, 65)), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes(device, dtype, shape, form):
@@ -234,44 +219,20 @@ def test_refused(kind, text, other):
         mg.gated_delta_rule(**given)
 
 
-def check_random(seed, device):
-    r = random.Random(seed)
-    gpu = device == "cuda"
-    steps = r.choice((0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257) + (700, 1500, 4097) * gpu)
-    steps = steps if gpu or r.random() < 0.9 else r.choice((1024, 1100, 1537))
-    h = r.choice((1, 1, 2, 3))
-    hv, b, packed = h * r.choice((1, 2, 3, *(16,) * gpu)), r.choice((1, 1, 2)), r.random() < 0.3
-    d, dv = r.choice(((64, 64), (128, 128), (128, 64), (64, 128), (r.randrange(1, 129), r.randrange(1, 129))))
-    dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
-    name, form, scale = r.choice([*HARD]), r.choice(FORMS), r.choice((None, None, 0.3, 1.0))
-    b = 1 if packed else b
-    if b * steps * hv > 2**17:                             # much memory for the exact answers
-        b, hv = 1, min(hv, 3 * h)
-    starts = (0, *sorted(r.randrange(steps + 1) for _ in range(r.randrange(4))), steps) if packed else None
-    rows, norms, v_first = b if starts is None else len(starts) - 1, r.random() < 0.3, r.random() < 0.3
-    q, k, v, g, beta, state, _, _ = hard(name, seed, b, steps, h, hv, d, dv, dtype=dtype, rows=rows, device=device)
-    state = state if r.random() < 0.5 else None
-    where = f"seed {seed}: {name}, {form}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, norms {norms}"
-    try:
-        ours = run(form, q, k, v, g, beta, scale, state, starts, norms=norms, v_first=v_first)
-        wide = [normalised(t.double()) if norms else t for t in (q, k)]
-        exact = exactly(*wide, v, g, beta, scale, state, starts)
-        other = with_other_keys(name, *wide, dtype, v, g, beta, scale, state, starts)
-        if norms:
-            q, k = normalised(q), normalised(k)
-        check(ours, by_chunks(q, k, v, g, beta, scale, state, starts), exact, dtype, g, other)
-    except AssertionError as error:
-        raise AssertionError(f"{where}: {error}") from error
+def check_random(p):
+    form = p.r.choice(FORMS)
+    p.also = f"{form}, "
+    q, k, v, g, beta, state, _, _ = hard(p.name, p.seed, *p.sizes, **p.options)
+    state = state if p.with_state else None
+    ours = run(form, q, k, v, g, beta, p.scale, state, p.starts, norms=p.norms, v_first=p.v_first)
+    wide = [normalised(t.double()) if p.norms else t for t in (q, k)]
+    exact = exactly(*wide, v, g, beta, p.scale, state, p.starts)
+    other = with_other_keys(p.name, *wide, p.dtype, v, g, beta, p.scale, state, p.starts)
+    if p.norms:
+        q, k = normalised(q), normalised(k)
+    check(ours, by_chunks(q, k, v, g, beta, p.scale, state, p.starts), exact, p.dtype, g, other)
 
 
-@pytest.mark.parametrize("group", range(10))
-def test_random(group):
-    for i in range(group * CPU // 10, (group + 1) * CPU // 10):
-        check_random(SEED * 1000 + i, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", range(10))
-def test_random_on_the_gpu(group):
-    for i in range(group * GPU // 10, (group + 1) * GPU // 10):
-        check_random(SEED * 1000 + i, "cuda")
+SOME = (0, *AROUND, 200, 257)
+test_random, test_random_on_the_gpu = random_tests(check_random, (*SOME, *SOME, 1024, 1100, 1537),
+                                                   (*SOME, 700, 1500, 4097))

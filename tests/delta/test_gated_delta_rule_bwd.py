@@ -1,28 +1,16 @@
 """Gradients of gated_delta_rule against autograd of the recurrence in float64: hard gates, keys and values, odd sizes,
 packed rows, gates and norms as models have them."""
 
-import random
-
 import pytest
 import torch
 
 import margay as mg
 from cases import DEVICES, check_error
-from conftest import SEED
+from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip
 from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, rounding, strength, worst_products
 from margay import _op
 
-CPU, GPU = 200, 500
-DTYPES = ("bfloat16", "float16", "float32")
 STEPS = (1, 15, 16, 17, 63, 64, 65, 200)
-NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "da_log", "ddt_bias")
-# A state is reflected again and again, and no error in it fades: by chance a small one in one form or in the other.
-REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
-
-
-def skip(device, dtype):
-    if device == "cuda" and dtype == "float32":
-        pytest.skip("computed on the CPU only")
 
 
 def inputs(name, seed, *sizes, dtype, device, rows=None, with_state=True):
@@ -58,7 +46,7 @@ def check(ours, plain, exact, dtype, given, other=None):
     such a difference."""
     q, k, _, g, _, state = given[:6]
     products = worst_products(q, k, *exact[:2])
-    for i, (name, *three) in enumerate(zip(NAMES, ours, plain, exact)):
+    for i, (name, *three) in enumerate(zip(GRADIENTS, ours, plain, exact)):
         if three[2] is None or not three[2].numel():
             continue
         relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g, products)
@@ -102,8 +90,7 @@ def test_hard(device, dtype, name):
         assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("shape", ((1, 1, 1, 1, 1), (2, 1, 3, 64, 64), (1, 2, 4, 128, 128), (2, 1, 1, 17, 128),
-                                   (1, 1, 2, 128, 40), (1, 3, 3, 72, 65)), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes(device, dtype, shape):
@@ -162,7 +149,7 @@ def test_packed(device, dtype):
         part = [t[:, first:end].detach().requires_grad_() for t in given[:5]]
         part.append(given[5][i:i + 1].detach().requires_grad_())
         alone = gradients(run(*part, use_qk_l2norm=True), part, dout[:, first:end], dlast[i:i + 1])
-        for name, a, b in zip(NAMES, alone[:5], ours):
+        for name, a, b in zip(GRADIENTS, alone[:5], ours):
             assert torch.equal(a, b[:, first:end]), (name, i)
         assert torch.equal(alone[5][0], ours[5][i]), i
     with torch.no_grad():
@@ -181,12 +168,12 @@ def test_what_is_asked_for(device):
     both = gradients((out, last), given, dout, dlast)
     for i, t in enumerate(given):
         out, last = run(*(x if x is t else x.detach() for x in given))
-        assert torch.equal(torch.autograd.grad((out, last), t, (dout, dlast))[0], both[i]), NAMES[i]
+        assert torch.equal(torch.autograd.grad((out, last), t, (dout, dlast))[0], both[i]), GRADIENTS[i]
     none = gradients(run(*given), given, dout, torch.zeros_like(dlast))
     wanted = torch.autograd.grad(run(*given)[0], given, dout)
     assert all(map(torch.equal, wanted, none))
     small = gradients(run(*given), given, dout * 2.0**-60, dlast * 2.0**-60)
-    for name, a, b in zip(NAMES, small, both):
+    for name, a, b in zip(GRADIENTS, small, both):
         torch.testing.assert_close(a * 2.0**60, b, rtol=1e-2, atol=1e-2 * float(b.abs().max()), msg=name)
 
 
@@ -214,43 +201,19 @@ def test_segments():
     cut = lambda t, place: t.detach().narrow(place, 100, 16).contiguous()  # noqa: E731
     part = [cut(t, 1 if i == 5 else 2).requires_grad_() for i, t in enumerate(given)]
     alone = gradients(run(*part), part, cut(dout, 2), cut(dlast, 1))
-    for i, name in enumerate(NAMES[:6]):
+    for i, name in enumerate(GRADIENTS[:6]):
         assert torch.equal(cut(whole[i], 1 if i == 5 else 2), alone[i]), name
 
 
-def check_random(seed, device):
-    r = random.Random(seed)
-    gpu = device == "cuda"
-    steps = r.choice((0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 150) + (700, 1500) * gpu)
-    h = r.choice((1, 1, 2, 3))
-    hv, b, packed = h * r.choice((1, 2, 3, *(16,) * gpu)), r.choice((1, 1, 2)), r.random() < 0.3
-    d, dv = r.choice(((64, 64), (128, 128), (128, 64), (64, 128), (r.randrange(1, 129), r.randrange(1, 129))))
-    dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
-    name, scale = r.choice([*HARD]), r.choice((None, None, 0.3, 1.0))
-    if dtype == torch.float16 and name == "beta near 2":   # README: what does not work yet
-        dtype = torch.bfloat16
-    b = 1 if packed else b
-    if b * steps * hv > 2**17:                             # much memory for the exact answers
-        b, hv = 1, min(hv, 3 * h)
-    starts = (0, *sorted(r.randrange(steps + 1) for _ in range(r.randrange(4))), steps) if packed else None
-    rows, norms, v_first = b if starts is None else len(starts) - 1, r.random() < 0.3, r.random() < 0.3
-    given, dout, dlast = inputs(name, seed, b, steps, h, hv, d, dv, dtype=dtype, device=device, rows=rows,
-                                with_state=r.random() < 0.5)
-    where = f"seed {seed}: {name}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, norms {norms}"
-    try:
-        compare(given, dout, dlast, name, scale, starts, norms, v_first)
-    except AssertionError as error:
-        raise AssertionError(f"{where}: {error}") from error
+def check_random(p):
+    given, dout, dlast = inputs(p.name, p.seed, *p.sizes, **p.options, with_state=p.with_state)
+    compare(given, dout, dlast, p.name, p.scale, p.starts, p.norms, p.v_first)
 
 
-@pytest.mark.parametrize("group", range(10))
-def test_random(group):
-    for i in range(group * CPU // 10, (group + 1) * CPU // 10):
-        check_random(SEED * 1000 + i, "cpu")
+def without(dtype):
+    """README: what does not work yet."""
+    return ("beta near 2",) if dtype == torch.float16 else ()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", range(10))
-def test_random_on_the_gpu(group):
-    for i in range(group * GPU // 10, (group + 1) * GPU // 10):
-        check_random(SEED * 1000 + i, "cuda")
+test_random, test_random_on_the_gpu = random_tests(check_random, (0, *AROUND, 150), (0, *AROUND, 150, 700, 1500),
+                                                   without)

@@ -1,8 +1,6 @@
 """kda against the recurrence in float64: hard gates, keys and values, odd sizes, packed rows, gates and norms as models
 have them."""
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -10,12 +8,9 @@ import torch
 import delta_cases
 import margay as mg
 from cases import DEVICES
-from conftest import SEED
-from delta_cases import skip, with_other_keys
+from delta_cases import AROUND, DTYPES, SHAPES, random_tests, skip, with_other_keys
 from delta_forms import GATES, HARD, by_chunks, exactly, gates, hard, normal, normalised, strength
 
-CPU, GPU = 200, 500
-DTYPES = ("bfloat16", "float16", "float32")
 STEPS = (1, 15, 16, 17, 63, 64, 65, 300)
 
 
@@ -121,8 +116,7 @@ def test_a_reset(device):
             assert float((x.float() - y.float()).abs().max()) <= allowed * largest + 2**-8 * (step > 64)
 
 
-@pytest.mark.parametrize("shape", ((1, 1, 1, 1, 1), (2, 1, 3, 64, 64), (1, 2, 4, 128, 128), (2, 1, 1, 17, 128),
-                                   (1, 1, 2, 128, 40), (1, 3, 3, 72, 65)), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes(device, dtype, shape):
@@ -252,50 +246,25 @@ def test_refused(kind, text, other):
         mg.kda(**given)
 
 
-def check_random(seed, device):
-    r = random.Random(seed)
-    gpu = device == "cuda"
-    steps = r.choice((0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257) + (700, 1500, 4097) * gpu)
-    h = r.choice((1, 1, 2, 3))
-    hv, b, packed = h * r.choice((1, 2, 3, *(16,) * gpu)), r.choice((1, 1, 2)), r.random() < 0.3
-    d, dv = r.choice(((64, 64), (128, 128), (128, 64), (64, 128), (r.randrange(1, 129), r.randrange(1, 129))))
-    dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
-    name, scale = r.choice([*HARD]), r.choice((None, None, 0.3, 1.0))
-    b = 1 if packed else b
-    if b * steps * hv > 2**17:                             # much memory for the exact answers
-        b, hv = 1, min(hv, 3 * h)
-    starts = (0, *sorted(r.randrange(steps + 1) for _ in range(r.randrange(4))), steps) if packed else None
-    rows, norms, v_first = b if starts is None else len(starts) - 1, r.random() < 0.3, r.random() < 0.3
-    q, k, v, g, beta, state = problem(name, seed, b, steps, h, hv, d, dv, dtype=dtype, rows=rows, device=device)
-    other_gates = r.choice((None, *GATES))                 # of other strengths than the name says
-    if other_gates and "keys" not in name and "large" not in name:
-        g = GATES[other_gates](normal(seed, b * steps * hv * d, device)(b, steps, hv, d))
-        g = zeros(q, v) if g is None else g.to(device)
-    state = state if r.random() < 0.5 else None
-    where = (f"seed {seed}: {name}, {other_gates}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, "
-             f"norms {norms}")
-    try:
-        given = state if state is None or not v_first else state.mT.contiguous()
-        out, last = run(q, k, v, g, beta, scale, given, starts, use_qk_l2norm=norms, state_v_first=v_first)
-        wide = [normalised(t.double()) if norms else t for t in (q, k)]
-        exact = exactly(*wide, v, g, beta, scale, state, starts)
-        other = with_other_keys(name, *wide, factors(dtype), v, g, beta, scale, state, starts)
-        if norms:
-            q, k = normalised(q), normalised(k)
-        plain = by_chunks(q, k, v, g, beta, scale, state, starts)
-        check((out, last.mT if v_first else last), plain, exact, dtype, g, other, size_of(q, k, v, scale))
-    except AssertionError as error:
-        raise AssertionError(f"{where}: {error}") from error
+def check_random(p):
+    q, k, v, g, beta, state = problem(p.name, p.seed, *p.sizes, **p.options)
+    other_gates = p.r.choice((None, *GATES))               # of other strengths than the name says
+    p.also = f"{other_gates}, "
+    if other_gates and "keys" not in p.name and "large" not in p.name:
+        b, steps, _, hv, d, _ = p.sizes
+        g = GATES[other_gates](normal(p.seed, b * steps * hv * d, p.device)(b, steps, hv, d))
+        g = zeros(q, v) if g is None else g.to(p.device)
+    state = state if p.with_state else None
+    given = state if state is None or not p.v_first else state.mT.contiguous()
+    out, last = run(q, k, v, g, beta, p.scale, given, p.starts, use_qk_l2norm=p.norms, state_v_first=p.v_first)
+    wide = [normalised(t.double()) if p.norms else t for t in (q, k)]
+    exact = exactly(*wide, v, g, beta, p.scale, state, p.starts)
+    other = with_other_keys(p.name, *wide, factors(p.dtype), v, g, beta, p.scale, state, p.starts)
+    if p.norms:
+        q, k = normalised(q), normalised(k)
+    plain = by_chunks(q, k, v, g, beta, p.scale, state, p.starts)
+    check((out, last.mT if p.v_first else last), plain, exact, p.dtype, g, other, size_of(q, k, v, p.scale))
 
 
-@pytest.mark.parametrize("group", range(10))
-def test_random(group):
-    for i in range(group * CPU // 10, (group + 1) * CPU // 10):
-        check_random(SEED * 1000 + i, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", range(10))
-def test_random_on_the_gpu(group):
-    for i in range(group * GPU // 10, (group + 1) * GPU // 10):
-        check_random(SEED * 1000 + i, "cuda")
+SOME = (0, *AROUND, 200, 257)
+test_random, test_random_on_the_gpu = random_tests(check_random, SOME, (*SOME, 700, 1500, 4097))

@@ -1,21 +1,15 @@
-"""Gradients of kda against those of the recurrence in float64: hard gates, keys and values, odd sizes, packed rows, gates and
-norms as models have them."""
-
-import random
+"""Gradients of kda against those of the recurrence in float64: hard gates, keys and values, odd sizes, packed rows,
+gates and norms as models have them."""
 
 import pytest
 import torch
 
 import margay as mg
 from cases import DEVICES, check_error
-from conftest import SEED
-from delta_cases import REFLECTED, skip
+from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip
 from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, recurrence, rounding, strength
 
-CPU, GPU = 200, 500
-DTYPES = ("bfloat16", "float16", "float32")
 STEPS = (1, 15, 16, 17, 63, 64, 65, 130)
-NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "da_log", "ddt_bias")
 
 
 def problem(name, seed, *sizes, **options):
@@ -68,7 +62,7 @@ def check(inputs, dout, dlast, run, reference, dtype, g, reflected=False):
         half = torch.finfo(torch.float32 if dtype == torch.float32 else torch.float16).eps / 2
         right = reference(exactly)
         other = gradients(lambda q, k, *rest: right(q, k * (1 + half), *rest), inputs, dout, dlast, True)
-    for name, changed, *three in zip(NAMES, other, found, plain, exact):
+    for name, changed, *three in zip(GRADIENTS, other, found, plain, exact):
         if three[0] is None or not three[0].numel():
             continue
         mine, theirs, right = three
@@ -81,7 +75,7 @@ def check(inputs, dout, dlast, run, reference, dtype, g, reflected=False):
         relative, absolute = rounding(name, mine, theirs - right, dtype, g, products)
         worst, mean = float(right.abs().max()), float(right.abs().mean())
         few = eps * (4 * max(worst, 1.0) if dtype == torch.float32 else worst)
-        few *= right.numel() < 500 or name in NAMES[6:]
+        few *= right.numel() < 500 or name in GRADIENTS[6:]
         share = (eps / 8 * worst, eps / 8 * mean, eps / 8 * mean) if factors != dtype else (0.0,) * 3
         change = (changed - right).abs()
         more = chance(name, theirs - right, right, eps, inputs[5], exact[5])
@@ -113,21 +107,20 @@ STEEP = {
 @pytest.mark.parametrize("kind", STEEP)
 @pytest.mark.parametrize("device", DEVICES)
 def test_steep(device, kind):
-    """The gradient of g is as exact as what it is the gradient of, however small: no difference of large sums is left in
-    it."""
+    """The gradient of g is as exact as what it is the gradient of, however small: no difference of large sums is left
+    in it."""
     inputs, dout, dlast = problem("usual", 4, 1, 130, 1, 1, 128, 40)
     g = STEEP[kind](torch.zeros(1, 130, 1, 128)).expand(1, 130, 1, 128)
     inputs = [t.to(device) for t in (*inputs[:3], g, *inputs[4:])]
     dout, dlast = dout.to(device), dlast.to(device)
     found = gradients(ours(), inputs, dout, dlast)
     exact = gradients(form(recurrence), inputs, dout, dlast, True)
-    for name, x, y in zip(NAMES, found, exact):
+    for name, x, y in zip(GRADIENTS, found, exact):
         allowed = 2.0 ** -6 * float(y.norm()) + 2.0 ** -40 * y.numel() ** 0.5
         assert float((x.double() - y).norm()) <= allowed, name
 
 
-@pytest.mark.parametrize("shape", ((1, 1, 1, 1, 1), (2, 1, 3, 64, 64), (1, 2, 4, 128, 128), (2, 1, 1, 17, 128),
-                                   (1, 3, 3, 72, 65)), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes(device, dtype, shape):
@@ -200,7 +193,7 @@ def test_some_gradients(device):
         given = [t.detach().clone().requires_grad_(n == i) for n, t in enumerate(inputs)]
         out, last = ours()(*given)
         found, = torch.autograd.grad((out, last), [given[i]], (dout.to(out.dtype), dlast))
-        assert torch.equal(found, want[i]), NAMES[i]
+        assert torch.equal(found, want[i]), GRADIENTS[i]
     q, k, v, g, beta, state = (t.detach().clone().requires_grad_() for t in inputs)
     out, last = ours(state_v_first=True)(q, k, v, g, beta, state.mT.contiguous())
     found = torch.autograd.grad((out, last), (q, k, v, g, beta, state), (dout.to(out.dtype), dlast.mT.contiguous()))
@@ -218,8 +211,8 @@ def test_nothing(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_segments(device):
-    """Scratch is for some chunks at a time. The gradients are those of two parts, of which the second has the first one's
-    state, and the first the second one's gradient of it."""
+    """Scratch is for some chunks at a time. The gradients are those of two parts, of which the second has the first
+    one's state, and the first the second one's gradient of it."""
     steps, cut = 2060 * 64 + 5, 64 * 64
     inputs, dout, dlast = problem("mild", 2, 1, steps, 1, 1, 8, 16, device=device)
     found = gradients(ours(), inputs, dout, dlast)
@@ -227,50 +220,28 @@ def test_segments(device):
         _, between = ours()(*(t[:, :cut] for t in inputs[:5]), inputs[5])
     last = gradients(ours(), [*(t[:, cut:] for t in inputs[:5]), between], dout[:, cut:], dlast)
     first = gradients(ours(), [*(t[:, :cut] for t in inputs[:5]), inputs[5]], dout[:, :cut], last[5])
-    for name, whole, x, y in zip(NAMES, found[:5], first, last):
+    for name, whole, x, y in zip(GRADIENTS, found[:5], first, last):
         assert torch.equal(whole, torch.cat((x, y), 1)), name
     assert torch.equal(found[5], first[5])
 
 
-def check_random(seed, device):
-    r = random.Random(seed)
-    gpu = device == "cuda"
-    steps = r.choice((1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 150) + (700, 1500) * gpu)
-    h = r.choice((1, 1, 2, 3))
-    hv, b, packed = h * r.choice((1, 2, 3, *(16,) * gpu)), r.choice((1, 1, 2)), r.random() < 0.3
-    d, dv = r.choice(((64, 64), (128, 128), (128, 64), (64, 128), (r.randrange(1, 129), r.randrange(1, 129))))
-    dtype = r.choice((torch.bfloat16, torch.bfloat16, torch.float16, *(torch.float32,) * (not gpu)))
-    # Reflected states are test_hard's alone, and so are float16's keys that are alike (README: what does not work yet).
-    # Where the plain form overflows, float32 would be compared with its own rounding, which steep gates are not
-    # computed to.
-    left_out = {torch.float32: "large values, strong", torch.float16: "equal keys"}.get(dtype)
-    names = [x for x in HARD if x not in REFLECTED and x != left_out]
-    name, scale = r.choice(names), r.choice((None, None, 0.3, 1.0))
-    d = max(d, 16) if name == "beta near 2" else d          # keys of few columns are alike
-    b = 1 if packed else b
-    starts = (0, *sorted(r.randrange(steps + 1) for _ in range(r.randrange(4))), steps) if packed else None
-    rows, norms = b if starts is None else len(starts) - 1, r.random() < 0.3
-    inputs, dout, dlast = problem(name, seed, b, steps, h, hv, d, dv, dtype=dtype, rows=rows, device=device)
-    if r.random() < 0.5:
+def without(dtype):
+    """Reflected states are test_hard's alone, and so are float16's keys that are alike (README: what does not work
+    yet). Where the plain form overflows, float32 would be compared with its own rounding, which steep gates are not
+    computed to."""
+    return *REFLECTED, {torch.float32: "large values, strong", torch.float16: "equal keys"}.get(dtype)
+
+
+def check_random(p):
+    if p.name == "beta near 2":                            # keys of few columns are alike
+        p.sizes = (*p.sizes[:4], max(p.sizes[4], 16), p.sizes[5])
+    inputs, dout, dlast = problem(p.name, p.seed, *p.sizes, **p.options)
+    if not p.with_state:
         inputs = (*inputs[:5], None)
-    if dtype == torch.float16 and "values" in name:        # the gradient of a key is a product of both
+    if p.dtype == torch.float16 and "values" in p.name:    # the gradient of a key is a product of both
         dout, dlast = dout / 1024, dlast / 1024
-    where = f"seed {seed}: {name}, {b}x{steps}x{h}/{hv}x{d}/{dv}, {dtype}, starts {starts}, norms {norms}"
-    try:
-        check(inputs, dout, dlast, ours(scale, starts, use_qk_l2norm=norms), lambda of: form(of, scale, starts, norms),
-              dtype, inputs[3])
-    except AssertionError as error:
-        raise AssertionError(f"{where}: {error}") from error
+    check(inputs, dout, dlast, ours(p.scale, p.starts, use_qk_l2norm=p.norms),
+          lambda of: form(of, p.scale, p.starts, p.norms), p.dtype, inputs[3])
 
 
-@pytest.mark.parametrize("group", range(10))
-def test_random(group):
-    for i in range(group * CPU // 10, (group + 1) * CPU // 10):
-        check_random(SEED * 1000 + i, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", range(10))
-def test_random_on_the_gpu(group):
-    for i in range(group * GPU // 10, (group + 1) * GPU // 10):
-        check_random(SEED * 1000 + i, "cuda")
+test_random, test_random_on_the_gpu = random_tests(check_random, (*AROUND, 150), (*AROUND, 150, 700, 1500), without)

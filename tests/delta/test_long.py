@@ -30,8 +30,8 @@ def close(found, expected, largest):
 @OPS
 @DEVICE
 def test_states_are_carried(device, kda):
-    """Calls that begin with the state behind the call before are one call: to the bit where they are cut between chunks,
-    else to rounding."""
+    """Calls that begin with the state behind the call before are one call: to the bit where they are cut between
+    chunks, else to rounding."""
     inputs, state = problem(kda, 1000, device=device)
     for cuts, same in (((0, 64, 448, 960, 1000), True), ((0, 1, 100, 333, 999, 1000), False)):
         outs, now = [], state
@@ -100,8 +100,8 @@ def test_long_rows(device, kda, name):
 @pytest.mark.gpu
 @OPS
 def test_more_than_2_31_elements(kda):
-    """q, k and v of 2^31 elements and more, which lie in one row of memory for each step: heads at its end are those of a
-    call of their own."""
+    """q, k and v of 2^31 elements and more, which lie in one row of memory for each step: heads at its end are those of
+    a call of their own."""
     steps, heads, d = 2**17, 130, 128
     g = torch.Generator("cuda").manual_seed(1)
     qkv = torch.randn(1, steps, heads, d, generator=g, device="cuda", dtype=torch.bfloat16) / 12

@@ -7,11 +7,10 @@ import warnings
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
 import margay as mg
 import reference
 from cases import DEVICES, check_error
+from hf_models import no_fallback, padding, tokens, transformers
 from margay.drop_ins import fallback, hf
 
 TEXT = dict(vocab_size=99, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
@@ -33,10 +32,8 @@ NAMES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Conf
 @pytest.fixture(autouse=True)
 def registered(monkeypatch, one_thread):
     """And a fallback is an error. Short rows are computed by kernels too, but in the test of that rule."""
-    monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(hf, "_SHORT", 0)
-    with hf.register(), warnings.catch_warnings():
-        warnings.simplefilter("error", mg.FallbackWarning)
+    with hf.register(), no_fallback(monkeypatch):
         yield
 
 
@@ -53,10 +50,6 @@ def decoder(name, device="cpu"):
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
     return model.eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
-
-
-def tokens(*shape, device="cpu"):
-    return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(4)).to(device)
 
 
 def both(model, run, rtol=2e-4):
@@ -77,15 +70,6 @@ def both(model, run, rtol=2e-4):
     for name, gradient in gradients.items():
         assert ours[name].isfinite().all(), name
         assert (ours[name] - gradient).abs().max() <= rtol * (gradient.abs().max() + 0.01 * largest), name
-
-
-def padding(batch, rows, side, device="cpu"):
-    mask = torch.ones(batch, rows, dtype=torch.long)
-    for i in range(batch):
-        n = (3 * i) % (rows - 1)
-        mask[i, :n] *= side == "right"
-        mask[i, rows - n:] *= side == "left"
-    return mask.to(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,20 +6,17 @@ import importlib.util
 import inspect
 import sys
 import types
-import warnings
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels", reason="transformers is too old")
-if not hasattr(hub_kernels, "use_kernel_func_from_hub_with_fallback"):
-    pytest.skip("transformers before 5.17", allow_module_level=True)
-
+import hf_models
 import margay as mg
 from cases import DEVICES
-from margay.drop_ins import causal_conv1d, fallback, mamba_ssm
+from hf_models import in_float32, padding, reasons, results, tokens, transformers
+from margay.drop_ins import causal_conv1d, mamba_ssm
 
+hub_kernels = hf_models.hub_kernels()
 TEXT = dict(vocab_size=99, hidden_size=64, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
             tie_word_embeddings=False)
 ATTENDS = TEXT | dict(intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
@@ -51,46 +48,18 @@ OTHERS = {
 
 @pytest.fixture(autouse=True)
 def strict(monkeypatch, one_thread):
-    """A fallback is an error."""
-    monkeypatch.setattr(fallback, "_warned", set())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", mg.FallbackWarning)
+    with hf_models.no_fallback(monkeypatch):
         yield
     mg.integrations.mamba.unregister()
 
 
 def make(name, device="cpu", dtype=None):
-    torch.manual_seed(0)
-    family, options = name.split()[0], (MODELS | OTHERS)[name]
-    model = getattr(transformers, family + "ForCausalLM")(getattr(transformers, family + "Config")(**options))
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.rsplit(".", 1)[-1] in ("D", "dt_bias") or "conv1d" in parameter_name:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
-            elif parameter.dim() > 1:             # larger than the initialisation, so that the layers do something
-                parameter.mul_(2)
-    return model.eval().to(device, dtype or (torch.float32 if device == "cpu" else torch.bfloat16))
-
-
-def tokens(*shape, device="cpu"):
-    return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(4)).to(device)
+    return hf_models.make(name.split()[0], (MODELS | OTHERS)[name], device, dtype)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of Margay's functions that were called."""
-    seen = []
-
-    def counted(name, function):
-        def call(*arguments, **options):
-            seen.append(name)
-            return function(*arguments, **options)
-        return call
-    for name in ("ssd", "ssd_step"):
-        monkeypatch.setattr(mg.mamba, name, counted(name, getattr(mg.mamba, name)))
-    for name in ("causal_conv1d", "causal_conv1d_step"):
-        monkeypatch.setattr(mg, name, counted(name, getattr(mg, name)))
-    return seen
+    return hf_models.count(monkeypatch, {mg.mamba: ("ssd", "ssd_step"), mg: ("causal_conv1d", "causal_conv1d_step")})
 
 
 def with_and_without(run):
@@ -100,21 +69,13 @@ def with_and_without(run):
         return before, run()
 
 
-def results(model, run):
-    """Logits of what counts, and the gradients of all parameters."""
-    model.zero_grad()
-    logits = run(model)
-    logits.float().square().mean().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def both(model, run):
     """The same logits and gradients with either. In bfloat16 each layer's rounding differs: those of the model in
     float32 are what both are compared with."""
     (plain, gradients), (found, ours) = with_and_without(lambda: results(model, run))
     limits = lambda name, size: 2e-4 * size  # noqa: E731
     if next(model.parameters()).dtype == torch.bfloat16:
-        exact, right = results(make_again(model), run)
+        exact, right = results(in_float32(model), run)
         apart = lambda a, b: float((a.float() - b).abs().max())  # noqa: E731
         allowed = {name: 2 * apart(gradients[name], right[name]) for name in right}
         allowed[""] = 2 * apart(plain, exact)
@@ -126,22 +87,6 @@ def both(model, run):
     for name, gradient in gradients.items():
         error, size = float((ours[name] - gradient).abs().max()), float(gradient.abs().max()) + 0.01 * largest
         assert ours[name].isfinite().all() and error <= limits(name, size), f"{name}: {error:.2e} of {size:.2e}"
-
-
-def make_again(model):
-    """In float32."""
-    made = type(model)(model.config).to(next(model.parameters()).device, torch.float32)
-    made.load_state_dict(model.state_dict())
-    return made.train(model.training)
-
-
-def padding(batch, rows, side, device="cpu"):
-    mask = torch.ones(batch, rows, dtype=torch.long)
-    for i in range(batch):
-        n = (3 * i) % (rows - 1)
-        mask[i, :n] *= side == "right"
-        mask[i, rows - n:] *= side == "left"
-    return mask.to(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,13 +174,6 @@ def test_short_convolutions_of_others(device, name, calls):
 
 
 # ---- what falls back
-
-def reasons(run):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", mg.FallbackWarning)
-        result = run()
-    return result, [str(w.message) for w in seen if issubclass(w.category, mg.FallbackWarning)]
-
 
 @pytest.mark.parametrize("options, expected", (
     (dict(conv_kernel=5), ["causal_conv1d_fn: a convolution of 5 steps; computed by what transformers had"]),

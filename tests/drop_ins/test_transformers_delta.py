@@ -3,20 +3,16 @@ on a GPU, at small random weights: logits, gradients, generation."""
 
 import importlib
 import sys
-import warnings
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels", reason="transformers is too old")
-if not hasattr(hub_kernels, "use_kernel_func_from_hub_with_fallback"):
-    pytest.skip("transformers before 5.17", allow_module_level=True)
-
+import hf_models
 import margay as mg
 from cases import DEVICES
-from margay.drop_ins import fallback
+from hf_models import in_float32, padding, reasons, results, tokens, transformers
 
+hf_models.hub_kernels()
 TEXT = dict(vocab_size=99, hidden_size=64, num_hidden_layers=3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
             tie_word_embeddings=False, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=128, layer_types=["linear_attention", "full_attention", "linear_attention"])
@@ -35,62 +31,23 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def strict(monkeypatch, one_thread):
-    """A fallback is an error."""
-    monkeypatch.setattr(fallback, "_warned", set())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", mg.FallbackWarning)
+    with hf_models.no_fallback(monkeypatch):
         yield
     mg.integrations.delta.unregister()
 
 
 def make(name, device="cpu", dtype=None):
-    torch.manual_seed(0)
-    config = getattr(transformers, name + ("TextConfig" if name == "Qwen3_5" else "Config"))
-    model = getattr(transformers, name + "ForCausalLM")(config(**MODELS[name]))
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.rsplit(".", 1)[-1] == "dt_bias" or "conv1d" in parameter_name:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
-            elif parameter.dim() > 1 and "A_log" not in parameter_name:    # so that the layers do something
-                parameter.mul_(2)
-    return model.eval().to(device, dtype or (torch.float32 if device == "cpu" else torch.bfloat16))
-
-
-def tokens(*shape, device="cpu", seed=4):
-    return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    return hf_models.make(name, MODELS[name], device, dtype)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of Margay's functions that were called."""
-    seen = []
-
-    def counted(name, function):
-        def call(*arguments, **options):
-            seen.append(name)
-            return function(*arguments, **options)
-        return call
-    for name in ("gated_delta_rule", "gated_delta_rule_step", "kda", "kda_step", "causal_conv1d", "causal_conv1d_step"):
-        monkeypatch.setattr(mg, name, counted(name, getattr(mg, name)))
-    return seen
+    return hf_models.count(monkeypatch, {mg: ("gated_delta_rule", "gated_delta_rule_step", "kda", "kda_step",
+                                              "causal_conv1d", "causal_conv1d_step")})
 
 
 def rule(name):
     return "kda" if name == "KimiLinear" else "gated_delta_rule"
-
-
-def results(model, run):
-    """Logits of what counts, and the gradients of all parameters."""
-    model.zero_grad()
-    logits = run(model)
-    logits.float().square().mean().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def in_float32(model):
-    wide = type(model)(model.config).to(model.device, torch.float32).train(model.training)
-    wide.load_state_dict(model.state_dict())
-    return wide
 
 
 def no_worse(name, found, plain, exact, factor=2):
@@ -126,20 +83,13 @@ def both(model, run):
         assert ours[name].isfinite().all() and error <= 5e-4 * size, f"{name}: {error:.2e} of {size:.2e}"
 
 
-def left_padding(batch, rows, device="cpu"):
-    mask = torch.ones(batch, rows, dtype=torch.long, device=device)
-    for i in range(batch):
-        mask[i, :3 * i % (rows - 1)] = 0
-    return mask
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients(device, name, calls):
     model, ids = make(name, device), tokens(3, 71, device=device)
     both(model, lambda m: m(ids, use_cache=False).logits)
     assert calls.count(rule(name)) == 2 and "causal_conv1d" in calls
-    mask = left_padding(3, 71, device)
+    mask = padding(3, 71, "left", device)
     both(model.train(), lambda m: m(ids, attention_mask=mask, use_cache=False).logits[mask.bool()])
 
 
@@ -149,7 +99,7 @@ def test_generate(device, name, calls):
     """float32: the same tokens, with beams too. bfloat16: those of the own logits of the whole sequence."""
     model, ids = make(name, device), tokens(2, 9, device=device)
     run = lambda **more: model.generate(ids, max_new_tokens=12, do_sample=False, **more)  # noqa: E731
-    options = {}, dict(num_beams=3), dict(attention_mask=left_padding(2, 9, device))
+    options = {}, dict(num_beams=3), dict(attention_mask=padding(2, 9, "left", device))
     expected = [run(**more) for more in options]
     assert not calls
     with mg.integrations.delta.register():
@@ -192,13 +142,6 @@ def test_packed_sequences(name):
         found = model(ids, use_cache=False, **packed).logits
         parts = [model(part, use_cache=False).logits for part in ids.split(lengths, 1)]
     torch.testing.assert_close(found, torch.cat(parts, 1), rtol=1e-3, atol=1e-4)
-
-
-def reasons(run):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", mg.FallbackWarning)
-        result = run()
-    return result, [str(w.message) for w in seen if issubclass(w.category, mg.FallbackWarning)]
 
 
 def test_falls_back(monkeypatch):

@@ -54,6 +54,13 @@ def of_factors(case, inputs, dout, out):
     return {"dwindow_factor": float((eps * size / w).max()), "dlinear_factor": float((eps * size / l).max())}
 
 
+def of_pairs(exact, eps):
+    """Of the bias of dk. The scores' gradients of a step add up to 0: two keys share the rounding of one number."""
+    sizes = exact.abs().sum(3)
+    sizes = torch.nn.functional.pad(sizes, (0, 0, 0, sizes.shape[1] % 2)).unflatten(1, (-1, 2)).sum(2)
+    return 2 * eps * float(sizes.square().sum().sqrt()) / exact.numel() if exact.numel() else 0.0
+
+
 def check(case, device):
     inputs = inputs_of(case, device)
     dout, dstate = cotangents(case, inputs)
@@ -71,6 +78,7 @@ def check(case, device):
         # Float32 results of 16-bit products: where they are few, the plain ones may be right by chance.
         chance = eps * (0.1 + 0.5 / max(t.numel() / max(t.shape[-1], 1), 1) ** 0.5) if t.dtype is torch.float32 else 0.0
         absolute = sums.get(name, 0.0) + 2**-20
+        absolute = absolute, absolute, absolute + (of_pairs(right[name], eps) if name == "dk" else 0.0)
         check_error(name, t.cpu(), rounded[name], right[name], 2 if name in ("out", "final_state") else 3,
                     (relative + chance, absolute))
 
@@ -98,13 +106,13 @@ def test_awkward(case, device, one_thread):
     check(case, device)
 
 
-@pytest.mark.parametrize("case", [random_case(i) for i in range(2000, 2080)], ids=str)
+@pytest.mark.parametrize("case", [random_case(i) for i in range(2000, 2200)], ids=str)
 def test_random(case, one_thread):
     check(case, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [random_case(i, GPU_TYPES) for i in range(3000, 3300)], ids=str)
+@pytest.mark.parametrize("case", [random_case(i, GPU_TYPES) for i in range(3000, 3500)], ids=str)
 def test_random_on_a_gpu(case):
     check(case, "cuda")
 

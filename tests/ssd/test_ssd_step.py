@@ -37,7 +37,7 @@ def expected(state, x, dt, a, b, c, d, z, bias, at, softplus):
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_problems(device):
     first = random.randrange(1 << 30)
-    for seed in range(first, first + (300 if device == "cuda" else 120)):
+    for seed in range(first, first + (500 if device == "cuda" else 200)):
         p = Draw(seed, device)
         r, wide = p.r, lambda: r.choice((torch.float32, p.dtype))  # noqa: E731
         heads, dim, n = p.groups * r.choice((1, 3)), r.choice((1, 7, 16, 63, 64, 65, 130)), r.choice(
