@@ -21,12 +21,13 @@ typedef st<elem, Q, 64> panel;
 struct shared {
   panel k[PANELS], q[PANELS];       // then k e^(l_e - l), scale q e^l
   st<factor, 32, D> left[4];        // of each group of 16 steps: k e^(l - m), and below it scale q e^(l - m)
-  square scratch;                   // then M^T
+  tri<inner> scratch;               // then M^T
   ct<D> l;                          // to base 2
   ring<1, ASYNC_READS> inputs;      // read into registers too, in front of the fence that the stores need
 };
 // When no product reads `left` any more.
 TILE panel &decayed(shared &s, int h) { return in_place_of<panel>(s.left[h]); }
+TILE square &m_of(shared &s) { return in_place_of<square>(s.scratch); }
 TILE square &reads_of(shared &s) { return in_place_of<square>(s.left[2]); }
 typedef kda_prepare_params params;
 
@@ -176,12 +177,12 @@ TILE void compute(const params &p, shared &s, int) {
     int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
     store(p.ends + place * D, end, D);
     wg_sync();                              // everybody has read scratch, and written l
-    store(s.scratch, b);
+    store_carried(m_of(s), b);
     make_tiles(s, norm_k, norm_q);
     fence_async();
     wg_sync();
     int row = t.place * Q;
-    tma_store(p.m, s.scratch, row, 0, t.at.head, t.at.batch);
+    tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
     tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
     ROLLED for (int h = 0; h < PANELS; h++) {
       tma_store(p.read_k, decayed(s, h), row, 64 * h, t.at.head, t.at.batch);

@@ -118,15 +118,6 @@ SHAPE TILE void mma_AB_rows_register(const op_params &p, TILES &s, int) {
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
 }
-SHAPE TILE void mma_AB_blocks_register(const op_params &p, TILES &s, int) {
-  rt<elem, 2 * CA> whole;
-  OVERLAY(elem, CA, a, whole);
-  sem_wait(s.full, 0);
-  load(a, s.a);
-  PRODUCT(mma_AB_blocks<ZERO>(d, a, s.b, I), mma_AB_blocks<ACC>(d, a, s.b, I))
-  mma_wait<0>(d, a);
-  store(p.out, N, d, 64, N);
-}
 SHAPE TILE void mma_AB_cols_register(const op_params &p, TILES &s, int) {
   rt<elem, CA> a;
   sem_wait(s.full, 0);
@@ -296,14 +287,22 @@ SHAPE TILE void slice_form(const op_params &p, TILES &s, int) {
   put_b(p, s);
 }
 
-// I 0: the inverses, 1: what is left
+// I 0: of the blocks on the diagonal; 1: the whole one; 2: a tile that is stored with what rounding leaves
 SHAPE TILE void inverse_form(const op_params &p, TILES &s, int) {
   rt<float, N> t, d;
   sem_wait(s.full, 0);
   outer(t, p, s.v);
+  if (I == 2) {
+    map(t, [](float x) { return 1.f + 0.125f * x; });
+    store_carried(in_place_of<st<elem, 64, 64>>(s.b), t);
+    return put_b(p, s);
+  }
+  tri<elem> &scratch = in_place_of<tri<elem>>(s.b);
   map_rc(t, [](float x, int row, int col) { return col > row ? 0.25f * x : infinity(); });
-  invert_diagonal(d, t);
-  store(p.out, N, I ? t : d, 64, N);
+  invert_diagonal(d, scratch, t);
+  wg_sync();
+  if (I == 1) invert_rest(d, scratch);
+  store(p.out, N, d, 64, N);
 }
 
 // ---- arithmetic
