@@ -27,16 +27,20 @@ template<int C> TILE void least_of(hv<C> &d, const hm<C> &x);           // of ea
 // s[i][c] is the sum of column c of x down to row i, each element counted as `low` where it is less; end that of all
 // rows. Others want a sync.
 template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low);
+// Also between[g] = f(the middle of group g + 1, less that of group g). A group's middle is the mean of what stands in
+// its rows 7 and 8; groups have 16 rows.
+template<int C, class F>
+TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, sv<C> (&between)[3], F f);
 // 64 columns from c0, 0 or 64
 template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0);
-// The same, less the middle of row r's group of 16 rows: the mean of what stands in the group's rows 7 and 8.
+// The same, less the middle of the row's group.
 template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0);
 // t = f(t, s[63][c0 + col])
 template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s, int c0, F f);
-// d = f(x, t, u[row], m[c0 + col]), m the middle of `group`, rounded, in the rows of the groups 0 to `group`; 0 below.
-template<typename W, typename T, int C, class F>
-TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s,
-                       int c0, int group, F f);
+// Rows in groups before `group`: x *= f[c0 + col].
+template<int C> TILE void carry_to_group(rt<float, 64> &x, const sv<C> &f, int c0, int group);
+// x, rounded, in the rows of the groups 0 to `group`; 0 below.
+template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group);
 // Row 16 w + i of t becomes row 16 half + i of tile w of d, columns from c0 on, rounded. A row's tile is written by one
 // warp.
 template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int half, const rt<float, 64> &t, int c0);

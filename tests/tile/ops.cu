@@ -715,6 +715,7 @@ template<int C> struct channels_shared {
   ct<C> l;
   st<elem, 32, C> groups[4];
   st<elem, 64, 64> a;
+  sv<C> between[3];
   sem full;
 };
 template<int C> TILE void channels_init(channels_shared<C> &s) { sem_init(s.full, arrivals(1, 0, 0)); }
@@ -731,7 +732,7 @@ template<int C> TILE void channels_group(const op_params &p, channels_shared<C> 
   load(v, p.x, p.n);
   map(x, v, p.m, [](float x, float v) { return x + v; });
   least_of(least, x);
-  sum_down(s.l, end, x, -1.f);
+  sum_down(s.l, end, x, -1.f, s.between, [](float x) { return 0.5f * x; });
   store(out, end, C - 3);
   store(out + C, least, C);
   bool below = any(least, [](float x) { return x < -2.f; }), all = any(v, [](float x) { return x < 100.f; });
@@ -754,8 +755,8 @@ template<int C> TILE void channels_group(const op_params &p, channels_shared<C> 
     store(out + 2 * 4096, 64, a, 64, 64);
     rt<elem, 64> d;
     if (c == 0) sem_wait(s.full, 0);
-    map_to_group(d, s.a, b, steps, s.l, c, 1 + c / 64,
-                 [](float x, float t, float u, float m) { return x + t * u - m; });
+    carry_to_group(b, s.between[1 + c / 64], c, 1 + c / 64);
+    convert_group(d, b, 1 + c / 64);
     wg_sync();
     if (c + 64 == C) {
       store(s.a, d);
