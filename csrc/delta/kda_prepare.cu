@@ -7,8 +7,8 @@
 // gates. In L and P, a log decay counts as -10.5 where it is less: so no exponent is above 79, and e^79 |k| fits into
 // bf16. It is wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another
 // sum where that matters. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to
-// middle, by factors that all steps of a group share. Roles: a loader thread; a warpgroup for all else. The next task's
-// k, q and gates come while this one's tiles leave.
+// middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
+// Roles: a loader thread; a warpgroup for all else. The next task's k, q and gates come while this one's tiles leave.
 //
 // Registers of a thread. Gates: a column of 64. Factors: of 64 columns e^l, a product and, of all columns, what becomes
 // the right operand, 32 each. Pairs: four accumulators of 16, four operands of 16, 32 of the other columns. Inverse: two
@@ -16,7 +16,8 @@
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. LOAD_REGS, COMPUTE_REGS
-enum { PANELS = D / 64 };
+// LATER: a task's stores behind those of what is in place of the sums
+enum { PANELS = D / 64, LATER = 2 * PANELS + 1 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;
@@ -30,7 +31,7 @@ struct shared {
   st<factor, 32, D> left[4];        // of each group of 16 steps: k e^(l - m), and below it scale q e^(l - m)
   tri<inner> scratch;               // then M^T
   union sums sums;
-  sv<D> between[3];                 // e^ of what lies between the middles of two groups
+  sv<D> between[3];                 // e^ of half of what lies between the middles of two groups
   ring<1> inputs;
 };
 TILE square &m_of(shared &s) { return in_place_of<square>(s.scratch); }
@@ -158,9 +159,9 @@ TILE void compute(const params &p, shared &s, int) {
       hm<D> g;
       take_gates(g, p.gates, t.at, p.key_dim, 0);
       least_of(least, g);
-      tma_store_wait_read();
-      wg_sync();                            // the tiles of the task before have left
-      sum_down(s.sums.l, end, g, LOW, s.between, [](float x) { return fast_exp2(x); });
+      tma_store_wait_read<LATER>();
+      wg_sync();                            // of the task before, the tiles in place of the sums have left
+      sum_down(s.sums.l, end, g, LOW, s.between, [](float x) { return fast_exp2(0.5f * x); });
     }
     take_beta(beta, p.gates, t.at);
     if (p.betas)
@@ -173,7 +174,9 @@ TILE void compute(const params &p, shared &s, int) {
         clear_rows(s.q[h], 0, t.at.steps);
       }
     }
-    bool steep = any(least, [=](float x) { return x < LOW; });   // and all have written l, and rows that are no steps
+    tma_store_wait_read();
+    // A sync, too: all has left, and all have written l, and rows that are no steps.
+    bool steep = any(least, [=](float x) { return x < LOW; });
     float scale = p.scale;
     fill(norm_k, 1.f);
     fill(norm_q, scale);
@@ -201,13 +204,13 @@ TILE void compute(const params &p, shared &s, int) {
     ring_done(s.inputs, at);                // its fence is that of the stores, too
     wg_sync();
     int row = t.place * Q;
-    tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
-    tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
-    UNROLLED for (int h = 0; h < PANELS; h++) {
-      tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
+    UNROLLED for (int h = PANELS - 1; h >= 0; h--) {
       tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
       tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
+      tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
     }
+    tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
+    tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
   }
   tma_store_wait_read();
 }

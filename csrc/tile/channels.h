@@ -37,7 +37,7 @@ template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0);
 template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0);
 // t = f(t, s[63][c0 + col])
 template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s, int c0, F f);
-// Rows in groups before `group`: x *= f[c0 + col].
+// Rows in groups before `group`: x = (x f) f with f[c0 + col], whose square may be below what a float holds.
 template<int C> TILE void carry_to_group(rt<float, 64> &x, const sv<C> &f, int c0, int group);
 // x, rounded, in the rows of the groups 0 to `group`; 0 below.
 template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group);

@@ -660,7 +660,7 @@ def test_channels(ops, c, m, n):
             close(groups[:, half, :, 64 * i:64 * i + 64], want.reshape(4, 16, 64), 1 + np.abs(want).reshape(4, 16, 64),
                   tolerance + 1e-5)
     group = c // 64
-    factor = 0.5 * (middles[group + 1] - middles[group])[-64:]
+    factor = (0.5 * (middles[group + 1] - middles[group])[-64:])**2
     rows = np.arange(64)[:, None]
     want = np.where(rows < 16 * group, factor, 1) * (part - middle) * (rows < 16 * (group + 1))
     close(tiles[4 * (c // 64) - 1], want, 1 + np.abs(want), tolerance + 1e-4)

@@ -113,7 +113,7 @@ template<int C> TILE void carry_to_group(rt<float, 64> &x, const sv<C> &f, int c
   reads_shared({f.d + c0, 1, 0, 64 * (int)sizeof(float)});
   changes(x);
   for (int r = 0; r < 16 * group; r++)
-    for (int c = 0; c < 64; c++) x.d[r][c] *= f.d[c0 + c];
+    for (int c = 0; c < 64; c++) x.d[r][c] = x.d[r][c] * f.d[c0 + c] * f.d[c0 + c];
 }
 template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group) {
   reads(x);

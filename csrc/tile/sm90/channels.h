@@ -38,6 +38,7 @@ template<int C> TILE void least_of(hv<C> &d, const hm<C> &x) {
 #pragma unroll
   for (int i = 0; i < 64; i++) d.d = fminf(d.d, x.d[i]);
 }
+TILE float at_least(float x, float low) { asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low)); return x; }   // NaN stays
 // f: of a row and the sum down to it
 template<int C, class F> TILE void walk_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, F f) {
   int c = thread_in_group();
@@ -45,7 +46,7 @@ template<int C, class F> TILE void walk_down(ct<C> &s, hv<C> &end, const hm<C> &
   if (c >= C) return;
 #pragma unroll
   for (int i = 0; i < 64; i++) {
-    end.d += x.d[i] < low ? low : x.d[i];
+    end.d += at_least(x.d[i], low);
     s.d[i * (C + 8) + c] = end.d;
     f(i, end.d);
   }
@@ -104,13 +105,16 @@ template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s
   }
 }
 template<int C> TILE void carry_to_group(rt<float, 64> &x, const sv<C> &f, int c0, int group) {
+  if (warp_in_group() >= group) return;
   const float2 *g = (const float2 *)(f.d + c0 + thread_col());
-  bool before = warp_in_group() < group;
 #pragma unroll
   for (int k = 0; k < 8; k++) {
     float2 y = g[4 * k];
 #pragma unroll
-    for (int i = 0; i < 4; i++) x.d[4 * k + i] *= before ? i & 1 ? y.y : y.x : 1.f;
+    for (int i = 0; i < 4; i++) {
+      float f = i & 1 ? y.y : y.x;
+      x.d[4 * k + i] = x.d[4 * k + i] * f * f;
+    }
   }
 }
 template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group) {
