@@ -467,12 +467,18 @@ def call_linear_attention_bwd(dtype, steps, heads, n, given):
 KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias")),
        ("packed", 300, ("a_log", "cu_seqlens", "initial_state", "final_state")))
 
+KDA_CUT = ("kda_segments", "kda_cuts")
+
 
 def kda(row, large):
-    name = "kda" if row["op"] in ("kda", "kda_prepare") else "kda_bwd"
+    cut = row["op"] in KDA_CUT
+    name = "kda" if cut or row["op"] in ("kda", "kda_prepare") else "kda_bwd"
     columns = constants(row)
     shapes = [("large", 3000, ("a_log",)), ("few blocks", 640, ("a_log",))] if large else []
-    for label, *problem in [*shapes, *KDA]:
+    if cut:
+        shapes = [("large", 8200, ())] if large else []
+        shapes += [("cut", 1100, ("initial_state", "final_state", "form")), ("once", 600, ("form",))]
+    for label, *problem in [*shapes, *KDA * (not cut)]:
         yield label, lambda problem=problem: call_kda(name, row["dtype"], columns.get("D", columns.get("N")) - 8,
                                                       128 if "v128" in row["name"] else 40, *problem)
 
@@ -482,7 +488,8 @@ def call_kda(name, dtype, k, v, steps, given):
     given += tuple("d" + t for t in (*given, "g", "beta"))
     known = dict.fromkeys(op.sizes, -1) | dict(B=1, T=steps, H=1, HV=2, K=k, V=v, HH=2 if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
-    known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False)
+    known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False,
+                  form=3 * ("form" in given))
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
@@ -730,7 +737,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
-       "kda": kda, "kda_prepare": kda, "kda_bwd": kda, "kda_keep": kda, "kda_back": kda,
+       "kda": kda, "kda_prepare": kda, "kda_segments": kda, "kda_cuts": kda, "kda_bwd": kda, "kda_keep": kda, "kda_back": kda,
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
        **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,
