@@ -146,6 +146,14 @@ TILE void make_tiles(shared &s, const rv &norm_k, const rv &norm_q) {
   }
 }
 
+// Gates of a task that is this block's next come into the L2.
+TILE void bring_gates(const params &p, int i) {
+  if (i >= task_count(p)) return;
+  task t = task_at(p, i);
+  if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
+  else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
+}
+
 TILE void compute(const params &p, shared &s, int) {
   ring_pos at = {};
   const float LOW = -10.5f * 1.4426950408889634f;
@@ -164,6 +172,7 @@ TILE void compute(const params &p, shared &s, int) {
       sum_down(s.sums.l, end, g, LOW, s.between, [](float x) { return fast_exp2(0.5f * x); });
     }
     take_beta(beta, p.gates, t.at);
+    bring_gates(p, i + block_count());
     if (p.betas)
       store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
                   p.rows.heads, t.at.steps);

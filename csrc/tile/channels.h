@@ -21,6 +21,8 @@ template<int C, class F> TILE void map(hv<C> &d, const hv<C> &a, F f);  // d = f
 template<int C, class F> TILE bool any(const hv<C> &v, F f);
 // Row i at g + i * ld, floats or 16 bits. Rows >= m and columns >= n become 0 and are not read.
 template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int m, int n);
+// Brings what such a load would read into the L2. It hands nothing to anybody.
+template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 // x = f(x, v[column]) in rows < m; the others stay.
 template<int C, class F> TILE void map(hm<C> &x, const hv<C> &v, int m, F f);
 template<int C> TILE void least_of(hv<C> &d, const hm<C> &x);           // of each column, at most 0; NaN may be lost

@@ -46,6 +46,7 @@ template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int
     widen_row(x.d[i], g + i * ld, n);
   }
 }
+template<typename T> TILE void prefetch(const T *, int64_t, int, int) {}
 template<int C, class F> __attribute__((flatten)) TILE void map(hm<C> &x, const hv<C> &v, int m, F f) {
   reads(v);
   changes(x);

@@ -29,6 +29,12 @@ template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int
 #pragma unroll
   for (int i = 0; i < 64; i++, from += ld) x.d[i] = i < m ? to_float(*from) : 0.f;
 }
+template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
+  enum { LINE = 128 / sizeof(T) };
+  int t = thread_in_group();
+  if (t / 2 >= m) return;
+  for (int c = t % 2 * LINE; c < n; c += 2 * LINE) asm volatile("prefetch.global.L2 [%0];" ::"l"(g + t / 2 * ld + c));
+}
 template<int C, class F> TILE void map(hm<C> &x, const hv<C> &v, int m, F f) {
 #pragma unroll
   for (int i = 0; i < 64; i++) x.d[i] = i < m ? f(x.d[i], v.d) : x.d[i];
