@@ -130,7 +130,8 @@ TILE void make_tiles(shared &s, const rv &norm_k, const rv &norm_q) {
     rt<float, 64> e, x, y;
     fill(x, 0.f);
     load(e, s.sums.l, 64 * h);
-    load(y, s.sums.l, 64 * h);
+    fill(y, 0.f);
+    map(y, e, [](float, float l) { return l; });
     map_last_row(y, s.sums.l, 64 * h, [](float y, float end) { return end - y; });
     if (h == PANELS - 1) wg_sync();
     each<64>([](int, int, float &e, float &x, float &y, float k, float n) {
