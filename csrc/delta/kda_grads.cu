@@ -16,75 +16,83 @@
 // the first of these has and whose weight is 1, is left out of both.
 // Rows are of l2 norm 1 (norm): with x^ = r x, dx = r (dx^ - x^ (x^ . dx^)). Gates: what g was made of, from dg.
 //
-// Roles: a loader thread; PANELS warpgroups, each with 64 channels. The first makes A, the last B, for all.
+// Roles: a loader thread; PANELS warpgroups, each with 64 channels. The first makes A, the last B, for all. Tiles of l, dq,
+// dk and dg have a row for each channel and a column for each step, so that a warp has all steps of its 16 channels: of
+// the pairs it takes nobody else knows.
 //
-// Registers of a thread    tiles that live together                                      rows and the rest
-//   compute, COMPUTE_REGS    dq 32, dk 32, dg 32, e 32, product 32, its two operands 32    12, 30
+// Registers of a thread    tiles that live together                                         rows and the rest
+//   compute, COMPUTE_REGS    dq 32, dk 32, dg 32, two products 64                             sums of columns 16, 30
+//     between groups         dq 32, dk 32, dg 32, factors 3 x 16, a block's 8 + 8 + 8         16, 30
 //   its ends                 dg 64, what was given 64 (a column a thread)
 #include "delta/kda_gates.h"
 #include "tile/levels.h"
+#include "tile/slices.h"
 #include "delta/kda_bwd.h"
 
 // D: columns of q and k; VALUES: of v. PER_SM, LOAD_REGS, COMPUTE_REGS
-enum { PANELS = D / 64, ROWS = 64 };
+enum { PANELS = D / 64, ROWS = 64, GROUP = 16 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;      // fp16 has not the range of A
 typedef st<elem, Q, 64> panel;
-struct factors { st<factor, Q, 64> k, q; };
+enum { Q_DOT, K_DOT, BETA, DOTS };
 struct shared {
-  panel q[PANELS], k[PANELS];
+  panel q[PANELS], k[PANELS];              // then dq, dk
   st<elem, Q, VALUES> dout, dv, errors;
   st<elem, VALUES, 64> state[PANELS], dstate[PANELS];
   st<factor, Q, 64> a, b;                  // A; B and its transpose
-  ct<64> l[PANELS];                        // to base 2; then the parts of dg
-  sv<4 * 64> sums[PANELS];
-  sv<64> kept[PANELS];
-  sv<Q> own;                               // d
-  sv<Q> dots[3 * PANELS];                  // q . dq, k . dk, k . c of 64 channels each
-  sem inputs, states;
+  tc l[PANELS];                        // to base 2; then the parts of dg
+  sv<4 * Q> dots[DOTS][PANELS];            // q . dq, k . dk, k . c, of 16 channels each
+  sv<Q> turns[PANELS][2];                  // what makes dq and dk right angled to q and k
+  sv<Q> norm_q, norm_k, beta, own;         // own: d
+  ring<1> rows, matrices;                  // q and k; and the rest
 };
-// Of a level, when the panel's warpgroup needs the state no more.
-TILE factors &factors_of(shared &s, int wg) { return in_place_of<factors>(s.state[wg]); }
-static_assert(sizeof(factors) <= sizeof(st<elem, VALUES, 64>), "factors fit into a state's memory");
 typedef kda_grads_params params;
 
 TILE void init(shared &s) {
-  sem_init(s.inputs, arrivals(1, 0, 0));
-  sem_init(s.states, arrivals(1, 0, 0));
+  ring_init(s.rows, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
+  ring_init(s.matrices, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
 }
 
 // A chunk of a head: its steps, at most 64, none where its place is empty. `rows` are written: the last packed row's
 // places reach to the last step, and gradients of steps in no row are 0.
 struct task { int place; head_steps at; int rows; };
-TILE task block_task(const params &p) {
-  int unit = block_index() / p.rows.heads, place = unit / p.batches;
+TILE int task_count(const params &p) { return p.places * p.batches * p.rows.heads; }
+TILE task task_at(const params &p, int index) {
+  int unit = index / p.rows.heads, place = unit / p.batches;
   chunk_steps c = steps_at(p.rows, place);
   int steps = c.end - c.step, rows = steps;
   if (p.rows.starts && place >= row_place(p.rows, p.rows.rows - 1)) rows = p.rows.steps - c.step;
   return {place,
-          {unit - place * p.batches, block_index() - unit * p.rows.heads, c.step, steps < Q ? steps : Q},
+          {unit - place * p.batches, index - unit * p.rows.heads, c.step, steps < Q ? steps : Q},
           rows < Q ? rows : Q};
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  task t = block_task(p);
-  if (t.at.steps <= 0) return;
-  int head = t.at.head / p.rows.group_heads, matrix = t.at.batch * p.rows.heads + t.at.head;
-  sem_expect(s.inputs, 2 * PANELS * tile_bytes(s.k[0]) + 3 * tile_bytes(s.dout));
-  for (int h = 0; h < PANELS; h++) {
-    tma_load(s.q[h], p.q, s.inputs, t.at.step, 64 * h, head, t.at.batch);
-    tma_load(s.k[h], p.k, s.inputs, t.at.step, 64 * h, head, t.at.batch);
-  }
-  tma_load(s.dout, p.dout, s.inputs, t.at.step, 0, t.at.head, t.at.batch);
-  tma_load(s.dv, p.dv, s.inputs, t.at.step, 0, t.at.head, t.at.batch);
-  tma_load(s.errors, p.errors, s.inputs, t.at.step - p.rows.from, 0, t.at.head, t.at.batch);
-  sem_expect(s.states, 2 * PANELS * tile_bytes(s.state[0]));
-  for (int h = 0; h < PANELS; h++) {
-    for (int r = 0; r < VALUES; r += ROWS) {
-      tma_load_rows(s.state[h], r, ROWS, p.states, s.states, r, 64 * h, t.place, matrix);
-      tma_load_rows(s.dstate[h], r, ROWS, p.dstates, s.states, r, 64 * h, t.place, matrix);
+  ring_pos at = {};
+  for (int i = block_index(); i < task_count(p); i += block_count()) {
+    task t = task_at(p, i);
+    if (t.at.steps <= 0) continue;
+    int head = t.at.head / p.rows.group_heads, matrix = t.at.batch * p.rows.heads + t.at.head;
+    ring_acquire(s.matrices, at);
+    ring_expect(s.matrices, at, 3 * tile_bytes(s.dout) + 2 * PANELS * tile_bytes(s.state[0]));
+    sem &full = s.matrices.full[0];
+    tma_load(s.dout, p.dout, full, t.at.step, 0, t.at.head, t.at.batch);
+    tma_load(s.dv, p.dv, full, t.at.step, 0, t.at.head, t.at.batch);
+    tma_load(s.errors, p.errors, full, t.at.step - p.rows.from, 0, t.at.head, t.at.batch);
+    for (int h = 0; h < PANELS; h++) {
+      for (int r = 0; r < VALUES; r += ROWS) {
+        tma_load_rows(s.state[h], r, ROWS, p.states, full, r, 64 * h, t.place, matrix);
+        tma_load_rows(s.dstate[h], r, ROWS, p.dstates, full, r, 64 * h, t.place, matrix);
+      }
     }
+    ring_acquire(s.rows, at);
+    ring_expect(s.rows, at, 2 * PANELS * tile_bytes(s.k[0]));
+    for (int h = 0; h < PANELS; h++) {
+      tma_load(s.q[h], p.q, s.rows.full[0], t.at.step, 64 * h, head, t.at.batch);
+      tma_load(s.k[h], p.k, s.rows.full[0], t.at.step, 64 * h, head, t.at.batch);
+    }
+    ring_next(s.rows, at);
   }
 }
 
@@ -104,195 +112,249 @@ TILE void clear_behind(shared &s, int steps, int wg) {
   all_sync();
 }
 
-// ---- A and B
+// ---- A and B, with the norms' factors of both steps. So q, k, dq and dk stand for themselves: the factor that makes of
+// x one of length 1 is in what x is multiplied with, and dx is what it will be multiplied with.
 TILE void make_a(const params &p, shared &s) {
   rt<float, Q> x;
   rsum sum;
-  rv own;
+  rv own, norm;
   mma_fence();
   mma_ABt<ZERO>(x, s.dout, s.errors);
   mma_commit();
-  mma_wait<0>(x);
   float scale = p.scale;
   fill(sum, 0.f);
-  each<Q>([=](int i, int j, float &x, float &own) {
-    x *= scale;
+  load(norm, s.norm_q);
+  mma_wait<0>(x);
+  each<Q>([=](int i, int j, float &x, float &own, float nq, float nk) {
+    x *= scale * nq * nk;
     own += i == j ? x : 0.f;
     x = i > j ? x : 0.f;
-  }, x, sum);
+  }, x, sum, norm, s.norm_k);
   reduce(own, sum);
   store(s.own, own);
   store(s.a, x);
 }
 TILE void make_b(shared &s) {
   rt<float, Q> x, y;
+  rv norm;
   mma_fence();
   mma_ABt<ZERO>(x, s.dv, s.errors);
   mma_ABt<ZERO>(y, s.errors, s.dv);
   mma_commit();
+  load(norm, s.norm_k);
   mma_wait<0>(x, y);
-  each<Q>([](int i, int j, float &x, float y) { x = i > j ? -x : i < j ? -y : 0.f; }, x, (const rt<float, Q> &)y);
+  each<Q>([](int i, int j, float &x, float y, float ni, float nj) {
+    x = i == j ? 0.f : (i > j ? x : y) * -(ni * nj);
+  }, x, (const rt<float, Q> &)y, norm, s.norm_k);
   store(s.b, x);
 }
 
-// ---- what a panel's warpgroup holds throughout: factors of rows; dq and dk, and of dg what each step has of it
-struct rows { rv norm_q, norm_k, beta; };
+// ---- what a panel's warpgroup holds throughout: dq and dk, of dg what each step has of it, and k . c
+struct grads {
+  rt<float, 64> dq, dk, dl;
+  csum<64> dbeta;
+};
 
-// The part of D, and what all sums over steps >= t have.
-TILE void take_dstate(shared &s, const rows &r, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta, int steps, int wg) {
-  rt<float, 64> x;
-  rsum kept;
-  rv sums;
+// The part of D, and what all sums over steps >= t have; then that of S, and the terms i = j.
+TILE void take_states(shared &s, grads &g, float scale, int steps, int wg, ring_pos at) {
+  const turned<elem> q = turned_of(s.q[wg]), k = turned_of(s.k[wg]);
+  rt<float, 64> x, y;
+  rsum kept, sum;
+  rv all, end;
   int last = steps - 1;
   mma_fence();
-  mma_AB<ZERO>(x, s.errors, s.dstate[wg]);
+  mma_AtBt<ZERO>(g.dk, s.dstate[wg], s.errors);
+  mma_AtB<ZERO>(y, s.state[wg], 0, s.dstate[wg], 0);
   mma_commit();
-  load(dl, s.l[wg], 0);
-  map_last_row(dl, s.l[wg], 0, [](float x, float end) { return fast_exp2(end - x); });
-  {
-    csum<64> sum;
-    clear(sum);
-    fill(dbeta, 0.f);
-    fill(dk, 0.f);
-    mma_wait<0>(x);
-    each<64>([=](int i, int, float x, float &dk, float &dl, float &sum, float &dbeta, float k, float nk, float beta) {
-      x *= dl;
-      k *= nk;
-      dk = beta * x;
-      dbeta = fused(k, x, dbeta);
-      float y = i < last ? k * dk : 0.f;
-      dl = -y;
-      sum += y;
-    }, (const rt<float, 64> &)x, dk, dl, sum, dbeta, s.k[wg], r.norm_k, r.beta);
-    store(s.sums[wg], sum);
-  }
-  mma_fence();
-  mma_AtB<ZERO>(x, s.state[wg], 0, s.dstate[wg], 0);
+  mma_AtBt<ZERO>(g.dq, s.state[wg], s.dout);
+  mma_AtBt<ZERO>(x, s.state[wg], s.dv);
   mma_commit();
+  load(end, s.l[wg], 63);
+  fill(g.dl, 0.f);
+  clear(g.dbeta);
+  fill(sum, 0.f);
   fill(kept, 0.f);
-  mma_wait<0>(x);
-  each<64>([](int i, int j, float x, float &sum) { sum += i == j ? x : 0.f; }, (const rt<float, 64> &)x, kept);
-  reduce(sums, kept);
-  store(s.kept[wg], sums);
-  wg_sync();
-  load(x, s.l[wg], 0);
-  each<64>([](int i, int, float &dl, float l, float a, float b, float c, float d, float kept) {
-    dl += i == 63 ? a + b + c + d + fast_exp2(l) * kept : 0.f;
-  }, dl, (const rt<float, 64> &)x, slice<64>(s.sums[wg], 0), slice<64>(s.sums[wg], 64), slice<64>(s.sums[wg], 128),
-     slice<64>(s.sums[wg], 192), s.kept[wg]);
-}
-// That of S, and the terms i = j.
-TILE void take_state(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta,
-                     float scale, int wg) {
-  rt<float, 64> x, l;
-  rv own;
-  mma_fence();
-  mma_AB<ZERO>(dq, s.dout, s.state[wg]);
-  mma_commit();
-  load(l, s.l[wg], 0);
-  load(own, s.own);
-  mma_AB<ZERO>(x, s.dv, s.state[wg]);
-  mma_commit();
-  mma_wait<1>(dq);
-  each<64>([=](int, int, float &dq, float &dl, float l, float q, float k, float nq, float nk, float own, float beta,
-               float &dbeta) {
-    q *= nq;
-    k *= nk;
-    dq *= scale * fast_exp2(l);
-    dl = fused(q, dq, dl);
-    dq = fused(beta * own, k, dq);
-    dbeta = fused(own * q, k, dbeta);
-  }, dq, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta, dbeta);
-  mma_wait<0>(x);
-  each<64>([=](int, int, float x, float &dk, float &dl, float l, float q, float k, float nq, float nk, float own,
+  mma_wait<1>(g.dk, y);
+  each<64>([](int i, int j, float y, float &sum) { sum += i == j ? y : 0.f; }, (const rt<float, 64> &)y, kept);
+  CONSTANT_INDEX for (int n = 0; n < 4; n++)
+  each_part(GROUP * n, [=](int, int j, float &dk, float &dl, float &dbeta, float &sum, float l, float end, float k, float nk,
                float beta) {
-    x *= -fast_exp2(l);
-    dl = fused(k * nk, x, dl);
-    dk = fused(beta * own, q * nq, dk + x);
-  }, (const rt<float, 64> &)x, dk, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta);
+    float x = dk * (fast_exp2(end - l) * nk);
+    dk = beta * x;
+    dbeta = fused(k, x, dbeta);
+    float y = j < last ? k * dk : 0.f;
+    dl = -y;
+    sum += y;
+  }, g.dk, g.dl, g.dbeta, sum, (const tc &)s.l[wg], (const rv &)end, k, s.norm_k, s.beta);
+  reduce(all, sum);
+  {
+    rv more;
+    reduce(more, kept);
+    map(end, end, more, [](float l, float x) { return fast_exp2(l) * x; });
+  }
+  each_part(48, [](int, int j, float &dl, float x, float y) { dl += j == 63 ? x + y : 0.f; }, g.dl, (const rv &)all,
+            (const rv &)end);
+  mma_wait<0>(g.dq, x);
+  ring_release(s.matrices, at);
+  CONSTANT_INDEX for (int n = 0; n < 4; n++)
+  each_part(GROUP * n, [=](int, int, float &dq, float &dk, float &dl, float &dbeta, float x, float l, float q, float k, float nq,
+               float nk, float own, float beta) {
+    float e = fast_exp2(l), f = own * beta;
+    dq *= e * (scale * nq);
+    x *= e * -nk;
+    dl = fused(q, dq, fused(k, x, dl));
+    dq = fused(f, k, dq);
+    dk = fused(f, q, dk + x);
+    dbeta = fused(own * q, k, dbeta);
+  }, g.dq, g.dk, g.dl, g.dbeta, (const rt<float, 64> &)x, (const tc &)s.l[wg], q, k, s.norm_q, s.norm_k, s.own,
+     s.beta);
 }
 
-// The pairs of one level. Of a row in a block's second half e is e^(l_i - l_m), in its first half e^(l_m - l_j), where
-// k has beta; so has what comes to it.
-TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta,
-                     int h, int wg) {
-  rt<float, 64> e, x;
-  factors &to = factors_of(s, wg);
-  fill(x, 0.f);
-  map_level(e, s.l[wg], 0, h, [](float y) { return fast_exp2(-fabsf(y)); });
-  each<64>([](int, int, float &x, float e, float q, float nq) { x = q * nq * e; }, x, (const rt<float, 64> &)e, s.q[wg],
-           r.norm_q);
-  store(to.q, x);
-  each<64>([=](int i, int, float &x, float e, float k, float nk, float beta) { x = k * nk * (i & h ? e : e * beta); },
-           x, (const rt<float, 64> &)e, s.k[wg], r.norm_k, r.beta);
-  store(to.k, x);
-  fence_async();
-  wg_sync();
-  {
-    rt<factor, Q> a;
-    load(a, s.a);
-    keep_level(a, a, h);
-    mma_fence();
-    mma_AB<ZERO>(x, a, to.k);
-    mma_commit();
-    mma_wait<0>(x, a);
+// Pairs of steps in different groups of 16: with b(n) = l of the last step of group n - 1, e^(l_i - b(n)) for i in group
+// n, e^(b(m + 1) - l_j) for j in group m, and between them, for all pairs of both groups at once, e^(b(n) - b(m + 1)).
+TILE void take_groups(shared &s, grads &g, int wg) {
+  const turned<elem> q = turned_of(s.q[wg]), k = turned_of(s.k[wg]);
+  const tc &l = s.l[wg];
+  rt<factor, 64> late_q, late_k, early;
+  rv base[5], across[4];                   // across[n]: from b(n + 1) to b(n)
+  CONSTANT_INDEX for (int n = 1; n < 4; n++) load(base[n], l, GROUP * n - 1);
+  CONSTANT_INDEX for (int n = 1; n < 3; n++)
+    map(across[n], base[n + 1], base[n], [](float x, float y) { return fast_exp2(x - y); });
+  auto times = [](float x, float y) { return x * y; };
+  CONSTANT_INDEX for (int n = 0; n < 4; n++) {
+    rt<float, 16> e, x, y;
+    fill(e, 0.f);
+    fill(x, 0.f);
+    fill(y, 0.f);
+    if (n > 0) {
+      each_part(GROUP * n, [](int, int, float &e, float &x, float &y, float l, float base, float q, float k) {
+        e = fast_exp2(l - base);
+        x = q * e;
+        y = k * e;
+      }, e, x, y, l, (const rv &)base[n], q, k);
+      convert_to_part(late_q, GROUP * n, x);
+      convert_to_part(late_k, GROUP * n, y);
+      fill(x, 0.f);
+      fill(y, 0.f);
+      CONSTANT_INDEX for (int m = 0; m < n; m++) {
+        qt<factor> a, b;
+        if (m > 0) map_row(x, across[m], times);
+        if (m > 0) map_row(y, across[m], times);
+        load_t(a, s.a, GROUP * n, GROUP * m);
+        load_t(b, s.b, GROUP * n, GROUP * m);
+        mma_own(x, 0, early, GROUP * m, a);
+        mma_own(y, 0, early, GROUP * m, b);
+      }
+      each_part(GROUP * n, [](int, int, float &dq, float &dk, float &dl, float e, float x, float y, float q, float k) {
+        dq = fused(x, e, dq);
+        dk = fused(y, e, dk);
+        dl = fused(x, q, fused(y, k, dl));
+      }, g.dq, g.dk, g.dl, (const rt<float, 16> &)e, (const rt<float, 16> &)x, (const rt<float, 16> &)y,
+         (const rt<factor, 64> &)late_q, (const rt<factor, 64> &)late_k);
+    }
+    if (n < 3) {
+      each_part(GROUP * n, [](int, int, float &x, float l, float base, float k, float beta) {
+        x = k * (beta * fast_exp2(base - l));
+      }, x, l, (const rv &)base[n + 1], k, s.beta);
+      convert_to_part(early, GROUP * n, x);
+    }
   }
-  each<64>([](int, int, float x, float e, float &dq, float &dl, float q) {
-    dq = fused(x, e, dq);
-    dl = fused(x, q, dl);
-  }, (const rt<float, 64> &)x, (const rt<float, 64> &)e, dq, dl, to.q);
-  {
-    rt<factor, Q> a;                       // of both at a time there would be spills
-    load(a, s.b);
-    keep_level(a, a, h);
-    mma_fence();
-    mma_AB<ZERO>(x, a, to.k);
-    mma_commit();
-    mma_wait<0>(x, a);
-    load_t(a, s.a);
-    keep_level(a, a, h);
-    mma_fence();
-    mma_AB<ACC>(x, a, to.q);
-    mma_commit();
-    mma_wait<0>(x, a);
+  CONSTANT_INDEX for (int m = 2; m >= 0; m--) {
+    rt<float, 16> x;
+    fill(x, 0.f);
+    CONSTANT_INDEX for (int n = 3; n > m; n--) {
+      qt<factor> a, b;
+      if (n < 3) map_row(x, across[n], times);
+      load(a, s.a, GROUP * n, GROUP * m);
+      load(b, s.b, GROUP * n, GROUP * m);
+      mma_own(x, 0, late_q, GROUP * n, a);
+      mma_own(x, 0, late_k, GROUP * n, b);
+    }
+    each_part(GROUP * m, [](int, int, float &dk, float &dl, float &dbeta, float x, float rounded, float l, float base,
+                            float k, float beta) {
+      dl = fused(-x, rounded, dl);
+      x *= fast_exp2(base - l);
+      dk = fused(beta, x, dk);
+      dbeta = fused(k, x, dbeta);
+    }, g.dk, g.dl, g.dbeta, (const rt<float, 16> &)x, (const rt<factor, 64> &)early, l, (const rv &)base[m + 1], k,
+       s.beta);
   }
-  each<64>([=](int i, int, float x, float e, float &dk, float &dl, float &dbeta, float rounded, float k, float nk,
-               float beta) {
-    bool later = i & h;
-    float y = x * e;
-    dk = fused(later ? 1.f : beta, y, dk);
-    dbeta = fused(later ? 0.f : k * nk, y, dbeta);
-    dl = fused(later ? x : -x, rounded, dl);
-  }, (const rt<float, 64> &)x, (const rt<float, 64> &)e, dk, dl, dbeta, to.k, s.k[wg], r.norm_k, r.beta);
-  wg_sync();
+}
+
+// The pairs of one level, 8 or less. Of a step in a block's second half e is e^(l_i - l_m), in its first half e^(l_m -
+// l_j), where k has beta; so has what comes to it.
+TILE void take_level(shared &s, grads &g, int h, int wg) {
+  const turned<elem> q = turned_of(s.q[wg]), k = turned_of(s.k[wg]);
+  const level l = level_of(s.l[wg], h);
+  CONSTANT_INDEX for (int n = 0; n < 4; n++) {
+    rt<float, 16> e, x, y;
+    rt<factor, 16> to_q, to_k;
+    qt<factor> a;
+    fill(e, 0.f);
+    fill(x, 0.f);
+    fill(y, 0.f);
+    each_part(GROUP * n, [=](int, int i, float &e, float &x, float &y, float l, float q, float k, float beta) {
+      e = fast_exp2(-fabsf(l));
+      x = q * e;
+      y = k * (i & h ? e : e * beta);
+    }, e, x, y, l, q, k, s.beta);
+    convert_to_part(to_q, 0, x);
+    convert_to_part(to_k, 0, y);
+    fill(x, 0.f);
+    fill(y, 0.f);
+    load_t(a, s.a, GROUP * n, GROUP * n);
+    keep_level(a, a, h);
+    mma_own(x, 0, to_k, 0, a);
+    load(a, s.a, GROUP * n, GROUP * n);
+    keep_level(a, a, h);
+    mma_own(y, 0, to_q, 0, a);
+    load(a, s.b, GROUP * n, GROUP * n);
+    keep_level(a, a, h);
+    mma_own(y, 0, to_k, 0, a);
+    each_part(GROUP * n, [=](int, int i, float &dq, float &dk, float &dl, float &dbeta, float e, float x, float y,
+                             float to_q, float to_k, float k, float beta) {
+      bool later = i & h;
+      float z = y * e;
+      dq = fused(x, e, dq);
+      dk = fused(later ? 1.f : beta, z, dk);
+      dbeta = fused(later ? 0.f : k, z, dbeta);
+      dl = fused(x, to_q, fused(later ? y : -y, to_k, dl));
+    }, g.dq, g.dk, g.dl, g.dbeta, (const rt<float, 16> &)e, (const rt<float, 16> &)x, (const rt<float, 16> &)y,
+       (const rt<factor, 16> &)to_q, (const rt<factor, 16> &)to_k, k, s.beta);
+  }
 }
 
 // ---- results
-// Sums over all channels, of which every panel has a part.
-TILE void add_panels(const shared &s, rv &sum, int which) {
-  load(sum, s.dots[which]);
-  if (PANELS == 1) return;
-  rv other;
-  load(other, s.dots[which + 3 * (PANELS - 1)]);
-  map(sum, sum, other, [](float x, float y) { return x + y; });
+// Sums over all channels, of which every warp has a part.
+TILE void sum_parts(rv &sum, const sv<4 * Q> (&parts)[PANELS]) {
+  fill(sum, 0.f);
+  UNROLLED for (int h = 0; h < PANELS; h++)
+    UNROLLED for (int w = 0; w < 4; w++) {
+      rv x;
+      load(x, slice<Q>(parts[h], Q * w));
+      map(sum, sum, x, [](float x, float y) { return x + y; });
+    }
 }
-TILE void put_dot(sv<Q> &d, const rsum &sum) {
-  rv rows;
-  reduce(rows, sum);
-  store(d, rows);
+TILE float *share_of(const params &p, const task &t, int64_t ld, int head, int which, int wg) {
+  int64_t member = t.at.head - head * p.rows.group_heads;
+  int64_t row = ((member * p.batches + t.at.batch) * p.places + t.place) * Q;
+  return p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * wg;
 }
-TILE void put(const params &p, const task &t, const rt<float, 64> &x, int which, int wg) {
-  int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = t.rows;
-  if (p.parts) {
-    int64_t ld = (int64_t)(p.rows.heads / p.rows.group_heads) * 2 * p.key_dim;
-    int64_t member = t.at.head - head * p.rows.group_heads;
-    int64_t row = ((member * p.batches + t.at.batch) * p.places + t.place) * Q;
-    return store(p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * wg, ld, x, rows, n);
-  }
+TILE elem *gradient_of(const params &p, const task &t, int head, int which, int wg) {
   const int64_t *stride = which ? p.dk_stride : p.dq_stride;
-  int64_t ld = stride[1];
-  elem *to = (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * ld + head * stride[2] + 64 * wg;
-  store_rows<elem>(x, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
+  return (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * stride[1] + head * stride[2] + 64 * wg;
+}
+TILE void put(const params &p, const task &t, panel &by, const rt<float, 64> &x, int which, int wg) {
+  int head = t.at.head / p.rows.group_heads, rows = t.rows, n = p.key_dim - 64 * wg;
+  if (p.parts) {
+    int ld = (int)anew(p.rows.heads / p.rows.group_heads * 2 * p.key_dim);
+    return store(share_of(p, t, ld, head, which, wg), 1, ld, x, n, rows);
+  }
+  store_t(by, x);
+  wg_sync();
+  elem *to = gradient_of(p, t, head, which, wg);
+  int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
+  store_rows(by, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
 }
 TILE int64_t first_of(const params &p, const task &t) {
   return ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head;
@@ -300,52 +362,67 @@ TILE int64_t first_of(const params &p, const task &t) {
 TILE void put_dbeta(const params &p, const task &t, const rv &x) {
   if (p.dbeta) store_steps(p.dbeta + first_of(p, t), x, p.rows.heads, t.rows);
 }
-TILE void put_products(const params &p, shared &s, const task &t, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk,
-                       const rsum &dbeta, int wg) {
-  rv dot;
+TILE void put_products(const params &p, shared &s, const task &t, grads &g, int wg) {
+  const turned<elem> q = turned_of(s.q[wg]), k = turned_of(s.k[wg]);
+  rv dot, norm;
+  store(s.dots[BETA][wg], g.dbeta);
   if (p.gates.norm) {
-    rsum q_dot, k_dot;
-    fill(q_dot, 0.f);
-    fill(k_dot, 0.f);
-    each<64>([](int, int, float dq, float dk, float q, float k, float &a, float &b) {
+    csum<64> q_dot, k_dot;
+    clear(q_dot);
+    clear(k_dot);
+    CONSTANT_INDEX for (int n = 0; n < 4; n++)
+    each_part(GROUP * n, [](int, int, float dq, float dk, float q, float k, float &a, float &b) {
       a = fused(q, dq, a);
       b = fused(k, dk, b);
-    }, (const rt<float, 64> &)dq, (const rt<float, 64> &)dk, s.q[wg], s.k[wg], q_dot, k_dot);
-    put_dot(s.dots[3 * wg], q_dot);
-    put_dot(s.dots[3 * wg + 1], k_dot);
+    }, (const rt<float, 64> &)g.dq, (const rt<float, 64> &)g.dk, q, k, q_dot, k_dot);
+    store(s.dots[Q_DOT][wg], q_dot);
+    store(s.dots[K_DOT][wg], k_dot);
   }
-  put_dot(s.dots[3 * wg + 2], dbeta);
   all_sync();
   if (p.gates.norm) {
-    auto normed = [](int, int, float &d, float x, float n, float dot) { d = n * (d - x * (n * n * dot)); };
-    add_panels(s, dot, 0);
-    each<64>(normed, dq, s.q[wg], r.norm_q, dot);
-    add_panels(s, dot, 1);
-    each<64>(normed, dk, s.k[wg], r.norm_k, dot);
+    auto turn = [](float dot, float n) { return dot * n * n; };
+    sum_parts(dot, s.dots[Q_DOT]);
+    load(norm, s.norm_q);
+    map(dot, dot, norm, turn);
+    store(s.turns[wg][0], dot);
+    sum_parts(dot, s.dots[K_DOT]);
+    load(norm, s.norm_k);
+    map(dot, dot, norm, turn);
+    store(s.turns[wg][1], dot);
+    wg_sync();
+    CONSTANT_INDEX for (int n = 0; n < 4; n++)
+    each_part(GROUP * n, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
+      dq = fused(-a, q, dq);
+      dk = fused(-b, k, dk);
+    }, g.dq, g.dk, q, k, s.turns[wg][0], s.turns[wg][1]);
   }
-  put(p, t, dq, 0, wg);
-  put(p, t, dk, 1, wg);
+  put(p, t, s.q[wg], g.dq, 0, wg);
+  put(p, t, s.k[wg], g.dk, 1, wg);
   if (wg > 0) return;
-  add_panels(s, dot, 2);
+  sum_parts(dot, s.dots[BETA]);
   float f = p.gates.most;
   if (f != 0.f) {
     float rate = fast_rcp(f);
-    map(dot, dot, r.beta, [=](float x, float beta) { return x * beta * (1.f - beta * rate); });
+    load(norm, s.beta);
+    map(dot, dot, norm, [=](float x, float beta) { return x * beta * (1.f - beta * rate); });
   }
   put_dbeta(p, t, dot);
 }
 
 // dg from what each step has of it, and from that the gradients of what was given.
 TILE void put_gates(const params &p, shared &s, const task &t, int wg) {
-  hm<64> dg, x;
-  hv<64> bias, rates;
-  const kda_gates &g = p.gates;
+  ht dg, x;
+  hc bias;
+  hcsum rates;
+  kda_gates g = p.gates;
+  g.g.step = anew(g.g.step);
   float rate = rate_of(g, t.at.head), bound = g.lower_bound;
   load(dg, s.l[wg]);
-  sum_up(dg);
-  take_given(x, bias, g, t.at, p.key_dim, 64 * wg);
-  fill(rates, 0.f);
-  if (g.gate == KDA_LOG) map(dg, x, bias, rates, t.at.steps, [](float d, float, float, float &) { return d; });
+  sum_up(dg, s.l[wg]);
+  clear(rates);
+  fill(bias, 0.f);
+  if (g.gate != KDA_LOG) take_given(x, bias, g, t.at, p.key_dim, 64 * wg);
+  if (g.gate == KDA_LOG) map(dg, dg, bias, rates, t.at.steps, [](float d, float, float, float &) { return d; });
   else if (g.gate == KDA_SOFTPLUS)
     map(dg, x, bias, rates, t.at.steps, [=](float d, float x, float b, float &sum) {
       d *= -rate;
@@ -360,63 +437,92 @@ TILE void put_gates(const params &p, shared &s, const task &t, int wg) {
       return d;
     });
   int n = p.key_dim - 64 * wg;
-  int64_t of_step = (int64_t)p.rows.heads * p.key_dim;
+  int64_t of_step = anew((int64_t)p.rows.heads * p.key_dim);
   if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, of_step, dg, t.rows, n);
   if (!p.sums) return;
   int place = p.rows.from / Q + t.place;
   float *sums = p.sums + ((int64_t)t.at.batch * 3 * p.all_places + place) * of_step;
-  store(sums + (int64_t)64 * wg * p.rows.heads + t.at.head, p.rows.heads, rates, n);
-  sum_of(rates, dg);
-  store(sums + p.all_places * of_step + t.at.head * p.key_dim + 64 * wg, 1, rates, n);
+  store(sums + (int64_t)64 * wg * p.rows.heads + t.at.head, p.rows.heads, rates, s.l[wg], 2, n);
+  clear(rates);
+  sum_add(rates, dg);
+  store(sums + p.all_places * of_step + t.at.head * p.key_dim + 64 * wg, 1, rates, s.l[wg], 3, n);
 }
 
-// Steps in no row have no gradients.
+// Steps in no row have no gradients. A loader that goes ahead may fill the panels meanwhile.
 TILE void put_none(const params &p, const task &t, int wg) {
   rt<float, 64> zero;
   rv none;
-  int n = p.key_dim - 64 * wg;
+  int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = t.rows;
   fill(zero, 0.f);
   fill(none, 0.f);
-  put(p, t, zero, 0, wg);
-  put(p, t, zero, 1, wg);
-  if (p.dg)
-    store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, (int64_t)p.rows.heads * p.key_dim, zero, t.rows, n);
+  ROLLED for (int which = 0; which < 2; which++) {
+    if (p.parts) {
+      int ld = (int)anew(p.rows.heads / p.rows.group_heads * 2 * p.key_dim);
+      store(share_of(p, t, ld, head, which, wg), ld, zero, rows, n);
+      continue;
+    }
+    elem *to = gradient_of(p, t, head, which, wg);
+    int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
+    store_rows<elem>(zero, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
+  }
+  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, (int64_t)p.rows.heads * p.key_dim, zero, t.rows, n);
   if (wg == 0) put_dbeta(p, t, none);
 }
 
+// norm_q by the first warpgroup, norm_k by the last.
+TILE void put_norms(const params &p, shared &s, int wg) {
+  rv norm;
+  fill(norm, 1.f);
+  if (wg == 0) {
+    if (p.gates.norm) take_norms(norm, s.q);
+    store(s.norm_q, norm);
+  }
+  if (wg == PANELS - 1) {
+    if (p.gates.norm) take_norms(norm, s.k);
+    store(s.norm_k, norm);
+  }
+}
+
 TILE void compute(const params &p, shared &s, int wg) {
-  task t = block_task(p);
-  if (t.rows <= 0) return;
-  if (t.at.steps <= 0) return put_none(p, t, wg);
-  rt<float, 64> dq, dk, dl;
-  rsum dbeta;
-  rows r;
-  {
-    hm<64> g;
-    hv<64> end;
-    take_gates(g, p.gates, t.at, p.key_dim, 64 * wg);
-    sum_down(s.l[wg], end, g, -infinity());
+  ring_pos at = {};
+  for (int i = block_index(); i < task_count(p); i += block_count()) {
+    task t = task_at(p, i);
+    if (t.rows <= 0) continue;
+    if (t.at.steps <= 0) {
+      put_none(p, t, wg);
+      continue;
+    }
+    grads g;
+    {
+      ht x;
+      kda_gates given = p.gates;
+      given.g.step = anew(given.g.step);
+      take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * wg);
+      sum_down(s.l[wg], x, -infinity());
+    }
+    if (wg == 0) {
+      rv beta;
+      take_beta(beta, p.gates, t.at);
+      store(s.beta, beta);
+    }
+    ring_wait(s.rows, at);
+    ring_wait(s.matrices, at);
+    if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
+    put_norms(p, s, wg);
+    all_sync();
+    if (wg == 0) make_a(p, s);
+    if (wg == PANELS - 1) make_b(s);
+    all_sync();
+    take_states(s, g, p.scale, t.at.steps, wg, at);
+    take_groups(s, g, wg);
+    ROLLED for (int h = GROUP / 2; h > 0; h /= 2) take_level(s, g, h, wg);
+    store(s.l[wg], g.dl);
+    put_products(p, s, task_at(p, i), g, wg);   // anew: kept, it would cause spills
+    put_gates(p, s, task_at(p, i), wg);
+    all_sync();
+    ring_release(s.rows, at);
+    ring_next(s.rows, at);
   }
-  take_beta(r.beta, p.gates, t.at);
-  sem_wait(s.inputs, 0);
-  if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
-  fill(r.norm_q, 1.f);
-  fill(r.norm_k, 1.f);
-  if (p.gates.norm) {
-    take_norms(r.norm_q, s.q);
-    take_norms(r.norm_k, s.k);
-  }
-  if (wg == 0) make_a(p, s);
-  if (wg == PANELS - 1) make_b(s);
-  all_sync();
-  sem_wait(s.states, 0);
-  take_dstate(s, r, dk, dl, dbeta, block_task(p).at.steps, wg);   // anew: kept, it would cause spills
-  take_state(s, r, dq, dk, dl, dbeta, p.scale, wg);
-  wg_sync();
-  ROLLED for (int h = 32; h > 0; h /= 2) take_level(s, r, dq, dk, dl, dbeta, h, wg);
-  store(s.l[wg], 0, dl);
-  put_products(p, s, t, r, dq, dk, dbeta, wg);
-  put_gates(p, s, block_task(p), wg);      // the same
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, PANELS, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,

@@ -1,0 +1,24 @@
+// Products of the rows that a warp holds itself (warpgroup). Contracts; bodies in sm90/ and cpu/. tile.h does not include
+// this file: the kernels that want it do.
+//
+// Each of the four warps multiplies its 16 rows of a register tile by 16 x 16 values that it has too. Such a product is
+// over when the call returns: it wants no fence, no commit and no wait, and nothing of it has been in shared memory.
+//
+//   qt<T>    16 x 16 values, the same in every warp: the second operand. Four words of a thread
+#pragma once
+#include "tile/tile.h"
+#define OWN_RULES(N, K) static_assert((N) % 16 == 0 && (K) % 16 == 0, "columns in blocks of 16")
+template<typename T> struct qt;
+// 16 rows from r0 and 16 columns from c0, both multiples of 16; load_t: their transpose
+template<typename T, int R, int C> TILE void load(qt<T> &d, const st<T, R, C> &s, int r0, int c0);
+template<typename T, int R, int C> TILE void load_t(qt<T> &d, const st<T, R, C> &s, int r0, int c0);
+// 16 columns of d from d0 += 16 columns of a from a0, times b. d0, a0: constants, multiples of 16
+template<typename T, int N, int K> TILE void mma_own(rt<float, N> &d, int d0, const rt<T, K> &a, int a0, const qt<T> &b);
+// f(row, col, ...) as each(), for 16 columns from c0, a constant; of an rt<T, 16> they are all it has. Register tiles of
+// 16 bits may be read.
+template<class F, class... X> TILE void each_part(int c0, F f, X &...x);
+#ifdef __CUDACC__
+#include "tile/sm90/own.h"
+#else
+#include "tile/cpu/own.h"
+#endif
