@@ -16,42 +16,46 @@
 // the first of these has and whose weight is 1, is left out of both.
 // Rows are of l2 norm 1 (norm): with x^ = r x, dx = r (dx^ - x^ (x^ . dx^)). Gates: what g was made of, from dg.
 //
-// Roles: a loader thread; PANELS warpgroups, each with 64 channels. The first makes A, the last B, for all. Tiles of l, dq,
-// dk and dg have a row for each channel and a column for each step, so that a warp has all steps of its 16 channels: of
-// the pairs it takes nobody else knows.
+// Roles: a loader thread; HALVES warpgroups for each panel of 64 channels. Tiles of l, dq, dk and dg have a row for each
+// channel and a column for each step, so that a warp has steps of its own 16 channels: nobody else knows of the pairs it
+// takes. A warpgroup takes 32 steps of its panel, 16 at a time, and makes of other steps' what pairs with them want anew:
+// no warp waits for another. The first half makes norms, A and B, the second sums gates up before, and those of dg after.
 //
-// Registers of a thread    tiles that live together                                         rows and the rest
-//   compute, COMPUTE_REGS    dq 32, dk 32, dg 32, two products 64                             sums of columns 16, 30
-//     between groups         dq 32, dk 32, dg 32, factors 3 x 16, a block's 8 + 8 + 8         16, 30
-//   its ends                 dg 64, what was given 64 (a column a thread)
+// Registers of a thread    tiles that live together                                          rows and the rest
+//   compute, COMPUTE_REGS    16 steps' dq 8, dk 8, dg 8, k . c 4; the same of the 16 before    30
+//                            a product of two tiles 16, factors 8 + 8, a block's 4
+//     A and B                two products 64
+//     its ends               dg 32, what was given 32 (half a channel a thread)
 #include "delta/kda_gates.h"
 #include "tile/levels.h"
 #include "tile/slices.h"
 #include "delta/kda_bwd.h"
 
 // D: columns of q and k; VALUES: of v. PER_SM, LOAD_REGS, COMPUTE_REGS
-enum { PANELS = D / 64, ROWS = 64, GROUP = 16 };
+enum { PANELS = D / 64, ROWS = 64, GROUP = 16, HALVES = 2, GROUPS = PANELS * HALVES };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;      // fp16 has not the range of A
 typedef st<elem, Q, 64> panel;
 enum { Q_DOT, K_DOT, BETA, DOTS };
 struct shared {
-  panel q[PANELS], k[PANELS];              // then dq, dk
+  panel q[PANELS], k[PANELS];
   st<elem, Q, VALUES> dout, dv, errors;
   st<elem, VALUES, 64> state[PANELS], dstate[PANELS];
   st<factor, Q, 64> a, b;                  // A; B and its transpose
+  st<elem, GROUP, 64> out[GROUPS][2];      // dq, dk
   tc l[PANELS];                        // to base 2; then the parts of dg
   sv<4 * Q> dots[DOTS][PANELS];            // q . dq, k . dk, k . c, of 16 channels each
-  sv<Q> turns[PANELS][2];                  // what makes dq and dk right angled to q and k
+  sv<Q> turns[GROUPS][2];                  // what makes dq and dk right angled to q and k
+  sv<64> kept[PANELS];                     // e^(l_e) <S, D>
   sv<Q> norm_q, norm_k, beta, own;         // own: d
   ring<1> rows, matrices;                  // q and k; and the rest
 };
 typedef kda_grads_params params;
 
 TILE void init(shared &s) {
-  ring_init(s.rows, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
-  ring_init(s.matrices, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
+  ring_init(s.rows, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  ring_init(s.matrices, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
 }
 
 // A chunk of a head: its steps, at most 64, none where its place is empty. `rows` are written: the last packed row's
@@ -96,18 +100,23 @@ TILE void loader(const params &p, shared &s, int) {
   }
 }
 
-TILE void all_sync() {
+// Warpgroup `wg` has the channels of panel wg % PANELS, and half wg / PANELS of its steps.
+TILE void all_sync() { bar_sync(1, 128 * GROUPS); }
+TILE void half_sync() {
   if (PANELS == 1) wg_sync();
-  else bar_sync(1, 128 * PANELS);
+  else bar_sync(2, 128 * PANELS);
 }
+TILE void panel_sync(int panel) { bar_sync(3 + panel, 128 * HALVES); }
 
 // Steps of the next row, of which nothing may come in.
 TILE void clear_behind(shared &s, int steps, int wg) {
-  clear_rows(s.q[wg], 0, steps);
-  clear_rows(s.k[wg], 0, steps);
-  if (wg == 0) clear_rows(s.dout, 0, steps);
-  if (wg == 0) clear_rows(s.dv, 0, steps);
-  if (wg == PANELS - 1) clear_rows(s.errors, 0, steps);
+  if (wg < PANELS) {
+    clear_rows(s.q[wg], 0, steps);
+    clear_rows(s.k[wg], 0, steps);
+  }
+  if (wg == PANELS) clear_rows(s.dout, 0, steps);
+  if (wg == PANELS) clear_rows(s.dv, 0, steps);
+  if (wg == GROUPS - 1) clear_rows(s.errors, 0, steps);
   fence_async();
   all_sync();
 }
@@ -149,56 +158,62 @@ TILE void make_b(shared &s) {
   store(s.b, x);
 }
 
-// ---- what a panel's warpgroup holds throughout: dq and dk, of dg what each step has of it, and k . c
+// What goes through a whole chunk: of each channel, sum over v of S and D.
+TILE void make_kept(shared &s, int panel) {
+  rt<float, 64> x;
+  rsum sum;
+  rv kept, end;
+  mma_fence();
+  mma_AtB<ZERO>(x, s.state[panel], 0, s.dstate[panel], 0);
+  mma_commit();
+  fill(sum, 0.f);
+  mma_wait<0>(x);
+  each<64>([](int i, int j, float x, float &sum) { sum += i == j ? x : 0.f; }, (const rt<float, 64> &)x, sum);
+  reduce(kept, sum);
+  load(end, s.l[panel], 63);
+  map(kept, kept, end, [](float x, float l) { return fast_exp2(l) * x; });
+  store(s.kept[panel], kept);
+}
+
+// ---- 16 steps of a panel: dq and dk, of dg what each step has of it, and k . c
 struct grads {
-  rt<float, 64> dq, dk, dl;
-  csum<64> dbeta;
+  rt<float, GROUP> dq, dk, dl;
+  csum<GROUP> dbeta;
 };
+typedef rt<float, GROUP> block16;
+typedef rt<factor, GROUP> factors;
 
 // The part of D, and what all sums over steps >= t have; then that of S, and the terms i = j.
-TILE void take_states(shared &s, grads &g, float scale, int steps, int wg, ring_pos at) {
-  const turned<elem> q = turned_of(s.q[wg]), k = turned_of(s.k[wg]);
-  rt<float, 64> x, y;
-  rsum kept, sum;
+TILE void take_states(shared &s, grads &g, float scale, int steps, int n, int panel) {
+  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  const tc &l = s.l[panel];
+  block16 x;
+  rsum sum;
   rv all, end;
-  int last = steps - 1;
-  mma_fence();
-  mma_AtBt<ZERO>(g.dk, s.dstate[wg], s.errors);
-  mma_AtB<ZERO>(y, s.state[wg], 0, s.dstate[wg], 0);
-  mma_commit();
-  mma_AtBt<ZERO>(g.dq, s.state[wg], s.dout);
-  mma_AtBt<ZERO>(x, s.state[wg], s.dv);
-  mma_commit();
-  load(end, s.l[wg], 63);
+  int c0 = GROUP * n, last = steps - 1;
+  fill(g.dk, 0.f);
+  fill(g.dq, 0.f);
   fill(g.dl, 0.f);
-  clear(g.dbeta);
+  fill(x, 0.f);
   fill(sum, 0.f);
-  fill(kept, 0.f);
-  mma_wait<1>(g.dk, y);
-  each<64>([](int i, int j, float y, float &sum) { sum += i == j ? y : 0.f; }, (const rt<float, 64> &)y, kept);
-  CONSTANT_INDEX for (int n = 0; n < 4; n++)
-  each_part(GROUP * n, [=](int, int j, float &dk, float &dl, float &dbeta, float &sum, float l, float end, float k, float nk,
-               float beta) {
+  clear(g.dbeta);
+  mma_own_AtBt(g.dk, s.dstate[panel], s.errors, c0);
+  load(end, l, 63);
+  each_part(c0, [=](int, int j, float &dk, float &dl, float &dbeta, float &sum, float l, float end, float k, float nk,
+                    float beta) {
     float x = dk * (fast_exp2(end - l) * nk);
     dk = beta * x;
     dbeta = fused(k, x, dbeta);
     float y = j < last ? k * dk : 0.f;
     dl = -y;
     sum += y;
-  }, g.dk, g.dl, g.dbeta, sum, (const tc &)s.l[wg], (const rv &)end, k, s.norm_k, s.beta);
+  }, g.dk, g.dl, g.dbeta, sum, l, (const rv &)end, k, s.norm_k, s.beta);
   reduce(all, sum);
-  {
-    rv more;
-    reduce(more, kept);
-    map(end, end, more, [](float l, float x) { return fast_exp2(l) * x; });
-  }
-  each_part(48, [](int, int j, float &dl, float x, float y) { dl += j == 63 ? x + y : 0.f; }, g.dl, (const rv &)all,
-            (const rv &)end);
-  mma_wait<0>(g.dq, x);
-  ring_release(s.matrices, at);
-  CONSTANT_INDEX for (int n = 0; n < 4; n++)
-  each_part(GROUP * n, [=](int, int, float &dq, float &dk, float &dl, float &dbeta, float x, float l, float q, float k, float nq,
-               float nk, float own, float beta) {
+  store_sum(s.l[panel], n, all);
+  mma_own_AtBt(g.dq, s.state[panel], s.dout, c0);
+  mma_own_AtBt(x, s.state[panel], s.dv, c0);
+  each_part(c0, [=](int, int, float &dq, float &dk, float &dl, float &dbeta, float x, float l, float q, float k,
+                    float nq, float nk, float own, float beta) {
     float e = fast_exp2(l), f = own * beta;
     dq *= e * (scale * nq);
     x *= e * -nk;
@@ -206,122 +221,158 @@ TILE void take_states(shared &s, grads &g, float scale, int steps, int wg, ring_
     dq = fused(f, k, dq);
     dk = fused(f, q, dk + x);
     dbeta = fused(own * q, k, dbeta);
-  }, g.dq, g.dk, g.dl, g.dbeta, (const rt<float, 64> &)x, (const tc &)s.l[wg], q, k, s.norm_q, s.norm_k, s.own,
-     s.beta);
+  }, g.dq, g.dk, g.dl, g.dbeta, (const block16 &)x, l, q, k, s.norm_q, s.norm_k, s.own, s.beta);
 }
 
 // Pairs of steps in different groups of 16: with b(n) = l of the last step of group n - 1, e^(l_i - b(n)) for i in group
 // n, e^(b(m + 1) - l_j) for j in group m, and between them, for all pairs of both groups at once, e^(b(n) - b(m + 1)).
-TILE void take_groups(shared &s, grads &g, int wg) {
-  const turned<elem> q = turned_of(s.q[wg]), k = turned_of(s.k[wg]);
-  const tc &l = s.l[wg];
-  rt<factor, 64> late_q, late_k, early;
-  rv base[5], across[4];                   // across[n]: from b(n + 1) to b(n)
-  CONSTANT_INDEX for (int n = 1; n < 4; n++) load(base[n], l, GROUP * n - 1);
-  CONSTANT_INDEX for (int n = 1; n < 3; n++)
-    map(across[n], base[n + 1], base[n], [](float x, float y) { return fast_exp2(x - y); });
+// First those whose later step is in group n.
+TILE void take_earlier(shared &s, grads &g, int n, int panel) {
+  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  const tc &l = s.l[panel];
+  block16 x, y, e;
+  factors a, b;
+  rv base, next;
   auto times = [](float x, float y) { return x * y; };
-  CONSTANT_INDEX for (int n = 0; n < 4; n++) {
-    rt<float, 16> e, x, y;
+  fill(x, 0.f);
+  fill(y, 0.f);
+  load(base, l, GROUP - 1);
+  ROLLED for (int m = 0; m < n; m++) {
+    qt<factor> w;
+    load(next, l, GROUP * m + GROUP - 1);
+    map(base, next, base, [](float x, float y) { return fast_exp2(x - y); });
+    map_row(x, base, times);
+    map_row(y, base, times);
     fill(e, 0.f);
-    fill(x, 0.f);
-    fill(y, 0.f);
-    if (n > 0) {
-      each_part(GROUP * n, [](int, int, float &e, float &x, float &y, float l, float base, float q, float k) {
-        e = fast_exp2(l - base);
-        x = q * e;
-        y = k * e;
-      }, e, x, y, l, (const rv &)base[n], q, k);
-      convert_to_part(late_q, GROUP * n, x);
-      convert_to_part(late_k, GROUP * n, y);
-      fill(x, 0.f);
-      fill(y, 0.f);
-      CONSTANT_INDEX for (int m = 0; m < n; m++) {
-        qt<factor> a, b;
-        if (m > 0) map_row(x, across[m], times);
-        if (m > 0) map_row(y, across[m], times);
-        load_t(a, s.a, GROUP * n, GROUP * m);
-        load_t(b, s.b, GROUP * n, GROUP * m);
-        mma_own(x, 0, early, GROUP * m, a);
-        mma_own(y, 0, early, GROUP * m, b);
-      }
-      each_part(GROUP * n, [](int, int, float &dq, float &dk, float &dl, float e, float x, float y, float q, float k) {
-        dq = fused(x, e, dq);
-        dk = fused(y, e, dk);
-        dl = fused(x, q, fused(y, k, dl));
-      }, g.dq, g.dk, g.dl, (const rt<float, 16> &)e, (const rt<float, 16> &)x, (const rt<float, 16> &)y,
-         (const rt<factor, 64> &)late_q, (const rt<factor, 64> &)late_k);
-    }
-    if (n < 3) {
-      each_part(GROUP * n, [](int, int, float &x, float l, float base, float k, float beta) {
-        x = k * (beta * fast_exp2(base - l));
-      }, x, l, (const rv &)base[n + 1], k, s.beta);
-      convert_to_part(early, GROUP * n, x);
-    }
+    each_part(GROUP * m, [](int, int, float &x, float l, float base, float k, float beta) {
+      x = k * (beta * fast_exp2(base - l));
+    }, e, l, (const rv &)next, k, s.beta);
+    convert_to_part(a, 0, e);
+    load_t(w, s.a, GROUP * n, GROUP * m);
+    mma_own(x, 0, a, 0, w);
+    load_t(w, s.b, GROUP * n, GROUP * m);
+    mma_own(y, 0, a, 0, w);
+    base = next;
   }
-  CONSTANT_INDEX for (int m = 2; m >= 0; m--) {
-    rt<float, 16> x;
-    fill(x, 0.f);
-    CONSTANT_INDEX for (int n = 3; n > m; n--) {
-      qt<factor> a, b;
-      if (n < 3) map_row(x, across[n], times);
-      load(a, s.a, GROUP * n, GROUP * m);
-      load(b, s.b, GROUP * n, GROUP * m);
-      mma_own(x, 0, late_q, GROUP * n, a);
-      mma_own(x, 0, late_k, GROUP * n, b);
-    }
-    each_part(GROUP * m, [](int, int, float &dk, float &dl, float &dbeta, float x, float rounded, float l, float base,
-                            float k, float beta) {
-      dl = fused(-x, rounded, dl);
-      x *= fast_exp2(base - l);
-      dk = fused(beta, x, dk);
-      dbeta = fused(k, x, dbeta);
-    }, g.dk, g.dl, g.dbeta, (const rt<float, 16> &)x, (const rt<factor, 64> &)early, l, (const rv &)base[m + 1], k,
-       s.beta);
+  {
+    block16 u, v;
+    fill(e, 0.f);
+    fill(u, 0.f);
+    fill(v, 0.f);
+    each_part(GROUP * n, [](int, int, float &e, float &x, float &y, float l, float base, float q, float k) {
+      e = fast_exp2(l - base);
+      x = q * e;
+      y = k * e;
+    }, e, u, v, l, (const rv &)base, q, k);
+    convert_to_part(a, 0, u);
+    convert_to_part(b, 0, v);
   }
+  each_part(GROUP * n, [](int, int, float &dq, float &dk, float &dl, float e, float x, float y, float q, float k) {
+    dq = fused(x, e, dq);
+    dk = fused(y, e, dk);
+    dl = fused(x, q, fused(y, k, dl));
+  }, g.dq, g.dk, g.dl, (const block16 &)e, (const block16 &)x, (const block16 &)y, (const factors &)a,
+     (const factors &)b);
+}
+// Then those whose earlier step is in group n.
+TILE void take_later(shared &s, grads &g, int n, int panel) {
+  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  const tc &l = s.l[panel];
+  block16 x, e, f;
+  factors a;
+  rv base, next;
+  fill(x, 0.f);
+  load(base, l, 3 * GROUP - 1);
+  ROLLED for (int m = 3; m > n; m--) {
+    qt<factor> w;
+    load(next, l, GROUP * m - 1);
+    map(base, base, next, [](float x, float y) { return fast_exp2(x - y); });
+    map_row(x, base, [](float x, float y) { return x * y; });
+    fill(e, 0.f);
+    fill(f, 0.f);
+    each_part(GROUP * m, [](int, int, float &x, float &y, float l, float base, float q, float k) {
+      float e = fast_exp2(l - base);
+      x = q * e;
+      y = k * e;
+    }, e, f, l, (const rv &)next, q, k);
+    convert_to_part(a, 0, e);
+    load(w, s.a, GROUP * m, GROUP * n);
+    mma_own(x, 0, a, 0, w);
+    convert_to_part(a, 0, f);
+    load(w, s.b, GROUP * m, GROUP * n);
+    mma_own(x, 0, a, 0, w);
+    base = next;
+  }
+  fill(e, 0.f);
+  fill(f, 0.f);
+  each_part(GROUP * n, [](int, int, float &e, float &x, float l, float base, float k, float beta) {
+    e = fast_exp2(base - l);
+    x = k * (beta * e);
+  }, e, f, l, (const rv &)base, k, s.beta);
+  convert_to_part(a, 0, f);
+  each_part(GROUP * n, [](int, int, float &dk, float &dl, float &dbeta, float x, float e, float rounded, float k,
+                          float beta) {
+    dl = fused(-x, rounded, dl);
+    x *= e;
+    dk = fused(beta, x, dk);
+    dbeta = fused(k, x, dbeta);
+  }, g.dk, g.dl, g.dbeta, (const block16 &)x, (const block16 &)e, (const factors &)a, k, s.beta);
 }
 
 // The pairs of one level, 8 or less. Of a step in a block's second half e is e^(l_i - l_m), in its first half e^(l_m -
 // l_j), where k has beta; so has what comes to it.
-TILE void take_level(shared &s, grads &g, int h, int wg) {
-  const turned<elem> q = turned_of(s.q[wg]), k = turned_of(s.k[wg]);
-  const level l = level_of(s.l[wg], h);
-  CONSTANT_INDEX for (int n = 0; n < 4; n++) {
-    rt<float, 16> e, x, y;
-    rt<factor, 16> to_q, to_k;
-    qt<factor> a;
-    fill(e, 0.f);
-    fill(x, 0.f);
-    fill(y, 0.f);
-    each_part(GROUP * n, [=](int, int i, float &e, float &x, float &y, float l, float q, float k, float beta) {
-      e = fast_exp2(-fabsf(l));
-      x = q * e;
-      y = k * (i & h ? e : e * beta);
-    }, e, x, y, l, q, k, s.beta);
-    convert_to_part(to_q, 0, x);
-    convert_to_part(to_k, 0, y);
-    fill(x, 0.f);
-    fill(y, 0.f);
-    load_t(a, s.a, GROUP * n, GROUP * n);
-    keep_level(a, a, h);
-    mma_own(x, 0, to_k, 0, a);
-    load(a, s.a, GROUP * n, GROUP * n);
-    keep_level(a, a, h);
-    mma_own(y, 0, to_q, 0, a);
-    load(a, s.b, GROUP * n, GROUP * n);
-    keep_level(a, a, h);
-    mma_own(y, 0, to_k, 0, a);
-    each_part(GROUP * n, [=](int, int i, float &dq, float &dk, float &dl, float &dbeta, float e, float x, float y,
-                             float to_q, float to_k, float k, float beta) {
-      bool later = i & h;
-      float z = y * e;
-      dq = fused(x, e, dq);
-      dk = fused(later ? 1.f : beta, z, dk);
-      dbeta = fused(later ? 0.f : k, z, dbeta);
-      dl = fused(x, to_q, fused(later ? y : -y, to_k, dl));
-    }, g.dq, g.dk, g.dl, g.dbeta, (const rt<float, 16> &)e, (const rt<float, 16> &)x, (const rt<float, 16> &)y,
-       (const rt<factor, 16> &)to_q, (const rt<factor, 16> &)to_k, k, s.beta);
-  }
+TILE void take_level(shared &s, grads &g, int h, int n, int panel) {
+  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  const level l = level_of(s.l[panel], h);
+  block16 e, x, y;
+  factors to_q, to_k;
+  qt<factor> a;
+  fill(e, 0.f);
+  fill(x, 0.f);
+  fill(y, 0.f);
+  each_part(GROUP * n, [=](int, int i, float &e, float &x, float &y, float l, float q, float k, float beta) {
+    e = fast_exp2(-fabsf(l));
+    x = q * e;
+    y = k * (i & h ? e : e * beta);
+  }, e, x, y, l, q, k, s.beta);
+  convert_to_part(to_q, 0, x);
+  convert_to_part(to_k, 0, y);
+  fill(x, 0.f);
+  fill(y, 0.f);
+  load_t(a, s.a, GROUP * n, GROUP * n);
+  keep_level(a, a, h);
+  mma_own(x, 0, to_k, 0, a);
+  load(a, s.a, GROUP * n, GROUP * n);
+  keep_level(a, a, h);
+  mma_own(y, 0, to_q, 0, a);
+  load(a, s.b, GROUP * n, GROUP * n);
+  keep_level(a, a, h);
+  mma_own(y, 0, to_k, 0, a);
+  each_part(GROUP * n, [=](int, int i, float &dq, float &dk, float &dl, float &dbeta, float e, float x, float y,
+                           float to_q, float to_k, float k, float beta) {
+    bool later = i & h;
+    float z = y * e;
+    dq = fused(x, e, dq);
+    dk = fused(later ? 1.f : beta, z, dk);
+    dbeta = fused(later ? 0.f : k, z, dbeta);
+    dl = fused(x, to_q, fused(later ? y : -y, to_k, dl));
+  }, g.dq, g.dk, g.dl, g.dbeta, (const block16 &)e, (const block16 &)x, (const block16 &)y, (const factors &)to_q,
+     (const factors &)to_k, k, s.beta);
+}
+// Parts of dots of this group's steps.
+TILE void take_dots(const params &p, shared &s, grads &g, int n, int panel) {
+  store(s.dots[BETA][panel], GROUP * n, g.dbeta);
+  if (!p.gates.norm) return;
+  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  csum<GROUP> q_dot, k_dot;
+  clear(q_dot);
+  clear(k_dot);
+  each_part(GROUP * n, [](int, int, float dq, float dk, float q, float k, float &a, float &b) {
+    a = fused(q, dq, a);
+    b = fused(k, dk, b);
+  }, (const block16 &)g.dq, (const block16 &)g.dk, q, k, q_dot, k_dot);
+  store(s.dots[Q_DOT][panel], GROUP * n, q_dot);
+  store(s.dots[K_DOT][panel], GROUP * n, k_dot);
 }
 
 // ---- results
@@ -335,26 +386,52 @@ TILE void sum_parts(rv &sum, const sv<4 * Q> (&parts)[PANELS]) {
       map(sum, sum, x, [](float x, float y) { return x + y; });
     }
 }
-TILE float *share_of(const params &p, const task &t, int64_t ld, int head, int which, int wg) {
+TILE float *share_of(const params &p, const task &t, int64_t ld, int head, int which, int panel) {
   int64_t member = t.at.head - head * p.rows.group_heads;
   int64_t row = ((member * p.batches + t.at.batch) * p.places + t.place) * Q;
-  return p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * wg;
+  return p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * panel;
 }
-TILE elem *gradient_of(const params &p, const task &t, int head, int which, int wg) {
+TILE elem *gradient_of(const params &p, const task &t, int head, int which, int panel) {
   const int64_t *stride = which ? p.dk_stride : p.dq_stride;
-  return (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * stride[1] + head * stride[2] + 64 * wg;
+  return (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * stride[1] + head * stride[2] + 64 * panel;
 }
-TILE void put(const params &p, const task &t, panel &by, const rt<float, 64> &x, int which, int wg) {
-  int head = t.at.head / p.rows.group_heads, rows = t.rows, n = p.key_dim - 64 * wg;
+TILE void make_turns(shared &s, int wg) {
+  rv dot, norm;
+  auto turn = [](float dot, float n) { return dot * n * n; };
+  sum_parts(dot, s.dots[Q_DOT]);
+  load(norm, s.norm_q);
+  map(dot, dot, norm, turn);
+  store(s.turns[wg][0], dot);
+  sum_parts(dot, s.dots[K_DOT]);
+  load(norm, s.norm_k);
+  map(dot, dot, norm, turn);
+  store(s.turns[wg][1], dot);
+  wg_sync();
+}
+// dq and dk of 16 steps.
+TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int wg) {
+  int panel = wg % PANELS, head = t.at.head / p.rows.group_heads, rows = t.rows - c0, n = p.key_dim - 64 * panel;
+  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  if (p.gates.norm) {
+    make_turns(s, wg);
+    each_part(c0, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
+      dq = fused(-a, q, dq);
+      dk = fused(-b, k, dk);
+    }, g.dq, g.dk, q, k, s.turns[wg][0], s.turns[wg][1]);
+  }
   if (p.parts) {
     int ld = (int)anew(p.rows.heads / p.rows.group_heads * 2 * p.key_dim);
-    return store(share_of(p, t, ld, head, which, wg), 1, ld, x, n, rows);
+    store(share_of(p, t, ld, head, 0, panel) + (int64_t)c0 * ld, 1, ld, g.dq, n, rows);
+    return store(share_of(p, t, ld, head, 1, panel) + (int64_t)c0 * ld, 1, ld, g.dk, n, rows);
   }
-  store_t(by, x);
+  store_t(s.out[wg][0], g.dq);
+  store_t(s.out[wg][1], g.dk);
   wg_sync();
-  elem *to = gradient_of(p, t, head, which, wg);
-  int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
-  store_rows(by, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
+  ROLLED for (int which = 0; which < 2; which++) {
+    int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
+    elem *to = gradient_of(p, t, head, which, panel) + c0 * ld;
+    store_rows(s.out[wg][which], [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
+  }
 }
 TILE int64_t first_of(const params &p, const task &t) {
   return ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head;
@@ -362,66 +439,32 @@ TILE int64_t first_of(const params &p, const task &t) {
 TILE void put_dbeta(const params &p, const task &t, const rv &x) {
   if (p.dbeta) store_steps(p.dbeta + first_of(p, t), x, p.rows.heads, t.rows);
 }
-TILE void put_products(const params &p, shared &s, const task &t, grads &g, int wg) {
-  const turned<elem> q = turned_of(s.q[wg]), k = turned_of(s.k[wg]);
-  rv dot, norm;
-  store(s.dots[BETA][wg], g.dbeta);
-  if (p.gates.norm) {
-    csum<64> q_dot, k_dot;
-    clear(q_dot);
-    clear(k_dot);
-    CONSTANT_INDEX for (int n = 0; n < 4; n++)
-    each_part(GROUP * n, [](int, int, float dq, float dk, float q, float k, float &a, float &b) {
-      a = fused(q, dq, a);
-      b = fused(k, dk, b);
-    }, (const rt<float, 64> &)g.dq, (const rt<float, 64> &)g.dk, q, k, q_dot, k_dot);
-    store(s.dots[Q_DOT][wg], q_dot);
-    store(s.dots[K_DOT][wg], k_dot);
-  }
-  all_sync();
-  if (p.gates.norm) {
-    auto turn = [](float dot, float n) { return dot * n * n; };
-    sum_parts(dot, s.dots[Q_DOT]);
-    load(norm, s.norm_q);
-    map(dot, dot, norm, turn);
-    store(s.turns[wg][0], dot);
-    sum_parts(dot, s.dots[K_DOT]);
-    load(norm, s.norm_k);
-    map(dot, dot, norm, turn);
-    store(s.turns[wg][1], dot);
-    wg_sync();
-    CONSTANT_INDEX for (int n = 0; n < 4; n++)
-    each_part(GROUP * n, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
-      dq = fused(-a, q, dq);
-      dk = fused(-b, k, dk);
-    }, g.dq, g.dk, q, k, s.turns[wg][0], s.turns[wg][1]);
-  }
-  put(p, t, s.q[wg], g.dq, 0, wg);
-  put(p, t, s.k[wg], g.dk, 1, wg);
-  if (wg > 0) return;
+TILE void put_betas(const params &p, shared &s, const task &t) {
+  rv dot, beta;
   sum_parts(dot, s.dots[BETA]);
   float f = p.gates.most;
   if (f != 0.f) {
     float rate = fast_rcp(f);
-    load(norm, s.beta);
-    map(dot, dot, norm, [=](float x, float beta) { return x * beta * (1.f - beta * rate); });
+    load(beta, s.beta);
+    map(dot, dot, beta, [=](float x, float beta) { return x * beta * (1.f - beta * rate); });
   }
   put_dbeta(p, t, dot);
 }
 
 // dg from what each step has of it, and from that the gradients of what was given.
-TILE void put_gates(const params &p, shared &s, const task &t, int wg) {
+TILE void put_gates(const params &p, shared &s, const task &t, int panel) {
   ht dg, x;
   hc bias;
   hcsum rates;
   kda_gates g = p.gates;
   g.g.step = anew(g.g.step);
   float rate = rate_of(g, t.at.head), bound = g.lower_bound;
-  load(dg, s.l[wg]);
-  sum_up(dg, s.l[wg]);
+  load(dg, s.l[panel]);
+  add_sums(dg, s.l[panel], s.kept[panel]);
+  sum_up(dg, s.l[panel]);
   clear(rates);
   fill(bias, 0.f);
-  if (g.gate != KDA_LOG) take_given(x, bias, g, t.at, p.key_dim, 64 * wg);
+  if (g.gate != KDA_LOG) take_given(x, bias, g, t.at, p.key_dim, 64 * panel);
   if (g.gate == KDA_LOG) map(dg, dg, bias, rates, t.at.steps, [](float d, float, float, float &) { return d; });
   else if (g.gate == KDA_SOFTPLUS)
     map(dg, x, bias, rates, t.at.steps, [=](float d, float x, float b, float &sum) {
@@ -436,16 +479,16 @@ TILE void put_gates(const params &p, shared &s, const task &t, int wg) {
       sum = fused(d, x + b, sum);
       return d;
     });
-  int n = p.key_dim - 64 * wg;
+  int n = p.key_dim - 64 * panel;
   int64_t of_step = anew((int64_t)p.rows.heads * p.key_dim);
-  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, of_step, dg, t.rows, n);
+  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * panel, of_step, dg, t.rows, n);
   if (!p.sums) return;
   int place = p.rows.from / Q + t.place;
   float *sums = p.sums + ((int64_t)t.at.batch * 3 * p.all_places + place) * of_step;
-  store(sums + (int64_t)64 * wg * p.rows.heads + t.at.head, p.rows.heads, rates, s.l[wg], 2, n);
+  store(sums + (int64_t)64 * panel * p.rows.heads + t.at.head, p.rows.heads, rates, s.l[panel], 2, n);
   clear(rates);
   sum_add(rates, dg);
-  store(sums + p.all_places * of_step + t.at.head * p.key_dim + 64 * wg, 1, rates, s.l[wg], 3, n);
+  store(sums + p.all_places * of_step + t.at.head * p.key_dim + 64 * panel, 1, rates, s.l[panel], 3, n);
 }
 
 // Steps in no row have no gradients. A loader that goes ahead may fill the panels meanwhile.
@@ -469,7 +512,7 @@ TILE void put_none(const params &p, const task &t, int wg) {
   if (wg == 0) put_dbeta(p, t, none);
 }
 
-// norm_q by the first warpgroup, norm_k by the last.
+// norm_q by the first warpgroup, norm_k by the last of its half.
 TILE void put_norms(const params &p, shared &s, int wg) {
   rv norm;
   fill(norm, 1.f);
@@ -484,23 +527,23 @@ TILE void put_norms(const params &p, shared &s, int wg) {
 }
 
 TILE void compute(const params &p, shared &s, int wg) {
+  int panel = wg % PANELS, half = wg / PANELS;
   ring_pos at = {};
   for (int i = block_index(); i < task_count(p); i += block_count()) {
     task t = task_at(p, i);
     if (t.rows <= 0) continue;
     if (t.at.steps <= 0) {
-      put_none(p, t, wg);
+      if (half == 0) put_none(p, t, panel);
       continue;
     }
-    grads g;
-    {
+    if (half == 1) {
       ht x;
       kda_gates given = p.gates;
       given.g.step = anew(given.g.step);
-      take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * wg);
-      sum_down(s.l[wg], x, -infinity());
-    }
-    if (wg == 0) {
+      take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * panel);
+      sum_down(s.l[panel], x, -infinity());
+      wg_sync();
+    } else if (wg == 0) {
       rv beta;
       take_beta(beta, p.gates, t.at);
       store(s.beta, beta);
@@ -508,23 +551,39 @@ TILE void compute(const params &p, shared &s, int wg) {
     ring_wait(s.rows, at);
     ring_wait(s.matrices, at);
     if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
-    put_norms(p, s, wg);
+    if (half == 1) make_kept(s, panel);
+    else {
+      put_norms(p, s, wg);
+      half_sync();
+      if (wg == 0) make_a(p, s);
+      if (wg == PANELS - 1) make_b(s);
+    }
     all_sync();
-    if (wg == 0) make_a(p, s);
-    if (wg == PANELS - 1) make_b(s);
-    all_sync();
-    take_states(s, g, p.scale, t.at.steps, wg, at);
-    take_groups(s, g, wg);
-    ROLLED for (int h = GROUP / 2; h > 0; h /= 2) take_level(s, g, h, wg);
-    store(s.l[wg], g.dl);
-    put_products(p, s, task_at(p, i), g, wg);   // anew: kept, it would cause spills
-    put_gates(p, s, task_at(p, i), wg);
-    all_sync();
+    rt<float, GROUP> dl;                      // of the 16 steps before
+    grads g;
+    ROLLED for (int n = 2 * half; n < 2 * half + 2; n++) {
+      take_states(s, g, p.scale, t.at.steps, n, panel);
+      if (n & 1) ring_release(s.matrices, at);
+      if (n > 0) take_earlier(s, g, n, panel);
+      if (n < 3) take_later(s, g, n, panel);
+      ROLLED for (int h = GROUP / 2; h > 0; h /= 2) take_level(s, g, h, n, panel);
+      take_dots(p, s, g, n, panel);
+      all_sync();
+      put(p, s, task_at(p, i), g, GROUP * n, wg);   // anew: kept, the task would cause spills
+      if (n & 1) continue;
+      copy_part(dl, g.dl, 0);
+    }
     ring_release(s.rows, at);
     ring_next(s.rows, at);
+    store(s.l[panel], 32 * half, dl);
+    store(s.l[panel], 32 * half + GROUP, g.dl);
+    t = task_at(p, i);
+    if (wg == 0) put_betas(p, s, t);
+    panel_sync(panel);
+    if (half == 1) put_gates(p, s, t, panel);
   }
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, PANELS, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
               OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, 1)

@@ -1,7 +1,8 @@
 // Tiles whose rows are channels and whose columns are 64 steps, and pairs of steps by levels (warpgroup). Contracts; bodies
 // in sm90/ and cpu/. tile.h does not include this file: the kernels that want it do.
 //
-//   tc      64 x 64 floats in shared memory, a row of steps for each channel. Steps 64 to 71 are the operations'
+//   tc      64 x 64 floats in shared memory, a row of steps for each channel, which also has four sums behind the last
+//           step, one for each group of 16. Steps 64 to 67 are the operations'
 //   ht      64 x 64 floats of a warpgroup, half of the steps of a channel a thread: 32 registers
 //   hc      64 floats, one per channel, the same in both its threads
 //   hcsum   64 sums over steps in the making, partial per thread until they are stored
@@ -27,7 +28,7 @@ template<typename T> TILE void load(ht &x, const T *g, int64_t ld, int m, int n)
 TILE void load(ht &x, const tc &s);
 // Step i to g + i * ld. Steps >= m and channels >= n are not written.
 TILE void store(float *g, int64_t ld, const ht &x, int m, int n);
-// Element i to g[i * stride]. part: 2 to 7, one after another of calls without another sync between them.
+// Element i to g[i * stride]. part: 2 or 3, one after another of calls without another sync between them.
 TILE void store(float *g, int64_t stride, const hcsum &v, tc &by, int part, int n);
 // x = f(x, v[channel]) of steps < m; the others stay.
 template<class F> TILE void map(ht &x, const hc &v, int m, F f);
@@ -38,7 +39,9 @@ TILE void sum_add(hcsum &d, const ht &x);
 TILE void sum_down(tc &s, const ht &x, float low);
 TILE void sum_up(ht &x, tc &by);                        // x[c][i] = sum of x[c][j], j >= i
 TILE void load(rv &v, const tc &s, int step);
-TILE void store(tc &d, const rt<float, 64> &t);                        // others want a sync
+TILE void store(tc &d, int c0, const rt<float, 16> &t);               // steps from c0 on; others want a sync
+TILE void store_sum(tc &d, int group, const rv &v);                     // others want a sync
+TILE void add_sums(ht &x, const tc &s, const sv<64> &v);               // step 63 += v and the four sums of a channel
 // What each() and each_part() also take, beside a tc, of which comes the element:
 //   turned_of(s)       s[col][row] of a shared tile
 //   level_of(s, h)     s[row][col] - s[row][m], m that of step col at level h
@@ -48,7 +51,7 @@ template<typename T> TILE turned<T> turned_of(const st<T, 64, 64> &s);
 TILE level level_of(const tc &s, int h);
 // Row r of a shared tile goes to f(r), a T *, or nowhere where that is NULL; columns >= n are not written. Everybody's
 // writes of it have been seen before.
-template<typename T, class F> TILE void store_rows(const st<T, 64, 64> &s, F f, int n);
+template<typename T, class F> TILE void store_rows(const st<T, 16, 64> &s, F f, int n);
 // The same number, which the compiler takes for another each time: of a stride it keeps no multiples throughout a loop.
 TILE int64_t anew(int64_t x);
 #ifdef __CUDACC__

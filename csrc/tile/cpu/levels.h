@@ -108,10 +108,25 @@ TILE void load(rv &v, const tc &s, int step) {
   writes(v);
   for (int c = 0; c < 64; c++) v.d[c] = s.d[c * TC_ROW + step];
 }
-TILE void store(tc &d, const rt<float, 64> &t) {
+TILE void store(tc &d, int c0, const rt<float, 16> &t) {
+  begins_at(d, c0, 16);
   reads(t);
-  writes_shared(*(const sv<32> *)&d, columns_of(d, 0, 64));
-  for (int c = 0; c < 64; c++) memcpy(d.d + c * TC_ROW, t.d[c], sizeof t.d[c]);
+  writes_shared(*(const sv<32> *)&d, columns_of(d, c0, 16));
+  for (int c = 0; c < 64; c++) memcpy(d.d + c * TC_ROW + c0, t.d[c], sizeof t.d[c]);
+}
+TILE void store_sum(tc &d, int group, const rv &v) {
+  reads(v);
+  writes_shared(*(const sv<32> *)&d, columns_of(d, 68 + group, 1));
+  for (int c = 0; c < 64; c++) d.d[c * TC_ROW + 68 + group] = v.d[c];
+}
+TILE void add_sums(ht &x, const tc &s, const sv<64> &v) {
+  reads_shared(columns_of(s, 68, 4));
+  reads_shared(whole(v));
+  changes(x);
+  for (int c = 0; c < 64; c++) {
+    const float *y = s.d + c * TC_ROW + 68;
+    x.d[63][c] += v.d[c] + y[0] + y[1] + y[2] + y[3];
+  }
 }
 template<typename T> struct turned { const st<T, 64, 64> &s; };
 struct level { const tc &s; int h; };
@@ -120,6 +135,9 @@ TILE level level_of(const tc &s, int h) { return {s, h}; }
 TILE void each_uses(const tc &s) { reads_shared(columns_of(s, 0, 64)); }
 TILE void each_uses(const level &l) { reads_shared(columns_of(l.s, 0, 64)); }
 template<typename T> TILE void each_uses(const turned<T> &t) { reads_shared(whole(t.s)); }
+TILE void part_uses(const tc &s, int c0) { reads_shared(columns_of(s, c0, 16)); }
+TILE void part_uses(const level &l, int c0) { reads_shared(columns_of(l.s, c0, 16)); }
+template<typename T> TILE void part_uses(const turned<T> &t, int c0) { reads_shared(part(t.s, c0, 16, 0, 64)); }
 template<int N> TILE void turn_row(float (&d)[N], const tc &s, int r, int c0) {
   memcpy(d, s.d + r * TC_ROW + c0, sizeof d);
 }
@@ -142,10 +160,10 @@ template<int N, typename T> TILE row_buffer<N> each_row(const turned<T> &t, int 
 TILE row_buffer<16> part_row(const tc &s, int r, int c0) { return turned_row<16>(s, r, c0); }
 TILE row_buffer<16> part_row(const level &l, int r, int c0) { return turned_row<16>(l, r, c0); }
 template<typename T> TILE row_buffer<16> part_row(const turned<T> &t, int r, int c0) { return turned_row<16>(t, r, c0); }
-template<typename T, class F> TILE void store_rows(const st<T, 64, 64> &s, F f, int n) {
+template<typename T, class F> TILE void store_rows(const st<T, 16, 64> &s, F f, int n) {
   n = n < 64 ? n : 64;
   reads_shared(whole(s));
-  for (int r = 0; r < 64; r++) {
+  for (int r = 0; r < 16; r++) {
     T *g = f(r);
     if (!g) continue;
     touches_global(g, n * sizeof(T), GLOBAL_WRITE);

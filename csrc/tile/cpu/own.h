@@ -37,6 +37,33 @@ template<typename T, int N, int K> TILE void mma_own(rt<float, N> &d, int d0, co
     memcpy(d.d[r] + d0, sum, sizeof sum);
   }
 }
+template<typename T, int K, int R> TILE void mma_own_AtBt(rt<float, 16> &d, const st<T, K, 64> &a, const st<T, R, K> &b,
+                                                          int r0) {
+  begins_at(b, r0, 16);
+  reads_shared(whole(a));
+  reads_shared(part(b, r0, 16, 0, K));
+  changes(d);
+  alignas(64) float y[K][16];
+  for (int c = 0; c < 16; c++) {
+    alignas(64) float row[K];
+    widen_row(row, b.d + (r0 + c) * K, K);
+    for (int k = 0; k < K; k++) y[k][c] = row[k];
+  }
+  for (int k = 0; k < K; k++) {
+    alignas(64) float x[64];
+    widen_row(x, a.d + k * 64, 64);
+    for (int r = 0; r < 64; r++) {
+#pragma GCC ivdep
+      for (int c = 0; c < 16; c++) d.d[r][c] += x[r] * y[k][c];
+    }
+  }
+}
+TILE void store(sv<4 * 64> &d, int c0, const csum<16> &c) {
+  reads(c);
+  writes_shared(d, {d.d + c0, 4, 64 * (int)sizeof(float), 16 * (int)sizeof(float)});
+  for (int w = 0; w < 4; w++)
+    for (int i = 0; i < 16; i++) d.d[64 * w + c0 + i] = w ? 0.f : c.d[i];
+}
 // Row r of an argument in the 16 columns from c0.
 template<typename T> struct own_places { T *d; };
 TILE float &each_at(own_places<float> b, int c) { return b.d[c]; }
@@ -51,7 +78,7 @@ template<typename T, int N> TILE row_buffer<16> part_row(const rt<T, N> &t, int 
   widen_row(b.d, t.d[r] + (N == 16 ? 0 : c0), 16);
   return b;
 }
-template<int N> TILE own_places<float> part_row(csum<N> &c, int, int c0) { return {c.d + c0}; }
+template<int N> TILE own_places<float> part_row(csum<N> &c, int, int c0) { return {c.d + (N == 16 ? 0 : c0)}; }
 TILE row_buffer<16> part_row(rsum &, int, int) { return {}; }
 TILE row_value part_row(const rv &v, int r, int) { return {v.d[r]}; }
 template<int N> TILE own_places<const float> part_row(const sv<N> &v, int, int c0) { return {v.d + c0}; }
@@ -60,8 +87,9 @@ template<typename T, int C> TILE row_buffer<16> part_row(const st<T, 64, C> &s, 
   widen_row(b.d, s.d + r * C + c0, 16);
   return b;
 }
+template<class X> TILE void part_uses(X &x, int) { each_uses(x); }
 template<class F, class... X> __attribute__((flatten)) TILE void each_part(int c0, F f, X &...x) {
-  (each_uses(x), ...);
+  (part_uses(x, c0), ...);
   for (int r = 0; r < 64; r++) {
     auto run = [&](auto... b) __attribute__((always_inline)) {
 #pragma GCC ivdep

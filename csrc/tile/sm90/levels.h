@@ -93,11 +93,21 @@ TILE void load(rv &v, const tc &s, int step) {
   v.d[0] = x[0];
   v.d[1] = x[8 * TC_ROW];
 }
-TILE void store(tc &d, const rt<float, 64> &t) {
-  float *to = d.d + thread_row() * TC_ROW + thread_col();
+TILE void store(tc &d, int c0, const rt<float, 16> &t) {
+  float *to = d.d + thread_row() * TC_ROW + c0 + thread_col();
 #pragma unroll
-  for (int i = 0; i < 16; i++)
+  for (int i = 0; i < 4; i++)
     *(float2 *)(to + (i & 1) * 8 * TC_ROW + i / 2 * 8) = make_float2(t.d[2 * i], t.d[2 * i + 1]);
+}
+TILE void store_sum(tc &d, int group, const rv &v) {
+  if (thread_col()) return;
+  d.d[thread_row() * TC_ROW + 68 + group] = v.d[0];
+  d.d[(thread_row() + 8) * TC_ROW + 68 + group] = v.d[1];
+}
+TILE void add_sums(ht &x, const tc &s, const sv<64> &v) {
+  if (!own_half()) return;
+  float4 y = *(const float4 *)(s.d + own_channel() * TC_ROW + 68);
+  x.d[31] += v.d[own_channel()] + y.x + y.y + y.z + y.w;
 }
 template<typename T> struct turned { const st<T, 64, 64> &s; };
 struct level { const tc &s; int h; };
@@ -133,23 +143,19 @@ template<typename T> TILE block_words<T> each_block(const turned<T> &t, int k) {
   return b;
 }
 // Eight threads have a row: a warp writes whole lines.
-template<typename T, class F> TILE void store_rows(const st<T, 64, 64> &s, F f, int n) {
-  int c = (thread_in_group() & 7) * 8;
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    int r = thread_in_group() / 8 + 16 * k;
-    T *g = f(r);
-    if (!g || c >= n) continue;
-    uint4 x = *(const uint4 *)((const char *)s.d + r * 128 + ((c / 8 ^ r & 7) << 4));
-    if (c + 8 <= n && ((uintptr_t)g & 15) == 0) {
-      *(uint4 *)(g + c) = x;
-      continue;
-    }
-    uint32_t w[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (c + i < n) g[c + i].u = (uint16_t)(w[i / 2] >> 16 * (i & 1));
+template<typename T, class F> TILE void store_rows(const st<T, 16, 64> &s, F f, int n) {
+  int c = (thread_in_group() & 7) * 8, r = thread_in_group() / 8;
+  T *g = f(r);
+  if (!g || c >= n) return;
+  uint4 x = *(const uint4 *)((const char *)s.d + r * 128 + ((c / 8 ^ r & 7) << 4));
+  if (c + 8 <= n && ((uintptr_t)g & 15) == 0) {
+    *(uint4 *)(g + c) = x;
+    return;
   }
+  uint32_t w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (c + i < n) g[c + i].u = (uint16_t)(w[i / 2] >> 16 * (i & 1));
 }
 TILE int64_t anew(int64_t x) {
   asm volatile("" : "+l"(x));

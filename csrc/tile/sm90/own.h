@@ -38,6 +38,19 @@ template<typename T, int N, int K> TILE void mma_own(rt<float, N> &d, int d0, co
 #pragma unroll
   for (int n = 0; n < 2; n++) mma_16_8_16<T>(d.d + d0 / 2 + 4 * n, a.d[a0 / 16], b.d[2 * n], b.d[2 * n + 1]);
 }
+template<typename T, int K, int R> TILE void mma_own_AtBt(rt<float, 16> &d, const st<T, K, 64> &a, const st<T, R, K> &b,
+                                                          int r0) {
+#pragma unroll
+  for (int k = 0; k < K / 16; k++) {
+    uint32_t x[4];
+    qt<T> y;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(block_address_t(a, k)) : "memory");
+    load_t(y, b, r0, 16 * k);
+#pragma unroll
+    for (int n = 0; n < 2; n++) mma_16_8_16<T>(d.d + 4 * n, x, y.d[2 * n], y.d[2 * n + 1]);
+  }
+}
 template<typename T> struct own_words { const uint32_t *w; };
 template<typename T, int N> TILE own_words<T> each_words(const rt<T, N> &t, int k) { return {t.d[N == 16 ? 0 : k]}; }
 template<typename T> TILE float each_at(const own_words<T> &b, int, int j) {
@@ -46,6 +59,7 @@ template<typename T> TILE float each_at(const own_words<T> &b, int, int j) {
 }
 TILE float &each_at(rt<float, 16> &t, int, int j) { return t.d[j]; }
 TILE float each_at(const rt<float, 16> &t, int, int j) { return t.d[j]; }
+TILE float &each_at(csum<16> &c, int, int j) { return c.d[(j >> 2) * 2 + (j & 1)]; }
 template<int N> TILE own_words<bf16> each_block(const rt<bf16, N> &t, int k) { return each_words(t, k); }
 template<int N> TILE own_words<bf16> each_block(rt<bf16, N> &t, int k) { return each_words(t, k); }
 template<int N> TILE own_words<fp16> each_block(const rt<fp16, N> &t, int k) { return each_words(t, k); }
@@ -54,4 +68,12 @@ template<int N> TILE own_words<fp16> each_block(rt<fp16, N> &t, int k) { return 
 template<class F, class... X> TILE void each_part(int c0, F f, X &...x) {
   __syncwarp();
   each_of_block(f, c0 / 16, each_block(x, c0 / 16)...);
+}
+TILE void store(sv<4 * 64> &d, int c0, const csum<16> &c) {
+  float x[4] = {c.d[0], c.d[1], c.d[2], c.d[3]};
+  halve<16, 2>(x);
+  halve<8, 1>(x);
+  x[0] += __shfl_xor_sync(~0u, x[0], 4);
+  if (lane() & 4) return;
+  d.d[64 * warp_in_group() + c0 + 8 * (lane() >> 4) + thread_col() + (lane() >> 3 & 1)] = x[0];
 }
