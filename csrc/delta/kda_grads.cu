@@ -22,8 +22,8 @@
 // no warp waits for another. The first half makes norms, A and B, the second sums gates up before, and those of dg after.
 //
 // Registers of a thread    tiles that live together                                          rows and the rest
-//   compute, COMPUTE_REGS    16 steps' dq 8, dk 8, dg 8, k . c 4; the same of the 16 before    30
-//                            a product of two tiles 16, factors 8 + 8, a block's 4
+//   compute, COMPUTE_REGS    16 steps' dq, dk, dg, c, q, k 8 each                                20
+//                            two products 16, decays 8, factors 4 + 4, a block's 4
 //     A and B                two products 64
 //     its ends               dg 32, what was given 32 (half a channel a thread)
 #include "delta/kda_gates.h"
@@ -51,6 +51,9 @@ struct shared {
   sv<Q> norm_q, norm_k, beta, own;         // own: d
   ring<1> rows, matrices;                  // q and k; and the rest
 };
+// Of the 16 steps before, until all have read l.
+TILE pt &dl_before(shared &s, int wg) { return in_place_of<pt>(s.out[wg]); }
+static_assert(sizeof(pt) <= 2 * sizeof(st<elem, GROUP, 64>), "what is parked fits into the memory of dq and dk");
 typedef kda_grads_params params;
 
 TILE void init(shared &s) {
@@ -175,60 +178,56 @@ TILE void make_kept(shared &s, int panel) {
   store(s.kept[panel], kept);
 }
 
-// ---- 16 steps of a panel: dq and dk, of dg what each step has of it, and k . c
-struct grads {
-  rt<float, GROUP> dq, dk, dl;
-  csum<GROUP> dbeta;
-};
+// ---- 16 steps of a panel. dq and dk, of dg what each step has of it, and c; dk without beta c. And q and k.
 typedef rt<float, GROUP> block16;
 typedef rt<factor, GROUP> factors;
+struct grads { block16 dq, dk, dl, c, q, k; };
 
 // The part of D, and what all sums over steps >= t have; then that of S, and the terms i = j.
 TILE void take_states(shared &s, grads &g, float scale, int steps, int n, int panel) {
   const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
   const tc &l = s.l[panel];
-  block16 x;
   rsum sum;
   rv all, end;
   int c0 = GROUP * n, last = steps - 1;
+  fill(g.c, 0.f);
   fill(g.dk, 0.f);
   fill(g.dq, 0.f);
   fill(g.dl, 0.f);
-  fill(x, 0.f);
+  fill(g.q, 0.f);
+  fill(g.k, 0.f);
   fill(sum, 0.f);
-  clear(g.dbeta);
-  mma_own_AtBt(g.dk, s.dstate[panel], s.errors, c0);
+  mma_own_AtBt(g.c, s.dstate[panel], s.errors, c0);
   load(end, l, 63);
-  each_part(c0, [=](int, int j, float &dk, float &dl, float &dbeta, float &sum, float l, float end, float k, float nk,
+  each_part(c0, [=](int, int j, float &c, float &dl, float &k, float &sum, float l, float end, float given, float nk,
                     float beta) {
-    float x = dk * (fast_exp2(end - l) * nk);
-    dk = beta * x;
-    dbeta = fused(k, x, dbeta);
-    float y = j < last ? k * dk : 0.f;
+    k = given;
+    c *= fast_exp2(end - l) * nk;
+    float y = j < last ? k * (beta * c) : 0.f;
     dl = -y;
     sum += y;
-  }, g.dk, g.dl, g.dbeta, sum, l, (const rv &)end, k, s.norm_k, s.beta);
+  }, g.c, g.dl, g.k, sum, l, (const rv &)end, k, s.norm_k, s.beta);
   reduce(all, sum);
   store_sum(s.l[panel], n, all);
   mma_own_AtBt(g.dq, s.state[panel], s.dout, c0);
-  mma_own_AtBt(x, s.state[panel], s.dv, c0);
-  each_part(c0, [=](int, int, float &dq, float &dk, float &dl, float &dbeta, float x, float l, float q, float k,
+  mma_own_AtBt(g.dk, s.state[panel], s.dv, c0);
+  each_part(c0, [=](int, int, float &dq, float &dk, float &dl, float &c, float &q, float k, float l, float given,
                     float nq, float nk, float own, float beta) {
-    float e = fast_exp2(l), f = own * beta;
+    q = given;
+    float e = fast_exp2(l);
     dq *= e * (scale * nq);
-    x *= e * -nk;
-    dl = fused(q, dq, fused(k, x, dl));
-    dq = fused(f, k, dq);
-    dk = fused(f, q, dk + x);
-    dbeta = fused(own * q, k, dbeta);
-  }, g.dq, g.dk, g.dl, g.dbeta, (const block16 &)x, l, q, k, s.norm_q, s.norm_k, s.own, s.beta);
+    dk *= e * -nk;
+    dl = fused(q, dq, fused(k, dk, dl));
+    dq = fused(own * beta, k, dq);
+    c = fused(own, q, c);
+  }, g.dq, g.dk, g.dl, g.c, g.q, (const block16 &)g.k, l, q, s.norm_q, s.norm_k, s.own, s.beta);
 }
 
 // Pairs of steps in different groups of 16: with b(n) = l of the last step of group n - 1, e^(l_i - b(n)) for i in group
 // n, e^(b(m + 1) - l_j) for j in group m, and between them, for all pairs of both groups at once, e^(b(n) - b(m + 1)).
 // First those whose later step is in group n.
 TILE void take_earlier(shared &s, grads &g, int n, int panel) {
-  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  const turned<elem> k = turned_of(s.k[panel]);
   const tc &l = s.l[panel];
   block16 x, y, e;
   factors a, b;
@@ -263,7 +262,7 @@ TILE void take_earlier(shared &s, grads &g, int n, int panel) {
       e = fast_exp2(l - base);
       x = q * e;
       y = k * e;
-    }, e, u, v, l, (const rv &)base, q, k);
+    }, e, u, v, l, (const rv &)base, (const block16 &)g.q, (const block16 &)g.k);
     convert_to_part(a, 0, u);
     convert_to_part(b, 0, v);
   }
@@ -308,69 +307,85 @@ TILE void take_later(shared &s, grads &g, int n, int panel) {
   each_part(GROUP * n, [](int, int, float &e, float &x, float l, float base, float k, float beta) {
     e = fast_exp2(base - l);
     x = k * (beta * e);
-  }, e, f, l, (const rv &)base, k, s.beta);
+  }, e, f, l, (const rv &)base, (const block16 &)g.k, s.beta);
   convert_to_part(a, 0, f);
-  each_part(GROUP * n, [](int, int, float &dk, float &dl, float &dbeta, float x, float e, float rounded, float k,
-                          float beta) {
+  each_part(GROUP * n, [](int, int, float &c, float &dl, float x, float e, float rounded) {
     dl = fused(-x, rounded, dl);
-    x *= e;
-    dk = fused(beta, x, dk);
-    dbeta = fused(k, x, dbeta);
-  }, g.dk, g.dl, g.dbeta, (const block16 &)x, (const block16 &)e, (const factors &)a, k, s.beta);
+    c = fused(x, e, c);
+  }, g.c, g.dl, (const block16 &)x, (const block16 &)e, (const factors &)a);
 }
 
-// The pairs of one level, 8 or less. Of a step in a block's second half e is e^(l_i - l_m), in its first half e^(l_m -
-// l_j), where k has beta; so has what comes to it.
+// The pairs of one level, 8 to 2. Of a step in a block's second half e is e^(l_i - l_m), in its first half e^(l_m -
+// l_j), where k has beta.
 TILE void take_level(shared &s, grads &g, int h, int n, int panel) {
-  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
   const level l = level_of(s.l[panel], h);
-  block16 e, x, y;
+  block16 e, x;
   factors to_q, to_k;
   qt<factor> a;
   fill(e, 0.f);
   fill(x, 0.f);
-  fill(y, 0.f);
-  each_part(GROUP * n, [=](int, int i, float &e, float &x, float &y, float l, float q, float k, float beta) {
+  each_part(GROUP * n, [=](int, int i, float &e, float &x, float l, float k, float beta) {
     e = fast_exp2(-fabsf(l));
-    x = q * e;
-    y = k * (i & h ? e : e * beta);
-  }, e, x, y, l, q, k, s.beta);
+    x = k * (e * (i & h ? 1.f : beta));
+  }, e, x, l, (const block16 &)g.k, s.beta);
+  convert_to_part(to_k, 0, x);
+  each_part(GROUP * n, [=](int, int, float &x, float e, float q) { x = q * e; }, x, (const block16 &)e,
+            (const block16 &)g.q);
   convert_to_part(to_q, 0, x);
-  convert_to_part(to_k, 0, y);
   fill(x, 0.f);
-  fill(y, 0.f);
   load_t(a, s.a, GROUP * n, GROUP * n);
   keep_level(a, a, h);
   mma_own(x, 0, to_k, 0, a);
+  each_part(GROUP * n, [](int, int, float &dq, float &dl, float e, float x, float to_q) {
+    dq = fused(x, e, dq);
+    dl = fused(x, to_q, dl);
+  }, g.dq, g.dl, (const block16 &)e, (const block16 &)x, (const factors &)to_q);
+  fill(x, 0.f);
   load(a, s.a, GROUP * n, GROUP * n);
   keep_level(a, a, h);
-  mma_own(y, 0, to_q, 0, a);
+  mma_own(x, 0, to_q, 0, a);
   load(a, s.b, GROUP * n, GROUP * n);
   keep_level(a, a, h);
-  mma_own(y, 0, to_k, 0, a);
-  each_part(GROUP * n, [=](int, int i, float &dq, float &dk, float &dl, float &dbeta, float e, float x, float y,
-                           float to_q, float to_k, float k, float beta) {
-    bool later = i & h;
-    float z = y * e;
-    dq = fused(x, e, dq);
-    dk = fused(later ? 1.f : beta, z, dk);
-    dbeta = fused(later ? 0.f : k, z, dbeta);
-    dl = fused(x, to_q, fused(later ? y : -y, to_k, dl));
-  }, g.dq, g.dk, g.dl, g.dbeta, (const block16 &)e, (const block16 &)x, (const block16 &)y, (const factors &)to_q,
-     (const factors &)to_k, k, s.beta);
+  mma_own(x, 0, to_k, 0, a);
+  each_part(GROUP * n, [=](int, int i, float &dk, float &dl, float &c, float e, float x, float to_k) {
+    float later = i & h ? 1.f : 0.f, y = x * e;
+    dk = fused(later, y, dk);
+    c = fused(1.f - later, y, c);
+    dl = fused(i & h ? x : -x, to_k, dl);
+  }, g.dk, g.dl, g.c, (const block16 &)e, (const block16 &)x, (const factors &)to_k);
 }
-// Parts of dots of this group's steps.
+// Those of level 1, one by one.
+TILE void take_neighbours(shared &s, grads &g, int n, int panel) {
+  typedef couple<float &> gradient;
+  typedef couple<float> value;
+  const next_below<factor> a = next_below_of(s.a), b = next_below_of(s.b);
+  each_couple(GROUP * n, [](gradient dq, gradient dk, gradient dl, gradient c, value q, value k, value l, value beta,
+                            value a, value b) {
+    float e = fast_exp2(l.b - l.a), from = k.a * (beta.a * e), to = fused(a.a, q.b, b.a * k.b), both = from * to;
+    dq.b = fused(a.a, from, dq.b);
+    dk.b = fused(b.a, from, dk.b);
+    c.a = fused(e, to, c.a);
+    dl.b += both;
+    dl.a -= both;
+  }, g.dq, g.dk, g.dl, g.c, (const block16 &)g.q, (const block16 &)g.k, s.l[panel], s.beta, a, b);
+}
+// dk is whole. Parts of dots of this group's steps.
 TILE void take_dots(const params &p, shared &s, grads &g, int n, int panel) {
-  store(s.dots[BETA][panel], GROUP * n, g.dbeta);
+  csum<GROUP> dbeta;
+  clear(dbeta);
+  each_part(GROUP * n, [](int, int, float &dk, float &sum, float c, float k, float beta) {
+    dk = fused(beta, c, dk);
+    sum = fused(k, c, sum);
+  }, g.dk, dbeta, (const block16 &)g.c, (const block16 &)g.k, s.beta);
+  store(s.dots[BETA][panel], GROUP * n, dbeta);
   if (!p.gates.norm) return;
-  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
   csum<GROUP> q_dot, k_dot;
   clear(q_dot);
   clear(k_dot);
   each_part(GROUP * n, [](int, int, float dq, float dk, float q, float k, float &a, float &b) {
     a = fused(q, dq, a);
     b = fused(k, dk, b);
-  }, (const block16 &)g.dq, (const block16 &)g.dk, q, k, q_dot, k_dot);
+  }, (const block16 &)g.dq, (const block16 &)g.dk, (const block16 &)g.q, (const block16 &)g.k, q_dot, k_dot);
   store(s.dots[Q_DOT][panel], GROUP * n, q_dot);
   store(s.dots[K_DOT][panel], GROUP * n, k_dot);
 }
@@ -411,13 +426,12 @@ TILE void make_turns(shared &s, int wg) {
 // dq and dk of 16 steps.
 TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int wg) {
   int panel = wg % PANELS, head = t.at.head / p.rows.group_heads, rows = t.rows - c0, n = p.key_dim - 64 * panel;
-  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
   if (p.gates.norm) {
     make_turns(s, wg);
     each_part(c0, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
       dq = fused(-a, q, dq);
       dk = fused(-b, k, dk);
-    }, g.dq, g.dk, q, k, s.turns[wg][0], s.turns[wg][1]);
+    }, g.dq, g.dk, (const block16 &)g.q, (const block16 &)g.k, s.turns[wg][0], s.turns[wg][1]);
   }
   if (p.parts) {
     int ld = (int)anew(p.rows.heads / p.rows.group_heads * 2 * p.key_dim);
@@ -432,6 +446,14 @@ TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int w
     elem *to = gradient_of(p, t, head, which, panel) + c0 * ld;
     store_rows(s.out[wg][which], [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
   }
+}
+// What each of 32 steps has of dg, in place of l.
+TILE void put_parts(shared &s, grads &g, int n, int wg) {
+  block16 before;
+  load(before, dl_before(s, wg));
+  store(s.l[wg % PANELS], GROUP * (n - 1), before);
+  store(s.l[wg % PANELS], GROUP * n, g.dl);
+  wg_sync();
 }
 TILE int64_t first_of(const params &p, const task &t) {
   return ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head;
@@ -559,24 +581,25 @@ TILE void compute(const params &p, shared &s, int wg) {
       if (wg == PANELS - 1) make_b(s);
     }
     all_sync();
-    rt<float, GROUP> dl;                      // of the 16 steps before
-    grads g;
     ROLLED for (int n = 2 * half; n < 2 * half + 2; n++) {
+      grads g;
       take_states(s, g, p.scale, t.at.steps, n, panel);
       if (n & 1) ring_release(s.matrices, at);
       if (n > 0) take_earlier(s, g, n, panel);
       if (n < 3) take_later(s, g, n, panel);
-      ROLLED for (int h = GROUP / 2; h > 0; h /= 2) take_level(s, g, h, n, panel);
+      ROLLED for (int h = GROUP / 2; h > 1; h /= 2) take_level(s, g, h, n, panel);
+      take_neighbours(s, g, n, panel);
+      wg_sync();                              // ptxas keeps no places of what follows before it: there would be spills
       take_dots(p, s, g, n, panel);
       all_sync();
+      if (n & 1) put_parts(s, g, n, wg);
       put(p, s, task_at(p, i), g, GROUP * n, wg);   // anew: kept, the task would cause spills
       if (n & 1) continue;
-      copy_part(dl, g.dl, 0);
+      wg_sync();
+      store(dl_before(s, wg), g.dl);
     }
     ring_release(s.rows, at);
     ring_next(s.rows, at);
-    store(s.l[panel], 32 * half, dl);
-    store(s.l[panel], 32 * half + GROUP, g.dl);
     t = task_at(p, i);
     if (wg == 0) put_betas(p, s, t);
     panel_sync(panel);

@@ -5,6 +5,17 @@ template<typename T> struct qt { alignas(64) T d[16][16]; state_of_registers sta
 #else
 template<typename T> struct qt { alignas(64) T d[16][16]; };
 #endif
+struct alignas(128) pt { float d[64][16]; };
+TILE void load(rt<float, 16> &t, const pt &s) {
+  reads_shared(whole(s));
+  writes(t);
+  memcpy((void *)t.d, s.d, sizeof s.d);
+}
+TILE void store(pt &d, const rt<float, 16> &t) {
+  reads(t);
+  writes_shared(d, whole(d));
+  memcpy(d.d, t.d, sizeof d.d);
+}
 template<typename T, int R, int C> TILE void load(qt<T> &d, const st<T, R, C> &s, int r0, int c0) {
   begins_at(s, r0, 16);
   begins_at(s, c0, 16);
@@ -95,6 +106,25 @@ template<class F, class... X> __attribute__((flatten)) TILE void each_part(int c
 #pragma GCC ivdep
       for (int c = 0; c < 16; c++) f(r, c0 + c, each_at(b, c)...);
       (each_end<16>(x, b, r), ...);
+    };
+    run(part_row(x, r, c0)...);
+  }
+}
+template<typename T> TILE void part_uses(const next_below<T> &t, int c0) { reads_shared(part(t.s, c0, 16, c0, 16)); }
+template<typename T> TILE row_buffer<16> part_row(const next_below<T> &t, int, int c0) {
+  row_buffer<16> b;
+  for (int c = 0; c < 16; c += 2) b.d[c] = b.d[c + 1] = widen(t.s.d[(c0 + c + 1) * 64 + c0 + c]);
+  return b;
+}
+template<class B> TILE auto couple_at(B &b, int c) -> couple<decltype(each_at(b, c))> {
+  return {each_at(b, c), each_at(b, c + 1)};
+}
+TILE couple<float> couple_at(row_buffer<16> &b, int c) { return {b.d[c], b.d[c + 1]}; }
+template<class F, class... X> __attribute__((flatten)) TILE void each_couple(int c0, F f, X &...x) {
+  (part_uses(x, c0), ...);
+  for (int r = 0; r < 64; r++) {
+    auto run = [&](auto... b) __attribute__((always_inline)) {
+      for (int c = 0; c < 16; c += 2) f(couple_at(b, c)...);
     };
     run(part_row(x, r, c0)...);
   }

@@ -3,6 +3,23 @@
 // Word 2 n + k: rows 8 k + 2t, 8 k + 2t + 1 of column 8 n + g (t: lane % 4, g: lane / 4).
 template<typename T> struct qt { uint32_t d[4]; };
 
+struct alignas(128) pt { float4 d[2][128]; };
+TILE void load(rt<float, 16> &t, const pt &s) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float4 x = s.d[i][thread_in_group()];
+    t.d[4 * i] = x.x;
+    t.d[4 * i + 1] = x.y;
+    t.d[4 * i + 2] = x.z;
+    t.d[4 * i + 3] = x.w;
+  }
+}
+TILE void store(pt &d, const rt<float, 16> &t) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    d.d[i][thread_in_group()] = make_float4(t.d[4 * i], t.d[4 * i + 1], t.d[4 * i + 2], t.d[4 * i + 3]);
+}
+
 // Lane 8 j + i has the address of row i of block j, 8 x 8. Where that is in a tile's first 16 x 16 values, the exclusive or
 // with 2 c0 is where it is in those from column c0 on. It is made anew for each load: in a loop the compiler would keep it
 // for each block.
@@ -69,11 +86,34 @@ template<class F, class... X> TILE void each_part(int c0, F f, X &...x) {
   __syncwarp();
   each_of_block(f, c0 / 16, each_block(x, c0 / 16)...);
 }
+TILE float each_at(const float2 &b, int, int j) { return j & 4 ? b.y : b.x; }
+template<typename T> TILE float below_at(const st<T, 64, 64> &s, int c) {
+  int r = c + 1;
+  return to_float(*(const T *)((const char *)&s + r * 128 + ((c / 8 ^ r & 7) << 4) + c % 8 * 2));
+}
+template<typename T> TILE float2 each_block(const next_below<T> &t, int k) {
+  int c = 16 * k + thread_col();
+  return make_float2(below_at(t.s, c), below_at(t.s, c + 8));
+}
+template<class B> TILE auto couple_at(B &b, int k, int j) -> couple<decltype(each_at(b, k, j))> {
+  return {each_at(b, k, j), each_at(b, k, j + 1)};
+}
+template<class F, class... B> TILE void couples_of_block(F f, int k, B &&...b) {
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) f(couple_at(b, k, j)...);
+}
+template<class F, class... X> TILE void each_couple(int c0, F f, X &...x) {
+  __syncwarp();
+  couples_of_block(f, c0 / 16, each_block(x, c0 / 16)...);
+}
 TILE void store(sv<4 * 64> &d, int c0, const csum<16> &c) {
   float x[4] = {c.d[0], c.d[1], c.d[2], c.d[3]};
   halve<16, 2>(x);
-  halve<8, 1>(x);
-  x[0] += __shfl_xor_sync(~0u, x[0], 4);
-  if (lane() & 4) return;
-  d.d[64 * warp_in_group() + c0 + 8 * (lane() >> 4) + thread_col() + (lane() >> 3 & 1)] = x[0];
+#pragma unroll
+  for (int o = 4; o < 16; o *= 2) {
+    x[0] += __shfl_xor_sync(~0u, x[0], o);
+    x[1] += __shfl_xor_sync(~0u, x[1], o);
+  }
+  if ((lane() & 12) == 0)
+    *(float2 *)(d.d + 64 * warp_in_group() + c0 + 8 * (lane() >> 4) + thread_col()) = make_float2(x[0], x[1]);
 }
