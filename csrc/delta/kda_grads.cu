@@ -38,6 +38,7 @@ template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;      // fp16 has not the range of A
 typedef st<elem, Q, 64> panel;
 enum { Q_DOT, K_DOT, BETA, DOTS };
+struct words { int place, batch, head, step, steps, rows; };
 struct shared {
   panel q[PANELS], k[PANELS];
   st<elem, Q, VALUES> dout, dv, errors;
@@ -47,8 +48,9 @@ struct shared {
   tc l[PANELS];                        // to base 2; then the parts of dg
   sv<4 * Q> dots[DOTS][PANELS];            // q . dq, k . dk, k . c, of 16 channels each
   sv<Q> turns[GROUPS][2];                  // what makes dq and dk right angled to q and k
-  sv<64> kept[PANELS];                     // e^(l_e) <S, D>
+  sv<64> kept[PANELS];                     // <S, D>
   sv<Q> norm_q, norm_k, beta, own;         // own: d
+  words now;                               // the task of q and k
   ring<1> rows, matrices;                  // q and k; and the rest
 };
 // Of the 16 steps before, until all have read l.
@@ -75,6 +77,10 @@ TILE task task_at(const params &p, int index) {
           rows < Q ? rows : Q};
 }
 
+TILE task task_now(const shared &s) {
+  return {get(s.now.place), {get(s.now.batch), get(s.now.head), get(s.now.step), get(s.now.steps)}, get(s.now.rows)};
+}
+
 TILE void loader(const params &p, shared &s, int) {
   ring_pos at = {};
   for (int i = block_index(); i < task_count(p); i += block_count()) {
@@ -94,6 +100,12 @@ TILE void loader(const params &p, shared &s, int) {
       }
     }
     ring_acquire(s.rows, at);
+    put(s.now.place, t.place);
+    put(s.now.batch, t.at.batch);
+    put(s.now.head, t.at.head);
+    put(s.now.step, t.at.step);
+    put(s.now.steps, t.at.steps);
+    put(s.now.rows, t.rows);
     ring_expect(s.rows, at, 2 * PANELS * tile_bytes(s.k[0]));
     for (int h = 0; h < PANELS; h++) {
       tma_load(s.q[h], p.q, s.rows.full[0], t.at.step, 64 * h, head, t.at.batch);
@@ -161,11 +173,11 @@ TILE void make_b(shared &s) {
   store(s.b, x);
 }
 
-// What goes through a whole chunk: of each channel, sum over v of S and D.
+// What goes through a whole chunk: of each channel, <S, D>.
 TILE void make_kept(shared &s, int panel) {
   rt<float, 64> x;
   rsum sum;
-  rv kept, end;
+  rv kept;
   mma_fence();
   mma_AtB<ZERO>(x, s.state[panel], 0, s.dstate[panel], 0);
   mma_commit();
@@ -173,8 +185,6 @@ TILE void make_kept(shared &s, int panel) {
   mma_wait<0>(x);
   each<64>([](int i, int j, float x, float &sum) { sum += i == j ? x : 0.f; }, (const rt<float, 64> &)x, sum);
   reduce(kept, sum);
-  load(end, s.l[panel], 63);
-  map(kept, kept, end, [](float x, float l) { return fast_exp2(l) * x; });
   store(s.kept[panel], kept);
 }
 
@@ -184,12 +194,12 @@ typedef rt<factor, GROUP> factors;
 struct grads { block16 dq, dk, dl, c, q, k; };
 
 // The part of D, and what all sums over steps >= t have; then that of S, and the terms i = j.
-TILE void take_states(shared &s, grads &g, float scale, int steps, int n, int panel) {
+TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
   const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
   const tc &l = s.l[panel];
   rsum sum;
   rv all, end;
-  int c0 = GROUP * n, last = steps - 1;
+  int c0 = GROUP * n, last = get(s.now.steps) - 1;
   fill(g.c, 0.f);
   fill(g.dk, 0.f);
   fill(g.dq, 0.f);
@@ -208,6 +218,12 @@ TILE void take_states(shared &s, grads &g, float scale, int steps, int n, int pa
     sum += y;
   }, g.c, g.dl, g.k, sum, l, (const rv &)end, k, s.norm_k, s.beta);
   reduce(all, sum);
+  if (n == 3) {                             // and what goes through the whole chunk, of which D has its share
+    rv kept;
+    load(kept, s.kept[panel]);
+    map(end, end, kept, [](float l, float x) { return fast_exp2(l) * x; });
+    map(all, all, end, [](float x, float y) { return x + y; });
+  }
   store_sum(s.l[panel], n, all);
   mma_own_AtBt(g.dq, s.state[panel], s.dout, c0);
   mma_own_AtBt(g.dk, s.state[panel], s.dv, c0);
@@ -410,24 +426,17 @@ TILE elem *gradient_of(const params &p, const task &t, int head, int which, int 
   const int64_t *stride = which ? p.dk_stride : p.dq_stride;
   return (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * stride[1] + head * stride[2] + 64 * panel;
 }
-TILE void make_turns(shared &s, int wg) {
-  rv dot, norm;
+TILE void make_turns(shared &s, int c0, int wg) {
   auto turn = [](float dot, float n) { return dot * n * n; };
-  sum_parts(dot, s.dots[Q_DOT]);
-  load(norm, s.norm_q);
-  map(dot, dot, norm, turn);
-  store(s.turns[wg][0], dot);
-  sum_parts(dot, s.dots[K_DOT]);
-  load(norm, s.norm_k);
-  map(dot, dot, norm, turn);
-  store(s.turns[wg][1], dot);
+  map_parts(s.turns[wg][0], c0, s.dots[Q_DOT], s.norm_q, turn);
+  map_parts(s.turns[wg][1], c0, s.dots[K_DOT], s.norm_k, turn);
   wg_sync();
 }
 // dq and dk of 16 steps.
 TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int wg) {
   int panel = wg % PANELS, head = t.at.head / p.rows.group_heads, rows = t.rows - c0, n = p.key_dim - 64 * panel;
   if (p.gates.norm) {
-    make_turns(s, wg);
+    make_turns(s, c0, wg);
     each_part(c0, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
       dq = fused(-a, q, dq);
       dk = fused(-b, k, dk);
@@ -482,7 +491,7 @@ TILE void put_gates(const params &p, shared &s, const task &t, int panel) {
   g.g.step = anew(g.g.step);
   float rate = rate_of(g, t.at.head), bound = g.lower_bound;
   load(dg, s.l[panel]);
-  add_sums(dg, s.l[panel], s.kept[panel]);
+  add_sums(dg, s.l[panel]);
   sum_up(dg, s.l[panel]);
   clear(rates);
   fill(bias, 0.f);
@@ -548,6 +557,13 @@ TILE void put_norms(const params &p, shared &s, int wg) {
   }
 }
 
+TILE void prefetch_given(const params &p, const task &t, int panel) {
+  const kda_given &g = p.gates.g;
+  int n = p.key_dim - 64 * panel;
+  if (g.is_float) prefetch(first_of<float>(g, t.at) + 64 * panel, g.step, t.at.steps, n);
+  else prefetch(first_of<elem>(g, t.at) + 64 * panel, g.step, t.at.steps, n);
+}
+
 TILE void compute(const params &p, shared &s, int wg) {
   int panel = wg % PANELS, half = wg / PANELS;
   ring_pos at = {};
@@ -573,34 +589,34 @@ TILE void compute(const params &p, shared &s, int wg) {
     ring_wait(s.rows, at);
     ring_wait(s.matrices, at);
     if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
-    if (half == 1) make_kept(s, panel);
-    else {
+    if (half == 0) {
       put_norms(p, s, wg);
       half_sync();
       if (wg == 0) make_a(p, s);
       if (wg == PANELS - 1) make_b(s);
+      make_kept(s, panel);
     }
     all_sync();
+    if (half == 1 && i + block_count() < task_count(p)) prefetch_given(p, task_at(p, i + block_count()), panel);
     ROLLED for (int n = 2 * half; n < 2 * half + 2; n++) {
       grads g;
-      take_states(s, g, p.scale, t.at.steps, n, panel);
+      take_states(s, g, p.scale, n, panel);
       if (n & 1) ring_release(s.matrices, at);
       if (n > 0) take_earlier(s, g, n, panel);
       if (n < 3) take_later(s, g, n, panel);
-      ROLLED for (int h = GROUP / 2; h > 1; h /= 2) take_level(s, g, h, n, panel);
+      UNROLLED for (int h = GROUP / 2; h > 1; h /= 2) take_level(s, g, h, n, panel);
       take_neighbours(s, g, n, panel);
-      wg_sync();                              // ptxas keeps no places of what follows before it: there would be spills
       take_dots(p, s, g, n, panel);
       all_sync();
       if (n & 1) put_parts(s, g, n, wg);
-      put(p, s, task_at(p, i), g, GROUP * n, wg);   // anew: kept, the task would cause spills
+      put(p, s, task_now(s), g, GROUP * n, wg);
       if (n & 1) continue;
       wg_sync();
       store(dl_before(s, wg), g.dl);
     }
+    t = task_now(s);
     ring_release(s.rows, at);
     ring_next(s.rows, at);
-    t = task_at(p, i);
     if (wg == 0) put_betas(p, s, t);
     panel_sync(panel);
     if (half == 1) put_gates(p, s, t, panel);

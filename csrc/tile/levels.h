@@ -25,6 +25,8 @@ TILE void clear(hcsum &v);
 TILE void load(hc &v, const float *g, int n);           // elements >= n become 0 and are not read
 // Step i at g + i * ld, floats or 16 bits. Steps >= m and channels >= n become 0 and are not read.
 template<typename T> TILE void load(ht &x, const T *g, int64_t ld, int m, int n);
+// Brings what that would read into the L2, and hands nothing to anybody.
+template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 TILE void load(ht &x, const tc &s);
 // Step i to g + i * ld. Steps >= m and channels >= n are not written.
 TILE void store(float *g, int64_t ld, const ht &x, int m, int n);
@@ -41,7 +43,7 @@ TILE void sum_up(ht &x, tc &by);                        // x[c][i] = sum of x[c]
 TILE void load(rv &v, const tc &s, int step);
 TILE void store(tc &d, int c0, const rt<float, 16> &t);               // steps from c0 on; others want a sync
 TILE void store_sum(tc &d, int group, const rv &v);                     // others want a sync
-TILE void add_sums(ht &x, const tc &s, const sv<64> &v);               // step 63 += v and the four sums of a channel
+TILE void add_sums(ht &x, const tc &s);                                // step 63 += the four sums of its channel
 // What each() and each_part() also take, beside a tc, of which comes the element:
 //   turned_of(s)       s[col][row] of a shared tile
 //   level_of(s, h)     s[row][col] - s[row][m], m that of step col at level h

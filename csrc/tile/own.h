@@ -34,6 +34,9 @@ template<typename T> struct next_below { const st<T, 64, 64> &s; };
 template<typename T> TILE next_below<T> next_below_of(const st<T, 64, 64> &s) { return {s}; }
 // Four parts of such 16 columns, from c0 in each of four rows of 64 numbers, whose sum it is. Others want a sync.
 TILE void store(sv<4 * 64> &d, int c0, const csum<16> &c);
+// d = f(sum, v) of these columns, the sum that of all parts. Everybody wants a sync.
+template<int P, class F>
+TILE void map_parts(sv<64> &d, int c0, const sv<4 * 64> (&parts)[P], const sv<64> &v, F f);
 #ifdef __CUDACC__
 #include "tile/sm90/own.h"
 #else

@@ -75,6 +75,17 @@ TILE void store(sv<4 * 64> &d, int c0, const csum<16> &c) {
   for (int w = 0; w < 4; w++)
     for (int i = 0; i < 16; i++) d.d[64 * w + c0 + i] = w ? 0.f : c.d[i];
 }
+template<int P, class F>
+TILE void map_parts(sv<64> &d, int c0, const sv<4 * 64> (&parts)[P], const sv<64> &v, F f) {
+  for (const sv<4 * 64> &p : parts) reads_shared({p.d + c0, 4, 64 * (int)sizeof(float), 16 * (int)sizeof(float)});
+  reads_shared({v.d + c0, 1, 0, 16 * (int)sizeof(float)});
+  writes_shared(d, {d.d + c0, 1, 0, 16 * (int)sizeof(float)});
+  for (int c = c0; c < c0 + 16; c++) {
+    float sum = 0.f;
+    for (int i = 0; i < 4 * P; i++) sum += parts[i / 4].d[64 * (i % 4) + c];
+    d.d[c] = f(sum, v.d[c]);
+  }
+}
 // Row r of an argument in the 16 columns from c0.
 template<typename T> struct own_places { T *d; };
 TILE float &each_at(own_places<float> b, int c) { return b.d[c]; }
@@ -99,6 +110,8 @@ template<typename T, int C> TILE row_buffer<16> part_row(const st<T, 64, C> &s, 
   return b;
 }
 template<class X> TILE void part_uses(X &x, int) { each_uses(x); }
+template<int N> TILE void part_uses(const sv<N> &v, int c0) { reads_shared({v.d + c0, 1, 0, 16 * (int)sizeof(float)}); }
+template<int N> TILE void part_uses(sv<N> &v, int c0) { part_uses((const sv<N> &)v, c0); }
 template<class F, class... X> __attribute__((flatten)) TILE void each_part(int c0, F f, X &...x) {
   (part_uses(x, c0), ...);
   for (int r = 0; r < 64; r++) {

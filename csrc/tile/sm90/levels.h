@@ -29,6 +29,11 @@ template<typename T> TILE void load(ht &x, const T *g, int64_t ld, int m, int n)
 #pragma unroll
   for (int i = 0; i < 32; i++, from += ld) x.d[i] = i < m ? to_float(*from) : 0.f;
 }
+// Two threads a step, 32 channels each.
+template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
+  int i = thread_in_group() >> 1, c = 32 * (threadIdx.x & 1);
+  if (i < m && c < n) asm volatile("prefetch.global.L2 [%0];" ::"l"(g + i * ld + c));
+}
 TILE void load(ht &x, const tc &s) {
 #pragma unroll
   for (int i = 0; i < 32; i += 4) {
@@ -104,10 +109,10 @@ TILE void store_sum(tc &d, int group, const rv &v) {
   d.d[thread_row() * TC_ROW + 68 + group] = v.d[0];
   d.d[(thread_row() + 8) * TC_ROW + 68 + group] = v.d[1];
 }
-TILE void add_sums(ht &x, const tc &s, const sv<64> &v) {
+TILE void add_sums(ht &x, const tc &s) {
   if (!own_half()) return;
   float4 y = *(const float4 *)(s.d + own_channel() * TC_ROW + 68);
-  x.d[31] += v.d[own_channel()] + y.x + y.y + y.z + y.w;
+  x.d[31] += y.x + y.y + y.z + y.w;
 }
 template<typename T> struct turned { const st<T, 64, 64> &s; };
 struct level { const tc &s; int h; };

@@ -117,3 +117,12 @@ TILE void store(sv<4 * 64> &d, int c0, const csum<16> &c) {
   if ((lane() & 12) == 0)
     *(float2 *)(d.d + 64 * warp_in_group() + c0 + 8 * (lane() >> 4) + thread_col()) = make_float2(x[0], x[1]);
 }
+template<int P, class F>
+TILE void map_parts(sv<64> &d, int c0, const sv<4 * 64> (&parts)[P], const sv<64> &v, F f) {
+  if (thread_in_group() >= 16) return;
+  int c = c0 + thread_in_group();
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4 * P; i++) sum += parts[i / 4].d[64 * (i % 4) + c];
+  d.d[c] = f(sum, v.d[c]);
+}
