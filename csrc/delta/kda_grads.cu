@@ -580,7 +580,6 @@ TILE void compute(const params &p, shared &s, int wg) {
       given.g.step = anew(given.g.step);
       take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * panel);
       sum_down(s.l[panel], x, -infinity());
-      wg_sync();
     } else if (wg == 0) {
       rv beta;
       take_beta(beta, p.gates, t.at);

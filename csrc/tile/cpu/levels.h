@@ -58,9 +58,15 @@ TILE void store(float *g, int64_t ld, const ht &x, int m, int n) {
     memcpy(g + i * ld, x.d[i], n * sizeof(float));
   }
 }
-TILE void store(float *g, int64_t stride, const hcsum &v, tc &, int, int n) {
-  reads(v);
+// What a channel's two threads on the GPU tell each other, for the checker.
+TILE void between_halves(tc &s, int part) {
+  writes_shared(*(const sv<32> *)&s, columns_of(s, 64 + part, 1));
   wg_sync();
+  reads_shared(columns_of(s, 64 + part, 1));
+}
+TILE void store(float *g, int64_t stride, const hcsum &v, tc &by, int part, int n) {
+  reads(v);
+  between_halves(by, part);
   for (int c = 0; c < 64 && c < n; c++) {
     touches_global(g + c * stride, sizeof(float), GLOBAL_WRITE);
     g[c * stride] = v.d[c];
@@ -91,16 +97,16 @@ TILE void sum_add(hcsum &d, const ht &x) {
 }
 TILE void sum_down(tc &s, const ht &x, float low) {
   reads(x);
-  wg_sync();
+  between_halves(s, 0);
   writes_shared(*(const sv<32> *)&s, columns_of(s, 0, 64));
   for (int c = 0; c < 64; c++) {
     float sum = 0.f;
     for (int i = 0; i < 64; i++) s.d[c * TC_ROW + i] = sum += x.d[i][c] < low ? low : x.d[i][c];
   }
 }
-TILE void sum_up(ht &x, tc &) {
+TILE void sum_up(ht &x, tc &by) {
   changes(x);
-  wg_sync();
+  between_halves(by, 1);
   for (int i = 62; i >= 0; i--)
     for (int c = 0; c < 64; c++) x.d[i][c] += x.d[i + 1][c];
 }
