@@ -60,12 +60,14 @@ template<typename T, int K, int R> TILE void mma_own_AtBt(rt<float, 16> &d, cons
     widen_row(row, b.d + (r0 + c) * K, K);
     for (int k = 0; k < K; k++) y[k][c] = row[k];
   }
-  for (int k = 0; k < K; k++) {
-    alignas(64) float x[64];
-    widen_row(x, a.d + k * 64, 64);
+  for (int k = 0; k < K; k += 4) {
+    alignas(64) float x[4][64];
+    for (int i = 0; i < 4; i++) widen_row(x[i], a.d + (k + i) * 64, 64);
     for (int r = 0; r < 64; r++) {
+      float *sum = d.d[r];
 #pragma GCC ivdep
-      for (int c = 0; c < 16; c++) d.d[r][c] += x[r] * y[k][c];
+      for (int c = 0; c < 16; c++)
+        sum[c] += x[0][r] * y[k][c] + x[1][r] * y[k + 1][c] + x[2][r] * y[k + 2][c] + x[3][r] * y[k + 3][c];
     }
   }
 }
