@@ -431,7 +431,7 @@ def forward(ctx, {all}{want_given}):
     {written} = make({all}{want_given})
     ctx.save_for_backward({saved})
     ctx.numbers = ({numbers})
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads({zeros})
     return {returned}
 """
 
@@ -480,6 +480,7 @@ def _torch_function(row):
         gradient, saved = _gradient_by_names(torch, t, row, backward, alone)
     else:
         gradient, saved = _no_gradient(row), []
+    zeros = bool(backward) and row.name not in _gradients and not _makes_zeros(row, backward, saved)
 
     def save(ctx, inputs, output):
         # the dispatcher leaves out defaults
@@ -488,11 +489,11 @@ def _torch_function(row):
                                                    output if isinstance(output, tuple) else (output,))
         ctx.save_for_backward(*(kept[name] for name in saved))
         ctx.numbers = values[len(row.inputs):]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(zeros)
 
     want_given = ", want" if row.optional else ""
     text = _FORWARD.format(all=every, written=written(row), saved=", ".join(saved), returned=names(row.results),
-                           numbers="".join(name + ", " for name in numbers), want_given=want_given)
+                           numbers="".join(name + ", " for name in numbers), want_given=want_given, zeros=zeros)
 
     class Record(torch.autograd.Function):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
@@ -558,6 +559,14 @@ def _check_names(row, backward):
         if unknown:
             raise TypeError(f"{backward.name}: {what} {unknown[0]}; by its row, {row.name} has "
                             f"{', '.join(expected) or 'none'}")
+
+
+def _makes_zeros(row, backward, saved):
+    """Does what is saved say the sizes of the results, for the gradient of one that nothing depends on? Else torch makes
+    it."""
+    read = {f["name"] for f in backward.inputs if f["role"] != "opt"}
+    made = " ".join(text for f in row.results if "d" + f["name"] in read for text in (row.new(f), *row.sizes_of([f])))
+    return all(f["name"] in saved or not _mentions(made, f["name"]) for f in row.inputs)
 
 
 def _gradient_by_names(torch, t, row, backward, alone):

@@ -602,6 +602,24 @@ def causal_conv1d_step(row, large):
         yield f"{b}x{t}x{c}, state {length}" + (" ring" if ring else ""), call
 
 
+def rotary(row, large):
+    """Columns of all kinds: beside the pairs, interleaved, of several tables, from positions that there are not."""
+    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    shapes = [("large", 2, 64, 32, 8, 128, 64, {})] if large else []
+    shapes += [("", 2, 5, 6, 2, 80, 32, dict(interleaved=True)), ("", 1, 7, 33, 0, 64, 32, dict(offset=-2)),
+               ("", 3, 4, 1, 1, 256, 128, {})]
+    for label, b, t, heads, k_heads, d, angles, numbers in shapes:
+        def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, numbers=numbers):
+            q, k = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads))
+            out = [new(b, t, h, d, dtype=dtype) for h in (heads, k_heads)]
+            positions = new(b, t, dtype="int32", values=np.arange(t) * 2.0)
+            of = dict(cos=new(b, t + 3, angles), sin=new(b, t + 3, angles), positions=positions,
+                      offsets=new(b, dtype="int32", values=1.0), **numbers)
+            _C.rotary(q_out=out[0], k_out=out[1], q=q, k=k, **of)
+            return out
+        yield label or f"{b}x{t}x{heads}+{k_heads}x{d}", call
+
+
 # steps, samples, places, what is given besides; of the last sample there is no state
 STEPS = ((0, 2, 2, ()), (3, 3, 5, ("slots", "z", "d", "dt_bias", "g")), (1, 2, 3, ("slots", "d_wide", "g_head")))
 
@@ -727,7 +745,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
-       "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
+       "rotary": rotary, "rotary_ones": rotary, "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
        "kda": kda, "kda_prepare": kda, "kda_bwd": kda, "kda_keep": kda, "kda_back": kda,
