@@ -231,7 +231,8 @@ def check(row, tensors, numbers, dtype_name, halves):
         if tensors[f["name"]] is None and f["role"] != "opt":
             raise TypeError(f"{row.called}: {row.shown[f['name']]} is missing, expected a tensor")
     given = [f for f in row.inputs if tensors[f["name"]] is not None]
-    like = next((f["name"] for f in given if f["kind"] == "half" and f["role"] != "inout"), None)
+    halves_given = sorted((f for f in given if f["kind"] == "half"), key=lambda f: f["role"] == "inout")
+    like = halves_given[0]["name"] if halves_given else None
     for f in sorted(given, key=lambda f: f["name"] != like):       # first: the others are not blamed for its faults
         name, t = row.shown[f["name"]], tensors[f["name"]]
         if t.ndim != len(f["sizes"]):

@@ -21,7 +21,7 @@ def rotary(q, k, cos, sin, *, interleaved=False, positions=None, offsets=None, i
     if k is not None:
         is_torch("rotary", "k", k)
     check_rank("rotary", "q", q, 4, "[B, T, H, D]")
-    cos, sin = _table("cos", cos, q), _table("sin", sin, q)
+    cos, sin = _table("cos", cos), _table("sin", sin)
     offset = 0
     if offsets is not None and hasattr(offsets, "ndim") and offsets.ndim:
         offsets = as_int32("rotary", "offsets", offsets)
@@ -51,7 +51,7 @@ def rotary(q, k, cos, sin, *, interleaved=False, positions=None, offsets=None, i
     return out[0] if k is None else out
 
 
-def _table(name, t, q):
+def _table(name, t):
     is_torch("rotary", name, t)
     if t.ndim not in (2, 3):
         raise ValueError(f"rotary: {name} has {t.ndim} dimensions, expected 2 [T', A] or 3 [B, T', A]")
@@ -63,3 +63,16 @@ def _offset(offsets):
     if not -2**31 <= offset < 2**31:
         raise ValueError(f"rotary: offsets is {offset}, expected an integer of 32 bits")
     return offset
+
+
+def _explained(op, library, named, given):
+    from margay._explain import explain_row
+
+    forms, shown = dict(given), dict(named)
+    for name in ("cos", "sin"):
+        forms[name] = _table(name, given[name])
+    return explain_row(op, library, shown, {name: t for name, t in forms.items() if name not in
+                                            ("positions", "offsets", "interleaved")})
+
+
+EXPLAINED = {"rotary": _explained}
