@@ -33,9 +33,13 @@ TILE int64_t angle_row(const params &p, int slot, const int64_t (&stride)[2]) {
   row += p.offsets ? p.offsets[t.batch] : 0;
   return row >= 0 && row < p.angle_rows ? t.batch * stride[0] + row * stride[1] : -1;
 }
-template<typename T> TILE const T *angles_at(const params &p, const void *data, const int64_t (&stride)[2], int slot) {
+TILE const float *floats_at(const params &p, const void *data, const int64_t (&stride)[2], int slot) {
   int64_t at = angle_row(p, slot, stride);
-  return at < 0 ? nullptr : (const T *)data + at;
+  return at < 0 ? nullptr : (const float *)data + at;
+}
+TILE const elem *halves_at(const params &p, const void *data, const int64_t (&stride)[2], int slot) {
+  int64_t at = angle_row(p, slot, stride);
+  return at < 0 ? nullptr : (const elem *)data + at;
 }
 
 TILE void turn(const params &p, shared &, int) {
@@ -48,11 +52,11 @@ TILE void turn(const params &p, shared &, int) {
         return row_at(p, p.q, p.k, slot, first + (r << p.heads_log2));
       });
     if (first == 0 && p.angles_are_float)
-      load<ACCESS>(angles, p.columns, [&](int slot) { return angles_at<float>(p, p.cos, p.cos_stride, slot); },
-                   [&](int slot) { return angles_at<float>(p, p.sin, p.sin_stride, slot); });
+      load<ACCESS>(angles, p.columns, [&](int slot) { return floats_at(p, p.cos, p.cos_stride, slot); },
+                   [&](int slot) { return floats_at(p, p.sin, p.sin_stride, slot); });
     else if (first == 0)
-      load<ACCESS>(angles, p.columns, [&](int slot) { return angles_at<elem>(p, p.cos, p.cos_stride, slot); },
-                   [&](int slot) { return angles_at<elem>(p, p.sin, p.sin_stride, slot); });
+      load<ACCESS>(angles, p.columns, [&](int slot) { return halves_at(p, p.cos, p.cos_stride, slot); },
+                   [&](int slot) { return halves_at(p, p.sin, p.sin_stride, slot); });
     float sign = p.sign;
     CONSTANT_INDEX for (int r = 0; r < ROWS; r++)
       each_pair<ACCESS>(x[r], angles, p.columns, [=](float &x, float &y, float c, float s) {

@@ -4,6 +4,7 @@ from margay.families.attention.attention import attention, attention_varlen, dro
 from margay.families.attention.decode import append_kv, attention_decode
 from margay.families.based import based
 from margay.families.causal_conv1d.causal_conv1d import causal_conv1d, causal_conv1d_step
+from margay.families.cross_entropy import cross_entropy
 from margay.families.delta import gated_delta_rule
 from margay.families.delta_steps import gated_delta_rule_step, kda_step
 from margay.families.gemm.matmul import matmul
@@ -20,8 +21,9 @@ _MODULES = ("flash_attn", "flash_attn_interface", "flash_kda", "flashinfer", "in
 _LATER = {"explain": "margay._explain", "info": "margay._explain", "FallbackWarning": "margay.drop_ins.fallback",
           "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}
 __all__ = ["append_kv", "attention", "attention_decode", "attention_varlen", "based", "causal_conv1d",
-           "causal_conv1d_step", "dropout_mask", "gated_delta_rule", "gated_delta_rule_step", "hedgehog", "kda",
-           "kda_step", "linear_attention", "linear_attention_step", "matmul", "rotary", "scaled_add", "ssd", "ssd_step",
+           "causal_conv1d_step", "cross_entropy", "dropout_mask", "gated_delta_rule", "gated_delta_rule_step",
+           "hedgehog", "kda", "kda_step", "linear_attention", "linear_attention_step", "matmul", "rotary",
+           "scaled_add", "ssd", "ssd_step",
            *_MODULES, *_LATER]
 
 

@@ -620,6 +620,20 @@ def rotary(row, large):
         yield label or f"{b}x{t}x{heads}+{k_heads}x{d}", call
 
 
+def cross_entropy_rows(row, large):
+    """Rows that count and one that does not, of few stretches and of many, with and without gradients."""
+    shapes = [("large", 1024, 32000, {})] if large else []
+    shapes += [("", 5, 9000, dict(label_smoothing=0.1, z_loss=1e-3, softcap=9.0)), ("", 3, 4096, {}), ("", 4, 7, {})]
+    for label, m, n, numbers in shapes:
+        def call(m=m, n=n, numbers=numbers):
+            loss, lse, logits = new(m), new(m), new(m, n, dtype=row["dtype"])
+            targets = new(m, dtype="int32", values=[-100, *(i % n * 1.0 for i in range(m - 1))])
+            scale = new(m if m == 5 else 1, values=0.5) if m != 4 else None
+            _C.cross_entropy_rows(loss=loss, lse=lse, logits=logits, targets=targets, scale=scale, **numbers)
+            return loss, lse, logits
+        yield label or f"{m}x{n}", call
+
+
 # steps, samples, places, what is given besides; of the last sample there is no state
 STEPS = ((0, 2, 2, ()), (3, 3, 5, ("slots", "z", "d", "dt_bias", "g")), (1, 2, 3, ("slots", "d_wide", "g_head")))
 
@@ -745,7 +759,8 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
-       "rotary": rotary, "rotary_ones": rotary, "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
+       "rotary": rotary, "rotary_ones": rotary, "cross_entropy_rows": cross_entropy_rows,
+       "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
        "kda": kda, "kda_prepare": kda, "kda_bwd": kda, "kda_keep": kda, "kda_back": kda,
