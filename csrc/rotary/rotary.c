@@ -33,6 +33,21 @@ static int log2_above(int64_t n) {
   return log2;
 }
 
+// As many slots for a step as waste few rows of those in flight, rather more than fewer.
+static rotary_side side_of(mg_call *c, const mg_tensor *in, const mg_tensor *out, int64_t heads, const rotary_params *p) {
+  const int rows = c->desc->tile_m;
+  rotary_side x = {.in = rows_of(in), .out = rows_of(out), .heads = mg_tasks(c, heads, "heads")};
+  int64_t least = INT64_MAX;
+  for (int log2 = 0; log2 <= p->slots_log2; log2++) {
+    const int64_t pass = (int64_t)rows << log2, taken = mg_ceil_div(heads, pass) * pass;
+    if (taken > least + least / 8) continue;
+    least = mg_min(least, taken);
+    x.heads_log2 = log2;
+  }
+  x.blocks = (int)mg_ceil_div(p->tokens, (int64_t)1 << (p->slots_log2 - x.heads_log2));
+  return x;
+}
+
 static mg_status run(mg_call *c, const call *a) {
   const bool in_place = a->q == a->q_out;
   const bool with_q = a->q_out && !mg_is_empty(a->q_out), with_k = a->k_out && !mg_is_empty(a->k_out);
@@ -50,21 +65,13 @@ static mg_status run(mg_call *c, const call *a) {
                      mg_dtype_name(a->cos->dtype));
   if (!mg_choose_other(c, all_in_eights(a, &p.columns) ? MG_OP_rotary : MG_OP_rotary_ones)) return c->status;
   p.angle_rows = (int)mg_min(c->n.ROWS, INT32_MAX);
-  p.q = rows_of(with_q ? a->q : a->k);
-  p.q_out = rows_of(with_q ? a->q_out : a->k_out);
-  const int64_t q_heads = with_q ? c->n.H : c->n.HK, heads = with_q && with_k ? c->n.H + c->n.HK : q_heads;
-  if (with_q && with_k) {
-    p.k = rows_of(a->k);
-    p.k_out = rows_of(a->k_out);
-  }
-  p.q_heads = mg_tasks(c, q_heads, "heads");
-  p.heads = mg_tasks(c, heads, "heads");
   const int64_t paired = mg_ceil_div(p.columns.pairs, 8),
                 alone = mg_ceil_div(p.columns.width - 2 * p.columns.pairs, 16);
   p.columns.lanes_log2 = log2_above(paired + alone);
   p.slots_log2 = 7 - p.columns.lanes_log2;
-  p.heads_log2 = (int)mg_min(p.slots_log2, log2_above(mg_ceil_div(heads, c->desc->tile_m)));
-  return mg_run(c, &p, mg_ceil_div(p.tokens, (int64_t)1 << (p.slots_log2 - p.heads_log2)));
+  if (with_q) p.q = side_of(c, a->q, a->q_out, c->n.H, &p);
+  if (with_k) p.k = side_of(c, a->k, a->k_out, c->n.HK, &p);
+  return mg_run(c, &p, mg_tasks(c, (int64_t)p.q.blocks + p.k.blocks, "steps"));
 }
 
 mg_status mg_rotary(const mg_rotary_args *a) {

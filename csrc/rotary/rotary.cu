@@ -1,6 +1,7 @@
 // (x, y) of each pair becomes (x cos - y sin, y cos + x sin): the rotary embedding (Su et al., RoFormer, 2021). Bound by
 // memory: every number is read once and written once. Threads have several rows in flight, and read the angles of a
-// step once for all its heads.
+// step once for many of its heads. Of what a row costs besides its numbers there is little: a block has rows of q or of
+// k, not of both, so that a row begins as far behind the one before as everywhere.
 #include "tile/pairs.h"
 #include "rotary/rotary.h"
 
@@ -9,64 +10,62 @@ struct shared { int unused; };
 typedef rotary_params params;
 TILE void init(shared &) {}
 
-struct place { int batch, step, head; };     // head: the first that the slot has; batch: -1 where there is no step
-TILE place place_of(const params &p, int slot) {
-  int token = (block_index() << (p.slots_log2 - p.heads_log2)) + (slot >> p.heads_log2);
-  int batch = token / p.steps;
-  return {token < p.tokens ? batch : -1, token - batch * p.steps, slot & ((1 << p.heads_log2) - 1)};
+// A slot's first head of its step, and where the angles are. It has heads head, head + 2^heads_log2, ... below `heads`,
+// which is 0 where there is no step.
+struct place { const elem *in; elem *out; int64_t cos, sin; int head, heads; };
+TILE int64_t begin_of(const rotary_rows &x, int batch, int step, int head) {
+  return batch * x.stride[0] + step * x.stride[1] + head * x.stride[2];
 }
-// A row of q, or of k.
-TILE elem *row_at(const params &p, const rotary_rows &q, const rotary_rows &k, int slot, int head) {
-  place t = place_of(p, slot);
-  head += t.head;
-  if (t.batch < 0 || head >= p.heads) return nullptr;
-  const rotary_rows &x = head < p.q_heads ? q : k;
-  head -= head < p.q_heads ? 0 : p.q_heads;
-  return (elem *)x.data + t.batch * x.stride[0] + t.step * x.stride[1] + head * x.stride[2];
-}
-// The row of angles of a slot's step, or -1: a place without one.
-TILE int64_t angle_row(const params &p, int slot, const int64_t (&stride)[2]) {
-  place t = place_of(p, slot);
-  if (t.batch < 0) return -1;
+TILE place place_of(const params &p, const rotary_side &x, int block, int slot) {
+  int token = (block << (p.slots_log2 - x.heads_log2)) + (slot >> x.heads_log2);
+  bool exists = token < p.tokens;
+  int batch = exists ? token / p.steps : 0, step = exists ? token - batch * p.steps : 0,
+      head = slot & ((1 << x.heads_log2) - 1);
   int64_t row = p.offset;
-  row += p.positions ? p.positions[t.batch * p.positions_stride + t.step] : t.step;
-  row += p.offsets ? p.offsets[t.batch] : 0;
-  return row >= 0 && row < p.angle_rows ? t.batch * stride[0] + row * stride[1] : -1;
+  row += p.positions ? p.positions[batch * p.positions_stride + step] : step;
+  row += p.offsets ? p.offsets[batch] : 0;
+  bool known = row >= 0 && row < p.angle_rows;        // else cosine and sine are 0
+  return {(const elem *)x.in.data + begin_of(x.in, batch, step, head),
+          (elem *)x.out.data + begin_of(x.out, batch, step, head),
+          known ? batch * p.cos_stride[0] + row * p.cos_stride[1] : -1,
+          known ? batch * p.sin_stride[0] + row * p.sin_stride[1] : -1, head, exists ? x.heads : 0};
 }
-TILE const float *floats_at(const params &p, const void *data, const int64_t (&stride)[2], int slot) {
-  int64_t at = angle_row(p, slot, stride);
-  return at < 0 ? nullptr : (const float *)data + at;
-}
-TILE const elem *halves_at(const params &p, const void *data, const int64_t (&stride)[2], int slot) {
-  int64_t at = angle_row(p, slot, stride);
-  return at < 0 ? nullptr : (const elem *)data + at;
-}
+TILE row_of<const float> floats_at(const void *data, int64_t at) { return {(const float *)data + at, at >= 0}; }
+TILE row_of<const elem> halves_at(const void *data, int64_t at) { return {(const elem *)data + at, at >= 0}; }
 
 TILE void turn(const params &p, shared &, int) {
-  int step = ROWS << p.heads_log2;
+  bool of_q = block_index() < p.q.blocks;
+  const rotary_side &side = of_q ? p.q : p.k;
+  int block = block_index() - (of_q ? 0 : p.q.blocks), hop_log2 = side.heads_log2;
+  int64_t hop = side.in.stride[2] << hop_log2, hop_out = side.out.stride[2] << hop_log2;
+  float sign = p.sign;
+  paired columns = paired_of(p.columns);
+  per_slot<place> places;
+  set(places, columns, [&](int slot) { return place_of(p, side, block, slot); });
   pa angles;
-  ROLLED for (int first = 0; first < p.heads; first += step) {
+  ROLLED for (int first = 0; first << hop_log2 < side.heads; first += ROWS) {
     pt<elem> x[ROWS];
     CONSTANT_INDEX for (int r = 0; r < ROWS; r++)
-      load<ACCESS>(x[r], p.columns, [&](int slot) -> const elem * {
-        return row_at(p, p.q, p.k, slot, first + (r << p.heads_log2));
+      load<ACCESS>(x[r], columns, [&](int slot) -> row_of<const elem> {
+        const place &t = of_slot(places, slot);
+        return {t.in + (first + r) * hop, t.head + ((first + r) << hop_log2) < t.heads};
       });
     if (first == 0 && p.angles_are_float)
-      load<ACCESS>(angles, p.columns, [&](int slot) { return floats_at(p, p.cos, p.cos_stride, slot); },
-                   [&](int slot) { return floats_at(p, p.sin, p.sin_stride, slot); });
+      load<ACCESS>(angles, columns, [&](int slot) { return floats_at(p.cos, of_slot(places, slot).cos); },
+                   [&](int slot) { return floats_at(p.sin, of_slot(places, slot).sin); });
     else if (first == 0)
-      load<ACCESS>(angles, p.columns, [&](int slot) { return halves_at(p, p.cos, p.cos_stride, slot); },
-                   [&](int slot) { return halves_at(p, p.sin, p.sin_stride, slot); });
-    float sign = p.sign;
+      load<ACCESS>(angles, columns, [&](int slot) { return halves_at(p.cos, of_slot(places, slot).cos); },
+                   [&](int slot) { return halves_at(p.sin, of_slot(places, slot).sin); });
+    each_pair<ACCESS>(x, angles, columns, [=](float &x, float &y, float c, float s) {
+      float u = x, t = s * sign;
+      x = fused(u, c, -(y * t));
+      y = fused(y, c, u * t);
+    });
     CONSTANT_INDEX for (int r = 0; r < ROWS; r++)
-      each_pair<ACCESS>(x[r], angles, p.columns, [=](float &x, float &y, float c, float s) {
-        float u = x, t = s * sign;
-        x = fused(u, c, -(y * t));
-        y = fused(y, c, u * t);
-      });
-    CONSTANT_INDEX for (int r = 0; r < ROWS; r++)
-      save<ACCESS>([&](int slot) { return row_at(p, p.q_out, p.k_out, slot, first + (r << p.heads_log2)); }, x[r],
-                   p.columns);
+      save<ACCESS>([&](int slot) -> row_of<elem> {
+        const place &t = of_slot(places, slot);
+        return {t.out + (first + r) * hop_out, t.head + ((first + r) << hop_log2) < t.heads};
+      }, x[r], columns);
   }
 }
 

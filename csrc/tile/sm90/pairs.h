@@ -5,33 +5,45 @@
 // their second.
 template<typename T> struct pt { uint32_t d[8]; };
 struct pa { float first[8], second[8]; };
+template<typename X> struct per_slot { X d; };
 
-TILE int pair_lane(const pairing &p) { return thread_in_group() & ((1 << p.lanes_log2) - 1); }
-TILE int pair_slot(const pairing &p) { return thread_in_group() >> p.lanes_log2; }
-TILE int paired_lanes(const pairing &p) { return p.pairs + 7 >> 3; }
-
-// EIGHTS: where a thread's two groups of columns begin. The second is at `width` or behind where there are none.
-struct column_groups { int first, second; };
-TILE column_groups groups_of(const pairing &p, int lane) {
-  if (lane < paired_lanes(p)) return {8 * lane, 8 * lane + p.pairs};
-  return {16 * lane, 16 * lane + 8};
+// Places are worked out for both kinds of access; what a kernel does not use is not computed.
+struct paired {
+  pairing p;
+  int lane, slot;
+  bool with_pairs, full;                 // full: both groups are in the row
+  int first, second;                     // EIGHTS: columns where the groups begin
+  int angle, second_angle;               // EIGHTS: of pairs 0 to 3 and 4 to 7 of the thread
+};
+// A register. The compiler would rather work places out again for every row.
+TILE int kept(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
+TILE paired paired_of(const pairing &p) {
+  int lane = thread_in_group() & ((1 << p.lanes_log2) - 1), slot = thread_in_group() >> p.lanes_log2;
+  bool with_pairs = lane < p.pairs + 7 >> 3;
+  int first = (with_pairs ? 8 : 16) * lane, second = first + (with_pairs ? p.pairs : 8);
+  int angle = (p.interleaved ? 4 : 8) * lane, second_angle = angle + (p.interleaved ? p.pairs / 2 : 4);
+  return {p, lane, slot, with_pairs, (bool)kept(second < p.width), kept(first), kept(second), angle, second_angle};
+}
+template<typename X, class F> TILE void set(per_slot<X> &x, const paired &p, F f) { x.d = f(p.slot); }
+template<typename X> TILE const X &of_slot(const per_slot<X> &x, int) { return x.d; }
 // SINGLES: the column of the thread's number i, 0 to 15, or -1.
-TILE int column_of(const pairing &p, int lane, int i) {
-  int pair = 8 * lane + (i & 7), second = i >> 3, alone = 2 * p.pairs + 16 * (lane - paired_lanes(p)) + i;
-  if (lane >= paired_lanes(p)) return alone < p.width ? alone : -1;
+TILE int column_of(const paired &c, int i) {
+  const pairing &p = c.p;
+  int pair = 8 * c.lane + (i & 7), second = i >> 3, alone = 2 * p.pairs + 16 * (c.lane - (p.pairs + 7 >> 3)) + i;
+  if (!c.with_pairs) return alone < p.width ? alone : -1;
   return pair >= p.pairs ? -1 : p.interleaved ? 2 * pair + second : pair + second * p.pairs;
 }
 
-template<int A, typename T, class F> TILE void load(pt<T> &x, const pairing &p, F f) {
-  const T *row = f(pair_slot(p));
-  int lane = pair_lane(p);
+template<int A, typename T, class F> TILE void load(pt<T> &x, const paired &p, F f) {
+  row_of<const T> row = f(p.slot);
   if constexpr (A == EIGHTS) {
-    column_groups c = groups_of(p, lane);
     uint4 u = make_uint4(0, 0, 0, 0), v = u;
-    if (row && c.second < p.width) {
-      u = *(const uint4 *)(row + c.first);
-      v = *(const uint4 *)(row + c.second);
+    if (row.exists && p.full) {
+      u = *(const uint4 *)(row.begin + p.first);
+      v = *(const uint4 *)(row.begin + p.second);
     }
     x.d[0] = u.x;
     x.d[1] = u.y;
@@ -44,26 +56,23 @@ template<int A, typename T, class F> TILE void load(pt<T> &x, const pairing &p, 
   } else {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      int low = column_of(p, lane, 2 * j), high = column_of(p, lane, 2 * j + 1);
-      uint32_t a = row && low >= 0 ? row[low].u : 0, b = row && high >= 0 ? row[high].u : 0;
+      int low = column_of(p, 2 * j), high = column_of(p, 2 * j + 1);
+      uint32_t a = row.exists && low >= 0 ? row.begin[low].u : 0, b = row.exists && high >= 0 ? row.begin[high].u : 0;
       x.d[j] = b << 16 | a;
     }
   }
 }
-template<int A, typename T, class F> TILE void save(F f, const pt<T> &x, const pairing &p) {
-  T *row = f(pair_slot(p));
-  int lane = pair_lane(p);
-  if (!row) return;
+template<int A, typename T, class F> TILE void save(F f, const pt<T> &x, const paired &p) {
+  row_of<T> row = f(p.slot);
   if constexpr (A == EIGHTS) {
-    column_groups c = groups_of(p, lane);
-    if (c.second >= p.width) return;
-    *(uint4 *)(row + c.first) = make_uint4(x.d[0], x.d[1], x.d[2], x.d[3]);
-    *(uint4 *)(row + c.second) = make_uint4(x.d[4], x.d[5], x.d[6], x.d[7]);
-  } else {
+    if (!row.exists || !p.full) return;
+    *(uint4 *)(row.begin + p.first) = make_uint4(x.d[0], x.d[1], x.d[2], x.d[3]);
+    *(uint4 *)(row.begin + p.second) = make_uint4(x.d[4], x.d[5], x.d[6], x.d[7]);
+  } else if (row.exists) {
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      int c = column_of(p, lane, i);
-      if (c >= 0) row[c].u = (uint16_t)(x.d[i >> 1] >> (i & 1) * 16);
+      int c = column_of(p, i);
+      if (c >= 0) row.begin[c].u = (uint16_t)(x.d[i >> 1] >> (i & 1) * 16);
     }
   }
 }
@@ -84,43 +93,45 @@ template<typename T> TILE void four_angles(float *d, const T *g) {
   d[3] = high.y;
 }
 // Numbers 4 to 7 are of the second group of columns where pairs are neighbours.
-template<int A, typename T> TILE void angles_of_row(float (&d)[8], const pairing &p, const T *row) {
-  int lane = pair_lane(p);
+template<int A, typename T> TILE void angles_of_row(float (&d)[8], const paired &p, row_of<const T> row) {
 #pragma unroll
   for (int i = 0; i < 8; i++) d[i] = 0.f;
-  if (!row || lane >= paired_lanes(p)) return;
+  if (!row.exists || !p.with_pairs) return;
   if constexpr (A == EIGHTS) {
-    four_angles(d, row + (p.interleaved ? 4 * lane : 8 * lane));
-    four_angles(d + 4, row + (p.interleaved ? p.pairs / 2 + 4 * lane : 8 * lane + 4));
+    four_angles(d, row.begin + p.angle);
+    four_angles(d + 4, row.begin + p.second_angle);
   } else {
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      if (8 * lane + i < p.pairs) d[i] = to_float(row[8 * lane + i]);
+      if (8 * p.lane + i < p.p.pairs) d[i] = to_float(row.begin[8 * p.lane + i]);
   }
 }
-template<int A, class F, class G> TILE void load(pa &a, const pairing &p, F first, G second) {
-  int slot = pair_slot(p);
-  angles_of_row<A>(a.first, p, first(slot));
-  angles_of_row<A>(a.second, p, second(slot));
+template<int A, class F, class G> TILE void load(pa &a, const paired &p, F first, G second) {
+  angles_of_row<A>(a.first, p, first(p.slot));
+  angles_of_row<A>(a.second, p, second(p.slot));
 }
 
-template<int A, typename T, class F> TILE void each_pair(pt<T> &x, const pa &a, const pairing &p, F f) {
-  if (pair_lane(p) >= paired_lanes(p)) return;
-  if (A == EIGHTS && p.interleaved) {
+template<int A, int R, typename T, class F> TILE void each_pair(pt<T> (&x)[R], const pa &a, const paired &p, F f) {
+  if (!p.with_pairs) return;
+  if (A == EIGHTS && p.p.interleaved) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      float2 v = unpack<T>(x.d[j]);
-      f(v.x, v.y, a.first[j], a.second[j]);
-      x.d[j] = pack<T>(v.x, v.y);
-    }
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        float2 v = unpack<T>(x[r].d[j]);
+        f(v.x, v.y, a.first[j], a.second[j]);
+        x[r].d[j] = pack<T>(v.x, v.y);
+      }
   } else {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      float2 u = unpack<T>(x.d[j]), v = unpack<T>(x.d[4 + j]);
-      f(u.x, v.x, a.first[2 * j], a.second[2 * j]);
-      f(u.y, v.y, a.first[2 * j + 1], a.second[2 * j + 1]);
-      x.d[j] = pack<T>(u.x, u.y);
-      x.d[4 + j] = pack<T>(v.x, v.y);
-    }
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        float2 u = unpack<T>(x[r].d[j]), v = unpack<T>(x[r].d[4 + j]);
+        f(u.x, v.x, a.first[2 * j], a.second[2 * j]);
+        f(u.y, v.y, a.first[2 * j + 1], a.second[2 * j + 1]);
+        x[r].d[j] = pack<T>(u.x, u.y);
+        x[r].d[4 + j] = pack<T>(v.x, v.y);
+      }
   }
 }
