@@ -5,6 +5,8 @@
 // their second.
 template<typename T> struct pt { uint32_t d[8]; };
 struct pa { float first[8], second[8]; };
+struct pc { float d[16]; };            // in the order of pt's numbers
+template<int R> struct pr { float d[R]; };
 template<typename X> struct per_slot { X d; };
 
 // Places are worked out for both kinds of access; what a kernel does not use is not computed.
@@ -130,6 +132,83 @@ template<int A, int R, typename T, class F> TILE void each_pair(pt<T> (&x)[R], c
         float2 u = unpack<T>(x[r].d[j]), v = unpack<T>(x[r].d[4 + j]);
         f(u.x, v.x, a.first[2 * j], a.second[2 * j]);
         f(u.y, v.y, a.first[2 * j + 1], a.second[2 * j + 1]);
+        x[r].d[j] = pack<T>(u.x, u.y);
+        x[r].d[4 + j] = pack<T>(v.x, v.y);
+      }
+  }
+}
+
+template<int A, typename T> TILE void load(pc &x, const paired &p, row_of<T> row) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) x.d[i] = 0.f;
+  if constexpr (A == EIGHTS) {
+    if (!p.full) return;
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) four_angles(x.d + i, row.begin + (i < 8 ? p.first : p.second) + i % 8);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      int c = column_of(p, i);
+      if (c >= 0) x.d[i] = to_float(row.begin[c]);
+    }
+  }
+}
+TILE void fill(pc &x, float y) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) x.d[i] = y;
+}
+template<int R> TILE void fill(pr<R> &x, float y) {
+#pragma unroll
+  for (int r = 0; r < R; r++) x.d[r] = y;
+}
+template<int A, int R, typename T, class F> TILE void squares(pr<R> &x, const pt<T> (&rows)[R], const paired &p, F f) {
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      float2 v = unpack<T>(rows[r].d[j]);
+      sum.x = fused(v.x, v.x, sum.x);
+      sum.y = fused(v.y, v.y, sum.y);
+    }
+    x.d[r] = sum.x + sum.y;
+  }
+  for (int o = 1; o < 1 << p.p.lanes_log2; o *= 2)
+#pragma unroll
+    for (int r = 0; r < R; r++) x.d[r] += __shfl_xor_sync(~0u, x.d[r], o);
+#pragma unroll
+  for (int r = 0; r < R; r++) x.d[r] = f(x.d[r]);
+}
+template<int A, int R, typename T, class F, class G>
+TILE void each_pair(pt<T> (&x)[R], const pa &a, const pc &columns, const pr<R> &rows, const paired &p, F f, G g) {
+  const float (&w)[16] = columns.d;
+  if (!p.with_pairs) {
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        float2 v = unpack<T>(x[r].d[j]);
+        g(v.x, w[2 * j], rows.d[r]);
+        g(v.y, w[2 * j + 1], rows.d[r]);
+        x[r].d[j] = pack<T>(v.x, v.y);
+      }
+  } else if (A == EIGHTS && p.p.interleaved) {
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        float2 v = unpack<T>(x[r].d[j]);
+        f(v.x, v.y, a.first[j], a.second[j], w[2 * j], w[2 * j + 1], rows.d[r]);
+        x[r].d[j] = pack<T>(v.x, v.y);
+      }
+  } else {
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        float2 u = unpack<T>(x[r].d[j]), v = unpack<T>(x[r].d[4 + j]);
+        f(u.x, v.x, a.first[2 * j], a.second[2 * j], w[2 * j], w[8 + 2 * j], rows.d[r]);
+        f(u.y, v.y, a.first[2 * j + 1], a.second[2 * j + 1], w[2 * j + 1], w[9 + 2 * j], rows.d[r]);
         x[r].d[j] = pack<T>(u.x, u.y);
         x[r].d[4 + j] = pack<T>(v.x, v.y);
       }

@@ -620,6 +620,31 @@ def rotary(row, large):
         yield label or f"{b}x{t}x{heads}+{k_heads}x{d}", call
 
 
+def qk_norm_rotary(row, large):
+    """With a cache and without, of pages and of places that there are not, weights of both types and none."""
+    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    shapes = [("large", 2, 64, 32, 8, 128, 64, None, {})] if large else []
+    shapes += [("", 2, 5, 6, 2, 80, 32, "pages", dict(interleaved=True)), ("", 1, 7, 33, 1, 64, 32, None, {}),
+               ("", 3, 4, 1, 5, 256, 128, "caches", dict(length=3))]
+    for label, b, t, heads, k_heads, d, angles, kept, numbers in shapes:
+        def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, kept=kept,
+                 numbers=numbers):
+            q, k, v, q_out = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads, k_heads, heads))
+            of = dict(q_out=q_out, q=q, k=k, q_weight=new(d), cos=new(b, t + 9, angles), sin=new(b, t + 9, angles),
+                      **numbers)
+            if not kept:
+                out = new(b, t, k_heads, d, dtype=dtype)
+                _C.qk_norm_rotary(k_out=out, k_weight=new(d, dtype=dtype), **of)
+                return q_out, out
+            caches = [new(b + 1, t + 2, k_heads, d, dtype=dtype) for _ in "kv"]
+            table = new(b, 2, dtype="int32", values=np.arange(2 * b).reshape(b, 2) - 1.0) if kept == "pages" else None
+            lengths = new(b, dtype="int32", values=t - 1.0) if kept == "pages" else None
+            _C.qk_norm_rotary_append(k_cache=caches[0], v_cache=caches[1], v=v, page_table=table, cache_seqlens=lengths,
+                                     **of)
+            return q_out, *caches
+        yield label or f"{b}x{t}x{heads}+{k_heads}x{d} {kept}", call
+
+
 def cross_entropy_rows(row, large):
     """Rows that count and one that does not, of few stretches and of many, with and without gradients."""
     shapes = [("large", 1024, 32000, {})] if large else []
@@ -759,7 +784,8 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
-       "rotary": rotary, "rotary_ones": rotary, "cross_entropy_rows": cross_entropy_rows,
+       "rotary": rotary, "rotary_ones": rotary, "qk_norm_rotary": qk_norm_rotary, "qk_norm_rotary_ones": qk_norm_rotary,
+       "cross_entropy_rows": cross_entropy_rows,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,

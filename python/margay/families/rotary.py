@@ -21,20 +21,9 @@ def rotary(q, k, cos, sin, *, interleaved=False, positions=None, offsets=None, i
     if k is not None:
         is_torch("rotary", "k", k)
     check_rank("rotary", "q", q, 4, "[B, T, H, D]")
-    cos, sin = _table("cos", cos), _table("sin", sin)
-    offset = 0
-    if offsets is not None and hasattr(offsets, "ndim") and offsets.ndim:
-        offsets = as_int32("rotary", "offsets", offsets)
-    elif offsets is not None:
-        offset, offsets = _offset(offsets), None
-    if positions is not None:
-        positions = as_int32("rotary", "positions", positions)
-        if positions.ndim == 1:
-            if positions.shape[0] != q.shape[1]:
-                mismatch("rotary", "positions", positions, "size", 0, "q", q[0])
-            positions = positions[None]
-            positions = (positions.expand(q.shape[0], -1) if torch_
-                         else positions.repeat(q.shape[0], 0))
+    cos, sin = table("rotary", "cos", cos), table("rotary", "sin", sin)
+    offset, offsets = offset_of("rotary", offsets)
+    positions = rows_of_positions("rotary", positions, q, torch_)
     rest = cos, sin, positions, offsets, offset, bool(interleaved)
     if inplace and torch_:
         from margay.families.rotary_torch import in_place
@@ -51,18 +40,37 @@ def rotary(q, k, cos, sin, *, interleaved=False, positions=None, offsets=None, i
     return out[0] if k is None else out
 
 
-def _table(name, t):
-    is_torch("rotary", name, t)
+def table(op, name, t):
+    """cos or sin as [B or 1, T', A]."""
+    is_torch(op, name, t)
     if t.ndim not in (2, 3):
-        raise ValueError(f"rotary: {name} has {t.ndim} dimensions, expected 2 [T', A] or 3 [B, T', A]")
+        raise ValueError(f"{op}: {name} has {t.ndim} dimensions, expected 2 [T', A] or 3 [B, T', A]")
     return t[None] if t.ndim == 2 else t
 
 
-def _offset(offsets):
-    offset = integer("rotary", "offsets", offsets)
+def offset_of(op, offsets):
+    """(that of all samples, that of each or None)"""
+    if offsets is None:
+        return 0, None
+    if hasattr(offsets, "ndim") and offsets.ndim:
+        return 0, as_int32(op, "offsets", offsets)
+    offset = integer(op, "offsets", offsets)
     if not -2**31 <= offset < 2**31:
-        raise ValueError(f"rotary: offsets is {offset}, expected an integer of 32 bits")
-    return offset
+        raise ValueError(f"{op}: offsets is {offset}, expected an integer of 32 bits")
+    return offset, None
+
+
+def rows_of_positions(op, positions, q, torch_):
+    """Positions as [B, T]."""
+    if positions is None:
+        return None
+    positions = as_int32(op, "positions", positions)
+    if positions.ndim != 1:
+        return positions
+    if positions.shape[0] != q.shape[1]:
+        mismatch(op, "positions", positions, "size", 0, "q", q[0])
+    positions = positions[None]
+    return positions.expand(q.shape[0], -1) if torch_ else positions.repeat(q.shape[0], 0)
 
 
 def _explained(op, library, named, given):
@@ -70,7 +78,7 @@ def _explained(op, library, named, given):
 
     forms, shown = dict(given), dict(named)
     for name in ("cos", "sin"):
-        forms[name] = _table(name, given[name])
+        forms[name] = table(op, name, given[name])
     return explain_row(op, library, shown, {name: t for name, t in forms.items() if name not in
                                             ("positions", "offsets", "interleaved")})
 
