@@ -167,6 +167,38 @@ def test_bad_20_what_is_not_finite_stays_in_its_row(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_bad_06_07_memory(device):
+    """Columns of all strides, and rows that are all the same."""
+    h, w = torch.randn(8, 40, device=device).bfloat16(), torch.randn(40, 30, device=device).bfloat16().t()
+    targets = torch.arange(16, device=device)[::2]
+    expected = mg.cross_entropy(h, w.contiguous(), targets.contiguous(), reduction="none")
+    assert torch.allclose(mg.cross_entropy(h.t().contiguous().t(), w, targets, reduction="none"), expected, rtol=1e-3)
+    one = mg.cross_entropy(h[:1].expand(8, 40), w, targets, reduction="none")
+    assert torch.allclose(one[0], expected[0], rtol=1e-3) and not torch.allclose(one[1], expected[1])
+
+
+@pytest.mark.gpu
+def test_bad_31_graph_capture():
+    h, w = (torch.randn(n, 64, device="cuda").bfloat16().requires_grad_() for n in (70, 1000))
+    targets = torch.randint(0, 1000, (70,), device="cuda")
+
+    def step():
+        loss = mg.cross_entropy(h, w, targets, chunk=32)
+        return loss, *torch.autograd.grad(loss, (h, w))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        h.copy_(torch.randn_like(h))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_targets_that_do_not_exist(device):
     """Refused on the CPU; on the GPU, where nobody waits for them, NaN, and no gradient."""
     hidden = torch.randn(4, 8, device=device).to(torch.bfloat16).requires_grad_()
@@ -285,7 +317,7 @@ def test_compiled_and_transformed():
         assert torch.autograd.grad(loss, w)[0].dtype == torch.float32
 
 
-def test_refusals():
+def test_bad_01_02_03_15_39_refusals():
     h, w, t = torch.zeros(6, 8), torch.zeros(20, 8), torch.zeros(6, dtype=torch.int64)
     for call, error, words in (
             (lambda: mg.cross_entropy(h.double(), w.double(), t), TypeError,

@@ -221,6 +221,36 @@ def test_bad_10_empty(device):
         assert mg.qk_norm_rotary(q, q, weight, None, cos, cos, **options).shape == q.shape and not caches.any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_06_07_08_memory(device):
+    """Columns of all strides, expanded samples, and addresses that are no multiples of 16 bytes. Of rotary too."""
+    q = torch.randn(3, 7, 4, 33, device=device).bfloat16()[..., 1:]
+    cos, weight = torch.randn(7, 16, device=device), torch.randn(65, device=device)[1::2]
+    for call in (lambda q, w, c: mg.qk_norm_rotary(q, q, w, w, c, c)[0], lambda q, w, c: mg.rotary(q, None, c, c)):
+        expected = call(q.contiguous(), weight.contiguous(), cos)
+        assert torch.equal(call(q, weight, cos.t().contiguous().t()), expected)
+        assert torch.equal(call(q.mT.contiguous().mT, weight, cos), expected)
+        assert torch.equal(call(q[:1].expand(3, -1, -1, -1), weight, cos)[2], expected[0])
+
+
+@pytest.mark.gpu
+def test_bad_31_graph_capture():
+    q = torch.randn(2, 5, 6, 64, device="cuda").bfloat16()
+    cos, weight, seqlens = torch.randn(40, 32, device="cuda"), torch.randn(64, device="cuda"), torch.tensor([1, 3]).cuda()
+    caches, other = torch.zeros(2, 2, 2, 20, 2, 64, device="cuda").bfloat16()
+    seqlens = seqlens.int()
+
+    def step(caches):
+        return mg.qk_norm_rotary(mg.rotary(q, None, cos, cos), q[:, :, :2], weight, None, cos, cos, v=q[:, :, 2:4],
+                                 k_cache=caches[0], v_cache=caches[1], cache_seqlens=seqlens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(caches)
+    seqlens += 2
+    graph.replay()
+    assert torch.equal(captured, step(other)) and torch.equal(caches, other) and caches[:, 1, 5:].any()
+
+
 def test_numpy():
     r = np.random.default_rng(0)
     q, k, angles = (r.standard_normal(s).astype(np.float32) for s in ((2, 7, 4, 24), (2, 7, 1, 24), (9, 10)))
@@ -262,7 +292,7 @@ def test_compiled_and_transformed():
                           test_utils=("test_schema", "test_faketensor"))
 
 
-def test_refusals():
+def test_bad_01_02_03_09_15_16_39_refusals():
     q, cos, weight = torch.zeros(2, 6, 3, 16, dtype=torch.bfloat16), torch.zeros(9, 8), torch.ones(16)
     caches = [torch.zeros(2, 9, 3, 16, dtype=torch.bfloat16) for _ in "kv"]
     ints = lambda *n: torch.zeros(*n, dtype=torch.int32)  # noqa: E731

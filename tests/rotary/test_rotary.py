@@ -227,7 +227,7 @@ def test_compiled_and_transformed():
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
-def test_refusals():
+def test_bad_01_02_03_09_39_refusals():
     q, cos = torch.zeros(2, 6, 3, 16, dtype=torch.bfloat16), torch.zeros(6, 8)
     ints = lambda *n: torch.zeros(*n, dtype=torch.int32)  # noqa: E731
     for call, error, words in (
@@ -282,7 +282,7 @@ assert (q == 1).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_raw_memory(device):
+def test_bad_15_raw_memory(device):
     """`_C` refuses what overlaps, and leaves out gradients that are not wanted."""
     q = torch.ones(1, 4, 2, 16, device=device).to(torch.bfloat16)
     cos = torch.ones(1, 4, 8, device=device)
