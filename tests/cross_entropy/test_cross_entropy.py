@@ -199,7 +199,7 @@ def test_bad_31_graph_capture():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_targets_that_do_not_exist(device):
+def test_bad_21_targets_that_do_not_exist(device):
     """Refused on the CPU; on the GPU, where nobody waits for them, NaN, and no gradient."""
     hidden = torch.randn(4, 8, device=device).to(torch.bfloat16).requires_grad_()
     weight = torch.randn(50, 8, device=device).to(torch.bfloat16)

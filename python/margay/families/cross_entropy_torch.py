@@ -9,6 +9,7 @@ from margay._shared import dtype_name
 MEAN, SUM, NONE = range(3)
 CHUNK_BYTES = 1 << 28     # of logits
 PART_BYTES = 1 << 27      # of a product for the gradient of weight
+ADDS_IN_FLOAT32 = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)     # addmm of 16 bits on the GPU
 _OP = "cross_entropy"
 
 
@@ -107,7 +108,8 @@ def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
 
 
 class _WeightGradient:
-    """sum over chunks of x^T rows. Of several chunks of 16 bits each sum is rounded once, like a product of all rows."""
+    """sum over chunks of x^T rows. Of several chunks of 16 bits it is one of float32, rounded once like a product of all
+    rows. The GPU's products add to it; elsewhere each is rounded first, and added in parts."""
 
     def __init__(self, weight, several):
         self.dtype, self.empty = weight.dtype, True
@@ -116,6 +118,11 @@ class _WeightGradient:
     def add(self, x, rows):
         if self.sum.dtype == x.dtype:
             self.sum = torch.mm(x.t(), rows, out=self.sum) if self.empty else self.sum.addmm_(x.t(), rows)
+        elif x.is_cuda and ADDS_IN_FLOAT32:
+            if self.empty:
+                torch.mm(x.t(), rows, out_dtype=torch.float32, out=self.sum)
+            else:
+                torch.addmm(self.sum, x.t(), rows, out_dtype=torch.float32, out=self.sum)
         else:
             step = max(1, PART_BYTES // max(1, rows.shape[1] * rows.element_size()))
             for first in range(0, x.shape[1], step):
