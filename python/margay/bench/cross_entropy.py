@@ -51,7 +51,7 @@ def build(m, k, v, direction, device="cuda", dtype=torch.bfloat16):
 def cases(shapes=SHAPES, device="cuda", dtype=torch.bfloat16):
     for direction in ("forward", "training step"):
         for m, k, v in shapes:
-            fields = {"group": direction, "direction": direction, "m": m, "k": k, "v": v,
+            fields = {"group": direction, "direction": direction, "m": m, "n": v, "k": k,
                       "dtype": str(dtype).removeprefix("torch.")}
             yield Case(f"{direction} M={m} K={k} V={v}", fields,
                        functools.partial(build, m, k, v, direction, device, dtype))
