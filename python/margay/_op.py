@@ -25,7 +25,7 @@ _SIZE = r"\b[A-Z]\w*\b"
 _LARGEST = 2.0**128 - 2.0**104         # float32's; LARGEST of rows
 _ROLES = {"inoutmat": "inout", "optinoutmat": "opt"}     # without what concerns memory only
 _made: dict = {}        # (op, type of the first argument) -> function
-_gradients: dict = {}   # op -> a gradient written by hand
+_gradients = _shared.gradients         # op -> a gradient written by hand
 _rules: dict = {}       # op -> a rule of vmap written by hand
 _direct: dict = {}      # op -> what computes it on plain PyTorch tensors
 

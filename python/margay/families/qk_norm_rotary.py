@@ -1,6 +1,6 @@
 """Norms of q's and k's rows, then the rotary embedding, then the cache: one pass over memory."""
 
-from margay._shared import as_int32, check_rank, functions, integer, is_torch, number
+from margay._shared import as_int32, check_rank, functions, gradients, integer, is_torch, number, of_row
 from margay.families.rotary import offset_of, rows_of_positions, table
 
 FAR = 2**30       # caches are shorter
@@ -36,10 +36,10 @@ def qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, interleaved=
     absent = [name for name, t in given.items() if t is None]
     rest = q_weight, k_weight, cos, sin, positions, offsets
     if len(absent) == len(given) and page_table is None and cache_batch_idx is None:
+        run = functions.get(op) or of_row(op)
         if k is None:
-            k, k_weight = q[:, :, :0], None
-            return _function()(q, k, q_weight, k_weight, *rest[2:], offset, bool(interleaved), eps)[0]
-        return _function()(q, k, *rest, offset, bool(interleaved), eps)
+            return run(q, q[:, :, :0], q_weight, None, *rest[2:], offset, bool(interleaved), eps)[0]
+        return run(q, k, *rest, offset, bool(interleaved), eps)
     if absent or k is None:
         raise TypeError(f"{op}: {(absent or ['k'])[0]} is None, expected a tensor: a cache wants k, v, k_cache, v_cache "
                         "and cache_seqlens")
@@ -59,19 +59,13 @@ def qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, interleaved=
     return out
 
 
-def _function():
-    call = functions.get("qk_norm_rotary")
-    if call is None:
-        from margay import _op
-
-        call = functions["qk_norm_rotary"] = _op.function("qk_norm_rotary", _gradient)
-    return call
-
-
 def _gradient(ctx, *grads):
     from margay.families.qk_norm_rotary_torch import gradient
 
     return gradient(ctx, *grads)
+
+
+gradients["qk_norm_rotary"] = _gradient       # now: torch.compile may trace the first call
 
 
 def _length(op, cache_seqlens):
