@@ -157,8 +157,8 @@ def test_help_says_what_a_family_measures_and_what_the_defaults_are():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("family", ["attention", "causal_conv1d", "cross_entropy", "decode", "delta", "features", "gemm",
-                                    "hedgehog", "linear_attention", "rotary", "rows", "ssd", "steps"])
+@pytest.mark.parametrize("family", ["attention", "causal_conv1d", "cross_entropy", "decode", "delta", "features",
+                                    "gemm", "hedgehog", "linear_attention", "rotary", "rows", "ssd", "steps"])
 def test_a_family_that_needs_a_gpu_says_so(family):
     code, out, err = bench(family)
     assert code == 2 and "needs a GPU" in err and err.count("\n") == 1

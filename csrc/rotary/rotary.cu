@@ -1,5 +1,5 @@
-// (x, y) of each pair becomes (x cos - y sin, y cos + x sin): the rotary embedding (Su et al., RoFormer, 2021). Bound by
-// memory: every number is read once and written once. Threads have several rows in flight, and read the angles of a
+// (x, y) of each pair becomes (x cos - y sin, y cos + x sin): the rotary embedding (Su et al., RoFormer, 2021). Bound
+// by memory: every number is read once and written once. Threads have several rows in flight, and read the angles of a
 // step once for many of its heads. Of what a row costs besides its numbers there is little: a block has rows of q or of
 // k, not of both, so that a row begins as far behind the one before as everywhere.
 #include "tile/pairs.h"

@@ -9,7 +9,8 @@ typedef struct rotary_side {           // q, or k
   int heads, heads_log2, blocks;       // a step has 2^heads_log2 slots, which walk over its heads together
 } rotary_side;
 
-// A block has 2^(slots_log2 - heads_log2) steps (of all samples, one after another) of q, or of k: those of q come first.
+// A block has 2^(slots_log2 - heads_log2) steps (of all samples, one after another) of q, or of k: those of q come
+// first.
 typedef struct rotary_params {
   pairing columns;
   rotary_side q, k;

@@ -9,8 +9,8 @@ static rotary_rows rows_of(const mg_tensor *t) {
   return (rotary_rows){t->data, {stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)}};
 }
 
-// Eight columns of each of these, some of which may be NULL, may be one access. On the CPU that is no question, unless a
-// tool asks for what the GPU does.
+// Eight columns of each of these, some of which may be NULL, may be one access. On the CPU that is no question, unless
+// a tool asks for what the GPU does.
 static bool in_eights(const mg_tensor *const *all, int count, const pairing *p) {
   if (all[0]->device == MG_CPU && !mg_intercepted()) return true;
   bool eights = p->pairs % 8 == 0 && p->width % 16 == 0;

@@ -50,7 +50,8 @@ class Problem:
         if not (self.targets != self.options["ignore_index"]).any() and self.options["reduction"] == "mean":
             self.options["reduction"] = "sum"          # the mean of nothing is NaN
         self.dloss = (torch.rand(m if self.options["reduction"] == "none" else (), generator=g) + 0.5).to(device)
-        self.label = f"seed {seed}: {dtype} {m} x {k} x {v} bias {'bias' in self.tensors} chunk {self.chunk} {self.options}"
+        self.label = (f"seed {seed}: {dtype} {m} x {k} x {v} bias {'bias' in self.tensors} chunk {self.chunk} "
+                      f"{self.options}")
 
     def results(self, call, dtype=None):
         """The loss and all gradients, by name."""
@@ -76,16 +77,16 @@ class Problem:
         bias = self.tensors.get("bias")
         z = F.linear(h, w, None if bias is None else bias.double()).requires_grad_()
         loss = loss_of(z, self.targets, *self.numbers())
-        d = torch.autograd.grad(loss, z, self.dloss.double())[0].square() * (torch.finfo(self.tensors["hidden"].dtype).eps
-                                                                             / 2)**2
+        half = torch.finfo(self.tensors["hidden"].dtype).eps / 2
+        d = torch.autograd.grad(loss, z, self.dloss.double())[0].square() * half**2
         return {name: float(t.max().sqrt()) for name, t in (("loss", 0 * d), ("dhidden", d @ w.square()),
                                                             ("dweight", d.t() @ h.square()), ("dbias", d.sum(0)))}
 
     def check(self):
         print(self.label)
         ours, plain, exact = self.ours(), self.in_dtype(None), self.in_dtype(torch.float64)
-        # Beside that of the logits' gradient, roundings of float32 where p - 1 and p - s / n cancel, of sums of rows, and
-        # of a gradient that is multiplied by dloss when it has been rounded.
+        # Beside that of the logits' gradient, roundings of float32 where p - 1 and p - s / n cancel, of sums of rows,
+        # and of a gradient that is multiplied by dloss when it has been rounded.
         once, eps = self.roundings(), torch.finfo(torch.float32).eps
         largest = float(F.linear(*(self.tensors[name].double() for name in ("hidden", "weight"))).abs().max())
         for name, found in ours.items():
@@ -224,7 +225,8 @@ def test_second_backward_and_partial_gradients(device):
     second = torch.autograd.grad(loss, (h, w), torch.tensor(3.0, device=device))
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(first, second))
     alone = mg.cross_entropy(h.detach(), w, p.targets, ignore_index=p.options["ignore_index"], chunk=4)
-    assert torch.allclose(torch.autograd.grad(alone, w, torch.tensor(3.0, device=device))[0], first[1], rtol=1e-4, atol=1e-6)
+    found = torch.autograd.grad(alone, w, torch.tensor(3.0, device=device))[0]
+    assert torch.allclose(found, first[1], rtol=1e-4, atol=1e-6)
     alone = mg.cross_entropy(h, w.detach(), p.targets, ignore_index=p.options["ignore_index"], chunk=4)
     grads = torch.autograd.grad(alone, h, create_graph=True)
     with pytest.raises(RuntimeError):
@@ -331,25 +333,30 @@ def test_bad_01_02_03_15_39_refusals():
             (lambda: mg.cross_entropy(h, w, t[:5]), ValueError, "cross_entropy: targets has shape [5], expected [6]"),
             (lambda: mg.cross_entropy(h, w[:, :7], t), ValueError,
              "cross_entropy: weight has shape [20, 7], expected [V, 8]"),
-            (lambda: mg.cross_entropy(h, w[:0], t), ValueError, "cross_entropy: weight has shape [0, 8], expected [V, 8]"),
+            (lambda: mg.cross_entropy(h, w[:0], t), ValueError,
+             "cross_entropy: weight has shape [0, 8], expected [V, 8]"),
             (lambda: mg.cross_entropy(h, w, t, bias=torch.zeros(21)), ValueError,
              "cross_entropy: bias has shape [21], expected [20] (V of weight)"),
             (lambda: mg.cross_entropy(h, w, t, label_smoothing=1.5), ValueError,
              "cross_entropy: label_smoothing is 1.5, expected 0 to 1"),
             (lambda: mg.cross_entropy(h, w, t, label_smoothing=math.nan), ValueError, "label_smoothing is nan"),
-            (lambda: mg.cross_entropy(h, w, t, softcap=-1), ValueError, "cross_entropy: softcap is -1, expected 0 (none)"),
+            (lambda: mg.cross_entropy(h, w, t, softcap=-1), ValueError,
+             "cross_entropy: softcap is -1, expected 0 (none)"),
             (lambda: mg.cross_entropy(h, w, t, softcap=1e-45), ValueError, "cross_entropy: softcap is 1e-45"),
             (lambda: mg.cross_entropy(h, w, t, z_loss=math.inf), ValueError, "cross_entropy: z_loss is inf"),
-            (lambda: mg.cross_entropy(h, w, t, z_loss=[1]), TypeError, "cross_entropy: z_loss is [1], expected a number"),
+            (lambda: mg.cross_entropy(h, w, t, z_loss=[1]), TypeError,
+             "cross_entropy: z_loss is [1], expected a number"),
             (lambda: mg.cross_entropy(h, w, t, reduction="max"), ValueError,
              "cross_entropy: reduction is 'max', expected 'mean', 'sum' or 'none'"),
             (lambda: mg.cross_entropy(h, w, t, chunk=0), ValueError, "cross_entropy: chunk is 0, expected a positive"),
-            (lambda: mg.cross_entropy(h, w, t, chunk=2.5), TypeError, "cross_entropy: chunk is 2.5, expected an integer"),
+            (lambda: mg.cross_entropy(h, w, t, chunk=2.5), TypeError,
+             "cross_entropy: chunk is 2.5, expected an integer"),
             (lambda: mg.cross_entropy(h, w, t, ignore_index=2**31), ValueError,
              "cross_entropy: ignore_index is 2147483648, expected an integer of 32 bits"),
             (lambda: mg.cross_entropy(h.numpy(), w, t), TypeError,
              "cross_entropy: hidden is ndarray, expected torch.Tensor"),
-            (lambda: mg.cross_entropy(h, w, t.to("meta")), ValueError, "cross_entropy: targets is on meta, expected cpu")):
+            (lambda: mg.cross_entropy(h, w, t.to("meta")), ValueError,
+             "cross_entropy: targets is on meta, expected cpu")):
         refused(error, words, call)
     logits, loss = torch.zeros(6, 20), torch.zeros(6)
     refused(BufferError, "cross_entropy: loss is written, but shares memory with", _C.cross_entropy_rows, loss, loss,

@@ -1,4 +1,4 @@
-"""qk_norm_rotary, its gradients, and its caches against float64: layouts, tables, positions, pages, through every face."""
+"""qk_norm_rotary, its gradients and its caches against float64: layouts, tables, positions, pages, every face."""
 
 import random
 
@@ -80,10 +80,12 @@ class Problem:
             each = -(-self.capacity // size)
             count = b * each + 2
             self.table = (torch.randperm(count + 2, generator=g)[:b * each].reshape(b, each).int() - 1).to(device)
-        self.caches = [torch.randn(count, size, heads, d + 8, generator=g).to(device, self.dtype)[..., 8:] for _ in "kv"]
+        self.caches = [torch.randn(count, size, heads, d + 8, generator=g).to(device, self.dtype)[..., 8:]
+                       for _ in "kv"]
         if memory == "heads first":
             self.caches = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in self.caches]
-        self.seqlens = r.randint(0, min(3, self.capacity)) if r.random() < 0.3 else ints(-1, self.capacity + 2, b).int().to(device)
+        self.seqlens = (r.randint(0, min(3, self.capacity)) if r.random() < 0.3
+                        else ints(-1, self.capacity + 2, b).int().to(device))
 
     def options(self):
         return dict(interleaved=self.interleaved, positions=self.positions, offsets=self.offsets, eps=self.eps)
@@ -108,8 +110,8 @@ class Problem:
                                                                                zip(self.grads, out)])]
 
     def roundings(self):
-        """What one rounding of the gradient that has been turned back makes of each gradient: in the worst place, in the
-        mean, and of a mean away from zero."""
+        """What one rounding of the gradient that has been turned back makes of each gradient: in the worst place, in
+        the mean, and of a mean away from zero."""
         half, of_inputs, of_weights = torch.finfo(self.dtype).eps / 2, [], []
         cos, sin = (rows_of(x.double(), *self.q.shape[:2], self.positions, self.offsets) for x in (self.cos, self.sin))
         for x, weight, grad in zip(self.tensors(torch.float64)[:2], self.tensors(torch.float64)[2:], self.grads):
@@ -133,8 +135,8 @@ class Problem:
             tiny = 16 * torch.finfo(torch.float32).eps * (1 + float(e.abs().max()) if e.numel() else 0)
             shape = (-1, e.shape[-1])
             allowed = tiny if i < 2 else tuple(tiny + x for x in once[i - 2])
-            check_error(f"{self.label}: {i}", found.reshape(shape), p.reshape(shape), e.reshape(shape), 2 if i < 2 else 3,
-                        (4e-6, allowed))
+            check_error(f"{self.label}: {i}", found.reshape(shape), p.reshape(shape), e.reshape(shape),
+                        2 if i < 2 else 3, (4e-6, allowed))
         with torch.no_grad():
             alone = mg.qk_norm_rotary(*self.tensors(), self.cos, self.sin, **self.options())
             assert all(map(torch.equal, alone, ours))
@@ -236,9 +238,9 @@ def test_bad_06_07_08_memory(device):
 @pytest.mark.gpu
 def test_bad_31_graph_capture():
     q = torch.randn(2, 5, 6, 64, device="cuda").bfloat16()
-    cos, weight, seqlens = torch.randn(40, 32, device="cuda"), torch.randn(64, device="cuda"), torch.tensor([1, 3]).cuda()
+    cos, weight = torch.randn(40, 32, device="cuda"), torch.randn(64, device="cuda")
     caches, other = torch.zeros(2, 2, 2, 20, 2, 64, device="cuda").bfloat16()
-    seqlens = seqlens.int()
+    seqlens = torch.tensor([1, 3], device="cuda", dtype=torch.int32)
 
     def step(caches):
         return mg.qk_norm_rotary(mg.rotary(q, None, cos, cos), q[:, :, :2], weight, None, cos, cos, v=q[:, :, 2:4],
@@ -256,7 +258,7 @@ def test_numpy():
     q, k, angles = (r.standard_normal(s).astype(np.float32) for s in ((2, 7, 4, 24), (2, 7, 1, 24), (9, 10)))
     weight, (cos, sin) = r.standard_normal(24).astype(np.float32), (np.cos(angles), np.sin(angles))
     out = mg.qk_norm_rotary(q, k, weight, None, cos, sin, offsets=1)
-    of_torch = mg.qk_norm_rotary(*map(torch.tensor, (q, k, weight)), None, torch.tensor(cos), torch.tensor(sin), offsets=1)
+    of_torch = mg.qk_norm_rotary(*map(torch.tensor, (q, k, weight)), None, *map(torch.tensor, (cos, sin)), offsets=1)
     assert all(isinstance(a, np.ndarray) and np.array_equal(a, b.numpy()) for a, b in zip(out, of_torch))
     caches = np.zeros((2, 2, 9, 1, 24), np.float32)
     found = mg.qk_norm_rotary(q, k, weight, None, cos, sin, v=k, k_cache=caches[0], v_cache=caches[1], cache_seqlens=1)
@@ -288,7 +290,8 @@ def test_compiled_and_transformed():
                           (q.requires_grad_(), k, weight, None, cos[None], sin[None], None, None),
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     torch.library.opcheck(torch.ops.margay.qk_norm_rotary_append.default,
-                          (q.detach(), k, k, *first, weight, None, cos[None], sin[None], *(None,) * 5, 1, 0, False, 1e-6),
+                          (q.detach(), k, k, *first, weight, None, cos[None], sin[None], *(None,) * 5, 1, 0, False,
+                           1e-6),
                           test_utils=("test_schema", "test_faketensor"))
 
 
@@ -326,7 +329,8 @@ def test_bad_01_02_03_09_15_16_39_refusals():
              "qk_norm_rotary: cache_seqlens has size 3 in dimension 0, expected 2 (BQ of q)"),
             (lambda: append(v=q[..., :8]), ValueError, "qk_norm_rotary: v has size 8 in dimension 3, expected 16"),
             (lambda: append(page_table=ints(3, 1)), ValueError, "expected a row of page_table for each sequence"),
-            (lambda: append(page_table=ints(2, 1), cache_batch_idx=ints(2)), ValueError, "expected at most one of them"),
+            (lambda: append(page_table=ints(2, 1), cache_batch_idx=ints(2)), ValueError,
+             "expected at most one of them"),
             (lambda: append(k_cache=caches[0][:1], v_cache=caches[1][:1]), ValueError,
              "expected k_cache with a cache for each sequence"),
             (lambda: append(k_cache=caches[0].half()), TypeError, "qk_norm_rotary: k_cache has dtype float16"),

@@ -1,4 +1,4 @@
-"""rotary and its gradients against float64: layouts, tables, positions, memory, in place and not, through every face."""
+"""rotary and its gradients against float64: layouts, tables, positions, memory, in place and not, every face."""
 
 import random
 
@@ -49,7 +49,8 @@ class Problem:
         if kind != "none":
             low, high = (-2, rows + 3) if kind == "beyond" else (0, rows)
             size = (t,) if kind == "one" else (b, t)
-            self.positions = torch.randint(low, high, size, generator=g).to(device, r.choice((torch.int32, torch.int64)))
+            integers = r.choice((torch.int32, torch.int64))
+            self.positions = torch.randint(low, high, size, generator=g).to(device, integers)
         if r.random() < 0.3:
             self.offsets = torch.randint(-1, 3, (b,), generator=g).to(device, torch.int32)
         elif r.random() < 0.3:
@@ -154,7 +155,8 @@ def test_in_place_is_a_write(device):
     both = torch.cat([x, x], 2)
     mg.rotary(both[:, :, :3], both[:, :, 3:], cos, cos, inplace=True)              # views of one tensor
     (grad,) = torch.autograd.grad(both.float().sum(), x)
-    assert torch.allclose(grad.float(), 2 * turned(torch.ones_like(grad), cos[None], -cos[None], False).float(), atol=0.1)
+    expected = 2 * turned(torch.ones_like(grad), cos[None], -cos[None], False).float()
+    assert torch.allclose(grad.float(), expected, atol=0.1)
     with torch.no_grad():
         version = x._version
         assert mg.rotary(x, None, cos, cos, inplace=True) is x and x._version > version
@@ -223,7 +225,8 @@ def test_compiled_and_transformed():
     found = mg.rotary(q.as_subclass(Wrapped), k, cos, sin)
     assert torch.equal(found[0].as_subclass(torch.Tensor), plain[0])
     positions = torch.zeros(2, 6, dtype=torch.int32)
-    torch.library.opcheck(torch.ops.margay.rotary.default, (q.requires_grad_(), k, cos[None], sin[None], positions, None),
+    given = q.requires_grad_(), k, cos[None], sin[None], positions, None
+    torch.library.opcheck(torch.ops.margay.rotary.default, given,
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
@@ -231,14 +234,16 @@ def test_bad_01_02_03_09_39_refusals():
     q, cos = torch.zeros(2, 6, 3, 16, dtype=torch.bfloat16), torch.zeros(6, 8)
     ints = lambda *n: torch.zeros(*n, dtype=torch.int32)  # noqa: E731
     for call, error, words in (
-            (lambda: mg.rotary(q.double(), None, cos, cos), TypeError, "rotary: q has dtype float64, expected bfloat16"),
+            (lambda: mg.rotary(q.double(), None, cos, cos), TypeError,
+             "rotary: q has dtype float64, expected bfloat16"),
             (lambda: mg.rotary(q, q.half(), cos, cos), TypeError,
              "rotary: k has dtype float16, expected bfloat16 (same as q)"),
             (lambda: mg.rotary(q, None, cos.half(), cos), TypeError,
              "rotary: cos has dtype float16, expected float32 or bfloat16 (as q)"),
             (lambda: mg.rotary(q, None, cos, cos.bfloat16()), TypeError,
              "rotary: sin has dtype bfloat16, expected float32 (same as cos)"),
-            (lambda: mg.rotary(q[0], None, cos, cos), ValueError, "rotary: q has shape [6, 3, 16], expected 4 dimensions"),
+            (lambda: mg.rotary(q[0], None, cos, cos), ValueError,
+             "rotary: q has shape [6, 3, 16], expected 4 dimensions"),
             (lambda: mg.rotary(q, q[..., :8], cos, cos), ValueError,
              "rotary: k has size 8 in dimension 3, expected 16 (K of q)"),
             (lambda: mg.rotary(q, None, cos[0], cos), ValueError, "rotary: cos has 1 dimensions, expected 2 [T', A]"),
@@ -251,7 +256,8 @@ def test_bad_01_02_03_09_39_refusals():
             (lambda: mg.rotary(q, None, cos, cos, offsets=-1), ValueError, "expected a row of cos for each step"),
             (lambda: mg.rotary(q, None, cos, cos, offsets=2**31), ValueError,
              "rotary: offsets is 2147483648, expected an integer of 32 bits"),
-            (lambda: mg.rotary(q, None, cos, cos, offsets=1.5), TypeError, "rotary: offsets is 1.5, expected an integer"),
+            (lambda: mg.rotary(q, None, cos, cos, offsets=1.5), TypeError,
+             "rotary: offsets is 1.5, expected an integer"),
             (lambda: mg.rotary(q, None, cos, cos, offsets=ints(3)), ValueError,
              "rotary: offsets has size 3 in dimension 0, expected 2 (BQ of q)"),
             (lambda: mg.rotary(q, None, cos, cos, positions=ints(5)), ValueError, "rotary: positions has shape [5]"),
@@ -286,7 +292,8 @@ def test_bad_15_raw_memory(device):
     """`_C` refuses what overlaps, and leaves out gradients that are not wanted."""
     q = torch.ones(1, 4, 2, 16, device=device).to(torch.bfloat16)
     cos = torch.ones(1, 4, 8, device=device)
-    refused(BufferError, "rotary: q_out is written, but shares memory with q", _C.rotary, q, torch.empty_like(q), q, q, cos, cos)
+    refused(BufferError, "rotary: q_out is written, but shares memory with q", _C.rotary, q, torch.empty_like(q), q, q,
+            cos, cos)
     dq = torch.empty_like(q)
     _C.rotary_bwd(dq, None, q, q, cos, -cos)
     assert torch.equal(dq, mg.rotary(q, None, cos[0], cos[0]))

@@ -1,5 +1,5 @@
-// Bodies of tile/pairs.h on the CPU, and for the checker. A row lies as its pairs' first numbers, their second ones, the
-// columns without a partner. Numbers are rounded when they are saved.
+// Bodies of tile/pairs.h on the CPU, and for the checker. A row lies as its pairs' first numbers, their second ones,
+// the columns without a partner. Numbers are rounded when they are saved.
 #pragma once
 #ifdef CHECK
 #define PAIRS_STATE state_of_registers state;

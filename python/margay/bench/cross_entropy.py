@@ -33,7 +33,8 @@ def step(call, hidden, weight, targets):
 
 def build(m, k, v, direction, device="cuda", dtype=torch.bfloat16):
     torch.manual_seed(0)
-    hidden, weight = torch.randn(m, k, device=device, dtype=dtype), torch.randn(v, k, device=device, dtype=dtype) / k**0.5
+    hidden, weight = (torch.randn(n, k, device=device, dtype=dtype) for n in (m, v))
+    weight /= k**0.5
     targets = torch.randint(0, v, (m,), device=device)
     calls = {"margay": margay.cross_entropy, "torch": by_torch}
     if device == "cuda":

@@ -1,8 +1,9 @@
 """Rotary embedding of q and k, in both directions, and behind a norm into a cache, against PyTorch (GPU).
 
 `into a cache`: qk_norm_rotary with pages of 64 keys, against PyTorch's operations and against F.rms_norm, mg.rotary and
-mg.append_kv in turn. Bound by memory: q and k (and v) are read and written once. `of copy` compares that rate with one of a copy of as many bytes,
-timed in turn with the others. Layouts: `bthd` in the order of dimensions, `bhtd` as transformers has them.
+mg.append_kv in turn. Bound by memory: q and k (and v) are read and written once. `of copy` compares that rate with one
+of a copy of as many bytes, timed in turn with the others. Layouts: `bthd` in the order of dimensions, `bhtd` as
+transformers has them.
 """
 import functools
 

@@ -49,8 +49,8 @@ def _check(hidden, weight, targets, bias):
         raise ValueError(f"{_OP}: weight has shape {list(weight.shape)}, expected [V, {columns}] (V at least 1, K of "
                          "hidden)")
     if targets.shape != hidden.shape[:-1]:
-        raise ValueError(f"{_OP}: targets has shape {list(targets.shape)}, expected {list(hidden.shape[:-1])} (hidden's "
-                         "but for the last dimension)")
+        raise ValueError(f"{_OP}: targets has shape {list(targets.shape)}, expected {list(hidden.shape[:-1])} "
+                         "(hidden's but for the last dimension)")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{_OP}: bias has shape {list(bias.shape)}, expected [{weight.shape[0]}] (V of weight)")
 
@@ -79,8 +79,8 @@ def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
     drows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if want[0] else None
     dweight = _WeightGradient(weight, count > chunk) if want[1] else None
     dbias = torch.zeros(columns, dtype=torch.float32, device=rows.device) if want[2] else None
-    # Rows of the kernel begin at multiples of 16 bytes; those of float32 lie one after the other. What is between rows is
-    # zeros: torch's products of bfloat16 on the CPU multiply it with zeros.
+    # Rows of the kernel begin at multiples of 16 bytes; those of float32 lie one after the other. What is between rows
+    # is zeros: torch's products of bfloat16 on the CPU multiply it with zeros.
     logits = rows.new_empty(min(chunk, count), columns if on_float else -(-columns // 8) * 8)
     logits[:, columns:] = 0
     logits = logits[:, :columns]
@@ -108,8 +108,8 @@ def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
 
 
 class _WeightGradient:
-    """sum over chunks of x^T rows. Of several chunks of 16 bits it is one of float32, rounded once like a product of all
-    rows. The GPU's products add to it; elsewhere each is rounded first, and added in parts."""
+    """sum over chunks of x^T rows. Of several chunks of 16 bits it is one of float32, rounded once like a product of
+    all rows. The GPU's products add to it; elsewhere each is rounded first, and added in parts."""
 
     def __init__(self, weight, several):
         self.dtype, self.empty = weight.dtype, True

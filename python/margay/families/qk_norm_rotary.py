@@ -8,14 +8,14 @@ FAR = 2**30       # caches are shorter
 
 def qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, interleaved=False, positions=None, offsets=None,
                    v=None, k_cache=None, v_cache=None, cache_seqlens=None, page_table=None, cache_batch_idx=None):
-    """`rotary` of x / sqrt(mean of x^2 + eps) weight, of each row x of q and of k; in float32, rounded once. Returns (q,
-    k). With k_cache, k and v go into the caches, in place, as `append_kv` writes them, and q alone is returned.
+    """`rotary` of x / sqrt(mean of x^2 + eps) weight, of each row x of q and of k; in float32, rounded once. Returns
+    (q, k). With k_cache, k and v go into the caches, in place, as `append_kv` writes them, and q alone is returned.
 
     q [B, T, H, D], k, v [B, T, HK, D], of any strides with a contiguous last dimension; bfloat16 or float16, on the CPU
     also float32. D is at most 256.
     q_weight, k_weight: [D], float32 or as q; None: that tensor is only turned. (Gemma's norm: 1 + its weight.)
-    cos, sin, interleaved, positions, offsets: those of `rotary`. With a cache and no positions, step t of sequence b has
-        row cache_seqlens[b] + t.
+    cos, sin, interleaved, positions, offsets: those of `rotary`. With a cache and no positions, step t of sequence b
+        has row cache_seqlens[b] + t.
     k_cache, v_cache, page_table, cache_batch_idx: those of `append_kv`.
     cache_seqlens: how many keys the caches hold already: integers [B], or one. It stays as it is.
 
@@ -41,8 +41,8 @@ def qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, interleaved=
             return run(q, q[:, :, :0], q_weight, None, *rest[2:], offset, bool(interleaved), eps)[0]
         return run(q, k, *rest, offset, bool(interleaved), eps)
     if absent or k is None:
-        raise TypeError(f"{op}: {(absent or ['k'])[0]} is None, expected a tensor: a cache wants k, v, k_cache, v_cache "
-                        "and cache_seqlens")
+        raise TypeError(f"{op}: {(absent or ['k'])[0]} is None, expected a tensor: a cache wants k, v, k_cache, "
+                        "v_cache and cache_seqlens")
     length, seqlens = _length(op, cache_seqlens)
     tensors = q, k, v, k_cache, v_cache, *rest, seqlens, page_table, cache_batch_idx
     numbers = length, offset, bool(interleaved), eps

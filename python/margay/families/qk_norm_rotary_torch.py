@@ -60,8 +60,8 @@ def _fake(q, *_):
 
 
 _NAME = "qk_norm_rotary_append"
-_torch.library.define(f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q_weight, "
-                      "Tensor? k_weight, Tensor cos, Tensor sin, Tensor? positions, Tensor? offsets, "
+_torch.library.define(f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+                      "Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? positions, Tensor? offsets, "
                       "Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, int length, int offset, "
                       "bool interleaved, float eps) -> Tensor", tags=_torch._TAGS)
 for _device in ("CPU", "CUDA"):
