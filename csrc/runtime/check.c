@@ -441,6 +441,10 @@ mg_status mg_check(mg_op op, const void *args, mg_sizes *sizes, bool only_space)
     g[n++] = (given){.rule = f, .tensor = t};
   }
   if (like < 0) return check_sizes(c.op, row, args, g, n, only_space, sizes);
+  // Where all HALF tensors are written in place, one of those is what REAL ones are as.
+  const bool real = g[like].rule->kind == KIND_REAL || g[like].rule->kind == KIND_REAL_ROWS;
+  for (int i = 0; real && g[like].rule->kind != KIND_HALF && i < n; i++)
+    if (mg_is_read(g[i].rule) && g[i].rule->kind == KIND_HALF) like = i;
   c.like = g[like].rule;
   c.like_tensor = g[like].tensor;
   // `like` first, so that the others are not blamed for its faults

@@ -25,7 +25,7 @@ _SIZE = r"\b[A-Z]\w*\b"
 _LARGEST = 2.0**128 - 2.0**104         # float32's; LARGEST of rows
 _ROLES = {"inoutmat": "inout", "optinoutmat": "opt"}     # without what concerns memory only
 _made: dict = {}        # (op, type of the first argument) -> function
-_gradients: dict = {}   # op -> a gradient written by hand
+_gradients = _shared.gradients         # op -> a gradient written by hand
 _rules: dict = {}       # op -> a rule of vmap written by hand
 _direct: dict = {}      # op -> what computes it on plain PyTorch tensors
 
@@ -231,7 +231,8 @@ def check(row, tensors, numbers, dtype_name, halves):
         if tensors[f["name"]] is None and f["role"] != "opt":
             raise TypeError(f"{row.called}: {row.shown[f['name']]} is missing, expected a tensor")
     given = [f for f in row.inputs if tensors[f["name"]] is not None]
-    like = next((f["name"] for f in given if f["kind"] == "half" and f["role"] != "inout"), None)
+    halves_given = sorted((f for f in given if f["kind"] == "half"), key=lambda f: f["role"] == "inout")
+    like = halves_given[0]["name"] if halves_given else None
     for f in sorted(given, key=lambda f: f["name"] != like):       # first: the others are not blamed for its faults
         name, t = row.shown[f["name"]], tensors[f["name"]]
         if t.ndim != len(f["sizes"]):
@@ -431,7 +432,7 @@ def forward(ctx, {all}{want_given}):
     {written} = make({all}{want_given})
     ctx.save_for_backward({saved})
     ctx.numbers = ({numbers})
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads({zeros})
     return {returned}
 """
 
@@ -480,6 +481,7 @@ def _torch_function(row):
         gradient, saved = _gradient_by_names(torch, t, row, backward, alone)
     else:
         gradient, saved = _no_gradient(row), []
+    zeros = bool(backward) and row.name not in _gradients and not _makes_zeros(row, backward, saved)
 
     def save(ctx, inputs, output):
         # the dispatcher leaves out defaults
@@ -488,11 +490,11 @@ def _torch_function(row):
                                                    output if isinstance(output, tuple) else (output,))
         ctx.save_for_backward(*(kept[name] for name in saved))
         ctx.numbers = values[len(row.inputs):]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(zeros)
 
     want_given = ", want" if row.optional else ""
     text = _FORWARD.format(all=every, written=written(row), saved=", ".join(saved), returned=names(row.results),
-                           numbers="".join(name + ", " for name in numbers), want_given=want_given)
+                           numbers="".join(name + ", " for name in numbers), want_given=want_given, zeros=zeros)
 
     class Record(torch.autograd.Function):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
@@ -558,6 +560,14 @@ def _check_names(row, backward):
         if unknown:
             raise TypeError(f"{backward.name}: {what} {unknown[0]}; by its row, {row.name} has "
                             f"{', '.join(expected) or 'none'}")
+
+
+def _makes_zeros(row, backward, saved):
+    """Does what is saved say the sizes of the results, for the gradient of one that nothing depends on? Else torch makes
+    it."""
+    read = {f["name"] for f in backward.inputs if f["role"] != "opt"}
+    made = " ".join(text for f in row.results if "d" + f["name"] in read for text in (row.new(f), *row.sizes_of([f])))
+    return all(f["name"] in saved or not _mentions(made, f["name"]) for f in row.inputs)
 
 
 def _gradient_by_names(torch, t, row, backward, alone):

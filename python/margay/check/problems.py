@@ -609,6 +609,63 @@ def causal_conv1d_step(row, large):
         yield f"{b}x{t}x{c}, state {length}" + (" ring" if ring else ""), call
 
 
+def rotary(row, large):
+    """Columns of all kinds: beside the pairs, interleaved, of several tables, from positions that there are not."""
+    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    shapes = [("large", 2, 64, 32, 8, 128, 64, {})] if large else []
+    shapes += [("", 2, 5, 6, 2, 80, 32, dict(interleaved=True)), ("", 1, 7, 33, 0, 64, 32, dict(offset=-2)),
+               ("", 3, 4, 1, 1, 256, 128, {})]
+    for label, b, t, heads, k_heads, d, angles, numbers in shapes:
+        def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, numbers=numbers):
+            q, k = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads))
+            out = [new(b, t, h, d, dtype=dtype) for h in (heads, k_heads)]
+            positions = new(b, t, dtype="int32", values=np.arange(t) * 2.0)
+            of = dict(cos=new(b, t + 3, angles), sin=new(b, t + 3, angles), positions=positions,
+                      offsets=new(b, dtype="int32", values=1.0), **numbers)
+            _C.rotary(q_out=out[0], k_out=out[1], q=q, k=k, **of)
+            return out
+        yield label or f"{b}x{t}x{heads}+{k_heads}x{d}", call
+
+
+def qk_norm_rotary(row, large):
+    """With a cache and without, of pages and of places that there are not, weights of both types and none."""
+    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    shapes = [("large", 2, 64, 32, 8, 128, 64, None, {})] if large else []
+    shapes += [("", 2, 5, 6, 2, 80, 32, "pages", dict(interleaved=True)), ("", 1, 7, 33, 1, 64, 32, None, {}),
+               ("", 3, 4, 1, 5, 256, 128, "caches", dict(length=3))]
+    for label, b, t, heads, k_heads, d, angles, kept, numbers in shapes:
+        def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, kept=kept,
+                 numbers=numbers):
+            q, k, v, q_out = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads, k_heads, heads))
+            of = dict(q_out=q_out, q=q, k=k, q_weight=new(d), cos=new(b, t + 9, angles), sin=new(b, t + 9, angles),
+                      **numbers)
+            if not kept:
+                out = new(b, t, k_heads, d, dtype=dtype)
+                _C.qk_norm_rotary(k_out=out, k_weight=new(d, dtype=dtype), **of)
+                return q_out, out
+            caches = [new(b + 1, t + 2, k_heads, d, dtype=dtype) for _ in "kv"]
+            table = new(b, 2, dtype="int32", values=np.arange(2 * b).reshape(b, 2) - 1.0) if kept == "pages" else None
+            lengths = new(b, dtype="int32", values=t - 1.0) if kept == "pages" else None
+            _C.qk_norm_rotary_append(k_cache=caches[0], v_cache=caches[1], v=v, page_table=table, cache_seqlens=lengths,
+                                     **of)
+            return q_out, *caches
+        yield label or f"{b}x{t}x{heads}+{k_heads}x{d} {kept}", call
+
+
+def cross_entropy_rows(row, large):
+    """Rows that count and one that does not, of few stretches and of many, with and without gradients."""
+    shapes = [("large", 1024, 32000, {})] if large else []
+    shapes += [("", 5, 9000, dict(label_smoothing=0.1, z_loss=1e-3, softcap=9.0)), ("", 3, 4096, {}), ("", 4, 7, {})]
+    for label, m, n, numbers in shapes:
+        def call(m=m, n=n, numbers=numbers):
+            loss, lse, logits = new(m), new(m), new(m, n, dtype=row["dtype"])
+            targets = new(m, dtype="int32", values=[-100, *(i % n * 1.0 for i in range(m - 1))])
+            scale = new(m if m == 5 else 1, values=0.5) if m != 4 else None
+            _C.cross_entropy_rows(loss=loss, lse=lse, logits=logits, targets=targets, scale=scale, **numbers)
+            return loss, lse, logits
+        yield label or f"{m}x{n}", call
+
+
 # steps, samples, places, what is given besides; of the last sample there is no state
 STEPS = ((0, 2, 2, ()), (3, 3, 5, ("slots", "z", "d", "dt_bias", "g")), (1, 2, 3, ("slots", "d_wide", "g_head")))
 
@@ -734,6 +791,8 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
+       "rotary": rotary, "rotary_ones": rotary, "qk_norm_rotary": qk_norm_rotary, "qk_norm_rotary_ones": qk_norm_rotary,
+       "cross_entropy_rows": cross_entropy_rows,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
