@@ -25,8 +25,6 @@ TILE void clear(hcsum &v);
 TILE void load(hc &v, const float *g, int n);           // elements >= n become 0 and are not read
 // Step i at g + i * ld, floats or 16 bits. Steps >= m and channels >= n become 0 and are not read.
 template<typename T> TILE void load(ht &x, const T *g, int64_t ld, int m, int n);
-// Brings what that would read into the L2, and hands nothing to anybody.
-template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 TILE void load(ht &x, const tc &s);
 // Step i to g + i * ld. Steps >= m and channels >= n are not written.
 TILE void store(float *g, int64_t ld, const ht &x, int m, int n);

@@ -43,7 +43,6 @@ template<typename T> TILE void load(ht &x, const T *g, int64_t ld, int m, int n)
     widen_row(x.d[i], g + i * ld, n);
   }
 }
-template<typename T> TILE void prefetch(const T *, int64_t, int, int) {}
 TILE void load(ht &x, const tc &s) {
   reads_shared(columns_of(s, 0, 64));
   writes(x);

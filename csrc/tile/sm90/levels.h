@@ -29,11 +29,6 @@ template<typename T> TILE void load(ht &x, const T *g, int64_t ld, int m, int n)
 #pragma unroll
   for (int i = 0; i < 32; i++, from += ld) x.d[i] = i < m ? to_float(*from) : 0.f;
 }
-// Two threads a step, 32 channels each.
-template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
-  int i = thread_in_group() >> 1, c = 32 * (threadIdx.x & 1);
-  if (i < m && c < n) asm volatile("prefetch.global.L2 [%0];" ::"l"(g + i * ld + c));
-}
 TILE void load(ht &x, const tc &s) {
 #pragma unroll
   for (int i = 0; i < 32; i += 4) {
