@@ -1,0 +1,220 @@
+// Host halves of the long convolution.
+#include "fft_conv/fft_conv.h"
+#include "runtime/runtime.h"
+
+// What the ops are called with; NULL: absent.
+typedef struct call {
+  const mg_tensor *u, *k, *skip, *pre, *post;
+  bool causal, precise;
+} call;
+
+// Where a spectrum and its parts lie.
+typedef struct filter {
+  float *spectrum;
+  bool fast;                  // for fft_conv.cu
+  int log_rows;               // rows of 64 << log_rows elements
+} filter;
+
+static int type_of(const mg_tensor *t) {
+  return t->dtype == MG_BF16 ? FFT_BF16 : t->dtype == MG_FP16 ? FFT_FP16 : FFT_FP32;
+}
+
+// Rows of one kernel: 64 to 4096 elements, a power of two.
+static int log_rows_of(const mg_call *c) {
+  int log = 0;
+  while (log < 6 && 64 << log < c->n.L) log++;
+  return log;
+}
+static filter filter_of(const mg_call *c, const call *a, const mg_tensor *spectrum) {
+  const int log = log_rows_of(c);
+  const bool fast = !a->precise && c->problem.dtype != MG_FP32 && 64 << log == c->n.L;
+  return (filter){.spectrum = spectrum->data, .fast = fast, .log_rows = fast ? log : 6};
+}
+static fft_complex *units_of(const filter *f) { return (fft_complex *)(f->spectrum + FFT_TABLE_FLOATS); }
+
+// Kernels of fp16 operands, whatever the tensors are.
+static bool choose(mg_call *c, mg_op op) {
+  const mg_dtype dtype = c->problem.dtype;
+  c->problem.dtype = MG_FP16;
+  const bool chosen = mg_choose_other(c, op);
+  c->problem.dtype = dtype;
+  return chosen;
+}
+static mg_status run(mg_call *c, const void *params, int64_t tasks) {   // a block's tasks: its warpgroups
+  return mg_run_resident(c, params, mg_ceil_div(tasks, c->desc->tile_m));
+}
+
+static fft_rows rows_of(const mg_tensor *t, const mg_tensor *gate) {
+  fft_rows x = {.data = t->data, .batch = t->stride[0], .head = t->stride[1], .type = type_of(t),
+                .length = (int)t->shape[2]};
+  if (gate) {
+    x.gate = gate->data;
+    x.gate_batch = gate->stride[0];
+    x.gate_head = gate->stride[1];
+    x.gate_type = type_of(gate);
+  }
+  return x;
+}
+
+static void make_filter(mg_call *c, const call *a, const filter *f) {
+  const int64_t heads = c->n.H, plane = heads * c->n.L;      // fp16 numbers
+  if (!heads || !choose(c, MG_OP_fft_conv_spectra)) return;
+  fft_spectra_params p = {
+    .x = {.data = a->k->data, .head = c->n.LK, .type = type_of(a->k), .length = (int)c->n.LK},
+    .skip = mg_data(a->skip), .skip_type = a->skip ? type_of(a->skip) : 0, .batches = 1, .heads = (int)heads,
+    .blocks = (int)c->n.RK, .log_rows = f->log_rows, .turned = !a->causal};
+  if (f->fast) {
+    p.tables = f->spectrum;
+    p.re = f->spectrum + FFT_TABLE_FLOATS;
+    p.im = (uint16_t *)p.re + plane;
+    p.factors = (float *)((uint16_t *)p.im + plane);
+    p.tasks = mg_tasks(c, mg_ceil_div(heads << f->log_rows, 64), "tiles");
+  } else {
+    p.out = units_of(f);
+    p.tasks = mg_tasks(c, heads * c->n.RK, "blocks");
+  }
+  run(c, &p, p.tasks);
+}
+
+// ---- one pass
+
+// [B, H, L] as rows of 64
+static void map_rows(mg_call *c, gmap *m, const char *name, const mg_tensor *t) {
+  const int64_t rows = c->n.H * c->n.L / 64;
+  if (c->n.H > 1 && t->stride[1] != c->n.L)
+    mg_refuse(c, MG_VALUE, "%s has a stride of %lld elements between heads, expected %lld; call .contiguous() first",
+              name, (long long)t->stride[1], (long long)c->n.L);
+  if (!c->status)
+    c->status = mg_map_once(m, &c->context, name, t->data, t->dtype, (int64_t[4]){c->n.B, 1, rows, 64},
+                            (int64_t[4]){t->stride[0], rows * 64, 64, 1}, 64, 64);
+}
+static void map_planes(mg_call *c, gmap *m, const char *name, void *data, int64_t planes, int64_t rows) {
+  if (!c->status)
+    c->status = mg_map(m, &c->context, name, data, MG_FP16, (int64_t[4]){1, planes, rows, 64},
+                       (int64_t[4]){planes * rows * 64, rows * 64, 64, 1}, 64, 64);
+}
+static mg_status convolve_fast(mg_call *c, const filter *f, const mg_tensor *x, const mg_tensor *pre,
+                               const mg_tensor *post, const mg_tensor *out, bool conjugate) {
+  if (!mg_choose_other(c, MG_OP_fft_conv)) return c->status;
+  const int64_t rows = c->n.H << f->log_rows;
+  uint16_t *re = (uint16_t *)(f->spectrum + FFT_TABLE_FLOATS);
+  fft_conv_params p = {.factors = (float *)(re + 2 * rows * 64), .batches = (int)c->n.B, .rows = (int)rows,
+                       .log_rows = f->log_rows, .has_pre = pre != NULL, .has_post = post != NULL,
+                       .conjugate = conjugate,
+                       .tasks = mg_tasks(c, mg_ceil_div(rows, 64) * c->n.B, "tiles")};
+  map_rows(c, &p.u, "u", x);
+  map_rows(c, &p.out, "out", out);
+  if (pre) map_rows(c, &p.pre, "pregate", pre);
+  if (post) map_rows(c, &p.post, "postgate", post);
+  map_planes(c, &p.tables, "spectrum", f->spectrum, FFT_TABLES, 64);
+  map_planes(c, &p.filter, "spectrum", re, 2, rows);
+  return mg_run_resident(c, &p, p.tasks);
+}
+
+// ---- blocks
+
+// Spectra of the rows from first_row, head by head, `count` of them.
+static mg_status make_spectra(mg_call *c, const fft_rows *x, fft_complex *out, int64_t first_row, int64_t count,
+                              int64_t past, bool pairs) {
+  const int64_t blocks = c->n.R + past;
+  if (!choose(c, MG_OP_fft_conv_spectra)) return c->status;
+  fft_spectra_params p = {.x = *x, .batches = (int)c->n.B, .heads = (int)c->n.H, .first_row = (int)first_row,
+                          .blocks = (int)blocks, .past = (int)past, .pairs = pairs, .out = out, .log_rows = 6,
+                          .tasks = mg_tasks(c, count * blocks, "blocks")};
+  return run(c, &p, p.tasks);
+}
+
+// backwards: with all rows, and the filter, from the end
+static mg_status convolve_blocks(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
+                                 const mg_tensor *post, const mg_tensor *out, const mg_tensor *work, bool backwards) {
+  const int64_t rows = mg_tasks(c, c->n.B * c->n.H, "rows"), most = mg_max(1, c->n.ROOM / FFT_UNIT_FLOATS / c->n.UNITS);
+  fft_rows from = rows_of(x, pre);
+  from.circular = !a->causal;
+  from.reversed = backwards;
+  fft_sums_params p = {
+    .a = work->data, .b = units_of(f), .batches = (int)c->n.B, .blocks = (int)c->n.R, .a_blocks = (int)c->n.UNITS,
+    .b_blocks = (int)c->n.RK, .past = (int)(c->n.UNITS - c->n.R), .out = out->data, .out_batch = out->stride[0],
+    .out_head = out->stride[1], .type = type_of(out), .length = (int)c->n.L, .reversed = backwards};
+  if (post) {
+    p.gate = post->data;
+    p.gate_batch = post->stride[0];
+    p.gate_head = post->stride[1];
+  }
+  for (int64_t first = 0; first < rows && !c->status; first += most) {
+    const int64_t count = mg_min(most, rows - first);
+    make_spectra(c, &from, work->data, first, count, p.past, true);
+    p.first_row = (int)first;
+    p.tasks = mg_tasks(c, count * c->n.R, "blocks");
+    if (choose(c, MG_OP_fft_conv_sums)) run(c, &p, p.tasks);
+  }
+  return c->status;
+}
+
+static mg_status convolve(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
+                          const mg_tensor *post, const mg_tensor *out, const mg_tensor *work, bool backwards) {
+  if (c->status || mg_is_empty(out)) return c->status;
+  return f->fast ? convolve_fast(c, f, x, pre, post, out, backwards)
+                 : convolve_blocks(c, a, f, x, pre, post, out, work, backwards);
+}
+
+static mg_status filter_gradient(mg_call *c, const call *a, const mg_tensor *dout, const mg_tensor *dk,
+                                 const mg_tensor *dskip, const mg_tensor *work) {
+  const int64_t units = c->n.B * (c->n.R + c->n.UNITS), heads = c->n.H;
+  const int64_t most = mg_max(1, units ? c->n.ROOM / FFT_UNIT_FLOATS / units : heads);
+  fft_complex *first = work->data, *second = first + FFT_BLOCK * mg_min(most, heads) * c->n.B * c->n.R;
+  fft_rows dy = rows_of(dout, a->post), x = rows_of(a->u, a->pre);
+  x.circular = !a->causal;
+  fft_sums_params p = {
+    .a = first, .b = second, .batches = (int)c->n.B, .blocks = (int)(dk ? c->n.RK : 1), .of_filters = true,
+    .a_blocks = (int)c->n.R, .b_blocks = (int)c->n.UNITS, .past = (int)(c->n.UNITS - c->n.R), .out = mg_data(dk),
+    .out_head = c->n.LK, .type = type_of(dk ? dk : dskip), .length = (int)c->n.LK, .first = mg_data(dskip),
+    .first_type = dskip ? type_of(dskip) : 0};
+  mg_tasks(c, c->n.B * heads, "rows");
+  for (int64_t head = 0; head < heads && !c->status; head += most) {
+    const int64_t count = mg_min(most, heads - head), rows = count * c->n.B;
+    if (rows) {
+      make_spectra(c, &dy, first, head * c->n.B, rows, 0, false);
+      make_spectra(c, &x, second, head * c->n.B, rows, p.past, true);
+    }
+    p.first_row = (int)head;
+    p.tasks = mg_tasks(c, count * p.blocks, "blocks");
+    if (choose(c, MG_OP_fft_conv_sums)) run(c, &p, p.tasks);
+  }
+  return c->status;
+}
+
+// ---- ops
+
+mg_status mg_fft_conv_filter(const mg_fft_conv_filter_args *a) {
+  mg_call c;
+  const call asked = {.k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise};
+  if (!mg_begin(&c, MG_OP_fft_conv_filter, a)) return c.status;
+  const filter f = filter_of(&c, &asked, a->spectrum);
+  make_filter(&c, &asked, &f);
+  return c.status;
+}
+
+mg_status mg_fft_conv(const mg_fft_conv_args *a) {
+  mg_call c;
+  const call asked = {a->u, a->k, a->skip, a->pregate, a->postgate, a->causal, a->precise};
+  if (!mg_begin(&c, MG_OP_fft_conv, a)) return c.status;
+  const filter f = filter_of(&c, &asked, a->spectrum ? a->spectrum : a->made);
+  if (f.fast && !mg_choose_other(&c, MG_OP_fft_conv)) return c.status;       // explain() asks what takes the problem
+  if (!a->spectrum) make_filter(&c, &asked, &f);
+  return convolve(&c, &asked, &f, a->u, a->pregate, a->postgate, a->out, a->blocks, false);
+}
+
+// The gradient of u and the first gate is the convolution with the filter reversed, that of the second gate the forward
+// without it. skip is added to the filter's first element, so its gradient is that one's.
+mg_status mg_fft_conv_bwd(const mg_fft_conv_bwd_args *a) {
+  mg_call c;
+  const call asked = {a->u, a->k, a->skip, a->pregate, a->postgate, a->causal, a->precise};
+  if (!mg_begin(&c, MG_OP_fft_conv_bwd, a)) return c.status;
+  const filter f = filter_of(&c, &asked, a->spectrum ? a->spectrum : a->made);
+  if (!a->spectrum && (a->du || a->dpregate || a->dpostgate)) make_filter(&c, &asked, &f);
+  if (a->du) convolve(&c, &asked, &f, a->dout, a->postgate, a->pregate, a->du, a->blocks, true);
+  if (a->dpregate) convolve(&c, &asked, &f, a->dout, a->postgate, a->u, a->dpregate, a->blocks, true);
+  if (a->dpostgate) convolve(&c, &asked, &f, a->u, a->pregate, a->dout, a->dpostgate, a->blocks, false);
+  if (a->dk || a->dskip) filter_gradient(&c, &asked, a->dout, a->dk, a->dskip, a->blocks);
+  return c.status;
+}
