@@ -3,9 +3,11 @@
 #include "runtime/runtime.h"
 
 // What the ops are called with; NULL: absent.
+enum { MOST_ROWS = 7 };
 typedef struct call {
-  const mg_tensor *u, *k, *skip, *pre, *post;
-  bool causal, precise;
+  const mg_tensor *k, *skip;
+  bool causal, precise, spectrum_is_given;
+  const mg_tensor *rows[MOST_ROWS];   // all [B, H, L]
 } call;
 
 // Where a spectrum and its parts lie.
@@ -27,7 +29,9 @@ static int log_rows_of(const mg_call *c) {
 }
 static filter filter_of(const mg_call *c, const call *a, const mg_tensor *spectrum) {
   const int log = log_rows_of(c);
-  const bool fast = !a->precise && c->problem.dtype != MG_FP32 && 64 << log == c->n.L;
+  bool fast = !a->precise && c->problem.dtype != MG_FP32 && 64 << log == c->n.L;
+  for (int i = 0; i < MOST_ROWS && !a->spectrum_is_given; i++)
+    fast &= !a->rows[i] || c->n.H == 1 || a->rows[i]->stride[1] == c->n.L;
   return (filter){.spectrum = spectrum->data, .fast = fast, .log_rows = fast ? log : 6};
 }
 static fft_complex *units_of(const filter *f) { return (fft_complex *)(f->spectrum + FFT_TABLE_FLOATS); }
@@ -157,12 +161,12 @@ static mg_status convolve(mg_call *c, const call *a, const filter *f, const mg_t
                  : convolve_blocks(c, a, f, x, pre, post, out, work, backwards);
 }
 
-static mg_status filter_gradient(mg_call *c, const call *a, const mg_tensor *dout, const mg_tensor *dk,
-                                 const mg_tensor *dskip, const mg_tensor *work) {
+static mg_status filter_gradient(mg_call *c, const mg_fft_conv_bwd_args *a) {
+  const mg_tensor *dk = a->dk, *dskip = a->dskip;
   const int64_t units = c->n.B * (c->n.R + c->n.UNITS), heads = c->n.H;
   const int64_t most = mg_max(1, units ? c->n.ROOM / FFT_UNIT_FLOATS / units : heads);
-  fft_complex *first = work->data, *second = first + FFT_BLOCK * mg_min(most, heads) * c->n.B * c->n.R;
-  fft_rows dy = rows_of(dout, a->post), x = rows_of(a->u, a->pre);
+  fft_complex *first = a->blocks->data, *second = first + FFT_BLOCK * mg_min(most, heads) * c->n.B * c->n.R;
+  fft_rows dy = rows_of(a->dout, a->postgate), x = rows_of(a->u, a->pregate);
   x.circular = !a->causal;
   fft_sums_params p = {
     .a = first, .b = second, .batches = (int)c->n.B, .blocks = (int)(dk ? c->n.RK : 1), .of_filters = true,
@@ -185,36 +189,41 @@ static mg_status filter_gradient(mg_call *c, const call *a, const mg_tensor *dou
 
 // ---- ops
 
-mg_status mg_fft_conv_filter(const mg_fft_conv_filter_args *a) {
+mg_status mg_fft_conv_spectrum(const mg_fft_conv_spectrum_args *a) {
   mg_call c;
+  if (!mg_begin(&c, MG_OP_fft_conv_spectrum, a)) return c.status;
   const call asked = {.k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise};
-  if (!mg_begin(&c, MG_OP_fft_conv_filter, a)) return c.status;
   const filter f = filter_of(&c, &asked, a->spectrum);
   make_filter(&c, &asked, &f);
   return c.status;
 }
 
+// What computes a problem is chosen first: explain() asks for that.
 mg_status mg_fft_conv(const mg_fft_conv_args *a) {
   mg_call c;
-  const call asked = {a->u, a->k, a->skip, a->pregate, a->postgate, a->causal, a->precise};
   if (!mg_begin(&c, MG_OP_fft_conv, a)) return c.status;
+  const call asked = {.k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise,
+                      .spectrum_is_given = a->spectrum != NULL, .rows = {a->u, a->pregate, a->postgate, a->out}};
   const filter f = filter_of(&c, &asked, a->spectrum ? a->spectrum : a->made);
-  if (f.fast && !mg_choose_other(&c, MG_OP_fft_conv)) return c.status;       // explain() asks what takes the problem
+  if (f.fast && !mg_choose_other(&c, MG_OP_fft_conv)) return c.status;
   if (!a->spectrum) make_filter(&c, &asked, &f);
   return convolve(&c, &asked, &f, a->u, a->pregate, a->postgate, a->out, a->blocks, false);
 }
 
-// The gradient of u and the first gate is the convolution with the filter reversed, that of the second gate the forward
-// without it. skip is added to the filter's first element, so its gradient is that one's.
+// The gradient of u and of the first gate is the convolution with the filter reversed, that of the second gate the
+// forward without it. skip is added to the filter's first element, so its gradient is that one's.
 mg_status mg_fft_conv_bwd(const mg_fft_conv_bwd_args *a) {
   mg_call c;
-  const call asked = {a->u, a->k, a->skip, a->pregate, a->postgate, a->causal, a->precise};
   if (!mg_begin(&c, MG_OP_fft_conv_bwd, a)) return c.status;
-  const filter f = filter_of(&c, &asked, a->spectrum ? a->spectrum : a->made);
-  if (!a->spectrum && (a->du || a->dpregate || a->dpostgate)) make_filter(&c, &asked, &f);
+  const call asked = {
+    .k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise,
+    .rows = {a->dout, a->u, a->pregate, a->postgate, a->du, a->dpregate, a->dpostgate}};
+  const filter f = filter_of(&c, &asked, a->made);
+  if (f.fast && !mg_choose_other(&c, MG_OP_fft_conv)) return c.status;
+  if (a->du || a->dpregate || a->dpostgate) make_filter(&c, &asked, &f);
   if (a->du) convolve(&c, &asked, &f, a->dout, a->postgate, a->pregate, a->du, a->blocks, true);
   if (a->dpregate) convolve(&c, &asked, &f, a->dout, a->postgate, a->u, a->dpregate, a->blocks, true);
   if (a->dpostgate) convolve(&c, &asked, &f, a->u, a->pregate, a->dout, a->dpostgate, a->blocks, false);
-  if (a->dk || a->dskip) filter_gradient(&c, &asked, a->dout, a->dk, a->dskip, a->blocks);
+  if (a->dk || a->dskip) filter_gradient(&c, a);
   return c.status;
 }
