@@ -36,10 +36,11 @@ static filter filter_of(const mg_call *c, const call *a, const mg_tensor *spectr
 }
 static fft_complex *units_of(const filter *f) { return (fft_complex *)(f->spectrum + FFT_TABLE_FLOATS); }
 
-// Kernels of fp16 operands, whatever the tensors are.
-static bool choose(mg_call *c, mg_op op) {
+// Kernels of fp16 operands, whatever the tensors are. precise: two for each number.
+static bool choose(mg_call *c, mg_op op, bool precise) {
   const mg_dtype dtype = c->problem.dtype;
   c->problem.dtype = MG_FP16;
+  c->problem.size.SPLIT = precise ? 2 : 1;
   const bool chosen = mg_choose_other(c, op);
   c->problem.dtype = dtype;
   return chosen;
@@ -62,7 +63,7 @@ static fft_rows rows_of(const mg_tensor *t, const mg_tensor *gate) {
 
 static void make_filter(mg_call *c, const call *a, const filter *f) {
   const int64_t heads = c->n.H, plane = heads * c->n.L;      // fp16 numbers
-  if (!heads || !choose(c, MG_OP_fft_conv_spectra)) return;
+  if (!heads || !choose(c, MG_OP_fft_conv_spectra, true)) return;
   fft_spectra_params p = {
     .x = {.data = a->k->data, .head = c->n.LK, .type = type_of(a->k), .length = (int)c->n.LK},
     .skip = mg_data(a->skip), .skip_type = a->skip ? type_of(a->skip) : 0, .batches = 1, .heads = (int)heads,
@@ -119,9 +120,9 @@ static mg_status convolve_fast(mg_call *c, const filter *f, const mg_tensor *x, 
 
 // Spectra of the rows from first_row, head by head, `count` of them.
 static mg_status make_spectra(mg_call *c, const fft_rows *x, fft_complex *out, int64_t first_row, int64_t count,
-                              int64_t past, bool pairs) {
+                              int64_t past, bool pairs, bool precise) {
   const int64_t blocks = c->n.R + past;
-  if (!choose(c, MG_OP_fft_conv_spectra)) return c->status;
+  if (!choose(c, MG_OP_fft_conv_spectra, precise)) return c->status;
   fft_spectra_params p = {.x = *x, .batches = (int)c->n.B, .heads = (int)c->n.H, .first_row = (int)first_row,
                           .blocks = (int)blocks, .past = (int)past, .pairs = pairs, .out = out, .log_rows = 6,
                           .tasks = mg_tasks(c, count * blocks, "blocks")};
@@ -132,6 +133,7 @@ static mg_status make_spectra(mg_call *c, const fft_rows *x, fft_complex *out, i
 static mg_status convolve_blocks(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
                                  const mg_tensor *post, const mg_tensor *out, const mg_tensor *work, bool backwards) {
   const int64_t rows = mg_tasks(c, c->n.B * c->n.H, "rows"), most = mg_max(1, c->n.ROOM / FFT_UNIT_FLOATS / c->n.UNITS);
+  const bool precise = a->precise || c->problem.dtype == MG_FP32;
   fft_rows from = rows_of(x, pre);
   from.circular = !a->causal;
   from.reversed = backwards;
@@ -146,10 +148,10 @@ static mg_status convolve_blocks(mg_call *c, const call *a, const filter *f, con
   }
   for (int64_t first = 0; first < rows && !c->status; first += most) {
     const int64_t count = mg_min(most, rows - first);
-    make_spectra(c, &from, work->data, first, count, p.past, true);
+    make_spectra(c, &from, work->data, first, count, p.past, true, precise);
     p.first_row = (int)first;
     p.tasks = mg_tasks(c, count * c->n.R, "blocks");
-    if (choose(c, MG_OP_fft_conv_sums)) run(c, &p, p.tasks);
+    if (choose(c, MG_OP_fft_conv_sums, precise)) run(c, &p, p.tasks);
   }
   return c->status;
 }
@@ -177,12 +179,12 @@ static mg_status filter_gradient(mg_call *c, const mg_fft_conv_bwd_args *a) {
   for (int64_t head = 0; head < heads && !c->status; head += most) {
     const int64_t count = mg_min(most, heads - head), rows = count * c->n.B;
     if (rows) {
-      make_spectra(c, &dy, first, head * c->n.B, rows, 0, false);
-      make_spectra(c, &x, second, head * c->n.B, rows, p.past, true);
+      make_spectra(c, &dy, first, head * c->n.B, rows, 0, false, true);
+      make_spectra(c, &x, second, head * c->n.B, rows, p.past, true, true);
     }
     p.first_row = (int)head;
     p.tasks = mg_tasks(c, count * p.blocks, "blocks");
-    if (choose(c, MG_OP_fft_conv_sums)) run(c, &p, p.tasks);
+    if (choose(c, MG_OP_fft_conv_sums, true)) run(c, &p, p.tasks);
   }
   return c->status;
 }

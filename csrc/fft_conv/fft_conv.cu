@@ -10,12 +10,12 @@
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
 
-// From the row: NC, COMPUTE_REGS, LOAD_REGS, PARTS = 1
+// From the row: NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
 typedef st<elem, 64, 64> tile;
 struct shared {
   tile u[NC], pre[NC], post[NC];
-  table left[2][PARTS], right[3][PARTS], twists[2][PARTS];
-  table x[NC][2][PARTS], k[2][2];       // x: what passes from registers to a product, then the result
+  table left[2][PIECES], right[3][PIECES], twists[2][PIECES];
+  table x[NC][2][PIECES], k[2][2];       // x: what passes from registers to a product, then the result
   sv<64> rows[NC];
   ring<1> inputs[NC], posts[NC];
   ring<2> filters;
@@ -86,9 +86,9 @@ TILE void post_loader(const params &p, shared &s, int) {
 
 TILE void compute(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
-  ring_pos filter_at = {}, at = {}, post_at = {};
+  ring_pos filter_at = {}, at = {};       // at: of inputs and posts, which go round together
   int held = own.first / p.batches, last = (own.end - 1) / p.batches;
-  table(&x)[2][PARTS] = s.x[wg];
+  table(&x)[2][PIECES] = s.x[wg];
   tile &y = (tile &)x[0][0];
   float sign = p.conjugate ? -1.f : 1.f;
   sem_wait(s.constants, 0);
@@ -101,20 +101,19 @@ TILE void compute(const params &p, shared &s, int wg) {
       ring_done(s.filters, filter_at);
       ring_wait(s.filters, filter_at);
     }
-    load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);
     ring_wait(s.inputs[wg], at);
     load(re, s.u[wg]);
     if (p.has_pre) {
       load(im, s.pre[wg]);
       map(re, im, [](float a, float b) { return a * b; });
     }
-    ring_done(s.inputs[wg], at);
+    ring_release(s.inputs[wg], at);
     fill(largest, 0.f);
     add_largest(largest, re);
     tma_store_wait_read();
     scales(down, up, s.rows[wg], largest, p.log_rows, 1.f);    // its syncs: the last store has read x
-    map(up, up, factor, [](float a, float b) { return a * b; });
-    put_parts(x[0], re, down);
+    scale_down(re, down);
+    put_pieces(x[0], re);
     fence_async();
     wg_sync();
     mma_fence();
@@ -142,11 +141,13 @@ TILE void compute(const params &p, shared &s, int wg) {
     product<ACC>(re, s.left[1], x[1]);
     mma_commit();
     mma_wait<0>(re);
+    load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);
+    map(up, up, factor, [](float a, float b) { return a * b; });
     map_row(re, up, [](float a, float f) { return a * f; });
     if (p.has_post) {
-      ring_wait(s.posts[wg], post_at);
+      ring_wait(s.posts[wg], at);
       load(im, s.post[wg]);
-      ring_done(s.posts[wg], post_at);
+      ring_release(s.posts[wg], at);
       map(re, im, [](float a, float b) { return a * b; });
     }
     wg_sync();                                                 // all products have read x
@@ -154,6 +155,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     fence_async();
     wg_sync();
     tma_store(p.out, y, 64 * filter, 0, 0, batch);
+    ring_next(s.inputs[wg], at);
   }
   for (; held < last; held++) {
     ring_done(s.filters, filter_at);

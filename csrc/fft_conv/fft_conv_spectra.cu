@@ -6,10 +6,10 @@
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
 
-// From the row: PARTS, NC warpgroups, REGS
+// From the row: PIECES, NC warpgroups, REGS
 struct shared {
-  table left[3][PARTS], right[3][PARTS], twists[2][PARTS];
-  table x[NC][2][PARTS];
+  table left[3][PIECES], right[3][PIECES], twists[2][PIECES];
+  table x[NC][2][PIECES];
   sv<64> rows[NC];
 };
 typedef fft_spectra_params params;
@@ -64,8 +64,8 @@ TILE void store_filters(const params &p, acc &re, acc &im, const rv &up, sv<64> 
   add_largest(largest, re);
   add_largest(largest, im);
   scales(down, factor, rows, largest, p.log_rows, 64.f);
-  map_row(re, down, [](float x, float f) { return x * f; });
-  map_row(im, down, [](float x, float f) { return x * f; });
+  scale_down(re, down);
+  scale_down(im, down);
   store_rows<fp16>(re, [=](int r) { return r < there ? (fp16 *)p.re + at + 64 * r : nullptr; }, 64);
   store_rows<fp16>(im, [=](int r) { return r < there ? (fp16 *)p.im + at + 64 * r : nullptr; }, 64);
   float root = (p.log_rows & 1 ? 11.3137085f : 8.f) * (float)(1 << p.log_rows / 2);   // of the row's length
@@ -82,7 +82,7 @@ TILE void export_tables(const params &p, const shared &s) {
 }
 
 TILE void compute(const params &p, shared &s, int wg) {
-  table(&x)[2][PARTS] = s.x[wg];
+  table(&x)[2][PIECES] = s.x[wg];
   if (wg == 0) {
     make_left(s.left, p.log_rows, true);
     make_twist(s.twists, p.log_rows);
@@ -101,8 +101,10 @@ TILE void compute(const params &p, shared &s, int wg) {
     add_largest(largest, re);
     add_largest(largest, im);
     scales(down, up, s.rows[wg], largest, p.log_rows, 64.f);   // also: the last task's products have read x
-    put_parts(x[0], re, down);
-    put_parts(x[1], im, down);
+    scale_down(re, down);
+    put_pieces(x[0], re);
+    scale_down(im, down);
+    put_pieces(x[1], im);
     fence_async();
     wg_sync();
     mma_fence();
@@ -127,4 +129,4 @@ TILE void compute(const params &p, shared &s, int wg) {
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, NC, REGS>> kernel;
-ENTRY(kernel, NC, PARTS)
+ENTRY(kernel, NC, PIECES)

@@ -4,10 +4,10 @@
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
 
-// From the row: PARTS, NC warpgroups, REGS
+// From the row: PIECES, NC warpgroups, REGS
 struct shared {
-  table left[2][PARTS], right[3][PARTS], twists[2][PARTS];
-  table x[NC][2][PARTS];
+  table left[2][PIECES], right[3][PIECES], twists[2][PIECES];
+  table x[NC][2][PIECES];
   sv<64> rows[NC];
 };
 typedef fft_sums_params params;
@@ -25,7 +25,7 @@ TILE void add_product(acc &re, acc &im, const fft_complex *a, const fft_complex 
 }
 
 TILE void compute(const params &p, shared &s, int wg) {
-  table(&x)[2][PARTS] = s.x[wg];
+  table(&x)[2][PIECES] = s.x[wg];
   if (wg == 0) {
     make_left(s.left, 6, false);
     make_twist(s.twists, 6);
@@ -59,13 +59,12 @@ TILE void compute(const params &p, shared &s, int wg) {
     add_largest(largest, re);
     add_largest(largest, im);
     scales(down, up, s.rows[wg], largest, 6, 64.f);             // also: the last task's products have read x
-    map_row(re, down, [](float y, float f) { return y * f; });
-    map_row(im, down, [](float y, float f) { return y * f; });
+    scale_down(re, down);
+    scale_down(im, down);
     multiply_right<1>(re, im, s.right);
     twist<1>(re, im, s.twists);
-    fill(largest, 1.f);
-    put_parts(x[0], re, largest);
-    put_parts(x[1], im, largest);
+    put_pieces(x[0], re);
+    put_pieces(x[1], im);
     fence_async();
     wg_sync();
     mma_fence();
@@ -88,4 +87,4 @@ TILE void compute(const params &p, shared &s, int wg) {
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, NC, REGS>> kernel;
-ENTRY(kernel, NC, PARTS)
+ENTRY(kernel, NC, PIECES)

@@ -10,7 +10,7 @@
 // convolution, and its imaginary part, negated, is the second half: no zeros are appended.
 // A row of N = 64 m < 4096 is m rows of a tile: L has blocks of m x m, and 64 / m rows share a tile.
 //
-// Numbers are PARTS fp16 tiles: the first eleven bits, and, of two parts, the next eleven.
+// Numbers are PIECES fp16 tiles: the first eleven bits, and, of two pieces, the next eleven.
 #pragma once
 #include "fft_conv/fft_conv.h"
 
@@ -41,17 +41,17 @@ TILE void turn(float &re, float &im, int j, int log) {
 }
 
 // 16 columns of a table
-TILE void put_columns(table (&t)[PARTS], rt<float, 16> &x, int c0) {
-  if (PARTS == 2) {
+TILE void put_columns(table (&t)[PIECES], rt<float, 16> &x, int c0) {
+  if (PIECES == 2) {
     rt<float, 16> head;
     fill(head, 0.f);
     each<16>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
     store(t[0], head, c0);
-    store(t[PARTS - 1], x, c0);
+    store(t[PIECES - 1], x, c0);
   } else store(t[0], x, c0);
 }
 // Tables: re, im and, where there are three, -im.
-TILE void put_complex(table (*t)[PARTS], rt<float, 16> &re, rt<float, 16> &im, bool three, int c0) {
+TILE void put_complex(table (*t)[PIECES], rt<float, 16> &re, rt<float, 16> &im, bool three, int c0) {
   rt<float, 16> other;
   fill(other, 0.f);
   each<16>([](int, int, float x, float &y) { y = -x; }, im, other);
@@ -59,7 +59,7 @@ TILE void put_complex(table (*t)[PARTS], rt<float, 16> &re, rt<float, 16> &im, b
   put_columns(t[1], im, c0);
   if (three) put_columns(t[2], other, c0);
 }
-TILE void make_left(table (*t)[PARTS], int log_rows, bool three) {
+TILE void make_left(table (*t)[PIECES], int log_rows, bool three) {
   float size = (log_rows & 1 ? 0.707106781f : 1.f) / (float)(1 << log_rows / 2);
   ROLLED for (int c0 = 0; c0 < 64; c0 += 16) {
     rt<float, 16> re, im;
@@ -76,7 +76,7 @@ TILE void make_left(table (*t)[PARTS], int log_rows, bool three) {
     put_complex(t, re, im, three, c0);
   }
 }
-TILE void make_twist(table (*t)[PARTS], int log_rows) {
+TILE void make_twist(table (*t)[PIECES], int log_rows) {
   ROLLED for (int c0 = 0; c0 < 64; c0 += 16) {
     rt<float, 16> re, im;
     fill(re, 0.f);
@@ -88,7 +88,7 @@ TILE void make_twist(table (*t)[PARTS], int log_rows) {
     put_complex(t, re, im, false, c0);
   }
 }
-TILE void make_right(table (*t)[PARTS]) {
+TILE void make_right(table (*t)[PIECES]) {
   ROLLED for (int c0 = 0; c0 < 64; c0 += 16) {
     rt<float, 16> re, im;
     fill(re, 0.f);
@@ -102,8 +102,15 @@ TILE void make_right(table (*t)[PARTS]) {
   }
 }
 
-// bound: the largest |x| of the 1 << log_rows rows around a row. `largest`: row maxima. Powers of two then make numbers
-// of any size fit fp16: `down` brings such rows to at most `limit`, `up` back.
+// largest = max(largest, |x|) along rows, where NaN counts as infinite
+TILE void add_largest(rv &largest, const acc &x) {
+  acc size;
+  map_row(size, x, largest, [](float y, float) { return fabsf(y) < infinity() ? fabsf(y) : infinity(); });
+  row_max(largest, size);
+}
+// Powers of two, the same for groups of 1 << log_rows rows, that make numbers of any size fit fp16: `down` brings the
+// largest of a group to at most `limit`, `up` back. Where the largest is infinite, the group counts as zero, and `up` is
+// NaN: so other groups in the tile stay as they are.
 TILE void scales(rv &down, rv &up, sv<64> &rows, const rv &largest, int log_rows, float limit) {
   acc all;
   rv bound;
@@ -115,78 +122,74 @@ TILE void scales(rv &down, rv &up, sv<64> &rows, const rv &largest, int log_rows
   fill(bound, 0.f);
   row_max(bound, all);
   map(up, bound, [](float x) { return fminf(floorf(fast_log2(fmaxf(x, 1e-30f))) + 1.f, 126.f); });
-  map(down, up, [=](float e) { return fast_exp2(-e) * limit; });
-  map(up, up, [=](float e) { return fast_exp2(e) / limit; });
+  map(down, up, bound, [=](float e, float x) { return x < infinity() ? fast_exp2(-e) * limit : 0.f; });
+  map(up, up, bound, [=](float e, float x) { return x < infinity() ? fast_exp2(e) / limit : x - x; });
 }
-// largest = max(largest, |x|) along rows
-TILE void add_largest(rv &largest, const acc &x) {
-  acc size;
-  map_row(size, x, largest, [](float y, float) { return fabsf(y); });
-  row_max(largest, size);
+TILE void scale_down(acc &x, const rv &down) {
+  map_row(x, down, [](float y, float f) { return f > 0.f ? y * f : 0.f; });
 }
 
-// The parts of x * down in shared tiles, x is lost.
-TILE void put_parts(table (&t)[PARTS], acc &x, const rv &down) {
-  map_row(x, down, [](float y, float f) { return y * f; });
-  if (PARTS == 2) {
+// The pieces of x in shared tiles; x is lost.
+TILE void put_pieces(table (&t)[PIECES], acc &x) {
+  if (PIECES == 2) {
     acc head;
     fill(head, 0.f);
     each<64>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
     store(t[0], head);
-    store(t[PARTS - 1], x);
+    store(t[PIECES - 1], x);
   } else store(t[0], x);
 }
 // The same in registers.
-TILE void take_parts(operands (&t)[PARTS], acc &x) {
-  if (PARTS == 2) {
+TILE void take_pieces(operands (&t)[PIECES], acc &x) {
+  if (PIECES == 2) {
     acc head;
     fill(head, 0.f);
     each<64>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
     convert(t[0], head);
-    convert(t[PARTS - 1], x);
+    convert(t[PIECES - 1], x);
   } else convert(t[0], x);
 }
 
-// d (+)= a b; of two parts without the product of the lower ones.
-template<int A> TILE void product(acc &d, const table (&a)[PARTS], const table (&b)[PARTS]) {
+// d (+)= a b; of two pieces without the product of the lower ones.
+template<int A> TILE void product(acc &d, const table (&a)[PIECES], const table (&b)[PIECES]) {
   mma_AB<A>(d, a[0], b[0]);
-  if (PARTS == 2) {
-    mma_AB<ACC>(d, a[0], b[PARTS - 1]);
-    mma_AB<ACC>(d, a[PARTS - 1], b[0]);
+  if (PIECES == 2) {
+    mma_AB<ACC>(d, a[0], b[PIECES - 1]);
+    mma_AB<ACC>(d, a[PIECES - 1], b[0]);
   }
 }
-template<int A> TILE void product(acc &d, const operands (&a)[PARTS], const table (&b)[PARTS]) {
+template<int A> TILE void product(acc &d, const operands (&a)[PIECES], const table (&b)[PIECES]) {
   mma_AB<A>(d, a[0], b[0]);
-  if (PARTS == 2) {
-    mma_AB<ACC>(d, a[0], b[PARTS - 1]);
-    mma_AB<ACC>(d, a[PARTS - 1], b[0]);
+  if (PIECES == 2) {
+    mma_AB<ACC>(d, a[0], b[PIECES - 1]);
+    mma_AB<ACC>(d, a[PIECES - 1], b[0]);
   }
 }
 
 // (re + i im) F, or F^H where BACK. f: re, im, -im
-template<int BACK> TILE void multiply_right(acc &re, acc &im, const table (&f)[3][PARTS]) {
-  operands a[PARTS], b[PARTS];
-  take_parts(a, re);
-  take_parts(b, im);
+template<int BACK> TILE void multiply_right(acc &re, acc &im, const table (&f)[3][PIECES]) {
+  operands a[PIECES], b[PIECES];
+  take_pieces(a, re);
+  take_pieces(b, im);
   mma_fence();
   product<ZERO>(re, a, f[0]);
   product<ACC>(re, b, f[BACK ? 1 : 2]);
   product<ZERO>(im, b, f[0]);
   product<ACC>(im, a, f[BACK ? 2 : 1]);
   mma_commit();
-  if constexpr (PARTS == 2) mma_wait<0>(re, im, a[0], b[0], a[PARTS - 1], b[PARTS - 1]);
+  if constexpr (PIECES == 2) mma_wait<0>(re, im, a[0], b[0], a[PIECES - 1], b[PIECES - 1]);
   else mma_wait<0>(re, im, a[0], b[0]);
 }
 // (re + i im) T, or T^* where BACK
-template<int BACK> TILE void twist(acc &re, acc &im, const table (&t)[2][PARTS]) {
-  if constexpr (PARTS == 2)
+template<int BACK> TILE void twist(acc &re, acc &im, const table (&t)[2][PIECES]) {
+  if constexpr (PIECES == 2)
     each<64>([](int, int, float &x, float &y, float c, float d, float e, float f) {
       c += e;
       d = BACK ? -(d + f) : d + f;
       float z = fused(x, c, -(y * d));
       y = fused(x, d, y * c);
       x = z;
-    }, re, im, t[0][0], t[1][0], t[0][PARTS - 1], t[1][PARTS - 1]);
+    }, re, im, t[0][0], t[1][0], t[0][PIECES - 1], t[1][PIECES - 1]);
   else
     each<64>([](int, int, float &x, float &y, float c, float d) {
       d = BACK ? -d : d;
