@@ -12,13 +12,17 @@
 
 // From the row: NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
 typedef st<elem, 64, 64> tile;
+struct own_tiles {                      // a warpgroup's, side by side: their addresses differ by constants
+  tile u, pre, post;
+  table x[2][PIECES];                   // what passes from registers to a product, then the result
+  sv<64> rows;
+  parked up;
+};
 struct shared {
-  tile u[NC], pre[NC], post[NC];
-  table left[2][PIECES], right[3][PIECES], twists[2][PIECES];
-  table x[NC][2][PIECES], k[2][2];       // x: what passes from registers to a product, then the result
-  sv<64> rows[NC];
+  own_tiles group[NC];
+  table left[2][PIECES], right[3][PIECES], twists[2][PIECES], k[2][2];
   ring<1> inputs[NC], posts[NC];
-  ring<2> filters;
+  ring<2, ASYNC_READS> filters;         // released behind the fences for x, which cover the reads
   sem constants;
 };
 typedef fft_conv_params params;
@@ -59,9 +63,9 @@ TILE void loader(const params &p, shared &s, int) {
       last = filter;
     }
     ring_acquire(s.inputs[wg], at);
-    ring_expect(s.inputs[wg], at, (p.has_pre ? 2 : 1) * tile_bytes(s.u[0]));
-    tma_load(s.u[wg], p.u, s.inputs[wg].full[0], 64 * filter, 0, 0, batch);      // zeros behind the last head
-    if (p.has_pre) tma_load(s.pre[wg], p.pre, s.inputs[wg].full[0], 64 * filter, 0, 0, batch);
+    ring_expect(s.inputs[wg], at, (p.has_pre ? 2 : 1) * tile_bytes(s.group[0].u));
+    tma_load(s.group[wg].u, p.u, s.inputs[wg].full[0], 64 * filter, 0, 0, batch);      // zeros behind the last head
+    if (p.has_pre) tma_load(s.group[wg].pre, p.pre, s.inputs[wg].full[0], 64 * filter, 0, 0, batch);
     if (++wg == NC) {
       wg = 0;
       ring_next(s.inputs[0], at);
@@ -75,8 +79,8 @@ TILE void post_loader(const params &p, shared &s, int) {
   for (int task = own.first; p.has_post && task < own.end; task++) {
     int filter = task / p.batches, batch = task % p.batches;
     ring_acquire(s.posts[wg], at);
-    ring_expect(s.posts[wg], at, tile_bytes(s.post[0]));
-    tma_load(s.post[wg], p.post, s.posts[wg].full[0], 64 * filter, 0, 0, batch);
+    ring_expect(s.posts[wg], at, tile_bytes(s.group[0].post));
+    tma_load(s.group[wg].post, p.post, s.posts[wg].full[0], 64 * filter, 0, 0, batch);
     if (++wg == NC) {
       wg = 0;
       ring_next(s.posts[0], at);
@@ -86,32 +90,32 @@ TILE void post_loader(const params &p, shared &s, int) {
 
 TILE void compute(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
-  ring_pos filter_at = {}, at = {};       // at: of inputs and posts, which go round together
-  int held = own.first / p.batches, last = (own.end - 1) / p.batches;
-  table(&x)[2][PIECES] = s.x[wg];
+  ring_pos at = {};                     // of inputs and posts, which go round together
+  int first = own.first / p.batches, held = 0;     // filters: the first one, and how many were released
+  table(&x)[2][PIECES] = s.group[wg].x;
   tile &y = (tile &)x[0][0];
-  float sign = p.conjugate ? -1.f : 1.f;
   sem_wait(s.constants, 0);
-  ring_wait(s.filters, filter_at);
+  ring_wait(s.filters, ring_at<2>(0));
   for (int task = own.first + wg; task < own.end; task += NC) {
     int filter = task / p.batches, batch = task % p.batches;
     acc re, im;
     rv largest, down, up, factor;
-    for (; held < filter; held++) {
-      ring_done(s.filters, filter_at);
-      ring_wait(s.filters, filter_at);
+    for (; first + held < filter; held++) {
+      ring_release(s.filters, ring_at<2>(held));
+      ring_wait(s.filters, ring_at<2>(held + 1));
     }
     ring_wait(s.inputs[wg], at);
-    load(re, s.u[wg]);
+    load(re, s.group[wg].u);
     if (p.has_pre) {
-      load(im, s.pre[wg]);
+      load(im, s.group[wg].pre);
       map(re, im, [](float a, float b) { return a * b; });
     }
     ring_release(s.inputs[wg], at);
     fill(largest, 0.f);
     add_largest(largest, re);
     tma_store_wait_read();
-    scales(down, up, s.rows[wg], largest, p.log_rows, 1.f);    // its syncs: the last store has read x
+    scales(down, up, s.group[wg].rows, largest, p.log_rows, 1.f);    // its syncs: the last store has read x
+    store(s.group[wg].up, up);
     scale_down(re, down);
     put_pieces(x[0], re);
     fence_async();
@@ -123,12 +127,14 @@ TILE void compute(const params &p, shared &s, int wg) {
     mma_wait<0>(re, im);
     twist<0>(re, im, s.twists);
     multiply_right<0>(re, im, s.right);
+    const table(&k)[2] = s.k[held % 2];
+    float sign = p.conjugate ? -1.f : 1.f;
     each<64>([=](int, int, float &a, float &b, float c, float d) {
       d *= sign;
       float z = fused(a, c, -(b * d));
       b = fused(a, d, b * c);
       a = z;
-    }, re, im, s.k[filter_at.stage][0], s.k[filter_at.stage][1]);
+    }, re, im, k[0], k[1]);
     multiply_right<1>(re, im, s.right);
     twist<1>(re, im, s.twists);
     wg_sync();                                                 // all products have read x
@@ -142,11 +148,12 @@ TILE void compute(const params &p, shared &s, int wg) {
     mma_commit();
     mma_wait<0>(re);
     load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);
+    load(up, s.group[wg].up);
     map(up, up, factor, [](float a, float b) { return a * b; });
     map_row(re, up, [](float a, float f) { return a * f; });
     if (p.has_post) {
       ring_wait(s.posts[wg], at);
-      load(im, s.post[wg]);
+      load(im, s.group[wg].post);
       ring_release(s.posts[wg], at);
       map(re, im, [](float a, float b) { return a * b; });
     }
@@ -157,11 +164,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     tma_store(p.out, y, 64 * filter, 0, 0, batch);
     ring_next(s.inputs[wg], at);
   }
-  for (; held < last; held++) {
-    ring_done(s.filters, filter_at);
-    ring_wait(s.filters, filter_at);
-  }
-  ring_release(s.filters, filter_at);
+  // Others have up to NC - 1 tasks more, each with a filter of its own at most.
+  for (; first + held + 1 < (own.end - 1) / p.batches; held++) ring_release(s.filters, ring_at<2>(held));
   tma_store_wait_read();
 }
 

@@ -71,6 +71,7 @@ TILE void store_filters(const params &p, acc &re, acc &im, const rv &up, sv<64> 
   float root = (p.log_rows & 1 ? 11.3137085f : 8.f) * (float)(1 << p.log_rows / 2);   // of the row's length
   map(factor, factor, up, [=](float x, float y) { return x * y * root; });
   store(p.factors + 64 * task, factor, there);
+  wg_sync();                                                 // `rows` has been read
 }
 
 TILE void export_tables(const params &p, const shared &s) {

@@ -110,11 +110,10 @@ TILE void add_largest(rv &largest, const acc &x) {
 }
 // Powers of two, the same for groups of 1 << log_rows rows, that make numbers of any size fit fp16: `down` brings the
 // largest of a group to at most `limit`, `up` back. Where the largest is infinite, the group counts as zero, and `up` is
-// NaN: so other groups in the tile stay as they are.
+// NaN: so other groups in the tile stay as they are. `rows` is free once the warpgroup has met again.
 TILE void scales(rv &down, rv &up, sv<64> &rows, const rv &largest, int log_rows, float limit) {
   acc all;
   rv bound;
-  wg_sync();                          // the last call's rows have been read
   store(rows, largest);
   wg_sync();
   fill(all, 0.f);

@@ -591,9 +591,9 @@ def _conv_parts(b, t, c):
 
 
 # batch, heads, elements of a row, of a filter, causal, gates, precise. Several heads in a tile, which is not full; more
-# tiles than a block's warpgroups have; blocks, with some in front of a circular row.
-FFT = ((3, 70, 128, 100, True, True, False), (9, 2, 4096, 4096, True, True, False),
-       (10, 3, 2048, 2000, False, False, False))
+# tiles than a block's warpgroups have; a filter for each tile; blocks, with some in front of a circular row.
+FFT = ((1, 300, 128, 100, True, True, False), (9, 2, 4096, 4096, True, True, False),
+       (1, 21, 4096, 2000, False, False, False), (5, 7, 2048, 2000, False, True, False))
 FFT_BLOCKS = ((3, 2, 5000, 4800, False, True, True), (2, 3, 9000, 300, True, False, True))
 
 
