@@ -21,6 +21,8 @@ static int type_of(const mg_tensor *t) {
   return t->dtype == MG_BF16 ? FFT_BF16 : t->dtype == MG_FP16 ? FFT_FP16 : FFT_FP32;
 }
 
+static bool wants_pieces(const mg_call *c, const call *a) { return a->precise || c->problem.dtype == MG_FP32; }
+
 // Rows of one kernel: 64 to 4096 elements, a power of two.
 static int log_rows_of(const mg_call *c) {
   int log = 0;
@@ -29,7 +31,7 @@ static int log_rows_of(const mg_call *c) {
 }
 static filter filter_of(const mg_call *c, const call *a, const mg_tensor *spectrum) {
   const int log = log_rows_of(c);
-  bool fast = !a->precise && c->problem.dtype != MG_FP32 && 64 << log == c->n.L;
+  bool fast = !wants_pieces(c, a) && 64 << log == c->n.L;
   for (int i = 0; i < MOST_ROWS && !a->spectrum_is_given; i++)
     fast &= !a->rows[i] || c->n.H == 1 || a->rows[i]->stride[1] == c->n.L;
   return (filter){.spectrum = spectrum->data, .fast = fast, .log_rows = fast ? log : 6};
@@ -133,7 +135,7 @@ static mg_status make_spectra(mg_call *c, const fft_rows *x, fft_complex *out, i
 static mg_status convolve_blocks(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
                                  const mg_tensor *post, const mg_tensor *out, const mg_tensor *work, bool backwards) {
   const int64_t rows = mg_tasks(c, c->n.B * c->n.H, "rows"), most = mg_max(1, c->n.ROOM / FFT_UNIT_FLOATS / c->n.UNITS);
-  const bool precise = a->precise || c->problem.dtype == MG_FP32;
+  const bool precise = wants_pieces(c, a);
   fft_rows from = rows_of(x, pre);
   from.circular = !a->causal;
   from.reversed = backwards;
@@ -201,13 +203,17 @@ mg_status mg_fft_conv_spectrum(const mg_fft_conv_spectrum_args *a) {
 }
 
 // What computes a problem is chosen first: explain() asks for that.
+static bool choose_main(mg_call *c, const filter *f, bool precise) {
+  return f->fast ? mg_choose_other(c, MG_OP_fft_conv) : choose(c, MG_OP_fft_conv_spectra, precise);
+}
+
 mg_status mg_fft_conv(const mg_fft_conv_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_fft_conv, a)) return c.status;
   const call asked = {.k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise,
                       .spectrum_is_given = a->spectrum != NULL, .rows = {a->u, a->pregate, a->postgate, a->out}};
   const filter f = filter_of(&c, &asked, a->spectrum ? a->spectrum : a->made);
-  if (f.fast && !mg_choose_other(&c, MG_OP_fft_conv)) return c.status;
+  if (!choose_main(&c, &f, wants_pieces(&c, &asked))) return c.status;
   if (!a->spectrum) make_filter(&c, &asked, &f);
   return convolve(&c, &asked, &f, a->u, a->pregate, a->postgate, a->out, a->blocks, false);
 }
@@ -221,7 +227,7 @@ mg_status mg_fft_conv_bwd(const mg_fft_conv_bwd_args *a) {
     .k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise,
     .rows = {a->dout, a->u, a->pregate, a->postgate, a->du, a->dpregate, a->dpostgate}};
   const filter f = filter_of(&c, &asked, a->made);
-  if (f.fast && !mg_choose_other(&c, MG_OP_fft_conv)) return c.status;
+  if (!choose_main(&c, &f, wants_pieces(&c, &asked))) return c.status;
   if (a->du || a->dpregate || a->dpostgate) make_filter(&c, &asked, &f);
   if (a->du) convolve(&c, &asked, &f, a->dout, a->postgate, a->pregate, a->du, a->blocks, true);
   if (a->dpregate) convolve(&c, &asked, &f, a->dout, a->postgate, a->u, a->dpregate, a->blocks, true);

@@ -34,14 +34,12 @@ TILE void compute(const params &p, shared &s, int wg) {
   bar_sync(1, 128 * NC);
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
     int row = task / p.blocks, block = task % p.blocks;         // of_filters: the row is a head
-    int head = (p.first_row + row) / p.batches, batch = (p.first_row + row) % p.batches;
+    int head = p.first_row + row, batch = 0;
     acc re, im;
     rv largest, down, up;
     fill(re, 0.f);
     fill(im, 0.f);
     if (p.of_filters) {
-      head = p.first_row / p.batches + row;
-      batch = 0;
       int first = larger(0, block - p.past);
       for (int i = 0; i < p.batches; i++) {
         int64_t at = (int64_t)row * p.batches + i;
@@ -50,6 +48,8 @@ TILE void compute(const params &p, shared &s, int wg) {
                       p.b + (at * p.b_blocks + p.past + n - block) * FFT_BLOCK, -1.f);
       }
     } else {
+      batch = head % p.batches;
+      head /= p.batches;
       int64_t at = (int64_t)row * p.a_blocks + p.past + block, filter = (int64_t)head * p.b_blocks;
       int end = smaller(p.b_blocks, p.past + block + 1);
       for (int n = 0; n < end; n++)

@@ -3,6 +3,15 @@
 from margay._shared import dtype_name, functions, is_torch, of_row, shape
 
 
+_ONE_PASS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def _dense(t):
+    """One pass reads heads one behind another. A copy costs less than blocks."""
+    dense = t is None or t.ndim != 3 or t.stride(1) == t.shape[2] or t.shape[1] == 1
+    return t if dense else t.contiguous()
+
+
 class LongFilter:
     """A filter of `fft_conv` with its spectrum, as `fft_conv_filter` makes it. k, skip: what it was made of; to change
     them in place does not change the spectrum."""
@@ -38,8 +47,8 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
     if isinstance(k, LongFilter):
         _check_filter(k, u, causal, skip, precise)
         k, skip, spectrum, causal, precise = k.k, k.skip, k.spectrum, k.causal, k.precise
-        if is_torch("fft_conv", "u", u):             # one pass wants heads one behind another
-            u, pregate, postgate = (t if t is None else t.contiguous() for t in (u, pregate, postgate))
+    if getattr(u, "ndim", 0) == 3 and u.shape[2] in _ONE_PASS and not precise and is_torch("fft_conv", "u", u):
+        u, pregate, postgate = map(_dense, (u, pregate, postgate))
     call = functions.get("fft_conv") or of_row("fft_conv")
     return call(u, k, skip, pregate, postgate, spectrum, bool(causal), bool(precise))
 
