@@ -85,7 +85,7 @@ def random_problem(seed, device):
         n = r.choice((4097, 8192, 8191, r.randrange(4097, 12000), *((16384, 32768, 20001) if gpu else ())))
     h = r.choice((1, 2, 3, 5, 70, 140)) if n <= 512 or gpu else r.choice((1, 2, 3))
     taps = r.choice((n, n, r.randrange(1, n + 1)))
-    dtype = r.choice(HALF if gpu else (*HALF, torch.float32))
+    dtype = r.choice((*HALF, torch.float32))
     given = tuple(name for name in NAMES[2:] if r.random() < 0.4)
     return Problem(seed, device, dtype, (r.choice((1, 2, 3)), h, n), taps, r.random() < 0.6, given,
                    r.choice((torch.float32, dtype)), r.choice((1.0, 1.0, 100.0, 0.01)))

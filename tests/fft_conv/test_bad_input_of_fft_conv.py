@@ -11,7 +11,7 @@ from cases import DEVICES
 from margay import _C
 from refusals import SPREADS, Wrapped, probe_sizes, refused, run_python, tensors
 
-HALVES = "bfloat16, float16 or, on the CPU, float32"
+HALVES = "bfloat16, float16 or float32"
 
 
 def problem(device="cpu", dtype=torch.bfloat16, b=2, h=3, n=128, taps=100):
@@ -40,6 +40,13 @@ def test_bad_01_dtype(compiled):
             inputs | {"pregate": inputs["pregate"].half()})
     refused(TypeError, "fft_conv_filter: k has dtype float64, expected float32 or bfloat16 (as like)",
             mg.fft_conv_filter, inputs["u"], inputs["k"].double())
+
+
+def test_bad_01_float32_on_the_gpu():
+    """It is computed there too."""
+    with FakeTensorMode():
+        u, k = torch.empty(2, 3, 100, device="cuda"), torch.empty(3, 100, device="cuda")
+        assert mg.fft_conv(u, k).dtype == torch.float32
 
 
 @pytest.mark.parametrize("change, message", [

@@ -73,8 +73,8 @@ def test_neighbours_of_other_sizes(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", (96, 256, 4096, 5000))
 def test_precise(length, device):
-    """As exact as the result's own rounding, whatever the dtype; float32 where it is computed."""
-    for dtype in HALF if device == "cuda" else (*HALF, torch.float32):
+    """As exact as the result's own rounding, whatever the dtype."""
+    for dtype in (*HALF, torch.float32):
         p = Problem(length, device, dtype, (2, 2, length), length - 1, True, GATES)
         ours, exact = p.check(precise=True), p.results(formula, torch.float64)
         for name in ours:

@@ -28,8 +28,8 @@ class LongFilter:
 def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, precise=False):
     """out = postgate (k * x + skip x), x = pregate u, where (k * x)_n = sum over j of k[h, j] x[b, h, n - j].
 
-    u, pregate, postgate, out [B, H, L], k [H, Lk] with 1 <= Lk <= L, skip [H]. bfloat16 or float16, on the CPU also
-    float32; k and skip are float32 or as u. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+    u, pregate, postgate, out [B, H, L], k [H, Lk] with 1 <= Lk <= L, skip [H]. bfloat16, float16 or float32;
+    k and skip are float32 or as u. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
 
     causal: x is zero in front of its first element. False: circular, x has the period L.
     k: also what `fft_conv_filter` returns, whose spectrum is then used again. Options that differ from its own are
