@@ -12,6 +12,7 @@
 //
 // Numbers are PIECES fp16 tiles: the first eleven bits, and, of two pieces, the next eleven.
 #pragma once
+#include "tile/numbers.h"
 #include "fft_conv/fft_conv.h"
 
 typedef st<fp16, 64, 64> table;

@@ -98,6 +98,3 @@ template<int N> TILE void add_acc_cols(float *g, int c0, const rt<float, N> &t);
 template<int N> TILE void load_acc(rt<float, N> &t, const float *g);
 template<int N> TILE void zero_acc(float *g);                          // 64 * N zeros
 TILE void zero_words(int *g, int n);                                   // n zeros
-// A number of global memory, for lambdas: as float, and rounded. T: float, bf16 or fp16. Any width.
-template<typename T> TILE float number(const T &x);
-template<typename T> TILE void set_number(T &d, float x);

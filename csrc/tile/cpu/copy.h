@@ -347,5 +347,3 @@ TILE void zero_words(int *g, int n) {
   touches_global(g, (size_t)n * sizeof(int), GLOBAL_WRITE);
   memset(g, 0, (size_t)n * sizeof(int));
 }
-template<typename T> TILE float number(const T &x) { return widen(x); }
-template<typename T> TILE void set_number(T &d, float x) { narrow(d, x); }

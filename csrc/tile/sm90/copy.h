@@ -520,5 +520,3 @@ template<int N> TILE void zero_acc(float *g) {
 TILE void zero_words(int *g, int n) {
   for (int i = thread_in_group(); i < n; i += 128) g[i] = 0;
 }
-template<typename T> TILE float number(const T &x) { return to_float(x); }
-template<typename T> TILE void set_number(T &d, float x) { d.u = (uint16_t)pack<T>(x, 0.f); }
