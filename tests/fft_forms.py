@@ -88,4 +88,4 @@ def random_problem(seed, device):
     dtype = r.choice((*HALF, torch.float32))
     given = tuple(name for name in NAMES[2:] if r.random() < 0.4)
     return Problem(seed, device, dtype, (r.choice((1, 2, 3)), h, n), taps, r.random() < 0.6, given,
-                   r.choice((torch.float32, dtype)), r.choice((1.0, 1.0, 100.0, 0.01)))
+                   r.choice((torch.float32, dtype)), r.choice((1.0, 1.0, 10.0 if dtype == torch.float16 else 100.0, 0.01)))

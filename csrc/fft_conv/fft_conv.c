@@ -38,6 +38,10 @@ static filter filter_of(const mg_call *c, const call *a, const mg_tensor *spectr
 }
 static fft_complex *units_of(const filter *f) { return (fft_complex *)(f->spectrum + FFT_TABLE_FLOATS); }
 
+static bool choose_fast(mg_call *c, const call *a) {         // circular: two rows at a time
+  c->problem.size.SPLIT = a->causal ? 1 : 2;
+  return mg_choose_other(c, MG_OP_fft_conv);
+}
 // Kernels of fp16 operands, whatever the tensors are. precise: two for each number.
 static bool choose(mg_call *c, mg_op op, bool precise) {
   const mg_dtype dtype = c->problem.dtype;
@@ -63,24 +67,26 @@ static fft_rows rows_of(const mg_tensor *t, const mg_tensor *gate) {
   return x;
 }
 
+static float *tiles_of(const filter *f) { return f->spectrum + FFT_TABLE_FLOATS; }
+static int64_t filter_tiles(const mg_call *c, const filter *f) { return mg_ceil_div(c->n.H << f->log_rows, 64); }
+static float *factors_of(const mg_call *c, const filter *f) { return tiles_of(f) + filter_tiles(c, f) * FFT_BLOCK; }
+
 static void make_filter(mg_call *c, const call *a, const filter *f) {
-  const int64_t heads = c->n.H, plane = heads * c->n.L;      // fp16 numbers
-  if (!heads || !choose(c, MG_OP_fft_conv_spectra, true)) return;
+  const int64_t heads = c->n.H;
+  if (!heads) return;
+  if (f->fast) {
+    fft_filters_params p = {
+      .k = a->k->data, .k_type = type_of(a->k), .skip = mg_data(a->skip), .skip_type = a->skip ? type_of(a->skip) : 0,
+      .taps = (int)c->n.LK, .heads = (int)heads, .log_rows = f->log_rows, .plain = !a->causal, .tables = f->spectrum,
+      .out = tiles_of(f), .factors = factors_of(c, f), .tasks = mg_tasks(c, filter_tiles(c, f), "tiles")};
+    if (choose(c, MG_OP_fft_conv_filters, c->problem.dtype == MG_FP16)) run(c, &p, p.tasks);
+    return;
+  }
   fft_spectra_params p = {
     .x = {.data = a->k->data, .head = c->n.LK, .type = type_of(a->k), .length = (int)c->n.LK},
-    .skip = mg_data(a->skip), .skip_type = a->skip ? type_of(a->skip) : 0, .batches = 1, .heads = (int)heads,
-    .blocks = (int)c->n.RK, .log_rows = f->log_rows, .turned = !a->causal};
-  if (f->fast) {
-    p.tables = f->spectrum;
-    p.re = f->spectrum + FFT_TABLE_FLOATS;
-    p.im = (uint16_t *)p.re + plane;
-    p.factors = (float *)((uint16_t *)p.im + plane);
-    p.tasks = mg_tasks(c, mg_ceil_div(heads << f->log_rows, 64), "tiles");
-  } else {
-    p.out = units_of(f);
-    p.tasks = mg_tasks(c, heads * c->n.RK, "blocks");
-  }
-  run(c, &p, p.tasks);
+    .skip = mg_data(a->skip), .skip_type = a->skip ? type_of(a->skip) : 0, .batches = 1, .blocks = (int)c->n.RK,
+    .out = units_of(f), .tasks = mg_tasks(c, heads * c->n.RK, "blocks")};
+  if (choose(c, MG_OP_fft_conv_spectra, true)) run(c, &p, p.tasks);
 }
 
 // ---- one pass
@@ -95,26 +101,21 @@ static void map_rows(mg_call *c, gmap *m, const char *name, const mg_tensor *t) 
     c->status = mg_map_once(m, &c->context, name, t->data, t->dtype, (int64_t[4]){c->n.B, 1, rows, 64},
                             (int64_t[4]){t->stride[0], rows * 64, 64, 1}, 64, 64);
 }
-static void map_planes(mg_call *c, gmap *m, const char *name, void *data, int64_t planes, int64_t rows) {
-  if (!c->status)
-    c->status = mg_map(m, &c->context, name, data, MG_FP16, (int64_t[4]){1, planes, rows, 64},
-                       (int64_t[4]){planes * rows * 64, rows * 64, 64, 1}, 64, 64);
-}
-static mg_status convolve_fast(mg_call *c, const filter *f, const mg_tensor *x, const mg_tensor *pre,
+static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
                                const mg_tensor *post, const mg_tensor *out, bool conjugate) {
-  if (!mg_choose_other(c, MG_OP_fft_conv)) return c->status;
-  const int64_t rows = c->n.H << f->log_rows;
-  uint16_t *re = (uint16_t *)(f->spectrum + FFT_TABLE_FLOATS);
-  fft_conv_params p = {.factors = (float *)(re + 2 * rows * 64), .batches = (int)c->n.B, .rows = (int)rows,
-                       .log_rows = f->log_rows, .has_pre = pre != NULL, .has_post = post != NULL,
-                       .conjugate = conjugate,
-                       .tasks = mg_tasks(c, mg_ceil_div(rows, 64) * c->n.B, "tiles")};
+  if (!choose_fast(c, a)) return c->status;
+  const int64_t batches = mg_ceil_div(c->n.B, c->problem.size.SPLIT);
+  fft_conv_params p = {.filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)batches,
+                       .rows = (int)(c->n.H << f->log_rows), .log_rows = f->log_rows, .has_pre = pre != NULL,
+                       .has_post = post != NULL, .conjugate = conjugate,
+                       .tasks = mg_tasks(c, filter_tiles(c, f) * batches, "tiles")};
   map_rows(c, &p.u, "u", x);
   map_rows(c, &p.out, "out", out);
   if (pre) map_rows(c, &p.pre, "pregate", pre);
   if (post) map_rows(c, &p.post, "postgate", post);
-  map_planes(c, &p.tables, "spectrum", f->spectrum, FFT_TABLES, 64);
-  map_planes(c, &p.filter, "spectrum", re, 2, rows);
+  if (!c->status)
+    c->status = mg_map(&p.tables, &c->context, "spectrum", f->spectrum, MG_FP16, (int64_t[4]){1, FFT_TABLES, 64, 64},
+                       (int64_t[4]){FFT_TABLES * 4096, 4096, 64, 1}, 64, 64);
   return mg_run_resident(c, &p, p.tasks);
 }
 
@@ -125,8 +126,8 @@ static mg_status make_spectra(mg_call *c, const fft_rows *x, fft_complex *out, i
                               int64_t past, bool pairs, bool precise) {
   const int64_t blocks = c->n.R + past;
   if (!choose(c, MG_OP_fft_conv_spectra, precise)) return c->status;
-  fft_spectra_params p = {.x = *x, .batches = (int)c->n.B, .heads = (int)c->n.H, .first_row = (int)first_row,
-                          .blocks = (int)blocks, .past = (int)past, .pairs = pairs, .out = out, .log_rows = 6,
+  fft_spectra_params p = {.x = *x, .batches = (int)c->n.B, .first_row = (int)first_row,
+                          .blocks = (int)blocks, .past = (int)past, .pairs = pairs, .out = out,
                           .tasks = mg_tasks(c, count * blocks, "blocks")};
   return run(c, &p, p.tasks);
 }
@@ -161,7 +162,7 @@ static mg_status convolve_blocks(mg_call *c, const call *a, const filter *f, con
 static mg_status convolve(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
                           const mg_tensor *post, const mg_tensor *out, const mg_tensor *work, bool backwards) {
   if (c->status || mg_is_empty(out)) return c->status;
-  return f->fast ? convolve_fast(c, f, x, pre, post, out, backwards)
+  return f->fast ? convolve_fast(c, a, f, x, pre, post, out, backwards)
                  : convolve_blocks(c, a, f, x, pre, post, out, work, backwards);
 }
 
@@ -203,8 +204,8 @@ mg_status mg_fft_conv_spectrum(const mg_fft_conv_spectrum_args *a) {
 }
 
 // What computes a problem is chosen first: explain() asks for that.
-static bool choose_main(mg_call *c, const filter *f, bool precise) {
-  return f->fast ? mg_choose_other(c, MG_OP_fft_conv) : choose(c, MG_OP_fft_conv_spectra, precise);
+static bool choose_main(mg_call *c, const call *a, const filter *f, bool precise) {
+  return f->fast ? choose_fast(c, a) : choose(c, MG_OP_fft_conv_spectra, precise);
 }
 
 mg_status mg_fft_conv(const mg_fft_conv_args *a) {
@@ -213,7 +214,7 @@ mg_status mg_fft_conv(const mg_fft_conv_args *a) {
   const call asked = {.k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise,
                       .spectrum_is_given = a->spectrum != NULL, .rows = {a->u, a->pregate, a->postgate, a->out}};
   const filter f = filter_of(&c, &asked, a->spectrum ? a->spectrum : a->made);
-  if (!choose_main(&c, &f, wants_pieces(&c, &asked))) return c.status;
+  if (!choose_main(&c, &asked, &f, wants_pieces(&c, &asked))) return c.status;
   if (!a->spectrum) make_filter(&c, &asked, &f);
   return convolve(&c, &asked, &f, a->u, a->pregate, a->postgate, a->out, a->blocks, false);
 }
@@ -227,7 +228,7 @@ mg_status mg_fft_conv_bwd(const mg_fft_conv_bwd_args *a) {
     .k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise,
     .rows = {a->dout, a->u, a->pregate, a->postgate, a->du, a->dpregate, a->dpostgate}};
   const filter f = filter_of(&c, &asked, a->made);
-  if (!choose_main(&c, &f, wants_pieces(&c, &asked))) return c.status;
+  if (!choose_main(&c, &asked, &f, wants_pieces(&c, &asked))) return c.status;
   if (a->du || a->dpregate || a->dpostgate) make_filter(&c, &asked, &f);
   if (a->du) convolve(&c, &asked, &f, a->dout, a->postgate, a->pregate, a->du, a->blocks, true);
   if (a->dpregate) convolve(&c, &asked, &f, a->dout, a->postgate, a->u, a->dpregate, a->blocks, true);

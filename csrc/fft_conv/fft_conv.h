@@ -3,10 +3,10 @@
 #include <stdint.h>
 #include "tile/gmap.h"
 
-// The host fills `spectrum` of the row like this, in floats. Rows of FAST lengths: the tables of fft_conv.cu, the
-// filters' spectra in fp16, re and im, each [heads, length], and a factor for every 64 of these numbers. Else
-// fft_complex[heads][blocks of the filter][4096].
-enum { FFT_BLOCK = 4096, FFT_TABLES = 7, FFT_TABLE_FLOATS = FFT_TABLES * 64 * 64 / 2, FFT_UNIT_FLOATS = 2 * FFT_BLOCK };
+// The host fills `spectrum` of the row like this, in floats. Rows of one pass: the tables of fft_conv.cu, the filters'
+// spectra, tiles of 4096 numbers of which each is two fp16, re and im, and a factor for every row of 64 of them. Else
+// fft_complex[heads][blocks of the filter][4096] behind the tables, which are not used.
+enum { FFT_BLOCK = 4096, FFT_TABLES = 8, FFT_TABLE_FLOATS = FFT_TABLES * 64 * 64 / 2, FFT_UNIT_FLOATS = 2 * FFT_BLOCK };
 enum { FFT_FP32, FFT_BF16, FFT_FP16 };
 typedef struct fft_complex { MG_ALIGNAS(8) float re; float im; } fft_complex;
 
@@ -19,20 +19,24 @@ typedef struct fft_rows {
   int circular;               // in front of the first element is the last
 } fft_rows;
 
-// Spectra of blocks. A task of fft_conv_spectra: 4096 elements. That is one block of one row or, of filters that are
-// short, several whole rows.
+// Spectra of blocks of 4096 elements, of which each is a task.
 typedef struct fft_spectra_params {
   fft_rows x;
   const void *skip;           // [heads] or NULL: added to element 0
   int skip_type;
-  int tasks, batches, heads, first_row;     // row h batches + b; the first one of this launch
+  int tasks, batches, first_row;            // row h batches + b; the first one of this launch
   int blocks, past;           // of a row, of which `past` are in front of element 0
   int pairs;                  // block s is the real part, block s - 1 the imaginary one
-  fft_complex *out;           // [task][4096]; or NULL, and then
-  void *tables, *re, *im;     // as `spectrum`, fp16
-  float *factors;
-  int log_rows, turned;       // a row is 64 << log_rows elements long; times 1 + i
+  fft_complex *out;           // [task][4096]
 } fft_spectra_params;
+
+// Spectra of the filters of rows of N = 64 << log_rows <= 4096 elements. A task: 4096 numbers of whole filters.
+typedef struct fft_filters_params {
+  const void *k, *skip;       // [heads, taps]; [heads] or NULL: added to element 0
+  int k_type, skip_type, taps, heads, log_rows, plain, tasks;
+  void *tables;               // as `spectrum`
+  float *out, *factors;
+} fft_filters_params;
 
 // Sums of products of spectra, and their way back. A task of fft_conv_sums: one block of one row of the result.
 // Forward: sum over n of a[row, block - n] b[head, n]. Of filters: sum over batch and n of a[row, n] conj(b[row, n -
@@ -50,10 +54,10 @@ typedef struct fft_sums_params {
   int first_type;
 } fft_sums_params;
 
-// Rows of 64 << log_rows = N <= 4096 elements, in one pass. A task: 4096 elements of one batch entry.
+// Rows of 64 << log_rows = N <= 4096 elements, in one pass. A task: 4096 elements of one batch entry, or of two.
 typedef struct fft_conv_params {
-  gmap u, pre, post, out, tables, filter;   // pre, post: filled where they are given
-  const float *factors;
-  int tasks, batches, rows;                 // rows of 64 elements that a batch entry has
+  gmap u, pre, post, out, tables;           // pre, post: filled where they are given
+  const float *filter, *factors;
+  int tasks, batches, rows;                 // tasks of a filter's tile; rows of 64 elements that a batch entry has
   int log_rows, has_pre, has_post, conjugate;
 } fft_conv_params;

@@ -8,7 +8,7 @@
 struct shared {
   table left[2][PIECES], right[3][PIECES], twists[2][PIECES];
   table x[NC][2][PIECES];
-  sv<64> rows[NC];
+  sv<64> rows[NC][2];
 };
 typedef fft_sums_params params;
 
@@ -26,17 +26,12 @@ TILE void add_product(acc &re, acc &im, const fft_complex *a, const fft_complex 
 
 TILE void compute(const params &p, shared &s, int wg) {
   table(&x)[2][PIECES] = s.x[wg];
-  if (wg == 0) {
-    make_left(s.left, 6, false);
-    make_twist(s.twists, 6);
-  } else if (wg == 1) make_right(s.right);
-  fence_async();
-  bar_sync(1, 128 * NC);
+  make_tables(s.left, s.right, s.twists, 6, false, false, wg, NC);
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
     int row = task / p.blocks, block = task % p.blocks;         // of_filters: the row is a head
     int head = p.first_row + row, batch = 0;
     acc re, im;
-    rv largest, down, up;
+    rv up;
     fill(re, 0.f);
     fill(im, 0.f);
     if (p.of_filters) {
@@ -55,12 +50,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       for (int n = 0; n < end; n++)
         add_product(re, im, p.a + (at - n) * FFT_BLOCK, p.b + (filter + n) * FFT_BLOCK, 1.f);
     }
-    fill(largest, 0.f);
-    add_largest(largest, re);
-    add_largest(largest, im);
-    scales(down, up, s.rows[wg], largest, 6, 64.f);             // also: the last task's products have read x
-    scale_down(re, down);
-    scale_down(im, down);
+    scale_both(re, im, up, s.rows[wg], 6, 64.f);                // also: the last task's products have read x
     multiply_right<1>(re, im, s.right);
     twist<1>(re, im, s.twists);
     put_pieces(x[0], re);

@@ -9,6 +9,8 @@
 // product of such spectra is the convolution modulo z^N + i. Of real rows its real part is the first half of the
 // convolution, and its imaginary part, negated, is the second half: no zeros are appended.
 // A row of N = 64 m < 4096 is m rows of a tile: L has blocks of m x m, and 64 / m rows share a tile.
+// Circular rows of such a length take frequencies k / N: 4 a k1 in L, 4 k1 in T. Two rows with one filter, which is
+// real, are the real and the imaginary part of one.
 //
 // Numbers are PIECES fp16 tiles: the first eleven bits, and, of two pieces, the next eleven.
 #pragma once
@@ -60,73 +62,86 @@ TILE void put_complex(table (*t)[PIECES], rt<float, 16> &re, rt<float, 16> &im, 
   put_columns(t[1], im, c0);
   if (three) put_columns(t[2], other, c0);
 }
-TILE void make_left(table (*t)[PIECES], int log_rows, bool three) {
+// 16 columns of each. plain: at frequencies k / N. There the product of spectra is the circular convolution.
+TILE void left_columns(table (*t)[PIECES], int log_rows, bool plain, bool three, int c0) {
   float size = (log_rows & 1 ? 0.707106781f : 1.f) / (float)(1 << log_rows / 2);
-  ROLLED for (int c0 = 0; c0 < 64; c0 += 16) {
-    rt<float, 16> re, im;
-    fill(re, 0.f);
-    fill(im, 0.f);
-    each<16>([=](int r, int c, float &x, float &y) {
-      c += c0;
-      int i = r & ((1 << log_rows) - 1), a = c & ((1 << log_rows) - 1);
-      turn(x, y, (4 * i * a + a + i) << (6 - log_rows), 8);
-      float f = (r ^ c) >> log_rows ? 0.f : size;
-      x *= f;
-      y *= f;
-    }, re, im);
-    put_complex(t, re, im, three, c0);
-  }
+  rt<float, 16> re, im;
+  fill(re, 0.f);
+  fill(im, 0.f);
+  each<16>([=](int r, int c, float &x, float &y) {
+    c += c0;
+    int i = r & ((1 << log_rows) - 1), a = c & ((1 << log_rows) - 1);
+    turn(x, y, (4 * i * a + (plain ? 0 : a + i)) << (6 - log_rows), 8);
+    float f = (r ^ c) >> log_rows ? 0.f : size;
+    x *= f;
+    y *= f;
+  }, re, im);
+  put_complex(t, re, im, three, c0);
 }
-TILE void make_twist(table (*t)[PIECES], int log_rows) {
-  ROLLED for (int c0 = 0; c0 < 64; c0 += 16) {
-    rt<float, 16> re, im;
-    fill(re, 0.f);
-    fill(im, 0.f);
-    each<16>([=](int r, int c, float &x, float &y) {
-      int i = r & ((1 << log_rows) - 1);
-      turn(x, y, (4 * i + 1) * (c + c0) - 64 * i, 8 + log_rows);
-    }, re, im);
-    put_complex(t, re, im, false, c0);
-  }
+TILE void twist_columns(table (*t)[PIECES], int log_rows, bool plain, int c0) {
+  rt<float, 16> re, im;
+  fill(re, 0.f);
+  fill(im, 0.f);
+  each<16>([=](int r, int c, float &x, float &y) {
+    int i = r & ((1 << log_rows) - 1);
+    turn(x, y, plain ? 4 * i * (c + c0) : (4 * i + 1) * (c + c0) - 64 * i, 8 + log_rows);
+  }, re, im);
+  put_complex(t, re, im, false, c0);
 }
-TILE void make_right(table (*t)[PIECES]) {
-  ROLLED for (int c0 = 0; c0 < 64; c0 += 16) {
-    rt<float, 16> re, im;
-    fill(re, 0.f);
-    fill(im, 0.f);
-    each<16>([=](int r, int c, float &x, float &y) {
-      turn(x, y, r * (c + c0), 6);
-      x *= 0.125f;
-      y *= 0.125f;
-    }, re, im);
-    put_complex(t, re, im, true, c0);
+TILE void right_columns(table (*t)[PIECES], int c0) {
+  rt<float, 16> re, im;
+  fill(re, 0.f);
+  fill(im, 0.f);
+  each<16>([=](int r, int c, float &x, float &y) {
+    turn(x, y, r * (c + c0), 6);
+    x *= 0.125f;
+    y *= 0.125f;
+  }, re, im);
+  put_complex(t, re, im, true, c0);
+}
+// Warpgroup `wg` of `count` makes its share of a block's tables. Then they meet.
+TILE void make_tables(table (*left)[PIECES], table (*right)[PIECES], table (*twists)[PIECES], int log_rows, bool plain,
+                      bool three, int wg, int count) {
+  ROLLED for (int i = wg; i < 12; i += count) {
+    int c0 = i % 4 * 16;
+    if (i < 4) left_columns(left, log_rows, plain, three, c0);
+    else if (i < 8) twist_columns(twists, log_rows, plain, c0);
+    else right_columns(right, c0);
   }
+  fence_async();
+  bar_sync(1, 128 * count);
 }
 
-// largest = max(largest, |x|) along rows, where NaN counts as infinite
-TILE void add_largest(rv &largest, const acc &x) {
-  acc size;
-  map_row(size, x, largest, [](float y, float) { return fabsf(y) < infinity() ? fabsf(y) : infinity(); });
-  row_max(largest, size);
-}
-// Powers of two, the same for groups of 1 << log_rows rows, that make numbers of any size fit fp16: `down` brings the
-// largest of a group to at most `limit`, `up` back. Where the largest is infinite, the group counts as zero, and `up` is
-// NaN: so other groups in the tile stay as they are. `rows` is free once the warpgroup has met again.
-TILE void scales(rv &down, rv &up, sv<64> &rows, const rv &largest, int log_rows, float limit) {
-  acc all;
-  rv bound;
-  store(rows, largest);
-  wg_sync();
-  fill(all, 0.f);
-  each<64>([=](int r, int c, float &x, float y) { x = (r ^ c) >> log_rows ? 0.f : y; }, all, rows);
-  fill(bound, 0.f);
-  row_max(bound, all);
+// Powers of two that make numbers of any size fit fp16: `down` brings the largest of a group, `bound`, to at most
+// `limit`, `up` back. Where it is infinite, the group counts as zero, and `up` is NaN: so other groups in the tile stay
+// as they are.
+TILE void scales(rv &down, rv &up, const rv &bound, float limit) {
   map(up, bound, [](float x) { return fminf(floorf(fast_log2(fmaxf(x, 1e-30f))) + 1.f, 126.f); });
   map(down, up, bound, [=](float e, float x) { return x < infinity() ? fast_exp2(-e) * limit : 0.f; });
   map(up, up, bound, [=](float e, float x) { return x < infinity() ? fast_exp2(e) / limit : x - x; });
 }
 TILE void scale_down(acc &x, const rv &down) {
   map_row(x, down, [](float y, float f) { return f > 0.f ? y * f : 0.f; });
+}
+
+// The largest becomes 1: rows that share a complex one then have errors of one size.
+TILE void scales_alike(rv &down, rv &up, const rv &bound) {
+  map(up, bound, [](float x) { return clamp(x, 1e-30f, 8e37f); });
+  map(down, up, bound, [](float y, float x) { return x < infinity() ? fast_rcp(y) : 0.f; });
+  map(up, up, bound, [](float y, float x) { return x < infinity() ? y : x - x; });
+}
+// The same of re and im together, which become smaller. The warpgroup meets.
+TILE void scale_both(acc &re, acc &im, rv &up, sv<64> (&rows)[2], int log_rows, float limit) {
+  rv bound, other, down;
+  row_largest(rows[0], re);
+  row_largest(rows[1], im);
+  wg_sync();
+  group_largest(bound, rows[0], log_rows);
+  group_largest(other, rows[1], log_rows);
+  map(bound, bound, other, [](float x, float y) { return fmaxf(x, y); });
+  scales(down, up, bound, limit);
+  scale_down(re, down);
+  scale_down(im, down);
 }
 
 // The pieces of x in shared tiles; x is lost.
