@@ -18,6 +18,7 @@ TILE void init(shared &) {}
 TILE void load_filters(acc &re, const params &p, int task) {
   int log = p.log_rows, taps = p.taps, heads = p.heads;
   int64_t at = (int64_t)64 * 64 * task;
+  fill(re, 0.f);
   if (p.k_type == FFT_FP32 && taps == 64 << log)
     load(re, (const float *)p.k + at, 64, (heads << log) - 64 * task, 64);
   else

@@ -592,19 +592,21 @@ def _conv_parts(b, t, c):
 
 # batch, heads, elements of a row, of a filter, causal, gates, precise. Several heads in a tile, which is not full; more
 # tiles than a block's warpgroups have; a filter for each tile; blocks, with some in front of a circular row.
-FFT = ((1, 300, 128, 100, True, True, False), (9, 2, 4096, 4096, True, True, False),
-       (1, 21, 4096, 2000, False, False, False), (5, 7, 2048, 2000, False, True, False))
+FFT = ((1, 300, 128, 128, True, True, False), (9, 2, 4096, 4096, True, True, False),
+       (1, 21, 4096, 2000, False, False, False), (9, 7, 2048, 2000, False, True, False))
 FFT_BLOCKS = ((3, 2, 5000, 4800, False, True, True), (2, 3, 9000, 300, True, False, True))
 
 
 def fft_conv(row, large):
     """Forward, and, of rows that filters' gradients run, backward."""
-    problems = FFT if row["op"] == "fft_conv" else (*FFT[:row["op"] == "fft_conv_spectra"], *FFT_BLOCKS)
+    one_pass, pieces = constants(row).get("TAKES"), constants(row)["PIECES"]
+    problems = (FFT_BLOCKS if row["op"] in ("fft_conv_spectra", "fft_conv_sums") else
+                [p for p in FFT if not one_pass or p[4] == (one_pass == 1)])
     if large:
         problems = ((8, 300, *problems[0][2:]), (1, 5, *problems[-1][2:]), *problems)
     for b, h, n, taps, causal, gates, precise in problems:
         def call(b=b, h=h, n=n, taps=taps, causal=causal, gates=gates, precise=precise, backward=False):
-            dtype = row["dtype"]
+            dtype = "bfloat16" if row["op"] == "fft_conv_filters" and pieces == 1 else row["dtype"]
             rows = lambda: new(b, h, n, dtype=dtype)  # noqa: E731
             of = dict(u=rows(), k=new(h, taps), skip=new(h) if gates else None, pregate=rows() if gates else None,
                       postgate=rows() if gates else None, causal=causal, precise=precise)
@@ -763,7 +765,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
-       "fft_conv": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
+       "fft_conv": fft_conv, "fft_conv_filters": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
