@@ -14,7 +14,7 @@ typedef struct call {
 typedef struct filter {
   float *spectrum;
   bool fast;                  // for fft_conv.cu
-  int log_rows;               // rows of 64 << log_rows elements
+  int log_rows, log_parts;    // rows of 2^log_parts times 64 << log_rows elements
 } filter;
 
 static int type_of(const mg_tensor *t) {
@@ -30,11 +30,11 @@ static int log_rows_of(const mg_call *c) {
   return log;
 }
 static filter filter_of(const mg_call *c, const call *a, const mg_tensor *spectrum) {
-  const int log = log_rows_of(c);
-  bool fast = !wants_pieces(c, a) && 64 << log == c->n.L;
+  const int log = log_rows_of(c), parts = c->n.L == 4 * FFT_BLOCK ? 2 : c->n.L == 2 * FFT_BLOCK;
+  bool fast = !wants_pieces(c, a) && 64 << log << parts == c->n.L;
   for (int i = 0; i < MOST_ROWS && !a->spectrum_is_given; i++)
     fast &= !a->rows[i] || c->n.H == 1 || a->rows[i]->stride[1] == c->n.L;
-  return (filter){.spectrum = spectrum->data, .fast = fast, .log_rows = fast ? log : 6};
+  return (filter){.spectrum = spectrum->data, .fast = fast, .log_rows = fast ? log : 6, .log_parts = parts};
 }
 static fft_complex *units_of(const filter *f) { return (fft_complex *)(f->spectrum + FFT_TABLE_FLOATS); }
 
@@ -68,7 +68,7 @@ static fft_rows rows_of(const mg_tensor *t, const mg_tensor *gate) {
 }
 
 static float *tiles_of(const filter *f) { return f->spectrum + FFT_TABLE_FLOATS; }
-static int64_t filter_tiles(const mg_call *c, const filter *f) { return mg_ceil_div(c->n.H << f->log_rows, 64); }
+static int64_t filter_tiles(const mg_call *c, const filter *f) { return mg_ceil_div(c->n.H << f->log_parts << f->log_rows, 64); }
 static float *factors_of(const mg_call *c, const filter *f) { return tiles_of(f) + filter_tiles(c, f) * FFT_BLOCK; }
 
 static void make_filter(mg_call *c, const call *a, const filter *f) {
@@ -77,9 +77,10 @@ static void make_filter(mg_call *c, const call *a, const filter *f) {
   if (f->fast) {
     fft_filters_params p = {
       .k = a->k->data, .k_type = type_of(a->k), .skip = mg_data(a->skip), .skip_type = a->skip ? type_of(a->skip) : 0,
-      .taps = (int)c->n.LK, .heads = (int)heads, .log_rows = f->log_rows, .plain = !a->causal, .tables = f->spectrum,
+      .taps = (int)c->n.LK, .heads = (int)heads << f->log_parts, .log_rows = f->log_rows, .log_parts = f->log_parts,
+      .quarter = a->causal, .plain = !a->causal || f->log_parts, .tables = f->spectrum,
       .out = tiles_of(f), .factors = factors_of(c, f), .tasks = mg_tasks(c, filter_tiles(c, f), "tiles")};
-    if (choose(c, MG_OP_fft_conv_filters, c->problem.dtype == MG_FP16)) run(c, &p, p.tasks);
+    if (choose(c, MG_OP_fft_conv_filters, c->problem.dtype == MG_FP16 || f->log_parts)) run(c, &p, p.tasks);
     return;
   }
   fft_spectra_params p = {
@@ -105,7 +106,21 @@ static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const
                                const mg_tensor *post, const mg_tensor *out, bool conjugate) {
   if (!choose_fast(c, a)) return c->status;
   const int64_t batches = mg_ceil_div(c->n.B, c->problem.size.SPLIT);
-  fft_conv_params p = {.filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)batches,
+  gmap tables;
+  if (!c->status)
+    c->status = mg_map(&tables, &c->context, "spectrum", f->spectrum, MG_FP16, (int64_t[4]){1, FFT_TABLES, 64, 64},
+                       (int64_t[4]){FFT_TABLES * 4096, 4096, 64, 1}, 64, 64);
+  if (f->log_parts) {
+    fft_long_params p = {.tables = tables, .filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)c->n.B,
+                         .quarter = a->causal, .has_pre = pre != NULL, .has_post = post != NULL,
+                         .conjugate = conjugate, .tasks = mg_tasks(c, c->n.H * c->n.B, "rows")};
+    map_rows(c, &p.u, "u", x);
+    map_rows(c, &p.out, "out", out);
+    if (pre) map_rows(c, &p.pre, "pregate", pre);
+    if (post) map_rows(c, &p.post, "postgate", post);
+    return run(c, &p, p.tasks);
+  }
+  fft_conv_params p = {.tables = tables, .filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)batches,
                        .rows = (int)(c->n.H << f->log_rows), .log_rows = f->log_rows, .has_pre = pre != NULL,
                        .has_post = post != NULL, .conjugate = conjugate,
                        .tasks = mg_tasks(c, filter_tiles(c, f) * batches, "tiles")};
@@ -113,9 +128,6 @@ static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const
   map_rows(c, &p.out, "out", out);
   if (pre) map_rows(c, &p.pre, "pregate", pre);
   if (post) map_rows(c, &p.post, "postgate", post);
-  if (!c->status)
-    c->status = mg_map(&p.tables, &c->context, "spectrum", f->spectrum, MG_FP16, (int64_t[4]){1, FFT_TABLES, 64, 64},
-                       (int64_t[4]){FFT_TABLES * 4096, 4096, 64, 1}, 64, 64);
   return mg_run_resident(c, &p, p.tasks);
 }
 

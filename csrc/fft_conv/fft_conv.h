@@ -34,6 +34,7 @@ typedef struct fft_spectra_params {
 typedef struct fft_filters_params {
   const void *k, *skip;       // [heads, taps]; [heads] or NULL: added to element 0
   int k_type, skip_type, taps, heads, log_rows, plain, tasks;
+  int log_parts, quarter;     // of rows of fft_conv_long.cu: tile h 2^log_parts + j is p_j of filter h
   void *tables;               // as `spectrum`
   float *out, *factors;
 } fft_filters_params;
@@ -53,6 +54,13 @@ typedef struct fft_sums_params {
   void *first;                              // [heads] or NULL: element 0 once more, of filters
   int first_type;
 } fft_sums_params;
+
+// Rows of 4096 R elements. A task: a row.
+typedef struct fft_long_params {
+  gmap u, pre, post, out, tables;           // pre, post: filled where they are given
+  const float *filter, *factors;
+  int tasks, batches, quarter, has_pre, has_post, conjugate;
+} fft_long_params;
 
 // Rows of 64 << log_rows = N <= 4096 elements, in one pass. A task: 4096 elements of one batch entry, or of two.
 typedef struct fft_conv_params {

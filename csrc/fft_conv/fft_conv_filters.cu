@@ -18,7 +18,6 @@ TILE void init(shared &) {}
 TILE void load_filters(acc &re, const params &p, int task) {
   int log = p.log_rows, taps = p.taps, heads = p.heads;
   int64_t at = (int64_t)64 * 64 * task;
-  fill(re, 0.f);
   if (p.k_type == FFT_FP32 && taps == 64 << log)
     load(re, (const float *)p.k + at, 64, (heads << log) - 64 * task, 64);
   else
@@ -33,6 +32,21 @@ TILE void load_filters(acc &re, const params &p, int task) {
     }, re);
 }
 
+// p_j of fft_conv_long.cu
+TILE void load_part(acc &re, acc &im, const params &p, int task) {
+  int log = p.log_parts, taps = p.taps, head = task >> log, turns = 4 * (task & ((1 << log) - 1)) + p.quarter;
+  each<64>([&](int r, int c, float &y, float &z) {
+    y = z = 0.f;
+    for (int n = 64 * r + c; n < taps; n += FFT_BLOCK) {
+      float v = number_at(p.k, (int64_t)head * taps + n, p.k_type), a, b;
+      if (n == 0 && p.skip) v += number_at(p.skip, head, p.skip_type);
+      turn(a, b, turns * n, 14 + log);
+      y = fused(v, a, y);
+      z = fused(v, b, z);
+    }
+  }, re, im);
+}
+
 TILE void compute(const params &p, shared &s, int wg) {
   table(&x)[2][PIECES] = s.x[wg];
   make_tables(s.left, s.right, s.twists, p.log_rows, p.plain, true, wg, NC);
@@ -44,19 +58,21 @@ TILE void compute(const params &p, shared &s, int wg) {
   float root = (p.log_rows & 1 ? 11.3137085f : 8.f) * (float)(1 << p.log_rows / 2);   // of the row's length
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
     acc re, im;
-    rv bound, down, up, factor;
-    load_filters(re, p, task);
-    row_largest(s.rows[wg][0], re);
-    wg_sync();                                                 // also: the last task's products have read x
-    group_largest(bound, s.rows[wg][0], p.log_rows);
-    scales(down, up, bound, 64.f);
-    scale_down(re, down);
+    rv up, factor;
+    fill(re, 0.f);
+    fill(im, 0.f);
+    if (PIECES == 2 && p.log_parts) load_part(re, im, p, task);
+    else load_filters(re, p, task);
+    scale_both(re, im, up, s.rows[wg], p.log_rows, 64.f);      // also: the last task's products have read x
     if (PIECES == 1) {
       fill(im, 0.f);
       each<64>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, re, im);
       store(x[0][0], im);
       store(x[1][0], re);
-    } else put_pieces(x[0], re);
+    } else {
+      put_pieces(x[0], re);
+      put_pieces(x[1], im);
+    }
     fence_async();
     wg_sync();
     mma_fence();
@@ -65,6 +81,9 @@ TILE void compute(const params &p, shared &s, int wg) {
     if (PIECES == 1) {
       product<ACC>(re, s.left[0], x[1]);
       product<ACC>(im, s.left[1], x[1]);
+    } else {
+      product<ACC>(re, s.left[2], x[1]);
+      product<ACC>(im, s.left[0], x[1]);
     }
     mma_commit();
     mma_wait<0>(re, im);

@@ -3,7 +3,7 @@
 from margay._shared import dtype_name, functions, is_torch, of_row, shape
 
 
-_ONE_PASS = (64, 128, 256, 512, 1024, 2048, 4096)
+_ONE_PASS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def _dense(t):
