@@ -593,17 +593,21 @@ def _conv_parts(b, t, c):
 # batch, heads, elements of a row, of a filter, causal, gates, precise. Several heads in a tile, which is not full; more
 # tiles than a block's warpgroups have; a filter for each tile; blocks, with some in front of a circular row.
 FFT = ((1, 300, 128, 128, True, True, False), (9, 2, 4096, 4096, True, True, False),
-       (1, 21, 4096, 2000, False, False, False), (9, 7, 2048, 2000, False, True, False))
+       (1, 21, 4096, 2000, False, False, False), (9, 7, 2048, 2000, False, True, False),
+       (3, 3, 8192, 5000, True, True, False), (3, 2, 16384, 16384, False, True, False))
 FFT_BLOCKS = ((3, 2, 5000, 4800, False, True, True), (2, 3, 9000, 300, True, False, True))
 
 
 def fft_conv(row, large):
     """Forward, and, of rows that filters' gradients run, backward."""
-    one_pass, pieces = constants(row).get("TAKES"), constants(row)["PIECES"]
-    problems = (FFT_BLOCKS if row["op"] in ("fft_conv_spectra", "fft_conv_sums") else
-                [p for p in FFT if not one_pass or p[4] == (one_pass == 1)])
+    takes, blocks, pieces = constants(row).get("TAKES"), constants(row).get("R"), constants(row)["PIECES"]
+    problems = FFT_BLOCKS if row["op"] in ("fft_conv_spectra", "fft_conv_sums") else [
+        p for p in FFT if p[2] == 4096 * blocks] if blocks else [
+        p for p in FFT if p[2] <= 4096 and takes in (None, 1 + (not p[4]))]
+    if row["op"] == "fft_conv_filters" and pieces == 2:
+        problems += FFT[-2:]
     if large:
-        problems = ((8, 300, *problems[0][2:]), (1, 5, *problems[-1][2:]), *problems)
+        problems = ((8, 300 if problems[0][2] < 8192 else 60, *problems[0][2:]), (1, 5, *problems[-1][2:]), *problems)
     for b, h, n, taps, causal, gates, precise in problems:
         def call(b=b, h=h, n=n, taps=taps, causal=causal, gates=gates, precise=precise, backward=False):
             dtype = "bfloat16" if row["op"] == "fft_conv_filters" and pieces == 1 else row["dtype"]
