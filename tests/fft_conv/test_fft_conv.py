@@ -41,10 +41,10 @@ def test_lengths_at_random(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length", (64, 256, 1024, 4096, 200))
+@pytest.mark.parametrize("length", (64, 256, 1024, 4096, 200, 8192, 16384))
 def test_every_head_has_its_filter(length, device):
     """More heads than multiprocessors, more than two batch entries: filters that delay by another number of steps."""
-    b, h = 4, 150
+    b, h = (4, 150) if length < 8192 or device == "cuda" else (3, 3)
     u = torch.randn(b, h, length, device=device).bfloat16()
     delays = torch.arange(h, device=device) * 7 % length
     k = torch.nn.functional.one_hot(delays, length).float() * (1 + torch.arange(h, device=device))[:, None]
@@ -82,7 +82,7 @@ def test_precise(length, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length", (100, 256, 4096, 6000))
+@pytest.mark.parametrize("length", (100, 256, 4096, 6000, 8192))
 @pytest.mark.parametrize("causal", (True, False))
 def test_filters_used_again(causal, length, device):
     p = Problem(3, device, torch.bfloat16, (4, 3, length), None, causal, ("skip",))
@@ -97,7 +97,7 @@ def test_filters_used_again(causal, length, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length", (256, 1000, 9000))
+@pytest.mark.parametrize("length", (256, 1000, 8192, 9000))
 def test_repeats_bit_by_bit(length, device):
     """Also in another batch, and for another number of threads."""
     p = Problem(1, device, torch.bfloat16, (3, 5, length), None, True, GATES)
@@ -120,8 +120,9 @@ def test_memory_of_any_order(device):
 
 
 def test_the_kernel_of_each_length():
-    u = torch.zeros(1, 1, 4096, dtype=torch.bfloat16)
+    u = torch.zeros(1, 1, 16384, dtype=torch.bfloat16)
     for length, precise, name in ((4096, False, "fft_conv_bf16_causal"), (64, False, "fft_conv_bf16_causal"),
+                                  (8192, False, "fft_conv_bf16_r2"), (16384, False, "fft_conv_bf16_r4"),
                                   (4095, False, "fft_conv_spectra_fp16_x1"), (4096, True, "fft_conv_spectra_fp16_x2")):
         x = u[..., :length].contiguous()
         assert mg.explain(mg.fft_conv, x, x[0].contiguous(), precise=precise).kernels[0] == name

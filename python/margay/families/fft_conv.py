@@ -39,9 +39,10 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
 
     Sums are by spectra, with products of matrices (Monarch; Fu, Kumbong, Nguyen, Re, FlashFFTConv, 2023), at frequencies
     between those of the discrete Fourier transform, so that causal rows need no zeros behind them. Lengths of a power of
-    two from 64 to 4096 take one pass over memory. Every other row is cut into blocks of 4096, whose spectra go through
-    memory, and the work of a row grows with the square of their number. An infinity or NaN in x reaches its row, and no
-    other.
+    two from 64 to 16384 take one pass over memory. Every other row is cut into blocks of 4096, whose spectra go through
+    memory, and the work of a row grows with the square of their number. Circular rows of up to 4096 elements, of that
+    one pass, are computed two batch entries at a time; a row's rounding then depends on the other's values. An infinity
+    or NaN in x reaches its row, and no other.
     """
     spectrum = None
     if isinstance(k, LongFilter):
