@@ -42,10 +42,10 @@ static bool choose_fast(mg_call *c, const call *a) {         // circular: two ro
   c->problem.size.SPLIT = a->causal ? 1 : 2;
   return mg_choose_other(c, MG_OP_fft_conv);
 }
-// Kernels of fp16 operands, whatever the tensors are. precise: two for each number.
+// Kernels whose rows are bf16, whatever the tensors are: their operands are fp16. precise: two for each number.
 static bool choose(mg_call *c, mg_op op, bool precise) {
   const mg_dtype dtype = c->problem.dtype;
-  c->problem.dtype = MG_FP16;
+  c->problem.dtype = MG_BF16;
   c->problem.size.SPLIT = precise ? 2 : 1;
   const bool chosen = mg_choose_other(c, op);
   c->problem.dtype = dtype;

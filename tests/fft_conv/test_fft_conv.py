@@ -123,7 +123,7 @@ def test_the_kernel_of_each_length():
     u = torch.zeros(1, 1, 16384, dtype=torch.bfloat16)
     for length, precise, name in ((4096, False, "fft_conv_bf16_causal"), (64, False, "fft_conv_bf16_causal"),
                                   (8192, False, "fft_conv_bf16_r2"), (16384, False, "fft_conv_bf16_r4"),
-                                  (4095, False, "fft_conv_spectra_fp16_x1"), (4096, True, "fft_conv_spectra_fp16_x2")):
+                                  (4095, False, "fft_conv_spectra_bf16_x1"), (4096, True, "fft_conv_spectra_bf16_x2")):
         x = u[..., :length].contiguous()
         assert mg.explain(mg.fft_conv, x, x[0].contiguous(), precise=precise).kernels[0] == name
 

@@ -610,7 +610,7 @@ def fft_conv(row, large):
         problems = ((8, 300 if problems[0][2] < 8192 else 60, *problems[0][2:]), (1, 5, *problems[-1][2:]), *problems)
     for b, h, n, taps, causal, gates, precise in problems:
         def call(b=b, h=h, n=n, taps=taps, causal=causal, gates=gates, precise=precise, backward=False):
-            dtype = "bfloat16" if row["op"] == "fft_conv_filters" and pieces == 1 else row["dtype"]
+            dtype = "float16" if row["op"] == "fft_conv_filters" and pieces == 2 else row["dtype"]
             rows = lambda: new(b, h, n, dtype=dtype)  # noqa: E731
             of = dict(u=rows(), k=new(h, taps), skip=new(h) if gates else None, pregate=rows() if gates else None,
                       postgate=rows() if gates else None, causal=causal, precise=precise)
