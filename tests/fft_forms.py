@@ -62,18 +62,22 @@ def check_errors(label, found, plain, exact, factor=4.0, size=0.0):
     """The root of the mean square error is at most `factor` times that of torch.fft's result, computed in float32 and
     rounded to the same dtype; of few numbers, whose rounding is a matter of luck, twice that. The worst error is one of
     many alike, where that of rounding has a bound: it may have three times as much. Products of two pieces and
-    float32's sums leave 2^-18 of the result's size, or of `size`."""
+    float32's sums leave 2^-18 of the result's size, or of `size`. Tensor cores cut off what passes a sum's last bit, so
+    that error is one of size, not of sign, and grows with the number: behind gates the largest of 10^5 numbers, products
+    of three normal ones, is more than 10 times their root mean square, and it may have 2^-18 of itself."""
     assert found.isfinite().all(), f"{label}: not finite"
     error, allowed, eps = found.double() - exact, plain.double() - exact, torch.finfo(found.dtype).eps
     factor *= 1 if found.numel() >= 100 else 2
     floor = 2**-18 * max(rms(exact), size) + 2**-24 * (found.dtype == torch.float16)
     limit = factor * max(rms(allowed), 0.2 * eps * rms(exact)) + floor
     assert rms(error) <= limit, f"{label}: rms error {rms(error):.3g}, allowed {limit:.3g}"
-    limit = 3 * factor * max(float(allowed.abs().max()), eps / 4 * float(exact.abs().max())) + 10 * floor
+    limit = 3 * factor * max(float(allowed.abs().max()), eps / 4 * float(exact.abs().max()))
+    limit += max(10 * floor, 2**-18 * float(exact.abs().max()))
     assert float(error.abs().max()) <= limit, f"{label}: error {float(error.abs().max()):.3g}, allowed {limit:.3g}"
 
 
 def random_problem(seed, device):
+    """fp16 of size 10: at 100 a dk of 9338 elements passes 65504, in float64 and torch.fft, too."""
     r = random.Random(seed)
     gpu = device == "cuda"
     kind = r.random()

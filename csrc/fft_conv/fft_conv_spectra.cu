@@ -55,10 +55,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     fence_async();
     wg_sync();
     mma_fence();
-    product<ZERO>(re, s.left[0], x[0]);
-    product<ZERO>(im, s.left[1], x[0]);
-    product<ACC>(re, s.left[2], x[1]);
-    product<ACC>(im, s.left[0], x[1]);
+    products(re, s.left[0], x[0], s.left[2], x[1]);
+    products(im, s.left[0], x[1], s.left[1], x[0]);
     mma_commit();
     mma_wait<0>(re, im);
     twist<0>(re, im, s.twists);

@@ -58,8 +58,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     fence_async();
     wg_sync();
     mma_fence();
-    product<ZERO>(re, s.left[0], x[0]);                         // the real part of L^H x
-    product<ACC>(re, s.left[1], x[1]);
+    products(re, s.left[0], x[0], s.left[1], x[1]);             // the real part of L^H x
     mma_commit();
     mma_wait<0>(re);
     int from = block * FFT_BLOCK, there = p.length - from;

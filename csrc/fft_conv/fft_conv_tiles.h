@@ -165,20 +165,27 @@ TILE void take_pieces(operands (&t)[PIECES], acc &x) {
   } else convert(t[0], x);
 }
 
-// d (+)= a b; of two pieces without the product of the lower ones.
-template<int A> TILE void product(acc &d, const table (&a)[PIECES], const table (&b)[PIECES]) {
-  mma_AB<A>(d, a[0], b[0]);
-  if (PIECES == 2) {
-    mma_AB<ACC>(d, a[0], b[PIECES - 1]);
-    mma_AB<ACC>(d, a[PIECES - 1], b[0]);
-  }
+// d (+)= a b of one piece
+template<int A> TILE void product(acc &d, const table (&a)[PIECES], const table (&b)[PIECES]) { mma_AB<A>(d, a[0], b[0]); }
+// d (+)= a's and b's heads with the other's lower piece, without the product of the lower ones
+template<int A> TILE void lower(acc &d, const table (&a)[PIECES], const table (&b)[PIECES]) {
+  mma_AB<A>(d, a[0], b[PIECES - 1]);
+  mma_AB<ACC>(d, a[PIECES - 1], b[0]);
 }
-template<int A> TILE void product(acc &d, const operands (&a)[PIECES], const table (&b)[PIECES]) {
-  mma_AB<A>(d, a[0], b[0]);
+template<int A> TILE void lower(acc &d, const operands (&a)[PIECES], const table (&b)[PIECES]) {
+  mma_AB<A>(d, a[0], b[PIECES - 1]);
+  mma_AB<ACC>(d, a[PIECES - 1], b[0]);
+}
+// d = a b + x y. Tensor cores cut off what they add to the sum's last bit, each time. The lower products come first,
+// while the sum is small: so that happens 8 times to the whole sum, not 24 times.
+template<class S> TILE void products(acc &d, const S (&a)[PIECES], const table (&b)[PIECES], const S (&x)[PIECES],
+                                     const table (&y)[PIECES]) {
   if (PIECES == 2) {
-    mma_AB<ACC>(d, a[0], b[PIECES - 1]);
-    mma_AB<ACC>(d, a[PIECES - 1], b[0]);
-  }
+    lower<ZERO>(d, a, b);
+    lower<ACC>(d, x, y);
+    mma_AB<ACC>(d, a[0], b[0]);
+  } else mma_AB<ZERO>(d, a[0], b[0]);
+  mma_AB<ACC>(d, x[0], y[0]);
 }
 
 // (re + i im) F, or F^H where BACK. f: re, im, -im
@@ -187,10 +194,8 @@ template<int BACK> TILE void multiply_right(acc &re, acc &im, const table (&f)[3
   take_pieces(a, re);
   take_pieces(b, im);
   mma_fence();
-  product<ZERO>(re, a, f[0]);
-  product<ACC>(re, b, f[BACK ? 1 : 2]);
-  product<ZERO>(im, b, f[0]);
-  product<ACC>(im, a, f[BACK ? 2 : 1]);
+  products(re, a, f[0], b, f[BACK ? 1 : 2]);
+  products(im, b, f[0], a, f[BACK ? 2 : 1]);
   mma_commit();
   if constexpr (PIECES == 2) mma_wait<0>(re, im, a[0], b[0], a[PIECES - 1], b[PIECES - 1]);
   else mma_wait<0>(re, im, a[0], b[0]);
