@@ -63,8 +63,8 @@ def check_errors(label, found, plain, exact, factor=4.0, size=0.0):
     rounded to the same dtype; of few numbers, whose rounding is a matter of luck, twice that. The worst error is one of
     many alike, where that of rounding has a bound: it may have three times as much. Products of two pieces and
     float32's sums leave 2^-18 of the result's size, or of `size`. Tensor cores cut off what passes a sum's last bit, so
-    that error is one of size, not of sign, and grows with the number: behind gates the largest of 10^5 numbers, products
-    of three normal ones, is more than 10 times their root mean square, and it may have 2^-18 of itself."""
+    that error is in proportion to the number: behind gates the largest of 10^5 numbers, products of three normal ones,
+    is more than 10 times their root mean square, and its error may be 2^-18 of itself."""
     assert found.isfinite().all(), f"{label}: not finite"
     error, allowed, eps = found.double() - exact, plain.double() - exact, torch.finfo(found.dtype).eps
     factor *= 1 if found.numel() >= 100 else 2
