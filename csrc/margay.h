@@ -32,7 +32,8 @@ extern "C" {
   X(F) X(F2) X(V1) X(MORE) X(NORMS) \
   X(HG) X(HH) X(SWEEP) X(ROOM) X(LONG) X(BOTH) X(MANY) X(FEW) X(GATED) X(DOTS) \
   X(HV) X(S1) X(S2) X(FORM) X(PLACES) X(KEEP) \
-  X(TABLES) X(ANGLES)
+  X(TABLES) X(ANGLES) \
+  X(L) X(LK) X(RK) X(UNITS) X(WORDS) X(GIVEN) X(OWN)
 
 // Text of this thread's last failure: op, argument, what was found, what is accepted. Valid until the thread's next
 // call.

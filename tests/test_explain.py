@@ -140,6 +140,7 @@ def test_every_function(device):
                             -torch.ones(2, device=device), rows[:, 0], rows[:, 0]), {}),
              mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {}),
              mg.gated_delta_rule_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {}),
+             mg.fft_conv: ((rows.reshape(1, 80, 64), rows.reshape(80, 64)), {}),
              mg.kda: ((rows,) * 4, {}),
              mg.kda_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 4), {})}
     one = {"matmul", "cross_entropy", "qk_norm_rotary", "attention_decode", "append_kv", "causal_conv1d_step",

@@ -65,7 +65,7 @@ def body(content, kind, name):
 
 
 def plotted(content):
-    return content["family"] not in ("overhead", "features", "linear_attention", "ssd", "causal_conv1d", "steps",
+    return content["family"] not in ("overhead", "features", "linear_attention", "ssd", "causal_conv1d", "fft_conv", "steps",
                                      "delta")
 
 

@@ -20,6 +20,7 @@ from margay import _C, _shared
 
 ROWS = _C.ops()
 _HALF = "bfloat16, float16 or, on the CPU, float32"
+_ANYWHERE = "bfloat16, float16 or float32"
 _KINDS = {"float": float, "int": int, "bool": bool, "int64": int, "uint64": int}
 _SIZE = r"\b[A-Z]\w*\b"
 _LARGEST = 2.0**128 - 2.0**104         # float32's; LARGEST of rows
@@ -44,6 +45,7 @@ class Row:
         self.absent = [f["name"] for f in role("opt")]             # what may be None
         self.derived = role("let", "needs", "takes")               # in the row's order
         self.sizes = dict.fromkeys(size for f in entries for size in f["sizes"])
+        self.anywhere = bool(role("anywhere"))                     # float32 on the GPU too
         self.shown = {f["name"]: f["name"] for f in entries} | {f["name"]: f["text"] for f in role("shown")}
         self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
         self.first = self.inputs[0]["name"]
@@ -240,7 +242,7 @@ def check(row, tensors, numbers, dtype_name, halves):
         found, expected, same = dtype_name(t), f["kind"], ""
         if f["kind"] == "half":
             if found not in halves:
-                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {_HALF}")
+                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {_ANYWHERE if row.anywhere else _HALF}")
             expected, same = dtype_name(tensors[like]), f" (same as {row.shown[like]})"
         if f["kind"] == "real":
             expected, same = f"float32 or {dtype_name(tensors[like])}", f" (as {row.shown[like]})"
@@ -454,7 +456,8 @@ def _torch_function(row):
         t.check_kinds(row.called, row.may_miss, **row.as_shown(given))
         check(row, given, _named(row.numbers, values[len(inputs):]), _shared.dtype_name,
               ("bfloat16", "float16", "float32"))
-        t.check_devices(row.called, **row.as_shown({name: given[name] for name in row.halves}))
+        if not row.anywhere:
+            t.check_devices(row.called, **row.as_shown({name: given[name] for name in row.halves}))
         t.check_same_device(row.called, **row.as_shown(given))
 
     def copied(f, x):

@@ -597,6 +597,48 @@ def _conv_parts(b, t, c):
     return eval({let: code for let, _, code in _op.Row("causal_conv1d_bwd").lets}["PARTS"], {}, dict(B=b, T=t, C=c))
 
 
+# batch, heads, elements of a row, of a filter, causal, gates, precise. Several heads in a tile, which is not full; more
+# tiles than a block's warpgroups have; a filter for each tile; blocks, with some in front of a circular row.
+FFT = ((1, 300, 128, 128, True, True, False), (9, 2, 4096, 4096, True, True, False),
+       (1, 21, 4096, 2000, False, False, False), (9, 7, 2048, 2000, False, True, False),
+       (3, 3, 8192, 5000, True, True, False), (3, 2, 16384, 16384, False, True, False))
+FFT_BLOCKS = ((3, 2, 5000, 4800, False, True, True), (2, 3, 9000, 300, True, False, True))
+
+
+def fft_conv(row, large):
+    """Forward, and, of rows that filters' gradients run, backward."""
+    takes, blocks, pieces = constants(row).get("TAKES"), constants(row).get("R"), constants(row)["PIECES"]
+    problems = FFT_BLOCKS if row["op"] in ("fft_conv_spectra", "fft_conv_sums") else [
+        p for p in FFT if p[2] == 4096 * blocks] if blocks else [
+        p for p in FFT if p[2] <= 4096 and takes in (None, 1 + (not p[4]))]
+    if row["op"] == "fft_conv_filters" and pieces == 2:
+        problems += FFT[-2:]
+    if large:
+        problems = ((8, 300 if problems[0][2] < 8192 else 60, *problems[0][2:]), (1, 5, *problems[-1][2:]), *problems)
+    for b, h, n, taps, causal, gates, precise in problems:
+        def call(b=b, h=h, n=n, taps=taps, causal=causal, gates=gates, precise=precise, backward=False):
+            dtype = "float16" if row["op"] == "fft_conv_filters" and pieces == 2 else row["dtype"]
+            rows = lambda: new(b, h, n, dtype=dtype)  # noqa: E731
+            of = dict(u=rows(), k=new(h, taps), skip=new(h) if gates else None, pregate=rows() if gates else None,
+                      postgate=rows() if gates else None, causal=causal, precise=precise)
+            op = _op.Row("fft_conv_bwd" if backward else "fft_conv")
+            sizes = dict(B=b, H=h, L=n, LK=taps, GIVEN=-1, causal=causal)
+            for let, _, code in op.lets:
+                sizes[let] = int(eval(code, {}, sizes))
+            scratch = {f["name"]: new(sizes[f["sizes"][0]], values=0) for f in op.work}
+            if not backward:
+                out = rows()
+                _C.fft_conv(out=out, **scratch, **of)
+                return out,
+            made = dict(du=rows(), dk=new(h, taps), dskip=new(h) if gates else None)
+            _C.fft_conv_bwd(**made, **scratch, dout=rows(), **of)
+            return made["du"], made["dk"]
+        label = f"{b}x{h}x{n} * {taps}{' causal' if causal else ''}{' gates' if gates else ''}"
+        yield label, call
+        if row["op"] == "fft_conv_sums":
+            yield label + " backward", functools.partial(call, backward=True)
+
+
 def causal_conv1d_step(row, large):
     dtype, w = row["dtype"], constants(row)["TAPS"]
     for b, t, c, length, ring in ((2, 1, 264, 4, False), (3, 9, 520, 12, False), (2, 4, 264, 5, True)):
@@ -793,6 +835,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "rotary": rotary, "rotary_ones": rotary, "qk_norm_rotary": qk_norm_rotary, "qk_norm_rotary_ones": qk_norm_rotary,
        "cross_entropy_rows": cross_entropy_rows,
+       "fft_conv": fft_conv, "fft_conv_filters": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
