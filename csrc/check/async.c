@@ -212,9 +212,9 @@ void ck_order_pass(const void *pc, int *g, int value) {
   *g = value;
   point();
 }
-void ck_order_count(const void *pc, int width, int *g) {
+void ck_order_count(const void *pc, int *g) {
   word *w = word_at(g);
-  if (!called_by(pc, width) || !begin(pc, CK_OP_ORDER_COUNT, NULL, 0)) return;
+  if (!called_by(pc, 1) || !begin(pc, CK_OP_ORDER_COUNT, NULL, 0)) return;
   publish(w->seen, w->fenced);
   ++*g;
   point();
@@ -228,10 +228,6 @@ int ck_atomic_next(const void *pc, int *counter) {
 }
 void ck_grid_wait(const void *pc) {
   if (begin(pc, CK_OP_GRID_WAIT, NULL, 0)) self()->grid_waited = true;
-}
-void ck_grid_wait_part(const void *pc, int width, const int *g, int value) {
-  ck_order_wait(pc, width, g, value);
-  self()->grid_waited = true;
 }
 static bool grid_over(const void *pc) {
   if (ck.failed) return false;

@@ -35,16 +35,14 @@ mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, co
 }
 
 mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
-                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale,
-                            int *done, int64_t beside) {
-  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = (int)c->n.B, .done = done};
+                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale) {
+  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = (int)c->n.B};
   if (!mg_choose_other(c, MG_OP_delta_prepare)) return c->status;
   mg_map_bthd(c, &p.q, q, 64, 64);
   mg_map_bthd(c, &p.k, k, 64, 64);
   mg_map_rows(c, &p.m, inverses, 64, 64);
   mg_map_rows(c, &p.p, reads, 64, 64);
-  const int tasks = mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks");
-  return mg_run(c, &p, mg_min(mg_resident(c, tasks), mg_max(1, c->context.sms - beside)));
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks"));
 }
 
 // Segments of a row that take the least time, in hundredths of that of a chunk of the pass over whole rows, of which a
@@ -64,19 +62,12 @@ static int64_t segments_of(const mg_call *c, int64_t chunks, int64_t heads, int6
   return best;
 }
 
-// Segments of a row, and the chunks of one.
-typedef struct pieces { int64_t n, chunks; } pieces;
-static pieces pieces_of(const mg_call *c, const delta_rows *rows, bool cuts, bool all) {
-  const int64_t heads = c->n.R * c->n.HV, most = rows->starts || !cuts ? 1 : c->n.CUTS + 1;
-  const int64_t whole = mg_ceil_div(rows->to - rows->from, 64);
-  const int64_t some = all ? most : segments_of(c, whole, heads, most), chunks = mg_ceil_div(whole, some);
-  return (pieces){mg_ceil_div(whole, chunks + !chunks), chunks};
-}
-
 mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
                           const mg_tensor *turns, bool all) {
-  const pieces cut = pieces_of(c, &p->rows, cuts, all);
-  const int64_t heads = c->n.R * c->n.HV, n = cut.n, chunks = cut.chunks;
+  const int64_t heads = c->n.R * c->n.HV, most = p->rows.starts || !cuts ? 1 : c->n.CUTS + 1;
+  const int64_t whole = mg_ceil_div(p->rows.to - p->rows.from, 64);
+  const int64_t some = all ? most : segments_of(c, whole, heads, most), chunks = mg_ceil_div(whole, some);
+  const int64_t n = mg_ceil_div(whole, chunks + !chunks);
   p->segments = (int)n;
   if (n < 2) return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
   p->segment = (int)chunks * 64;
@@ -97,18 +88,6 @@ mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *
   return mg_run(c, p, mg_tasks(c, heads * n * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
 }
 
-// Where the pass over whole rows leaves half of the multiprocessors free, chunks are prepared there meanwhile: marks of
-// those that are done, all 0, and the blocks of the pass. Else NULL and 0.
-static int *told(mg_call *c, const mg_gated_delta_rule_args *a, const delta_rows *rows, int64_t *blocks) {
-  *blocks = c->n.R * c->n.HV * mg_ceil_div(c->n.V, c->desc->tile_n);
-  if (a->cu_seqlens || 2 * *blocks > c->context.sms || pieces_of(c, rows, true, a->form == 3).n > 1) {
-    *blocks = 0;
-    return NULL;
-  }
-  mg_set(c, mg_data(a->done), 0, sizeof(int), c->n.PLACES * c->n.B * c->n.HV);
-  return mg_data(a->done);
-}
-
 mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_gated_delta_rule, a)) return c.status;
@@ -116,7 +95,6 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   if (!mg_choose(&c)) return c.status;
   const mg_kernel *sweep = c.kernel;
   const mg_tensor *norms = a->l2norm ? a->norms : NULL;
-  int64_t blocks = 0;
   const ssd_order order = delta_order_of(&c, a->state_v_first);
   delta_sweep_params p = {
     .initial = mg_data(a->initial_state), .final = mg_data(a->final_state), .initial_order = order,
@@ -125,10 +103,9 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
     .scale = delta_scale_of(&c, a->scale), .o_data = a->out->data, .o_step = a->out->stride[1],
     .o_head = a->out->stride[2], .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
   if (c.n.T && c.n.R && c.n.HV) {     // the driver refuses to map what has no elements
-    if (c.n.FORM) p.done = told(&c, a, &p.rows, &blocks);
     if (norms) delta_run_norms(&c, a->q, a->k, norms);
     if (c.n.FORM) {
-      delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale, (int *)p.done, blocks);
+      delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);
       mg_map_rows(&c, &p.m, a->inverses, 64, 64);
       mg_map_rows(&c, &p.p, a->reads, 64, 64);
     }

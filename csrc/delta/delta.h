@@ -42,7 +42,6 @@ typedef struct delta_prepare_params {
   delta_gates gates;
   float scale;
   int batches;
-  int *done;                  // [place, batch, head]: 0, and 1 when the tiles are there; or NULL
 } delta_prepare_params;
 
 // delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. CUT makes what they
@@ -53,7 +52,6 @@ typedef struct delta_sweep_params {
   gmap q, k, w;               // [batch, key head, step, key_dim]; CHANNELS: [batch, head, 64 place + row, D]
   gmap v, o;                  // [batch, head, step, value_dim]; CUT: o is absent
   gmap m, p;                  // as above, where the kernel has no prepare role; CUT: p is absent
-  const int *done;            // as above; NULL: all m and p are there
   gmap turns;                 // CUT: [row heads, cut, 2 D, D], bf16, or fp32 as the call: turns, transposed; of
                               // each the leading 8 bits, then the rest
   gmap states;                // delta_keep.cu: [batch heads, place, value_dim, key_dim]: S^T in front of chunks

@@ -14,11 +14,9 @@ delta_gates delta_gates_of(const mg_call *c, const mg_tensor *g, const mg_tensor
 ssd_order delta_order_of(const mg_call *c, bool v_first);
 float delta_scale_of(const mg_call *c, float scale);
 mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *norms);
-// M^T and P^T of the rows' chunks; [B, HV, 64 places, 64] each. P goes to `reads`. done: NULL or, of dense rows, zeros
-// [places, B, HV]. Then multiprocessors are left for `beside` blocks of the kernel behind.
+// M^T and P^T of the rows' chunks; [B, HV, 64 places, 64] each. P goes to `reads`.
 mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
-                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale,
-                            int *done, int64_t beside);
+                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale);
 
 // The pass of p over the rows by the kernel that has been chosen; or, where that takes less time, or with `all`, over
 // segments of dense rows, by the kernels of these ops. `cuts` and `turns` as in gated_delta_rule's row; p->v is the map

@@ -25,8 +25,6 @@
 // AHEAD: registers are there for the state in 16 bits
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
-// TOLD: chunks may be prepared meanwhile
-enum { TOLD = PREPS == 0 && !CHANNELS && !CUT };
 enum { LATE = PREPS == 0 && !CUT && (GROUPS == 1 || !CHANNELS) };
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
@@ -80,19 +78,8 @@ TILE task block_task(const params &p) {
   return b;
 }
 
-// Nothing is read or written before: what is in front of the kernels is over. `done` is there for dense rows only, of
-// which block_task() reads nothing.
-TILE const int *done_of(const params &p, const row_task &t, int place) {
-  return p.done + ((int64_t)place * p.rows.rows + t.row) * p.rows.heads + t.head;
-}
-template<int W> TILE void begin(const params &p) {
-  if (!TOLD || !p.done) return grid_wait();
-  task b = block_task(p);
-  grid_wait_part<W>(done_of(p, b.r, b.r.place), 1);
-}
-
 TILE void loader(const params &p, shared &s, int) {
-  begin<THREAD>(p);
+  grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {}, to = {};
@@ -124,7 +111,6 @@ TILE void loader(const params &p, shared &s, int) {
     }
     if (PREPS) continue;
     ring_acquire(s.ready, to);
-    if (TOLD && p.done) grid_wait_part<THREAD>(done_of(p, t, place), 1);
     ring_expect(s.ready, to, (2 - CUT) * tile_bytes(s.m[0]));
     sem &full = s.ready.full[to.stage];
     tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, t.batch);
@@ -146,7 +132,7 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
 
 // The next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
-  begin<WARP>(p);
+  grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {};
@@ -505,7 +491,7 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  begin<WARPGROUP>(p);
+  grid_wait();
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
@@ -521,7 +507,6 @@ TILE void run_state(const params &p, shared &s, int wg) {
   end_state(p, s, b, state, wg);
   clear_rest(p, b, wg);
   if (!CUT) tma_store_wait_read();
-  if (TOLD && p.done) grid_wait();        // what is behind this kernel is behind delta_prepare, beside which it runs
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,

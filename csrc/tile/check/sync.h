@@ -21,7 +21,7 @@ TILE void fence_async() { ck_fence_async(HERE); }
 TILE void grid_wait() { ck_grid_wait(HERE); }
 template<int W> TILE void order_wait(const int *g, int value) { ck_order_wait(HERE, W, g, value); }
 TILE void order_pass(int *g, int value) { ck_order_pass(HERE, g, value); }
-template<int W> TILE void order_count(int *g) { ck_order_count(HERE, W, g); }
+template<int W> TILE void order_count(int *g) { ck_order_count(HERE, g); }
 
 template<int G> TILE void tma_store_wait_read() { ck_store_wait(HERE, WARPGROUP, G, false); }
 template<int G, int W> TILE void tma_store_wait() { ck_store_wait(HERE, W, G, true); }
