@@ -30,7 +30,8 @@ class Problem:
         taps = n if taps is None else taps
         make = lambda *s, dtype=dtype: torch.randn(s, generator=g).to(dtype)  # noqa: E731
         self.causal, self.dtype = causal, dtype
-        self.tensors = {"u": make(b, h, n) * size, "k": (torch.randn(h, taps, generator=g) / math.sqrt(taps)).to(k_dtype)}
+        self.tensors = {"u": make(b, h, n) * size,
+                        "k": (torch.randn(h, taps, generator=g) / math.sqrt(taps)).to(k_dtype)}
         self.tensors |= {name: make(h, dtype=k_dtype) if name == "skip" else make(b, h, n) for name in given}
         self.tensors = {name: t.to(device) for name, t in self.tensors.items()}
         self.dout = make(b, h, n).to(device)
@@ -92,4 +93,5 @@ def random_problem(seed, device):
     dtype = r.choice((*HALF, torch.float32))
     given = tuple(name for name in NAMES[2:] if r.random() < 0.4)
     return Problem(seed, device, dtype, (r.choice((1, 2, 3)), h, n), taps, r.random() < 0.6, given,
-                   r.choice((torch.float32, dtype)), r.choice((1.0, 1.0, 10.0 if dtype == torch.float16 else 100.0, 0.01)))
+                   r.choice((torch.float32, dtype)),
+                   r.choice((1.0, 1.0, 10.0 if dtype == torch.float16 else 100.0, 0.01)))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cases import row_taken
-from margay.bench import (causal_conv1d, cross_entropy, delta, fft_conv, harness, linear_attention, report, rotary, rows,
-                          ssd, steps)
+from margay.bench import (causal_conv1d, cross_entropy, delta, fft_conv, harness, linear_attention, report, rotary,
+                          rows, ssd, steps)
 from margay.bench.__main__ import BENCHMARKS
 from margay.bench.attention import tables
 

@@ -16,10 +16,11 @@
 // the first of these has and whose weight is 1, is left out of both.
 // Rows are of l2 norm 1 (norm): with x^ = r x, dx = r (dx^ - x^ (x^ . dx^)). Gates: what g was made of, from dg.
 //
-// Roles: a loader thread; HALVES warpgroups for each panel of 64 channels. Tiles of l, dq, dk and dg have a row for each
-// channel and a column for each step, so that a warp has steps of its own 16 channels: nobody else knows of the pairs it
-// takes. A warpgroup takes 32 steps of its panel, 16 at a time, and makes of other steps' what pairs with them want anew:
-// no warp waits for another. The first half makes norms, A and B, the second sums gates up before, and those of dg after.
+// Roles: a loader thread; HALVES warpgroups for each panel of 64 channels. Tiles of l, dq, dk and dg have a row for
+// each channel and a column for each step, so that a warp has steps of its own 16 channels: nobody else knows of the
+// pairs it takes. A warpgroup takes 32 steps of its panel, 16 at a time, and makes of other steps' what pairs with them
+// want anew: no warp waits for another. The first half makes norms, A and B, the second sums gates up before, and those
+// of dg after.
 //
 // Registers of a thread    tiles that live together                                          rows and the rest
 //   compute, COMPUTE_REGS    16 steps' dq, dk, dg, c, q, k 8 each                                20
@@ -136,8 +137,8 @@ TILE void clear_behind(shared &s, int steps, int wg) {
   all_sync();
 }
 
-// ---- A and B, with the norms' factors of both steps. So q, k, dq and dk stand for themselves: the factor that makes of
-// x one of length 1 is in what x is multiplied with, and dx is what it will be multiplied with.
+// ---- A and B, with the norms' factors of both steps. So q, k, dq and dk stand for themselves: the factor that makes
+// of x one of length 1 is in what x is multiplied with, and dx is what it will be multiplied with.
 TILE void make_a(const params &p, shared &s) {
   rt<float, Q> x;
   rsum sum;
@@ -239,9 +240,9 @@ TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
   }, g.dq, g.dk, g.dl, g.c, g.q, (const block16 &)g.k, l, q, s.norm_q, s.norm_k, s.own, s.beta);
 }
 
-// Pairs of steps in different groups of 16: with b(n) = l of the last step of group n - 1, e^(l_i - b(n)) for i in group
-// n, e^(b(m + 1) - l_j) for j in group m, and between them, for all pairs of both groups at once, e^(b(n) - b(m + 1)).
-// First those whose later step is in group n.
+// Pairs of steps in different groups of 16: with b(n) = l of the last step of group n - 1, e^(l_i - b(n)) for i in
+// group n, e^(b(m + 1) - l_j) for j in group m, and between them, for all pairs of both groups at once, e^(b(n) - b(m +
+// 1)). First those whose later step is in group n.
 TILE void take_earlier(shared &s, grads &g, int n, int panel) {
   const turned<elem> k = turned_of(s.k[panel]);
   const tc &l = s.l[panel];

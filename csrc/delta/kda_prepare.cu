@@ -11,8 +11,8 @@
 // Roles: a loader thread; a warpgroup for all else. The next task's k, q and gates come while this one's tiles leave.
 //
 // Registers of a thread. Gates: a column of 64. Factors: of 64 columns e^l, a product and, of all columns, what becomes
-// the right operand, 32 each. Pairs: four accumulators of 16, four operands of 16, 32 of the other columns. Inverse: two
-// tiles of 32. Tiles: three of 32.
+// the right operand, 32 each. Pairs: four accumulators of 16, four operands of 16, 32 of the other columns. Inverse:
+// two tiles of 32. Tiles: three of 32.
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. LOAD_REGS, COMPUTE_REGS

@@ -68,7 +68,9 @@ static fft_rows rows_of(const mg_tensor *t, const mg_tensor *gate) {
 }
 
 static float *tiles_of(const filter *f) { return f->spectrum + FFT_TABLE_FLOATS; }
-static int64_t filter_tiles(const mg_call *c, const filter *f) { return mg_ceil_div(c->n.H << f->log_parts << f->log_rows, 64); }
+static int64_t filter_tiles(const mg_call *c, const filter *f) {
+  return mg_ceil_div(c->n.H << f->log_parts << f->log_rows, 64);
+}
 static float *factors_of(const mg_call *c, const filter *f) { return tiles_of(f) + filter_tiles(c, f) * FFT_BLOCK; }
 
 static void make_filter(mg_call *c, const call *a, const filter *f) {

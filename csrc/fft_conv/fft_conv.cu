@@ -1,8 +1,8 @@
 // out = post (k * (pre u)), the convolution's first N = 64 m elements, N a power of two from 64 to 4096, or the
 // circular one. By spectra (fft_conv_tiles.h):
 //   out = post L^H ((((((L X) T) F) K) F^H) T^*)
-// Causal: of a real row, at frequencies (k + 1/4) / N, the real part. Circular (PAIRS): of two batch entries' rows as the
-// real and the imaginary part of one, at frequencies k / N. The convolution with the filter reversed takes conj(K).
+// Causal: of a real row, at frequencies (k + 1/4) / N, the real part. Circular (PAIRS): of two batch entries' rows as
+// the real and the imaginary part of one, at frequencies k / N. The convolution with the filter reversed takes conj(K).
 // 4096 elements are a tile: a row, or 64 / m heads, each with its own filter. Numbers are fp16 inside. Each row is
 // scaled by a power of two first, so that none is too large or small for that.
 // Roles: a loader thread; NC warpgroups, each with tiles and rings of its own; a thread that loads the gates. Blocks
@@ -43,7 +43,8 @@ TILE range block_tasks(const params &p) {
   r.end = (int)((int64_t)p.tasks * (block_index() + 1) / block_count());
   return r;
 }
-TILE void load_task(tile *t, const gmap &m, sem &full, const params &p, int task) {   // zeros behind the last head, batch
+// Behind the last head and batch entry are zeros.
+TILE void load_task(tile *t, const gmap &m, sem &full, const params &p, int task) {
   for (int i = 0; i < ROWS; i++) tma_load(t[i], m, full, 64 * (task / p.batches), 0, 0, task % p.batches * ROWS + i);
 }
 

@@ -1,6 +1,6 @@
-// Spectra of the filters of fft_conv.cu (fft_conv_tiles.h), and its tables. 4096 numbers are a tile: a filter, or 64 / m
-// filters of 64 m. The filter enters in two pieces. Spectra are fp16, with a factor for each row of the tile: factors and
-// numbers are such that what comes of rows of at most 1 stays below 2^15.
+// Spectra of the filters of fft_conv.cu (fft_conv_tiles.h), and its tables. 4096 numbers are a tile: a filter, or 64 /
+// m filters of 64 m. The filter enters in two pieces. Spectra are fp16, with a factor for each row of the tile: factors
+// and numbers are such that what comes of rows of at most 1 stays below 2^15.
 // Warpgroups do not meet, but for the tables, which every block makes itself.
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"

@@ -1,5 +1,6 @@
-// The same convolution as fft_conv.cu of rows of N = 4096 R elements in one pass, R = 2 or 4. With c_j = e^(-2 pi i (j + q)
-// / R), z^N - e^(-2 pi i q) is the product of z^4096 - c_j: causal q = 1/4, circular q = 0. So with x_r = block r of a row,
+// The same convolution as fft_conv.cu of rows of N = 4096 R elements in one pass, R = 2 or 4. With c_j = e^(-2 pi i (j
+// + q) / R), z^N - e^(-2 pi i q) is the product of z^4096 - c_j: causal q = 1/4, circular q = 0. So with x_r = block r
+// of a row,
 //   p_j = w_j^n sum over r of c_j^r x_r,   w_j = c_j^(1 / 4096),   y_j = k * p_j by spectra at frequencies k / 4096
 //   out_r = 1 / R Re sum over j of c_j^-r w_j^-n y_j
 // A row is scaled by a power of two first, so that no number is too large or small for fp16.

@@ -1,5 +1,5 @@
-// Spectra of blocks of 4096 numbers (fft_conv_tiles.h), of filters and of rows, for rows that are no power of two, longer
-// than 4096, or wanted more precisely. Warpgroups do not meet, but for the tables, which a block makes itself.
+// Spectra of blocks of 4096 numbers (fft_conv_tiles.h), of filters and of rows, for rows that are no power of two,
+// longer than 4096, or wanted more precisely. Warpgroups do not meet, but for the tables, which a block makes itself.
 // Blocks of a long row: with p_n = block n, and its product with block m of a filter as the two halves of a
 // convolution, block s of the result is Re sum over n of (P_(s-n) + i P_(s-n-1)) K_n. So `pairs` transforms p_n + i
 // p_(n-1) at once.

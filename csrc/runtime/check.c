@@ -158,7 +158,8 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
   if (c->rule->kind == KIND_E4M3 && t->dtype != MG_E4M3) expected = "float8_e4m3fn";
   if (c->rule->kind == KIND_HALF && t->dtype != MG_BF16 && t->dtype != MG_FP16 &&
       (t->dtype != MG_FP32 || (t->device != MG_CPU && !is_anywhere(c->row))))
-    expected = t->device == MG_CPU || is_anywhere(c->row) ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
+    expected = t->device == MG_CPU || is_anywhere(c->row) ? "bfloat16, float16 or float32"
+                                                          : "bfloat16 or float16 (float32 only on the CPU)";
   const bool real = c->rule->kind == KIND_REAL || c->rule->kind == KIND_REAL_ROWS;
   if (real && t->dtype != MG_FP32 && t->dtype != c->like_tensor->dtype)
     return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected float32 or %s (as %s)", c->op, name_of(c), found,

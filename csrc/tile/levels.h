@@ -1,5 +1,5 @@
-// Tiles whose rows are channels and whose columns are 64 steps, and pairs of steps by levels (warpgroup). Contracts; bodies
-// in sm90/ and cpu/. tile.h does not include this file: the kernels that want it do.
+// Tiles whose rows are channels and whose columns are 64 steps, and pairs of steps by levels (warpgroup). Contracts;
+// bodies in sm90/ and cpu/. tile.h does not include this file: the kernels that want it do.
 //
 //   tc      64 x 64 floats in shared memory, a row of steps for each channel, which also has four sums behind the last
 //           step, one for each group of 16. Steps 64 to 67 are the operations'
@@ -7,10 +7,10 @@
 //   hc      64 floats, one per channel, the same in both its threads
 //   hcsum   64 sums over steps in the making, partial per thread until they are stored
 //
-// Two steps i > j of 64 are of level h, a power of two, where the highest bit in which they differ is h. Then they lie in
-// one block of 2 h steps, j in its first half and i in the other, and step m(h) of both, the last of the first half, lies
-// between them: with l falling along the steps, e^(l_i - l_j) = e^(l_i - l_m) e^(l_m - l_j), of which no factor is above
-// 1. A step has one such m for each level.
+// Two steps i > j of 64 are of level h, a power of two, where the highest bit in which they differ is h. Then they lie
+// in one block of 2 h steps, j in its first half and i in the other, and step m(h) of both, the last of the first half,
+// lies between them: with l falling along the steps, e^(l_i - l_j) = e^(l_i - l_m) e^(l_m - l_j), of which no factor is
+// above 1. A step has one such m for each level.
 #pragma once
 #include "tile/tile.h"
 #include "tile/own.h"

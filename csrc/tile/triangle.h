@@ -1,7 +1,8 @@
 // Inverses of triangular tiles (warpgroup). Contracts; bodies in sm90/ and cpu/. tile.h does not include this file: the
 // kernels that want it do.
 //
-// Of I + R, R the strict upper triangle of a tile, rows w of blocks X_w of the inverse follow from the left to the right:
+// Of I + R, R the strict upper triangle of a tile, rows w of blocks X_w of the inverse follow from the left to the
+// right:
 //   X_ww = (I + R_ww)^-1,  X_wv = -(sum over u < v of X_wu R_uv) X_vv for v > w
 // Blocks on the diagonal come from substitution in fp32. In the others every factor is the sum of two parts of type T,
 // x = hi + lo, hi x rounded, lo what is left; of the four products the one of lo and lo is left out, sums are fp32.

@@ -18,14 +18,15 @@ from margay.families.scaled_add import scaled_add
 from margay.families.ssd import ssd, ssd_step
 
 __version__ = "0.1.0"
-_MODULES = ("flash_attn", "flash_attn_interface", "flash_kda", "flashfftconv", "flashinfer", "integrations", "mamba", "nn")
+_MODULES = ("flash_attn", "flash_attn_interface", "flash_kda", "flashfftconv", "flashinfer", "integrations", "mamba",
+            "nn")
 # name -> its module
 _LATER = {"explain": "margay._explain", "info": "margay._explain", "FallbackWarning": "margay.drop_ins.fallback",
           "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}
 __all__ = ["append_kv", "attention", "attention_decode", "attention_varlen", "based", "causal_conv1d",
            "causal_conv1d_step", "cross_entropy", "dropout_mask", "fft_conv", "fft_conv_filter", "gated_delta_rule",
-           "gated_delta_rule_step", "hedgehog", "kda", "kda_step", "linear_attention", "linear_attention_step", "matmul",
-           "qk_norm_rotary", "rotary", "scaled_add", "ssd", "ssd_step",
+           "gated_delta_rule_step", "hedgehog", "kda", "kda_step", "linear_attention", "linear_attention_step",
+           "matmul", "qk_norm_rotary", "rotary", "scaled_add", "ssd", "ssd_step",
            *_MODULES, *_LATER]
 
 

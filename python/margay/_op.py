@@ -242,7 +242,8 @@ def check(row, tensors, numbers, dtype_name, halves):
         found, expected, same = dtype_name(t), f["kind"], ""
         if f["kind"] == "half":
             if found not in halves:
-                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {_ANYWHERE if row.anywhere else _HALF}")
+                words = _ANYWHERE if row.anywhere else _HALF
+                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {words}")
             expected, same = dtype_name(tensors[like]), f" (same as {row.shown[like]})"
         if f["kind"] == "real":
             expected, same = f"float32 or {dtype_name(tensors[like])}", f" (as {row.shown[like]})"
@@ -566,8 +567,8 @@ def _check_names(row, backward):
 
 
 def _makes_zeros(row, backward, saved):
-    """Does what is saved say the sizes of the results, for the gradient of one that nothing depends on? Else torch makes
-    it."""
+    """Does what is saved say the sizes of the results, for the gradient of one that nothing depends on? Else torch
+    makes it."""
     read = {f["name"] for f in backward.inputs if f["role"] != "opt"}
     made = " ".join(text for f in row.results if "d" + f["name"] in read for text in (row.new(f), *row.sizes_of([f])))
     return all(f["name"] in saved or not _mentions(made, f["name"]) for f in row.inputs)

@@ -9,8 +9,8 @@ from margay.drop_ins.mamba2 import Mamba2
 from margay.drop_ins.multihead_attention import MultiheadAttention
 from margay.families.attention.attention import attention
 
-__all__ = ["Attention", "Based", "GatedDeltaNet", "Hedgehog", "KimiDeltaAttention", "LinearAttention", "LongConv", "Mamba2",
-           "MultiheadAttention"]
+__all__ = ["Attention", "Based", "GatedDeltaNet", "Hedgehog", "KimiDeltaAttention", "LinearAttention", "LongConv",
+           "Mamba2", "MultiheadAttention"]
 
 
 class Attention(torch.nn.Module):

@@ -33,7 +33,8 @@ def gradients(inputs, **options):
 def test_bad_01_dtype(compiled):
     call = torch.compile(run, fullgraph=True, backend="eager") if compiled else run
     error, inputs = Exception if compiled else TypeError, problem()
-    refused(error, f"fft_conv: u has dtype float64, expected {HALVES}", call, {n: t.double() for n, t in inputs.items()})
+    doubles = {n: t.double() for n, t in inputs.items()}
+    refused(error, f"fft_conv: u has dtype float64, expected {HALVES}", call, doubles)
     refused(error, "fft_conv: k has dtype float16, expected float32 or bfloat16 (as u)", call,
             inputs | {"k": inputs["k"].half()})
     refused(error, "fft_conv: pregate has dtype float16, expected bfloat16 (same as u)", call,
@@ -73,11 +74,12 @@ def test_bad_02_another_filter():
     inputs = problem()
     made = mg.fft_conv_filter(inputs["u"], inputs["k"])
     u = inputs["u"]
-    refused(ValueError, "fft_conv: u has 64 elements in a row and dtype bfloat16, expected 128 and bfloat16", mg.fft_conv,
-            u[..., :64], made)
+    refused(ValueError, "fft_conv: u has 64 elements in a row and dtype bfloat16, expected 128 and bfloat16",
+            mg.fft_conv, u[..., :64], made)
     refused(ValueError, "and dtype float16, expected 128 and bfloat16", mg.fft_conv, u.half(), made)
-    refused(ValueError, "fft_conv: causal is False, expected True, as of the filter", mg.fft_conv, u, made, causal=False)
-    refused(ValueError, "fft_conv: precise is True, expected False, as of the filter", mg.fft_conv, u, made, precise=True)
+    words = "fft_conv: {} is {}, expected {}, as of the filter"
+    refused(ValueError, words.format("causal", False, True), mg.fft_conv, u, made, causal=False)
+    refused(ValueError, words.format("precise", True, False), mg.fft_conv, u, made, precise=True)
     refused(ValueError, "fft_conv: skip is given, expected None beside a filter", mg.fft_conv, u, made,
             skip=torch.zeros(3))
     refused(ValueError, "fft_conv_filter: u has 2 dimensions, expected 3", mg.fft_conv_filter, u[0], inputs["k"])

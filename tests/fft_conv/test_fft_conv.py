@@ -90,7 +90,8 @@ def test_filters_used_again(causal, length, device):
     made = mg.fft_conv_filter(u, k, causal=causal, skip=skip)
     once = mg.fft_conv(u, k, causal=causal, skip=skip)
     again = mg.fft_conv(u[:2].clone(), made)
-    assert torch.equal(once[:2], again) and torch.equal(mg.fft_conv(u.transpose(0, 1).contiguous().transpose(0, 1), made), once)
+    turned = u.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(once[:2], again) and torch.equal(mg.fft_conv(turned, made), once)
     for a, b in zip(torch.autograd.grad(once.float().sum(), (k, skip)),
                     torch.autograd.grad(mg.fft_conv(u, made).float().sum(), (k, skip))):
         assert torch.equal(a, b)
@@ -164,7 +165,8 @@ def test_layer(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length, taps, n", ((256, 256, 256), (128, 128, 256), (200, 256, 256), (129, 129, 256), (7, 9, 10)))
+@pytest.mark.parametrize("length, taps, n", ((256, 256, 256), (128, 128, 256), (200, 256, 256), (129, 129, 256),
+                                             (7, 9, 10)))
 def test_flashfftconv(length, taps, n, device):
     """Its transform's definition, of period n."""
     from margay.flashfftconv import FlashFFTConv

@@ -696,7 +696,8 @@ TILE void levels_group(const op_params &p, levels_shared &s, int) {
   out += 4096;
   for (int c = 0; c < 64; c += 16) {
     fill(t, 0.f);
-    each_part(c, [](int row, int col, float &t, float l, float a) { t = l + 256.f * a + 65536.f * (row + col); }, t, l, a);
+    each_part(c, [](int row, int col, float &t, float l, float a) { t = l + 256.f * a + 65536.f * (row + col); },
+              t, l, a);
     store(out + c, 64, t, 64, 16);
   }
   out += 4096;

@@ -673,7 +673,7 @@ def test_channels(ops, c, m, n):
 
 @pytest.mark.parametrize("m, n", ((64, 64), (50, 40), (1, 3)))
 def test_levels(ops, m, n):
-    """Sums along steps, what lies between two steps of 16, which pairs are of a level, and sums from the last step on."""
+    """Sums along steps, what lies between two steps of 16, which pairs are of a level, and sums from the last on."""
     rng = np.random.default_rng(m)
     e, x, y = random(rng, ops.elem, 4096), *rng.standard_normal((2, 64)).astype(np.float32)
     out = np.full(6 * 4096 + 4 * 1024 + 64 + 8192 + 192 + 1200, np.nan, np.float32)

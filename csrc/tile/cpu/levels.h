@@ -164,7 +164,9 @@ template<int N> TILE row_buffer<N> each_row(const level &l, int r) { return turn
 template<int N, typename T> TILE row_buffer<N> each_row(const turned<T> &t, int r) { return turned_row<N>(t, r, 0); }
 TILE row_buffer<16> part_row(const tc &s, int r, int c0) { return turned_row<16>(s, r, c0); }
 TILE row_buffer<16> part_row(const level &l, int r, int c0) { return turned_row<16>(l, r, c0); }
-template<typename T> TILE row_buffer<16> part_row(const turned<T> &t, int r, int c0) { return turned_row<16>(t, r, c0); }
+template<typename T> TILE row_buffer<16> part_row(const turned<T> &t, int r, int c0) {
+  return turned_row<16>(t, r, c0);
+}
 template<typename T, class F> TILE void store_rows(const st<T, 16, 64> &s, F f, int n) {
   n = n < 64 ? n : 64;
   reads_shared(whole(s));

@@ -31,7 +31,8 @@ template<typename T, int R, int C> TILE void load_t(qt<T> &d, const st<T, R, C> 
   for (int r = 0; r < 16; r++)
     for (int c = 0; c < 16; c++) d.d[c][r] = s.d[(r0 + r) * C + c0 + c];
 }
-template<typename T, int N, int K> TILE void mma_own(rt<float, N> &d, int d0, const rt<T, K> &a, int a0, const qt<T> &b) {
+template<typename T, int N, int K>
+TILE void mma_own(rt<float, N> &d, int d0, const rt<T, K> &a, int a0, const qt<T> &b) {
   OWN_RULES(N, K);
   reads(a, b);
   changes(d);
@@ -93,7 +94,9 @@ template<typename T> struct own_places { T *d; };
 TILE float &each_at(own_places<float> b, int c) { return b.d[c]; }
 TILE float each_at(own_places<const float> b, int c) { return b.d[c]; }
 template<typename T, int N> TILE void each_uses(const rt<T, N> &t) { reads(t); }
-template<int N> TILE own_places<float> part_row(rt<float, N> &t, int r, int c0) { return {t.d[r] + (N == 16 ? 0 : c0)}; }
+template<int N> TILE own_places<float> part_row(rt<float, N> &t, int r, int c0) {
+  return {t.d[r] + (N == 16 ? 0 : c0)};
+}
 template<int N> TILE own_places<const float> part_row(const rt<float, N> &t, int r, int c0) {
   return {t.d[r] + (N == 16 ? 0 : c0)};
 }

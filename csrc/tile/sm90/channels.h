@@ -44,7 +44,10 @@ template<int C> TILE void least_of(hv<C> &d, const hm<C> &x) {
 #pragma unroll
   for (int i = 0; i < 64; i++) d.d = fminf(d.d, x.d[i]);
 }
-TILE float at_least(float x, float low) { asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low)); return x; }   // NaN stays
+TILE float at_least(float x, float low) {  // NaN stays
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
+  return x;
+}
 // f: of a row and the sum down to it
 template<int C, class F> TILE void walk_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, F f) {
   int c = thread_in_group();

@@ -20,9 +20,9 @@ TILE void store(pt &d, const rt<float, 16> &t) {
     d.d[i][thread_in_group()] = make_float4(t.d[4 * i], t.d[4 * i + 1], t.d[4 * i + 2], t.d[4 * i + 3]);
 }
 
-// Lane 8 j + i has the address of row i of block j, 8 x 8. Where that is in a tile's first 16 x 16 values, the exclusive or
-// with 2 c0 is where it is in those from column c0 on. It is made anew for each load: in a loop the compiler would keep it
-// for each block.
+// Lane 8 j + i has the address of row i of block j, 8 x 8. Where that is in a tile's first 16 x 16 values, the
+// exclusive or with 2 c0 is where it is in those from column c0 on. It is made anew for each load: in a loop the
+// compiler would keep it for each block.
 TILE uint32_t own_address(uint32_t tile, int row, int chunk, int r0, int c0) {
   uint32_t at = row * 128 + ((chunk ^ row & 7) << 4);
   asm volatile("xor.b32 %0, %0, %1;" : "+r"(at) : "r"(c0 % 64 * 2));
@@ -44,13 +44,16 @@ template<typename T> TILE void mma_16_8_16(float *d, const uint32_t (&a)[4], uin
   if constexpr (is_bf16<T>)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-template<typename T, int N, int K> TILE void mma_own(rt<float, N> &d, int d0, const rt<T, K> &a, int a0, const qt<T> &b) {
+template<typename T, int N, int K>
+TILE void mma_own(rt<float, N> &d, int d0, const rt<T, K> &a, int a0, const qt<T> &b) {
   OWN_RULES(N, K);
 #pragma unroll
   for (int n = 0; n < 2; n++) mma_16_8_16<T>(d.d + d0 / 2 + 4 * n, a.d[a0 / 16], b.d[2 * n], b.d[2 * n + 1]);

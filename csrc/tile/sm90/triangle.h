@@ -57,9 +57,9 @@ template<int V> TILE void get_block(float (&x)[8], const rt<float, 64> &t) {
   for (int i = 0; i < 8; i++) x[i] = t.d[8 * V + i];
 }
 
-// Warp w has the rows 16 w .. 16 w + 15, of block v its values 8 v .. 8 v + 7. Value 4 ch + 2 rh + e of a thread's eight
-// is in row 8 rh + lane / 4, column 8 ch + 2 (lane % 4) + e. From the last row up, row j of the inverse is whole when
-// those below it have been taken off; then it is taken off the rows above.
+// Warp w has the rows 16 w .. 16 w + 15, of block v its values 8 v .. 8 v + 7. Value 4 ch + 2 rh + e of a thread's
+// eight is in row 8 rh + lane / 4, column 8 ch + 2 (lane % 4) + e. From the last row up, row j of the inverse is whole
+// when those below it have been taken off; then it is taken off the rows above.
 template<typename T> TILE void invert_diagonal(rt<float, 64> &d, tri<T> &s, const rt<float, 64> &t) {
   int w = warp_in_group(), l = lane(), row = l >> 2, col = (l & 3) * 2;
   float a[8], x[8];

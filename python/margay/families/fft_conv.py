@@ -37,9 +37,9 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
     precise: products of two parts, some 21 bits, where 11 are used otherwise. float32 is always computed so, and
         gradients of k and skip.
 
-    Sums are by spectra, with products of matrices (Monarch; Fu, Kumbong, Nguyen, Re, FlashFFTConv, 2023), at frequencies
-    between those of the discrete Fourier transform, so that causal rows need no zeros behind them. Lengths of a power of
-    two from 64 to 16384 take one pass over memory. Every other row is cut into blocks of 4096, whose spectra go through
+    Sums are by spectra, with products of matrices (Monarch; Fu, Kumbong, Nguyen, Re, FlashFFTConv, 2023), at
+    frequencies between those of the discrete Fourier transform, so that causal rows need no zeros behind them. Lengths
+    of a power of two from 64 to 16384 take one pass over memory. Every other row is cut into blocks of 4096, whose spectra go through
     memory, and the work of a row grows with the square of their number. Circular rows of up to 4096 elements, of that
     one pass, are computed two batch entries at a time; a row's rounding then depends on the other's values. An infinity
     or NaN in x reaches its row, and no other.
@@ -85,5 +85,5 @@ def _check_filter(k, u, causal, skip, precise):
     if not hasattr(u, "shape") or len(u.shape) != 3:
         return
     if u.shape[2] != k.length or dtype_name(u) != k.dtype:
-        raise ValueError(f"fft_conv: u has {u.shape[2]} elements in a row and dtype {dtype_name(u)}, expected {k.length} "
-                         f"and {k.dtype}, as the filter was made for")
+        raise ValueError(f"fft_conv: u has {u.shape[2]} elements in a row and dtype {dtype_name(u)}, expected "
+                         f"{k.length} and {k.dtype}, as the filter was made for")
