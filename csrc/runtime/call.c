@@ -5,7 +5,7 @@
 
 static bool begin(mg_call *c, mg_op op, const void *args, bool only_space) {
   const mg_row *row = mg_row_of(op);
-  const mg_tensor *like = NULL, *first = NULL;   // the first HALF tensor that is read; the first of any
+  const mg_tensor *like = NULL, *first = NULL;   // the first HALF or FLOATS tensor that is read; the first of any
   bool some = only_space;
   c->op = op;
   c->args = args;
@@ -13,7 +13,7 @@ static bool begin(mg_call *c, mg_op op, const void *args, bool only_space) {
   for (const mg_field *f = row->field; f < row->field + row->arguments; f++) {
     const mg_tensor *t = mg_is_tensor(f) ? mg_arg(args, f) : NULL;
     if (!first && mg_is_read(f)) first = t;
-    if (!like && f->kind == KIND_HALF && mg_is_read(f)) like = t;
+    if (!like && mg_is_half(f) && mg_is_read(f)) like = t;
     some |= t && mg_is_written(f) && f->role != ROLE_WORK && f->role != ROLE_OPTWORK &&
         f->role != ROLE_SPACE && !mg_is_empty(t);
   }

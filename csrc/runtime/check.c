@@ -152,12 +152,14 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
   if (c->rule->kind == KIND_HALF && t->dtype != MG_BF16 && t->dtype != MG_FP16 &&
       (t->dtype != MG_FP32 || t->device != MG_CPU))
     expected = t->device == MG_CPU ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
+  if (c->rule->kind == KIND_FLOATS && t->dtype != MG_BF16 && t->dtype != MG_FP16 && t->dtype != MG_FP32)
+    expected = "bfloat16, float16 or float32";
   const bool real = c->rule->kind == KIND_REAL || c->rule->kind == KIND_REAL_ROWS;
   if (real && t->dtype != MG_FP32 && t->dtype != c->like_tensor->dtype)
     return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected float32 or %s (as %s)", c->op, name_of(c), found,
                    mg_dtype_name(c->like_tensor->dtype), name_of_like(c));
   if (expected) return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s", c->op, name_of(c), found, expected);
-  if (c->rule->kind == KIND_HALF && c->like->kind == KIND_HALF && t->dtype != c->like_tensor->dtype)
+  if (mg_is_half(c->rule) && mg_is_half(c->like) && t->dtype != c->like_tensor->dtype)
     return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected %s (same as %s)", c->op, name_of(c), found,
                    mg_dtype_name(c->like_tensor->dtype), name_of_like(c));
   return MG_OK;

@@ -44,7 +44,7 @@ typedef enum mg_role {
   ROLE_TAKES, ROLE_DRAW, ROLE_SHOWN
 } mg_role;
 typedef enum mg_kind {
-  KIND_HALF, KIND_REAL, KIND_REAL_ROWS, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float,
+  KIND_HALF, KIND_FLOATS, KIND_REAL, KIND_REAL_ROWS, KIND_F32, KIND_I32, KIND_U8, KIND_BF16, KIND_E4M3, KIND_float,
   KIND_int, KIND_bool, KIND_int64_t, KIND_uint64_t
 } mg_kind;
 typedef struct mg_field {
@@ -77,6 +77,7 @@ extern const char *const mg_size_names[];
 static inline const mg_tensor *mg_arg(const void *args, const mg_field *f) {
   return *(const mg_tensor *const *)((const char *)args + f->offset);
 }
+static inline bool mg_is_half(const mg_field *f) { return f->kind == KIND_HALF || f->kind == KIND_FLOATS; }
 static inline bool mg_is_tensor(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_MAT; }
 static inline bool mg_is_written(const mg_field *f) { return f->role >= ROLE_OUT && f->role <= ROLE_OPTINOUTMAT; }
 static inline bool mg_is_read(const mg_field *f) { return f->role >= ROLE_INOUT && f->role <= ROLE_MAT; }

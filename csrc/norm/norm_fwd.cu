@@ -1,0 +1,203 @@
+// y = f(u) weight + bias, with u the rows of drop(x) + residual, or of x, and over each row
+//   f(u) = (u - mean) / sqrt(variance + eps)     layer norm
+//   f(u) = u / sqrt(mean of u^2 + eps)           root mean square norm (rms)
+// and, of a gated norm, u = x silu(z), or y = f(x) weight silu(z). The sum drop(x) + residual is a result too.
+// Bound by memory. A line's numbers stay in registers between its one read and its one write; the next line is read
+// meanwhile. LONG lines are read twice.
+// The variance is that about a first mean, less the square of what remains of it: a constant row has none, whatever its
+// value. Rows whose squares would leave the range of float are measured once more, scaled.
+#include "norm/norm_tile.h"
+
+struct shared { sums_room sums; };
+typedef norm_fwd_params params;
+TILE void init(shared &) {}
+
+// scale u has the mean `mean` + `rest`, and `squares` is the sum of squares about it.
+struct moments { lv scale, mean, rest, squares; };
+
+// x, dropped; what is read beside it.
+struct inputs { tile x, extra; };
+TILE void begin(inputs &in, const params &p, const place &at) {
+  begin(in.x, p.x, p.problem, at);
+  begin(in.extra, p.extra, p.problem, at);
+}
+TILE float silu(float z) { return z * sigmoid(z); }
+TILE void end(inputs &in, const params &p, const place &at) {
+  const norm_problem &q = p.problem;
+  end(in.x, p.x);
+  end(in.extra, p.extra);
+  if (q.seed) drop(in.x, q, at);
+  if (q.extra == NORM_ADD) each<ACCESS>(in.x, q.lines, at.n, [](float &x, float r) { x += r; }, in.extra);
+  if (q.extra == NORM_GATE_FIRST)
+    each<ACCESS>(in.x, q.lines, at.n, [](float &x, float z) { x *= silu(z); }, in.extra);
+}
+
+// Of the columns of a part, which are 1 / inverse.
+TILE void measure_part(moments &m, tile &x, const norm_problem &p, const place &at, float inverse, shared &s,
+                       summer &who) {
+  lsum first, second;
+  lv unused;
+  clear(first);
+  clear(second);
+  if (p.rms) {
+    each<ACCESS>(x, p.lines, at.n,
+                 [](float &x, float scale, float &sum) { float y = x * scale; sum = fused(y, y, sum); }, m.scale, first);
+    sum_up(m.squares, first, unused, second, p, s.sums, who);
+    fill(m.mean, 0.f);
+    fill(m.rest, 0.f);
+    return;
+  }
+  each<ACCESS>(x, p.lines, at.n, [](float &x, float scale, float &sum) { sum = fused(x, scale, sum); }, m.scale, first);
+  sum_up(m.mean, first, unused, second, p, s.sums, who);
+  map(m.mean, m.mean, [=](float sum) { return sum * inverse; });
+  clear(first);
+  each<ACCESS>(x, p.lines, at.n, [](float &x, float scale, float mean, float &sum, float &squares) {
+    float y = fused(x, scale, -mean);
+    sum += y;
+    squares = fused(y, y, squares);
+  }, m.scale, m.mean, first, second);
+  sum_up(m.rest, first, m.squares, second, p, s.sums, who);
+  map(m.squares, m.squares, m.rest, [=](float squares, float sum) {
+    float left = fused(-sum * inverse, sum, squares);
+    return left < 0.f ? 0.f : left;
+  });
+  map(m.rest, m.rest, [=](float sum) { return sum * inverse; });
+}
+
+// Two parts' moments are joined as Chan, Golub & LeVeque (1979) do.
+TILE void join(moments &m, const moments &part, float n, float n_part) {
+  float share = n_part / (n + n_part), weight = n * share;
+  lv step;
+  map(step, part.mean, part.rest, [](float mean, float rest) { return mean + rest; });
+  map(step, step, m.mean, [](float theirs, float ours) { return theirs - ours; });
+  map(m.mean, m.mean, step, [=](float mean, float step) { return fused(step, share, mean); });
+  map(m.squares, m.squares, part.squares, [](float a, float b) { return a + b; });
+  map(m.squares, m.squares, step, [=](float squares, float step) { return fused(step * weight, step, squares); });
+}
+// of a LONG line, whose parts are read here
+TILE void measure_long(moments &m, const params &p, const place &at, shared &s, summer &who) {
+  moments part;
+  map(part.scale, m.scale, [](float x) { return x; });
+  fill(m.rest, 0.f);
+  ROLLED for (int col = 0; col < p.problem.dim; col += WIDTH) {
+    int left = p.problem.dim - col, n = left < WIDTH ? left : WIDTH;
+    inputs in;
+    place here = moved(at, col);
+    begin(in, p, here);
+    end(in, p, here);
+    measure_part(part, in.x, p.problem, here, 1.f / (float)n, s, who);
+    if (col == 0) {
+      map(m.mean, part.mean, part.rest, [](float mean, float rest) { return mean + rest; });
+      map(m.squares, part.squares, [](float x) { return x; });
+    } else join(m, part, (float)col, (float)n);
+  }
+}
+// Sums of magnitudes: as they are, and divided by 2^17, so that one of them is in the range of float.
+TILE void add_sizes(tile &x, const norm_problem &p, const place &at, lsum &whole, lsum &small) {
+  each<ACCESS>(x, p.lines, at.n, [](float &x, float &whole, float &small) {
+    float y = fabsf(x);
+    whole += y;
+    small = fused(y, 0x1p-17f, small);
+  }, whole, small);
+}
+TILE void choose_scale(moments &m, tile &x, const params &p, const place &at, shared &s, summer &who) {
+  lsum whole, small;
+  lv sum, small_sum;
+  float most = p.most_scale;
+  clear(whole);
+  clear(small);
+  if (LONG) {
+    ROLLED for (int col = 0; col < p.problem.dim; col += WIDTH) {
+      inputs in;
+      place here = moved(at, col);
+      begin(in, p, here);
+      end(in, p, here);
+      add_sizes(in.x, p.problem, here, whole, small);
+    }
+  } else add_sizes(x, p.problem, at, whole, small);
+  sum_up(sum, whole, small_sum, small, p.problem, s.sums, who);
+  map(m.scale, sum, small_sum, [=](float sum, float small) {
+    float scale = sum < 1e37f ? 1.f / (sum < 1e-37f ? 1e-37f : sum) : 0x1p-17f / small;
+    return scale > 0.f ? scale < most ? scale : most : 1.f;         // what is not finite stays so
+  });
+}
+TILE void measure(moments &m, tile &x, const params &p, const place &at, shared &s, summer &who) {
+  if (LONG) measure_long(m, p, at, s, who);
+  else measure_part(m, x, p.problem, at, p.problem.inverse, s, who);
+}
+
+TILE void write(tile &x, const tile &extra, const moments &m, const lv &factor, const params &p, const place &at) {
+  const norm_problem &q = p.problem;
+  tile weight, bias;
+  float offset = q.weight_offset;
+  begin_vector(weight, q.weight, q.weight_is_float, q, at);
+  begin_vector(bias, q.bias, q.bias_is_float, q, at);
+  end_vector(weight, q.weight_is_float);
+  end_vector(bias, q.bias_is_float);
+  each<ACCESS>(x, q.lines, at.n, [=](float &x, float scale, float mean, float rest, float factor, float w, float b) {
+    x = fused((fused(x, scale, -mean) - rest) * factor, w + offset, b);
+  }, m.scale, m.mean, m.rest, factor, weight, bias);
+  if (q.extra == NORM_GATE_LAST)
+    each<ACCESS>(x, q.lines, at.n, [](float &y, float z) { y *= silu(z); }, extra);
+  keep(p.out, x, q, at);
+}
+
+// The lines that `in` has begun to read.
+TILE void normalise(inputs &in, const params &p, const place &at, shared &s, summer &who) {
+  const norm_problem &q = p.problem;
+  moments m;
+  lv factor, saved;
+  float inverse = q.inverse, root_eps = p.root_eps;
+  bool tiny = q.eps < 1e-20f;                  // then small squares count
+  if (!LONG) {
+    end(in, p, at);
+    keep(p.sum, in.x, q, at);
+  }
+  fill(m.scale, 1.f);
+  measure(m, in.x, p, at, s, who);
+  if (any(m.squares, q.lines, [=](float x) { return !(x < 1e37f) || (tiny && !(x > 1e-30f)); })) {
+    choose_scale(m, in.x, p, at, s, who);
+    measure(m, in.x, p, at, s, who);
+  }
+  map(factor, m.squares, m.scale, [=](float squares, float scale) {
+    float e = root_eps * scale;
+    return 1.f / sqrtf(fused(squares, inverse, e * e));
+  });
+  if (at.col == 0 && q.rstd) {
+    int64_t first = (int64_t)at.row * q.groups + at.group;
+    map(saved, factor, m.scale, [](float factor, float scale) { return factor * scale; });
+    save(q.rstd + first, q.groups, saved, q.lines, at.m);
+    map(saved, m.mean, m.rest, m.scale, [](float mean, float rest, float scale) { return (mean + rest) / scale; });
+    if (q.mean) save(q.mean + first, q.groups, saved, q.lines, at.m);
+  }
+  if (!LONG) return write(in.x, in.extra, m, factor, p, at);
+  ROLLED for (int col = 0; col < q.dim; col += WIDTH) {
+    place here = moved(at, col);
+    begin(in, p, here);
+    end(in, p, here);
+    keep(p.sum, in.x, q, here);
+    write(in.x, in.extra, m, factor, p, here);
+  }
+}
+
+TILE void compute(const params &p, shared &s, int warpgroup) {
+  summer who = {warpgroup, 0};
+  if (LONG) {
+    inputs in;
+    ROLLED for (int i = block_index(); i < p.tiles; i += block_count())
+      normalise(in, p, place_of(p.problem, i, warpgroup), s, who);
+    return;
+  }
+  inputs even, odd;                            // of every other tile: one is read while the other is normalised
+  if (block_index() < p.tiles) begin(even, p, place_of(p.problem, block_index(), warpgroup));
+  ROLLED for (int i = block_index(); i < p.tiles; i += 2 * block_count()) {
+    int next = i + block_count(), after = next + block_count();
+    if (next < p.tiles) begin(odd, p, place_of(p.problem, next, warpgroup));
+    normalise(even, p, place_of(p.problem, i, warpgroup), s, who);
+    if (after < p.tiles) begin(even, p, place_of(p.problem, after, warpgroup));
+    if (next < p.tiles) normalise(odd, p, place_of(p.problem, next, warpgroup), s, who);
+  }
+}
+
+typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<PER_SM>> kernel;
+ENTRY(kernel, GROUPS, 1024 * J)

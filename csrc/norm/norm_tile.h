@@ -1,0 +1,114 @@
+// What the norms' kernels share: which lines a warpgroup has, streams of them, sums over a line, dropout.
+#pragma once
+#include "tile/lines.h"
+#include "norm/norm.h"
+
+// LONG: lines of any length and at any address, which are read in parts of WIDTH columns. Else a line is one part, and
+// stays in registers.
+enum { WIDTH = 1024 * J * GROUPS, ACCESS = LONG ? SINGLES : EIGHTS };
+typedef lt<J> tile;
+
+// A warpgroup's lines: the first is row `row` of group `group`; columns from col on; m and n: how many there are.
+struct place { int row, group, col, m, n; };
+TILE place place_of(const norm_problem &p, int i, int warpgroup) {
+  int block = i / p.groups, member = warpgroup / p.span, row = block * p.slots + member * p.lines;
+  int col = (warpgroup - member * p.span) * (1024 * J);
+  return {row, i - block * p.groups, col, p.rows - row, p.dim - col};
+}
+TILE place moved(const place &at, int columns) { return {at.row, at.group, at.col + columns, at.m, at.n - columns}; }
+
+TILE int64_t offset_of(const norm_stream &g, const place &at) {
+  return (int64_t)at.row * g.row + (int64_t)at.group * g.group + at.col;
+}
+template<typename T> TILE void begin_lines(tile &t, const T *g, int64_t ld, const norm_problem &p, int m, int n) {
+  if (LONG && !p.eights) load_begin<SINGLES>(t, g, ld, p.lines, m, n);
+  else load_begin<EIGHTS>(t, g, ld, p.lines, m, n);
+}
+template<typename T> TILE void save_lines(T *g, int64_t ld, const tile &t, const norm_problem &p, int m, int n) {
+  if (LONG && !p.eights) save<SINGLES>(g, ld, t, p.lines, m, n);
+  else save<EIGHTS>(g, ld, t, p.lines, m, n);
+}
+TILE void begin(tile &t, const norm_stream &g, const norm_problem &p, const place &at) {
+  int64_t first = offset_of(g, at);
+  if (!g.data) return;
+  if (g.is_float) begin_lines(t, (const float *)g.data + first, g.row, p, at.m, at.n);
+  else begin_lines(t, (const elem *)g.data + first, g.row, p, at.m, at.n);
+}
+TILE void end(tile &t, const norm_stream &g) {
+  if (!g.data) return;
+  if (g.is_float) load_end<float>(t);
+  else load_end<elem>(t);
+}
+TILE void keep(const norm_stream &g, const tile &t, const norm_problem &p, const place &at) {
+  int64_t first = offset_of(g, at);
+  if (!g.data) return;
+  if (g.is_float) save_lines((float *)g.data + first, g.row, t, p, at.m, at.n);
+  else save_lines((elem *)g.data + first, g.row, t, p, at.m, at.n);
+}
+// The same for all lines. Zeros where there is none.
+TILE void begin_vector(tile &t, const void *v, int is_float, const norm_problem &p, const place &at) {
+  int64_t first = (int64_t)at.group * p.dim + at.col;
+  int n = v ? at.n : 0;
+  if (is_float) begin_lines(t, (const float *)v + first, 0, p, p.lines, n);
+  else begin_lines(t, (const elem *)v + first, 0, p, p.lines, n);
+}
+TILE void end_vector(tile &t, int is_float) {
+  if (is_float) load_end<float>(t);
+  else load_end<elem>(t);
+}
+
+// ---- sums over lines, of which a warpgroup, or those that share a line, make two at a time
+struct sums_room { sv<4> a[2][GROUPS], b[2][GROUPS]; };      // of every other time: nobody reads where others write
+struct summer { int warpgroup, turn; };
+TILE void sum_up(lv &a, const lsum &part_a, lv &b, const lsum &part_b, const norm_problem &p, sums_room &s,
+                 summer &who) {
+  if (p.lines > 2) {
+    reduce(a, part_a, p.lines);
+    reduce(b, part_b, p.lines);
+    return;
+  }
+  put_sums(s.a[who.turn][who.warpgroup], part_a);
+  put_sums(s.b[who.turn][who.warpgroup], part_b);
+  int line = who.warpgroup / p.span, first = line * p.span;
+  bar_sync(1 + line, 128 * p.span);
+  take_sums(a, s.a[who.turn][first], p.lines);
+  take_sums(b, s.b[who.turn][first], p.lines);
+  for (int i = first + 1; i < first + p.span; i++) {
+    lv more_a, more_b;
+    take_sums(more_a, s.a[who.turn][i], p.lines);
+    take_sums(more_b, s.b[who.turn][i], p.lines);
+    map(a, a, more_a, [](float x, float y) { return x + y; });
+    map(b, b, more_b, [](float x, float y) { return x + y; });
+  }
+  who.turn ^= 1;
+}
+
+// ---- dropout: 8 draws of 16 bits for every 8 columns of a row, by Philox 4x32-10 (Salmon, Moraes, Dror & Shaw 2011)
+// of the row and the columns' number, with the seed as key
+struct draws { uint32_t word[4]; };
+TILE draws draw(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t key, uint32_t key_b) {
+  UNROLLED for (int round = 0; round < 10; round++) {
+    uint64_t x = (uint64_t)a * 0xd2511f53u, y = (uint64_t)c * 0xcd9e8d57u;
+    a = (uint32_t)(y >> 32) ^ b ^ key;
+    b = (uint32_t)y;
+    c = (uint32_t)(x >> 32) ^ d ^ key_b;
+    d = (uint32_t)x;
+    key += 0x9e3779b9u;
+    key_b += 0xbb67ae85u;
+  }
+  return {{a, b, c, d}};
+}
+TILE void drop(tile &t, const norm_problem &p, const place &at) {
+  uint32_t key = p.seed[0], key_b = p.seed[1], below = p.drop_below;
+  float scale = p.keep_scale;
+  int row = at.row, col = at.col;
+  each_eight(t, p.lines, at.n, [=](float *x, int line, int column) {
+    draws bits = draw((uint32_t)(row + line), 0, (uint32_t)(col + column) / 8, 0, key, key_b);
+    UNROLLED for (int i = 0; i < 4; i++) {
+      x[2 * i] = (bits.word[i] & 0xffff) < below ? 0.f : x[2 * i] * scale;
+      x[2 * i + 1] = bits.word[i] >> 16 < below ? 0.f : x[2 * i + 1] * scale;
+    }
+  });
+}
+
+TILE float sigmoid(float a) { return fast_rcp(1.f + fast_exp2(a * -1.4426950408889634f)); }
