@@ -43,7 +43,7 @@ static norm_problem problem_of(mg_call *c, const call *a, mg_op op) {
     .rows = (int)c->n.B, .groups = (int)groups, .dim = (int)c->n.N, .eights = (int)c->problem.size.FIT,
     .rms = !a->mean, .extra = a->kind, .weight = mg_data(a->weight), .bias = mg_data(a->bias),
     .weight_is_float = is_float(a->weight), .bias_is_float = is_float(a->bias),
-    .weight_offset = !a->weight || a->zero_centred, .eps = a->eps, .inverse = 1 / (float)c->n.N,
+    .weight_offset = !a->weight || a->zero_centred, .inverse = 1 / (float)c->n.N,
     .mean = mg_data(a->mean), .rstd = mg_data(a->rstd), .lines = 1, .span = 1};
   if (a->dropout_p > 0) {
     p.seed = a->seed->data;
@@ -63,7 +63,9 @@ static int tiles_of(mg_call *c, const norm_problem *p) {
 static mg_status forward(mg_call *c, const call *a) {
   norm_fwd_params p = {.problem = problem_of(c, a, MG_OP_norm_fwd), .x = stream_of(a->x), .extra = stream_of(a->extra),
                        .out = stream_of(a->out), .sum = stream_of(a->sum), .root_eps = sqrtf(a->eps)};
+  p.least_squares = a->eps < 1e-20f ? 1e-30f : -1;
   p.most_scale = p.root_eps > 0x1p-60f ? 1e18f / p.root_eps : 1e37f;
+  p.rounds = (a->kind == NORM_ADD || a->dropout_p > 0) && !is_float(a->kind == NORM_ADD ? a->extra : a->x);
   p.tiles = tiles_of(c, &p.problem);
   return c->status ? c->status : mg_run_resident(c, &p, p.tiles);
 }

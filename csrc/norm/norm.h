@@ -24,7 +24,7 @@ typedef struct norm_problem {
   const void *weight, *bias;   // [groups, dim] or NULL
   int weight_is_float, bias_is_float;
   float weight_offset;         // added to the weight; 1 where there is none
-  float eps, inverse;          // inverse: 1 / dim
+  float inverse;               // 1 / dim
   const uint32_t *seed;        // two words; NULL: no dropout
   uint32_t drop_below;         // of 65536 draws, those below are dropped
   float keep_scale;            // 1 / (1 - p), 0 where all are
@@ -35,7 +35,9 @@ typedef struct norm_fwd_params {
   norm_problem problem;
   norm_stream x, extra, out, sum;      // sum: x behind dropout, with what is added
   int tiles;
+  int rounds;                          // the sum is rounded to the kernel's element type, whether it is stored or not
   float root_eps, most_scale;          // sqrt(eps), 1e18 / sqrt(eps)
+  float least_squares;                 // sums of squares that are not more are not precise enough beside eps
 } norm_fwd_params;
 
 typedef struct norm_bwd_params {

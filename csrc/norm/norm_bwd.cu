@@ -26,29 +26,26 @@ TILE void begin(inputs &in, const params &p, const place &at) {
 }
 TILE void load_statistics(statistics &of, const norm_problem &p, const place &at) {
   int64_t first = (int64_t)at.row * p.groups + at.group;
-  load(of.rstd, p.rstd + first, p.groups, p.lines, at.m);
-  if (p.mean) load(of.mean, p.mean + first, p.groups, p.lines, at.m);
+  load(of.rstd, p.rstd + first, p.groups, p.lines, rows_left(p, at));
+  if (p.mean) load(of.mean, p.mean + first, p.groups, p.lines, rows_left(p, at));
   else fill(of.mean, 0.f);
 }
 TILE void load_weight(tile &w, const norm_problem &p, const place &at) {
-  begin_vector(w, p.weight, p.weight_is_float, p, at);
-  end_vector(w, p.weight_is_float);
+  load_vector(w, p.weight, p.weight_is_float, p, at);
 }
 TILE float silu_slope(float z, float s) { return s * fused(z, 1.f - s, 1.f); }     // s: sigmoid(z)
 
-// What was read becomes u, dy of n weight + bias, and of a gate behind the norm dz. x: that of a gate in front of it.
-TILE void end(inputs &in, tile &x, const tile &w, const statistics &of, const params &p, const place &at) {
+// What was read becomes u, dy of n weight + bias, and of a gate behind the norm dz.
+TILE void end(inputs &in, const tile &w, const statistics &of, const params &p, const place &at) {
   const norm_problem &q = p.problem;
   float offset = q.weight_offset;
   end(in.u, p.x);
   end(in.dy, p.dout);
   end(in.extra, p.extra);
-  if (q.extra == NORM_GATE_FIRST) {
-    copy(x, in.u);
-    each<ACCESS>(in.u, q.lines, at.n, [](float &x, float z) { x *= z * sigmoid(z); }, in.extra);
-  }
+  if (q.extra == NORM_GATE_FIRST)
+    each<ACCESS>(in.u, q.lines, columns_left(q, at), [](float &x, float z) { x *= z * sigmoid(z); }, in.extra);
   if (q.extra == NORM_GATE_LAST)
-    each<ACCESS>(in.u, q.lines, at.n,
+    each<ACCESS>(in.u, q.lines, columns_left(q, at),
                  [=](float u, float &dy, float &z, float mean, float rstd, float w) {
       float s = sigmoid(z), slope = silu_slope(z, s), gate = z * s;
       z = dy * ((u - mean) * rstd * (w + offset)) * slope;
@@ -58,7 +55,7 @@ TILE void end(inputs &in, tile &x, const tile &w, const statistics &of, const pa
 TILE void add_to_means(lsum &of_gn, lsum &of_g, inputs &in, const tile &w, const statistics &of, const params &p,
                        const place &at) {
   float offset = p.problem.weight_offset;
-  each<ACCESS>(in.u, p.problem.lines, at.n,
+  each<ACCESS>(in.u, p.problem.lines, columns_left(p.problem, at),
                [=](float u, float dy, float w, float mean, float rstd, float &gn, float &g) {
     float n = (u - mean) * rstd, d = dy * (w + offset);
     gn = fused(d, n, gn);
@@ -66,30 +63,34 @@ TILE void add_to_means(lsum &of_gn, lsum &of_g, inputs &in, const tile &w, const
   }, in.dy, w, of.mean, of.rstd, of_gn, of_g);
 }
 TILE void add_to_sums(sums &d, inputs &in, const statistics &of, const params &p, const place &at) {
-  each<ACCESS>(in.u, p.problem.lines, at.n,
+  each<ACCESS>(in.u, p.problem.lines, columns_left(p.problem, at),
                [](float u, float dy, float mean, float rstd, float &dweight, float &dbias) {
     dweight = fused(dy, (u - mean) * rstd, dweight);
     dbias += dy;
   }, in.dy, of.mean, of.rstd, d.weight, d.bias);
 }
 // u becomes du, and is stored.
-TILE void write(inputs &in, tile &x, const tile &w, const statistics &of, const lv &gn, const lv &g, const params &p,
+TILE void write(inputs &in, const tile &w, const statistics &of, const lv &gn, const lv &g, const params &p,
                 const place &at) {
   const norm_problem &q = p.problem;
   float offset = q.weight_offset;
-  each<ACCESS>(in.u, q.lines, at.n, [=](float &u, float dy, float w, float mean, float rstd, float gn, float g) {
+  each<ACCESS>(in.u, q.lines, columns_left(q, at),
+               [=](float &u, float dy, float w, float mean, float rstd, float gn, float g) {
     float n = (u - mean) * rstd;
     u = rstd * (fused(-n, gn, dy * (w + offset)) - g);
   }, in.dy, w, of.mean, of.rstd, gn, g);
   if (q.extra == NORM_ADD && p.extra.data)
-    each<ACCESS>(in.u, q.lines, at.n, [](float &u, float d) { u += d; }, in.extra);
-  if (q.extra == NORM_GATE_FIRST)
-    each<ACCESS>(in.u, q.lines, at.n, [](float &u, float x, float &z) {
-      float s = sigmoid(z), slope = silu_slope(z, s);
-      float gate = z * s;
+    each<ACCESS>(in.u, q.lines, columns_left(q, at), [](float &u, float d) { u += d; }, in.extra);
+  if (q.extra == NORM_GATE_FIRST) {
+    tile x;                                    // read again: it would be long in registers
+    begin(x, p.x, q, at);
+    end(x, p.x);
+    each<ACCESS>(in.u, q.lines, columns_left(q, at), [](float &u, float x, float &z) {
+      float s = sigmoid(z), slope = silu_slope(z, s), gate = z * s;
       z = u * x * slope;
       u *= gate;
     }, x, in.extra);
+  }
   if (q.extra == NORM_ADD) keep(p.dextra, in.u, q, at);
   else keep(p.dextra, in.extra, q, at);
   if (q.seed) drop(in.u, q, at);
@@ -104,20 +105,21 @@ TILE void mean_of(lv &v, float inverse) {
 TILE void differentiate(inputs &in, sums &d, const params &p, const place &at, shared &s, summer &who) {
   const norm_problem &q = p.problem;
   statistics of;
-  tile x, w;
+  tile w;
   lsum part_gn, part_g;
   lv gn, g;
   load_statistics(of, q, at);
   load_weight(w, q, at);
   clear(part_gn);
   clear(part_g);
-  end(in, x, w, of, p, at);
+  end(in, w, of, p, at);
   add_to_means(part_gn, part_g, in, w, of, p, at);
   sum_up(gn, part_gn, g, part_g, q, s.sums, who);
   add_to_sums(d, in, of, p, at);
   mean_of(gn, q.inverse);
   mean_of(g, q.rms ? 0.f : q.inverse);
-  write(in, x, w, of, gn, g, p, at);
+  if (J > 1) load_weight(w, q, at);            // registers are short
+  write(in, w, of, gn, g, p, at);
 }
 
 // ---- where a block's sums are
@@ -153,10 +155,10 @@ TILE void differentiate_long(const params &p, const place &at, bool first, share
     ROLLED for (int col = 0; col < q.dim; col += WIDTH) {
       place here = moved(at, col);
       inputs in;
-      tile x, w;
+      tile w;
       begin(in, p, here);
       load_weight(w, q, here);
-      end(in, x, w, of, p, here);
+      end(in, w, of, p, here);
       if (turn == 0) add_to_means(part_gn, part_g, in, w, of, p, here);
       else {
         sums d;
@@ -166,7 +168,7 @@ TILE void differentiate_long(const params &p, const place &at, bool first, share
         } else load_sums(d, p, here, 0);
         add_to_sums(d, in, of, p, here);
         store_sums(d, p, here, 0);
-        write(in, x, w, of, gn, g, p, here);
+        write(in, w, of, gn, g, p, here);
       }
     }
     if (turn == 0) {
@@ -186,23 +188,19 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
     return;
   }
   sums d;
-  inputs even, odd;                            // of every other tile: one is read while the other is computed
+  inputs now, next;                            // the one is read while the other is computed
   place first = place_of(p.problem, block_index(), warpgroup);
   fill(d.weight, 0.f);
   fill(d.bias, 0.f);
-  if (AHEAD) {
-    if (block_index() < p.tiles) begin(even, p, first);
-    ROLLED for (int i = block_index(); i < p.tiles; i += 2 * step) {
-      if (i + step < p.tiles) begin(odd, p, place_of(p.problem, i + step, warpgroup));
-      differentiate(even, d, p, place_of(p.problem, i, warpgroup), s, who);
-      if (i + 2 * step < p.tiles) begin(even, p, place_of(p.problem, i + 2 * step, warpgroup));
-      if (i + step < p.tiles) differentiate(odd, d, p, place_of(p.problem, i + step, warpgroup), s, who);
-    }
-  } else {
-    ROLLED for (int i = block_index(); i < p.tiles; i += step) {
-      begin(even, p, place_of(p.problem, i, warpgroup));
-      differentiate(even, d, p, place_of(p.problem, i, warpgroup), s, who);
-    }
+  if (AHEAD) begin(next, p, first);
+  ROLLED for (int i = block_index(); i < p.tiles; i += step) {
+    if (AHEAD) {
+      copy(now.u, next.u);
+      copy(now.dy, next.dy);
+      if (p.extra.data) copy(now.extra, next.extra);
+      if (i + step < p.tiles) begin(next, p, place_of(p.problem, i + step, warpgroup));
+    } else begin(now, p, place_of(p.problem, i, warpgroup));
+    differentiate(now, d, p, place_of(p.problem, i, warpgroup), s, who);
   }
   store_sums(d, p, first, warpgroup / p.problem.span * p.problem.lines);
 }

@@ -1,7 +1,8 @@
 // y = f(u) weight + bias, with u the rows of drop(x) + residual, or of x, and over each row
 //   f(u) = (u - mean) / sqrt(variance + eps)     layer norm
 //   f(u) = u / sqrt(mean of u^2 + eps)           root mean square norm (rms)
-// and, of a gated norm, u = x silu(z), or y = f(x) weight silu(z). The sum drop(x) + residual is a result too.
+// and, of a gated norm, u = x silu(z), or y = f(x) weight silu(z). The sum drop(x) + residual is a result too, and
+// u is that result, rounded as it is: what is differentiated is what was computed.
 // Bound by memory. A line's numbers stay in registers between its one read and its one write; the next line is read
 // meanwhile. LONG lines are read twice.
 // The variance is that about a first mean, less the square of what remains of it: a constant row has none, whatever its
@@ -27,9 +28,10 @@ TILE void end(inputs &in, const params &p, const place &at) {
   end(in.x, p.x);
   end(in.extra, p.extra);
   if (q.seed) drop(in.x, q, at);
-  if (q.extra == NORM_ADD) each<ACCESS>(in.x, q.lines, at.n, [](float &x, float r) { x += r; }, in.extra);
+  if (q.extra == NORM_ADD) each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float r) { x += r; }, in.extra);
+  if (p.rounds) round_lines<elem>(in.x);
   if (q.extra == NORM_GATE_FIRST)
-    each<ACCESS>(in.x, q.lines, at.n, [](float &x, float z) { x *= silu(z); }, in.extra);
+    each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float z) { x *= silu(z); }, in.extra);
 }
 
 // Of the columns of a part, which are 1 / inverse.
@@ -40,18 +42,19 @@ TILE void measure_part(moments &m, tile &x, const norm_problem &p, const place &
   clear(first);
   clear(second);
   if (p.rms) {
-    each<ACCESS>(x, p.lines, at.n,
+    each<ACCESS>(x, p.lines, columns_left(p, at),
                  [](float &x, float scale, float &sum) { float y = x * scale; sum = fused(y, y, sum); }, m.scale, first);
     sum_up(m.squares, first, unused, second, p, s.sums, who);
     fill(m.mean, 0.f);
     fill(m.rest, 0.f);
     return;
   }
-  each<ACCESS>(x, p.lines, at.n, [](float &x, float scale, float &sum) { sum = fused(x, scale, sum); }, m.scale, first);
+  each<ACCESS>(x, p.lines, columns_left(p, at),
+               [](float &x, float scale, float &sum) { sum = fused(x, scale, sum); }, m.scale, first);
   sum_up(m.mean, first, unused, second, p, s.sums, who);
   map(m.mean, m.mean, [=](float sum) { return sum * inverse; });
   clear(first);
-  each<ACCESS>(x, p.lines, at.n, [](float &x, float scale, float mean, float &sum, float &squares) {
+  each<ACCESS>(x, p.lines, columns_left(p, at), [](float &x, float scale, float mean, float &sum, float &squares) {
     float y = fused(x, scale, -mean);
     sum += y;
     squares = fused(y, y, squares);
@@ -94,7 +97,7 @@ TILE void measure_long(moments &m, const params &p, const place &at, shared &s, 
 }
 // Sums of magnitudes: as they are, and divided by 2^17, so that one of them is in the range of float.
 TILE void add_sizes(tile &x, const norm_problem &p, const place &at, lsum &whole, lsum &small) {
-  each<ACCESS>(x, p.lines, at.n, [](float &x, float &whole, float &small) {
+  each<ACCESS>(x, p.lines, columns_left(p, at), [](float &x, float &whole, float &small) {
     float y = fabsf(x);
     whole += y;
     small = fused(y, 0x1p-17f, small);
@@ -128,17 +131,19 @@ TILE void measure(moments &m, tile &x, const params &p, const place &at, shared 
 
 TILE void write(tile &x, const tile &extra, const moments &m, const lv &factor, const params &p, const place &at) {
   const norm_problem &q = p.problem;
-  tile weight, bias;
+  tile vector;                                 // one after the other: registers are short
   float offset = q.weight_offset;
-  begin_vector(weight, q.weight, q.weight_is_float, q, at);
-  begin_vector(bias, q.bias, q.bias_is_float, q, at);
-  end_vector(weight, q.weight_is_float);
-  end_vector(bias, q.bias_is_float);
-  each<ACCESS>(x, q.lines, at.n, [=](float &x, float scale, float mean, float rest, float factor, float w, float b) {
-    x = fused((fused(x, scale, -mean) - rest) * factor, w + offset, b);
-  }, m.scale, m.mean, m.rest, factor, weight, bias);
+  each<ACCESS>(x, q.lines, columns_left(q, at), [](float &x, float scale, float mean, float rest, float factor) {
+    x = (fused(x, scale, -mean) - rest) * factor;
+  }, m.scale, m.mean, m.rest, factor);
   if (q.extra == NORM_GATE_LAST)
-    each<ACCESS>(x, q.lines, at.n, [](float &y, float z) { y *= silu(z); }, extra);
+    each<ACCESS>(x, q.lines, columns_left(q, at), [](float &y, float z) { y *= silu(z); }, extra);
+  load_vector(vector, q.weight, q.weight_is_float, q, at);
+  each<ACCESS>(x, q.lines, columns_left(q, at), [=](float &y, float w) { y *= w + offset; }, vector);
+  if (q.bias) {
+    load_vector(vector, q.bias, q.bias_is_float, q, at);
+    each<ACCESS>(x, q.lines, columns_left(q, at), [](float &y, float b) { y += b; }, vector);
+  }
   keep(p.out, x, q, at);
 }
 
@@ -147,17 +152,16 @@ TILE void normalise(inputs &in, const params &p, const place &at, shared &s, sum
   const norm_problem &q = p.problem;
   moments m;
   lv factor, saved;
-  float inverse = q.inverse, root_eps = p.root_eps;
-  bool tiny = q.eps < 1e-20f;                  // then small squares count
+  float inverse = q.inverse, root_eps = p.root_eps, least = p.least_squares;
   if (!LONG) {
     end(in, p, at);
     keep(p.sum, in.x, q, at);
   }
   fill(m.scale, 1.f);
-  measure(m, in.x, p, at, s, who);
-  if (any(m.squares, q.lines, [=](float x) { return !(x < 1e37f) || (tiny && !(x > 1e-30f)); })) {
-    choose_scale(m, in.x, p, at, s, who);
+  ROLLED for (int turn = 0; turn < 2; turn++) {
     measure(m, in.x, p, at, s, who);
+    if (turn == 1 || !any(m.squares, q.lines, [=](float x) { return !(x < 1e37f && x > least); })) break;
+    choose_scale(m, in.x, p, at, s, who);
   }
   map(factor, m.squares, m.scale, [=](float squares, float scale) {
     float e = root_eps * scale;
@@ -166,9 +170,9 @@ TILE void normalise(inputs &in, const params &p, const place &at, shared &s, sum
   if (at.col == 0 && q.rstd) {
     int64_t first = (int64_t)at.row * q.groups + at.group;
     map(saved, factor, m.scale, [](float factor, float scale) { return factor * scale; });
-    save(q.rstd + first, q.groups, saved, q.lines, at.m);
+    save(q.rstd + first, q.groups, saved, q.lines, rows_left(q, at));
     map(saved, m.mean, m.rest, m.scale, [](float mean, float rest, float scale) { return (mean + rest) / scale; });
-    if (q.mean) save(q.mean + first, q.groups, saved, q.lines, at.m);
+    if (q.mean) save(q.mean + first, q.groups, saved, q.lines, rows_left(q, at));
   }
   if (!LONG) return write(in.x, in.extra, m, factor, p, at);
   ROLLED for (int col = 0; col < q.dim; col += WIDTH) {
@@ -188,16 +192,15 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
       normalise(in, p, place_of(p.problem, i, warpgroup), s, who);
     return;
   }
-  inputs even, odd;                            // of every other tile: one is read while the other is normalised
-  if (block_index() < p.tiles) begin(even, p, place_of(p.problem, block_index(), warpgroup));
-  ROLLED for (int i = block_index(); i < p.tiles; i += 2 * block_count()) {
-    int next = i + block_count(), after = next + block_count();
-    if (next < p.tiles) begin(odd, p, place_of(p.problem, next, warpgroup));
-    normalise(even, p, place_of(p.problem, i, warpgroup), s, who);
-    if (after < p.tiles) begin(even, p, place_of(p.problem, after, warpgroup));
-    if (next < p.tiles) normalise(odd, p, place_of(p.problem, next, warpgroup), s, who);
+  inputs now, next;                            // the one is read while the other is normalised
+  begin(next, p, place_of(p.problem, block_index(), warpgroup));
+  ROLLED for (int i = block_index(); i < p.tiles; i += block_count()) {
+    copy(now.x, next.x);
+    if (p.extra.data) copy(now.extra, next.extra);
+    if (i + block_count() < p.tiles) begin(next, p, place_of(p.problem, i + block_count(), warpgroup));
+    normalise(now, p, place_of(p.problem, i, warpgroup), s, who);
   }
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<PER_SM>> kernel;
+typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>> kernel;
 ENTRY(kernel, GROUPS, 1024 * J)

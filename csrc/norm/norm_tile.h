@@ -8,14 +8,16 @@
 enum { WIDTH = 1024 * J * GROUPS, ACCESS = LONG ? SINGLES : EIGHTS };
 typedef lt<J> tile;
 
-// A warpgroup's lines: the first is row `row` of group `group`; columns from col on; m and n: how many there are.
-struct place { int row, group, col, m, n; };
+// A warpgroup's lines: the first is row `row` of group `group`; columns from col on. There may be none.
+struct place { int row, group, col; };
 TILE place place_of(const norm_problem &p, int i, int warpgroup) {
   int block = i / p.groups, member = warpgroup / p.span, row = block * p.slots + member * p.lines;
   int col = (warpgroup - member * p.span) * (1024 * J);
-  return {row, i - block * p.groups, col, p.rows - row, p.dim - col};
+  return {row, i - block * p.groups, col};
 }
-TILE place moved(const place &at, int columns) { return {at.row, at.group, at.col + columns, at.m, at.n - columns}; }
+TILE int rows_left(const norm_problem &p, const place &at) { return p.rows - at.row; }
+TILE int columns_left(const norm_problem &p, const place &at) { return p.dim - at.col; }
+TILE place moved(const place &at, int columns) { return {at.row, at.group, at.col + columns}; }
 
 TILE int64_t offset_of(const norm_stream &g, const place &at) {
   return (int64_t)at.row * g.row + (int64_t)at.group * g.group + at.col;
@@ -31,8 +33,8 @@ template<typename T> TILE void save_lines(T *g, int64_t ld, const tile &t, const
 TILE void begin(tile &t, const norm_stream &g, const norm_problem &p, const place &at) {
   int64_t first = offset_of(g, at);
   if (!g.data) return;
-  if (g.is_float) begin_lines(t, (const float *)g.data + first, g.row, p, at.m, at.n);
-  else begin_lines(t, (const elem *)g.data + first, g.row, p, at.m, at.n);
+  if (g.is_float) begin_lines(t, (const float *)g.data + first, g.row, p, rows_left(p, at), columns_left(p, at));
+  else begin_lines(t, (const elem *)g.data + first, g.row, p, rows_left(p, at), columns_left(p, at));
 }
 TILE void end(tile &t, const norm_stream &g) {
   if (!g.data) return;
@@ -42,19 +44,20 @@ TILE void end(tile &t, const norm_stream &g) {
 TILE void keep(const norm_stream &g, const tile &t, const norm_problem &p, const place &at) {
   int64_t first = offset_of(g, at);
   if (!g.data) return;
-  if (g.is_float) save_lines((float *)g.data + first, g.row, t, p, at.m, at.n);
-  else save_lines((elem *)g.data + first, g.row, t, p, at.m, at.n);
+  if (g.is_float) save_lines((float *)g.data + first, g.row, t, p, rows_left(p, at), columns_left(p, at));
+  else save_lines((elem *)g.data + first, g.row, t, p, rows_left(p, at), columns_left(p, at));
 }
 // The same for all lines. Zeros where there is none.
-TILE void begin_vector(tile &t, const void *v, int is_float, const norm_problem &p, const place &at) {
+TILE void load_vector(tile &t, const void *v, int is_float, const norm_problem &p, const place &at) {
   int64_t first = (int64_t)at.group * p.dim + at.col;
-  int n = v ? at.n : 0;
-  if (is_float) begin_lines(t, (const float *)v + first, 0, p, p.lines, n);
-  else begin_lines(t, (const elem *)v + first, 0, p, p.lines, n);
-}
-TILE void end_vector(tile &t, int is_float) {
-  if (is_float) load_end<float>(t);
-  else load_end<elem>(t);
+  int n = v ? columns_left(p, at) : 0;
+  if (is_float) {
+    begin_lines(t, (const float *)v + first, 0, p, p.lines, n);
+    load_end<float>(t);
+  } else {
+    begin_lines(t, (const elem *)v + first, 0, p, p.lines, n);
+    load_end<elem>(t);
+  }
 }
 
 // ---- sums over lines, of which a warpgroup, or those that share a line, make two at a time
@@ -102,7 +105,7 @@ TILE void drop(tile &t, const norm_problem &p, const place &at) {
   uint32_t key = p.seed[0], key_b = p.seed[1], below = p.drop_below;
   float scale = p.keep_scale;
   int row = at.row, col = at.col;
-  each_eight(t, p.lines, at.n, [=](float *x, int line, int column) {
+  each_eight(t, p.lines, columns_left(p, at), [=](float *x, int line, int column) {
     draws bits = draw((uint32_t)(row + line), 0, (uint32_t)(col + column) / 8, 0, key, key_b);
     UNROLLED for (int i = 0; i < 4; i++) {
       x[2 * i] = (bits.word[i] & 0xffff) < below ? 0.f : x[2 * i] * scale;

@@ -28,6 +28,7 @@ template<int A, typename T, int J> TILE void save(T *g, int64_t ld, const lt<J> 
 TILE void load(lv &v, const float *g, int64_t stride, int lines, int m);
 TILE void save(float *g, int64_t stride, const lv &v, int lines, int m);
 
+template<typename T, int J> TILE void round_lines(lt<J> &t);      // every element to the nearest T
 template<int J> TILE void fill(lt<J> &t, float x);
 TILE void fill(lv &v, float x);
 TILE void clear(lsum &s);

@@ -10,6 +10,7 @@ from margay.families.gemm.matmul import matmul
 from margay.families.hedgehog import hedgehog
 from margay.families.kda import kda
 from margay.families.linear_attention import linear_attention, linear_attention_step
+from margay.families.norm import gated_rms_norm, layer_norm, rms_norm
 from margay.families.scaled_add import scaled_add
 from margay.families.ssd import ssd, ssd_step
 
@@ -17,10 +18,12 @@ __version__ = "0.1.0"
 _MODULES = ("flash_attn", "flash_attn_interface", "flash_kda", "flashinfer", "integrations", "mamba", "nn")
 # name -> its module
 _LATER = {"explain": "margay._explain", "info": "margay._explain", "FallbackWarning": "margay.drop_ins.fallback",
-          "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}
+          "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2",
+          "patch": "margay.drop_ins.patch", "unpatch": "margay.drop_ins.patch"}
 __all__ = ["append_kv", "attention", "attention_decode", "attention_varlen", "based", "causal_conv1d",
-           "causal_conv1d_step", "dropout_mask", "gated_delta_rule", "gated_delta_rule_step", "hedgehog", "kda",
-           "kda_step", "linear_attention", "linear_attention_step", "matmul", "scaled_add", "ssd", "ssd_step",
+           "causal_conv1d_step", "dropout_mask", "gated_delta_rule", "gated_delta_rule_step", "gated_rms_norm", "hedgehog",
+           "kda", "kda_step", "layer_norm", "linear_attention", "linear_attention_step", "matmul", "rms_norm",
+           "scaled_add", "ssd", "ssd_step",
            *_MODULES, *_LATER]
 
 

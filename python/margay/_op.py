@@ -19,7 +19,7 @@ import types
 from margay import _C, _shared
 
 ROWS = _C.ops()
-_HALF = "bfloat16, float16 or, on the CPU, float32"
+_HALF, _FLOATS = "bfloat16, float16 or, on the CPU, float32", "bfloat16, float16 or float32"
 _KINDS = {"float": float, "int": int, "bool": bool, "int64": int, "uint64": int}
 _SIZE = r"\b[A-Z]\w*\b"
 _LARGEST = 2.0**128 - 2.0**104         # float32's; LARGEST of rows
@@ -28,6 +28,7 @@ _made: dict = {}        # (op, type of the first argument) -> function
 _gradients: dict = {}   # op -> a gradient written by hand
 _rules: dict = {}       # op -> a rule of vmap written by hand
 _direct: dict = {}      # op -> what computes it on plain PyTorch tensors
+_same: dict = {}        # op -> two inputs and a function of what its backward knows: whether they have one gradient
 
 
 class Row:
@@ -35,6 +36,8 @@ class Row:
 
     def __init__(self, name):
         entries = [f | {"role": _ROLES.get(f["role"], f["role"])} for f in ROWS[name]]
+        self.fp32_anywhere = any(f.get("kind") == "floats" for f in entries)
+        entries = [f | {"kind": "half"} if f.get("kind") == "floats" else f for f in entries]
         role = lambda *roles: [f for f in entries if f["role"] in roles]  # noqa: E731
         self.name, self.called = name, role("called")[0]["name"]       # the latter in messages
         self.arguments = role("out", "optout", "save", "work", "optwork", "space", "inout", "in", "opt", "mat", "num")
@@ -129,9 +132,13 @@ class Row:
         return f"empty_like({twin})" if twin else f"empty({self.shape(f)}, dtype={dtype}{place})"
 
     def real(self, f):
-        """The dtype of a gradient: its input's, or where that is not given the first one's."""
+        """The dtype of a result: new_<input> has that input's, or where that is not given that of the first half; a
+        gradient its input's, or what the forward made new of it, or where that is not given the first one's."""
         reals = {r["name"]: r for r in self.inputs if r["kind"] == "real"}
-        of, first = reals[f["name"][1:]], next(iter(reals))
+        if f["name"].startswith("new_"):
+            name = f["name"].removeprefix("new_")
+            return f"({self.halves[0]} if {name} is None else {name}).dtype"
+        of, first = reals.get(f["name"][1:]) or reals["new_" + f["name"][1:]], next(iter(reals))
         return (f"{of['name']}.dtype" if of["role"] != "opt"
                 else f"({first} if {of['name']} is None else {of['name']}).dtype")
 
@@ -239,7 +246,8 @@ def check(row, tensors, numbers, dtype_name, halves):
         found, expected, same = dtype_name(t), f["kind"], ""
         if f["kind"] == "half":
             if found not in halves:
-                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {_HALF}")
+                words = _FLOATS if row.fp32_anywhere else _HALF
+                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {words}")
             expected, same = dtype_name(tensors[like]), f" (same as {row.shown[like]})"
         if f["kind"] == "real":
             expected, same = f"float32 or {dtype_name(tensors[like])}", f" (as {row.shown[like]})"
@@ -431,6 +439,7 @@ def forward(ctx, {all}{want_given}):
     {written} = make({all}{want_given})
     ctx.save_for_backward({saved})
     ctx.numbers = ({numbers})
+    ctx.half = {half}.dtype
     ctx.set_materialize_grads(False)
     return {returned}
 """
@@ -453,7 +462,8 @@ def _torch_function(row):
         t.check_kinds(row.called, row.may_miss, **row.as_shown(given))
         check(row, given, _named(row.numbers, values[len(inputs):]), _shared.dtype_name,
               ("bfloat16", "float16", "float32"))
-        t.check_devices(row.called, **row.as_shown({name: given[name] for name in row.halves}))
+        check_devices = t.check_same_device if row.fp32_anywhere else t.check_devices
+        check_devices(row.called, **row.as_shown({name: given[name] for name in row.halves}))
         t.check_same_device(row.called, **row.as_shown(given))
 
     def copied(f, x):
@@ -488,11 +498,12 @@ def _torch_function(row):
                                                    output if isinstance(output, tuple) else (output,))
         ctx.save_for_backward(*(kept[name] for name in saved))
         ctx.numbers = values[len(row.inputs):]
+        ctx.half = kept[row.halves[0]].dtype
         ctx.set_materialize_grads(False)
 
     want_given = ", want" if row.optional else ""
     text = _FORWARD.format(all=every, written=written(row), saved=", ".join(saved), returned=names(row.results),
-                           numbers="".join(name + ", " for name in numbers), want_given=want_given)
+                           numbers="".join(name + ", " for name in numbers), want_given=want_given, half=row.halves[0])
 
     class Record(torch.autograd.Function):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
@@ -570,6 +581,8 @@ def _gradient_by_names(torch, t, row, backward, alone):
     places = [next((i for i, f in enumerate(backward.results) if f["name"] == "d" + name), None) for name in arguments]
     optional = [arguments.index(f["name"][1:]) for f in backward.optional]
     none = (None,) * len(arguments)
+    first, second, are_same = _same.get(row.name, (None, None, None))
+    one, other = (arguments.index(name) if first else None for name in (first, second))
 
     def gradient(ctx, *grads):
         if all(grad is None for grad in grads[:len(row.results)]):
@@ -579,24 +592,41 @@ def _gradient_by_names(torch, t, row, backward, alone):
             known[name] = grad if grad is None or grad.stride(-1) == 1 else grad.contiguous()
         for f in backward.inputs:
             if known[f["name"]] is None and f["role"] != "opt":        # of a result that nothing depends on
-                known[f["name"]] = torch.zeros_like(alone(incoming[f["name"]]["name"])(*map(known.get, arguments)))
+                known[f["name"]] = zeros(incoming[f["name"]], known, ctx.half)
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
+        shared = first and all(i < len(need) and need[i] for i in (one, other)) and are_same(known, ctx.half)
+        if shared:
+            need = tuple(needed and i != other for i, needed in enumerate(need))
         if not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)]):
             made = direct(*given, want=[i < len(need) and need[i] for i in optional]) if optional else direct(*given)
         else:
             made = seen(*given)
         made = made if isinstance(made, (tuple, list)) else (made,)
-        return tuple(None if i is None or not (k < len(need) and need[k]) else made[i] for k, i in enumerate(places))
+        grads = [None if i is None or not (k < len(need) and need[k]) else made[i] for k, i in enumerate(places)]
+        if shared:
+            grads[other] = grads[one]
+        return tuple(grads)
+
+    def zeros(f, known, half):
+        twin = row.twin(f)
+        if twin is None or twin in saved:
+            return torch.zeros_like(alone(f["name"])(*map(known.get, arguments)))
+        like = next(known[g["name"]] for g in backward.inputs
+                    if g["sizes"] == f["sizes"] and known[g["name"]] is not None)
+        return torch.zeros_like(like, dtype=half)
     return gradient, saved
 
 
 # ---- the function
 
 
-def function(name, gradient=None, rule=None):
+def function(name, gradient=None, rule=None, same=None):
     """The op's function. gradient(ctx, *grads): where no row <name>_bwd says it; ctx.saved_tensors are the inputs,
-    ctx.numbers the numbers. rule: of vmap, see _transforms."""
+    ctx.numbers the numbers. rule: of vmap, see _transforms. same: (input, input, f), which have one gradient, and it is
+    computed once, where f(what the backward knows by name, dtype of the first half) is true."""
+    if same:
+        _same[name] = same
     if gradient:
         _gradients[name] = gradient
     if rule:

@@ -51,6 +51,14 @@ TILE void save(float *g, int64_t stride, const lv &v, int lines, int m) {
   }
 }
 
+template<typename T, int J> TILE void round_lines(lt<J> &t) {
+  changes(t);
+  T rounded[1024];
+  for (int i = 0; i < 1024 * J; i += 1024) {
+    narrow_row(rounded, t.d + i, 1024);
+    widen_row(t.d + i, rounded, 1024);
+  }
+}
 template<int J> TILE void fill(lt<J> &t, float x) {
   writes(t);
   for (float &d : t.d) d = x;

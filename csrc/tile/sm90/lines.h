@@ -99,6 +99,17 @@ TILE void save(float *g, int64_t stride, const lv &v, int lines, int m) {
   if (line_column(lines) == 0 && line < m) g[line * stride] = v.d;
 }
 
+template<typename T, int J> TILE void round_lines(lt<J> &t) {
+  if constexpr (sizeof(T) == 2)
+#pragma unroll
+    for (int j = 0; j < J; j++)
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) {
+        float2 x = unpack<T>(pack<T>(t.d[j][e], t.d[j][e + 1]));
+        t.d[j][e] = x.x;
+        t.d[j][e + 1] = x.y;
+      }
+}
 template<int J> TILE void fill(lt<J> &t, float x) {
 #pragma unroll
   for (int j = 0; j < J; j++)

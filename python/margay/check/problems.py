@@ -602,6 +602,40 @@ def causal_conv1d_step(row, large):
         yield f"{b}x{t}x{c}, state {length}" + (" ring" if ring else ""), call
 
 
+# rows, groups, columns, what is read besides x. A block has 64 lines to one, which 1 to 16 warps share; of the last two
+# sums of a line cross warps and warpgroups.
+NORMS = (("16 lines", 150, 1, 40, "residual"), ("4 lines", 40, 1, 200, "gate first"), ("groups", 20, 3, 512, "gate last"),
+         ("a warpgroup", 9, 1, 1000, ""), ("two", 7, 1, 2040, "residual"))
+
+
+def norm(row, large):
+    c = constants(row)
+    whole = 1024 * c.get("J", 1) * c["GROUPS"]
+    shapes = [("large", 3000, 1, 4096, "residual"), ("few blocks", 600, 1, 4096, "")] if large else []
+    shapes += NORMS if c.get("LONG") == 0 and c["J"] == 1 else NORMS[:3] if row["op"] == "norm_bwd_post" else ()
+    if row["op"] != "norm_bwd_post":
+        shapes += [("whole blocks", 5, 1, whole - 64 if not c["LONG"] else 2 * whole + 21, kind)
+                   for kind in ("residual", "gate first", "gate last")]
+    for label, *problem in shapes:
+        yield (label if label in ("large", "few blocks") else f"{label}, {problem[-1]}",
+               lambda x=(row["dtype"], row["op"] != "norm_fwd", *problem): call_norm(*x))
+
+
+def call_norm(dtype, backward, rows, groups, columns, kind):
+    name = {"": "layer_norm", "residual": "layer_norm_residual"}.get(kind, "gated_rms_norm") + "_bwd" * backward
+    op = _op.Row(name)
+    known = dict.fromkeys(op.sizes, -1) | dict(B=rows, G=groups, N=columns)
+    known |= {f["name"]: f["role"] != "num" for f in op.inputs} | {f["name"]: _op.default(f) for f in op.numbers}
+    known |= dict(dropout_p=0.25, gate_first=kind == "gate first")
+    op.derive(known)
+    kinds = dict(half=dtype, real="float32", float32="float32", int32="int32")
+    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=dict(rstd=1.0, seed=7).get(f["name"]))
+               for f in op.arguments if f["role"] != "num"}
+    getattr(_C, name)(**tensors, **{f["name"]: known[f["name"]] for f in op.numbers})
+    return [tensors[f["name"]] for f in op.results]
+
+
 # steps, samples, places, what is given besides; of the last sample there is no state
 STEPS = ((0, 2, 2, ()), (3, 3, 5, ("slots", "z", "d", "dt_bias", "g")), (1, 2, 3, ("slots", "d_wide", "g_head")))
 
@@ -727,7 +761,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
-       "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
+       "causal_conv1d_step": causal_conv1d_step,
+       **dict.fromkeys(("norm_fwd", "norm_bwd", "norm_bwd_post"), norm),
+       "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
        "kda": kda, "kda_prepare": kda, "kda_bwd": kda, "kda_keep": kda, "kda_back": kda,
