@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases import row_taken
-from margay.bench import causal_conv1d, delta, harness, linear_attention, report, rows, ssd, steps
+from margay.bench import causal_conv1d, delta, harness, linear_attention, norm, report, rows, ssd, steps
 from margay.bench.__main__ import BENCHMARKS
 from margay.bench.attention import tables
 
@@ -91,6 +91,7 @@ def test_families_of_scans_compare_themselves_with_torch(tmp_path):
     families = {"ssd": ssd.cases([(1, 256, 2, 32)], "cpu"), "causal_conv1d": causal_conv1d.cases([(1, 70, 8)], "cpu"),
                 "linear_attention": linear_attention.cases(shapes=[(1, 256, 2, 32)], device="cpu"),
                 "delta": delta.cases({kind: [(1, 128, 1, 2)] for kind in ("gdn", "kda steep")}, {}, "cpu"),
+                "norm": norm.cases([(70, 64)], [(40, 64, 32)], "cpu"),
                 "steps": steps.cases([(2, 3)], [(2, 3)], [(2, 2, 1, "VK"), (1, 2, 3, "KV")], device="cpu")}
     for family, cases in families.items():
         assert harness.run_family(family, list(cases), harness.timer_for("cpu"), options), family
@@ -155,7 +156,7 @@ def test_help_says_what_a_family_measures_and_what_the_defaults_are():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("family", ["attention", "causal_conv1d", "decode", "delta", "features", "gemm", "hedgehog",
-                                    "linear_attention", "rows", "ssd", "steps"])
+                                    "linear_attention", "norm", "rows", "ssd", "steps"])
 def test_a_family_that_needs_a_gpu_says_so(family):
     code, out, err = bench(family)
     assert code == 2 and "needs a GPU" in err and err.count("\n") == 1

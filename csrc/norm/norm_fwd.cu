@@ -34,8 +34,8 @@ TILE void end(inputs &in, const params &p, const place &at) {
     each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float z) { x *= silu(z); }, in.extra);
 }
 
-// Of the columns of a part, which are 1 / inverse.
-TILE void measure_part(moments &m, tile &x, const norm_problem &p, const place &at, float inverse, shared &s,
+// Of the n = 1 / inverse columns of a part.
+TILE void measure_part(moments &m, tile &x, const norm_problem &p, const place &at, float n, float inverse, shared &s,
                        summer &who) {
   lsum first, second;
   lv unused;
@@ -64,7 +64,10 @@ TILE void measure_part(moments &m, tile &x, const norm_problem &p, const place &
     float left = fused(-sum * inverse, sum, squares);
     return left < 0.f ? 0.f : left;
   });
-  map(m.rest, m.rest, [=](float sum) { return sum * inverse; });
+  map(m.rest, m.rest, [=](float sum) {         // sum / n exactly rounded: of a constant row it is what remains
+    float rest = sum * inverse;
+    return fused(fused(-rest, n, sum), inverse, rest);
+  });
 }
 
 // Two parts' moments are joined as Chan, Golub & LeVeque (1979) do.
@@ -88,7 +91,7 @@ TILE void measure_long(moments &m, const params &p, const place &at, shared &s, 
     place here = moved(at, col);
     begin(in, p, here);
     end(in, p, here);
-    measure_part(part, in.x, p.problem, here, 1.f / (float)n, s, who);
+    measure_part(part, in.x, p.problem, here, (float)n, 1.f / (float)n, s, who);
     if (col == 0) {
       map(m.mean, part.mean, part.rest, [](float mean, float rest) { return mean + rest; });
       map(m.squares, part.squares, [](float x) { return x; });
@@ -126,7 +129,7 @@ TILE void choose_scale(moments &m, tile &x, const params &p, const place &at, sh
 }
 TILE void measure(moments &m, tile &x, const params &p, const place &at, shared &s, summer &who) {
   if (LONG) measure_long(m, p, at, s, who);
-  else measure_part(m, x, p.problem, at, p.problem.inverse, s, who);
+  else measure_part(m, x, p.problem, at, (float)p.problem.dim, p.problem.inverse, s, who);
 }
 
 TILE void write(tile &x, const tile &extra, const moments &m, const lv &factor, const params &p, const place &at) {

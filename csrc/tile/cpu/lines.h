@@ -26,7 +26,7 @@ template<int, typename T, int J> TILE void load_begin(lt<J> &t, const T *g, int6
     float *line = t.d + r * width;
     if (there) touches_global(g + r * ld, there * sizeof(T), GLOBAL_READ);
     if (there) widen_row(line, g + r * ld, there);
-    for (int c = there; c < columns; c++) line[c] = 0.f;
+    for (int c = there; c < width; c++) line[c] = 0.f;
   }
 }
 template<typename T, int J> TILE void load_end(lt<J> &t) { changes(t); }
