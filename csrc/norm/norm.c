@@ -84,6 +84,7 @@ static mg_status backward(mg_call *c, const call *a) {
     p.tiles = tiles_of(c, &p.problem);
     if (c->status) return c->status;
     blocks = mg_min(p.tiles / p.problem.groups, mg_min(c->n.CUTS, c->n.PARTS / p.problem.slots));
+    blocks = mg_max(mg_resident(c, blocks * p.problem.groups) / p.problem.groups, 1);
     parts = blocks * p.problem.slots;
     if (mg_run(c, &p, blocks * p.problem.groups)) return c->status;
   }

@@ -205,5 +205,5 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
   }
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>> kernel;
+typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<BLOCKS>> kernel;
 ENTRY(kernel, GROUPS, 1024 * J)

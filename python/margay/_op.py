@@ -133,14 +133,16 @@ class Row:
 
     def real(self, f):
         """The dtype of a result: new_<input> has that input's, or where that is not given that of the first half; a
-        gradient its input's, or what the forward made new of it, or where that is not given the first one's."""
+        gradient its input's, or what the forward made new of it, or where that is not given the first one's, or
+        the half's."""
         reals = {r["name"]: r for r in self.inputs if r["kind"] == "real"}
         if f["name"].startswith("new_"):
             name = f["name"].removeprefix("new_")
             return f"({self.halves[0]} if {name} is None else {name}).dtype"
         of, first = reals.get(f["name"][1:]) or reals["new_" + f["name"][1:]], next(iter(reals))
+        other = first if reals[first]["role"] != "opt" else self.halves[0]
         return (f"{of['name']}.dtype" if of["role"] != "opt"
-                else f"({first} if {of['name']} is None else {of['name']}).dtype")
+                else f"({other} if {of['name']} is None else {of['name']}).dtype")
 
     def signature(self, tensor="", optional="", numbers=False):
         """Inputs and numbers, with defaults once all that follow have one."""

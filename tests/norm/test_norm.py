@@ -283,11 +283,8 @@ def test_gradient_of_one_result(device):
     out, u = mg.rms_norm(x, residual=residual, prenorm=True)
     dx, dresidual = torch.autograd.grad(u.sum(), (x, residual), retain_graph=True)
     assert (dx == 1).all() and (dresidual == 1).all()
-    dx, dresidual = torch.autograd.grad(out.square().sum(), (x, residual), retain_graph=True)
-    assert dx.data_ptr() == dresidual.data_ptr()
-    (out * 3).sum().backward()
-    x.grad.zero_()
-    assert residual.grad.any()                   # they share no memory once autograd keeps them
+    dx, dresidual = torch.autograd.grad(out.square().sum(), (x, residual))
+    assert dx.data_ptr() == dresidual.data_ptr() and dx.any()          # as of an addition of PyTorch
 
 
 def test_residual_in_float32():
@@ -379,7 +376,7 @@ def test_fp32_is_read_on_the_gpu_by_kernels_of_bf16():
     with torch._subclasses.fake_tensor.FakeTensorMode():
         x = torch.empty(4, 64, device="cuda")
         assert mg.layer_norm(x).shape == (4, 64)
-    assert "norm_fwd_bf16_d4096" in str(_C.explain("norm_fwd", dtype="bfloat16", gpu=True, N=64))
+    assert "norm_fwd_bf16_d4096" in mg.explain("norm_fwd", dtype="bfloat16", gpu=True, n=64, FIT=1)
 
 
 BAD = [

@@ -612,9 +612,11 @@ def norm(row, large):
     c = constants(row)
     whole = 1024 * c.get("J", 1) * c["GROUPS"]
     shapes = [("large", 3000, 1, 4096, "residual"), ("few blocks", 600, 1, 4096, "")] if large else []
-    shapes += NORMS if c.get("LONG") == 0 and c["J"] == 1 else NORMS[:3] if row["op"] == "norm_bwd_post" else ()
-    if row["op"] != "norm_bwd_post":
-        shapes += [("whole blocks", 5, 1, whole - 64 if not c["LONG"] else 2 * whole + 21, kind)
+    if row["op"] == "norm_bwd_post":
+        shapes += [*NORMS[:2], ("groups", 20, 3, 100, "gate last")]
+    else:
+        shapes += NORMS if c["LONG"] == 0 and whole == 4096 else ()
+        shapes += [("whole blocks", 5, 1, whole - 64 if not c["LONG"] else 2 * whole + 22, kind)
                    for kind in ("residual", "gate first", "gate last")]
     for label, *problem in shapes:
         yield (label if label in ("large", "few blocks") else f"{label}, {problem[-1]}",
