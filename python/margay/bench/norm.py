@@ -1,5 +1,6 @@
-"""Norms behind dropout and a residual, and gated ones, against PyTorch's operations, torch.compile and mamba_ssm's
-Triton kernels (GPU). mamba_ssm is a peer where it can be imported.
+"""Norms behind dropout and a residual, and gated ones, against PyTorch and torch.compile (GPU).
+
+mamba_ssm's Triton kernels are a peer where they can be imported.
 
 Bound by memory: x and residual read, out and their sum written forward; backward the sum and two gradients read, one
 written, or two where dropout lies between them. `of copy` compares that rate with one of a copy of as many bytes as x

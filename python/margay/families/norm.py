@@ -158,3 +158,26 @@ def _seed_of(op, seed, generator, x, torch_):
     seed = _shared.integer(op, "seed", seed)
     low, high = (((seed >> shift & 2**32 - 1) ^ 2**31) - 2**31 for shift in (0, 32))
     return torch.cat([torch.full((1,), word, dtype=torch.int32, device=x.device) for word in (low, high)])
+
+
+# ---- explain
+
+def _explained(op, library, named, given):
+    from margay import _explain
+
+    x = given["x"]
+    named |= {name: given[name] for name in ("residual", "weight", "bias") if given.get(name) is not None}
+    if op == "gated_rms_norm":
+        size = given.get("group_size") or x.shape[-1]
+        parts, row = [-1, x.shape[-1] // size, size], op
+    else:
+        drops = given.get("dropout_p", 0) > 0
+        parts, row = [-1, x.shape[-1]], op + "_residual" * (drops or given.get("residual") is not None)
+        given = given | {"seed": library.empty([2], "int32", x) if drops else None}
+    shaped = {name: given[name].reshape(parts) for name in ("x", "z", "residual") if given.get(name) is not None}
+    if op == "gated_rms_norm" and given.get("weight") is not None:
+        shaped["weight"] = given["weight"].reshape(parts[1:])
+    return _explain.explain_row(row, library, dict(named), given | shaped)
+
+
+EXPLAINED = dict.fromkeys(("layer_norm", "rms_norm", "gated_rms_norm"), _explained)
