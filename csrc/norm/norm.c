@@ -28,7 +28,8 @@ static bool in_eights(const mg_tensor *t) {
 }
 static bool fits(const mg_call *c, const call *a) {
   if (c->context.device == MG_CPU && !mg_intercepted()) return true;
-  const mg_tensor *all[] = {a->x, a->extra, a->out, a->sum, a->dout, a->dextra_in, a->dx, a->dextra, a->weight, a->bias};
+  const mg_tensor *all[] = {a->x, a->extra, a->out, a->sum, a->dout, a->dextra_in, a->dx, a->dextra, a->weight,
+                            a->bias};
   bool fit = c->n.N % 8 == 0;
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) fit &= in_eights(all[i]);
   return fit;

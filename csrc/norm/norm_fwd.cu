@@ -28,7 +28,8 @@ TILE void end(inputs &in, const params &p, const place &at) {
   end(in.x, p.x);
   end(in.extra, p.extra);
   if (q.seed) drop(in.x, q, at);
-  if (q.extra == NORM_ADD) each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float r) { x += r; }, in.extra);
+  if (q.extra == NORM_ADD)
+    each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float r) { x += r; }, in.extra);
   if (p.rounds) round_lines<elem>(in.x);
   if (q.extra == NORM_GATE_FIRST)
     each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float z) { x *= silu(z); }, in.extra);
@@ -42,8 +43,10 @@ TILE void measure_part(moments &m, tile &x, const norm_problem &p, const place &
   clear(first);
   clear(second);
   if (p.rms) {
-    each<ACCESS>(x, p.lines, columns_left(p, at),
-                 [](float &x, float scale, float &sum) { float y = x * scale; sum = fused(y, y, sum); }, m.scale, first);
+    each<ACCESS>(x, p.lines, columns_left(p, at), [](float &x, float scale, float &sum) {
+      float y = x * scale;
+      sum = fused(y, y, sum);
+    }, m.scale, first);
     sum_up(m.squares, first, unused, second, p, s.sums, who);
     fill(m.mean, 0.f);
     fill(m.rest, 0.f);

@@ -1,5 +1,5 @@
-// Lines of global memory, as the rows that norms are of, that a warpgroup holds in registers. How many lines it has at a
-// time is known at run time, so that one kernel takes short lines and long ones. Contracts; bodies in sm90/ and cpu/.
+// Lines of global memory, as the rows that norms are of, that a warpgroup holds in registers. How many lines it has at
+// a time is known at run time, so that one kernel takes short lines and long ones. Contracts; bodies in sm90/ and cpu/.
 // tile.h does not include this file: the kernels that want it do.
 //
 //   lt<J>   1024 J floats: `lines` lines, which is 1, 2, 4, 8 or 16, each of 1024 J / lines columns. A thread holds J

@@ -21,8 +21,8 @@ _LATER = {"explain": "margay._explain", "info": "margay._explain", "FallbackWarn
           "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2",
           "patch": "margay.drop_ins.patch", "unpatch": "margay.drop_ins.patch"}
 __all__ = ["append_kv", "attention", "attention_decode", "attention_varlen", "based", "causal_conv1d",
-           "causal_conv1d_step", "dropout_mask", "gated_delta_rule", "gated_delta_rule_step", "gated_rms_norm", "hedgehog",
-           "kda", "kda_step", "layer_norm", "linear_attention", "linear_attention_step", "matmul", "rms_norm",
+           "causal_conv1d_step", "dropout_mask", "gated_delta_rule", "gated_delta_rule_step", "gated_rms_norm",
+           "hedgehog", "kda", "kda_step", "layer_norm", "linear_attention", "linear_attention_step", "matmul", "rms_norm",
            "scaled_add", "ssd", "ssd_step",
            *_MODULES, *_LATER]
 

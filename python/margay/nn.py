@@ -55,13 +55,14 @@ class Attention(torch.nn.Module):
 
 
 class _Norm(torch.nn.Module):
-    """Of the last dimensions, normalized_shape, as torch.nn's. weight and bias are parameters of that shape, or None."""
+    """Of the last dimensions, normalized_shape, as torch.nn's. weight, bias: parameters of that shape, or None."""
 
     def __init__(self, normalized_shape, eps, weight, bias, device, dtype):
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape:
-            raise ValueError(f"{type(self).__name__}: normalized_shape is {normalized_shape!r}, expected one size or more")
+            raise ValueError(f"{type(self).__name__}: normalized_shape is {normalized_shape!r}, expected one size or "
+                             "more")
         self.normalized_shape, self.eps = shape, eps
         for name, given in (("weight", weight), ("bias", bias)):
             made = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if given else None
@@ -93,8 +94,8 @@ class _Norm(torch.nn.Module):
 
 
 class LayerNorm(_Norm):
-    """torch.nn.LayerNorm's arguments and state dict. forward(x, residual=None, **options): as `margay.layer_norm`, whose
-    options are prenorm, dropout_p, residual_in_fp32, seed and generator."""
+    """torch.nn.LayerNorm's arguments and state dict. forward(x, residual=None, **options): as `margay.layer_norm`,
+    whose options are prenorm, dropout_p, residual_in_fp32, seed and generator."""
 
     def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None):
         super().__init__(normalized_shape, eps, elementwise_affine, elementwise_affine and bias, device, dtype)
@@ -104,8 +105,8 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """torch.nn.RMSNorm's arguments and state dict, which are transformers' too. forward(x, residual=None, **options): as
-    `margay.rms_norm`. zero_centred: the parameter is the weight less 1, as in Gemma and Qwen3-Next.
+    """torch.nn.RMSNorm's arguments and state dict, which are transformers' too. forward(x, residual=None, **options):
+    as `margay.rms_norm`. zero_centred: the parameter is the weight less 1, as in Gemma and Qwen3-Next.
 
     eps: torch's, the machine epsilon of x's dtype, if None.
     """
@@ -127,8 +128,8 @@ class RMSNorm(_Norm):
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """As mamba_ssm's RMSNormGated and transformers' Qwen3NextRMSNormGated, with their state dict: `margay.gated_rms_norm`
-    of hidden_size columns. forward(x, gate)."""
+    """As mamba_ssm's RMSNormGated and transformers' Qwen3NextRMSNormGated, with their state dict:
+    `margay.gated_rms_norm` of hidden_size columns. forward(x, gate)."""
 
     def __init__(self, hidden_size, eps=1e-6, group_size=None, norm_before_gate=True, device=None, dtype=None):
         super().__init__()

@@ -11,8 +11,9 @@ import margay as mg
 from cases import DEVICES, check_error
 from margay import _C
 
-WIDTHS = (1, 2, 3, 5, 7, 8, 16, 63, 64, 65, 72, 96, 127, 128, 129, 130, 200, 255, 256, 257, 264, 500, 512, 513, 576, 768,
-          1000, 1024, 1025, 1032, 2048, 2049, 2056, 2304, 3072, 4095, 4096, 4097, 4104, 5120, 6144, 8192, 8193, 8200)
+WIDTHS = (1, 2, 3, 5, 7, 8, 16, 63, 64, 65, 72, 96, 127, 128, 129, 130, 200, 255, 256, 257, 264, 500, 512, 513, 576,
+          768, 1000, 1024, 1025, 1032, 2048, 2049, 2056, 2304, 3072, 4095, 4096, 4097, 4104, 5120, 6144, 8192,
+          8193, 8200)
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
 
@@ -21,8 +22,8 @@ def silu(z):
     return z * torch.sigmoid(z)
 
 
-def formula(x, weight=None, bias=None, residual=None, z=None, *, rms, eps, zero_centred=False, keep=None, p=0.0, size=None,
-            before=True):
+def formula(x, weight=None, bias=None, residual=None, z=None, *, rms, eps, zero_centred=False, keep=None, p=0.0,
+            size=None, before=True):
     """out and what was normalised, in the arguments' own precision. keep: which elements dropout does not drop."""
     u = x if keep is None else torch.where(keep, x / (1 - p) if p < 1 else x, torch.zeros((), dtype=x.dtype))
     u = u if residual is None else u + residual
@@ -165,8 +166,8 @@ def test_huge_and_tiny_values(device, width):
     """Squares that float cannot hold, or that are nothing to it, where eps is nothing too."""
     g = torch.Generator().manual_seed(width)
     x = torch.randn(5, width, generator=g).to(device)
-    for size, eps in ((1e18, 1e-5), (3e18, 1e-5), (1e30, 1e-5), (1e37, 0.0), (1e-22, 0.0), (1e-25, 1e-30), (1e-30, 1e-24),
-                      (1e-20, 1e-5)):
+    for size, eps in ((1e18, 1e-5), (3e18, 1e-5), (1e30, 1e-5), (1e37, 0.0), (1e-22, 0.0), (1e-25, 1e-30),
+                      (1e-30, 1e-24), (1e-20, 1e-5)):
         for dtype in (torch.bfloat16, torch.float32):
             for rms, function in ((False, mg.layer_norm), (True, mg.rms_norm)):
                 t = (x * size).to(dtype).requires_grad_()
@@ -174,7 +175,8 @@ def test_huge_and_tiny_values(device, width):
                 exact, _ = formula(t.detach().double(), rms=rms, eps=eps)
                 assert out.isfinite().all(), (size, eps, dtype, rms)
                 close = torch.finfo(dtype).eps * 2 + 1e-6
-                assert ((out.double() - exact).abs() <= close * (exact.abs() + exact.abs().mean())).all(), (size, eps, dtype)
+                bound = close * (exact.abs() + exact.abs().mean())
+                assert ((out.double() - exact).abs() <= bound).all(), (size, eps, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -219,7 +221,7 @@ def test_draws():
             a, b, c, d = (y >> 32) ^ b ^ key[0], y % 2**32, (x >> 32) ^ d ^ key[1], x % 2**32
             key = (key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32
         return a, b, c, d
-    assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)     # kat_vectors of Random123
+    assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # kat_vectors
     seed, p = 0x123456789ABCDEF0, 0.3
     kept = mg.rms_norm(torch.ones(3, 24), dropout_p=p, seed=seed, prenorm=True)[1] != 0
     for row in range(3):
@@ -376,17 +378,19 @@ def test_fp32_is_read_on_the_gpu_by_kernels_of_bf16():
     with torch._subclasses.fake_tensor.FakeTensorMode():
         x = torch.empty(4, 64, device="cuda")
         assert mg.layer_norm(x).shape == (4, 64)
-    assert "norm_fwd_bf16_d4096" in mg.explain("norm_fwd", dtype="bfloat16", gpu=True, n=64, FIT=1)
+    assert mg.explain("norm_fwd", dtype="bfloat16", gpu=True, n=64).kernels == ["norm_fwd_bf16_any"]
 
 
 BAD = [
     (lambda x, f: f(x.double()), TypeError, "x has dtype float64, expected bfloat16, float16 or float32"),
     (lambda x, f: f(x, torch.ones(7)), ValueError, "weight has size 7 in dimension 0, expected 16 (N of x)"),
-    (lambda x, f: f(x, torch.ones(16).half()), TypeError, "weight has dtype float16, expected float32 or bfloat16 (as x)"),
+    (lambda x, f: f(x, torch.ones(16).half()), TypeError,
+     "weight has dtype float16, expected float32 or bfloat16 (as x)"),
     (lambda x, f: f(x, None, torch.ones(1, 16)), ValueError, "bias has 2 dimensions, expected 1"),
     (lambda x, f: f(x, residual=x[:2]), ValueError, "residual has shape [2, 16], expected [4, 16]"),
     (lambda x, f: f(x, residual=3), TypeError, "residual is int, expected Tensor"),
-    (lambda x, f: f(x, residual=x.half()), TypeError, "residual has dtype float16, expected float32 or bfloat16 (as x)"),
+    (lambda x, f: f(x, residual=x.half()), TypeError,
+     "residual has dtype float16, expected float32 or bfloat16 (as x)"),
     (lambda x, f: f(x, dropout_p=1.5), ValueError, "dropout_p is 1.5, expected 0 to 1"),
     (lambda x, f: f(x, dropout_p=float("nan")), ValueError, "dropout_p is nan, expected 0 to 1"),
     (lambda x, f: f(x, dropout_p="a"), TypeError, "dropout_p is 'a', expected a number"),
@@ -418,7 +422,8 @@ def test_refusals_of_gates():
             (lambda: mg.gated_rms_norm(x, x.half()), TypeError, "z has dtype float16, expected bfloat16 (same as x)"),
             (lambda: mg.gated_rms_norm(x, x, torch.ones(4)), ValueError, "weight has shape [4], expected [16]"),
             (lambda: mg.gated_rms_norm(x, x, group_size=5), ValueError, "group_size is 5, expected a positive integer"),
-            (lambda: mg.gated_rms_norm(x, x, group_size=0), ValueError, "group_size is 0, expected a positive integer")):
+            (lambda: mg.gated_rms_norm(x, x, group_size=0), ValueError,
+             "group_size is 0, expected a positive integer")):
         with pytest.raises(error) as raised:
             call()
         assert words in str(raised.value) and str(raised.value).startswith("gated_rms_norm: ")

@@ -1,5 +1,5 @@
-// Bodies of tile/lines.h on sm_90a. Neighbouring threads hold neighbouring eights of a line, 128 / lines threads a line:
-// a warp's access is 512 bytes in a row, or a few lines' shorter ones.
+// Bodies of tile/lines.h on sm_90a. Neighbouring threads hold neighbouring eights of a line, 128 / lines threads a
+// line: a warp's access is 512 bytes in a row, or a few lines' shorter ones.
 #pragma once
 template<int J> struct lt { LINE_RULES(J); float d[J][8]; };
 struct lv { float d; };          // the same in all threads of a line

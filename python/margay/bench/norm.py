@@ -62,8 +62,9 @@ def build(kind, rows, columns, size, direction, device="cuda", dtype=torch.bfloa
         calls["compiled"] = torch.compile(calls["torch"], dynamic=False)
     if not size and device == "cuda" and (call := peer("mamba_ssm.ops.triton.layer_norm", "layer_norm_fn")):
         calls["mamba_ssm"] = functools.partial(by_package, call, kind, KINDS[kind])
+    douts_of_step = (douts,) if size else douts
     of_direction = {"forward": functools.partial, "backward": lambda call, *inputs: gradient(call, inputs, douts),
-                    "training step": lambda call, *inputs: step(call, inputs, douts if not size else (douts,))}[direction]
+                    "training step": lambda call, *inputs: step(call, inputs, douts_of_step)}[direction]
     runners = {name: of_direction(call, x, other, weight) for name, call in calls.items()}
     drops = not size and KINDS[kind] > 0
     tensors = {"forward": 3 if size else 4, "backward": 5 if size or drops else 4}

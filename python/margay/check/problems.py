@@ -604,8 +604,8 @@ def causal_conv1d_step(row, large):
 
 # rows, groups, columns, what is read besides x. A block has 64 lines to one, which 1 to 16 warps share; of the last two
 # sums of a line cross warps and warpgroups.
-NORMS = (("16 lines", 150, 1, 40, "residual"), ("4 lines", 40, 1, 200, "gate first"), ("groups", 20, 3, 512, "gate last"),
-         ("a warpgroup", 9, 1, 1000, ""), ("two", 7, 1, 2040, "residual"))
+NORMS = (("16 lines", 150, 1, 40, "residual"), ("4 lines", 40, 1, 200, "gate first"),
+         ("groups", 20, 3, 512, "gate last"), ("a warpgroup", 9, 1, 1000, ""), ("two", 7, 1, 2040, "residual"))
 
 
 def norm(row, large):

@@ -155,8 +155,10 @@ def _rms_norm(module):
     weight, eps = getattr(module, "weight", None), _eps(module)
     if weight is None or weight.ndim != 1:
         raise _Stays("has no weight of one dimension")
-    candidates = {"margay.rms_norm": lambda module, x: rms_norm(x, module.weight, eps=eps),
-                  "margay.rms_norm, zero_centred": lambda module, x: rms_norm(x, module.weight, eps=eps, zero_centred=True)}
+
+    def of(centred):
+        return lambda module, x: rms_norm(x, module.weight, eps=eps, zero_centred=centred)
+    candidates = {"margay.rms_norm": of(False), "margay.rms_norm, zero_centred": of(True)}
     how, compute = _agrees(module, candidates, (weight.shape[0],))
     return how, _forward_of(module, compute)
 
