@@ -123,6 +123,7 @@ TILE void differentiate(inputs &in, sums &d, const params &p, const place &at, s
 }
 
 // ---- where a block's sums are
+TILE int sums_line(const norm_problem &p, int warpgroup) { return warpgroup / p.span * p.lines; }
 TILE int64_t sums_at(const params &p, const place &at, int line) {
   int64_t part = (int64_t)(block_index() / p.problem.groups) * p.problem.slots + line;
   return (part * 2 * p.problem.groups + at.group) * p.columns + at.col;
@@ -145,6 +146,7 @@ TILE void load_sums(sums &d, const params &p, const place &at, int line) {
 
 TILE void differentiate_long(const params &p, const place &at, bool first, shared &s, summer &who) {
   const norm_problem &q = p.problem;
+  int line = sums_line(q, who.warpgroup);
   statistics of;
   lsum part_gn, part_g;
   lv gn, g;
@@ -165,9 +167,9 @@ TILE void differentiate_long(const params &p, const place &at, bool first, share
         if (first) {
           fill(d.weight, 0.f);
           fill(d.bias, 0.f);
-        } else load_sums(d, p, here, 0);
+        } else load_sums(d, p, here, line);
         add_to_sums(d, in, of, p, here);
-        store_sums(d, p, here, 0);
+        store_sums(d, p, here, line);
         write(in, w, of, gn, g, p, here);
       }
     }
@@ -202,7 +204,7 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
     } else begin(now, p, place_of(p.problem, i, warpgroup));
     differentiate(now, d, p, place_of(p.problem, i, warpgroup), s, who);
   }
-  store_sums(d, p, first, warpgroup / p.problem.span * p.problem.lines);
+  store_sums(d, p, first, sums_line(p.problem, warpgroup));
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<BLOCKS>> kernel;

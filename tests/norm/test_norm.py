@@ -145,6 +145,22 @@ def test_many_rows(device, shape):
         Problem(1, device, shape, torch.float32, kind).check()
 
 
+@pytest.mark.parametrize("row", ("norm_fwd_bf16_any", "norm_fwd_fp16_any", "norm_bwd_bf16_any", "norm_bwd_fp16_any"))
+def test_kernels_that_take_everything(row):
+    """Short lines too, which on the CPU others compute. Memory that nobody wrote is NaN."""
+    dtype = torch.bfloat16 if "bf16" in row else torch.float16
+    torch.use_deterministic_algorithms(True)
+    _C.prefer(row)
+    try:
+        assert torch.empty(9).isnan().all()
+        for width in (1, 2, 64, 65, 127, 130, 257, 513, 1000, 1025, 2049, 4097):
+            for lead, kind in ((3, "layer"), (3, "gated"), (70, "rms"), (70, "gated")):
+                Problem(width, "cpu", (lead, width), dtype, kind).check()
+    finally:
+        _C.prefer(None)
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", (1, 100, 1000, 4096, 9000))

@@ -615,7 +615,7 @@ def norm(row, large):
     if row["op"] == "norm_bwd_post":
         shapes += [*NORMS[:2], ("groups", 20, 3, 100, "gate last")]
     else:
-        shapes += NORMS if c["LONG"] == 0 and whole == 4096 else ()
+        shapes += NORMS if c["LONG"] == 0 and whole == 4096 else NORMS[:2] if c["LONG"] else ()
         shapes += [("whole blocks", 5, 1, whole - 64 if not c["LONG"] else 2 * whole + 22, kind)
                    for kind in ("residual", "gate first", "gate last")]
     for label, *problem in shapes:
