@@ -72,7 +72,7 @@ class Problem:
             if self.kind == "rms":
                 self.options["zero_centred"] = r.random() < 0.3
         self.lead, self.width, self.device = lead, width, device
-        self.dout, self.du = torch.randn(*lead, width, generator=g), torch.randn(*lead, width, generator=g)
+        self.dout, self.du = (torch.randn(*lead, width, generator=g).to(self.dtype) for _ in range(2))
         self.label = (f"seed {seed}: {self.kind} {self.dtype} {[*lead, width]} gap {gap} far {far} {self.options} "
                       f"{ {name: str(t.dtype)[6:] for name, t in self.tensors.items()} }")
 
