@@ -48,6 +48,7 @@ bench: $(READY_TEST)
 	$(RUN) -m margay.bench ssd $(BENCH)
 	$(RUN) -m margay.bench steps $(BENCH)
 	$(RUN) -m margay.bench causal_conv1d $(BENCH)
+	$(RUN) -m margay.bench fft_conv $(BENCH)
 	$(RUN) -m margay.bench cpu $(BENCH)
 	$(RUN) -m margay.bench overhead $(BENCH)
 	$(RUN) tools/tables.py

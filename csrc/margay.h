@@ -31,7 +31,9 @@ extern "C" {
   X(R) X(CUTS) X(N8) X(N2) X(FIT) X(SEG) X(LATER) X(STEPS) X(TRIPLE) X(TILES) X(HEADS) X(WIDE) X(SPLIT) \
   X(F) X(F2) X(V1) X(MORE) X(NORMS) \
   X(HG) X(HH) X(SWEEP) X(ROOM) X(LONG) X(BOTH) X(MANY) X(FEW) X(GATED) X(DOTS) \
-  X(HV) X(S1) X(S2) X(FORM) X(PLACES) X(KEEP)
+  X(HV) X(S1) X(S2) X(FORM) X(PLACES) X(KEEP) \
+  X(TABLES) X(ANGLES) \
+  X(L) X(LK) X(RK) X(UNITS) X(WORDS) X(GIVEN) X(OWN)
 
 // Text of this thread's last failure: op, argument, what was found, what is accepted. Valid until the thread's next
 // call.

@@ -641,7 +641,7 @@ static PyObject *kernels(PyObject *module, PyObject *const *objects, Py_ssize_t 
 static PyObject *field_dict(const mg_field *f) {
   static const char *const roles[] = {"end", "out", "optout", "save", "work", "optwork",
                                       "space", "inout", "inoutmat", "optinoutmat", "in", "opt", "mat", "num", "let",
-                                      "needs", "takes", "draw", "shown"};
+                                      "needs", "takes", "draw", "shown", "anywhere"};
   static const char *const kinds[] = {"half", "real", "real", "float32", "int32", "uint8",
                                       "bfloat16", "float8_e4m3fn", "float", "int", "bool", "int64", "uint64"};
   const int n = f->role == ROLE_LET ? 1 : f->dims;

@@ -158,13 +158,15 @@ def by_channel(q, k, g, rows=16):
 def rounding(name, found, plain_error, dtype, g=None, products=0.0):
     """What check_error() allows besides the plain form's errors, relative and absolute, of a result by name.
 
-    Relative: the exponent of a weight is the difference of two sums of g over a chunk, in float32. Absolute, of a
-    float32 result, which has no rounding of its own: the mean of n independent errors is not 0, but below 4 / sqrt(n)
-    of their size, n those that are large, and where elements are few the plain form's errors may be small by chance. dg
-    is what is left of sums of q.dq and of k.dk, in float32. products: the largest sum of |q dq| or |k dk| of a step, of
-    KDA the largest element."""
+    Relative: the exponent of a weight is the difference of two sums of g over a chunk, in float32; a state has as many
+    decays as there are chunks. Absolute, of a float32 result, which has no rounding of its own: the mean of n
+    independent errors is not 0, but below 4 / sqrt(n) of their size, n those that are large, and where elements are few
+    the plain form's errors may be small by chance. dg is what is left of sums of q.dq and of k.dk, in float32.
+    products: the largest sum of |q dq| or |k dk| of a step, of KDA the largest element."""
     longest = 0.0 if g is None or not g.numel() else min(float(-g.detach().clamp(min=-100).min()) * 64, 6400.0)
     absolute = 2.0 ** -18 * products if name in ("dg", "da_log", "ddt_bias") else 0.0
+    if name == "final_state" and g is not None:          # decayed by one factor after the other
+        longest += g.shape[1] // 64
     if found.dtype == torch.float32 != dtype and found.numel():
         sizes = plain_error.double().abs().mean(dim=(2, 3) if found.ndim == 4 and g is not None else -1)
         independent = float(sizes.sum()) ** 2 / max(float(sizes.square().sum()), 1e-300)  # fewer where few are large

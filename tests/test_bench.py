@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cases import row_taken
-from margay.bench import causal_conv1d, delta, harness, linear_attention, report, rows, ssd, steps
+from margay.bench import (causal_conv1d, cross_entropy, delta, fft_conv, harness, linear_attention, report, rotary,
+                          rows, ssd, steps)
 from margay.bench.__main__ import BENCHMARKS
 from margay.bench.attention import tables
 
@@ -89,7 +90,10 @@ def test_families_of_scans_compare_themselves_with_torch(tmp_path):
     """Small problems on the CPU: the peers' arithmetic is right, and the result file has a table and panels."""
     options = harness.Options(tmp_path, rounds=1, measure_ms=0.01)
     families = {"ssd": ssd.cases([(1, 256, 2, 32)], "cpu"), "causal_conv1d": causal_conv1d.cases([(1, 70, 8)], "cpu"),
+                "fft_conv": fft_conv.cases([(1, 2, 128, True, True), (2, 1, 90, False, False)], "cpu"),
                 "linear_attention": linear_attention.cases(shapes=[(1, 256, 2, 32)], device="cpu"),
+                "rotary": rotary.cases([(1, 64, 4, 2, 16)], "cpu"),
+                "cross_entropy": cross_entropy.cases([(33, 16, 300)], "cpu"),
                 "delta": delta.cases({kind: [(1, 128, 1, 2)] for kind in ("gdn", "kda steep")}, {}, "cpu"),
                 "steps": steps.cases([(2, 3)], [(2, 3)], [(2, 2, 1, "VK"), (1, 2, 3, "KV")], device="cpu")}
     for family, cases in families.items():
@@ -154,8 +158,9 @@ def test_help_says_what_a_family_measures_and_what_the_defaults_are():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("family", ["attention", "causal_conv1d", "decode", "delta", "features", "gemm", "hedgehog",
-                                    "linear_attention", "rows", "ssd", "steps"])
+@pytest.mark.parametrize("family", ["attention", "causal_conv1d", "cross_entropy", "decode", "delta", "features",
+                                    "fft_conv", "gemm", "hedgehog", "linear_attention", "rotary", "rows", "ssd",
+                                    "steps"])
 def test_a_family_that_needs_a_gpu_says_so(family):
     code, out, err = bench(family)
     assert code == 2 and "needs a GPU" in err and err.count("\n") == 1

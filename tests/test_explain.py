@@ -129,7 +129,10 @@ def test_every_function(device):
              mg.matmul: ((a, b), {}), mg.attention_decode: ((rows,) * 3, {}),
              mg.append_kv: ((rows.clone(), rows.clone(), rows, rows), dict(cache_seqlens=0)),
              mg.based: ((rows[..., :16],) * 2 + (rows,), {}), mg.linear_attention: ((rows,) * 3, {}),
-             mg.scaled_add: ((a, b), {}), mg.gated_delta_rule: ((rows,) * 3, {}),
+             mg.scaled_add: ((a, b), {}), mg.rotary: ((rows, rows, *(rows[0, :, 0, :32].float(),) * 2), {}),
+             mg.qk_norm_rotary: ((rows, None, *(rows[0, 0, 0],) * 2, *(rows[0, :, 0, :32].float(),) * 2), {}),
+             mg.cross_entropy: ((x[0], torch.cat([maps[0]] * 2), starts.repeat(20)), {}),
+             mg.gated_delta_rule: ((rows,) * 3, {}),
              mg.hedgehog: ((*(rows,) * 3, maps, maps, torch.ones(2, device=device), 1.0), {}),
              mg.causal_conv1d: ((x, weight), {}), mg.causal_conv1d_step: ((x[:, :1], x[:, :8].clone(), weight), {}),
              mg.ssd: ((rows, rows[..., 0].float(), -torch.ones(2, device=device), rows, rows), {}),
@@ -137,10 +140,11 @@ def test_every_function(device):
                             -torch.ones(2, device=device), rows[:, 0], rows[:, 0]), {}),
              mg.linear_attention_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {}),
              mg.gated_delta_rule_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 3), {}),
+             mg.fft_conv: ((rows.reshape(1, 80, 64), rows.reshape(80, 64)), {}),
              mg.kda: ((rows,) * 4, {}),
              mg.kda_step: ((torch.zeros(1, 2, 64, 64, device=device), *(rows[:, 0],) * 4), {})}
-    one = {"matmul", "attention_decode", "append_kv", "causal_conv1d_step", "ssd_step", "linear_attention_step",
-           "gated_delta_rule_step", "kda_step"}
+    one = {"matmul", "cross_entropy", "qk_norm_rotary", "attention_decode", "append_kv", "causal_conv1d_step",
+           "ssd_step", "linear_attention_step", "gated_delta_rule_step", "kda_step"}
     for function, (arguments, options) in calls.items():
         kernels = mg.explain(function, *arguments, **options).kernels
         assert (len(kernels) == 2 - (function.__name__ in one)

@@ -88,7 +88,8 @@ class TestImage:
         else:
             assert ROWS[name][wanted] == 0
         assert ROWS[name][other] == 0
-        assert ROWS[name]["HMMA"] == 0
+        of_warps = re.search(r"\b(mma_own\w*|invert_rest)\(", reached(kernels[name]["source"]))
+        assert (ROWS[name]["HMMA"] > 0) == bool(of_warps)
 
     def test_tiles_come_by_tensor_copies(self, name, kernels):
         assert (ROWS[name]["UTMALDG"] > 0) == ("tma_load" in reached(kernels[name]["source"]))

@@ -65,8 +65,8 @@ def body(content, kind, name):
 
 
 def plotted(content):
-    return content["family"] not in ("overhead", "features", "linear_attention", "ssd", "causal_conv1d", "steps",
-                                     "delta")
+    return content["family"] not in ("overhead", "features", "linear_attention", "ssd", "causal_conv1d", "fft_conv",
+                                     "steps", "delta")
 
 
 def main():

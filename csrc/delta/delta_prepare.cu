@@ -6,17 +6,20 @@
 //
 // Registers of a thread of these: three tiles of 32, an operand of 12.
 #include "delta/delta_prepare.h"
+#include "tile/channels.h"
 
 // D: columns of q and k. PREPS, SCANS, STAGES, *_REGS
 static_assert(STAGES % SCANS == 0, "a stage has one scan warp");
 typedef st<elem, Q, D> wide;
 struct shared {
   wide k[STAGES], q[STAGES];
-  square m[PREPS], p[PREPS];              // m: scratch of the inverse before
+  square p[PREPS];
+  tri<inner> scratch[PREPS];              // then m
   chunk_vectors vec[STAGES];
   ring<STAGES, ASYNC_READS> inputs;       // full: the bytes, and the scan warp
   sem loaded[STAGES];                     // the tiles are there, where they are to be cleared
 };
+TILE square &m_of(shared &s, int index) { return in_place_of<square>(s.scratch[index]); }
 typedef delta_prepare_params params;
 
 TILE void init(shared &s) {
@@ -101,7 +104,7 @@ TILE void prepare(const params &p, shared &s, int index) {
       wg_sync();                          // m and p of the task before have left
       mma_wait<0>(products);
       make_reads(products, decays, v);
-      store(s.p[index], products);        // fenced by invert()
+      store(s.p[index], products);
       mma_fence();
       mma_ABt<ZERO>(products, s.k[at.stage], s.k[at.stage]);
       mma_commit();
@@ -110,13 +113,14 @@ TILE void prepare(const params &p, shared &s, int index) {
       ring_release(s.inputs, at);
     }
     rt<float, Q> inverse;
-    invert(inverse, products, s.m[index]);
+    fence_async();
+    invert(inverse, products, s.scratch[index]);
     tma_store(p.p, s.p[index], b.place * Q, 0, t.head, t.row);
     wg_sync();                            // everybody has read the scratch
-    store(s.m[index], inverse);
+    store_carried(m_of(s, index), inverse);
     fence_async();
     wg_sync();
-    tma_store(p.m, s.m[index], b.place * Q, 0, t.head, t.row);
+    tma_store(p.m, m_of(s, index), b.place * Q, 0, t.head, t.row);
   }
   tma_store_wait_read();
 }

@@ -33,7 +33,8 @@ struct shared {
   wide k[STAGES], q[CUT ? 0 : STAGES], w[CHANNELS ? STAGES : 0];
   st<exact, Q, D> turns[CUT ? GROUPS : 0];
   tile v[2][GROUPS], o[CUT ? 0 : GROUPS];
-  square m[READY], p[CUT ? 0 : READY], scratch[PREPS];
+  square m[READY], p[CUT ? 0 : READY];
+  tri<inner> scratch[PREPS];
   chunk_vectors vec[STAGES];              // CHANNELS: beta only
   sv<D> ends[CHANNELS ? STAGES : 0];
   ring<STAGES, ASYNC_READS> k_ring;       // k, q, w, ends
@@ -185,7 +186,7 @@ TILE void prepare(const params &p, shared &s, int index) {
     }
     rt<float, Q> inverse;
     invert(inverse, products, s.scratch[index]);
-    store(s.m[to.stage], inverse);
+    store_carried(s.m[to.stage], inverse);
     ring_fill(s.ready, to);
     wg_sync();                            // everybody has read scratch
   }

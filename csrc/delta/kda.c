@@ -48,6 +48,7 @@ mg_status mg_kda(const mg_kda_args *a) {
     mg_map_bthd(&c, &p.v, a->v, 64, 64);
     mg_map_bthd(&c, &p.o, a->out, 64, 64);
   }
+  const delta_parts parts = {MG_OP_kda_segments, MG_OP_kda_cuts};
   const ssd_order between = delta_order_of(&c, false);
   const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
   bool last = false;
@@ -64,7 +65,7 @@ mg_status mg_kda(const mg_kda_args *a) {
     p.rows.places = (int)(last ? chunks - first : each);
     if (c.n.T && c.n.R && c.n.HV) kda_run_prepare(&c, a->q, a->k, &gates, &p, betas);
     mg_use(&c, sweep);
-    if (!c.status) mg_run(&c, &p, mg_tasks(&c, c.n.R * c.n.HV * mg_ceil_div(c.n.V, c.desc->tile_n), "blocks"));
+    if (!c.status) delta_run_sweep(&c, &p, &parts, c.n.CUTS ? a->cuts : NULL, a->turns, a->form == 3);
   }
   return c.status;
 }

@@ -115,7 +115,7 @@ static mg_status run_grads(const problem *x, int segment) {
   map_errors(x, &p.errors);
   mg_map_stack(c, &p.states, a->states, 64, 64);
   mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
-  mg_run(c, &p, mg_tasks(c, c->n.B * c->n.HV * p.places, "chunks of heads"));
+  mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * p.places, "chunks of heads"));
   // dq and dk of heads of v that share those of q and k, summed in their order
   if (c->status || !p.parts) return c->status;
   const int64_t columns = c->n.N;

@@ -9,10 +9,10 @@ struct head_steps { int batch, head, step, steps; };
 template<typename T> TILE const T *first_of(const kda_given &g, const head_steps &t) {
   return (const T *)g.data + t.batch * g.batch + t.step * g.step + t.head * g.head;
 }
-// What was given of C channels from c0 on, and dt_bias.
-template<int C> TILE void take_given(hm<C> &x, hv<C> &bias, const kda_gates &p, const head_steps &t, int key_dim,
-                                     int c0) {
-  int n = key_dim - c0 < C ? key_dim - c0 : C;
+// What was given of the channels from c0 on, as many as a tile has, and dt_bias.
+template<class Tile, class Vector> TILE void take_given(Tile &x, Vector &bias, const kda_gates &p, const head_steps &t,
+                                                        int key_dim, int c0) {
+  int n = key_dim - c0;
   if (p.g.is_float) load(x, first_of<float>(p.g, t) + c0, p.g.step, t.steps, n);
   else load(x, first_of<elem>(p.g, t) + c0, p.g.step, t.steps, n);
   if (p.dt_bias) load(bias, p.dt_bias + t.head * key_dim + c0, n);
@@ -22,14 +22,18 @@ TILE float rate_of(const kda_gates &p, int head) {
   return p.gate == KDA_LOG ? 0.f : fast_exp2(p.a_log[head] * 1.4426950408889634f);
 }
 // Log decays to base 2.
-template<int C> TILE void take_gates(hm<C> &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
-  hv<C> bias;
+template<class Vector, class Tile>
+TILE void take_gates_of(Tile &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
+  Vector bias;
   take_given(x, bias, p, t, key_dim, c0);
   if (p.gate == KDA_LOG) return map(x, bias, t.steps, [](float y, float) { return log_decay(y); });
   float rate = rate_of(p, t.head), bound = p.lower_bound;
   if (p.gate == KDA_SOFTPLUS)
     map(x, bias, t.steps, [=](float y, float b) { return log_decay(-rate * softplus(y + b)); });
   else map(x, bias, t.steps, [=](float y, float b) { return log_decay(bound * sigmoid(rate * (y + b))); });
+}
+template<int C> TILE void take_gates(hm<C> &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
+  take_gates_of<hv<C>>(x, p, t, key_dim, c0);
 }
 TILE void take_beta(rv &beta, const kda_gates &p, const head_steps &t) {
   float most = p.most;

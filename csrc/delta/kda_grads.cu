@@ -16,283 +16,454 @@
 // the first of these has and whose weight is 1, is left out of both.
 // Rows are of l2 norm 1 (norm): with x^ = r x, dx = r (dx^ - x^ (x^ . dx^)). Gates: what g was made of, from dg.
 //
-// Roles: a loader thread; PANELS warpgroups, each with 64 channels. The first makes A, the last B, for all.
+// Roles: a loader thread; HALVES warpgroups for each panel of 64 channels. Tiles of l, dq, dk and dg have a row for
+// each channel and a column for each step, so that a warp has steps of its own 16 channels: nobody else knows of the
+// pairs it takes. A warpgroup takes 32 steps of its panel, 16 at a time, and makes of other steps' what pairs with them
+// want anew: no warp waits for another. The first half makes norms, A and B, the second sums gates up before, and those
+// of dg after.
 //
-// Registers of a thread    tiles that live together                                      rows and the rest
-//   compute, COMPUTE_REGS    dq 32, dk 32, dg 32, e 32, product 32, its two operands 32    12, 30
-//   its ends                 dg 64, what was given 64 (a column a thread)
+// Registers of a thread    tiles that live together                                          rows and the rest
+//   compute, COMPUTE_REGS    16 steps' dq, dk, dg, c, q, k 8 each                                20
+//                            two products 16, decays 8, factors 4 + 4, a block's 4
+//     A and B                two products 64
+//     its ends               dg 32, what was given 32 (half a channel a thread)
 #include "delta/kda_gates.h"
 #include "tile/levels.h"
+#include "tile/slices.h"
 #include "delta/kda_bwd.h"
 
 // D: columns of q and k; VALUES: of v. PER_SM, LOAD_REGS, COMPUTE_REGS
-enum { PANELS = D / 64, ROWS = 64 };
+enum { PANELS = D / 64, ROWS = 64, GROUP = 16, HALVES = 2, GROUPS = PANELS * HALVES };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;      // fp16 has not the range of A
 typedef st<elem, Q, 64> panel;
-struct factors { st<factor, Q, 64> k, q; };
+enum { Q_DOT, K_DOT, BETA, DOTS };
+struct words { int place, batch, head, step, steps, rows; };
 struct shared {
   panel q[PANELS], k[PANELS];
   st<elem, Q, VALUES> dout, dv, errors;
   st<elem, VALUES, 64> state[PANELS], dstate[PANELS];
   st<factor, Q, 64> a, b;                  // A; B and its transpose
-  ct<64> l[PANELS];                        // to base 2; then the parts of dg
-  sv<4 * 64> sums[PANELS];
-  sv<64> kept[PANELS];
-  sv<Q> own;                               // d
-  sv<Q> dots[3 * PANELS];                  // q . dq, k . dk, k . c of 64 channels each
-  sem inputs, states;
+  st<elem, GROUP, 64> out[GROUPS][2];      // dq, dk
+  tc l[PANELS];                        // to base 2; then the parts of dg
+  sv<4 * Q> dots[DOTS][PANELS];            // q . dq, k . dk, k . c, of 16 channels each
+  sv<Q> turns[GROUPS][2];                  // what makes dq and dk right angled to q and k
+  sv<64> kept[PANELS];                     // <S, D>
+  sv<Q> norm_q, norm_k, beta, own;         // own: d
+  words now;                               // the task of q and k
+  ring<1> rows, matrices;                  // q and k; and the rest
 };
-// Of a level, when the panel's warpgroup needs the state no more.
-TILE factors &factors_of(shared &s, int wg) { return in_place_of<factors>(s.state[wg]); }
-static_assert(sizeof(factors) <= sizeof(st<elem, VALUES, 64>), "factors fit into a state's memory");
+// Of the 16 steps before, until all have read l.
+TILE pt &dl_before(shared &s, int wg) { return in_place_of<pt>(s.out[wg]); }
+static_assert(sizeof(pt) <= 2 * sizeof(st<elem, GROUP, 64>), "what is parked fits into the memory of dq and dk");
 typedef kda_grads_params params;
 
 TILE void init(shared &s) {
-  sem_init(s.inputs, arrivals(1, 0, 0));
-  sem_init(s.states, arrivals(1, 0, 0));
+  ring_init(s.rows, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  ring_init(s.matrices, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
 }
 
 // A chunk of a head: its steps, at most 64, none where its place is empty. `rows` are written: the last packed row's
 // places reach to the last step, and gradients of steps in no row are 0.
 struct task { int place; head_steps at; int rows; };
-TILE task block_task(const params &p) {
-  int unit = block_index() / p.rows.heads, place = unit / p.batches;
+TILE int task_count(const params &p) { return p.places * p.batches * p.rows.heads; }
+TILE task task_at(const params &p, int index) {
+  int unit = index / p.rows.heads, place = unit / p.batches;
   chunk_steps c = steps_at(p.rows, place);
   int steps = c.end - c.step, rows = steps;
   if (p.rows.starts && place >= row_place(p.rows, p.rows.rows - 1)) rows = p.rows.steps - c.step;
   return {place,
-          {unit - place * p.batches, block_index() - unit * p.rows.heads, c.step, steps < Q ? steps : Q},
+          {unit - place * p.batches, index - unit * p.rows.heads, c.step, steps < Q ? steps : Q},
           rows < Q ? rows : Q};
 }
 
+TILE task task_now(const shared &s) {
+  return {get(s.now.place), {get(s.now.batch), get(s.now.head), get(s.now.step), get(s.now.steps)}, get(s.now.rows)};
+}
+
 TILE void loader(const params &p, shared &s, int) {
-  task t = block_task(p);
-  if (t.at.steps <= 0) return;
-  int head = t.at.head / p.rows.group_heads, matrix = t.at.batch * p.rows.heads + t.at.head;
-  sem_expect(s.inputs, 2 * PANELS * tile_bytes(s.k[0]) + 3 * tile_bytes(s.dout));
-  for (int h = 0; h < PANELS; h++) {
-    tma_load(s.q[h], p.q, s.inputs, t.at.step, 64 * h, head, t.at.batch);
-    tma_load(s.k[h], p.k, s.inputs, t.at.step, 64 * h, head, t.at.batch);
-  }
-  tma_load(s.dout, p.dout, s.inputs, t.at.step, 0, t.at.head, t.at.batch);
-  tma_load(s.dv, p.dv, s.inputs, t.at.step, 0, t.at.head, t.at.batch);
-  tma_load(s.errors, p.errors, s.inputs, t.at.step - p.rows.from, 0, t.at.head, t.at.batch);
-  sem_expect(s.states, 2 * PANELS * tile_bytes(s.state[0]));
-  for (int h = 0; h < PANELS; h++) {
-    for (int r = 0; r < VALUES; r += ROWS) {
-      tma_load_rows(s.state[h], r, ROWS, p.states, s.states, r, 64 * h, t.place, matrix);
-      tma_load_rows(s.dstate[h], r, ROWS, p.dstates, s.states, r, 64 * h, t.place, matrix);
+  ring_pos at = {};
+  for (int i = block_index(); i < task_count(p); i += block_count()) {
+    task t = task_at(p, i);
+    if (t.at.steps <= 0) continue;
+    int head = t.at.head / p.rows.group_heads, matrix = t.at.batch * p.rows.heads + t.at.head;
+    ring_acquire(s.matrices, at);
+    ring_expect(s.matrices, at, 3 * tile_bytes(s.dout) + 2 * PANELS * tile_bytes(s.state[0]));
+    sem &full = s.matrices.full[0];
+    tma_load(s.dout, p.dout, full, t.at.step, 0, t.at.head, t.at.batch);
+    tma_load(s.dv, p.dv, full, t.at.step, 0, t.at.head, t.at.batch);
+    tma_load(s.errors, p.errors, full, t.at.step - p.rows.from, 0, t.at.head, t.at.batch);
+    for (int h = 0; h < PANELS; h++) {
+      for (int r = 0; r < VALUES; r += ROWS) {
+        tma_load_rows(s.state[h], r, ROWS, p.states, full, r, 64 * h, t.place, matrix);
+        tma_load_rows(s.dstate[h], r, ROWS, p.dstates, full, r, 64 * h, t.place, matrix);
+      }
     }
+    ring_acquire(s.rows, at);
+    put(s.now.place, t.place);
+    put(s.now.batch, t.at.batch);
+    put(s.now.head, t.at.head);
+    put(s.now.step, t.at.step);
+    put(s.now.steps, t.at.steps);
+    put(s.now.rows, t.rows);
+    ring_expect(s.rows, at, 2 * PANELS * tile_bytes(s.k[0]));
+    for (int h = 0; h < PANELS; h++) {
+      tma_load(s.q[h], p.q, s.rows.full[0], t.at.step, 64 * h, head, t.at.batch);
+      tma_load(s.k[h], p.k, s.rows.full[0], t.at.step, 64 * h, head, t.at.batch);
+    }
+    ring_next(s.rows, at);
   }
 }
 
-TILE void all_sync() {
+// Warpgroup `wg` has the channels of panel wg % PANELS, and half wg / PANELS of its steps.
+TILE void all_sync() { bar_sync(1, 128 * GROUPS); }
+TILE void half_sync() {
   if (PANELS == 1) wg_sync();
-  else bar_sync(1, 128 * PANELS);
+  else bar_sync(2, 128 * PANELS);
 }
+TILE void panel_sync(int panel) { bar_sync(3 + panel, 128 * HALVES); }
 
 // Steps of the next row, of which nothing may come in.
 TILE void clear_behind(shared &s, int steps, int wg) {
-  clear_rows(s.q[wg], 0, steps);
-  clear_rows(s.k[wg], 0, steps);
-  if (wg == 0) clear_rows(s.dout, 0, steps);
-  if (wg == 0) clear_rows(s.dv, 0, steps);
-  if (wg == PANELS - 1) clear_rows(s.errors, 0, steps);
+  if (wg < PANELS) {
+    clear_rows(s.q[wg], 0, steps);
+    clear_rows(s.k[wg], 0, steps);
+  }
+  if (wg == PANELS) clear_rows(s.dout, 0, steps);
+  if (wg == PANELS) clear_rows(s.dv, 0, steps);
+  if (wg == GROUPS - 1) clear_rows(s.errors, 0, steps);
   fence_async();
   all_sync();
 }
 
-// ---- A and B
+// ---- A and B, with the norms' factors of both steps. So q, k, dq and dk stand for themselves: the factor that makes
+// of x one of length 1 is in what x is multiplied with, and dx is what it will be multiplied with.
 TILE void make_a(const params &p, shared &s) {
   rt<float, Q> x;
   rsum sum;
-  rv own;
+  rv own, norm;
   mma_fence();
   mma_ABt<ZERO>(x, s.dout, s.errors);
   mma_commit();
-  mma_wait<0>(x);
   float scale = p.scale;
   fill(sum, 0.f);
-  each<Q>([=](int i, int j, float &x, float &own) {
-    x *= scale;
+  load(norm, s.norm_q);
+  mma_wait<0>(x);
+  each<Q>([=](int i, int j, float &x, float &own, float nq, float nk) {
+    x *= scale * nq * nk;
     own += i == j ? x : 0.f;
     x = i > j ? x : 0.f;
-  }, x, sum);
+  }, x, sum, norm, s.norm_k);
   reduce(own, sum);
   store(s.own, own);
   store(s.a, x);
 }
 TILE void make_b(shared &s) {
   rt<float, Q> x, y;
+  rv norm;
   mma_fence();
   mma_ABt<ZERO>(x, s.dv, s.errors);
   mma_ABt<ZERO>(y, s.errors, s.dv);
   mma_commit();
+  load(norm, s.norm_k);
   mma_wait<0>(x, y);
-  each<Q>([](int i, int j, float &x, float y) { x = i > j ? -x : i < j ? -y : 0.f; }, x, (const rt<float, Q> &)y);
+  each<Q>([](int i, int j, float &x, float y, float ni, float nj) {
+    x = i == j ? 0.f : (i > j ? x : y) * -(ni * nj);
+  }, x, (const rt<float, Q> &)y, norm, s.norm_k);
   store(s.b, x);
 }
 
-// ---- what a panel's warpgroup holds throughout: factors of rows; dq and dk, and of dg what each step has of it
-struct rows { rv norm_q, norm_k, beta; };
-
-// The part of D, and what all sums over steps >= t have.
-TILE void take_dstate(shared &s, const rows &r, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta, int steps, int wg) {
+// What goes through a whole chunk: of each channel, <S, D>.
+TILE void make_kept(shared &s, int panel) {
   rt<float, 64> x;
-  rsum kept;
-  rv sums;
-  int last = steps - 1;
+  rsum sum;
+  rv kept;
   mma_fence();
-  mma_AB<ZERO>(x, s.errors, s.dstate[wg]);
+  mma_AtB<ZERO>(x, s.state[panel], 0, s.dstate[panel], 0);
   mma_commit();
-  load(dl, s.l[wg], 0);
-  map_last_row(dl, s.l[wg], 0, [](float x, float end) { return fast_exp2(end - x); });
-  {
-    csum<64> sum;
-    clear(sum);
-    fill(dbeta, 0.f);
-    fill(dk, 0.f);
-    mma_wait<0>(x);
-    each<64>([=](int i, int, float x, float &dk, float &dl, float &sum, float &dbeta, float k, float nk, float beta) {
-      x *= dl;
-      k *= nk;
-      dk = beta * x;
-      dbeta = fused(k, x, dbeta);
-      float y = i < last ? k * dk : 0.f;
-      dl = -y;
-      sum += y;
-    }, (const rt<float, 64> &)x, dk, dl, sum, dbeta, s.k[wg], r.norm_k, r.beta);
-    store(s.sums[wg], sum);
-  }
-  mma_fence();
-  mma_AtB<ZERO>(x, s.state[wg], 0, s.dstate[wg], 0);
-  mma_commit();
-  fill(kept, 0.f);
+  fill(sum, 0.f);
   mma_wait<0>(x);
-  each<64>([](int i, int j, float x, float &sum) { sum += i == j ? x : 0.f; }, (const rt<float, 64> &)x, kept);
-  reduce(sums, kept);
-  store(s.kept[wg], sums);
-  wg_sync();
-  load(x, s.l[wg], 0);
-  each<64>([](int i, int, float &dl, float l, float a, float b, float c, float d, float kept) {
-    dl += i == 63 ? a + b + c + d + fast_exp2(l) * kept : 0.f;
-  }, dl, (const rt<float, 64> &)x, slice<64>(s.sums[wg], 0), slice<64>(s.sums[wg], 64), slice<64>(s.sums[wg], 128),
-     slice<64>(s.sums[wg], 192), s.kept[wg]);
-}
-// That of S, and the terms i = j.
-TILE void take_state(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta,
-                     float scale, int wg) {
-  rt<float, 64> x, l;
-  rv own;
-  mma_fence();
-  mma_AB<ZERO>(dq, s.dout, s.state[wg]);
-  mma_commit();
-  load(l, s.l[wg], 0);
-  load(own, s.own);
-  mma_AB<ZERO>(x, s.dv, s.state[wg]);
-  mma_commit();
-  mma_wait<1>(dq);
-  each<64>([=](int, int, float &dq, float &dl, float l, float q, float k, float nq, float nk, float own, float beta,
-               float &dbeta) {
-    q *= nq;
-    k *= nk;
-    dq *= scale * fast_exp2(l);
-    dl = fused(q, dq, dl);
-    dq = fused(beta * own, k, dq);
-    dbeta = fused(own * q, k, dbeta);
-  }, dq, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta, dbeta);
-  mma_wait<0>(x);
-  each<64>([=](int, int, float x, float &dk, float &dl, float l, float q, float k, float nq, float nk, float own,
-               float beta) {
-    x *= -fast_exp2(l);
-    dl = fused(k * nk, x, dl);
-    dk = fused(beta * own, q * nq, dk + x);
-  }, (const rt<float, 64> &)x, dk, dl, (const rt<float, 64> &)l, s.q[wg], s.k[wg], r.norm_q, r.norm_k, own, r.beta);
+  each<64>([](int i, int j, float x, float &sum) { sum += i == j ? x : 0.f; }, (const rt<float, 64> &)x, sum);
+  reduce(kept, sum);
+  store(s.kept[panel], kept);
 }
 
-// The pairs of one level. Of a row in a block's second half e is e^(l_i - l_m), in its first half e^(l_m - l_j), where
-// k has beta; so has what comes to it.
-TILE void take_level(shared &s, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk, rt<float, 64> &dl, rsum &dbeta,
-                     int h, int wg) {
-  rt<float, 64> e, x;
-  factors &to = factors_of(s, wg);
+// ---- 16 steps of a panel. dq and dk, of dg what each step has of it, and c; dk without beta c. And q and k.
+typedef rt<float, GROUP> block16;
+typedef rt<factor, GROUP> factors;
+struct grads { block16 dq, dk, dl, c, q, k; };
+
+// The part of D, and what all sums over steps >= t have; then that of S, and the terms i = j.
+TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
+  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  const tc &l = s.l[panel];
+  rsum sum;
+  rv all, end;
+  int c0 = GROUP * n, last = get(s.now.steps) - 1;
+  fill(g.c, 0.f);
+  fill(g.dk, 0.f);
+  fill(g.dq, 0.f);
+  fill(g.dl, 0.f);
+  fill(g.q, 0.f);
+  fill(g.k, 0.f);
+  fill(sum, 0.f);
+  mma_own_AtBt(g.c, s.dstate[panel], s.errors, c0);
+  load(end, l, 63);
+  each_part(c0, [=](int, int j, float &c, float &dl, float &k, float &sum, float l, float end, float given, float nk,
+                    float beta) {
+    k = given;
+    c *= fast_exp2(end - l) * nk;
+    float y = j < last ? k * (beta * c) : 0.f;
+    dl = -y;
+    sum += y;
+  }, g.c, g.dl, g.k, sum, l, (const rv &)end, k, s.norm_k, s.beta);
+  reduce(all, sum);
+  if (n == 3) {                             // and what goes through the whole chunk, of which D has its share
+    rv kept;
+    load(kept, s.kept[panel]);
+    map(end, end, kept, [](float l, float x) { return fast_exp2(l) * x; });
+    map(all, all, end, [](float x, float y) { return x + y; });
+  }
+  store_sum(s.l[panel], n, all);
+  mma_own_AtBt(g.dq, s.state[panel], s.dout, c0);
+  mma_own_AtBt(g.dk, s.state[panel], s.dv, c0);
+  each_part(c0, [=](int, int, float &dq, float &dk, float &dl, float &c, float &q, float k, float l, float given,
+                    float nq, float nk, float own, float beta) {
+    q = given;
+    float e = fast_exp2(l);
+    dq *= e * (scale * nq);
+    dk *= e * -nk;
+    dl = fused(q, dq, fused(k, dk, dl));
+    dq = fused(own * beta, k, dq);
+    c = fused(own, q, c);
+  }, g.dq, g.dk, g.dl, g.c, g.q, (const block16 &)g.k, l, q, s.norm_q, s.norm_k, s.own, s.beta);
+}
+
+// Pairs of steps in different groups of 16: with b(n) = l of the last step of group n - 1, e^(l_i - b(n)) for i in
+// group n, e^(b(m + 1) - l_j) for j in group m, and between them, for all pairs of both groups at once, e^(b(n) - b(m +
+// 1)). First those whose later step is in group n.
+TILE void take_earlier(shared &s, grads &g, int n, int panel) {
+  const turned<elem> k = turned_of(s.k[panel]);
+  const tc &l = s.l[panel];
+  block16 x, y, e;
+  factors a, b;
+  rv base, next;
+  auto times = [](float x, float y) { return x * y; };
   fill(x, 0.f);
-  map_level(e, s.l[wg], 0, h, [](float y) { return fast_exp2(-fabsf(y)); });
-  each<64>([](int, int, float &x, float e, float q, float nq) { x = q * nq * e; }, x, (const rt<float, 64> &)e, s.q[wg],
-           r.norm_q);
-  store(to.q, x);
-  each<64>([=](int i, int, float &x, float e, float k, float nk, float beta) { x = k * nk * (i & h ? e : e * beta); },
-           x, (const rt<float, 64> &)e, s.k[wg], r.norm_k, r.beta);
-  store(to.k, x);
-  fence_async();
-  wg_sync();
-  {
-    rt<factor, Q> a;
-    load(a, s.a);
-    keep_level(a, a, h);
-    mma_fence();
-    mma_AB<ZERO>(x, a, to.k);
-    mma_commit();
-    mma_wait<0>(x, a);
+  fill(y, 0.f);
+  load(base, l, GROUP - 1);
+  ROLLED for (int m = 0; m < n; m++) {
+    qt<factor> w;
+    load(next, l, GROUP * m + GROUP - 1);
+    map(base, next, base, [](float x, float y) { return fast_exp2(x - y); });
+    map_row(x, base, times);
+    map_row(y, base, times);
+    fill(e, 0.f);
+    each_part(GROUP * m, [](int, int, float &x, float l, float base, float k, float beta) {
+      x = k * (beta * fast_exp2(base - l));
+    }, e, l, (const rv &)next, k, s.beta);
+    convert_to_part(a, 0, e);
+    load_t(w, s.a, GROUP * n, GROUP * m);
+    mma_own(x, 0, a, 0, w);
+    load_t(w, s.b, GROUP * n, GROUP * m);
+    mma_own(y, 0, a, 0, w);
+    base = next;
   }
-  each<64>([](int, int, float x, float e, float &dq, float &dl, float q) {
+  {
+    block16 u, v;
+    fill(e, 0.f);
+    fill(u, 0.f);
+    fill(v, 0.f);
+    each_part(GROUP * n, [](int, int, float &e, float &x, float &y, float l, float base, float q, float k) {
+      e = fast_exp2(l - base);
+      x = q * e;
+      y = k * e;
+    }, e, u, v, l, (const rv &)base, (const block16 &)g.q, (const block16 &)g.k);
+    convert_to_part(a, 0, u);
+    convert_to_part(b, 0, v);
+  }
+  each_part(GROUP * n, [](int, int, float &dq, float &dk, float &dl, float e, float x, float y, float q, float k) {
     dq = fused(x, e, dq);
-    dl = fused(x, q, dl);
-  }, (const rt<float, 64> &)x, (const rt<float, 64> &)e, dq, dl, to.q);
-  {
-    rt<factor, Q> a;                       // of both at a time there would be spills
-    load(a, s.b);
-    keep_level(a, a, h);
-    mma_fence();
-    mma_AB<ZERO>(x, a, to.k);
-    mma_commit();
-    mma_wait<0>(x, a);
-    load_t(a, s.a);
-    keep_level(a, a, h);
-    mma_fence();
-    mma_AB<ACC>(x, a, to.q);
-    mma_commit();
-    mma_wait<0>(x, a);
+    dk = fused(y, e, dk);
+    dl = fused(x, q, fused(y, k, dl));
+  }, g.dq, g.dk, g.dl, (const block16 &)e, (const block16 &)x, (const block16 &)y, (const factors &)a,
+     (const factors &)b);
+}
+// Then those whose earlier step is in group n.
+TILE void take_later(shared &s, grads &g, int n, int panel) {
+  const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  const tc &l = s.l[panel];
+  block16 x, e, f;
+  factors a;
+  rv base, next;
+  fill(x, 0.f);
+  load(base, l, 3 * GROUP - 1);
+  ROLLED for (int m = 3; m > n; m--) {
+    qt<factor> w;
+    load(next, l, GROUP * m - 1);
+    map(base, base, next, [](float x, float y) { return fast_exp2(x - y); });
+    map_row(x, base, [](float x, float y) { return x * y; });
+    fill(e, 0.f);
+    fill(f, 0.f);
+    each_part(GROUP * m, [](int, int, float &x, float &y, float l, float base, float q, float k) {
+      float e = fast_exp2(l - base);
+      x = q * e;
+      y = k * e;
+    }, e, f, l, (const rv &)next, q, k);
+    convert_to_part(a, 0, e);
+    load(w, s.a, GROUP * m, GROUP * n);
+    mma_own(x, 0, a, 0, w);
+    convert_to_part(a, 0, f);
+    load(w, s.b, GROUP * m, GROUP * n);
+    mma_own(x, 0, a, 0, w);
+    base = next;
   }
-  each<64>([=](int i, int, float x, float e, float &dk, float &dl, float &dbeta, float rounded, float k, float nk,
-               float beta) {
-    bool later = i & h;
-    float y = x * e;
-    dk = fused(later ? 1.f : beta, y, dk);
-    dbeta = fused(later ? 0.f : k * nk, y, dbeta);
-    dl = fused(later ? x : -x, rounded, dl);
-  }, (const rt<float, 64> &)x, (const rt<float, 64> &)e, dk, dl, dbeta, to.k, s.k[wg], r.norm_k, r.beta);
-  wg_sync();
+  fill(e, 0.f);
+  fill(f, 0.f);
+  each_part(GROUP * n, [](int, int, float &e, float &x, float l, float base, float k, float beta) {
+    e = fast_exp2(base - l);
+    x = k * (beta * e);
+  }, e, f, l, (const rv &)base, (const block16 &)g.k, s.beta);
+  convert_to_part(a, 0, f);
+  each_part(GROUP * n, [](int, int, float &c, float &dl, float x, float e, float rounded) {
+    dl = fused(-x, rounded, dl);
+    c = fused(x, e, c);
+  }, g.c, g.dl, (const block16 &)x, (const block16 &)e, (const factors &)a);
+}
+
+// The pairs of one level, 8 to 2. Of a step in a block's second half e is e^(l_i - l_m), in its first half e^(l_m -
+// l_j), where k has beta.
+TILE void take_level(shared &s, grads &g, int h, int n, int panel) {
+  const level l = level_of(s.l[panel], h);
+  block16 e, x;
+  factors to_q, to_k;
+  qt<factor> a;
+  fill(e, 0.f);
+  fill(x, 0.f);
+  each_part(GROUP * n, [=](int, int i, float &e, float &x, float l, float k, float beta) {
+    e = fast_exp2(-fabsf(l));
+    x = k * (e * (i & h ? 1.f : beta));
+  }, e, x, l, (const block16 &)g.k, s.beta);
+  convert_to_part(to_k, 0, x);
+  each_part(GROUP * n, [=](int, int, float &x, float e, float q) { x = q * e; }, x, (const block16 &)e,
+            (const block16 &)g.q);
+  convert_to_part(to_q, 0, x);
+  fill(x, 0.f);
+  load_t(a, s.a, GROUP * n, GROUP * n);
+  keep_level(a, a, h);
+  mma_own(x, 0, to_k, 0, a);
+  each_part(GROUP * n, [](int, int, float &dq, float &dl, float e, float x, float to_q) {
+    dq = fused(x, e, dq);
+    dl = fused(x, to_q, dl);
+  }, g.dq, g.dl, (const block16 &)e, (const block16 &)x, (const factors &)to_q);
+  fill(x, 0.f);
+  load(a, s.a, GROUP * n, GROUP * n);
+  keep_level(a, a, h);
+  mma_own(x, 0, to_q, 0, a);
+  load(a, s.b, GROUP * n, GROUP * n);
+  keep_level(a, a, h);
+  mma_own(x, 0, to_k, 0, a);
+  each_part(GROUP * n, [=](int, int i, float &dk, float &dl, float &c, float e, float x, float to_k) {
+    float later = i & h ? 1.f : 0.f, y = x * e;
+    dk = fused(later, y, dk);
+    c = fused(1.f - later, y, c);
+    dl = fused(i & h ? x : -x, to_k, dl);
+  }, g.dk, g.dl, g.c, (const block16 &)e, (const block16 &)x, (const factors &)to_k);
+}
+// Those of level 1, one by one.
+TILE void take_neighbours(shared &s, grads &g, int n, int panel) {
+  typedef couple<float &> gradient;
+  typedef couple<float> value;
+  const next_below<factor> a = next_below_of(s.a), b = next_below_of(s.b);
+  each_couple(GROUP * n, [](gradient dq, gradient dk, gradient dl, gradient c, value q, value k, value l, value beta,
+                            value a, value b) {
+    float e = fast_exp2(l.b - l.a), from = k.a * (beta.a * e), to = fused(a.a, q.b, b.a * k.b), both = from * to;
+    dq.b = fused(a.a, from, dq.b);
+    dk.b = fused(b.a, from, dk.b);
+    c.a = fused(e, to, c.a);
+    dl.b += both;
+    dl.a -= both;
+  }, g.dq, g.dk, g.dl, g.c, (const block16 &)g.q, (const block16 &)g.k, s.l[panel], s.beta, a, b);
+}
+// dk is whole. Parts of dots of this group's steps.
+TILE void take_dots(const params &p, shared &s, grads &g, int n, int panel) {
+  csum<GROUP> dbeta;
+  clear(dbeta);
+  each_part(GROUP * n, [](int, int, float &dk, float &sum, float c, float k, float beta) {
+    dk = fused(beta, c, dk);
+    sum = fused(k, c, sum);
+  }, g.dk, dbeta, (const block16 &)g.c, (const block16 &)g.k, s.beta);
+  store(s.dots[BETA][panel], GROUP * n, dbeta);
+  if (!p.gates.norm) return;
+  csum<GROUP> q_dot, k_dot;
+  clear(q_dot);
+  clear(k_dot);
+  each_part(GROUP * n, [](int, int, float dq, float dk, float q, float k, float &a, float &b) {
+    a = fused(q, dq, a);
+    b = fused(k, dk, b);
+  }, (const block16 &)g.dq, (const block16 &)g.dk, (const block16 &)g.q, (const block16 &)g.k, q_dot, k_dot);
+  store(s.dots[Q_DOT][panel], GROUP * n, q_dot);
+  store(s.dots[K_DOT][panel], GROUP * n, k_dot);
 }
 
 // ---- results
-// Sums over all channels, of which every panel has a part.
-TILE void add_panels(const shared &s, rv &sum, int which) {
-  load(sum, s.dots[which]);
-  if (PANELS == 1) return;
-  rv other;
-  load(other, s.dots[which + 3 * (PANELS - 1)]);
-  map(sum, sum, other, [](float x, float y) { return x + y; });
+// Sums over all channels, of which every warp has a part.
+TILE void sum_parts(rv &sum, const sv<4 * Q> (&parts)[PANELS]) {
+  fill(sum, 0.f);
+  UNROLLED for (int h = 0; h < PANELS; h++)
+    UNROLLED for (int w = 0; w < 4; w++) {
+      rv x;
+      load(x, slice<Q>(parts[h], Q * w));
+      map(sum, sum, x, [](float x, float y) { return x + y; });
+    }
 }
-TILE void put_dot(sv<Q> &d, const rsum &sum) {
-  rv rows;
-  reduce(rows, sum);
-  store(d, rows);
+TILE float *share_of(const params &p, const task &t, int64_t ld, int head, int which, int panel) {
+  int64_t member = t.at.head - head * p.rows.group_heads;
+  int64_t row = ((member * p.batches + t.at.batch) * p.places + t.place) * Q;
+  return p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * panel;
 }
-TILE void put(const params &p, const task &t, const rt<float, 64> &x, int which, int wg) {
-  int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = t.rows;
-  if (p.parts) {
-    int64_t ld = (int64_t)(p.rows.heads / p.rows.group_heads) * 2 * p.key_dim;
-    int64_t member = t.at.head - head * p.rows.group_heads;
-    int64_t row = ((member * p.batches + t.at.batch) * p.places + t.place) * Q;
-    return store(p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * wg, ld, x, rows, n);
-  }
+TILE elem *gradient_of(const params &p, const task &t, int head, int which, int panel) {
   const int64_t *stride = which ? p.dk_stride : p.dq_stride;
-  int64_t ld = stride[1];
-  elem *to = (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * ld + head * stride[2] + 64 * wg;
-  store_rows<elem>(x, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
+  return (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * stride[1] + head * stride[2] + 64 * panel;
+}
+TILE void make_turns(shared &s, int c0, int wg) {
+  auto turn = [](float dot, float n) { return dot * n * n; };
+  map_parts(s.turns[wg][0], c0, s.dots[Q_DOT], s.norm_q, turn);
+  map_parts(s.turns[wg][1], c0, s.dots[K_DOT], s.norm_k, turn);
+  wg_sync();
+}
+// dq and dk of 16 steps.
+TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int wg) {
+  int panel = wg % PANELS, head = t.at.head / p.rows.group_heads, rows = t.rows - c0, n = p.key_dim - 64 * panel;
+  if (p.gates.norm) {
+    make_turns(s, c0, wg);
+    each_part(c0, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
+      dq = fused(-a, q, dq);
+      dk = fused(-b, k, dk);
+    }, g.dq, g.dk, (const block16 &)g.q, (const block16 &)g.k, s.turns[wg][0], s.turns[wg][1]);
+  }
+  if (p.parts) {
+    int ld = (int)anew(p.rows.heads / p.rows.group_heads * 2 * p.key_dim);
+    store(share_of(p, t, ld, head, 0, panel) + (int64_t)c0 * ld, 1, ld, g.dq, n, rows);
+    return store(share_of(p, t, ld, head, 1, panel) + (int64_t)c0 * ld, 1, ld, g.dk, n, rows);
+  }
+  store_t(s.out[wg][0], g.dq);
+  store_t(s.out[wg][1], g.dk);
+  wg_sync();
+  ROLLED for (int which = 0; which < 2; which++) {
+    int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
+    elem *to = gradient_of(p, t, head, which, panel) + c0 * ld;
+    store_rows(s.out[wg][which], [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
+  }
+}
+// What each of 32 steps has of dg, in place of l.
+TILE void put_parts(shared &s, grads &g, int n, int wg) {
+  block16 before;
+  load(before, dl_before(s, wg));
+  store(s.l[wg % PANELS], GROUP * (n - 1), before);
+  store(s.l[wg % PANELS], GROUP * n, g.dl);
+  wg_sync();
 }
 TILE int64_t first_of(const params &p, const task &t) {
   return ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head;
@@ -300,52 +471,33 @@ TILE int64_t first_of(const params &p, const task &t) {
 TILE void put_dbeta(const params &p, const task &t, const rv &x) {
   if (p.dbeta) store_steps(p.dbeta + first_of(p, t), x, p.rows.heads, t.rows);
 }
-TILE void put_products(const params &p, shared &s, const task &t, const rows &r, rt<float, 64> &dq, rt<float, 64> &dk,
-                       const rsum &dbeta, int wg) {
-  rv dot;
-  if (p.gates.norm) {
-    rsum q_dot, k_dot;
-    fill(q_dot, 0.f);
-    fill(k_dot, 0.f);
-    each<64>([](int, int, float dq, float dk, float q, float k, float &a, float &b) {
-      a = fused(q, dq, a);
-      b = fused(k, dk, b);
-    }, (const rt<float, 64> &)dq, (const rt<float, 64> &)dk, s.q[wg], s.k[wg], q_dot, k_dot);
-    put_dot(s.dots[3 * wg], q_dot);
-    put_dot(s.dots[3 * wg + 1], k_dot);
-  }
-  put_dot(s.dots[3 * wg + 2], dbeta);
-  all_sync();
-  if (p.gates.norm) {
-    auto normed = [](int, int, float &d, float x, float n, float dot) { d = n * (d - x * (n * n * dot)); };
-    add_panels(s, dot, 0);
-    each<64>(normed, dq, s.q[wg], r.norm_q, dot);
-    add_panels(s, dot, 1);
-    each<64>(normed, dk, s.k[wg], r.norm_k, dot);
-  }
-  put(p, t, dq, 0, wg);
-  put(p, t, dk, 1, wg);
-  if (wg > 0) return;
-  add_panels(s, dot, 2);
+TILE void put_betas(const params &p, shared &s, const task &t) {
+  rv dot, beta;
+  sum_parts(dot, s.dots[BETA]);
   float f = p.gates.most;
   if (f != 0.f) {
     float rate = fast_rcp(f);
-    map(dot, dot, r.beta, [=](float x, float beta) { return x * beta * (1.f - beta * rate); });
+    load(beta, s.beta);
+    map(dot, dot, beta, [=](float x, float beta) { return x * beta * (1.f - beta * rate); });
   }
   put_dbeta(p, t, dot);
 }
 
 // dg from what each step has of it, and from that the gradients of what was given.
-TILE void put_gates(const params &p, shared &s, const task &t, int wg) {
-  hm<64> dg, x;
-  hv<64> bias, rates;
-  const kda_gates &g = p.gates;
+TILE void put_gates(const params &p, shared &s, const task &t, int panel) {
+  ht dg, x;
+  hc bias;
+  hcsum rates;
+  kda_gates g = p.gates;
+  g.g.step = anew(g.g.step);
   float rate = rate_of(g, t.at.head), bound = g.lower_bound;
-  load(dg, s.l[wg]);
-  sum_up(dg);
-  take_given(x, bias, g, t.at, p.key_dim, 64 * wg);
-  fill(rates, 0.f);
-  if (g.gate == KDA_LOG) map(dg, x, bias, rates, t.at.steps, [](float d, float, float, float &) { return d; });
+  load(dg, s.l[panel]);
+  add_sums(dg, s.l[panel]);
+  sum_up(dg, s.l[panel]);
+  clear(rates);
+  fill(bias, 0.f);
+  if (g.gate != KDA_LOG) take_given(x, bias, g, t.at, p.key_dim, 64 * panel);
+  if (g.gate == KDA_LOG) map(dg, dg, bias, rates, t.at.steps, [](float d, float, float, float &) { return d; });
   else if (g.gate == KDA_SOFTPLUS)
     map(dg, x, bias, rates, t.at.steps, [=](float d, float x, float b, float &sum) {
       d *= -rate;
@@ -359,66 +511,118 @@ TILE void put_gates(const params &p, shared &s, const task &t, int wg) {
       sum = fused(d, x + b, sum);
       return d;
     });
-  int n = p.key_dim - 64 * wg;
-  int64_t of_step = (int64_t)p.rows.heads * p.key_dim;
-  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, of_step, dg, t.rows, n);
+  int n = p.key_dim - 64 * panel;
+  int64_t of_step = anew((int64_t)p.rows.heads * p.key_dim);
+  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * panel, of_step, dg, t.rows, n);
   if (!p.sums) return;
   int place = p.rows.from / Q + t.place;
   float *sums = p.sums + ((int64_t)t.at.batch * 3 * p.all_places + place) * of_step;
-  store(sums + (int64_t)64 * wg * p.rows.heads + t.at.head, p.rows.heads, rates, n);
-  sum_of(rates, dg);
-  store(sums + p.all_places * of_step + t.at.head * p.key_dim + 64 * wg, 1, rates, n);
+  store(sums + (int64_t)64 * panel * p.rows.heads + t.at.head, p.rows.heads, rates, s.l[panel], 2, n);
+  clear(rates);
+  sum_add(rates, dg);
+  store(sums + p.all_places * of_step + t.at.head * p.key_dim + 64 * panel, 1, rates, s.l[panel], 3, n);
 }
 
-// Steps in no row have no gradients.
+// Steps in no row have no gradients. A loader that goes ahead may fill the panels meanwhile.
 TILE void put_none(const params &p, const task &t, int wg) {
   rt<float, 64> zero;
   rv none;
-  int n = p.key_dim - 64 * wg;
+  int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = t.rows;
   fill(zero, 0.f);
   fill(none, 0.f);
-  put(p, t, zero, 0, wg);
-  put(p, t, zero, 1, wg);
-  if (p.dg)
-    store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, (int64_t)p.rows.heads * p.key_dim, zero, t.rows, n);
+  ROLLED for (int which = 0; which < 2; which++) {
+    if (p.parts) {
+      int ld = (int)anew(p.rows.heads / p.rows.group_heads * 2 * p.key_dim);
+      store(share_of(p, t, ld, head, which, wg), ld, zero, rows, n);
+      continue;
+    }
+    elem *to = gradient_of(p, t, head, which, wg);
+    int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
+    store_rows<elem>(zero, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
+  }
+  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, (int64_t)p.rows.heads * p.key_dim, zero, t.rows, n);
   if (wg == 0) put_dbeta(p, t, none);
 }
 
-TILE void compute(const params &p, shared &s, int wg) {
-  task t = block_task(p);
-  if (t.rows <= 0) return;
-  if (t.at.steps <= 0) return put_none(p, t, wg);
-  rt<float, 64> dq, dk, dl;
-  rsum dbeta;
-  rows r;
-  {
-    hm<64> g;
-    hv<64> end;
-    take_gates(g, p.gates, t.at, p.key_dim, 64 * wg);
-    sum_down(s.l[wg], end, g, -infinity());
+// norm_q by the first warpgroup, norm_k by the last of its half.
+TILE void put_norms(const params &p, shared &s, int wg) {
+  rv norm;
+  fill(norm, 1.f);
+  if (wg == 0) {
+    if (p.gates.norm) take_norms(norm, s.q);
+    store(s.norm_q, norm);
   }
-  take_beta(r.beta, p.gates, t.at);
-  sem_wait(s.inputs, 0);
-  if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
-  fill(r.norm_q, 1.f);
-  fill(r.norm_k, 1.f);
-  if (p.gates.norm) {
-    take_norms(r.norm_q, s.q);
-    take_norms(r.norm_k, s.k);
+  if (wg == PANELS - 1) {
+    if (p.gates.norm) take_norms(norm, s.k);
+    store(s.norm_k, norm);
   }
-  if (wg == 0) make_a(p, s);
-  if (wg == PANELS - 1) make_b(s);
-  all_sync();
-  sem_wait(s.states, 0);
-  take_dstate(s, r, dk, dl, dbeta, block_task(p).at.steps, wg);   // anew: kept, it would cause spills
-  take_state(s, r, dq, dk, dl, dbeta, p.scale, wg);
-  wg_sync();
-  ROLLED for (int h = 32; h > 0; h /= 2) take_level(s, r, dq, dk, dl, dbeta, h, wg);
-  store(s.l[wg], 0, dl);
-  put_products(p, s, t, r, dq, dk, dbeta, wg);
-  put_gates(p, s, block_task(p), wg);      // the same
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, PANELS, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+TILE void prefetch_given(const params &p, const task &t, int panel) {
+  const kda_given &g = p.gates.g;
+  int n = p.key_dim - 64 * panel;
+  if (g.is_float) prefetch(first_of<float>(g, t.at) + 64 * panel, g.step, t.at.steps, n);
+  else prefetch(first_of<elem>(g, t.at) + 64 * panel, g.step, t.at.steps, n);
+}
+
+TILE void compute(const params &p, shared &s, int wg) {
+  int panel = wg % PANELS, half = wg / PANELS;
+  ring_pos at = {};
+  for (int i = block_index(); i < task_count(p); i += block_count()) {
+    task t = task_at(p, i);
+    if (t.rows <= 0) continue;
+    if (t.at.steps <= 0) {
+      if (half == 0) put_none(p, t, panel);
+      continue;
+    }
+    if (half == 1) {
+      ht x;
+      kda_gates given = p.gates;
+      given.g.step = anew(given.g.step);
+      take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * panel);
+      sum_down(s.l[panel], x, -infinity());
+    } else if (wg == 0) {
+      rv beta;
+      take_beta(beta, p.gates, t.at);
+      store(s.beta, beta);
+    }
+    ring_wait(s.rows, at);
+    ring_wait(s.matrices, at);
+    if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
+    if (half == 0) {
+      put_norms(p, s, wg);
+      half_sync();
+      if (wg == 0) make_a(p, s);
+      if (wg == PANELS - 1) make_b(s);
+      make_kept(s, panel);
+    }
+    all_sync();
+    if (half == 1 && i + block_count() < task_count(p)) prefetch_given(p, task_at(p, i + block_count()), panel);
+    ROLLED for (int n = 2 * half; n < 2 * half + 2; n++) {
+      grads g;
+      take_states(s, g, p.scale, n, panel);
+      if (n & 1) ring_release(s.matrices, at);
+      if (n > 0) take_earlier(s, g, n, panel);
+      if (n < 3) take_later(s, g, n, panel);
+      UNROLLED for (int h = GROUP / 2; h > 1; h /= 2) take_level(s, g, h, n, panel);
+      take_neighbours(s, g, n, panel);
+      take_dots(p, s, g, n, panel);
+      all_sync();
+      if (n & 1) put_parts(s, g, n, wg);
+      put(p, s, task_now(s), g, GROUP * n, wg);
+      if (n & 1) continue;
+      wg_sync();
+      store(dl_before(s, wg), g.dl);
+    }
+    t = task_now(s);
+    ring_release(s.rows, at);
+    ring_next(s.rows, at);
+    if (wg == 0) put_betas(p, s, t);
+    panel_sync(panel);
+    if (half == 1) put_gates(p, s, t, panel);
+  }
+}
+
+typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
               OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, 1)

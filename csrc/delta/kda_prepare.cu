@@ -6,28 +6,41 @@
 // and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the
 // gates. In L and P, a log decay counts as -10.5 where it is less: so no exponent is above 79, and e^79 |k| fits into
 // bf16. It is wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another
-// sum where that matters. Roles: a loader thread; a warpgroup for all else.
+// sum where that matters. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to
+// middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
+// Roles: a loader thread; a warpgroup for all else. The next task's k, q and gates come while this one's tiles leave.
 //
-// Registers of a thread. Gates: a column of 64. Factors: tiles of 64 columns of l, of e^l or a product, 32 each. Pairs:
-// four accumulators of 16, four operands of 16, l 32. Inverse: three tiles of 32, an operand of 12.
+// Registers of a thread. Gates: a column of 64. Factors: of 64 columns e^l, a product and, of all columns, what becomes
+// the right operand, 32 each. Pairs: four accumulators of 16, four operands of 16, 32 of the other columns. Inverse:
+// two tiles of 32. Tiles: three of 32.
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. LOAD_REGS, COMPUTE_REGS
-enum { PANELS = D / 64 };
+// LATER: a task's stores behind those of what is in place of the sums
+enum { PANELS = D / 64, LATER = 2 * PANELS + 1 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;
 typedef st<elem, Q, 64> panel;
-struct shared {
-  panel k[PANELS], q[PANELS];       // then k e^(l_e - l), scale q e^l
-  st<factor, 32, D> left[4];        // of each group of 16 steps: k e^(l - m), and below it scale q e^(l - m)
-  square scratch;                   // then M^T
+union sums {                        // the tiles when nobody reads the sums any more
   ct<D> l;                          // to base 2
-  ring<1, ASYNC_READS> inputs;      // read into registers too, in front of the fence that the stores need
+  panel tiles[PANELS + 1];
 };
-// When no product reads `left` any more.
-TILE panel &decayed(shared &s, int h) { return in_place_of<panel>(s.left[h]); }
+struct shared {
+  panel k[PANELS], q[PANELS];
+  st<factor, 32, D> left[4];        // of each group of 16 steps: k e^(l - m), and below it scale q e^(l - m)
+  tri<inner> scratch;               // then M^T
+  union sums sums;
+  sv<D> between[3];                 // e^ of half of what lies between the middles of two groups
+  ring<1> inputs;
+};
+TILE square &m_of(shared &s) { return in_place_of<square>(s.scratch); }
+// When no product reads `left` any more, and, of the last panel, nobody the sums: k e^l, scale q e^l, k e^(l_e - l).
 TILE square &reads_of(shared &s) { return in_place_of<square>(s.left[2]); }
+TILE panel &tile_of(shared &s, int h, int which) {
+  if (PANELS == 1) return which == 0 ? in_place_of<panel>(s.left[0]) : in_place_of<panel>(s.sums.tiles[which - 1]);
+  return h == 0 ? in_place_of<panel>(s.left[which == 2 ? 3 : which]) : in_place_of<panel>(s.sums.tiles[which]);
+}
 typedef kda_prepare_params params;
 
 TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1)); }
@@ -57,35 +70,33 @@ TILE void loader(const params &p, shared &s, int) {
   }
 }
 
-// The factors of columns i of L^T and P^T.
-TILE void make_left(shared &s, const rv &norm_k, const rv &norm_q) {
-  UNROLLED for (int h = 0; h < PANELS; h++) {
-    rt<float, 64> e, x;
-    fill(x, 0.f);
-    load_from_middle(e, s.l, 64 * h);
-    map(e, [](float y) { return fast_exp2(y); });
-    each<64>([](int, int, float &z, float w, float y, float n) { z = y * n * w; }, x, e, s.k[h], norm_k);
-    store_groups(s.left, 0, x, 64 * h);
-    each<64>([](int, int, float &z, float w, float y, float n) { z = y * n * w; }, x, e, s.q[h], norm_q);
-    store_groups(s.left, 1, x, 64 * h);
-  }
+// The factors of columns i of L^T and P^T, and those of rows j, for their own groups.
+TILE void make_factors(rt<float, 64> &right, shared &s, const rv &norm_k, const rv &norm_q, int h) {
+  rt<float, 64> e, x;
+  fill(x, 0.f);
+  fill(right, 0.f);
+  load_from_middle(e, s.sums.l, 64 * h);
+  each<64>([](int, int, float &x, float &right, float &e, float y, float n) {
+    y *= n;
+    right = y * fast_exp2(-e);
+    e = fast_exp2(e);
+    x = y * e;
+  }, x, right, e, s.k[h], norm_k);
+  store_groups(s.left, 0, x, 64 * h);
+  each<64>([](int, int, float &x, float e, float y, float n) { x = y * n * e; }, x, (const rt<float, 64> &)e, s.q[h],
+           norm_q);
+  store_groups(s.left, 1, x, 64 * h);
 }
-// Those of rows j of a group's 16 columns, which are in the same or an earlier group.
-TILE void make_right(rt<factor, 64> &right, const rt<float, 64> &l, shared &s, const rv &norm, int h, int group) {
-  map_to_group(right, s.k[h], l, norm, s.l, 64 * h, group,
-               [](float x, float own, float n, float m) { return x * n * fast_exp2(m - own); });
-}
-// All of them are there before the first product: what a warp does for them depends on the warp, and ptxas would let no
-// product run on meanwhile.
 template<int A> TILE void add_panel(rt<float, 32> &d0, rt<float, 32> &d1, rt<float, 32> &d2, rt<float, 32> &d3,
-                                    shared &s, const rv &norm, int h) {
-  rt<float, 64> l;
+                                    rt<float, 64> &right, shared &s, int h) {
   rt<factor, 64> r0, r1, r2, r3;
-  load(l, s.l, 64 * h);
-  make_right(r0, l, s, norm, h, 0);
-  make_right(r1, l, s, norm, h, 1);
-  make_right(r2, l, s, norm, h, 2);
-  make_right(r3, l, s, norm, h, 3);
+  convert_group(r0, right, 0);
+  carry_to_group(right, s.between[0], 64 * h, 1);
+  convert_group(r1, right, 1);
+  carry_to_group(right, s.between[1], 64 * h, 2);
+  convert_group(r2, right, 2);
+  carry_to_group(right, s.between[2], 64 * h, 3);
+  convert_group(r3, right, 3);
   mma_fence();
   mma_ABt_part<A>(d0, r0, s.left[0], 64 * h);
   mma_ABt_part<A>(d1, r1, s.left[1], 64 * h);
@@ -95,10 +106,15 @@ template<int A> TILE void add_panel(rt<float, 32> &d0, rt<float, 32> &d1, rt<flo
   mma_wait<0>(d0, d1, d2, d3, r0, r1, r2, r3);
 }
 // a = L^T, b = P^T. Where j is behind i the products are anything, also infinite.
-TILE void make_pairs(rt<float, Q> &a, rt<float, Q> &b, shared &s, const rv &norm) {
+TILE void make_pairs(rt<float, Q> &a, rt<float, Q> &b, shared &s, const rv &norm_k, const rv &norm_q) {
   rt<float, 32> d0, d1, d2, d3;
-  add_panel<ZERO>(d0, d1, d2, d3, s, norm, 0);
-  if (PANELS == 2) add_panel<ACC>(d0, d1, d2, d3, s, norm, PANELS - 1);
+  rt<float, 64> right, last;
+  make_factors(right, s, norm_k, norm_q, 0);
+  if (PANELS == 2) make_factors(last, s, norm_k, norm_q, PANELS - 1);
+  fence_async();
+  wg_sync();
+  add_panel<ZERO>(d0, d1, d2, d3, right, s, 0);
+  if (PANELS == 2) add_panel<ACC>(d0, d1, d2, d3, last, s, PANELS - 1);
   fill(a, 0.f);
   fill(b, 0.f);
   put_group(a, b, d0, 0);
@@ -108,20 +124,35 @@ TILE void make_pairs(rt<float, Q> &a, rt<float, Q> &b, shared &s, const rv &norm
   triu(a, 1, 0.f);
   triu(b, 0, 0.f);
 }
+// The sums of all columns have been read when the last tiles are stored in their place.
 TILE void make_tiles(shared &s, const rv &norm_k, const rv &norm_q) {
   UNROLLED for (int h = 0; h < PANELS; h++) {
-    rt<float, 64> l, x;
+    rt<float, 64> e, x, y;
     fill(x, 0.f);
-    load(l, s.l, 64 * h);
-    each<64>([](int, int, float &z, float w, float y, float n) { z = y * n * fast_exp2(w); }, x, l, s.k[h], norm_k);
-    store(decayed(s, h), x);
-    each<64>([](int, int, float &z, float w, float y, float n) { z = y * n * fast_exp2(w); }, x, l, s.q[h], norm_q);
-    map_last_row(l, s.l, 64 * h, [](float y, float end) { return fast_exp2(end - y); });
-    each<64>([](int, int, float &z, float y, float n) { z *= y * n; }, l, s.k[h], norm_k);
-    wg_sync();                              // everybody has read what is replaced now
-    store(s.q[h], x);
-    store(s.k[h], l);
+    load(e, s.sums.l, 64 * h);
+    fill(y, 0.f);
+    map(y, e, [](float, float l) { return l; });
+    map_last_row(y, s.sums.l, 64 * h, [](float y, float end) { return end - y; });
+    if (h == PANELS - 1) wg_sync();
+    each<64>([](int, int, float &e, float &x, float &y, float k, float n) {
+      k *= n;
+      e = fast_exp2(e);
+      x = k * e;
+      y = k * fast_exp2(y);
+    }, e, x, y, s.k[h], norm_k);
+    store(tile_of(s, h, 0), x);
+    store(tile_of(s, h, 2), y);
+    each<64>([](int, int, float &e, float q, float n) { e *= q * n; }, e, s.q[h], norm_q);
+    store(tile_of(s, h, 1), e);
   }
+}
+
+// Gates of a task that is this block's next come into the L2.
+TILE void bring_gates(const params &p, int i) {
+  if (i >= task_count(p)) return;
+  task t = task_at(p, i);
+  if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
+  else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
 }
 
 TILE void compute(const params &p, shared &s, int) {
@@ -137,9 +168,12 @@ TILE void compute(const params &p, shared &s, int) {
       hm<D> g;
       take_gates(g, p.gates, t.at, p.key_dim, 0);
       least_of(least, g);
-      sum_down(s.l, end, g, LOW);
+      tma_store_wait_read<LATER>();
+      wg_sync();                            // of the task before, the tiles in place of the sums have left
+      sum_down(s.sums.l, end, g, LOW, s.between, [](float x) { return fast_exp2(0.5f * x); });
     }
     take_beta(beta, p.gates, t.at);
+    bring_gates(p, i + block_count());
     if (p.betas)
       store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
                   p.rows.heads, t.at.steps);
@@ -150,7 +184,9 @@ TILE void compute(const params &p, shared &s, int) {
         clear_rows(s.q[h], 0, t.at.steps);
       }
     }
-    bool steep = any(least, [=](float x) { return x < LOW; });   // and all have written l, and rows that are no steps
+    tma_store_wait_read();
+    // A sync, too: all has left, and all have written l, and rows that are no steps.
+    bool steep = any(least, [=](float x) { return x < LOW; });
     float scale = p.scale;
     fill(norm_k, 1.f);
     fill(norm_q, scale);
@@ -159,10 +195,7 @@ TILE void compute(const params &p, shared &s, int) {
       take_norms(norm_q, s.q);
       map(norm_q, norm_q, [=](float x) { return x * scale; });
     }
-    make_left(s, norm_k, norm_q);
-    fence_async();
-    wg_sync();
-    make_pairs(a, b, s, norm_k);
+    make_pairs(a, b, s, norm_k, norm_q);
     wg_sync();                              // everybody's products have read `left`
     store(reads_of(s), b);
     map_row(a, beta, [](float x, float y) { return x * y; });
@@ -170,27 +203,26 @@ TILE void compute(const params &p, shared &s, int) {
     if (steep) {
       hm<D> g;
       take_gates(g, p.gates, t.at, p.key_dim, 0);
-      sum_down(s.l, end, g, -infinity());
+      sum_down(s.sums.l, end, g, -infinity());
     }
     map(end, end, [](float x) { return fast_exp2(x); });
     int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
     store(p.ends + place * D, end, D);
     wg_sync();                              // everybody has read scratch, and written l
-    store(s.scratch, b);
+    store_carried(m_of(s), b);
     make_tiles(s, norm_k, norm_q);
-    fence_async();
+    ring_done(s.inputs, at);                // its fence is that of the stores, too
     wg_sync();
     int row = t.place * Q;
-    tma_store(p.m, s.scratch, row, 0, t.at.head, t.at.batch);
-    tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
-    ROLLED for (int h = 0; h < PANELS; h++) {
-      tma_store(p.read_k, decayed(s, h), row, 64 * h, t.at.head, t.at.batch);
-      tma_store(p.read_q, s.q[h], row, 64 * h, t.at.head, t.at.batch);
-      tma_store(p.write_k, s.k[h], row, 64 * h, t.at.head, t.at.batch);
+    UNROLLED for (int h = PANELS - 1; h >= 0; h--) {
+      tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
+      tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
+      tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
     }
-    tma_store_wait_read();
-    ring_done(s.inputs, at);
+    tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
+    tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
   }
+  tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,

@@ -69,6 +69,7 @@ enum {
 #define TAKES(...) NEED(TAKES, __VA_ARGS__, NULL)
 #define DRAW(name_, low_, high_) {.name = #name_, .role = ROLE_DRAW, .low = low_, .high = high_},
 #define SHOWN(name_, text_) {.name = #name_, .role = ROLE_SHOWN, .text = #text_},
+#define ANYWHERE {.name = "anywhere", .role = ROLE_ANYWHERE},
 #define OP(op, ...) \
   static const mg_row *op##_row(void) { \
     typedef mg_##op##_args self; \
@@ -142,6 +143,12 @@ static list_text list(const int64_t *v, int n) {
   return text;
 }
 
+static bool is_anywhere(const mg_row *row) {
+  for (const mg_field *f = row->field; f->role; f++)
+    if (f->role == ROLE_ANYWHERE) return true;
+  return false;
+}
+
 static mg_status check_dtype(const call *c, const mg_tensor *t) {
   const char *found = mg_dtype_name(t->dtype), *expected = NULL;
   if (c->rule->kind == KIND_F32 && t->dtype != MG_FP32) expected = "float32";
@@ -150,8 +157,9 @@ static mg_status check_dtype(const call *c, const mg_tensor *t) {
   if (c->rule->kind == KIND_BF16 && t->dtype != MG_BF16) expected = "bfloat16";
   if (c->rule->kind == KIND_E4M3 && t->dtype != MG_E4M3) expected = "float8_e4m3fn";
   if (c->rule->kind == KIND_HALF && t->dtype != MG_BF16 && t->dtype != MG_FP16 &&
-      (t->dtype != MG_FP32 || t->device != MG_CPU))
-    expected = t->device == MG_CPU ? "bfloat16, float16 or float32" : "bfloat16 or float16 (float32 only on the CPU)";
+      (t->dtype != MG_FP32 || (t->device != MG_CPU && !is_anywhere(c->row))))
+    expected = t->device == MG_CPU || is_anywhere(c->row) ? "bfloat16, float16 or float32"
+                                                          : "bfloat16 or float16 (float32 only on the CPU)";
   const bool real = c->rule->kind == KIND_REAL || c->rule->kind == KIND_REAL_ROWS;
   if (real && t->dtype != MG_FP32 && t->dtype != c->like_tensor->dtype)
     return mg_fail(MG_TYPE, "%s: %s has dtype %s, expected float32 or %s (as %s)", c->op, name_of(c), found,
@@ -441,6 +449,10 @@ mg_status mg_check(mg_op op, const void *args, mg_sizes *sizes, bool only_space)
     g[n++] = (given){.rule = f, .tensor = t};
   }
   if (like < 0) return check_sizes(c.op, row, args, g, n, only_space, sizes);
+  // Where all HALF tensors are written in place, one of those is what REAL ones are as.
+  const bool real = g[like].rule->kind == KIND_REAL || g[like].rule->kind == KIND_REAL_ROWS;
+  for (int i = 0; real && g[like].rule->kind != KIND_HALF && i < n; i++)
+    if (mg_is_read(g[i].rule) && g[i].rule->kind == KIND_HALF) like = i;
   c.like = g[like].rule;
   c.like_tensor = g[like].tensor;
   // `like` first, so that the others are not blamed for its faults

@@ -1,14 +1,27 @@
 // Inverses of triangular tiles (warpgroup). Contracts; bodies in sm90/ and cpu/. tile.h does not include this file: the
 // kernels that want it do.
+//
+// Of I + R, R the strict upper triangle of a tile, rows w of blocks X_w of the inverse follow from the left to the
+// right:
+//   X_ww = (I + R_ww)^-1,  X_wv = -(sum over u < v of X_wu R_uv) X_vv for v > w
+// Blocks on the diagonal come from substitution in fp32. In the others every factor is the sum of two parts of type T,
+// x = hi + lo, hi x rounded, lo what is left; of the four products the one of lo and lo is left out, sums are fp32.
+//
+//   tri<T>   the blocks R_uv and X_vv of column v = 1 to 3 of blocks, u < v, each in two parts
 #pragma once
 #include "tile/tile.h"
-// The 16 x 16 blocks on the diagonal of t, of which R is the strict upper triangle: those of d become (I + R)^-1, by
-// substitution in fp32, and those of t become 0. The rest of d becomes 0, the rest of t stays. What stands on the
-// diagonal of t or below is not looked at.
-TILE void invert_diagonal(rt<float, 64> &d, rt<float, 64> &t);
-// mma_AB_rows with K and r0 multiples of 16: the other blocks of 16 of a reduction are 0, and left out.
-template<int A, typename T, int N, int K, int R>
-TILE void mma_AB_blocks(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0);
+template<typename T> struct tri;
+TILE constexpr int block_of(int u, int v) { return v * (v + 1) / 2 - 1 + u; }   // u <= v, v > 0
+
+// x: the blocks on the diagonal, and 0 elsewhere. s is for invert_rest(). What stands on the diagonal of t or below is
+// not looked at.
+template<typename T> TILE void invert_diagonal(rt<float, 64> &x, tri<T> &s, const rt<float, 64> &t);
+// x: the blocks right of the diagonal. Between the two stands a wg_sync(), and another before s is written again.
+template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s);
+// store(), but what rounding takes from an element goes to the next one of its row that lies in the same fourth of each
+// eight columns, unless it is more than 2^-10 of that one. So errors of a row's sums do not grow with its length where
+// its elements are alike in size. T: fp16, or float.
+template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t);
 #ifdef __CUDACC__
 #include "tile/sm90/triangle.h"
 #else

@@ -20,12 +20,13 @@ from margay import _C, _shared
 
 ROWS = _C.ops()
 _HALF = "bfloat16, float16 or, on the CPU, float32"
+_ANYWHERE = "bfloat16, float16 or float32"
 _KINDS = {"float": float, "int": int, "bool": bool, "int64": int, "uint64": int}
 _SIZE = r"\b[A-Z]\w*\b"
 _LARGEST = 2.0**128 - 2.0**104         # float32's; LARGEST of rows
 _ROLES = {"inoutmat": "inout", "optinoutmat": "opt"}     # without what concerns memory only
 _made: dict = {}        # (op, type of the first argument) -> function
-_gradients: dict = {}   # op -> a gradient written by hand
+_gradients = _shared.gradients         # op -> a gradient written by hand
 _rules: dict = {}       # op -> a rule of vmap written by hand
 _direct: dict = {}      # op -> what computes it on plain PyTorch tensors
 
@@ -44,6 +45,7 @@ class Row:
         self.absent = [f["name"] for f in role("opt")]             # what may be None
         self.derived = role("let", "needs", "takes")               # in the row's order
         self.sizes = dict.fromkeys(size for f in entries for size in f["sizes"])
+        self.anywhere = bool(role("anywhere"))                     # float32 on the GPU too
         self.shown = {f["name"]: f["name"] for f in entries} | {f["name"]: f["text"] for f in role("shown")}
         self.draw = {f["name"]: (f["low"], f["high"]) for f in role("draw")}
         self.first = self.inputs[0]["name"]
@@ -231,7 +233,8 @@ def check(row, tensors, numbers, dtype_name, halves):
         if tensors[f["name"]] is None and f["role"] != "opt":
             raise TypeError(f"{row.called}: {row.shown[f['name']]} is missing, expected a tensor")
     given = [f for f in row.inputs if tensors[f["name"]] is not None]
-    like = next((f["name"] for f in given if f["kind"] == "half" and f["role"] != "inout"), None)
+    halves_given = sorted((f for f in given if f["kind"] == "half"), key=lambda f: f["role"] == "inout")
+    like = halves_given[0]["name"] if halves_given else None
     for f in sorted(given, key=lambda f: f["name"] != like):       # first: the others are not blamed for its faults
         name, t = row.shown[f["name"]], tensors[f["name"]]
         if t.ndim != len(f["sizes"]):
@@ -239,7 +242,8 @@ def check(row, tensors, numbers, dtype_name, halves):
         found, expected, same = dtype_name(t), f["kind"], ""
         if f["kind"] == "half":
             if found not in halves:
-                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {_HALF}")
+                words = _ANYWHERE if row.anywhere else _HALF
+                raise TypeError(f"{row.called}: {name} has dtype {found}, expected {words}")
             expected, same = dtype_name(tensors[like]), f" (same as {row.shown[like]})"
         if f["kind"] == "real":
             expected, same = f"float32 or {dtype_name(tensors[like])}", f" (as {row.shown[like]})"
@@ -431,7 +435,7 @@ def forward(ctx, {all}{want_given}):
     {written} = make({all}{want_given})
     ctx.save_for_backward({saved})
     ctx.numbers = ({numbers})
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads({zeros})
     return {returned}
 """
 
@@ -453,7 +457,8 @@ def _torch_function(row):
         t.check_kinds(row.called, row.may_miss, **row.as_shown(given))
         check(row, given, _named(row.numbers, values[len(inputs):]), _shared.dtype_name,
               ("bfloat16", "float16", "float32"))
-        t.check_devices(row.called, **row.as_shown({name: given[name] for name in row.halves}))
+        if not row.anywhere:
+            t.check_devices(row.called, **row.as_shown({name: given[name] for name in row.halves}))
         t.check_same_device(row.called, **row.as_shown(given))
 
     def copied(f, x):
@@ -480,6 +485,7 @@ def _torch_function(row):
         gradient, saved = _gradient_by_names(torch, t, row, backward, alone)
     else:
         gradient, saved = _no_gradient(row), []
+    zeros = bool(backward) and row.name not in _gradients and not _makes_zeros(row, backward, saved)
 
     def save(ctx, inputs, output):
         # the dispatcher leaves out defaults
@@ -488,11 +494,11 @@ def _torch_function(row):
                                                    output if isinstance(output, tuple) else (output,))
         ctx.save_for_backward(*(kept[name] for name in saved))
         ctx.numbers = values[len(row.inputs):]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(zeros)
 
     want_given = ", want" if row.optional else ""
     text = _FORWARD.format(all=every, written=written(row), saved=", ".join(saved), returned=names(row.results),
-                           numbers="".join(name + ", " for name in numbers), want_given=want_given)
+                           numbers="".join(name + ", " for name in numbers), want_given=want_given, zeros=zeros)
 
     class Record(torch.autograd.Function):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
@@ -558,6 +564,14 @@ def _check_names(row, backward):
         if unknown:
             raise TypeError(f"{backward.name}: {what} {unknown[0]}; by its row, {row.name} has "
                             f"{', '.join(expected) or 'none'}")
+
+
+def _makes_zeros(row, backward, saved):
+    """Does what is saved say the sizes of the results, for the gradient of one that nothing depends on? Else torch
+    makes it."""
+    read = {f["name"] for f in backward.inputs if f["role"] != "opt"}
+    made = " ".join(text for f in row.results if "d" + f["name"] in read for text in (row.new(f), *row.sizes_of([f])))
+    return all(f["name"] in saved or not _mentions(made, f["name"]) for f in row.inputs)
 
 
 def _gradient_by_names(torch, t, row, backward, alone):

@@ -87,6 +87,7 @@ def rows_library(torch_):
 
 
 functions: dict = {}   # of rows of ops.def, by name
+gradients: dict = {}   # written by hand, of rows that no row <name>_bwd says them of; see _op.function
 
 
 def of_row(name):

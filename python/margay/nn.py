@@ -4,12 +4,13 @@ import torch
 
 from margay.drop_ins.delta_layers import GatedDeltaNet, KimiDeltaAttention
 from margay.drop_ins.linear_layers import Based, Hedgehog, LinearAttention
+from margay.drop_ins.long_conv import LongConv
 from margay.drop_ins.mamba2 import Mamba2
 from margay.drop_ins.multihead_attention import MultiheadAttention
 from margay.families.attention.attention import attention
 
-__all__ = ["Attention", "Based", "GatedDeltaNet", "Hedgehog", "KimiDeltaAttention", "LinearAttention", "Mamba2",
-           "MultiheadAttention"]
+__all__ = ["Attention", "Based", "GatedDeltaNet", "Hedgehog", "KimiDeltaAttention", "LinearAttention", "LongConv",
+           "Mamba2", "MultiheadAttention"]
 
 
 class Attention(torch.nn.Module):

@@ -41,9 +41,9 @@ def run(q, k, v, g, beta, state, *gate, scale=None, starts=None, v_first=False, 
     return out, last.mT if v_first else last
 
 
-def check(ours, plain, exact, dtype, given, other=None):
+def check(ours, plain, exact, dtype, given, other=None, equal=False):
     """other: exact gradients of keys that differ by half of an eps, of inputs that make much of
-    such a difference."""
+    such a difference. equal: all keys are one. Then dq of all steps lies along it, and they share its rounding."""
     q, k, _, g, _, state = given[:6]
     products = worst_products(q, k, *exact[:2])
     for i, (name, *three) in enumerate(zip(GRADIENTS, ours, plain, exact)):
@@ -54,11 +54,13 @@ def check(ours, plain, exact, dtype, given, other=None):
             absolute += 2 * torch.finfo(dtype).eps * float(three[2].abs().max())
         absolute += 2.0**-126                      # kernels may make 0 of what is subnormal
         more = chance(name, three[1] - three[2], three[2], torch.finfo(dtype).eps, state, exact[5])
-        absolute = tuple(absolute + x for x in more)
+        absolute = [absolute + x for x in more]
+        if equal and name == "dq":
+            absolute[2] += torch.finfo(dtype).eps / 8 * float(three[2].abs().mean())
         if other is not None:
             change = (other[i] - three[2]).abs()
-            absolute = tuple(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
-        check_error(name, *three, factor=3, rounding=(relative, absolute))
+            absolute = [a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean()))]
+        check_error(name, *three, factor=3, rounding=(relative, tuple(absolute)))
 
 
 def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v_first=False):
@@ -75,7 +77,7 @@ def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v
     ours = gradients(run(*given, **options), given, dout, dlast)
     assert all(found is None or found.dtype == t.dtype for found, t in zip(ours, given))
     other = of(exactly, 1 + torch.finfo(dtype).eps / 2) if name in REFLECTED else None
-    check(ours, of(by_chunks), of(exactly), dtype, given, other)
+    check(ours, of(by_chunks), of(exactly), dtype, given, other, name.startswith("equal keys"))
     return ours
 
 
@@ -210,10 +212,4 @@ def check_random(p):
     compare(given, dout, dlast, p.name, p.scale, p.starts, p.norms, p.v_first)
 
 
-def without(dtype):
-    """README: what does not work yet."""
-    return ("beta near 2",) if dtype == torch.float16 else ()
-
-
-test_random, test_random_on_the_gpu = random_tests(check_random, (0, *AROUND, 150), (0, *AROUND, 150, 700, 1500),
-                                                   without)
+test_random, test_random_on_the_gpu = random_tests(check_random, (0, *AROUND, 150), (0, *AROUND, 150, 700, 1500))

@@ -10,12 +10,17 @@ import margay as mg
 from cases import DEVICES
 from delta_cases import AROUND, DTYPES, SHAPES, random_tests, skip, with_other_keys
 from delta_forms import GATES, HARD, by_chunks, exactly, gates, hard, normal, normalised, strength
+from margay._shared import of_row
 
 STEPS = (1, 15, 16, 17, 63, 64, 65, 300)
 
 
 def run(q, k, v, g, beta, scale=None, state=None, starts=None, **options):
+    """A `form` is taken by the row's function alone."""
     starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=q.device)
+    if "form" in options:
+        return of_row("kda")(q, k, v, g.float(), beta.float(), None, None, state, starts, scale or 0.0, 0.0, 0, False,
+                             False, options["form"])
     return mg.kda(q, k, v, g, beta, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=starts,
                   **options)
 
@@ -101,6 +106,33 @@ def test_segments(device):
     ours = run(q, k, v, g, beta, state=state)
     few = run(q, k, *(t[:, :, heads] for t in (v, g, beta)), None, state[:, heads])
     assert torch.equal(ours[0][:, :, heads], few[0]) and torch.equal(ours[1][:, heads], few[1])
+
+
+LONG = ((1, 2100, 1, 1, 128, 128), (2, 1030, 1, 2, 72, 40))
+
+
+@pytest.mark.parametrize("shape", LONG, ids=str)
+@pytest.mark.parametrize("name", ("usual", "steep", "one stays", "beta near 2", "large values"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_cut(device, dtype, name, shape):
+    """Long rows, cut into as many segments as there is room for."""
+    skip(device, dtype)
+    dtype = getattr(torch, dtype)
+    q, k, v, g, beta, state = problem(name, 7, *shape, dtype=dtype, device=device)
+    ours = run(q, k, v, g, beta, None, state, form=3)
+    check(ours, by_chunks(q, k, v, g, beta, state=state), exactly(q, k, v, g, beta, state=state), dtype, g)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cut_in_parts(device):
+    """Scratch for 48 chunks of a hundred heads at a time, and two segments of them."""
+    q, k, v, g, beta, state = problem("usual", 7, 1, 64 * 50 + 3, 25, 100, 72, 8, device=device)
+    ours = run(q, k, v, g, beta, None, state, form=3)
+    some, keys = slice(0, None, 24), slice(0, None, 6)
+    q, k, (v, g, beta), state = q[:, :, keys], k[:, :, keys], (t[:, :, some] for t in (v, g, beta)), state[:, some]
+    ours, exact = (ours[0][:, :, some], ours[1][:, some]), exactly(q, k, v, g, beta, state=state)
+    check(ours, by_chunks(q, k, v, g, beta, state=state), exact, torch.bfloat16, g)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -118,15 +118,6 @@ SHAPE TILE void mma_AB_rows_register(const op_params &p, TILES &s, int) {
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
 }
-SHAPE TILE void mma_AB_blocks_register(const op_params &p, TILES &s, int) {
-  rt<elem, 2 * CA> whole;
-  OVERLAY(elem, CA, a, whole);
-  sem_wait(s.full, 0);
-  load(a, s.a);
-  PRODUCT(mma_AB_blocks<ZERO>(d, a, s.b, I), mma_AB_blocks<ACC>(d, a, s.b, I))
-  mma_wait<0>(d, a);
-  store(p.out, N, d, 64, N);
-}
 SHAPE TILE void mma_AB_cols_register(const op_params &p, TILES &s, int) {
   rt<elem, CA> a;
   sem_wait(s.full, 0);
@@ -296,14 +287,22 @@ SHAPE TILE void slice_form(const op_params &p, TILES &s, int) {
   put_b(p, s);
 }
 
-// I 0: the inverses, 1: what is left
+// I 0: of the blocks on the diagonal; 1: the whole one; 2: a tile that is stored with what rounding leaves
 SHAPE TILE void inverse_form(const op_params &p, TILES &s, int) {
   rt<float, N> t, d;
   sem_wait(s.full, 0);
   outer(t, p, s.v);
+  if (I == 2) {
+    map(t, [](float x) { return 1.f + 0.125f * x; });
+    store_carried(in_place_of<st<elem, 64, 64>>(s.b), t);
+    return put_b(p, s);
+  }
+  tri<elem> &scratch = in_place_of<tri<elem>>(s.b);
   map_rc(t, [](float x, int row, int col) { return col > row ? 0.25f * x : infinity(); });
-  invert_diagonal(d, t);
-  store(p.out, N, I ? t : d, 64, N);
+  invert_diagonal(d, scratch, t);
+  wg_sync();
+  if (I == 1) invert_rest(d, scratch);
+  store(p.out, N, d, 64, N);
 }
 
 // ---- arithmetic
@@ -666,49 +665,158 @@ TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
   store(p.out + 512, 3, v, p.n);
 }
 
-// ---- levels of pairs, and what goes up the columns of e, whose rows begin 64 apart
+// ---- channels along the rows: steps of e, whose rows begin 64 apart; levels of pairs
 struct levels_shared {
-  ct<64> l;
+  tc l;
   st<elem, 64, 64> a;
+  st<elem, 16, 64> b;
 };
 TILE void levels_init(levels_shared &) {}
 TILE void levels_group(const op_params &p, levels_shared &s, int) {
-  hm<64> x, y;
-  hv<64> v, sum;
-  rt<float, 64> t;
-  rt<elem, 64> all, d;
+  ht x, y;
+  hc v, two;
+  hcsum sum;
+  rv r;
+  rt<float, 64> all;
+  rt<float, 16> t;
+  rt<elem, 16> row;
+  qt<elem> d;
   float *out = p.out;
-  load(x, p.e, 64, 64, 64);
-  sum_down(s.l, sum, x, -infinity());
-  fill(t, 0.f);
-  map_rc(t, [](float, int row, int col) { return row % 8 + 8 * (col % 16) + 1; });
-  convert(all, t);
-  wg_sync();
-  for (int h = 32; h > 0; h /= 2, out += 2 * 4096) {
-    map_level(t, s.l, 0, h, [](float x) { return 2.f * x; });
-    store(out, 64, t, 64, 64);
-    keep_level(d, all, h);
-    store(s.a, d);
-    load(t, s.a);
-    store(out + 4096, 64, t, 64, 64);
-  }
-  wg_sync();
-  map_rc(t, [](float, int row, int col) { return row + 100.f * col; });
-  store(s.l, 0, t);
+  const tc &l = s.l;
+  const turned<elem> a = turned_of(s.a);
+  prefetch(p.e, 64, p.m, p.n);
+  load(x, p.e, 64, p.m, p.n);
+  sum_down(s.l, x, -1.f);
+  fill(all, 0.f);
+  map_rc(all, [](float, int row, int col) { return row % 8 + 8 * (col % 16) + 1; });
+  store(s.a, all);
   wg_sync();
   load(y, s.l);
-  sum_up(y);
-  store(out, 64, y, p.m, p.n);
-  load(v, p.x, 64);
-  fill(sum, 1.f);
+  store(out, 64, y, 64, 64);
+  out += 4096;
+  for (int c = 0; c < 64; c += 16) {
+    fill(t, 0.f);
+    each_part(c, [](int row, int col, float &t, float l, float a) { t = l + 256.f * a + 65536.f * (row + col); },
+              t, l, a);
+    store(out + c, 64, t, 64, 16);
+  }
+  out += 4096;
+  fill(t, 0.f);
+  map_rc(t, [](float, int row, int col) { return row % 16 == col ? 1.f : 0.f; });
+  convert_to_part(row, 0, t);
+  for (int h = 8; h > 0; h /= 2, out += 4096 + 1024) {
+    const level m = level_of(s.l, h);
+    for (int c = 0; c < 64; c += 16) {
+      fill(t, 0.f);
+      each_part(c, [](int, int, float &t, float l) { t = l; }, t, m);
+      store(out + c, 64, t, 64, 16);
+    }
+    load(d, s.a, 16, 32);
+    keep_level(d, d, h);
+    fill(t, 0.f);
+    mma_own(t, 0, row, 0, d);
+    store(out + 4096, 16, t, 64, 16);
+  }
+  load(r, l, 5);
+  store(out, r, 64);
+  wg_sync();
+  for (int c = 0; c < 64; c += 16) {
+    fill(t, 0.f);
+    map_rc(t, [=](float, int row, int col) { return row + 100.f * (col + c); });
+    store(s.l, c, t);
+    load(r, p.y, 64, 0.f);
+    store_sum(s.l, c / 16, r);
+  }
+  wg_sync();
+  load(y, s.l);
+  add_sums(y, s.l);
+  sum_up(y, s.l);
+  store(out + 64, 64, y, p.m, p.n);
+  load(v, p.x, p.n);
+  fill(two, 2.f);
+  clear(sum);
   map(y, x, v, sum, p.m, [](float y, float x, float v, float &sum) {
     sum += x;
     return y + x * v;
   });
-  store(out + 4096, 64, y, 64, 64);
-  store(out + 2 * 4096, 2, sum, p.n);
-  sum_of(sum, y);
-  store(out + 2 * 4096 + 128, 1, sum, 64);
+  map(y, two, p.m, [](float y, float two) { return y + two; });
+  store(out + 64 + 4096, 64, y, 64, 64);
+  store(out + 64 + 8192, 2, sum, s.l, 2, p.n);
+  clear(sum);
+  sum_add(sum, y);
+  store(out + 64 + 8192 + 128, 1, sum, s.l, 3, 64);
+  elem *to = (elem *)(out + 64 + 8192 + 192);
+  fill(t, 0.f);
+  map_rc(t, [](float, int row, int col) { return row + 4 * col; });
+  store_t(s.b, t);
+  wg_sync();
+  store_rows(s.b, [=](int row) { return row < p.m && row % 5 ? to + row * 65 : (elem *)nullptr; }, p.n);
+}
+
+// ---- products of a warp's own rows, and what goes with them
+struct own_shared {
+  st<elem, 64, 64> a;
+  st<elem, 128, 64> b;
+  st<elem, 64, 128> c;
+  sv<256> parts[2];
+  sv<64> sums;
+  pt before;
+};
+TILE void own_init(own_shared &) {}
+TILE void own_group(const op_params &p, own_shared &s, int) {
+  rt<float, 64> x;
+  rt<float, 128> y;
+  rt<elem, 64> first;
+  rt<float, 16> t, u;
+  csum<16> sum;
+  rv v;
+  qt<elem> d;
+  float *out = p.out;
+  const turned<elem> a = turned_of(s.a);
+  const next_below<elem> below = next_below_of(s.a);
+  fill(x, 0.f);
+  fill(y, 0.f);
+  map_rc(x, [](float, int row, int col) { return (3 * row + 5 * col) % 11 - 5; });
+  store(s.a, x);
+  convert(first, x);
+  map_rc(y, [](float, int row, int col) { return (7 * row + 2 * col) % 13 - 6; });
+  store_t(s.b, y);
+  store(s.c, y);
+  load(v, p.y, 64, 0.f);
+  store(s.sums, v);
+  wg_sync();
+  fill(t, 0.f);
+  load(d, s.a, 16, 32);
+  mma_own(t, 0, first, 48, d);
+  store(out, 16, t, 64, 16);
+  store(s.before, t);
+  load_t(d, s.a, 48, 16);
+  mma_own(t, 0, first, 0, d);
+  store(out + 1024, 16, t, 64, 16);
+  load(u, s.before);
+  store(out + 2 * 1024, 16, u, 64, 16);
+  out += 3 * 1024;
+  for (int c = 0; c < 64; c += 16, out += 2 * 1024) {
+    fill(t, 1.f);
+    mma_own_AtBt(t, s.b, s.c, c);
+    store(out, 16, t, 64, 16);
+    clear(sum);
+    each_part(c, [](int, int, float t, float a, float &sum) { sum += t + a; }, (const rt<float, 16> &)t, a, sum);
+    store(s.parts[0], c, sum);
+    each_part(c, [](int, int col, float, float &sum) { sum += col; }, (const rt<float, 16> &)t, sum);
+    store(s.parts[1], c, sum);
+    each_couple(c, [](couple<float &> t, couple<float> a, couple<float> b) {
+      t.a += 10.f * a.b + 100.f * b.a;
+      t.b += 10.f * a.a + 1000.f * b.b;
+    }, t, a, below);
+    store(out + 1024, 16, t, 64, 16);
+  }
+  wg_sync();
+  for (int c = 0; c < 64; c += 16)
+    map_parts(s.sums, c, s.parts, s.sums, [](float sum, float v) { return sum + v; });
+  wg_sync();
+  load(v, s.sums);
+  store(out, v, 64);
 }
 
 // ---- decays of channels: sums down the columns of e, whose rows begin `col` apart, with biases x and steps y
@@ -716,6 +824,7 @@ template<int C> struct channels_shared {
   ct<C> l;
   st<elem, 32, C> groups[4];
   st<elem, 64, 64> a;
+  sv<C> between[3];
   sem full;
 };
 template<int C> TILE void channels_init(channels_shared<C> &s) { sem_init(s.full, arrivals(1, 0, 0)); }
@@ -732,7 +841,7 @@ template<int C> TILE void channels_group(const op_params &p, channels_shared<C> 
   load(v, p.x, p.n);
   map(x, v, p.m, [](float x, float v) { return x + v; });
   least_of(least, x);
-  sum_down(s.l, end, x, -1.f);
+  sum_down(s.l, end, x, -1.f, s.between, [](float x) { return 0.5f * x; });
   store(out, end, C - 3);
   store(out + C, least, C);
   bool below = any(least, [](float x) { return x < -2.f; }), all = any(v, [](float x) { return x < 100.f; });
@@ -755,8 +864,8 @@ template<int C> TILE void channels_group(const op_params &p, channels_shared<C> 
     store(out + 2 * 4096, 64, a, 64, 64);
     rt<elem, 64> d;
     if (c == 0) sem_wait(s.full, 0);
-    map_to_group(d, s.a, b, steps, s.l, c, 1 + c / 64,
-                 [](float x, float t, float u, float m) { return x + t * u - m; });
+    carry_to_group(b, s.between[1 + c / 64], c, 1 + c / 64);
+    convert_group(d, b, 1 + c / 64);
     wg_sync();
     if (c + 64 == C) {
       store(s.a, d);
@@ -1175,6 +1284,8 @@ typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>>
 RUN_OP(warp, warp_kernel)
 typedef block<op_params, levels_shared, levels_init, role<levels_group, WARPGROUP, 1, 0>> levels_kernel;
 RUN_OP(levels, levels_kernel)
+typedef block<op_params, own_shared, own_init, role<own_group, WARPGROUP, 1, 0>> own_kernel;
+RUN_OP(own, own_kernel)
 #define CHANNELS(C)                                                                                                    \
   typedef block<op_params, channels_shared<C>, channels_init<C>, role<channels_group<C>, WARPGROUP, 1, 0>,             \
                 role<channels_loader<C>, THREAD, 1, 0>> channels_##C##_kernel;                                         \

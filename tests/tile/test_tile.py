@@ -229,7 +229,7 @@ def check_product(c):
         b = b[:, 64 * I:64 * I + c.CA]
     if name == "mma_ABt_rows_shared":
         b = b[I:I + c.N]
-    if name in ("mma_AB_rows_register", "mma_AB_blocks_register"):
+    if name == "mma_AB_rows_register":
         b = b[I:I + c.CA]
     if name in ("mma_AB_cols_shared", "mma_AB_cols_register"):
         b = b[:, I:I + c.N]
@@ -428,16 +428,28 @@ def check_slices(c):
 
 
 def check_inverse(c):
-    """Of the strict upper triangle of each block of 16. Errors are those of the terms that substitution adds up."""
+    """Of the strict upper triangle of each block of 16, or of all. Errors are those of the terms that substitution adds
+    up, of two parts of the type's precision each."""
+    if c.I == 2:
+        return c.check_stored(carried(1 + np.float32(0.125) * c.t(), c.ops.elem))
     blocks = np.arange(64)[:, None] // 16 == np.arange(64)[None, :] // 16
-    above = np.triu(np.ones((64, 64), bool), 1)
-    r = np.where(blocks & above, 0.25 * c.t(), 0).astype(np.float64)
-    if c.I:
-        return same(c.matrix(), np.where(blocks, 0, np.where(above, 0.25 * c.t(), np.inf)).astype(np.float32))
+    r = np.where(np.triu(blocks if c.I == 0 else np.ones((64, 64), bool), 1), 0.25 * c.t(), 0).astype(np.float64)
     want = np.linalg.inv(np.eye(64) + r)
     scale = np.linalg.inv(np.eye(64) - np.abs(r))
-    close(c.matrix(), want, np.where(blocks, scale, 0), 4e-6)
-    same(c.matrix()[~blocks], np.zeros(64 * 48, np.float32))
+    precision = {"bf16": 2.0**-15, "fp16": 2.0**-20, "float": 2.0**-21}[c.ops.elem]
+    close(c.matrix()[blocks], want[blocks], scale[blocks], 4e-6)
+    close(c.matrix(), want, scale, 4e-6 + precision)
+    same(c.matrix()[np.tril(~blocks)], np.zeros(64 * 24, np.float32))
+
+
+def carried(t, elem):
+    left, rounded = np.zeros((64, 4), np.float32), t.copy()
+    for i in range(64):
+        e, x = left[:, i // 2 % 4], t[:, i]
+        x = x + np.where(np.abs(e) <= np.abs(x) * np.float32(2**-10), e, np.float32(0))
+        rounded[:, i] = decode(encode(x, elem), elem)
+        left[:, i // 2 % 4] = x - rounded[:, i]
+    return rounded
 
 
 CHECKS = {"slice_form": check_slices, "inverse_form": check_inverse, "map_scalar": check_scalar,
@@ -648,8 +660,9 @@ def test_channels(ops, c, m, n):
             close(groups[:, half, :, 64 * i:64 * i + 64], want.reshape(4, 16, 64), 1 + np.abs(want).reshape(4, 16, 64),
                   tolerance + 1e-5)
     group = c // 64
-    want = decode(a, ops.elem)[0, 0] + (part - middle) * steps[:, None] - middles[group][-64:]
-    want = np.where(np.arange(64)[:, None] < 16 * (group + 1), want, 0)
+    factor = (0.5 * (middles[group + 1] - middles[group])[-64:])**2
+    rows = np.arange(64)[:, None]
+    want = np.where(rows < 16 * group, factor, 1) * (part - middle) * (rows < 16 * (group + 1))
     close(tiles[4 * (c // 64) - 1], want, 1 + np.abs(want), tolerance + 1e-4)
     where, other = tiles[-2:]
     new = -np.arange(64)[:, None] - 100 * np.arange(32)[None, :]
@@ -660,28 +673,70 @@ def test_channels(ops, c, m, n):
 
 @pytest.mark.parametrize("m, n", ((64, 64), (50, 40), (1, 3)))
 def test_levels(ops, m, n):
-    """What lies between two rows, which pairs are of a level, and what goes up the columns."""
+    """Sums along steps, what lies between two steps of 16, which pairs are of a level, and sums from the last on."""
     rng = np.random.default_rng(m)
-    e, x = random(rng, ops.elem, 4096), rng.standard_normal(64).astype(np.float32)
-    out = np.full(14 * 4096 + 2 * 128 + 64, np.nan, np.float32)
-    got = ops.run("levels", {}, {"x": x, "e": e, "out": out}, m=m, n=n)["out"]
-    given = decode(e, ops.elem).reshape(64, 64).astype(np.float64)
-    l, rows, cols = np.cumsum(given, 0), np.arange(64)[:, None], np.arange(64)[None, :]
-    tiles = got[:14 * 4096].reshape(14, 64, 64)
-    for i, h in enumerate((32, 16, 8, 4, 2, 1)):
-        middle = (np.arange(64) // (2 * h)) * 2 * h + h - 1
-        close(tiles[2 * i], 2 * (l - l[middle]), 256, 1e-6)
-        pairs = (rows // (2 * h) == cols // (2 * h)) & (rows // h != cols // h)
-        same(tiles[2 * i + 1], np.where(pairs, rows % 8 + 8 * (cols % 16) + 1, 0).astype(np.float32))
-    up = np.cumsum((rows + 100 * cols)[::-1], 0)[::-1].astype(np.float64)
-    same(tiles[12][:m, :n], up[:m, :n].astype(np.float32))
-    assert np.isnan(tiles[12][m:]).all() and np.isnan(tiles[12][:, n:]).all()
-    want = np.where(rows < m, up + given * x, 0)
-    close(tiles[13], want, 1 + np.abs(want), 1e-6)
-    rest = got[14 * 4096:]
-    close(rest[:2 * n:2], (1 + given[:m].sum(0))[:n], 256, 1e-6)
-    assert np.isnan(rest[1:128:2]).all() and np.isnan(rest[2 * n:128]).all()
-    close(rest[128:192], want.sum(0), 64 * (1 + np.abs(want).max()), 1e-6)
+    e, x, y = random(rng, ops.elem, 4096), *rng.standard_normal((2, 64)).astype(np.float32)
+    out = np.full(6 * 4096 + 4 * 1024 + 64 + 8192 + 192 + 1200, np.nan, np.float32)
+    got = ops.run("levels", {}, {"x": x, "y": y, "e": e, "out": out}, m=m, n=n)["out"]
+    steps, channels = np.arange(64)[:, None], np.arange(64)[None, :]
+    given = np.where((steps < m) & (channels < n), decode(e, ops.elem).reshape(64, 64).astype(np.float64), 0)
+    l = np.cumsum(np.maximum(given, -1), 0)
+    take = iter(np.split(got, np.cumsum([4096, 4096, *4 * [4096, 1024], 64, 4096, 4096, 128, 64])))
+    close(next(take).reshape(64, 64), l, 256, 1e-6)
+    tile = 1 + steps % 8 + 8 * (channels % 16)
+    want = l.T + 256 * tile.T + 65536 * (steps + channels)
+    close(next(take).reshape(64, 64), want, want, 1e-6)
+    for h in (8, 4, 2, 1):
+        middle = np.arange(64) // (2 * h) * 2 * h + h - 1
+        close(next(take).reshape(64, 64), (l - l[middle]).T, 256, 1e-6)
+        pairs = (steps // (2 * h) == channels // (2 * h)) & (steps // h != channels // h)
+        want = np.where(pairs[:16, :16], tile[16:32, 32:48], 0).astype(np.float32)
+        same(next(take).reshape(4, 16, 16), np.broadcast_to(want, (4, 16, 16)))
+    close(next(take), l[5], 256, 1e-6)
+    up = 100.0 * steps + channels
+    up[63] += 4 * y.astype(np.float64)
+    up = np.cumsum(up[::-1], 0)[::-1]
+    tile = next(take).reshape(64, 64)
+    close(tile[:m, :n], up[:m, :n], 1 + np.abs(up[:m, :n]), 1e-6)
+    assert np.isnan(tile[m:]).all() and np.isnan(tile[:, n:]).all()
+    want = np.where(steps < m, up + given * np.where(np.arange(64) < n, x, 0) + 2, 0)
+    close(next(take).reshape(64, 64), want, 1 + np.abs(want), 1e-6)
+    sums = next(take)
+    close(sums[:2 * n:2], given[:m].sum(0)[:n], 256, 1e-6)
+    assert np.isnan(sums[1::2]).all() and np.isnan(sums[2 * n:]).all()
+    close(next(take), want.sum(0), 64 * (1 + np.abs(want).max()), 1e-6)
+    kind = {"bf16": np.uint16, "fp16": np.float16, "float": np.float32}[ops.elem]
+    rest = next(take).view(kind)
+    rows, untouched = np.full(16 * 65, np.nan, np.float32), np.float32([np.nan])
+    rows = np.resize(untouched.view(kind), 16 * 65)
+    for r in range(16):
+        if r < m and r % 5:
+            rows[65 * r:65 * r + n] = encode(np.arange(n) + 4 * r, ops.elem)
+    assert rest[:16 * 65].tobytes() == rows.tobytes()
+
+
+def test_own(ops):
+    """Products of a warp's own rows, sums over them, neighbouring columns."""
+    y = np.random.default_rng(1).integers(-9, 9, 64).astype(np.float32)
+    out = np.full(11 * 1024 + 64, np.nan, np.float32)
+    got = ops.run("own", {}, {"y": y, "out": out})["out"]
+    rows, cols, wide = np.arange(64)[:, None], np.arange(64)[None, :], np.arange(128)[None, :]
+    a, b = (3 * rows + 5 * cols) % 11 - 5, (7 * rows + 2 * wide) % 13 - 6
+    tiles = got[:11 * 1024].reshape(11, 64, 16)
+    first = a[:, 48:] @ a[16:32, 32:48]
+    same(tiles[0], first.astype(np.float32))
+    same(tiles[1], (first + a[:, :16] @ a[48:, 16:32].T).astype(np.float32))
+    same(tiles[2], first.astype(np.float32))
+    product = 1 + b @ b.T
+    below = np.array([a[c // 2 * 2 + 1, c // 2 * 2] for c in range(64)])
+    sums = y + 2 * (product + a.T).sum(0) + 64 * np.arange(64)
+    scale = np.where(np.arange(64) % 2, 1000, 100)
+    other = product + 10 * a.T[:, np.arange(64) ^ 1] + scale * below
+    for i in range(4):
+        at = slice(16 * i, 16 * i + 16)
+        same(tiles[3 + 2 * i], product[:, at].astype(np.float32))
+        same(tiles[4 + 2 * i], other[:, at].astype(np.float32))
+    same(got[11 * 1024:], sums.astype(np.float32))
 
 
 @pytest.mark.parametrize("name, first, ld, m, n", (("matrix_fours", 8, 68, 32, 64), ("matrix_fours", 4, 80, 17, 60),

@@ -46,6 +46,7 @@ template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int
     widen_row(x.d[i], g + i * ld, n);
   }
 }
+template<typename T> TILE void prefetch(const T *, int64_t, int, int) {}
 template<int C, class F> __attribute__((flatten)) TILE void map(hm<C> &x, const hv<C> &v, int m, F f) {
   reads(v);
   changes(x);
@@ -69,6 +70,18 @@ template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float l
   for (int i = 0; i < 64; i++) {
     for (int c = 0; c < C; c++) end.d[c] += x.d[i][c] < low ? low : x.d[i][c];
     memcpy(s.d + i * (C + 8), end.d, C * sizeof(float));
+  }
+}
+template<int C, class F>
+__attribute__((flatten)) TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, sv<C> (&between)[3], F f) {
+  sum_down(s, end, x, low);
+  writes_shared(between[0], whole(between[0]));
+  writes_shared(between[1], whole(between[1]));
+  writes_shared(between[2], whole(between[2]));
+  for (int g = 0; g < 3; g++) {
+    const float *m = s.d + (16 * g + 7) * (C + 8), *n = m + 16 * (C + 8);
+#pragma GCC ivdep
+    for (int c = 0; c < C; c++) between[g].d[c] = f(0.5f * (n[c] + n[c + C + 8]) - 0.5f * (m[c] + m[c + C + 8]));
   }
 }
 template<int C> TILE region rows_of(const ct<C> &s, int row, int rows, int c0, int cols) {
@@ -97,23 +110,17 @@ __attribute__((flatten)) TILE void map_last_row(rt<float, 64> &t, const ct<C> &s
     for (int c = 0; c < 64; c++) t.d[r][c] = f(t.d[r][c], last[c]);
   }
 }
-template<typename W, typename T, int C, class F>
-__attribute__((flatten)) TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t,
-                                                const rv &u, const ct<C> &s, int c0, int group, F f) {
-  reads_shared(part(x, 0, 16 * (group + 1), 0, 64));
-  reads_shared(rows_of(s, 16 * group + 7, 2, c0, 64));
-  reads(t, u);
+template<int C> TILE void carry_to_group(rt<float, 64> &x, const sv<C> &f, int c0, int group) {
+  reads_shared({f.d + c0, 1, 0, 64 * (int)sizeof(float)});
+  changes(x);
+  for (int r = 0; r < 16 * group; r++)
+    for (int c = 0; c < 64; c++) x.d[r][c] = x.d[r][c] * f.d[c0 + c] * f.d[c0 + c];
+}
+template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group) {
+  reads(x);
   writes(d);
-  const float *m = s.d + (16 * group + 7) * (C + 8) + c0;
-  for (int r = 0; r < 64; r++) {
-    alignas(64) float row[64];
-    widen_row(row, x.d + r * 64, 64);
-    float v = u.d[r];
-    bool in = r / 16 <= group;
-#pragma GCC ivdep
-    for (int c = 0; c < 64; c++) row[c] = in ? f(row[c], t.d[r][c], v, 0.5f * (m[c] + m[c + C + 8])) : 0.f;
-    narrow_row(d.d[r], row, 64);
-  }
+  memset((void *)d.d, 0, sizeof d.d);
+  narrow_row(d.d[0], x.d[0], 64 * 16 * (group + 1));
 }
 template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int half, const rt<float, 64> &t, int c0) {
   reads(t);

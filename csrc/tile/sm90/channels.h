@@ -29,6 +29,12 @@ template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int
 #pragma unroll
   for (int i = 0; i < 64; i++, from += ld) x.d[i] = i < m ? to_float(*from) : 0.f;
 }
+template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
+  enum { LINE = 128 / sizeof(T) };
+  int t = thread_in_group();
+  if (t / 2 >= m) return;
+  for (int c = t % 2 * LINE; c < n; c += 2 * LINE) asm volatile("prefetch.global.L2 [%0];" ::"l"(g + t / 2 * ld + c));
+}
 template<int C, class F> TILE void map(hm<C> &x, const hv<C> &v, int m, F f) {
 #pragma unroll
   for (int i = 0; i < 64; i++) x.d[i] = i < m ? f(x.d[i], v.d) : x.d[i];
@@ -38,15 +44,35 @@ template<int C> TILE void least_of(hv<C> &d, const hm<C> &x) {
 #pragma unroll
   for (int i = 0; i < 64; i++) d.d = fminf(d.d, x.d[i]);
 }
-template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low) {
+TILE float at_least(float x, float low) {  // NaN stays
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
+  return x;
+}
+// f: of a row and the sum down to it
+template<int C, class F> TILE void walk_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, F f) {
   int c = thread_in_group();
   end.d = 0.f;
   if (c >= C) return;
 #pragma unroll
   for (int i = 0; i < 64; i++) {
-    end.d += x.d[i] < low ? low : x.d[i];
+    end.d += at_least(x.d[i], low);
     s.d[i * (C + 8) + c] = end.d;
+    f(i, end.d);
   }
+}
+template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low) {
+  walk_down(s, end, x, low, [](int, float) {});
+}
+template<int C, class F>
+TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, sv<C> (&between)[3], F f) {
+  float last = 0.f, seventh = 0.f;
+  walk_down(s, end, x, low, [&](int i, float y) {
+    if (i % 16 == 7) seventh = y;
+    if (i % 16 != 8) return;
+    float middle = 0.5f * (seventh + y);
+    if (i > 8) between[i / 16 - 1].d[thread_in_group()] = f(middle - last);
+    last = middle;
+  });
 }
 template<int C> TILE const float2 *pairs_of_row(const ct<C> &s, int row, int c0) {
   return (const float2 *)(s.d + row * (C + 8) + c0 + thread_col());
@@ -87,28 +113,25 @@ template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s
     for (int i = 0; i < 4; i++) t.d[4 * k + i] = f(t.d[4 * k + i], i & 1 ? x.y : x.x);
   }
 }
-template<typename W, typename T, int C, class F>
-TILE void map_to_group(rt<W, 64> &d, const st<T, 64, 64> &x, const rt<float, 64> &t, const rv &u, const ct<C> &s,
-                       int c0, int group, F f) {
-  if (warp_in_group() > group) {
+template<int C> TILE void carry_to_group(rt<float, 64> &x, const sv<C> &f, int c0, int group) {
+  if (warp_in_group() >= group) return;
+  const float2 *g = (const float2 *)(f.d + c0 + thread_col());
 #pragma unroll
-    for (int k = 0; k < 4; k++)
+  for (int k = 0; k < 8; k++) {
+    float2 y = g[4 * k];
 #pragma unroll
-      for (int j = 0; j < 4; j++) d.d[k][j] = 0;
-    return;
-  }
-  const float2 *g = pairs_of_row(s, 16 * group + 7, c0);
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    uint32_t w[4];
-    load_block(w, block_address(x, 16 * k));
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      float2 m = middle_of(s, g + 8 * k + 4 * (j >> 1)), y = unpack<T>(w[j]);
-      const float *v = t.d + 8 * k + 2 * j;
-      d.d[k][j] = pack<W>(f(y.x, v[0], u.d[j & 1], m.x), f(y.y, v[1], u.d[j & 1], m.y));
+    for (int i = 0; i < 4; i++) {
+      float f = i & 1 ? y.y : y.x;
+      x.d[4 * k + i] = x.d[4 * k + i] * f * f;
     }
   }
+}
+template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group) {
+  bool in = warp_in_group() <= group;
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) d.d[k][j] = in ? pack<W>(x.d[8 * k + 2 * j], x.d[8 * k + 2 * j + 1]) : 0;
 }
 template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int half, const rt<float, 64> &t, int c0) {
   int r = 16 * half + (lane() & 15);

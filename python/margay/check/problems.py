@@ -467,12 +467,18 @@ def call_linear_attention_bwd(dtype, steps, heads, n, given):
 KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias")),
        ("packed", 300, ("a_log", "cu_seqlens", "initial_state", "final_state")))
 
+KDA_CUT = ("kda_segments", "kda_cuts")
+
 
 def kda(row, large):
-    name = "kda" if row["op"] in ("kda", "kda_prepare") else "kda_bwd"
+    cut = row["op"] in KDA_CUT
+    name = "kda" if cut or row["op"] in ("kda", "kda_prepare") else "kda_bwd"
     columns = constants(row)
     shapes = [("large", 3000, ("a_log",)), ("few blocks", 640, ("a_log",))] if large else []
-    for label, *problem in [*shapes, *KDA]:
+    if cut:
+        shapes = [("large", 8200, ())] if large else []
+        shapes += [("cut", 1100, ("initial_state", "final_state", "form")), ("once", 600, ("form",))]
+    for label, *problem in [*shapes, *KDA * (not cut)]:
         yield label, lambda problem=problem: call_kda(name, row["dtype"], columns.get("D", columns.get("N")) - 8,
                                                       128 if "v128" in row["name"] else 40, *problem)
 
@@ -482,7 +488,8 @@ def call_kda(name, dtype, k, v, steps, given):
     given += tuple("d" + t for t in (*given, "g", "beta"))
     known = dict.fromkeys(op.sizes, -1) | dict(B=1, T=steps, H=1, HV=2, K=k, V=v, HH=2 if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
-    known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False)
+    known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False,
+                  form=3 * ("form" in given))
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
@@ -590,6 +597,48 @@ def _conv_parts(b, t, c):
     return eval({let: code for let, _, code in _op.Row("causal_conv1d_bwd").lets}["PARTS"], {}, dict(B=b, T=t, C=c))
 
 
+# batch, heads, elements of a row, of a filter, causal, gates, precise. Several heads in a tile, which is not full; more
+# tiles than a block's warpgroups have; a filter for each tile; blocks, with some in front of a circular row.
+FFT = ((1, 300, 128, 128, True, True, False), (9, 2, 4096, 4096, True, True, False),
+       (1, 21, 4096, 2000, False, False, False), (9, 7, 2048, 2000, False, True, False),
+       (3, 3, 8192, 5000, True, True, False), (3, 2, 16384, 16384, False, True, False))
+FFT_BLOCKS = ((3, 2, 5000, 4800, False, True, True), (2, 3, 9000, 300, True, False, True))
+
+
+def fft_conv(row, large):
+    """Forward, and, of rows that filters' gradients run, backward."""
+    takes, blocks, pieces = constants(row).get("TAKES"), constants(row).get("R"), constants(row)["PIECES"]
+    problems = FFT_BLOCKS if row["op"] in ("fft_conv_spectra", "fft_conv_sums") else [
+        p for p in FFT if p[2] == 4096 * blocks] if blocks else [
+        p for p in FFT if p[2] <= 4096 and takes in (None, 1 + (not p[4]))]
+    if row["op"] == "fft_conv_filters" and pieces == 2:
+        problems += FFT[-2:]
+    if large:
+        problems = ((8, 300 if problems[0][2] < 8192 else 60, *problems[0][2:]), (1, 5, *problems[-1][2:]), *problems)
+    for b, h, n, taps, causal, gates, precise in problems:
+        def call(b=b, h=h, n=n, taps=taps, causal=causal, gates=gates, precise=precise, backward=False):
+            dtype = "float16" if row["op"] == "fft_conv_filters" and pieces == 2 else row["dtype"]
+            rows = lambda: new(b, h, n, dtype=dtype)  # noqa: E731
+            of = dict(u=rows(), k=new(h, taps), skip=new(h) if gates else None, pregate=rows() if gates else None,
+                      postgate=rows() if gates else None, causal=causal, precise=precise)
+            op = _op.Row("fft_conv_bwd" if backward else "fft_conv")
+            sizes = dict(B=b, H=h, L=n, LK=taps, GIVEN=-1, causal=causal)
+            for let, _, code in op.lets:
+                sizes[let] = int(eval(code, {}, sizes))
+            scratch = {f["name"]: new(sizes[f["sizes"][0]], values=0) for f in op.work}
+            if not backward:
+                out = rows()
+                _C.fft_conv(out=out, **scratch, **of)
+                return out,
+            made = dict(du=rows(), dk=new(h, taps), dskip=new(h) if gates else None)
+            _C.fft_conv_bwd(**made, **scratch, dout=rows(), **of)
+            return made["du"], made["dk"]
+        label = f"{b}x{h}x{n} * {taps}{' causal' if causal else ''}{' gates' if gates else ''}"
+        yield label, call
+        if row["op"] == "fft_conv_sums":
+            yield label + " backward", functools.partial(call, backward=True)
+
+
 def causal_conv1d_step(row, large):
     dtype, w = row["dtype"], constants(row)["TAPS"]
     for b, t, c, length, ring in ((2, 1, 264, 4, False), (3, 9, 520, 12, False), (2, 4, 264, 5, True)):
@@ -600,6 +649,63 @@ def causal_conv1d_step(row, large):
                                   cache_seqlens=used, slots=new(b, dtype="int32", values=np.arange(b) - 1.0), silu=True)
             return out, state
         yield f"{b}x{t}x{c}, state {length}" + (" ring" if ring else ""), call
+
+
+def rotary(row, large):
+    """Columns of all kinds: beside the pairs, interleaved, of several tables, from positions that there are not."""
+    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    shapes = [("large", 2, 64, 32, 8, 128, 64, {})] if large else []
+    shapes += [("", 2, 5, 6, 2, 80, 32, dict(interleaved=True)), ("", 1, 7, 33, 0, 64, 32, dict(offset=-2)),
+               ("", 3, 4, 1, 1, 256, 128, {})]
+    for label, b, t, heads, k_heads, d, angles, numbers in shapes:
+        def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, numbers=numbers):
+            q, k = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads))
+            out = [new(b, t, h, d, dtype=dtype) for h in (heads, k_heads)]
+            positions = new(b, t, dtype="int32", values=np.arange(t) * 2.0)
+            of = dict(cos=new(b, t + 3, angles), sin=new(b, t + 3, angles), positions=positions,
+                      offsets=new(b, dtype="int32", values=1.0), **numbers)
+            _C.rotary(q_out=out[0], k_out=out[1], q=q, k=k, **of)
+            return out
+        yield label or f"{b}x{t}x{heads}+{k_heads}x{d}", call
+
+
+def qk_norm_rotary(row, large):
+    """With a cache and without, of pages and of places that there are not, weights of both types and none."""
+    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    shapes = [("large", 2, 64, 32, 8, 128, 64, None, {})] if large else []
+    shapes += [("", 2, 5, 6, 2, 80, 32, "pages", dict(interleaved=True)), ("", 1, 7, 33, 1, 64, 32, None, {}),
+               ("", 3, 4, 1, 5, 256, 128, "caches", dict(length=3))]
+    for label, b, t, heads, k_heads, d, angles, kept, numbers in shapes:
+        def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, kept=kept,
+                 numbers=numbers):
+            q, k, v, q_out = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads, k_heads, heads))
+            of = dict(q_out=q_out, q=q, k=k, q_weight=new(d), cos=new(b, t + 9, angles), sin=new(b, t + 9, angles),
+                      **numbers)
+            if not kept:
+                out = new(b, t, k_heads, d, dtype=dtype)
+                _C.qk_norm_rotary(k_out=out, k_weight=new(d, dtype=dtype), **of)
+                return q_out, out
+            caches = [new(b + 1, t + 2, k_heads, d, dtype=dtype) for _ in "kv"]
+            table = new(b, 2, dtype="int32", values=np.arange(2 * b).reshape(b, 2) - 1.0) if kept == "pages" else None
+            lengths = new(b, dtype="int32", values=t - 1.0) if kept == "pages" else None
+            _C.qk_norm_rotary_append(k_cache=caches[0], v_cache=caches[1], v=v, page_table=table, cache_seqlens=lengths,
+                                     **of)
+            return q_out, *caches
+        yield label or f"{b}x{t}x{heads}+{k_heads}x{d} {kept}", call
+
+
+def cross_entropy_rows(row, large):
+    """Rows that count and one that does not, of few stretches and of many, with and without gradients."""
+    shapes = [("large", 1024, 32000, {})] if large else []
+    shapes += [("", 5, 9000, dict(label_smoothing=0.1, z_loss=1e-3, softcap=9.0)), ("", 3, 4096, {}), ("", 4, 7, {})]
+    for label, m, n, numbers in shapes:
+        def call(m=m, n=n, numbers=numbers):
+            loss, lse, logits = new(m), new(m), new(m, n, dtype=row["dtype"])
+            targets = new(m, dtype="int32", values=[-100, *(i % n * 1.0 for i in range(m - 1))])
+            scale = new(m if m == 5 else 1, values=0.5) if m != 4 else None
+            _C.cross_entropy_rows(loss=loss, lse=lse, logits=logits, targets=targets, scale=scale, **numbers)
+            return loss, lse, logits
+        yield label or f"{m}x{n}", call
 
 
 # steps, samples, places, what is given besides; of the last sample there is no state
@@ -727,10 +833,13 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "hedgehog_bwd_maps": hedgehog, "hedgehog_bwd_sums": hedgehog,
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
+       "rotary": rotary, "rotary_ones": rotary, "qk_norm_rotary": qk_norm_rotary, "qk_norm_rotary_ones": qk_norm_rotary,
+       "cross_entropy_rows": cross_entropy_rows,
+       "fft_conv": fft_conv, "fft_conv_filters": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
-       "kda": kda, "kda_prepare": kda, "kda_bwd": kda, "kda_keep": kda, "kda_back": kda,
+       **dict.fromkeys(("kda", "kda_prepare", "kda_segments", "kda_cuts", "kda_bwd", "kda_keep", "kda_back"), kda),
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
        **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,

@@ -1,0 +1,192 @@
+// out = post (k * (pre u)), the convolution's first N = 64 m elements, N a power of two from 64 to 4096, or the
+// circular one. By spectra (fft_conv_tiles.h):
+//   out = post L^H ((((((L X) T) F) K) F^H) T^*)
+// Causal: of a real row, at frequencies (k + 1/4) / N, the real part. Circular (PAIRS): of two batch entries' rows as
+// the real and the imaginary part of one, at frequencies k / N. The convolution with the filter reversed takes conj(K).
+// 4096 elements are a tile: a row, or 64 / m heads, each with its own filter. Numbers are fp16 inside. Each row is
+// scaled by a power of two first, so that none is too large or small for that.
+// Roles: a loader thread; NC warpgroups, each with tiles and rings of its own; a thread that loads the gates. Blocks
+// walk along the batch of a filter's tile, so that K comes from the L1 or L2.
+#include "tile/tile.h"
+#include "fft_conv/fft_conv_tiles.h"
+
+// From the row: TAKES, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
+enum { ROWS = TAKES, PAIRS = ROWS - 1, GATES = 2 / ROWS };   // tiles of a task; stages of gates, each of as many
+typedef st<elem, 64, 64> tile;
+struct own_tiles {                      // a warpgroup's, side by side: their addresses differ by constants
+  tile u[ROWS], gates[2];
+  table x[2][PIECES];                   // what passes from registers to a product, then the result
+  sv<64> rows[ROWS];
+  parked up[ROWS];
+};
+struct shared {
+  own_tiles group[NC];
+  table left[3][PIECES], right[3][PIECES], twists[2][PIECES];
+  ring<1> inputs[NC];
+  ring<GATES> gates[NC];                // the first gate and the second one in turn, as far as they are given
+  sem constants;
+};
+typedef fft_conv_params params;
+
+TILE void init(shared &s) {
+  for (int i = 0; i < NC; i++) {
+    ring_init(s.inputs[i], arrivals(1, 0, 0), arrivals(0, 0, 1));
+    ring_init(s.gates[i], arrivals(1, 0, 0), arrivals(0, 0, 1));
+  }
+  sem_init(s.constants, arrivals(1, 0, 0));
+}
+
+struct range { int first, end; };
+TILE range block_tasks(const params &p) {
+  range r;
+  r.first = (int)((int64_t)p.tasks * block_index() / block_count());
+  r.end = (int)((int64_t)p.tasks * (block_index() + 1) / block_count());
+  return r;
+}
+// Behind the last head and batch entry are zeros.
+TILE void load_task(tile *t, const gmap &m, sem &full, const params &p, int task) {
+  for (int i = 0; i < ROWS; i++) tma_load(t[i], m, full, 64 * (task / p.batches), 0, 0, task % p.batches * ROWS + i);
+}
+
+TILE void loader(const params &p, shared &s, int) {
+  range own = block_tasks(p);
+  ring_pos at = {};                     // in the rings of all warpgroups
+  int wg = 0;
+  grid_wait();
+  sem_expect(s.constants, FFT_TABLES * tile_bytes(s.left[0][0]));
+  for (int i = 0; i < 3; i++) tma_load(s.left[i][0], p.tables, s.constants, 0, 0, i, 0);
+  for (int i = 0; i < 3; i++) tma_load(s.right[i][0], p.tables, s.constants, 0, 0, 3 + i, 0);
+  for (int i = 0; i < 2; i++) tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
+  for (int task = own.first; task < own.end; task++) {
+    ring_acquire(s.inputs[wg], at);
+    ring_expect(s.inputs[wg], at, ROWS * tile_bytes(s.group[0].u[0]));
+    load_task(s.group[wg].u, p.u, s.inputs[wg].full[0], p, task);
+    if (++wg == NC) {
+      wg = 0;
+      ring_next(s.inputs[0], at);
+    }
+  }
+}
+TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, ring_pos &at, int task) {
+  ring_acquire(s.gates[wg], at);
+  ring_expect(s.gates[wg], at, ROWS * tile_bytes(s.group[0].gates[0]));
+  load_task(s.group[wg].gates + at.stage, m, s.gates[wg].full[at.stage], p, task);
+  ring_next(s.gates[wg], at);
+}
+TILE void gate_loader(const params &p, shared &s, int) {
+  range own = block_tasks(p);
+  ring_pos at = {}, next = {};
+  int wg = 0;
+  if (!p.has_pre && !p.has_post) return;
+  grid_wait();
+  for (int task = own.first; task < own.end; task++) {
+    next = at;
+    if (p.has_pre) load_gate(p, s, p.pre, wg, next, task);
+    if (p.has_post) load_gate(p, s, p.post, wg, next, task);
+    if (++wg == NC) {
+      wg = 0;
+      at = next;
+    }
+  }
+}
+
+TILE void multiply_gate(shared &s, acc &re, acc &im, int wg, ring_pos &at) {
+  const tile *gate = s.group[wg].gates + at.stage;
+  ring_wait(s.gates[wg], at);
+  each<64>([](int, int, float &x, float g) { x *= g; }, re, gate[0]);
+  if (PAIRS) each<64>([](int, int, float &x, float g) { x *= g; }, im, gate[ROWS - 1]);
+  ring_done(s.gates[wg], at);
+}
+// x, scaled, as an operand
+TILE void enter(own_tiles &own, acc &x, int i, int log_rows) {
+  rv bound, down, up;
+  group_largest(bound, own.rows[i], log_rows);
+  if (PAIRS) scales_alike(down, up, bound);
+  else scales(down, up, bound, 1.f);
+  store(own.up[i], up);
+  scale_down(x, down);
+  put_pieces(own.x[i], x);
+}
+TILE void leave(own_tiles &own, acc &x, const rv &factor, int i) {
+  rv up;
+  load(up, own.up[i]);
+  map(up, up, factor, [](float a, float b) { return a * b; });
+  map_row(x, up, [](float a, float f) { return a * f; });
+}
+
+TILE void compute(const params &p, shared &s, int wg) {
+  range own = block_tasks(p);
+  own_tiles &t = s.group[wg];
+  ring_pos at = {}, gate_at = {};
+  table(&x)[2][PIECES] = t.x;
+  grid_wait();
+  sem_wait(s.constants, 0);
+  for (int task = own.first + wg; task < own.end; task += NC) {
+    int filter = task / p.batches, batch = task % p.batches * ROWS;
+    acc re, im, k;
+    rv factor;
+    ring_wait(s.inputs[wg], at);
+    load(re, t.u[0]);
+    if (PAIRS) load(im, t.u[ROWS - 1]);
+    ring_done(s.inputs[wg], at);
+    if (p.has_pre) multiply_gate(s, re, im, wg, gate_at);
+    row_largest(t.rows[0], re);
+    if (PAIRS) row_largest(t.rows[ROWS - 1], im);
+    tma_store_wait_read();
+    wg_sync();                                                 // also: the last store has read x
+    enter(t, re, 0, p.log_rows);
+    if (PAIRS) enter(t, im, ROWS - 1, p.log_rows);
+    fence_async();
+    wg_sync();
+    mma_fence();
+    product<ZERO>(re, s.left[0], x[0]);
+    product<ZERO>(im, s.left[1], x[0]);
+    if (PAIRS) {
+      product<ACC>(re, s.left[2], x[1]);
+      product<ACC>(im, s.left[0], x[1]);
+    }
+    mma_commit();
+    mma_wait<0>(re, im);
+    twist<0>(re, im, s.twists);
+    load_acc(k, p.filter + (int64_t)64 * 64 * filter);         // it comes while the products run
+    multiply_right<0>(re, im, s.right);
+    float sign = p.conjugate ? -1.f : 1.f;
+    each<64>([=](int, int, float &a, float &b, float w) {
+      float c = first_half(w), d = sign * second_half(w), z = fused(a, c, -(b * d));
+      b = fused(a, d, b * c);
+      a = z;
+    }, re, im, k);
+    multiply_right<1>(re, im, s.right);
+    twist<1>(re, im, s.twists);
+    wg_sync();                                                 // all products have read x
+    put_pieces(x[0], re);
+    put_pieces(x[1], im);
+    load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);
+    fence_async();
+    wg_sync();
+    mma_fence();
+    product<ZERO>(re, s.left[0], x[0]);
+    product<ACC>(re, s.left[1], x[1]);
+    if (PAIRS) {
+      product<ZERO>(im, s.left[0], x[1]);
+      product<ACC>(im, s.left[2], x[0]);
+    }
+    mma_commit();
+    mma_wait<0>(re, im);
+    leave(t, re, factor, 0);
+    if (PAIRS) leave(t, im, factor, ROWS - 1);
+    if (p.has_post) multiply_gate(s, re, im, wg, gate_at);
+    wg_sync();                                                 // all products have read x
+    store((tile &)x[0][0], re);
+    if (PAIRS) store((tile &)x[1][0], im);
+    fence_async();
+    wg_sync();
+    tma_store(p.out, (tile &)x[0][0], 64 * filter, 0, 0, batch);
+    if (PAIRS) tma_store(p.out, (tile &)x[1][0], 64 * filter, 0, 0, batch + 1);
+  }
+  tma_store_wait_read();
+}
+
+typedef block<params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<gate_loader, THREAD, 1, LOAD_REGS>, DEPENDENT> kernel;
+ENTRY(kernel, 64, NC)

@@ -1,0 +1,237 @@
+// Transforms of 4096 numbers as 64 x 64, with products of tiles. What the family's kernels share.
+//
+// With x[64 a + b] = X[a][b] and N = 4096, the spectrum at frequencies (k + 1/4) / N, k = k1 + 64 k2, is
+//   S[k1][k2] = ((L X) * T) F          and back   x = L^H (((S F^H)) * T^*)
+//   L[k1][a] = e^(-2 pi i (4 a k1 + a + k1) / 256) / 8
+//   T[k1][b] = e^(-2 pi i (b (4 k1 + 1) / (4 N) - k1 / 256))
+//   F[b][k2] = e^(-2 pi i b k2 / 64) / 8
+// Both ways are unitary. The factor e^(.. k1 / 256), which the two undo, makes L symmetric: L^H is its conjugate. A
+// product of such spectra is the convolution modulo z^N + i. Of real rows its real part is the first half of the
+// convolution, and its imaginary part, negated, is the second half: no zeros are appended.
+// A row of N = 64 m < 4096 is m rows of a tile: L has blocks of m x m, and 64 / m rows share a tile.
+// Circular rows of such a length take frequencies k / N: 4 a k1 in L, 4 k1 in T. Two rows with one filter, which is
+// real, are the real and the imaginary part of one.
+//
+// Numbers are PIECES fp16 tiles: the first eleven bits, and, of two pieces, the next eleven.
+#pragma once
+#include "tile/numbers.h"
+#include "fft_conv/fft_conv.h"
+
+typedef st<fp16, 64, 64> table;
+typedef rt<float, 64> acc;
+typedef rt<fp16, 64> operands;
+
+// x to eleven bits
+TILE float head_of(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  u = (u + 0x1000u) & 0xffffe000u;
+  __builtin_memcpy(&x, &u, 4);
+  return x;
+}
+
+// e^(-2 pi i j / 2^log), log >= 3: the next quarter turn, and the rest by its series.
+TILE void turn(float &re, float &im, int j, int log) {
+  j &= (1 << log) - 1;
+  int quarter = (j + (1 << (log - 3))) >> (log - 2);
+  float x = (float)(j - (quarter << (log - 2))) * (6.28318530718f / (float)(1 << log)), z = x * x;
+  float s = x * fused(fused(fused(fused(2.75573192e-6f, z, -1.98412698e-4f), z, 8.33333333e-3f), z, -0.166666667f), z,
+                      1.f);
+  float c = fused(fused(fused(fused(2.48015873e-5f, z, -1.38888889e-3f), z, 4.16666667e-2f), z, -0.5f), z, 1.f);
+  float a = quarter & 1 ? s : c, b = quarter & 1 ? c : s;
+  re = (quarter + 1) & 2 ? -a : a;
+  im = quarter & 2 ? b : -b;
+}
+
+// 16 columns of a table
+TILE void put_columns(table (&t)[PIECES], rt<float, 16> &x, int c0) {
+  if (PIECES == 2) {
+    rt<float, 16> head;
+    fill(head, 0.f);
+    each<16>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
+    store(t[0], head, c0);
+    store(t[PIECES - 1], x, c0);
+  } else store(t[0], x, c0);
+}
+// Tables: re, im and, where there are three, -im.
+TILE void put_complex(table (*t)[PIECES], rt<float, 16> &re, rt<float, 16> &im, bool three, int c0) {
+  rt<float, 16> other;
+  fill(other, 0.f);
+  each<16>([](int, int, float x, float &y) { y = -x; }, im, other);
+  put_columns(t[0], re, c0);
+  put_columns(t[1], im, c0);
+  if (three) put_columns(t[2], other, c0);
+}
+// 16 columns of each. plain: at frequencies k / N. There the product of spectra is the circular convolution.
+TILE void left_columns(table (*t)[PIECES], int log_rows, bool plain, bool three, int c0) {
+  float size = (log_rows & 1 ? 0.707106781f : 1.f) / (float)(1 << log_rows / 2);
+  rt<float, 16> re, im;
+  fill(re, 0.f);
+  fill(im, 0.f);
+  each<16>([=](int r, int c, float &x, float &y) {
+    c += c0;
+    int i = r & ((1 << log_rows) - 1), a = c & ((1 << log_rows) - 1);
+    turn(x, y, (4 * i * a + (plain ? 0 : a + i)) << (6 - log_rows), 8);
+    float f = (r ^ c) >> log_rows ? 0.f : size;
+    x *= f;
+    y *= f;
+  }, re, im);
+  put_complex(t, re, im, three, c0);
+}
+TILE void twist_columns(table (*t)[PIECES], int log_rows, bool plain, int c0) {
+  rt<float, 16> re, im;
+  fill(re, 0.f);
+  fill(im, 0.f);
+  each<16>([=](int r, int c, float &x, float &y) {
+    int i = r & ((1 << log_rows) - 1);
+    turn(x, y, plain ? 4 * i * (c + c0) : (4 * i + 1) * (c + c0) - 64 * i, 8 + log_rows);
+  }, re, im);
+  put_complex(t, re, im, false, c0);
+}
+TILE void right_columns(table (*t)[PIECES], int c0) {
+  rt<float, 16> re, im;
+  fill(re, 0.f);
+  fill(im, 0.f);
+  each<16>([=](int r, int c, float &x, float &y) {
+    turn(x, y, r * (c + c0), 6);
+    x *= 0.125f;
+    y *= 0.125f;
+  }, re, im);
+  put_complex(t, re, im, true, c0);
+}
+// Warpgroup `wg` of `count` makes its share of a block's tables. Then they meet.
+TILE void make_tables(table (*left)[PIECES], table (*right)[PIECES], table (*twists)[PIECES], int log_rows, bool plain,
+                      bool three, int wg, int count) {
+  ROLLED for (int i = wg; i < 12; i += count) {
+    int c0 = i % 4 * 16;
+    if (i < 4) left_columns(left, log_rows, plain, three, c0);
+    else if (i < 8) twist_columns(twists, log_rows, plain, c0);
+    else right_columns(right, c0);
+  }
+  fence_async();
+  bar_sync(1, 128 * count);
+}
+
+// Powers of two that make numbers of any size fit fp16: `down` brings the largest of a group, `bound`, to at most
+// `limit`, `up` back. Where it is infinite, the group counts as zero, and `up` is NaN: so other groups in the tile stay
+// as they are.
+TILE void scales(rv &down, rv &up, const rv &bound, float limit) {
+  map(up, bound, [](float x) { return fminf(floorf(fast_log2(fmaxf(x, 1e-30f))) + 1.f, 126.f); });
+  map(down, up, bound, [=](float e, float x) { return x < infinity() ? fast_exp2(-e) * limit : 0.f; });
+  map(up, up, bound, [=](float e, float x) { return x < infinity() ? fast_exp2(e) / limit : x - x; });
+}
+TILE void scale_down(acc &x, const rv &down) {
+  map_row(x, down, [](float y, float f) { return f > 0.f ? y * f : 0.f; });
+}
+
+// The largest becomes 1: rows that share a complex one then have errors of one size.
+TILE void scales_alike(rv &down, rv &up, const rv &bound) {
+  map(up, bound, [](float x) { return clamp(x, 1e-30f, 8e37f); });
+  map(down, up, bound, [](float y, float x) { return x < infinity() ? fast_rcp(y) : 0.f; });
+  map(up, up, bound, [](float y, float x) { return x < infinity() ? y : x - x; });
+}
+// The same of re and im together, which become smaller. The warpgroup meets.
+TILE void scale_both(acc &re, acc &im, rv &up, sv<64> (&rows)[2], int log_rows, float limit) {
+  rv bound, other, down;
+  row_largest(rows[0], re);
+  row_largest(rows[1], im);
+  wg_sync();
+  group_largest(bound, rows[0], log_rows);
+  group_largest(other, rows[1], log_rows);
+  map(bound, bound, other, [](float x, float y) { return fmaxf(x, y); });
+  scales(down, up, bound, limit);
+  scale_down(re, down);
+  scale_down(im, down);
+}
+
+// The pieces of x in shared tiles; x is lost.
+TILE void put_pieces(table (&t)[PIECES], acc &x) {
+  if (PIECES == 2) {
+    acc head;
+    fill(head, 0.f);
+    each<64>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
+    store(t[0], head);
+    store(t[PIECES - 1], x);
+  } else store(t[0], x);
+}
+// The same in registers.
+TILE void take_pieces(operands (&t)[PIECES], acc &x) {
+  if (PIECES == 2) {
+    acc head;
+    fill(head, 0.f);
+    each<64>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
+    convert(t[0], head);
+    convert(t[PIECES - 1], x);
+  } else convert(t[0], x);
+}
+
+// d (+)= a b of one piece
+template<int A> TILE void product(acc &d, const table (&a)[PIECES], const table (&b)[PIECES]) {
+  mma_AB<A>(d, a[0], b[0]);
+}
+// d (+)= a's and b's heads with the other's lower piece, without the product of the lower ones
+template<int A> TILE void lower(acc &d, const table (&a)[PIECES], const table (&b)[PIECES]) {
+  mma_AB<A>(d, a[0], b[PIECES - 1]);
+  mma_AB<ACC>(d, a[PIECES - 1], b[0]);
+}
+template<int A> TILE void lower(acc &d, const operands (&a)[PIECES], const table (&b)[PIECES]) {
+  mma_AB<A>(d, a[0], b[PIECES - 1]);
+  mma_AB<ACC>(d, a[PIECES - 1], b[0]);
+}
+// d = a b + x y. Tensor cores cut off what they add to the sum's last bit, each time. The lower products come first,
+// while the sum is small: so that happens 8 times to the whole sum, not 24 times.
+template<class S> TILE void products(acc &d, const S (&a)[PIECES], const table (&b)[PIECES], const S (&x)[PIECES],
+                                     const table (&y)[PIECES]) {
+  if (PIECES == 2) {
+    lower<ZERO>(d, a, b);
+    lower<ACC>(d, x, y);
+    mma_AB<ACC>(d, a[0], b[0]);
+  } else mma_AB<ZERO>(d, a[0], b[0]);
+  mma_AB<ACC>(d, x[0], y[0]);
+}
+
+// (re + i im) F, or F^H where BACK. f: re, im, -im
+template<int BACK> TILE void multiply_right(acc &re, acc &im, const table (&f)[3][PIECES]) {
+  operands a[PIECES], b[PIECES];
+  take_pieces(a, re);
+  take_pieces(b, im);
+  mma_fence();
+  products(re, a, f[0], b, f[BACK ? 1 : 2]);
+  products(im, b, f[0], a, f[BACK ? 2 : 1]);
+  mma_commit();
+  if constexpr (PIECES == 2) mma_wait<0>(re, im, a[0], b[0], a[PIECES - 1], b[PIECES - 1]);
+  else mma_wait<0>(re, im, a[0], b[0]);
+}
+// (re + i im) T, or T^* where BACK
+template<int BACK> TILE void twist(acc &re, acc &im, const table (&t)[2][PIECES]) {
+  if constexpr (PIECES == 2)
+    each<64>([](int, int, float &x, float &y, float c, float d, float e, float f) {
+      c += e;
+      d = BACK ? -(d + f) : d + f;
+      float z = fused(x, c, -(y * d));
+      y = fused(x, d, y * c);
+      x = z;
+    }, re, im, t[0][0], t[1][0], t[0][PIECES - 1], t[1][PIECES - 1]);
+  else
+    each<64>([](int, int, float &x, float &y, float c, float d) {
+      d = BACK ? -d : d;
+      float z = fused(x, c, -(y * d));
+      y = fused(x, d, y * c);
+      x = z;
+    }, re, im, t[0][0], t[1][0]);
+}
+
+TILE int smaller(int a, int b) { return a < b ? a : b; }
+TILE int larger(int a, int b) { return a > b ? a : b; }
+
+// A number of global memory
+TILE float number_at(const void *p, int64_t i, int type) {
+  if (type == FFT_FP32) return ((const float *)p)[i];
+  if (type == FFT_BF16) return number(((const bf16 *)p)[i]);
+  return number(((const fp16 *)p)[i]);
+}
+TILE void set_number_at(void *p, int64_t i, int type, float x) {
+  if (type == FFT_FP32) ((float *)p)[i] = x;
+  else if (type == FFT_BF16) set_number(((bf16 *)p)[i], x);
+  else set_number(((fp16 *)p)[i], x);
+}

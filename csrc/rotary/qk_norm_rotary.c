@@ -1,0 +1,74 @@
+// Host halves of qk_norm_rotary, and of its form that writes into a cache: one kernel.
+#include "rotary/qk_norm_rotary.h"
+#include "rotary/rotary_host.h"
+
+// What both are called with; the caches' part has NULL and 0 without one.
+typedef struct call {
+  const mg_tensor *q, *k, *v, *q_out, *k_out, *v_out, *q_weight, *k_weight, *cos, *sin, *positions, *offsets;
+  const mg_tensor *lengths, *page_table, *cache_index;
+  int offset, length;
+  float eps;
+  bool interleaved;
+} call;
+
+static qk_side side_of_call(mg_call *c, const call *a, int i, const qk_norm_rotary_params *p) {
+  const mg_tensor *in[] = {a->q, a->k, a->v}, *out[] = {a->q_out, a->k_out, a->v_out},
+                  *weight[] = {a->q_weight, a->k_weight, NULL};
+  if (!in[i] || mg_is_empty(in[i])) return (qk_side){0};
+  return (qk_side){.rows = side_of(c, in[i], out[i], i ? c->n.HK : c->n.H, p->tokens, p->slots_log2),
+                   .weight = mg_data(weight[i]), .weight_is_float = weight[i] && weight[i]->dtype == MG_FP32,
+                   .turned = i < 2, .cached = i && a->v};
+}
+
+static mg_status run(mg_call *c, const call *a) {
+  if (c->n.K == 0 || (mg_is_empty(a->q) && mg_is_empty(a->k))) return c->status;
+  qk_norm_rotary_params p = {
+    .columns = {.pairs = (int)c->n.ANGLES, .width = (int)c->n.K, .interleaved = a->interleaved},
+    .cos = a->cos->data, .sin = a->sin->data, .cos_stride = {stride_of(a->cos, 0), stride_of(a->cos, 1)},
+    .sin_stride = {stride_of(a->sin, 0), stride_of(a->sin, 1)}, .positions = mg_data(a->positions),
+    .offsets = mg_data(a->offsets), .positions_stride = a->positions ? stride_of(a->positions, 0) : 0,
+    .lengths = mg_data(a->lengths), .page_table = mg_data(a->page_table), .cache_index = mg_data(a->cache_index),
+    .page_stride = a->page_table ? stride_of(a->page_table, 0) : 0, .length = a->length,
+    .angles_are_float = a->cos->dtype == MG_FP32, .angle_rows = (int)mg_min(c->n.ROWS, INT32_MAX),
+    .offset = a->offset, .steps = (int)c->n.T, .tokens = mg_tasks(c, c->n.BQ * c->n.T, "steps"), .eps = a->eps,
+    .per_column = 1.f / (float)c->n.K};
+  if (a->cos->dtype != a->sin->dtype)
+    return mg_refuse(c, MG_TYPE, "sin has dtype %s, expected %s (same as cos)", mg_dtype_name(a->sin->dtype),
+                     mg_dtype_name(a->cos->dtype));
+  const mg_tensor *all[] = {a->q, a->k, a->v, a->q_out, a->k_out, a->v_out, a->q_weight, a->k_weight, a->cos, a->sin};
+  if (!mg_choose_other(c, in_eights(all, 10, &p.columns) ? MG_OP_qk_norm_rotary : MG_OP_qk_norm_rotary_ones))
+    return c->status;
+  if (a->v) {
+    p.keys = (int)c->n.KEYS;
+    p.caches = (int)c->n.CACHES;
+    p.page_size = (int)mg_max(1, c->n.LENGTH);
+  }
+  p.columns.lanes_log2 = lanes_log2_of(&p.columns);
+  p.slots_log2 = 7 - p.columns.lanes_log2;
+  int64_t blocks = 0;
+  for (int i = 0; i < 3; i++) {
+    p.side[i] = side_of_call(c, a, i, &p);
+    blocks += p.side[i].rows.blocks;
+  }
+  return mg_run(c, &p, mg_tasks(c, blocks, "steps"));
+}
+
+mg_status mg_qk_norm_rotary(const mg_qk_norm_rotary_args *a) {
+  mg_call c;
+  const call asked = {
+    .q = a->q, .k = a->k, .q_out = a->q_out, .k_out = a->k_out, .q_weight = a->q_weight, .k_weight = a->k_weight,
+    .cos = a->cos, .sin = a->sin, .positions = a->positions, .offsets = a->offsets, .offset = a->offset, .eps = a->eps,
+    .interleaved = a->interleaved};
+  return mg_begin(&c, MG_OP_qk_norm_rotary, a) ? run(&c, &asked) : c.status;
+}
+
+mg_status mg_qk_norm_rotary_append(const mg_qk_norm_rotary_append_args *a) {
+  mg_call c;
+  const call asked = {
+    .q = a->q, .k = a->k, .v = a->v, .q_out = a->q_out, .k_out = a->k_cache, .v_out = a->v_cache,
+    .q_weight = a->q_weight, .k_weight = a->k_weight, .cos = a->cos, .sin = a->sin, .positions = a->positions,
+    .offsets = a->offsets, .lengths = a->cache_seqlens, .page_table = a->page_table,
+    .cache_index = a->cache_batch_idx, .offset = a->offset, .length = a->length, .eps = a->eps,
+    .interleaved = a->interleaved};
+  return mg_begin(&c, MG_OP_qk_norm_rotary_append, a) ? run(&c, &asked) : c.status;
+}

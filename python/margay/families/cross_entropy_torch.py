@@ -1,0 +1,209 @@
+"""cross_entropy on PyTorch tensors: chunks of rows, torch's products, our kernel between them."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from margay import _C, _torch, _transforms
+from margay._shared import dtype_name
+
+MEAN, SUM, NONE = range(3)
+CHUNK_BYTES = 1 << 28     # of logits
+PART_BYTES = 1 << 27      # of a product for the gradient of weight
+ADDS_IN_FLOAT32 = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)     # addmm of 16 bits on the GPU
+_OP = "cross_entropy"
+
+
+def call(hidden, weight, targets, bias, numbers, reduction, chunk):
+    tensors = hidden, weight, targets, bias
+    _torch.check_kinds(_OP, ("bias",), hidden=hidden, weight=weight, targets=targets, bias=bias)
+    if _torch.autocast_anywhere() and torch.is_autocast_enabled(hidden.device.type):
+        hidden, weight, bias = _torch.autocast(hidden.device.type, hidden, weight, bias)
+    _check(hidden, weight, targets, bias)
+    rows, targets, shape = hidden.flatten(0, -2), targets.flatten(), targets.shape
+    if chunk is None:
+        chunk = rows_of_chunk(weight)
+    inputs = rows, weight, bias
+    want = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
+    if torch.compiler.is_compiling() or not _torch.c_may_read(*tensors):
+        scale = _scale(targets, numbers[0], reduction)
+        loss = torch.ops.margay.cross_entropy(rows, weight, targets, bias, scale if reduction != NONE and any(want)
+                                              else None, *numbers, reduction, chunk, want)[0]
+    elif any(want):
+        loss = _Loss.apply(*inputs, targets, numbers, reduction, chunk)
+    else:
+        loss = _loss(*inputs, targets, None, numbers, reduction, chunk, want)[0]
+    return loss.reshape(shape) if reduction == NONE else loss
+
+
+def _check(hidden, weight, targets, bias):
+    if hidden.dtype not in _torch.DTYPES:
+        raise TypeError(f"{_OP}: hidden has dtype {dtype_name(hidden)}, expected bfloat16, float16 or float32")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != hidden.dtype:
+            raise TypeError(f"{_OP}: {name} has dtype {dtype_name(t)}, expected {dtype_name(hidden)} (same as hidden)")
+    _torch.check_same_device(_OP, hidden=hidden, weight=weight, targets=targets, bias=bias)
+    if hidden.dim() < 1:
+        raise ValueError(f"{_OP}: hidden has shape [], expected [..., K]")
+    columns = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != columns or weight.shape[0] < 1:
+        raise ValueError(f"{_OP}: weight has shape {list(weight.shape)}, expected [V, {columns}] (V at least 1, K of "
+                         "hidden)")
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(f"{_OP}: targets has shape {list(targets.shape)}, expected {list(hidden.shape[:-1])} "
+                         "(hidden's but for the last dimension)")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{_OP}: bias has shape {list(bias.shape)}, expected [{weight.shape[0]}] (V of weight)")
+
+
+def rows_of_chunk(weight):
+    rows = CHUNK_BYTES // (weight.shape[0] * weight.element_size())
+    return max(1, rows // 128 * 128 or rows)
+
+
+def _scale(targets, ignored, reduction):
+    """What a row's gradient is multiplied with, as float32 [1]."""
+    if reduction == MEAN:
+        return 1 / (targets != ignored).sum().to(torch.float32)[None]
+    return torch.ones(1, dtype=torch.float32, device=targets.device)
+
+
+def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
+    """The loss, and the gradients that are wanted where there is a scale; None for the others."""
+    count, columns = rows.shape[0], weight.shape[0]
+    losses, lse = (torch.empty(count, dtype=torch.float32, device=rows.device) for _ in range(2))
+    on_float = rows.is_cuda and rows.dtype is torch.float32
+    kernel = _C.cross_entropy_float_rows if on_float else _C.cross_entropy_rows
+    if not rows.is_cuda:
+        _torch.use_torch_threads()
+    want = [scale is not None and one for one in want]
+    drows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if want[0] else None
+    dweight = _WeightGradient(weight, count > chunk) if want[1] else None
+    dbias = torch.zeros(columns, dtype=torch.float32, device=rows.device) if want[2] else None
+    # Rows of the kernel begin at multiples of 16 bytes; those of float32 lie one after the other. What is between rows
+    # is zeros: torch's products of bfloat16 on the CPU multiply it with zeros.
+    logits = rows.new_empty(min(chunk, count), columns if on_float else -(-columns // 8) * 8)
+    logits[:, columns:] = 0
+    logits = logits[:, :columns]
+    for first in range(0, count, chunk):
+        part = slice(first, min(first + chunk, count))
+        some = rows[part]
+        x = logits[:some.shape[0]]
+        if bias is None:
+            torch.mm(some, weight.t(), out=x)
+        else:
+            torch.addmm(bias, some, weight.t(), out=x)
+        kernel(losses[part], lse[part], x, targets[part],
+               scale if scale is None or scale.shape[0] == 1 else scale[part], *numbers)
+        if want[0]:
+            torch.mm(x, weight, out=drows[part])
+        if want[1]:
+            dweight.add(x, some)
+        if want[2]:
+            dbias += x.sum(0, dtype=torch.float32)
+    if reduction == MEAN:
+        loss = losses.sum() / (targets != numbers[0]).sum()
+    else:
+        loss = losses if reduction == NONE else losses.sum()
+    return loss, drows, dweight and dweight.result(), None if dbias is None else dbias.to(bias.dtype)
+
+
+class _WeightGradient:
+    """sum over chunks of x^T rows. Of several chunks of 16 bits it is one of float32, rounded once like a product of
+    all rows. The GPU's products add to it; elsewhere each is rounded first, and added in parts."""
+
+    def __init__(self, weight, several):
+        self.dtype, self.empty = weight.dtype, True
+        self.sum = torch.empty(weight.shape, dtype=torch.float32 if several else weight.dtype, device=weight.device)
+
+    def add(self, x, rows):
+        if self.sum.dtype == x.dtype:
+            self.sum = torch.mm(x.t(), rows, out=self.sum) if self.empty else self.sum.addmm_(x.t(), rows)
+        elif x.is_cuda and ADDS_IN_FLOAT32:
+            if self.empty:
+                torch.mm(x.t(), rows, out_dtype=torch.float32, out=self.sum)
+            else:
+                torch.addmm(self.sum, x.t(), rows, out_dtype=torch.float32, out=self.sum)
+        else:
+            step = max(1, PART_BYTES // max(1, rows.shape[1] * rows.element_size()))
+            for first in range(0, x.shape[1], step):
+                part, product = self.sum[first:first + step], torch.mm(x[:, first:first + step].t(), rows)
+                part.copy_(product) if self.empty else part.add_(product)
+        self.empty = False
+
+    def result(self):
+        return (self.sum.zero_() if self.empty else self.sum).to(self.dtype)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weight, bias, targets, numbers, reduction, chunk):
+        ctx.options, want = (numbers, reduction, chunk), ctx.needs_input_grad[:3]
+        scale = None if reduction == NONE else _scale(targets, numbers[0], reduction)
+        loss, *made = _loss(rows, weight, bias, targets, scale, *ctx.options, want)
+        ctx.save_for_backward(rows, weight, bias, targets)
+        ctx.made = None if reduction == NONE else made
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        rows, weight, bias, targets = ctx.saved_tensors
+        made, ctx.made = ctx.made, None
+        if made is None:
+            numbers, reduction, chunk = ctx.options
+            scale = (dloss if reduction == NONE else _scale(targets, numbers[0], reduction) * dloss).contiguous()
+            made = _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, ctx.needs_input_grad[:3])[1:]
+        else:
+            for t in made:
+                if t is not None:
+                    t.mul_(dloss)
+        return *made, None, None, None, None
+
+
+# ---- the operator, for whatever wants to see the call
+
+
+def _kernel(rows, weight, targets, bias, scale, *options):
+    *numbers, reduction, chunk, want = options
+    loss, *made = _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want)
+    return loss, *(rows.new_empty(0) if t is None else t for t in made)
+
+
+def _fake(rows, weight, targets, bias, scale, *options):
+    *_, reduction, _, want = options
+    loss = rows.new_empty(targets.shape if reduction == NONE else (), dtype=torch.float32)
+    return loss, *(torch.empty(t.shape, dtype=t.dtype, device=t.device) if one and scale is not None
+                   else rows.new_empty(0) for t, one in zip((rows, weight, bias), want))
+
+
+def _save(ctx, inputs, output):
+    rows, weight, targets, bias, scale, *ctx.options = inputs
+    ctx.save_for_backward(rows, weight, targets, bias, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, dloss, *others):
+    if any(t is not None for t in others):
+        raise NotImplementedError(f"{_OP}: gradients of gradients (create_graph=True) are not implemented")
+    rows, weight, targets, bias, *made = ctx.saved_tensors
+    *numbers, reduction, chunk, want = ctx.options
+    if dloss is None:
+        return (None,) * 12
+    if reduction == NONE:
+        made = torch.ops.margay.cross_entropy(rows, weight, targets, bias, dloss.contiguous(), *numbers, reduction,
+                                              chunk, want)[1:]
+    else:
+        made = [t * dloss.to(torch.float32) for t in made]
+    drows, dweight, dbias = (t.to(like.dtype) if one else None
+                             for t, one, like in zip(made, want, (rows, weight, bias)))
+    return drows, dweight, None, dbias, *(None,) * 8
+
+
+def _samples(op, info, in_dims, inputs):
+    """vmap. What is wanted is a list, each of whose members would have a dimension."""
+    return _transforms.one_by_one(op, info, [*in_dims[:-1], None], inputs)
+
+
+_torch.register(_OP, "cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, Tensor? scale, "
+                "int ignore_index, float label_smoothing, float softcap, float z_loss, int reduction, SymInt chunk, "
+                "bool[] want) -> (Tensor, Tensor, Tensor, Tensor)", _kernel, _fake, _samples, _gradient, _save)

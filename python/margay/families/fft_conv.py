@@ -1,0 +1,89 @@
+"""Long convolution along the sequence by spectra, each head with a filter of its own."""
+
+from margay._shared import dtype_name, functions, is_torch, of_row, shape
+
+
+_ONE_PASS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def _dense(t):
+    """One pass reads heads one behind another. A copy costs less than blocks."""
+    dense = t is None or t.ndim != 3 or t.stride(1) == t.shape[2] or t.shape[1] == 1
+    return t if dense else t.contiguous()
+
+
+class LongFilter:
+    """A filter of `fft_conv` with its spectrum, as `fft_conv_filter` makes it. k, skip: what it was made of; to change
+    them in place does not change the spectrum."""
+
+    def __init__(self, k, skip, spectrum, length, dtype, causal, precise):
+        self.k, self.skip, self.spectrum = k, skip, spectrum
+        self.length, self.dtype, self.causal, self.precise = length, dtype, causal, precise
+
+    def __repr__(self):
+        return (f"LongFilter(k {shape(self.k)}, length {self.length}, {self.dtype}, causal={self.causal}, "
+                f"precise={self.precise})")
+
+
+def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, precise=False):
+    """out = postgate (k * x + skip x), x = pregate u, where (k * x)_n = sum over j of k[h, j] x[b, h, n - j].
+
+    u, pregate, postgate, out [B, H, L], k [H, Lk] with 1 <= Lk <= L, skip [H]. bfloat16, float16 or float32;
+    k and skip are float32 or as u. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+
+    causal: x is zero in front of its first element. False: circular, x has the period L.
+    k: also what `fft_conv_filter` returns, whose spectrum is then used again. Options that differ from its own are
+        refused.
+    precise: products of two parts, some 21 bits, where 11 are used otherwise. float32 is always computed so, and
+        gradients of k and skip.
+
+    Sums are by spectra, with products of matrices (Monarch; Fu, Kumbong, Nguyen, Re, FlashFFTConv, 2023), at
+    frequencies between those of the discrete Fourier transform, so that causal rows need no zeros behind them. Lengths
+    of a power of two from 64 to 16384 take one pass over memory. Every other row is cut into blocks of 4096, whose spectra go through
+    memory, and the work of a row grows with the square of their number. Circular rows of up to 4096 elements, of that
+    one pass, are computed two batch entries at a time; a row's rounding then depends on the other's values. An infinity
+    or NaN in x reaches its row, and no other.
+    """
+    spectrum = None
+    if isinstance(k, LongFilter):
+        _check_filter(k, u, causal, skip, precise)
+        k, skip, spectrum, causal, precise = k.k, k.skip, k.spectrum, k.causal, k.precise
+    if getattr(u, "ndim", 0) == 3 and u.shape[2] in _ONE_PASS and not precise and is_torch("fft_conv", "u", u):
+        u, pregate, postgate = map(_dense, (u, pregate, postgate))
+    call = functions.get("fft_conv") or of_row("fft_conv")
+    return call(u, k, skip, pregate, postgate, spectrum, bool(causal), bool(precise))
+
+
+def fft_conv_filter(u, k, *, causal=True, skip=None, precise=False):
+    """The spectrum of a filter, for several calls of `fft_conv` with it: `fft_conv(u, fft_conv_filter(u, k))`.
+
+    k, skip, causal and precise as of `fft_conv`. u: rows as those of the calls to come, of which only length, dtype and
+    device are taken. Gradients of such a call reach k and skip.
+    """
+    torch_ = is_torch("fft_conv_filter", "u", u)
+    call = functions.get("fft_conv_spectrum") or of_row("fft_conv_spectrum")
+    if u.ndim != 3:
+        raise ValueError(f"fft_conv_filter: u has {u.ndim} dimensions, expected 3")
+    if torch_:
+        like = u.new_empty(u.shape[2])
+        spectrum = call(like, *(t.detach() if hasattr(t, "detach") else t for t in (k, skip)), bool(causal),
+                        bool(precise))
+    else:
+        import numpy
+
+        spectrum = call(numpy.empty(u.shape[2], u.dtype), k, skip, bool(causal), bool(precise))
+    return LongFilter(k, skip, spectrum, u.shape[2], dtype_name(u), bool(causal), bool(precise))
+
+
+def _check_filter(k, u, causal, skip, precise):
+    found = {"causal": (bool(causal), k.causal, True), "precise": (bool(precise), k.precise, False)}
+    for name, (given, made, default) in found.items():
+        if given not in (made, default):
+            raise ValueError(f"fft_conv: {name} is {given}, expected {made}, as of the filter")
+    if skip is not None:
+        raise ValueError("fft_conv: skip is given, expected None beside a filter of fft_conv_filter, which has its own")
+    if not hasattr(u, "shape") or len(u.shape) != 3:
+        return
+    if u.shape[2] != k.length or dtype_name(u) != k.dtype:
+        raise ValueError(f"fft_conv: u has {u.shape[2]} elements in a row and dtype {dtype_name(u)}, expected "
+                         f"{k.length} and {k.dtype}, as the filter was made for")
