@@ -44,7 +44,9 @@ if X86:
                       "-mprefer-vector-width=512"]
 SECTIONS = ["-fPIC", "-fvisibility=hidden", "-ffunction-sections", "-fdata-sections", "-fno-ident"]
 C_FLAGS = ["-std=c17", "-O2", "-Wall", "-Wextra", "-Wpedantic", *SECTIONS]
-CPU_FLAGS = ["-x", "c++", "-std=c++17", "-O3", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", *SECTIONS]
+# -O3 makes kernels of the same speed two and a half times as large: it unrolls loops over tiles.
+CPU_FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fno-exceptions",
+             "-fno-rtti", "-fno-threadsafe-statics", *SECTIONS]
 GPU_FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v"]
 
 
