@@ -174,24 +174,25 @@ def rounding(name, found, plain_error, dtype, g=None, products=0.0):
     return 2.0 ** -23 * (16 + longest), absolute
 
 
-def chance(name, plain_error, exact, eps, state=None, dstate=None):
+def chance(name, plain_error, exact, eps, *states):
     """Allowed besides of a gradient, of the worst error, of its mean and of its mean away from zero.
 
     Where few elements are large, the worst error is that of one of them, a product of two factors that are rounded, and
     the plain form's is small by chance. Elements of dg are not independent: those of a chunk share <S, dS> of the state
     before it, as those of dbeta share one inverse. So the mean of n chunks' errors is below 4 / sqrt(n) of their size.
-    The kernels take <S, dS> of 16-bit copies, of a given state too, where the plain form has float32: a rounding of
-    either has a deviation of 0.3 eps, and three of both are 5/4 eps. Of KDA, whose g has channels, both sums are over
-    the columns of v alone."""
+    The kernels take <S, dS> of 16-bit copies, at both ends of a sequence too, where the plain form has float32: a
+    rounding of either has a deviation of 0.3 eps, and three of both are 5/4 eps. Of KDA, whose g has channels, both
+    sums are over the columns of v alone. states: pairs of S and dS at ends of sequences, or of None."""
     worst = mean = bias = 0.0
     if float(exact.abs().sum()) ** 2 < 500 * float(exact.square().sum()):
         worst = eps * float(exact.abs().max())
     if name in ("dg", "dbeta"):
         chunks = exact.shape[0] * -(-exact.shape[1] // 64) * exact.shape[2]
         bias = 4 * float(plain_error.abs().mean()) / chunks ** 0.5
-        if name == "dg" and state is not None and state.numel():
-            sizes = 5 / 4 * eps * (state.detach().double() * dstate).norm(dim=(2, 3) if exact.ndim == 3 else 3)
-            worst, mean, bias = worst + float(sizes.max()), float(sizes.mean()), bias + float(sizes.mean())
+        for state, dstate in states:
+            if name == "dg" and state is not None and state.numel():
+                sizes = 5 / 4 * eps * (state.detach().double() * dstate).norm(dim=(2, 3) if exact.ndim == 3 else 3)
+                worst, mean, bias = worst + float(sizes.max()), mean + float(sizes.mean()), bias + float(sizes.mean())
     return worst, mean, bias
 
 

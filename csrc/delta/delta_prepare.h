@@ -63,6 +63,8 @@ TILE float log_decay(float x) {
   return x < -128.f ? -128.f : x;
 }
 TILE float sigmoid(float x) { return fast_rcp(1.f + fast_exp2(x * -1.4426950408889634f)); }
+// As PyTorch computes it, to the bit: a beta made here is the one that a caller makes.
+TILE float exact_sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
 // What the caller gave of n steps from `step` on; of others, what decays and writes nothing.
 struct given_steps { wv<Q> g, beta, norm_q, norm_k; };
@@ -85,7 +87,7 @@ TILE void load_given(given_steps &v, const delta_rows &r, const delta_gates &p, 
 TILE void make_beta(wv<Q> &beta, const wv<Q> &given, const delta_gates &p) {
   bool sigmoids = p.sigmoid;
   float most = p.most;
-  map(beta, given, given, [=](float x, float) { return sigmoids ? most * sigmoid(x) : x; });
+  map(beta, given, given, [=](float x, float) { return sigmoids ? most * exact_sigmoid(x) : x; });
 }
 TILE void put_beta(sv<Q> &d, const wv<Q> &given, const delta_gates &p) {
   wv<Q> beta;

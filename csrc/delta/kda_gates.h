@@ -43,7 +43,7 @@ TILE void take_beta(rv &beta, const kda_gates &p, const head_steps &t) {
   if (most == 0.f) return;
   rv inside;
   map_rows(inside, [=](int i) { return i < steps ? most : 0.f; });
-  map(beta, beta, inside, [](float x, float m) { return m * sigmoid(x); });
+  map(beta, beta, inside, [](float x, float m) { return m * exact_sigmoid(x); });
 }
 // Factors that make rows of length 1 of those of which x has the panels.
 template<int PANELS> TILE void take_norms(rv &norm, const st<elem, Q, 64> (&x)[PANELS]) {

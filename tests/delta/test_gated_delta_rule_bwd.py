@@ -41,8 +41,8 @@ def run(q, k, v, g, beta, state, *gate, scale=None, starts=None, v_first=False, 
     return out, last.mT if v_first else last
 
 
-def check(ours, plain, exact, dtype, given, other=None, equal=False):
-    """other: exact gradients of keys that differ by half of an eps, of inputs that make much of
+def check(ours, plain, exact, dtype, given, other=None, equal=False, last=(None, None)):
+    """last: the final state and its gradient. other: exact gradients of keys that differ by half of an eps, of inputs that make much of
     such a difference. equal: all keys are one. Then dq of all steps lies along it, and they share its rounding."""
     q, k, _, g, _, state = given[:6]
     products = worst_products(q, k, *exact[:2])
@@ -53,7 +53,7 @@ def check(ours, plain, exact, dtype, given, other=None, equal=False):
         if three[0].numel() < 500:                 # the plain form's errors are small by chance
             absolute += 2 * torch.finfo(dtype).eps * float(three[2].abs().max())
         absolute += 2.0**-126                      # kernels may make 0 of what is subnormal
-        more = chance(name, three[1] - three[2], three[2], torch.finfo(dtype).eps, state, exact[5])
+        more = chance(name, three[1] - three[2], three[2], torch.finfo(dtype).eps, (state, exact[5]), last)
         absolute = [absolute + x for x in more]
         if equal and name == "dq":
             absolute[2] += torch.finfo(dtype).eps / 8 * float(three[2].abs().mean())
@@ -72,12 +72,13 @@ def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v
                                    for t in given)
         turned = [q, k, v, g, beta, state]
         results = form(norm(q), norm(k) * change, v, g, beta, scale, state, starts)
-        return gradients(results, turned, dout, dlast)
+        return gradients(results, turned, dout, dlast), results[1]
     options = dict(scale=scale, starts=starts, v_first=v_first, use_qk_l2norm=norms)
     ours = gradients(run(*given, **options), given, dout, dlast)
     assert all(found is None or found.dtype == t.dtype for found, t in zip(ours, given))
-    other = of(exactly, 1 + torch.finfo(dtype).eps / 2) if name in REFLECTED else None
-    check(ours, of(by_chunks), of(exactly), dtype, given, other, name.startswith("equal keys"))
+    other = of(exactly, 1 + torch.finfo(dtype).eps / 2)[0] if name in REFLECTED else None
+    exact, last = of(exactly)
+    check(ours, of(by_chunks)[0], exact, dtype, given, other, name.startswith("equal keys"), (last, dlast))
     return ours
 
 

@@ -479,14 +479,18 @@ def kda(row, large):
         shapes = [("large", 8200, ())] if large else []
         shapes += [("cut", 1100, ("initial_state", "final_state", "form")), ("once", 600, ("form",))]
     for label, *problem in [*shapes, *KDA * (not cut)]:
-        yield label, lambda problem=problem: call_kda(name, row["dtype"], columns.get("D", columns.get("N")) - 8,
-                                                      128 if "v128" in row["name"] else 40, *problem)
+        # A GPU splits the columns of v where rows are few
+        heads = 120 if label in ("large", "few blocks") and "v128" in row["name"] else 2
+        yield label, lambda problem=problem, heads=heads: call_kda(
+            name, row["dtype"], columns.get("D", columns.get("N")) - 8, 128 if "v128" in row["name"] else 40, heads,
+            *problem)
 
 
-def call_kda(name, dtype, k, v, steps, given):
+def call_kda(name, dtype, k, v, heads, steps, given):
     starts, op = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 7), _op.Row(name)
     given += tuple("d" + t for t in (*given, "g", "beta"))
-    known = dict.fromkeys(op.sizes, -1) | dict(B=1, T=steps, H=1, HV=2, K=k, V=v, HH=2 if "a_log" in given else -1,
+    known = dict.fromkeys(op.sizes, -1) | dict(B=1, T=steps, H=1, HV=heads, K=k, V=v,
+                                               HH=heads if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
     known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False,
                   form=3 * ("form" in given))
@@ -529,6 +533,8 @@ def gated_delta_rule(row, large):
     for label, *problem in (*shapes, *DELTA * (not cut)):
         if row["op"] == "gated_delta_rule_bwd":          # chunks are dealt out to blocks
             problem[0] *= 2
+        if label == "few blocks" and op == "gated_delta_rule_bwd" and "v128" in row["name"]:
+            problem[1:3] = 17, 34                        # below, a GPU splits the columns of v
         if row["op"] != "delta_norms" or "l2norm" in problem[3]:
             yield label, lambda x=problem: call_gated_delta_rule(op, row["dtype"], *x, n,
                                                                  128 if "v128" in row["name"] else 72, form)
