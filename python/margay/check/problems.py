@@ -479,8 +479,9 @@ def kda(row, large):
         shapes = [("large", 8200, ())] if large else []
         shapes += [("cut", 1100, ("initial_state", "final_state", "form")), ("once", 600, ("form",))]
     for label, *problem in [*shapes, *KDA * (not cut)]:
-        # A GPU splits the columns of v where rows are few
-        heads = 120 if label in ("large", "few blocks") and "v128" in row["name"] else 2
+        # Where rows are few, a GPU splits the columns of v, or it cuts the rows.
+        many = label in ("large", "few blocks") and (row["op"] == "kda" or "v128" in row["name"])
+        heads = 120 if many else 2
         yield label, lambda problem=problem, heads=heads: call_kda(
             name, row["dtype"], columns.get("D", columns.get("N")) - 8, 128 if "v128" in row["name"] else 40, heads,
             *problem)
