@@ -132,6 +132,7 @@ def test_every_function(device):
              mg.scaled_add: ((a, b), {}), mg.rotary: ((rows, rows, *(rows[0, :, 0, :32].float(),) * 2), {}),
              mg.qk_norm_rotary: ((rows, None, *(rows[0, 0, 0],) * 2, *(rows[0, :, 0, :32].float(),) * 2), {}),
              mg.cross_entropy: ((x[0], torch.cat([maps[0]] * 2), starts.repeat(20)), {}),
+             mg.layer_norm: ((x,), {}), mg.rms_norm: ((x,), {}), mg.gated_rms_norm: ((x, x), {}),
              mg.gated_delta_rule: ((rows,) * 3, {}),
              mg.hedgehog: ((*(rows,) * 3, maps, maps, torch.ones(2, device=device), 1.0), {}),
              mg.causal_conv1d: ((x, weight), {}), mg.causal_conv1d_step: ((x[:, :1], x[:, :8].clone(), weight), {}),

@@ -12,6 +12,7 @@ from margay.families.gemm.matmul import matmul
 from margay.families.hedgehog import hedgehog
 from margay.families.kda import kda
 from margay.families.linear_attention import linear_attention, linear_attention_step
+from margay.families.norm import gated_rms_norm, layer_norm, rms_norm
 from margay.families.qk_norm_rotary import qk_norm_rotary
 from margay.families.rotary import rotary
 from margay.families.scaled_add import scaled_add
@@ -22,11 +23,12 @@ _MODULES = ("flash_attn", "flash_attn_interface", "flash_kda", "flashfftconv", "
             "nn")
 # name -> its module
 _LATER = {"explain": "margay._explain", "info": "margay._explain", "FallbackWarning": "margay.drop_ins.fallback",
-          "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2"}
+          "enable_sdpa": "margay.drop_ins.sdpa", "install_as_flash_attn": "margay.drop_ins.flash_attn2",
+          "patch": "margay.drop_ins.patch", "unpatch": "margay.drop_ins.patch"}
 __all__ = ["append_kv", "attention", "attention_decode", "attention_varlen", "based", "causal_conv1d",
            "causal_conv1d_step", "cross_entropy", "dropout_mask", "fft_conv", "fft_conv_filter", "gated_delta_rule",
-           "gated_delta_rule_step", "hedgehog", "kda", "kda_step", "linear_attention", "linear_attention_step",
-           "matmul", "qk_norm_rotary", "rotary", "scaled_add", "ssd", "ssd_step",
+           "gated_delta_rule_step", "gated_rms_norm", "hedgehog", "kda", "kda_step", "layer_norm", "linear_attention",
+           "linear_attention_step", "matmul", "qk_norm_rotary", "rms_norm", "rotary", "scaled_add", "ssd", "ssd_step",
            *_MODULES, *_LATER]
 
 

@@ -53,7 +53,8 @@ def _explain_call(op, arguments, options):
     if op not in ops:
         raise ValueError(f"explain: op is {op}, expected one of {', '.join(ops)} where tensors are given")
     function = getattr(margay, op)
-    places = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    parameters = inspect.signature(function).parameters
+    places = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     *first, last = (p.name for p in places if p.default is p.empty)
     if not len(first) < len(arguments) <= len(places):
         raise TypeError(f"explain: {len(arguments)} tensors are given, expected {', '.join(first)} and {last} for {op}")
@@ -66,7 +67,7 @@ def _explain_call(op, arguments, options):
         from margay import _numpy as library
     library.check_kinds(op, **named)
     if options.get("dropout_p"):
-        options = {**options, "dropout_seed": 0}               # none is drawn
+        options = {**options, "dropout_seed" if "dropout_seed" in parameters else "seed": 0}     # none is drawn
     with library.without_gradients():
         try:
             parts = [_C.dry_run(lambda: function(*arguments, **options))]

@@ -29,6 +29,7 @@ _made: dict = {}        # (op, type of the first argument) -> function
 _gradients = _shared.gradients         # op -> a gradient written by hand
 _rules: dict = {}       # op -> a rule of vmap written by hand
 _direct: dict = {}      # op -> what computes it on plain PyTorch tensors
+_same: dict = {}        # op -> two inputs and a function of what its backward knows: whether they have one gradient
 
 
 class Row:
@@ -131,11 +132,17 @@ class Row:
         return f"empty_like({twin})" if twin else f"empty({self.shape(f)}, dtype={dtype}{place})"
 
     def real(self, f):
-        """The dtype of a gradient: its input's, or where that is not given the first one's."""
+        """The dtype of a result: new_<input> has that input's, or where that is not given that of the first half; a
+        gradient its input's, or what the forward made new of it, or where that is not given the first one's, or
+        the half's."""
         reals = {r["name"]: r for r in self.inputs if r["kind"] == "real"}
-        of, first = reals[f["name"][1:]], next(iter(reals))
+        if f["name"].startswith("new_"):
+            name = f["name"].removeprefix("new_")
+            return f"({self.halves[0]} if {name} is None else {name}).dtype"
+        of, first = reals.get(f["name"][1:]) or reals["new_" + f["name"][1:]], next(iter(reals))
+        other = first if reals[first]["role"] != "opt" else self.halves[0]
         return (f"{of['name']}.dtype" if of["role"] != "opt"
-                else f"({first} if {of['name']} is None else {of['name']}).dtype")
+                else f"({other} if {of['name']} is None else {of['name']}).dtype")
 
     def signature(self, tensor="", optional="", numbers=False):
         """Inputs and numbers, with defaults once all that follow have one."""
@@ -435,6 +442,7 @@ def forward(ctx, {all}{want_given}):
     {written} = make({all}{want_given})
     ctx.save_for_backward({saved})
     ctx.numbers = ({numbers})
+    ctx.half = {half}.dtype
     ctx.set_materialize_grads({zeros})
     return {returned}
 """
@@ -494,11 +502,13 @@ def _torch_function(row):
                                                    output if isinstance(output, tuple) else (output,))
         ctx.save_for_backward(*(kept[name] for name in saved))
         ctx.numbers = values[len(row.inputs):]
+        ctx.half = kept[row.halves[0]].dtype
         ctx.set_materialize_grads(zeros)
 
     want_given = ", want" if row.optional else ""
     text = _FORWARD.format(all=every, written=written(row), saved=", ".join(saved), returned=names(row.results),
-                           numbers="".join(name + ", " for name in numbers), want_given=want_given, zeros=zeros)
+                           numbers="".join(name + ", " for name in numbers), want_given=want_given, zeros=zeros,
+                           half=row.halves[0])
 
     class Record(torch.autograd.Function):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
@@ -570,8 +580,17 @@ def _makes_zeros(row, backward, saved):
     """Does what is saved say the sizes of the results, for the gradient of one that nothing depends on? Else torch
     makes it."""
     read = {f["name"] for f in backward.inputs if f["role"] != "opt"}
-    made = " ".join(text for f in row.results if "d" + f["name"] in read for text in (row.new(f), *row.sizes_of([f])))
+    made = " ".join(text for f in row.results if "d" + f["name"] in read and not _like(row, backward, saved, f)
+                    for text in (row.new(f), *row.sizes_of([f])))
     return all(f["name"] in saved or not _mentions(made, f["name"]) for f in row.inputs)
+
+
+def _like(row, backward, saved, f):
+    """What is saved and has the sizes of the result f, where f's twin is not saved."""
+    twin = row.twin(f)
+    if twin is not None and twin not in saved:
+        return next((g["name"] for g in backward.inputs
+                     if g["name"] in saved and g["role"] != "opt" and g["sizes"] == f["sizes"]), None)
 
 
 def _gradient_by_names(torch, t, row, backward, alone):
@@ -584,6 +603,8 @@ def _gradient_by_names(torch, t, row, backward, alone):
     places = [next((i for i, f in enumerate(backward.results) if f["name"] == "d" + name), None) for name in arguments]
     optional = [arguments.index(f["name"][1:]) for f in backward.optional]
     none = (None,) * len(arguments)
+    first, second, are_same = _same.get(row.name, (None, None, None))
+    one, other = (arguments.index(name) if first else None for name in (first, second))
 
     def gradient(ctx, *grads):
         if all(grad is None for grad in grads[:len(row.results)]):
@@ -593,24 +614,39 @@ def _gradient_by_names(torch, t, row, backward, alone):
             known[name] = grad if grad is None or grad.stride(-1) == 1 else grad.contiguous()
         for f in backward.inputs:
             if known[f["name"]] is None and f["role"] != "opt":        # of a result that nothing depends on
-                known[f["name"]] = torch.zeros_like(alone(incoming[f["name"]]["name"])(*map(known.get, arguments)))
+                known[f["name"]] = zeros(incoming[f["name"]], known, ctx.half)
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
+        shared = first and all(i < len(need) and need[i] for i in (one, other)) and are_same(known, ctx.half)
+        if shared:
+            need = tuple(needed and i != other for i, needed in enumerate(need))
         if not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)]):
             made = direct(*given, want=[i < len(need) and need[i] for i in optional]) if optional else direct(*given)
         else:
             made = seen(*given)
         made = made if isinstance(made, (tuple, list)) else (made,)
-        return tuple(None if i is None or not (k < len(need) and need[k]) else made[i] for k, i in enumerate(places))
+        grads = [None if i is None or not (k < len(need) and need[k]) else made[i] for k, i in enumerate(places)]
+        if shared:
+            grads[other] = grads[one]
+        return tuple(grads)
+
+    def zeros(f, known, half):
+        like = _like(row, backward, saved, f)
+        if like:
+            return torch.zeros_like(known[like], dtype=half)
+        return torch.zeros_like(alone(f["name"])(*map(known.get, arguments)))
     return gradient, saved
 
 
 # ---- the function
 
 
-def function(name, gradient=None, rule=None):
+def function(name, gradient=None, rule=None, same=None):
     """The op's function. gradient(ctx, *grads): where no row <name>_bwd says it; ctx.saved_tensors are the inputs,
-    ctx.numbers the numbers. rule: of vmap, see _transforms."""
+    ctx.numbers the numbers. rule: of vmap, see _transforms. same: (input, input, f), which have one gradient, and it is
+    computed once, where f(what the backward knows by name, dtype of the first half) is true."""
+    if same:
+        _same[name] = same
     if gradient:
         _gradients[name] = gradient
     if rule:

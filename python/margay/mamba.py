@@ -1,4 +1,4 @@
-"""Functions of mamba_ssm with its arguments, on `margay.causal_conv1d` and `margay.ssd`; its gated norm, in PyTorch."""
+"""Functions of mamba_ssm with its arguments, on `margay.causal_conv1d`, `margay.ssd` and `margay.gated_rms_norm`."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from margay.families.causal_conv1d.causal_conv1d import causal_conv1d
+from margay.families.norm import gated_rms_norm
 from margay.families.ssd import ssd, ssd_step
 
 __all__ = ["RMSNormGated", "mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined", "rmsnorm_fn",
@@ -99,7 +100,10 @@ def mamba_split_conv1d_scan_combined(zxbcdt, conv1d_weight, conv1d_bias, dt_bias
 
 def rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
     """As mamba_ssm.ops.triton.layernorm_gated's: each group_size columns over their root mean square, times weight, and
-    silu(z) afterwards, or with norm_before_gate=False before. float32 computes, the result is as x."""
+    silu(z) afterwards, or with norm_before_gate=False before. float32 computes, the result is as x. With a bias,
+    without z and of other types it is PyTorch's."""
+    if z is not None and bias is None and z.dtype == x.dtype and weight.dtype in (x.dtype, torch.float32):
+        return gated_rms_norm(x, z, weight, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
     gate = None if z is None else F.silu(z.float())
     wide = x.float() if gate is None or norm_before_gate else x * gate      # x is read in its own type
     if group_size is None or group_size == x.shape[-1]:

@@ -8,9 +8,10 @@ from margay.drop_ins.long_conv import LongConv
 from margay.drop_ins.mamba2 import Mamba2
 from margay.drop_ins.multihead_attention import MultiheadAttention
 from margay.families.attention.attention import attention
+from margay.families.norm import gated_rms_norm, layer_norm, rms_norm
 
-__all__ = ["Attention", "Based", "GatedDeltaNet", "Hedgehog", "KimiDeltaAttention", "LinearAttention", "LongConv",
-           "Mamba2", "MultiheadAttention"]
+__all__ = ["Attention", "Based", "GatedDeltaNet", "GatedRMSNorm", "Hedgehog", "KimiDeltaAttention", "LayerNorm",
+           "LinearAttention", "LongConv", "Mamba2", "MultiheadAttention", "RMSNorm"]
 
 
 class Attention(torch.nn.Module):
@@ -52,3 +53,90 @@ class Attention(torch.nn.Module):
         return (f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
                 f"head_dim={self.head_dim}, "
                 f"causal={self.causal}")
+
+
+class _Norm(torch.nn.Module):
+    """Of the last dimensions, normalized_shape, as torch.nn's. weight, bias: parameters of that shape, or None."""
+
+    def __init__(self, normalized_shape, eps, weight, bias, device, dtype):
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape:
+            raise ValueError(f"{type(self).__name__}: normalized_shape is {normalized_shape!r}, expected one size or "
+                             "more")
+        self.normalized_shape, self.eps = shape, eps
+        for name, given in (("weight", weight), ("bias", bias)):
+            made = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if given else None
+            self.register_parameter(name, made)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def rows(self, name, t):
+        """t with the normalised dimensions as one."""
+        dims = len(self.normalized_shape)
+        if tuple(t.shape[-dims:]) != self.normalized_shape:
+            raise ValueError(f"{type(self).__name__}: {name} has shape {list(t.shape)}, expected "
+                             f"[..., {', '.join(map(str, self.normalized_shape))}]")
+        return t if dims == 1 else t.flatten(-dims)
+
+    def normed(self, function, x, residual, options):
+        weight, bias = (t if t is None else t.flatten() for t in (self.weight, self.bias))
+        residual = residual if residual is None else self.rows("residual", residual)
+        found = function(self.rows("x", x), weight, bias, residual=residual, eps=self.eps, **options)
+        return (tuple(t.view(x.shape) for t in found) if isinstance(found, tuple) else found.view(x.shape))
+
+    def extra_repr(self):
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.weight is not None}"
+
+
+class LayerNorm(_Norm):
+    """torch.nn.LayerNorm's arguments and state dict. forward(x, residual=None, **options): as `margay.layer_norm`,
+    whose options are prenorm, dropout_p, residual_in_fp32, seed and generator."""
+
+    def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None):
+        super().__init__(normalized_shape, eps, elementwise_affine, elementwise_affine and bias, device, dtype)
+
+    def forward(self, x, residual=None, **options):
+        return self.normed(layer_norm, x, residual, options)
+
+
+class RMSNorm(_Norm):
+    """torch.nn.RMSNorm's arguments and state dict, which are transformers' too. forward(x, residual=None, **options):
+    as `margay.rms_norm`. zero_centred: the parameter is the weight less 1, as in Gemma and Qwen3-Next.
+
+    eps: torch's, the machine epsilon of x's dtype, if None.
+    """
+
+    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None, *,
+                 zero_centred=False):
+        self.zero_centred = zero_centred
+        super().__init__(normalized_shape, eps, elementwise_affine, False, device, dtype)
+
+    def reset_parameters(self):
+        if self.weight is not None:
+            torch.nn.init.constant_(self.weight, 0.0 if self.zero_centred else 1.0)
+
+    def forward(self, x, residual=None, **options):
+        def norm(*given, eps, **options):
+            eps = torch.finfo(x.dtype).eps if eps is None else eps
+            return rms_norm(*given, eps=eps, zero_centred=self.zero_centred, **options)
+        return self.normed(norm, x, residual, options)
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """As mamba_ssm's RMSNormGated and transformers' Qwen3NextRMSNormGated, with their state dict:
+    `margay.gated_rms_norm` of hidden_size columns. forward(x, gate)."""
+
+    def __init__(self, hidden_size, eps=1e-6, group_size=None, norm_before_gate=True, device=None, dtype=None):
+        super().__init__()
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x, gate):
+        return gated_rms_norm(x, gate, self.weight, eps=self.eps, group_size=self.group_size,
+                              norm_before_gate=self.norm_before_gate)

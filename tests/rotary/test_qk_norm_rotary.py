@@ -274,7 +274,8 @@ def test_compiled_and_transformed():
     assert all(map(torch.equal, compiled(q, k, weight), call(q, k, weight)))
     leaves = q.clone().requires_grad_(), weight.clone().requires_grad_()
     grads = [torch.autograd.grad(f(leaves[0], k, leaves[1])[0].square().sum(), leaves) for f in (call, compiled)]
-    assert all(map(torch.equal, *grads))
+    for mine, theirs in zip(*grads):           # a compiler may take sums in another order
+        torch.testing.assert_close(theirs, mine, rtol=1e-5, atol=1e-5 * float(mine.abs().max()))
 
     def kept(q, k, *caches):
         return mg.qk_norm_rotary(q, k, weight, weight, cos, sin, v=k, k_cache=caches[0], v_cache=caches[1],

@@ -613,11 +613,16 @@ FFT_BLOCKS = ((3, 2, 5000, 4800, False, True, True), (2, 3, 9000, 300, True, Fal
 
 
 def fft_conv(row, large):
-    """Forward, and, of rows that filters' gradients run, backward."""
+    """Forward, and, of rows that gradients run, backward."""
+    gradients = row["op"] in ("fft_conv_bwd", "fft_conv_parts")
     takes, blocks, pieces = constants(row).get("TAKES"), constants(row).get("R"), constants(row)["PIECES"]
     problems = FFT_BLOCKS if row["op"] in ("fft_conv_spectra", "fft_conv_sums") else [
         p for p in FFT if p[2] == 4096 * blocks] if blocks else [
         p for p in FFT if p[2] <= 4096 and takes in (None, 1 + (not p[4]))]
+    if row["op"] == "fft_conv_parts" or row["name"].endswith("_long"):
+        problems = FFT[-2:]
+    if row["op"] == "fft_conv_sums" and pieces == 2:
+        problems += FFT[2:3]
     if row["op"] == "fft_conv_filters" and pieces == 2:
         problems += FFT[-2:]
     if large:
@@ -638,11 +643,14 @@ def fft_conv(row, large):
                 _C.fft_conv(out=out, **scratch, **of)
                 return out,
             made = dict(du=rows(), dk=new(h, taps), dskip=new(h) if gates else None)
+            if gates:
+                made |= dict(dpregate=rows(), dpostgate=rows())
             _C.fft_conv_bwd(**made, **scratch, dout=rows(), **of)
-            return made["du"], made["dk"]
+            return tuple(t for t in made.values() if t is not None)
         label = f"{b}x{h}x{n} * {taps}{' causal' if causal else ''}{' gates' if gates else ''}"
-        yield label, call
-        if row["op"] == "fft_conv_sums":
+        if not gradients and (precise or row["op"] != "fft_conv_sums"):
+            yield label, call
+        if gradients or blocks or row["op"] == "fft_conv_sums":
             yield label + " backward", functools.partial(call, backward=True)
 
 
@@ -660,10 +668,13 @@ def causal_conv1d_step(row, large):
 
 def rotary(row, large):
     """Columns of all kinds: beside the pairs, interleaved, of several tables, from positions that there are not."""
-    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    dtype, odd, short = row["dtype"], row["op"].endswith("_ones"), row["name"].endswith("_k64")
     shapes = [("large", 2, 64, 32, 8, 128, 64, {})] if large else []
-    shapes += [("", 2, 5, 6, 2, 80, 32, dict(interleaved=True)), ("", 1, 7, 33, 0, 64, 32, dict(offset=-2)),
+    shapes += [("", 2, 5, 6, 2, 80, 32, dict(interleaved=True)), ("", 1, 7, 33, 0, 96, 48, dict(offset=-2)),
                ("", 3, 4, 1, 1, 256, 128, {})]
+    if short:
+        shapes = [(label, b, t, h, hk, 64 if d > 80 else 48, 32 if d > 80 else 16, more)
+                  for label, b, t, h, hk, d, _, more in shapes]
     for label, b, t, heads, k_heads, d, angles, numbers in shapes:
         def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, numbers=numbers):
             q, k = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads))
@@ -713,6 +724,48 @@ def cross_entropy_rows(row, large):
             _C.cross_entropy_rows(loss=loss, lse=lse, logits=logits, targets=targets, scale=scale, **numbers)
             return loss, lse, logits
         yield label or f"{m}x{n}", call
+
+
+# rows, groups, columns, what is read besides x. A block has 64 lines to one, which 1 to 16 warps share; of the last two
+# sums of a line cross warps and warpgroups.
+NORMS = (("16 lines", 150, 1, 40, "residual"), ("4 lines", 40, 1, 200, "gate first"),
+         ("groups", 20, 3, 512, "gate last"), ("a warpgroup", 9, 1, 1000, ""), ("two", 7, 1, 2040, "residual"))
+
+
+def norm(row, large):
+    c = constants(row)
+    whole = 1024 * c.get("J", 1) * c["GROUPS"]
+    if c.get("SPAN", 0):                   # each member has a line or more, the last ones of some have none
+        members, columns = c["GROUPS"] // c["SPAN"], 1024 * c["J"] * c["SPAN"]
+        for label, rows, kind in (("with what is added", 9 * members + 1, "residual of 16 bits"), ("plain", 2, "")):
+            yield label, lambda x=(row["dtype"], row["op"] != "norm_fwd", rows, 1, columns - 8, kind): call_norm(*x)
+        return
+    shapes = [("large", 3000, 1, 4096, "residual"), ("few blocks", 600, 1, 4096, "")] if large else []
+    if row["op"] == "norm_bwd_post":
+        shapes += [*NORMS[:2], ("groups", 20, 3, 100, "gate last")]
+    else:
+        shapes += NORMS if c["LONG"] == 0 and whole == 4096 else NORMS[:2] if c["LONG"] else ()
+        shapes += [("whole blocks", 5, 1, whole - 64 if not c["LONG"] else 2 * whole + 22, kind)
+                   for kind in ("residual", "gate first", "gate last")]
+    for label, *problem in shapes:
+        yield (label if label in ("large", "few blocks") else f"{label}, {problem[-1]}",
+               lambda x=(row["dtype"], row["op"] != "norm_fwd", *problem): call_norm(*x))
+
+
+def call_norm(dtype, backward, rows, groups, columns, kind):
+    name = "layer_norm_residual" if kind.startswith("residual") else "gated_rms_norm" if kind else "layer_norm"
+    name += "_bwd" * backward
+    op = _op.Row(name)
+    known = dict.fromkeys(op.sizes, -1) | dict(B=rows, G=groups, N=columns)
+    known |= {f["name"]: f["role"] != "num" for f in op.inputs} | {f["name"]: _op.default(f) for f in op.numbers}
+    known |= dict(dropout_p=0.25, gate_first=kind == "gate first")
+    op.derive(known)
+    kinds = dict(half=dtype, real=dtype if kind.endswith("bits") else "float32", float32="float32", int32="int32")
+    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
+                              values=dict(rstd=1.0, seed=7).get(f["name"]))
+               for f in op.arguments if f["role"] != "num"}
+    getattr(_C, name)(**tensors, **{f["name"]: known[f["name"]] for f in op.numbers})
+    return [tensors[f["name"]] for f in op.results]
 
 
 # steps, samples, places, what is given besides; of the last sample there is no state
@@ -842,7 +895,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "rotary": rotary, "rotary_ones": rotary, "qk_norm_rotary": qk_norm_rotary, "qk_norm_rotary_ones": qk_norm_rotary,
        "cross_entropy_rows": cross_entropy_rows,
-       "fft_conv": fft_conv, "fft_conv_filters": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
+       "fft_conv": fft_conv, "fft_conv_bwd": fft_conv, "fft_conv_filters": fft_conv,
+       "fft_conv_parts": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
+       **dict.fromkeys(("norm_fwd", "norm_bwd", "norm_bwd_post"), norm),
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,

@@ -4,6 +4,7 @@ import torch
 
 from margay import _C, _torch, _transforms
 from margay._shared import of_row
+from margay.families.norm import rms_norm
 
 _OP = "qk_norm_rotary"
 _APPEND = ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "sin", "positions", "offsets",
@@ -11,7 +12,8 @@ _APPEND = ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "
 
 
 def gradient(ctx, dq_out, dk_out):
-    """Turned back by rotary's kernel; the norm's by torch's operations, which create_graph differentiates again."""
+    """By the kernels of rotary and of the norm. Where something has to see the operations, or differentiates them again,
+    the norm's is torch's."""
     q, k, q_weight, k_weight, cos, sin, positions, offsets = ctx.saved_tensors
     offset, interleaved, eps = ctx.numbers
     dq_out, dk_out = (torch.zeros_like(x) if d is None else d if d.stride(-1) == 1 else d.contiguous()
@@ -25,6 +27,10 @@ def _of_norm(d, x, weight, eps):
     """The gradients of x / sqrt(mean of x^2 + eps) weight, where d is that of the result."""
     if weight is None:
         return d, None
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _torch.c_may_read(d, x, weight):
+        with torch.enable_grad():
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            return torch.autograd.grad(rms_norm(x, weight, eps=eps), (x, weight), d)
     d, wide = d.float(), x.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * factor

@@ -1,0 +1,512 @@
+"""layer_norm, rms_norm and gated_rms_norm, their gradients and dropout against float64, on odd sizes and memory."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import margay as mg
+from cases import DEVICES, check_error
+from margay import _C
+
+WIDTHS = (1, 2, 3, 5, 7, 8, 16, 63, 64, 65, 72, 96, 127, 128, 129, 130, 200, 255, 256, 257, 264, 500, 512, 513, 576,
+          768, 1000, 1024, 1025, 1032, 2048, 2049, 2056, 2304, 3072, 4095, 4096, 4097, 4104, 5120, 6144, 8192,
+          8193, 8200)
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (*HALVES, torch.float32)
+
+
+def silu(z):
+    return z * torch.sigmoid(z)
+
+
+def formula(x, weight=None, bias=None, residual=None, z=None, *, rms, eps, zero_centred=False, keep=None, p=0.0,
+            size=None, before=True):
+    """out and what was normalised, in the arguments' own precision. keep: which elements dropout does not drop."""
+    u = x if keep is None else torch.where(keep, x / (1 - p) if p < 1 else x, torch.zeros((), dtype=x.dtype))
+    u = u if residual is None else u + residual
+    u = u * silu(z) if z is not None and not before else u
+    parts = u if size is None else u.unflatten(-1, (-1, size))
+    mean = 0 if rms else parts.mean(-1, keepdim=True)
+    square = ((parts - mean) ** 2).mean(-1, keepdim=True)
+    out = ((parts - mean) / torch.sqrt(square + eps)).reshape(u.shape)
+    out = out if weight is None else out * (weight + 1 if zero_centred else weight)
+    out = out if bias is None else out + bias
+    return out * silu(z) if z is not None and before else out, u
+
+
+class Problem:
+    def __init__(self, seed, device, shape=None, dtype=None, kind=None):
+        r, g = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.dtype = dtype or r.choice(DTYPES)
+        self.kind = kind or r.choice(("layer", "rms", "gated"))
+        width = shape[-1] if shape else r.choice(WIDTHS)
+        lead = shape[:-1] if shape else r.choice(((r.randint(1, 40),), (2, r.randint(1, 9)), (3, 1, 2)))
+        gap = r.choice((0, 0, 8, 3))
+        wide = lambda: r.choice((torch.float32, self.dtype))  # noqa: E731
+        far, spread = r.choice((0, 0, 3)), r.choice((1, 1, 0.1))
+
+        def make(*size, dtype=self.dtype, gap=0):
+            t = torch.randn(*size[:-1], size[-1] + gap, generator=g) * spread + far
+            return t.to(device, dtype)[..., gap // 2:gap // 2 + size[-1]].requires_grad_()
+        self.tensors = {"x": make(*lead, width, gap=gap)}
+        if r.random() < 0.9:
+            self.tensors["weight"] = make(width, dtype=wide())
+        self.options = {"eps": r.choice((1e-5, 1e-6, 1e-3))}
+        self.residual = self.p = 0
+        if self.kind == "gated":
+            self.tensors["z"] = make(*lead, width, gap=r.choice((0, 8)))
+            sizes = [n for n in (width, width // 2, width // 4, 64, 128) if n and width % n == 0]
+            self.options |= {"group_size": r.choice(sizes), "norm_before_gate": r.random() < 0.5}
+        else:
+            if r.random() < 0.5:
+                self.tensors["bias"] = make(width, dtype=wide())
+            if r.random() < 0.6:
+                self.tensors["residual"] = make(*lead, width, dtype=wide())
+            if r.random() < 0.4:
+                self.options |= {"dropout_p": r.choice((0.1, 0.25, 0.9)), "seed": r.randrange(2**64)}
+            self.p = round(self.options.get("dropout_p", 0) * 65536) / 65536
+            self.options["prenorm"] = r.random() < 0.5
+            if self.kind == "rms":
+                self.options["zero_centred"] = r.random() < 0.3
+        self.lead, self.width, self.device = lead, width, device
+        self.dout, self.du = (torch.randn(*lead, width, generator=g).to(self.dtype) for _ in range(2))
+        self.label = (f"seed {seed}: {self.kind} {self.dtype} {[*lead, width]} gap {gap} far {far} {self.options} "
+                      f"{ {name: str(t.dtype)[6:] for name, t in self.tensors.items()} }")
+
+    def kept(self):
+        """What dropout keeps, from a call whose result is what dropout made of ones."""
+        if not self.p:
+            return None
+        ones = torch.ones(*self.lead, self.width, dtype=self.dtype, device=self.device)
+        p, seed = self.options["dropout_p"], self.options["seed"]
+        return mg.rms_norm(ones, dropout_p=p, seed=seed, prenorm=True)[1] != 0
+
+    def results(self, function, cast=lambda t: t):
+        given = {name: cast(t.detach()).requires_grad_() for name, t in self.tensors.items()}
+        made = function(given)
+        out, u = made if isinstance(made, tuple) else (made, None)
+        results = (out, u) if self.options.get("prenorm") else (out,)
+        douts = [d.to(self.device, t.dtype) for d, t in zip((self.dout, self.du), results)]
+        grads = torch.autograd.grad(results, list(given.values()), douts)
+        found = {"out": out.detach()} | ({"sum": u.detach()} if len(results) > 1 else {})
+        return found | {"d" + name: grad for name, grad in zip(given, grads)}
+
+    def ours(self):
+        function = {"layer": mg.layer_norm, "rms": mg.rms_norm, "gated": mg.gated_rms_norm}[self.kind]
+        return self.results(lambda given: function(**given, **self.options))
+
+    def in_dtype(self, dtype, keep):
+        o = self.options
+        call = lambda given: formula(**given, rms=self.kind != "layer", eps=o["eps"], keep=keep, p=self.p,  # noqa: E731
+                                     zero_centred=o.get("zero_centred", False), size=o.get("group_size"),
+                                     before=o.get("norm_before_gate", True))
+        return self.results(call, lambda t: t.to(dtype))
+
+    def check(self):
+        print(self.label)
+        keep = self.kept()
+        ours, plain, exact = self.ours(), self.in_dtype(self.dtype, keep), self.in_dtype(torch.float64, keep)
+        if not all(t.isfinite().all() for t in plain.values()):        # squares leave float16's range, not ours
+            plain = self.in_dtype(torch.float32, keep)
+        for name, found in ours.items():
+            of = self.tensors.get(name[1:])
+            size = float(exact[name].abs().max())
+            # x - mean is as exact as the mean's float32, and becomes larger by 1 / sqrt(variance + eps)
+            rough = 2.0**-20 * (1 + size) / self.options["eps"]**0.5 if self.kind == "layer" else 2.0**-18 * (1 + size)
+            check_error(f"{self.label}: {name}", found, plain[name], exact[name], 3 if of is not None else 2,
+                        (1e-5, rough + 4 * torch.finfo(self.dtype).eps * size))
+            expected = of.dtype if of is not None else self.tensors.get("residual", self.tensors["x"]).dtype
+            assert found.dtype == (self.dtype if name == "out" else expected), name
+            assert found.shape == exact[name].shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_problems(device):
+    first = random.randrange(1 << 30)
+    for seed in range(first, first + (500 if device == "cuda" else 200)):
+        Problem(seed, device).check()
+
+
+@pytest.mark.parametrize("kind", ("layer", "rms", "gated"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_widths(device, kind):
+    for width in (*WIDTHS, 16384, 20001, 40000, 65535, 65536):
+        Problem(width, device, (3, width), torch.bfloat16, kind).check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(20000, 24), (3001, 136), (700, 2048)])
+def test_many_rows(device, shape):
+    """More than the blocks have lines at a time."""
+    for kind in ("layer", "rms", "gated"):
+        Problem(1, device, shape, torch.float32, kind).check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ("layer", "rms"))
+def test_lines_in_rings(device, dtype, kind):
+    """Streams of 16 bits only, with dropout and without, plain and with a sum: few lines, more than the blocks' rings
+    have stages, rows that are not neighbours in memory."""
+    for seed, (rows, width) in enumerate(((1, 2056), (5, 3000), (1700, 4096), (13, 4096), (2000, 2304), (1200, 8192))):
+        rows = rows // 4 if device == "cpu" and rows > 100 else rows
+        problem = Problem(seed, device, (rows, width), dtype, kind)
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(*problem.lead, width + 8 * (seed % 2), generator=g).to(device, dtype)[..., :width]
+        problem.tensors["x"] = x.requires_grad_()
+        problem.tensors.pop("residual", None)
+        if seed != 3:
+            residual = torch.randn(*problem.lead, width, generator=g).to(device, dtype)
+            problem.tensors["residual"] = residual.requires_grad_()
+        problem.options["prenorm"] = seed % 3 != 1
+        problem.options.pop("dropout_p", None)
+        problem.options.pop("seed", None)
+        if seed % 2 == 0:
+            problem.options |= {"dropout_p": 0.25, "seed": seed}
+        problem.p = problem.options.get("dropout_p", 0)
+        problem.check()
+
+
+@pytest.mark.parametrize("row", ("norm_fwd_bf16_any", "norm_fwd_fp16_any", "norm_bwd_bf16_any", "norm_bwd_fp16_any"))
+def test_kernels_that_take_everything(row):
+    """Short lines too, which on the CPU others compute. Memory that nobody wrote is NaN."""
+    dtype = torch.bfloat16 if "bf16" in row else torch.float16
+    torch.use_deterministic_algorithms(True)
+    _C.prefer(row)
+    try:
+        assert torch.empty(9).isnan().all()
+        for width in (1, 2, 64, 65, 127, 130, 257, 513, 1000, 1025, 2049, 4097):
+            for lead, kind in ((3, "layer"), (3, "gated"), (70, "rms"), (70, "gated")):
+                Problem(width, "cpu", (lead, width), dtype, kind).check()
+    finally:
+        _C.prefer(None)
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", (1, 100, 1000, 4096, 9000))
+def test_constant_rows(device, dtype, width):
+    """Of a constant row nothing is left but the bias, and no gradient, whatever the constant."""
+    values = torch.tensor([0.0, 1.0, -3.3, 1e4, 1e-4, 7777.7, 1e18, 1e-18], device=device).to(dtype)
+    values = values[values.isfinite()]
+    x = values[:, None].repeat(1, width).requires_grad_()
+    bias = torch.randn(width, device=device)
+    out = mg.layer_norm(x, torch.randn(width, device=device), bias)
+    assert torch.equal(out, bias.to(dtype).expand_as(out))
+    with torch.no_grad():
+        assert mg.layer_norm(x).abs().max() == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", (8, 1000, 4096, 20000))
+def test_huge_and_tiny_values(device, width):
+    """Squares that float cannot hold, or that are nothing to it, where eps is nothing too."""
+    g = torch.Generator().manual_seed(width)
+    x = torch.randn(5, width, generator=g).to(device)
+    for size, eps in ((1e18, 1e-5), (3e18, 1e-5), (1e30, 1e-5), (1e37, 0.0), (1e-22, 0.0), (1e-25, 1e-30),
+                      (1e-30, 1e-24), (1e-20, 1e-5)):
+        for dtype in (torch.bfloat16, torch.float32):
+            for rms, function in ((False, mg.layer_norm), (True, mg.rms_norm)):
+                t = (x * size).to(dtype).requires_grad_()
+                out = function(t, eps=eps)
+                exact, _ = formula(t.detach().double(), rms=rms, eps=eps)
+                assert out.isfinite().all(), (size, eps, dtype, rms)
+                close = torch.finfo(dtype).eps * 2 + 1e-6
+                bound = close * (exact.abs() + exact.abs().mean())
+                assert ((out.double() - exact).abs() <= bound).all(), (size, eps, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_finite_stays_in_its_row(device):
+    x = torch.randn(9, 300, device=device)
+    x[2, 5], x[6, 7] = float("nan"), float("inf")
+    for function in (mg.layer_norm, mg.rms_norm, lambda x: mg.gated_rms_norm(x, torch.ones_like(x))):
+        out = function(x)
+        rows = out.isnan().any(1).nonzero().flatten().tolist()
+        assert rows == [2, 6] and out[2].isnan().all()
+    assert mg.rms_norm(x)[6].nan_to_num(0).abs().max() == 0            # what is finite beside an infinity
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout(device):
+    """How many are kept, mean and variance; the same from the same seed, another from another; rows and columns
+    alike."""
+    x = torch.ones(400, 1024, device=device)
+    for p in (0.1, 0.5, 0.9):
+        kept = lambda seed: mg.layer_norm(x, dropout_p=p, seed=seed, prenorm=True)[1]  # noqa: E731, B023
+        u = kept(3)
+        part, n = float((u != 0).float().mean()), u.numel()
+        assert abs(part - (1 - p)) < 5 * (p * (1 - p) / n)**0.5 + 2**-17
+        assert torch.allclose(u[u != 0], torch.tensor(1 / (1 - p), device=device), rtol=1e-4)
+        assert abs(float(u.mean()) - 1) < 5 * (p / (1 - p) / n)**0.5 + 1e-4
+        for dim, length in ((0, 400), (1, 1024)):
+            means = (u != 0).float().mean(dim)
+            assert (means - (1 - p)).abs().max() < 6 * (p * (1 - p) / length)**0.5
+        flat = (u != 0).float().flatten() - (1 - p)
+        for shift in (1, 2, 4, 8, 16, 1024):
+            assert abs(float((flat[shift:] * flat[:-shift]).mean())) < 6 * p * (1 - p) / n**0.5
+        assert torch.equal(u, kept(3)) and not torch.equal(u, kept(4)) and not torch.equal(u, kept(3 + 2**32))
+        assert torch.equal(u[:7], mg.rms_norm(x[:7], dropout_p=p, seed=3, prenorm=True)[1])
+
+
+def test_draws():
+    """Philox 4x32-10 itself, in numbers of the paper's own test vectors where the counter allows it, else computed."""
+    def philox(counter, key):
+        a, b, c, d = counter
+        for _ in range(10):
+            x, y = a * 0xD2511F53, c * 0xCD9E8D57
+            a, b, c, d = (y >> 32) ^ b ^ key[0], y % 2**32, (x >> 32) ^ d ^ key[1], x % 2**32
+            key = (key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32
+        return a, b, c, d
+    assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # kat_vectors
+    seed, p = 0x123456789ABCDEF0, 0.3
+    kept = mg.rms_norm(torch.ones(3, 24), dropout_p=p, seed=seed, prenorm=True)[1] != 0
+    for row in range(3):
+        for eight in range(3):
+            words = philox((row, 0, eight, 0), (seed % 2**32, seed >> 32))
+            draws = [word >> shift & 0xFFFF for word in words for shift in (0, 16)]
+            assert kept[row, 8 * eight:8 * eight + 8].tolist() == [n >= round(p * 65536) for n in draws]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_of_all_and_of_nothing(device):
+    x, residual = (torch.randn(9, 96, device=device) for _ in range(2))
+    x.requires_grad_()
+    out, u = mg.layer_norm(x, residual=residual, dropout_p=1.0, prenorm=True)
+    assert torch.equal(u, residual) and torch.equal(out, mg.layer_norm(residual))
+    assert not torch.autograd.grad(out.square().sum(), x)[0].any()
+    assert torch.equal(mg.layer_norm(x, residual=residual, dropout_p=0.0, seed=5), mg.layer_norm(x, residual=residual))
+    alone = mg.layer_norm(x, dropout_p=1.0, prenorm=True)
+    assert not alone[0].any() and not alone[1].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_seeds_come_from_torch(device):
+    x = torch.ones(50, 64, device=device)
+    drop = lambda **options: mg.rms_norm(x, dropout_p=0.5, prenorm=True, **options)[1]  # noqa: E731
+    torch.manual_seed(1)
+    first, second = drop(), drop()
+    torch.manual_seed(1)
+    assert torch.equal(drop(), first) and torch.equal(drop(), second) and not torch.equal(first, second)
+    g = torch.Generator().manual_seed(7)
+    third = drop(generator=g)
+    assert torch.equal(third, drop(generator=g.manual_seed(7)))
+    words = torch.tensor([5, -1], dtype=torch.int32, device=device)
+    assert torch.equal(drop(seed=words), drop(seed=5 + (2**32 - 1 << 32)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_repeats_bit_by_bit(device):
+    for kind, shape in (("layer", (3000, 200)), ("rms", (600, 4096)), ("gated", (300, 9000))):
+        p = Problem(11, device, shape, torch.bfloat16, kind)
+        first = p.ours()
+        for _ in range(3):
+            assert all(torch.equal(t, first[name]) for name, t in p.ours().items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sum_does_not_depend_on_who_asks(device):
+    """With prenorm and without, and with gradients off, out is the same, and the norm of the sum."""
+    x, residual = (torch.randn(40, 200, device=device).to(torch.bfloat16).requires_grad_() for _ in range(2))
+    options = dict(residual=residual, dropout_p=0.2, seed=9)
+    out, u = mg.layer_norm(x, prenorm=True, **options)
+    assert torch.equal(out, mg.layer_norm(x, **options)) and torch.equal(out, mg.layer_norm(u))
+    with torch.no_grad():
+        assert torch.equal(out, mg.layer_norm(x, **options))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradient_of_one_result(device):
+    """Of the sum alone; and one gradient for x and residual where nothing lies between them."""
+    x, residual = (torch.randn(4, 72, device=device).to(torch.float16).requires_grad_() for _ in range(2))
+    out, u = mg.rms_norm(x, residual=residual, prenorm=True)
+    dx, dresidual = torch.autograd.grad(u.sum(), (x, residual), retain_graph=True)
+    assert (dx == 1).all() and (dresidual == 1).all()
+    dx, dresidual = torch.autograd.grad(out.square().sum(), (x, residual))
+    assert dx.data_ptr() == dresidual.data_ptr() and dx.any()          # as of an addition of PyTorch
+
+
+def test_residual_in_float32():
+    x = torch.randn(5, 40).to(torch.bfloat16).requires_grad_()
+    out, u = mg.rms_norm(x, prenorm=True, residual_in_fp32=True)
+    assert u.dtype == torch.float32 and torch.equal(u, x.float()) and out.dtype == torch.bfloat16
+    out, u2 = mg.rms_norm(out, residual=u, prenorm=True)
+    assert u2.dtype == torch.float32
+    (out.float().sum() + u2.sum()).backward()
+    assert x.grad.dtype == torch.bfloat16 and x.grad.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty(device):
+    weight = torch.ones(8, device=device, requires_grad=True)
+    x = torch.zeros(0, 8, device=device, requires_grad=True)
+    for out in (mg.layer_norm(x, weight), mg.rms_norm(x, weight, residual=x), mg.gated_rms_norm(x, x, weight)):
+        assert out.shape == (0, 8)
+        assert not torch.autograd.grad(out.sum(), weight)[0].any()
+
+
+def test_numpy():
+    x, z, r = (np.random.default_rng(i).standard_normal((4, 5, 24)).astype(np.float32) for i in range(3))
+    w = np.random.default_rng(3).standard_normal(24).astype(np.float32)
+    double = lambda a: torch.tensor(a, dtype=torch.float64)  # noqa: E731
+    for found, exact in (
+            (mg.layer_norm(x, w, residual=r), formula(double(x), double(w), residual=double(r), rms=False, eps=1e-5)),
+            (mg.rms_norm(x), formula(double(x), rms=True, eps=1e-6)),
+            (mg.gated_rms_norm(x, z, w), formula(double(x), double(w), z=double(z), rms=True, eps=1e-6))):
+        assert isinstance(found, np.ndarray) and np.allclose(found, exact[0].numpy(), atol=1e-5)
+    out, u = mg.layer_norm(x, residual=r, dropout_p=0.5, seed=1, prenorm=True)
+    assert np.array_equal(out, mg.layer_norm(u))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_vmapped_and_checkpointed(device):
+    x, residual = (torch.randn(6, 40, device=device, requires_grad=True) for _ in range(2))
+    w = torch.randn(40, device=device, requires_grad=True)
+
+    def call(x, residual, w):
+        out, u = mg.layer_norm(x, w, residual=residual, prenorm=True, dropout_p=0.25, seed=3)
+        return mg.rms_norm(out, w) + mg.gated_rms_norm(u, out, w, group_size=8)
+    plain = call(x, residual, w)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(x, residual, w)
+    assert torch.equal(plain, compiled)
+    grads, others = (torch.autograd.grad(t.square().sum(), (x, residual, w)) for t in (plain, compiled))
+    assert all(torch.allclose(a, b) for a, b in zip(grads, others))
+    drawn = torch.compile(lambda x: mg.rms_norm(x, dropout_p=0.5), backend="aot_eager", fullgraph=True)
+    torch.manual_seed(0)
+    first = drawn(x)
+    assert not torch.equal(first, drawn(x))                            # a seed is drawn in every call
+    both = torch.vmap(lambda x: mg.rms_norm(x, w))(torch.stack([x, 2 * x]))
+    assert torch.equal(both[1], mg.rms_norm(2 * x, w))
+    from torch.utils.checkpoint import checkpoint
+    again = lambda x: mg.layer_norm(x, w, dropout_p=0.5).square()  # noqa: E731
+    torch.manual_seed(5)
+    kept = torch.autograd.grad(again(x).sum(), x)[0]
+    torch.manual_seed(5)
+    assert torch.equal(torch.autograd.grad(checkpoint(again, x, use_reentrant=False).sum(), x)[0], kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device):
+    x, z = (torch.randn(6, 40, device=device, requires_grad=True) for _ in range(2))
+    w, b = (torch.randn(40, device=device, requires_grad=True) for _ in range(2))
+    seed = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    for function in (mg.layer_norm, mg.rms_norm):
+        function(x, residual=z)
+        function(x)
+    mg.gated_rms_norm(x, z)
+    ops = torch.ops.margay
+    torch.library.opcheck(ops.layer_norm.default, (x, w, b, 1e-5))
+    torch.library.opcheck(ops.rms_norm.default, (x, w, None, 1e-5, True))
+    torch.library.opcheck(ops.layer_norm_residual.default, (x, z, w, b, seed, 1e-5, 0.25))
+    torch.library.opcheck(ops.rms_norm_residual.default, (x, None, w, None, seed, 1e-5, 0.25, False))
+    torch.library.opcheck(ops.gated_rms_norm.default, (x[:, None], z[:, None], w[None], 1e-5, True))
+
+
+def test_autocast():
+    x, w = torch.randn(5, 64), torch.randn(64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mg.layer_norm(x, w, residual=x)
+    assert out.dtype == torch.bfloat16
+    assert torch.allclose(out.float(), F.layer_norm(2 * x, (64,), w, None), atol=0.1, rtol=0.05)
+
+
+def test_fp32_is_read_on_the_gpu_by_kernels_of_bf16():
+    """On a machine without one, by explain."""
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        x = torch.empty(4, 64, device="cuda")
+        assert mg.layer_norm(x).shape == (4, 64)
+    assert mg.explain("norm_fwd", dtype="bfloat16", gpu=True, n=64).kernels == ["norm_fwd_bf16_any"]
+
+
+BAD = [
+    (lambda x, f: f(x.double()), TypeError, "x has dtype float64, expected bfloat16, float16 or float32"),
+    (lambda x, f: f(x, torch.ones(7)), ValueError, "weight has size 7 in dimension 0, expected 16 (N of x)"),
+    (lambda x, f: f(x, torch.ones(16).half()), TypeError,
+     "weight has dtype float16, expected float32 or bfloat16 (as x)"),
+    (lambda x, f: f(x, None, torch.ones(1, 16)), ValueError, "bias has 2 dimensions, expected 1"),
+    (lambda x, f: f(x, residual=x[:2]), ValueError, "residual has shape [2, 16], expected [4, 16]"),
+    (lambda x, f: f(x, residual=3), TypeError, "residual is int, expected Tensor"),
+    (lambda x, f: f(x, residual=x.half()), TypeError,
+     "residual has dtype float16, expected float32 or bfloat16 (as x)"),
+    (lambda x, f: f(x, dropout_p=1.5), ValueError, "dropout_p is 1.5, expected 0 to 1"),
+    (lambda x, f: f(x, dropout_p=float("nan")), ValueError, "dropout_p is nan, expected 0 to 1"),
+    (lambda x, f: f(x, dropout_p="a"), TypeError, "dropout_p is 'a', expected a number"),
+    (lambda x, f: f(x, dropout_p=0.5, seed=torch.zeros(3)), TypeError, "seed has dtype float32 and shape [3]"),
+    (lambda x, f: f(x, dropout_p=0.5, seed=1.5), TypeError, "seed is 1.5, expected an integer"),
+    (lambda x, f: f(x, eps=-1.0), ValueError, "eps is -1, expected eps >= 0"),
+    (lambda x, f: f(x, eps=float("nan")), ValueError, "eps is nan"),
+    (lambda x, f: f(x[:, :0]), ValueError, "expected 1 to 65536 columns"),
+    (lambda x, f: f(torch.zeros(1, 65537)), ValueError, "expected 1 to 65536 columns"),
+    (lambda x, f: f(torch.zeros(())), ValueError, "x has 0 dimensions, expected [..., D]"),
+    (lambda x, f: f([1.0]), TypeError, "x is list, expected torch.Tensor or numpy.ndarray"),
+    (lambda x, f: f(x.to("meta"), torch.ones(16)), ValueError, "weight is on cpu, expected meta (same as x)"),
+]
+
+
+@pytest.mark.parametrize("function", (mg.layer_norm, mg.rms_norm), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("call, error, words", BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_refusals(function, call, error, words):
+    with pytest.raises(error) as raised:
+        call(torch.zeros(4, 16, dtype=torch.bfloat16), function)
+    assert words in str(raised.value) and str(raised.value).startswith(function.__name__ + ": ")
+
+
+def test_refusals_of_gates():
+    x = torch.zeros(4, 16, dtype=torch.bfloat16)
+    for call, error, words in (
+            (lambda: mg.gated_rms_norm(x, x[:2]), ValueError, "z has shape [2, 16], expected [4, 16]"),
+            (lambda: mg.gated_rms_norm(x, None), TypeError, "z is NoneType, expected Tensor"),
+            (lambda: mg.gated_rms_norm(x, x.half()), TypeError, "z has dtype float16, expected bfloat16 (same as x)"),
+            (lambda: mg.gated_rms_norm(x, x, torch.ones(4)), ValueError, "weight has shape [4], expected [16]"),
+            (lambda: mg.gated_rms_norm(x, x, group_size=5), ValueError, "group_size is 5, expected a positive integer"),
+            (lambda: mg.gated_rms_norm(x, x, group_size=0), ValueError,
+             "group_size is 0, expected a positive integer")):
+        with pytest.raises(error) as raised:
+            call()
+        assert words in str(raised.value) and str(raised.value).startswith("gated_rms_norm: ")
+
+
+def test_gradients_of_gradients_are_refused():
+    x = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(mg.rms_norm(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="rms_norm"):
+        grad.sum().backward()
+
+
+def test_memory_beside_the_result_stays():
+    wide = torch.full((6, 40), float("nan"), dtype=torch.bfloat16)
+    x = torch.randn(4, 21).to(torch.bfloat16)
+    rstd = torch.full((4,), float("nan"))
+    _C.rms_norm(wide[1:5, 3:24], rstd, x, None, None, 1e-6, False)
+    assert wide[1:5, 3:24].isfinite().all() and rstd.isfinite().all()
+    wide[1:5, 3:24] = float("nan")
+    assert wide.isnan().all()
+
+
+def test_layers_take_torchs_state_dicts():
+    x, residual = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    for shape in (5, (4, 5)):
+        theirs = torch.nn.LayerNorm(shape)
+        torch.nn.init.normal_(theirs.weight)
+        torch.nn.init.normal_(theirs.bias)
+        ours = mg.nn.LayerNorm(shape)
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+        out, u = ours(x, residual, prenorm=True)
+        assert torch.equal(u, x + residual) and torch.allclose(out, theirs(u), atol=1e-5)
+        rms = mg.nn.RMSNorm(shape)
+        rms.load_state_dict({"weight": theirs.weight.detach()})
+        dims = (-1,) if shape == 5 else (-2, -1)
+        square = x.square().mean(dims, keepdim=True)
+        assert torch.allclose(rms(x), x / (square + torch.finfo(x.dtype).eps).sqrt() * theirs.weight, atol=1e-5)
+    assert mg.nn.LayerNorm(5, bias=False).bias is None and mg.nn.LayerNorm(5, elementwise_affine=False).weight is None
+    centred = mg.nn.RMSNorm(5, 1e-6, zero_centred=True)
+    assert not centred.weight.any() and torch.equal(centred(x), mg.rms_norm(x))
+    gated = mg.nn.GatedRMSNorm(20, group_size=5)
+    assert gated(x.flatten(1), x.flatten(1)).shape == (3, 20)
+    with pytest.raises(ValueError, match="LayerNorm: x has shape .3, 4, 5., expected .*4."):
+        mg.nn.LayerNorm(4)(x)
