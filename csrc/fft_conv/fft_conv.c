@@ -104,33 +104,76 @@ static void map_rows(mg_call *c, gmap *m, const char *name, const mg_tensor *t) 
     c->status = mg_map_once(m, &c->context, name, t->data, t->dtype, (int64_t[4]){c->n.B, 1, rows, 64},
                             (int64_t[4]){t->stride[0], rows * 64, 64, 1}, 64, 64);
 }
+static void map_tables(mg_call *c, gmap *m, const filter *f) {
+  if (!c->status)
+    c->status = mg_map(m, &c->context, "spectrum", f->spectrum, MG_FP16, (int64_t[4]){1, FFT_TABLES, 64, 64},
+                       (int64_t[4]){FFT_TABLES * 4096, 4096, 64, 1}, 64, 64);
+}
+// factor, other: of long rows, or NULL
 static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
-                               const mg_tensor *post, const mg_tensor *out, bool conjugate) {
+                               const mg_tensor *post, const mg_tensor *out, const mg_tensor *factor,
+                               const mg_tensor *other, bool conjugate) {
   if (!choose_fast(c, a)) return c->status;
   const int64_t batches = mg_ceil_div(c->n.B, c->problem.size.SPLIT);
-  gmap tables;
-  if (!c->status)
-    c->status = mg_map(&tables, &c->context, "spectrum", f->spectrum, MG_FP16, (int64_t[4]){1, FFT_TABLES, 64, 64},
-                       (int64_t[4]){FFT_TABLES * 4096, 4096, 64, 1}, 64, 64);
   if (f->log_parts) {
-    fft_long_params p = {.tables = tables, .filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)c->n.B,
+    fft_long_params p = {.filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)c->n.B,
                          .quarter = a->causal, .has_pre = pre != NULL, .has_post = post != NULL,
-                         .conjugate = conjugate, .tasks = mg_tasks(c, c->n.H * c->n.B, "rows")};
+                         .has_other = other != NULL, .conjugate = conjugate,
+                         .tasks = mg_tasks(c, c->n.H * c->n.B, "rows")};
+    map_tables(c, &p.tables, f);
     map_rows(c, &p.u, "u", x);
     map_rows(c, &p.out, "out", out);
     if (pre) map_rows(c, &p.pre, "pregate", pre);
     if (post) map_rows(c, &p.post, "postgate", post);
+    if (other) {
+      map_rows(c, &p.factor, "u", factor);
+      map_rows(c, &p.other, "dpregate", other);
+    }
     return run(c, &p, p.tasks);
   }
-  fft_conv_params p = {.tables = tables, .filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)batches,
+  fft_conv_params p = {.filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)batches,
                        .rows = (int)(c->n.H << f->log_rows), .log_rows = f->log_rows, .has_pre = pre != NULL,
                        .has_post = post != NULL, .conjugate = conjugate,
                        .tasks = mg_tasks(c, filter_tiles(c, f) * batches, "tiles")};
+  map_tables(c, &p.tables, f);
   map_rows(c, &p.u, "u", x);
   map_rows(c, &p.out, "out", out);
   if (pre) map_rows(c, &p.pre, "pregate", pre);
   if (post) map_rows(c, &p.post, "postgate", post);
   return mg_run_resident(c, &p, p.tasks);
+}
+
+// All gradients of rows of at most 4096 elements. skip is added to the filter's first element, so its gradient is that
+// one's.
+static mg_status gradients_fast(mg_call *c, const mg_fft_conv_bwd_args *a, const filter *f) {
+  const mg_tensor *dk = a->dk, *dskip = a->dskip;
+  const bool sums = dk || dskip;
+  fft_grads_params p = {
+    .filter = tiles_of(f), .factors = factors_of(c, f), .sums = a->blocks->data, .batches = (int)c->n.B,
+    .chunks = (int)c->n.CHUNKS, .step = (int)c->n.STEPS, .rows = (int)(c->n.H << f->log_rows), .log_rows = f->log_rows,
+    .has_pre = a->pregate != NULL, .has_post = a->postgate != NULL, .has_du = a->du != NULL,
+    .has_dpre = a->dpregate != NULL, .has_dpost = a->dpostgate != NULL, .has_sums = sums,
+    .tasks = mg_tasks(c, c->n.SLOTS * c->n.CHUNKS, "tiles")};
+  c->problem.size.SPLIT = 1;
+  if (mg_is_empty(a->u) || !mg_choose(c)) goto sum;
+  map_tables(c, &p.tables, f);
+  map_rows(c, &p.u, "u", a->u);
+  map_rows(c, &p.dout, "dout", a->dout);
+  if (a->pregate) map_rows(c, &p.pre, "pregate", a->pregate);
+  if (a->postgate) map_rows(c, &p.post, "postgate", a->postgate);
+  if (a->du) map_rows(c, &p.du, "du", a->du);
+  if (a->dpregate) map_rows(c, &p.dpre, "dpregate", a->dpregate);
+  if (a->dpostgate) map_rows(c, &p.dpost, "dpostgate", a->dpostgate);
+  run(c, &p, p.tasks);
+sum:
+  if (sums) {
+    fft_sums_params q = {
+      .parts = p.sums, .of_parts = true, .chunks = p.chunks, .log_rows = f->log_rows, .plain = !a->causal, .rows = p.rows,
+      .blocks = 1, .out = mg_data(dk), .out_head = c->n.LK, .type = type_of(dk ? dk : dskip), .length = (int)c->n.LK,
+      .first = mg_data(dskip), .first_type = dskip ? type_of(dskip) : 0, .tasks = mg_tasks(c, c->n.SLOTS, "tiles")};
+    if (choose(c, MG_OP_fft_conv_sums, true)) run(c, &q, q.tasks);
+  }
+  return c->status;
 }
 
 // ---- blocks
@@ -157,7 +200,8 @@ static mg_status convolve_blocks(mg_call *c, const call *a, const filter *f, con
   fft_sums_params p = {
     .a = work->data, .b = units_of(f), .batches = (int)c->n.B, .blocks = (int)c->n.R, .a_blocks = (int)c->n.UNITS,
     .b_blocks = (int)c->n.RK, .past = (int)(c->n.UNITS - c->n.R), .out = out->data, .out_batch = out->stride[0],
-    .out_head = out->stride[1], .type = type_of(out), .length = (int)c->n.L, .reversed = backwards};
+    .out_head = out->stride[1], .type = type_of(out), .length = (int)c->n.L, .reversed = backwards,
+    .log_rows = 6};
   if (post) {
     p.gate = post->data;
     p.gate_batch = post->stride[0];
@@ -176,8 +220,32 @@ static mg_status convolve_blocks(mg_call *c, const call *a, const filter *f, con
 static mg_status convolve(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
                           const mg_tensor *post, const mg_tensor *out, const mg_tensor *work, bool backwards) {
   if (c->status || mg_is_empty(out)) return c->status;
-  return f->fast ? convolve_fast(c, a, f, x, pre, post, out, backwards)
+  return f->fast ? convolve_fast(c, a, f, x, pre, post, out, NULL, NULL, backwards)
                  : convolve_blocks(c, a, f, x, pre, post, out, work, backwards);
+}
+
+// Of rows of one pass over 4096 elements.
+static mg_status filter_gradient_long(mg_call *c, const mg_fft_conv_bwd_args *a, const filter *f) {
+  const mg_tensor *dk = a->dk, *dskip = a->dskip;
+  fft_grads_params p = {
+    .sums = a->blocks->data, .batches = (int)c->n.B, .chunks = (int)c->n.CHUNKS, .step = (int)c->n.STEPS,
+    .log_parts = f->log_parts, .quarter = a->causal, .has_pre = a->pregate != NULL, .has_post = a->postgate != NULL,
+    .tasks = mg_tasks(c, c->n.SLOTS * c->n.CHUNKS, "tiles")};
+  fft_sums_params q = {
+    .parts = p.sums, .chunks = p.chunks, .log_parts = f->log_parts, .quarter = a->causal, .out = mg_data(dk),
+    .out_head = c->n.LK, .type = type_of(dk ? dk : dskip), .length = (int)c->n.LK, .first = mg_data(dskip),
+    .first_type = dskip ? type_of(dskip) : 0, .tasks = mg_tasks(c, c->n.SLOTS, "tiles")};
+  c->problem.size.SPLIT = 1;
+  if (!mg_is_empty(a->u) && mg_choose(c)) {
+    map_tables(c, &p.tables, f);
+    map_rows(c, &p.u, "u", a->u);
+    map_rows(c, &p.dout, "dout", a->dout);
+    if (a->pregate) map_rows(c, &p.pre, "pregate", a->pregate);
+    if (a->postgate) map_rows(c, &p.post, "postgate", a->postgate);
+    run(c, &p, p.tasks);
+  }
+  if (choose(c, MG_OP_fft_conv_parts, true)) run(c, &q, q.tasks);
+  return c->status;
 }
 
 static mg_status filter_gradient(mg_call *c, const mg_fft_conv_bwd_args *a) {
@@ -191,7 +259,7 @@ static mg_status filter_gradient(mg_call *c, const mg_fft_conv_bwd_args *a) {
     .a = first, .b = second, .batches = (int)c->n.B, .blocks = (int)(dk ? c->n.RK : 1), .of_filters = true,
     .a_blocks = (int)c->n.R, .b_blocks = (int)c->n.UNITS, .past = (int)(c->n.UNITS - c->n.R), .out = mg_data(dk),
     .out_head = c->n.LK, .type = type_of(dk ? dk : dskip), .length = (int)c->n.LK, .first = mg_data(dskip),
-    .first_type = dskip ? type_of(dskip) : 0};
+    .first_type = dskip ? type_of(dskip) : 0, .log_rows = 6};
   mg_tasks(c, c->n.B * heads, "rows");
   for (int64_t head = 0; head < heads && !c->status; head += most) {
     const int64_t count = mg_min(most, heads - head), rows = count * c->n.B;
@@ -233,8 +301,8 @@ mg_status mg_fft_conv(const mg_fft_conv_args *a) {
   return convolve(&c, &asked, &f, a->u, a->pregate, a->postgate, a->out, a->blocks, false);
 }
 
-// The gradient of u and of the first gate is the convolution with the filter reversed, that of the second gate the
-// forward without it. skip is added to the filter's first element, so its gradient is that one's.
+// By blocks and of long rows, the gradient of u and of the first gate is the convolution with the filter reversed, that
+// of the second gate the forward without it.
 mg_status mg_fft_conv_bwd(const mg_fft_conv_bwd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_fft_conv_bwd, a)) return c.status;
@@ -242,11 +310,23 @@ mg_status mg_fft_conv_bwd(const mg_fft_conv_bwd_args *a) {
     .k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise,
     .rows = {a->dout, a->u, a->pregate, a->postgate, a->du, a->dpregate, a->dpostgate}};
   const filter f = filter_of(&c, &asked, a->made);
+  if (f.fast && !f.log_parts) {
+    make_filter(&c, &asked, &f);
+    return gradients_fast(&c, a, &f);
+  }
   if (!choose_main(&c, &asked, &f, wants_pieces(&c, &asked))) return c.status;
-  if (a->du || a->dpregate || a->dpostgate) make_filter(&c, &asked, &f);
-  if (a->du) convolve(&c, &asked, &f, a->dout, a->postgate, a->pregate, a->du, a->blocks, true);
-  if (a->dpregate) convolve(&c, &asked, &f, a->dout, a->postgate, a->u, a->dpregate, a->blocks, true);
+  if (f.fast || a->du || a->dpregate || a->dpostgate) make_filter(&c, &asked, &f);
+  const bool both = f.fast && a->du && a->dpregate && !mg_is_empty(a->u);
+  if (both)
+    convolve_fast(&c, &asked, &f, a->dout, a->postgate, a->pregate, a->du, a->u, a->dpregate, true);
+  else if (a->du)
+    convolve(&c, &asked, &f, a->dout, a->postgate, a->pregate, a->du, a->blocks, true);
+  if (a->dpregate && !both)
+    convolve(&c, &asked, &f, a->dout, a->postgate, a->u, a->dpregate, a->blocks, true);
   if (a->dpostgate) convolve(&c, &asked, &f, a->u, a->pregate, a->dout, a->dpostgate, a->blocks, false);
-  if (a->dk || a->dskip) filter_gradient(&c, a);
+  if (a->dk || a->dskip) {
+    if (f.fast) filter_gradient_long(&c, a, &f);
+    else filter_gradient(&c, a);
+  }
   return c.status;
 }

@@ -22,8 +22,9 @@ struct own_tiles {                      // a warpgroup's, side by side: their ad
 struct shared {
   own_tiles group[NC];
   table left[3][PIECES], right[3][PIECES], twists[2][PIECES];
-  ring<1> inputs[NC];
-  ring<GATES> gates[NC];                // the first gate and the second one in turn, as far as they are given
+  // They are released behind the fence that the products or the store want, so none of their own is needed.
+  ring<1, ASYNC_READS> inputs[NC];
+  ring<GATES, ASYNC_READS> gates[NC];   // the first gate and the second one in turn, as far as they are given
   sem constants;
 };
 typedef fft_conv_params params;
@@ -90,12 +91,11 @@ TILE void gate_loader(const params &p, shared &s, int) {
   }
 }
 
-TILE void multiply_gate(shared &s, acc &re, acc &im, int wg, ring_pos &at) {
+TILE void multiply_gate(shared &s, acc &re, acc &im, int wg, ring_pos at) {
   const tile *gate = s.group[wg].gates + at.stage;
   ring_wait(s.gates[wg], at);
   each<64>([](int, int, float &x, float g) { x *= g; }, re, gate[0]);
   if (PAIRS) each<64>([](int, int, float &x, float g) { x *= g; }, im, gate[ROWS - 1]);
-  ring_done(s.gates[wg], at);
 }
 // x, scaled, as an operand
 TILE void enter(own_tiles &own, acc &x, int i, int log_rows) {
@@ -121,6 +121,9 @@ TILE void compute(const params &p, shared &s, int wg) {
   table(&x)[2][PIECES] = t.x;
   grid_wait();
   sem_wait(s.constants, 0);
+  operands lr[PIECES], li[PIECES];
+  load(lr[0], s.left[0][0]);
+  load(li[0], s.left[1][0]);
   for (int task = own.first + wg; task < own.end; task += NC) {
     int filter = task / p.batches, batch = task % p.batches * ROWS;
     acc re, im, k;
@@ -128,7 +131,6 @@ TILE void compute(const params &p, shared &s, int wg) {
     ring_wait(s.inputs[wg], at);
     load(re, t.u[0]);
     if (PAIRS) load(im, t.u[ROWS - 1]);
-    ring_done(s.inputs[wg], at);
     if (p.has_pre) multiply_gate(s, re, im, wg, gate_at);
     row_largest(t.rows[0], re);
     if (PAIRS) row_largest(t.rows[ROWS - 1], im);
@@ -137,19 +139,21 @@ TILE void compute(const params &p, shared &s, int wg) {
     enter(t, re, 0, p.log_rows);
     if (PAIRS) enter(t, im, ROWS - 1, p.log_rows);
     fence_async();
+    ring_done(s.inputs[wg], at);
+    if (p.has_pre) ring_done(s.gates[wg], gate_at);
     wg_sync();
     mma_fence();
-    product<ZERO>(re, s.left[0], x[0]);
-    product<ZERO>(im, s.left[1], x[0]);
+    product<ZERO>(re, lr, x[0]);
+    product<ZERO>(im, li, x[0]);
     if (PAIRS) {
       product<ACC>(re, s.left[2], x[1]);
-      product<ACC>(im, s.left[0], x[1]);
+      product<ACC>(im, lr, x[1]);
     }
     mma_commit();
-    mma_wait<0>(re, im);
+    mma_wait<0>(re, im, lr[0], li[0]);
     twist<0>(re, im, s.twists);
-    load_acc(k, p.filter + (int64_t)64 * 64 * filter);         // it comes while the products run
     multiply_right<0>(re, im, s.right);
+    load_acc(k, p.filter + (int64_t)64 * 64 * filter);
     float sign = p.conjugate ? -1.f : 1.f;
     each<64>([=](int, int, float &a, float &b, float w) {
       float c = first_half(w), d = sign * second_half(w), z = fused(a, c, -(b * d));
@@ -165,14 +169,14 @@ TILE void compute(const params &p, shared &s, int wg) {
     fence_async();
     wg_sync();
     mma_fence();
-    product<ZERO>(re, s.left[0], x[0]);
-    product<ACC>(re, s.left[1], x[1]);
+    product<ZERO>(re, lr, x[0]);
+    product<ACC>(re, li, x[1]);
     if (PAIRS) {
-      product<ZERO>(im, s.left[0], x[1]);
+      product<ZERO>(im, lr, x[1]);
       product<ACC>(im, s.left[2], x[0]);
     }
     mma_commit();
-    mma_wait<0>(re, im);
+    mma_wait<0>(re, im, lr[0], li[0]);
     leave(t, re, factor, 0);
     if (PAIRS) leave(t, im, factor, ROWS - 1);
     if (p.has_post) multiply_gate(s, re, im, wg, gate_at);
@@ -180,6 +184,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     store((tile &)x[0][0], re);
     if (PAIRS) store((tile &)x[1][0], im);
     fence_async();
+    if (p.has_post) ring_done(s.gates[wg], gate_at);
     wg_sync();
     tma_store(p.out, (tile &)x[0][0], 64 * filter, 0, 0, batch);
     if (PAIRS) tma_store(p.out, (tile &)x[1][0], 64 * filter, 0, 0, batch + 1);

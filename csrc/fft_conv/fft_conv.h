@@ -44,6 +44,9 @@ typedef struct fft_filters_params {
 // block]).
 typedef struct fft_sums_params {
   const fft_complex *a, *b;
+  const float *parts;                       // of_parts: of fft_conv_bwd, for each task `chunks` tiles of re and of im
+  int of_parts, chunks, rows, log_rows, plain;      // as there; else log_rows is 6, plain 0
+  int log_parts, quarter;                   // of rows of fft_conv_long.cu, for fft_conv_parts
   int tasks, batches, first_row, blocks;    // blocks: of a row of the result
   int of_filters;
   int a_blocks, b_blocks, past;             // units of a row; past: of the operand that begins in front of element 0
@@ -58,9 +61,21 @@ typedef struct fft_sums_params {
 // Rows of 4096 R elements. A task: a row.
 typedef struct fft_long_params {
   gmap u, pre, post, out, tables;           // pre, post: filled where they are given
+  gmap factor, other;                       // filled where has_other says so: other = factor (k * (pre u))
   const float *filter, *factors;
-  int tasks, batches, quarter, has_pre, has_post, conjugate;
+  int tasks, batches, quarter, has_pre, has_post, has_other, conjugate;
 } fft_long_params;
+
+// Gradients of rows of 64 << log_rows = N <= 4096 elements. A task: `step` batch entries of a filter's tile. Of longer
+// ones, sums only: tile h 2^log_parts + j is p_j of head h.
+typedef struct fft_grads_params {
+  gmap u, pre, dout, post, du, dpre, dpost, tables;   // each filled where has_ says so
+  const float *filter, *factors;
+  float *sums;                              // [tile][chunk][re, im], in the order of an accumulator
+  int tasks, batches, chunks, step, rows;   // rows of 64 elements that a batch entry has
+  int log_parts, quarter;
+  int log_rows, has_pre, has_post, has_du, has_dpre, has_dpost, has_sums;
+} fft_grads_params;
 
 // Rows of 64 << log_rows = N <= 4096 elements, in one pass. A task: 4096 elements of one batch entry, or of two.
 typedef struct fft_conv_params {

@@ -9,7 +9,7 @@
 struct shared {
   table left[3][PIECES], right[3][PIECES], twists[2][PIECES];
   table x[NC][2][PIECES];
-  sv<64> rows[NC][2];
+  sv<64> rows[NC][2], cols[NC][2];
 };
 typedef fft_filters_params params;
 
@@ -32,19 +32,46 @@ TILE void load_filters(acc &re, const params &p, int task) {
     }, re);
 }
 
-// p_j of fft_conv_long.cu
-TILE void load_part(acc &re, acc &im, const params &p, int task) {
+// p_j of fft_conv_long.cu. The warpgroup meets.
+TILE void load_part(acc &re, acc &im, const params &p, int task, sv<64> (&cols)[2]) {
   int log = p.log_parts, taps = p.taps, head = task >> log, turns = 4 * (task & ((1 << log) - 1)) + p.quarter;
-  each<64>([&](int r, int c, float &y, float &z) {
-    y = z = 0.f;
-    for (int n = 64 * r + c; n < taps; n += FFT_BLOCK) {
-      float v = number_at(p.k, (int64_t)head * taps + n, p.k_type), a, b;
-      if (n == 0 && p.skip) v += number_at(p.skip, head, p.skip_type);
-      turn(a, b, turns * n, 14 + log);
-      y = fused(v, a, y);
-      z = fused(v, b, z);
-    }
-  }, re, im);
+  rv a, b;
+  map_rows(a, [=](int c) { float x, y; turn(x, y, turns * c, 14 + log); return x; });
+  map_rows(b, [=](int c) { float x, y; turn(x, y, turns * c, 14 + log); return y; });
+  store(cols[0], a);
+  store(cols[1], b);
+  map_rows(a, [=](int r) { float x, y; turn(x, y, 64 * turns * r, 14 + log); return x; });
+  map_rows(b, [=](int r) { float x, y; turn(x, y, 64 * turns * r, 14 + log); return y; });
+  fill(re, 0.f);
+  fill(im, 0.f);
+  ROLLED for (int from = 0; from < taps; from += FFT_BLOCK) {
+    acc x;
+    float c, d;
+    turn(c, d, turns * (from / FFT_BLOCK), 2 + log);
+    int64_t at = (int64_t)head * taps + from;
+    fill(x, 0.f);
+    if (p.k_type == FFT_FP32 && taps % 64 == 0)
+      load(x, (const float *)p.k + at, 64, smaller(64, (taps - from) / 64), 64);
+    else
+      each<64>([&](int r, int col, float &y) {
+        int n = 64 * r + col;
+        y = from + n < taps ? number_at(p.k, at + n, p.k_type) : 0.f;
+      }, x);
+    if (p.skip && from == 0)
+      each<64>([&](int r, int col, float &y) {
+        if (r == 0 && col == 0) y += number_at(p.skip, head, p.skip_type);
+      }, x);
+    each<64>([=](int, int, float &y, float &z, float v) {
+      y = fused(v, c, y);
+      z = fused(v, d, z);
+    }, re, im, x);
+  }
+  wg_sync();
+  each<64>([](int, int, float &y, float &z, float c, float d, float e, float f) {
+    float g = fused(c, e, -(d * f)), h = fused(c, f, d * e), v = fused(y, g, -(z * h));
+    z = fused(y, h, z * g);
+    y = v;
+  }, re, im, a, b, cols[0], cols[1]);
 }
 
 TILE void compute(const params &p, shared &s, int wg) {
@@ -61,7 +88,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     rv up, factor;
     fill(re, 0.f);
     fill(im, 0.f);
-    if (PIECES == 2 && p.log_parts) load_part(re, im, p, task);
+    if (PIECES == 2 && p.log_parts) load_part(re, im, p, task, s.cols[wg]);
     else load_filters(re, p, task);
     scale_both(re, im, up, s.rows[wg], p.log_rows, 64.f);      // also: the last task's products have read x
     if (PIECES == 1) {

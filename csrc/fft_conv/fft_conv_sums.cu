@@ -1,5 +1,6 @@
 // Sums of products of spectra (fft_conv_spectra.cu), the inverse transform, the gate. Of a convolution: over the blocks
-// of the filter. Of a filter's gradient: over the batch and the blocks of a row, in their order, with conjugates.
+// of the filter. Of a filter's gradient: over the batch and the blocks of a row, in their order, with conjugates; or over
+// what the tasks of fft_conv_bwd.cu left, in theirs.
 // Warpgroups do not meet, but for the tables, which a block makes itself.
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
@@ -26,7 +27,8 @@ TILE void add_product(acc &re, acc &im, const fft_complex *a, const fft_complex 
 
 TILE void compute(const params &p, shared &s, int wg) {
   table(&x)[2][PIECES] = s.x[wg];
-  make_tables(s.left, s.right, s.twists, 6, false, false, wg, NC);
+  make_tables(s.left, s.right, s.twists, p.log_rows, p.plain, false, wg, NC);
+  float root = (p.log_rows & 1 ? 11.3137085f : 8.f) * (float)(1 << p.log_rows / 2);   // of the row's length
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
     int row = task / p.blocks, block = task % p.blocks;         // of_filters: the row is a head
     int head = p.first_row + row, batch = 0;
@@ -34,7 +36,15 @@ TILE void compute(const params &p, shared &s, int wg) {
     rv up;
     fill(re, 0.f);
     fill(im, 0.f);
-    if (p.of_filters) {
+    if (p.of_parts) {
+      const float *part = p.parts + (int64_t)FFT_UNIT_FLOATS * p.chunks * task;
+      ROLLED for (int i = 0; i < p.chunks; i++, part += FFT_UNIT_FLOATS) {
+        acc x, y;
+        load_acc(x, part);
+        load_acc(y, part + FFT_BLOCK);
+        each<64>([](int, int, float &a, float &b, float c, float d) { a += c; b += d; }, re, im, x, y);
+      }
+    } else if (p.of_filters) {
       int first = larger(0, block - p.past);
       for (int i = 0; i < p.batches; i++) {
         int64_t at = (int64_t)row * p.batches + i;
@@ -50,7 +60,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       for (int n = 0; n < end; n++)
         add_product(re, im, p.a + (at - n) * FFT_BLOCK, p.b + (filter + n) * FFT_BLOCK, 1.f);
     }
-    scale_both(re, im, up, s.rows[wg], 6, 64.f);                // also: the last task's products have read x
+    scale_both(re, im, up, s.rows[wg], p.log_rows, 64.f);                // also: the last task's products have read x
     multiply_right<1>(re, im, s.right);
     twist<1>(re, im, s.twists);
     put_pieces(x[0], re);
@@ -63,11 +73,21 @@ TILE void compute(const params &p, shared &s, int wg) {
     mma_wait<0>(re);
     int from = block * FFT_BLOCK, there = p.length - from;
     int64_t at = batch * p.out_batch + head * p.out_head, gate_at = batch * p.gate_batch + head * p.gate_head;
+    if (p.of_parts) {
+      each<64>([&](int r, int c, float y, float f) {
+        int tile_row = 64 * task + r, filter = tile_row >> p.log_rows, n = 64 * (tile_row & ((1 << p.log_rows) - 1)) + c;
+        if (tile_row >= p.rows) return;
+        y *= f * root;
+        if (p.out && n < p.length) set_number_at(p.out, (int64_t)filter * p.out_head + n, p.type, y);
+        if (p.first && n == 0) set_number_at(p.first, filter, p.first_type, y);
+      }, re, up);
+      continue;
+    }
     each<64>([&](int r, int c, float y, float f) {
       int n = 64 * r + c;
       if (n >= there) return;
       int64_t to = p.reversed ? p.length - 1 - from - n : from + n;
-      y *= f * 64.f;                                            // the root of 4096
+      y *= f * root;
       if (p.gate) y *= number_at(p.gate, gate_at + to, p.type);
       if (p.out) set_number_at(p.out, at + to, p.type, y);
       if (p.first && to == 0) set_number_at(p.first, head, p.first_type, y);

@@ -166,7 +166,7 @@ TILE void take_pieces(operands (&t)[PIECES], acc &x) {
 }
 
 // d (+)= a b of one piece
-template<int A> TILE void product(acc &d, const table (&a)[PIECES], const table (&b)[PIECES]) {
+template<int A, class S> TILE void product(acc &d, const S (&a)[PIECES], const table (&b)[PIECES]) {
   mma_AB<A>(d, a[0], b[0]);
 }
 // d (+)= a's and b's heads with the other's lower piece, without the product of the lower ones

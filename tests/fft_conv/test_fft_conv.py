@@ -122,11 +122,13 @@ def test_memory_of_any_order(device):
 
 def test_the_kernel_of_each_length():
     u = torch.zeros(1, 1, 16384, dtype=torch.bfloat16)
-    for length, precise, name in ((4096, False, "fft_conv_bf16_causal"), (64, False, "fft_conv_bf16_causal"),
-                                  (8192, False, "fft_conv_bf16_r2"), (16384, False, "fft_conv_bf16_r4"),
-                                  (4095, False, "fft_conv_spectra_bf16_x1"), (4096, True, "fft_conv_spectra_bf16_x2")):
+    for length, causal, precise, name in (
+            (4096, True, False, "fft_conv_bf16_causal"), (64, True, False, "fft_conv_bf16_causal"),
+            (8192, True, False, "fft_conv_bf16_r2"), (16384, True, False, "fft_conv_bf16_r4"),
+            (4095, True, False, "fft_conv_bf16_causal"), (4095, False, False, "fft_conv_spectra_bf16_x1"),
+            (4096, True, True, "fft_conv_spectra_bf16_x2")):
         x = u[..., :length].contiguous()
-        assert mg.explain(mg.fft_conv, x, x[0].contiguous(), precise=precise).kernels[0] == name
+        assert mg.explain(mg.fft_conv, x, x[0].contiguous(), causal=causal, precise=precise).kernels[0] == name
 
 
 def test_numpy():

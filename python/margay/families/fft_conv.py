@@ -12,6 +12,14 @@ def _dense(t):
     return t if dense else t.contiguous()
 
 
+def _padded_length(u, causal, precise):
+    """Of causal rows that one pass takes with zeros behind them; else the rows' own."""
+    length = u.shape[2]
+    if not causal or precise or length > _ONE_PASS[-1] or not length or dtype_name(u) == "float32":
+        return length
+    return next(n for n in _ONE_PASS if n >= length)
+
+
 class LongFilter:
     """A filter of `fft_conv` with its spectrum, as `fft_conv_filter` makes it. k, skip: what it was made of; to change
     them in place does not change the spectrum."""
@@ -34,12 +42,13 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
     causal: x is zero in front of its first element. False: circular, x has the period L.
     k: also what `fft_conv_filter` returns, whose spectrum is then used again. Options that differ from its own are
         refused.
-    precise: products of two parts, some 21 bits, where 11 are used otherwise. float32 is always computed so, and
-        gradients of k and skip.
+    precise: products of two parts, some 21 bits, where 11 are used otherwise, for gradients of k and skip too. float32
+        is always computed so, and so are these gradients of rows that do not take one pass.
 
     Sums are by spectra, with products of matrices (Monarch; Fu, Kumbong, Nguyen, Re, FlashFFTConv, 2023), at
     frequencies between those of the discrete Fourier transform, so that causal rows need no zeros behind them. Lengths
-    of a power of two from 64 to 16384 take one pass over memory. Every other row is cut into blocks of 4096, whose spectra go through
+    of a power of two from 64 to 16384 take one pass over memory, and other causal rows of up to 16384 elements are
+    copied to the next of them, with zeros behind. Every other row is cut into blocks of 4096, whose spectra go through
     memory, and the work of a row grows with the square of their number. Circular rows of up to 4096 elements, of that
     one pass, are computed two batch entries at a time; a row's rounding then depends on the other's values. An infinity
     or NaN in x reaches its row, and no other.
@@ -48,9 +57,16 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
     if isinstance(k, LongFilter):
         _check_filter(k, u, causal, skip, precise)
         k, skip, spectrum, causal, precise = k.k, k.skip, k.spectrum, k.causal, k.precise
-    if getattr(u, "ndim", 0) == 3 and u.shape[2] in _ONE_PASS and not precise and is_torch("fft_conv", "u", u):
-        u, pregate, postgate = map(_dense, (u, pregate, postgate))
     call = functions.get("fft_conv") or of_row("fft_conv")
+    if getattr(u, "ndim", 0) == 3 and not precise and is_torch("fft_conv", "u", u):
+        length, padded = u.shape[2], _padded_length(u, causal, precise)
+        if length != padded and _fits(k, length) and all(t is None or t.shape == u.shape for t in (pregate, postgate)):
+            from torch.nn.functional import pad
+
+            u, pregate, postgate = (t if t is None else pad(t, (0, padded - length)) for t in (u, pregate, postgate))
+            return call(u, k, skip, pregate, postgate, spectrum, True, False)[..., :length].contiguous()
+        if length in _ONE_PASS:
+            u, pregate, postgate = map(_dense, (u, pregate, postgate))
     return call(u, k, skip, pregate, postgate, spectrum, bool(causal), bool(precise))
 
 
@@ -65,7 +81,7 @@ def fft_conv_filter(u, k, *, causal=True, skip=None, precise=False):
     if u.ndim != 3:
         raise ValueError(f"fft_conv_filter: u has {u.ndim} dimensions, expected 3")
     if torch_:
-        like = u.new_empty(u.shape[2])
+        like = u.new_empty(_padded_length(u, causal, precise) if _fits(k, u.shape[2]) else u.shape[2])
         spectrum = call(like, *(t.detach() if hasattr(t, "detach") else t for t in (k, skip)), bool(causal),
                         bool(precise))
     else:
@@ -73,6 +89,10 @@ def fft_conv_filter(u, k, *, causal=True, skip=None, precise=False):
 
         spectrum = call(numpy.empty(u.shape[2], u.dtype), k, skip, bool(causal), bool(precise))
     return LongFilter(k, skip, spectrum, u.shape[2], dtype_name(u), bool(causal), bool(precise))
+
+
+def _fits(k, length):
+    return getattr(k, "ndim", 0) == 2 and 1 <= k.shape[1] <= length
 
 
 def _check_filter(k, u, causal, skip, precise):
