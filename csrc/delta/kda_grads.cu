@@ -79,7 +79,8 @@ TILE task task_at(const params &p, int index) {
 }
 
 TILE task task_now(const shared &s) {
-  return {get(s.now.place), {get(s.now.batch), get(s.now.head), get(s.now.step), get(s.now.steps)}, get(s.now.rows)};
+  const words &w = s.now;
+  return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}, get(w.rows)};
 }
 
 TILE void loader(const params &p, shared &s, int) {
@@ -101,12 +102,13 @@ TILE void loader(const params &p, shared &s, int) {
       }
     }
     ring_acquire(s.rows, at);
-    put(s.now.place, t.place);
-    put(s.now.batch, t.at.batch);
-    put(s.now.head, t.at.head);
-    put(s.now.step, t.at.step);
-    put(s.now.steps, t.at.steps);
-    put(s.now.rows, t.rows);
+    words &now = s.now;
+    put(now.place, t.place);
+    put(now.batch, t.at.batch);
+    put(now.head, t.at.head);
+    put(now.step, t.at.step);
+    put(now.steps, t.at.steps);
+    put(now.rows, t.rows);
     ring_expect(s.rows, at, 2 * PANELS * tile_bytes(s.k[0]));
     for (int h = 0; h < PANELS; h++) {
       tma_load(s.q[h], p.q, s.rows.full[0], t.at.step, 64 * h, head, t.at.batch);
@@ -194,30 +196,42 @@ typedef rt<float, GROUP> block16;
 typedef rt<factor, GROUP> factors;
 struct grads { block16 dq, dk, dl, c, q, k; };
 
-// The part of D, and what all sums over steps >= t have; then that of S, and the terms i = j.
-TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
+// What 16 steps begin with: the terms i = j.
+TILE void begin(shared &s, grads &g, int n, int panel) {
   const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
+  fill(g.dk, 0.f);
+  fill(g.dl, 0.f);
+  fill(g.dq, 0.f);
+  fill(g.c, 0.f);
+  fill(g.q, 0.f);
+  fill(g.k, 0.f);
+  each_part(GROUP * n, [](int, int, float &dq, float &c, float &q, float &k, float given_q, float given_k, float own,
+                          float beta) {
+    q = given_q;
+    k = given_k;
+    dq = own * beta * k;
+    c = own * q;
+  }, g.dq, g.c, g.q, g.k, q, k, s.own, s.beta);
+}
+// The part of D, and what all sums over steps >= t have; then that of S.
+TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
   const tc &l = s.l[panel];
+  block16 x, y;
   rsum sum;
   rv all, end;
   int c0 = GROUP * n, last = get(s.now.steps) - 1;
-  fill(g.c, 0.f);
-  fill(g.dk, 0.f);
-  fill(g.dq, 0.f);
-  fill(g.dl, 0.f);
-  fill(g.q, 0.f);
-  fill(g.k, 0.f);
+  fill(x, 0.f);
   fill(sum, 0.f);
-  mma_own_AtBt(g.c, s.dstate[panel], s.errors, c0);
+  mma_own_AtBt(x, s.dstate[panel], s.errors, c0);
   load(end, l, 63);
-  each_part(c0, [=](int, int j, float &c, float &dl, float &k, float &sum, float l, float end, float given, float nk,
+  each_part(c0, [=](int, int j, float x, float &c, float &dl, float k, float &sum, float l, float end, float nk,
                     float beta) {
-    k = given;
-    c *= fast_exp2(end - l) * nk;
-    float y = j < last ? k * (beta * c) : 0.f;
-    dl = -y;
+    x *= fast_exp2(end - l) * nk;
+    float y = j < last ? k * (beta * x) : 0.f;
+    c += x;
+    dl -= y;
     sum += y;
-  }, g.c, g.dl, g.k, sum, l, (const rv &)end, k, s.norm_k, s.beta);
+  }, (const block16 &)x, g.c, g.dl, (const block16 &)g.k, sum, l, (const rv &)end, s.norm_k, s.beta);
   reduce(all, sum);
   if (n == 3) {                             // and what goes through the whole chunk, of which D has its share
     rv kept;
@@ -226,18 +240,20 @@ TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
     map(all, all, end, [](float x, float y) { return x + y; });
   }
   store_sum(s.l[panel], n, all);
-  mma_own_AtBt(g.dq, s.state[panel], s.dout, c0);
-  mma_own_AtBt(g.dk, s.state[panel], s.dv, c0);
-  each_part(c0, [=](int, int, float &dq, float &dk, float &dl, float &c, float &q, float k, float l, float given,
-                    float nq, float nk, float own, float beta) {
-    q = given;
+  fill(x, 0.f);
+  fill(y, 0.f);
+  mma_own_AtBt(x, s.state[panel], s.dout, c0);
+  mma_own_AtBt(y, s.state[panel], s.dv, c0);
+  each_part(c0, [=](int, int, float x, float y, float &dq, float &dk, float &dl, float q, float k, float l, float nq,
+                    float nk) {
     float e = fast_exp2(l);
-    dq *= e * (scale * nq);
-    dk *= e * -nk;
-    dl = fused(q, dq, fused(k, dk, dl));
-    dq = fused(own * beta, k, dq);
-    c = fused(own, q, c);
-  }, g.dq, g.dk, g.dl, g.c, g.q, (const block16 &)g.k, l, q, s.norm_q, s.norm_k, s.own, s.beta);
+    x *= e * (scale * nq);
+    y *= e * -nk;
+    dl = fused(q, x, fused(k, y, dl));
+    dq += x;
+    dk += y;
+  }, (const block16 &)x, (const block16 &)y, g.dq, g.dk, g.dl, (const block16 &)g.q, (const block16 &)g.k, l, s.norm_q,
+     s.norm_k);
 }
 
 // Pairs of steps in different groups of 16: with b(n) = l of the last step of group n - 1, e^(l_i - b(n)) for i in
@@ -586,8 +602,8 @@ TILE void compute(const params &p, shared &s, int wg) {
       take_beta(beta, p.gates, t.at);
       store(s.beta, beta);
     }
-    ring_wait(s.rows, at);
     ring_wait(s.matrices, at);
+    if (t.at.steps < Q || p.gates.norm) ring_wait(s.rows, at);
     if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
     if (half == 0) {
       put_norms(p, s, wg);
@@ -596,10 +612,12 @@ TILE void compute(const params &p, shared &s, int wg) {
       if (wg == PANELS - 1) make_b(s);
       make_kept(s, panel);
     }
+    ring_wait(s.rows, at);
     all_sync();
     if (half == 1 && i + block_count() < task_count(p)) prefetch_given(p, task_at(p, i + block_count()), panel);
     ROLLED for (int n = 2 * half; n < 2 * half + 2; n++) {
       grads g;
+      begin(s, g, n, panel);
       take_states(s, g, p.scale, n, panel);
       if (n & 1) ring_release(s.matrices, at);
       if (n > 0) take_earlier(s, g, n, panel);
@@ -607,7 +625,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       UNROLLED for (int h = GROUP / 2; h > 1; h /= 2) take_level(s, g, h, n, panel);
       take_neighbours(s, g, n, panel);
       take_dots(p, s, g, n, panel);
-      all_sync();
+      if (n & 1 || p.gates.norm) all_sync();
       if (n & 1) put_parts(s, g, n, wg);
       put(p, s, task_now(s), g, GROUP * n, wg);
       if (n & 1) continue;

@@ -35,12 +35,15 @@ def check(ours, plain, exact, dtype, g, other=None):
             continue
         if three[0].numel() < 500:                 # the plain form's largest error is small by chance
             absolute += torch.finfo(dtype).eps * float(three[2].abs().max())
-        absolute = (absolute,) * 3
+        absolute = [absolute] * 3
+        if exact[1].shape[2] < 4:                  # weights of few columns are alike, and so is their rounding
+            absolute[2] += torch.finfo(dtype).eps / 8 * float(three[2].abs().mean())
         if other is not None:
             change = (other[i] - three[2]).abs()
-            absolute = tuple(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
+            absolute = list(a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean())))
         # In float32 the plain form substitutes where blocks are multiplied here.
-        check_error(name, *three, factor=3 if dtype == torch.float32 else 2, rounding=(relative, absolute))
+        check_error(name, *three, factor=3 if dtype == torch.float32 else 2,
+                    rounding=(relative, tuple(absolute)))
 
 
 def with_other_keys(name, q, k, dtype, *others):

@@ -42,8 +42,9 @@ def run(q, k, v, g, beta, state, *gate, scale=None, starts=None, v_first=False, 
 
 
 def check(ours, plain, exact, dtype, given, other=None, equal=False, last=(None, None)):
-    """last: the final state and its gradient. other: exact gradients of keys that differ by half of an eps, of inputs that make much of
-    such a difference. equal: all keys are one. Then dq of all steps lies along it, and they share its rounding."""
+    """last: the final state and its gradient. other: exact gradients of keys that differ by half of an eps, of inputs
+    that make much of such a difference. equal: all keys are one, or nearly. Then dq of all steps lies along it, and
+    they share its rounding."""
     q, k, _, g, _, state = given[:6]
     products = worst_products(q, k, *exact[:2])
     for i, (name, *three) in enumerate(zip(GRADIENTS, ours, plain, exact)):
@@ -57,6 +58,8 @@ def check(ours, plain, exact, dtype, given, other=None, equal=False, last=(None,
         absolute = [absolute + x for x in more]
         if equal and name == "dq":
             absolute[2] += torch.finfo(dtype).eps / 8 * float(three[2].abs().mean())
+        if q.shape[3] < 4:                         # weights of few columns are alike, and so is their rounding
+            absolute[2] += torch.finfo(dtype).eps / 4 * float(three[2].abs().mean())
         if other is not None:
             change = (other[i] - three[2]).abs()
             absolute = [a + 2 * float(b) for a, b in zip(absolute, (change.max(), change.mean(), change.mean()))]
@@ -78,7 +81,8 @@ def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v
     assert all(found is None or found.dtype == t.dtype for found, t in zip(ours, given))
     other = of(exactly, 1 + torch.finfo(dtype).eps / 2)[0] if name in REFLECTED else None
     exact, last = of(exactly)
-    check(ours, of(by_chunks)[0], exact, dtype, given, other, name.startswith("equal keys"), (last, dlast))
+    check(ours, of(by_chunks)[0], exact, dtype, given, other, name.startswith(("equal keys", "near keys")),
+          (last, dlast))
     return ours
 
 

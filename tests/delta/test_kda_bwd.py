@@ -8,6 +8,7 @@ import margay as mg
 from cases import DEVICES, check_error
 from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip
 from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, recurrence, rounding, strength
+from margay._shared import of_row
 
 STEPS = (1, 15, 16, 17, 63, 64, 65, 130)
 
@@ -48,10 +49,10 @@ def gradients(run, inputs, dout, dlast, double=False):
     return [None if t is None else next(found) for t in inputs]
 
 
-def check(inputs, dout, dlast, run, reference, dtype, g, reflected=False):
+def check(inputs, dout, dlast, run, reference, dtype, g, name=""):
     """`reference` makes a form of a recurrence or of by_chunks. Where the plain form overflows, errors are compared
-    with the rounding of the inputs. reflected: inputs that make much of an error in the keys. What one of half an eps
-    makes, of float16 for all but float32, is allowed besides."""
+    with the rounding of the inputs. name: of HARD. What an error in the keys of half an eps makes, of float16 for all
+    but float32, is allowed besides where inputs make much of it."""
     last = []
 
     def reference_form(*given):
@@ -64,9 +65,11 @@ def check(inputs, dout, dlast, run, reference, dtype, g, reflected=False):
     factors = torch.bfloat16 if dtype == torch.float16 else dtype
     eps = torch.finfo(factors).eps
     other = exact
-    if reflected:
+    if name in REFLECTED:
         half = torch.finfo(torch.float32 if dtype == torch.float32 else torch.float16).eps / 2
         other = gradients(lambda q, k, *rest: reference_form(q, k * (1 + half), *rest), inputs, dout, dlast, True)
+    # Weights of few columns are alike, and so is their rounding, and those of such keys.
+    alike = 1 if inputs[0].shape[3] < 4 else 4 if name.startswith(("equal keys", "near keys")) else 8
     for name, changed, *three in zip(GRADIENTS, other, found, plain, exact):
         if three[0] is None or not three[0].numel():
             continue
@@ -81,7 +84,7 @@ def check(inputs, dout, dlast, run, reference, dtype, g, reflected=False):
         worst, mean = float(right.abs().max()), float(right.abs().mean())
         few = eps * (4 * max(worst, 1.0) if dtype == torch.float32 else worst)
         few *= right.numel() < 500 or name in GRADIENTS[6:]
-        share = (eps / 8 * worst, eps / 8 * mean, eps / 8 * mean) if factors != dtype else (0.0,) * 3
+        share = (eps / alike * worst, eps / alike * mean, eps / alike * mean) if factors != dtype else (0.0,) * 3
         change = (changed - right).abs()
         more = chance(name, theirs - right, right, eps, (inputs[5], exact[5]), (last[0], dlast))
         allowed = (absolute + few + sum(map(float, each))
@@ -98,7 +101,7 @@ def test_hard(device, dtype, name):
     inputs, dout, dlast = problem(name, 3, 1, 130, 1, 2, 100, 72, dtype=dtype, device=device)
     again = [gradients(ours(), inputs, dout, dlast) for _ in range(2)]
     assert all(torch.equal(x, y) or x.isnan().any() for x, y in zip(*again))
-    check(inputs, dout, dlast, ours(), form, dtype, inputs[3], name in REFLECTED)
+    check(inputs, dout, dlast, ours(), form, dtype, inputs[3], name)
 
 
 STEEP = {
@@ -216,11 +219,12 @@ def test_nothing(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_segments(device):
-    """Scratch is for some chunks at a time. The gradients are those of two parts, of which the second has the first
-    one's state, and the first the second one's gradient of it."""
+    """Scratch is for some chunks at a time, with form 3 for fewer. The gradients are those of two parts, of which the
+    second has the first one's state, and the first the second one's gradient of it."""
     steps, cut = 2060 * 64 + 5, 64 * 64
     inputs, dout, dlast = problem("mild", 2, 1, steps, 1, 1, 8, 16, device=device)
-    found = gradients(ours(), inputs, dout, dlast)
+    found = gradients(lambda q, k, v, g, beta, state: of_row("kda")(
+        q, k, v, g, beta, None, None, state, None, 0.0, 0.0, 0, False, False, 3), inputs, dout, dlast)
     with torch.no_grad():
         _, between = ours()(*(t[:, :cut] for t in inputs[:5]), inputs[5])
     last = gradients(ours(), [*(t[:, cut:] for t in inputs[:5]), between], dout[:, cut:], dlast)
@@ -236,7 +240,7 @@ def without(dtype):
     would be compared with its own rounding, which steep gates are not computed to."""
     of = {torch.float32: ("large values, strong", "near keys, beta near 2"),
           torch.float16: ("equal keys", "near keys, beta near 2")}
-    return *REFLECTED, *of.get(dtype, ())
+    return REFLECTED[0], *of.get(dtype, ())
 
 
 def check_random(p):
@@ -248,7 +252,7 @@ def check_random(p):
     if p.dtype == torch.float16 and "values" in p.name:    # the gradient of a key is a product of both
         dout, dlast = dout / 1024, dlast / 1024
     check(inputs, dout, dlast, ours(p.scale, p.starts, use_qk_l2norm=p.norms),
-          lambda of: form(of, p.scale, p.starts, p.norms), p.dtype, inputs[3])
+          lambda of: form(of, p.scale, p.starts, p.norms), p.dtype, inputs[3], p.name)
 
 
 test_random, test_random_on_the_gpu = random_tests(check_random, (*AROUND, 150), (*AROUND, 150, 700, 1500), without)
