@@ -81,7 +81,9 @@ TILE void gradients(const params &p, int64_t at, int target, float scale, float 
   float of_p = scale * fused(2.f * p.z_loss, lse, 1.f) / t.sum, each_less = scale * p.smoothing / p.columns,
         target_less = scale * (1.f - p.smoothing), largest = t.largest;
   float slope = p.softcap > 0.f ? 1.f / p.softcap : 0.f;
-  ROLLED for (int first = 0; first < p.columns; first += DEPTH * STRETCH) {
+  // The last come first: they are in the L2 still.
+  ROLLED for (int first = (p.columns - 1) / (DEPTH * STRETCH) * (DEPTH * STRETCH); first >= 0;
+              first -= DEPTH * STRETCH) {
     stretch x[DEPTH];
     load_all(x, p, at, first);
     CONSTANT_INDEX for (int k = 0; k < DEPTH; k++) {

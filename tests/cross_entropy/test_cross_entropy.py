@@ -72,15 +72,19 @@ class Problem:
                             dtype)
 
     def roundings(self):
-        """Of each gradient, the standard error that rounding the gradient of the logits once makes of it, at most."""
+        """The standard error, at most, that rounding the gradient of the logits once makes of each gradient, and that
+        rounding the logits once makes of the loss."""
         h, w = (self.tensors[name].double() for name in ("hidden", "weight"))
         bias = self.tensors.get("bias")
         z = F.linear(h, w, None if bias is None else bias.double()).requires_grad_()
         loss = loss_of(z, self.targets, *self.numbers())
         half = torch.finfo(self.tensors["hidden"].dtype).eps / 2
+        slopes = torch.autograd.grad(loss, z, torch.ones_like(loss), retain_graph=True)[0]
+        of_rows = (slopes * z * half).detach().square().sum(1)
         d = torch.autograd.grad(loss, z, self.dloss.double())[0].square() * half**2
-        return {name: float(t.max().sqrt()) for name, t in (("loss", 0 * d), ("dhidden", d @ w.square()),
-                                                            ("dweight", d.t() @ h.square()), ("dbias", d.sum(0)))}
+        return {name: float(t.max().sqrt())
+                for name, t in (("loss", of_rows if loss.dim() else of_rows.sum()), ("dhidden", d @ w.square()),
+                                ("dweight", d.t() @ h.square()), ("dbias", d.sum(0)))}
 
     def check(self):
         print(self.label)
@@ -270,9 +274,9 @@ def test_logits_of_all_rows_never_exist(monkeypatch):
     assert max(made) <= max(chunk * v * 2, v * k * 4) < m * v * 2
     # 8192 rows of 4096 columns, 128256 words, bfloat16
     weight = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta")
-    rows = cross_entropy_torch.rows_of_chunk(weight)
-    chunk_bytes, product = rows * 128256 * 2, cross_entropy_torch.PART_BYTES
-    assert rows >= 512 and chunk_bytes + product + rows * 4096 * 2 <= 537e6
+    rows = cross_entropy_torch.rows_of_chunk(weight, False)
+    assert rows >= 1024 and rows * 128256 * 2 <= 537e6
+    assert rows <= cross_entropy_torch.rows_of_chunk(weight, True) <= 4096
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from margay import _C, _torch, _transforms
 from margay._shared import dtype_name
 
 MEAN, SUM, NONE = range(3)
-CHUNK_BYTES = 1 << 28     # of logits
+CHUNK_BYTES = 1 << 29     # of logits, or as many as weight has where its gradient is wanted
 PART_BYTES = 1 << 27      # of a product for the gradient of weight
 ADDS_IN_FLOAT32 = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)     # addmm of 16 bits on the GPU
 _OP = "cross_entropy"
@@ -20,10 +20,10 @@ def call(hidden, weight, targets, bias, numbers, reduction, chunk):
         hidden, weight, bias = _torch.autocast(hidden.device.type, hidden, weight, bias)
     _check(hidden, weight, targets, bias)
     rows, targets, shape = hidden.flatten(0, -2), targets.flatten(), targets.shape
-    if chunk is None:
-        chunk = rows_of_chunk(weight)
     inputs = rows, weight, bias
     want = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
+    if chunk is None:
+        chunk = rows_of_chunk(weight, want[1])
     if torch.compiler.is_compiling() or not _torch.c_may_read(*tensors):
         scale = _scale(targets, numbers[0], reduction)
         loss = torch.ops.margay.cross_entropy(rows, weight, targets, bias, scale if reduction != NONE and any(want)
@@ -55,8 +55,11 @@ def _check(hidden, weight, targets, bias):
         raise ValueError(f"{_OP}: bias has shape {list(bias.shape)}, expected [{weight.shape[0]}] (V of weight)")
 
 
-def rows_of_chunk(weight):
-    rows = CHUNK_BYTES // (weight.shape[0] * weight.element_size())
+def rows_of_chunk(weight, gradient):
+    """The gradient of weight is in memory twice when it is rounded, and once before: then a chunk's logits may be as
+    large."""
+    row = weight.shape[0] * weight.element_size()
+    rows = max(CHUNK_BYTES, weight.numel() * weight.element_size() if gradient else 0) // row
     return max(1, rows // 128 * 128 or rows)
 
 
@@ -68,7 +71,8 @@ def _scale(targets, ignored, reduction):
 
 
 def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
-    """The loss, and the gradients that are wanted where there is a scale; None for the others."""
+    """The loss, and the gradients that are wanted where there is a scale; None for the others. Those of weight and bias
+    may be float32: who scales them rounds them."""
     count, columns = rows.shape[0], weight.shape[0]
     losses, lse = (torch.empty(count, dtype=torch.float32, device=rows.device) for _ in range(2))
     on_float = rows.is_cuda and rows.dtype is torch.float32
@@ -104,7 +108,7 @@ def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
         loss = losses.sum() / (targets != numbers[0]).sum()
     else:
         loss = losses if reduction == NONE else losses.sum()
-    return loss, drows, dweight and dweight.result(), None if dbias is None else dbias.to(bias.dtype)
+    return loss, drows, dweight and dweight.result(), dbias
 
 
 class _WeightGradient:
@@ -131,7 +135,7 @@ class _WeightGradient:
         self.empty = False
 
     def result(self):
-        return (self.sum.zero_() if self.empty else self.sum).to(self.dtype)
+        return self.sum.zero_() if self.empty else self.sum
 
 
 class _Loss(torch.autograd.Function):
@@ -152,11 +156,12 @@ class _Loss(torch.autograd.Function):
         if made is None:
             numbers, reduction, chunk = ctx.options
             scale = (dloss if reduction == NONE else _scale(targets, numbers[0], reduction) * dloss).contiguous()
-            made = _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, ctx.needs_input_grad[:3])[1:]
+            made = _rounded(_loss(rows, weight, bias, targets, scale, numbers, reduction, chunk,
+                                  ctx.needs_input_grad[:3])[1:], weight.dtype)
         else:
-            for t in made:
-                if t is not None:
-                    t.mul_(dloss)
+            made = [t if t is None else t.mul_(dloss) if t.dtype == like.dtype
+                    else torch.mul(t, dloss, out=torch.empty(t.shape, dtype=like.dtype, device=t.device))
+                    for t, like in zip(made, (rows, weight, bias))]
         return *made, None, None, None, None
 
 
@@ -166,7 +171,11 @@ class _Loss(torch.autograd.Function):
 def _kernel(rows, weight, targets, bias, scale, *options):
     *numbers, reduction, chunk, want = options
     loss, *made = _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want)
-    return loss, *(rows.new_empty(0) if t is None else t for t in made)
+    return loss, *(rows.new_empty(0) if t is None else t for t in _rounded(made, weight.dtype))
+
+
+def _rounded(gradients, dtype):
+    return [t if t is None else t.to(dtype) for t in gradients]
 
 
 def _fake(rows, weight, targets, bias, scale, *options):
