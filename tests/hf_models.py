@@ -92,3 +92,17 @@ def results(model, run):
     logits = run(model)
     logits.float().square().mean().backward()
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def no_worse(name, found, plain, exact, factor=2):
+    """Of bfloat16: not further from the model in float32 than `factor` times what PyTorch is, in the mean square. The
+    largest error of all elements says less: a norm of what is nearly 0 makes much of one rounding, and which it is
+    differs from one way of rounding to the other. Where elements are few, so does their mean."""
+    assert found.isfinite().all(), name
+    error, allowed = found.double() - exact, plain.double() - exact
+    few = (4 if found.numel() < 16 else 2 * (found.numel() < 500)) * torch.finfo(found.dtype).eps * float(
+        exact.abs().max())
+    for what, of, times in (("error", lambda t: float(t.abs().max()), 2 * factor),
+                            ("mean square", lambda t: float(t.square().mean().sqrt()), factor)):
+        limit = times * of(allowed) + torch.finfo(found.dtype).eps * of(exact) + few
+        assert of(error) <= limit, f"{name}: {what} {of(error):.2e}, allowed {limit:.2e} of {of(exact):.2e}"

@@ -597,7 +597,8 @@ def test_padding_plans(device, kind, causal, window, rows, columns, shared, seed
         if needs_gradient:
             for name, found, plain, exact in zip("qkv", torch.autograd.grad(out.float().square().sum(), leaves),
                                                  results[0][1:], results[1][1:]):
-                check_error("d" + name, found, plain, exact, 3, tuple(2 * x for x in rounding))
+                size = max(1.0, *(float(t.abs().max()) for t in results[1]))       # what cancels where a gradient is 0
+                check_error("d" + name, found, plain, exact, 3, (2 * rounding[0], 2 * rounding[1] * size))
 
 
 def test_padding_is_worked_out_once():

@@ -10,7 +10,7 @@ import torch
 import hf_models
 import margay as mg
 from cases import DEVICES
-from hf_models import in_float32, padding, reasons, results, tokens, transformers
+from hf_models import in_float32, no_worse, padding, reasons, results, tokens, transformers
 
 hf_models.hub_kernels()
 TEXT = dict(vocab_size=99, hidden_size=64, num_hidden_layers=3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -48,19 +48,6 @@ def calls(monkeypatch):
 
 def rule(name):
     return "kda" if name == "KimiLinear" else "gated_delta_rule"
-
-
-def no_worse(name, found, plain, exact, factor=2):
-    """Of bfloat16: not further from the model in float32 than `factor` times what PyTorch is, in the mean square. The
-    largest error of all elements says less: a norm of what is nearly 0 makes much of one rounding, and which it is
-    differs from one way of rounding to the other. Where elements are few, so does their mean."""
-    assert found.isfinite().all(), name
-    error, allowed = found.double() - exact, plain.double() - exact
-    few = 2 * torch.finfo(found.dtype).eps * float(exact.abs().max()) * (found.numel() < 500)
-    for what, of, times in (("error", lambda t: float(t.abs().max()), 2 * factor),
-                            ("mean square", lambda t: float(t.square().mean().sqrt()), factor)):
-        limit = times * of(allowed) + torch.finfo(found.dtype).eps * of(exact) + few
-        assert of(error) <= limit, f"{name}: {what} {of(error):.2e}, allowed {limit:.2e} of {of(exact):.2e}"
 
 
 def both(model, run):

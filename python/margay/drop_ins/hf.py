@@ -46,14 +46,17 @@ def register(name="margay"):
     FallbackWarning says so.
     """
     interfaces = (AttentionInterface, attention), (AttentionMaskInterface, attention_mask)
-    before = [interface._global_mapping.get(name) for interface, _ in interfaces]
+    if name not in _watched:
+        _before[name] = [interface._global_mapping.get(name) for interface, _ in interfaces]
     for interface, function in interfaces:
         interface.register(name, function)
     _watch(name)
 
     def undo():
         _unwatch(name)
-        for (interface, _), function in zip(interfaces, before):
+        if name in _watched:                     # another register() is in effect
+            return
+        for (interface, _), function in zip(interfaces, _before.pop(name)):
             if function is None:
                 interface._global_mapping.pop(name, None)
             else:
@@ -65,6 +68,7 @@ def register(name="margay"):
 # ---- models that take the name and never ask for the implementation
 
 _watched: list = []          # names, one for each register() in effect
+_before: dict = {}           # what names meant before the first of them
 _unwatched: dict = {}        # methods of PreTrainedModel, as they were
 
 
