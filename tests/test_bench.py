@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cases import row_taken
-from margay.bench import (causal_conv1d, cross_entropy, delta, fft_conv, harness, linear_attention, report, rotary,
-                          rows, ssd, steps)
+from margay.bench import (causal_conv1d, cross_entropy, delta, fft_conv, harness, linear_attention, norm, report,
+                          rotary, rows, ssd, steps)
 from margay.bench.__main__ import BENCHMARKS
 from margay.bench.attention import tables
 
@@ -95,6 +95,7 @@ def test_families_of_scans_compare_themselves_with_torch(tmp_path):
                 "rotary": rotary.cases([(1, 64, 4, 2, 16)], "cpu"),
                 "cross_entropy": cross_entropy.cases([(33, 16, 300)], "cpu"),
                 "delta": delta.cases({kind: [(1, 128, 1, 2)] for kind in ("gdn", "kda steep")}, {}, "cpu"),
+                "norm": norm.cases([(70, 64)], [(40, 64, 32)], "cpu"),
                 "steps": steps.cases([(2, 3)], [(2, 3)], [(2, 2, 1, "VK"), (1, 2, 3, "KV")], device="cpu")}
     for family, cases in families.items():
         assert harness.run_family(family, list(cases), harness.timer_for("cpu"), options), family
@@ -102,6 +103,17 @@ def test_families_of_scans_compare_themselves_with_torch(tmp_path):
         assert "times as fast as torch" in report.table(content)
         assert all(len(values) == len(labels) for _, labels, series in report.panels(content)
                    for values in series.values())
+
+
+def test_a_step_of_llama_is_that_of_transformers(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from margay.bench import llama
+
+    small = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, vocab_size=99)
+    cases = llama.cases([(2, 1, 40)], small, "cpu", torch.float32)
+    assert harness.run_family("llama", cases, harness.timer_for("cpu"), harness.Options(tmp_path, "", 1, 0.01))
+    (case,) = json.loads(next(tmp_path.glob("llama-*.json")).read_text())["cases"]
+    assert case["error"]["eager"] <= 1e-4 and set(case["first_ms"]) == {"margay", "eager"}
 
 
 @pytest.mark.parametrize("value", (1.1, float("nan")))
@@ -159,8 +171,8 @@ def test_help_says_what_a_family_measures_and_what_the_defaults_are():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("family", ["attention", "causal_conv1d", "cross_entropy", "decode", "delta", "features",
-                                    "fft_conv", "gemm", "hedgehog", "linear_attention", "rotary", "rows", "ssd",
-                                    "steps"])
+                                    "fft_conv", "gemm", "hedgehog", "linear_attention", "llama", "norm", "rotary",
+                                    "rows", "ssd", "steps"])
 def test_a_family_that_needs_a_gpu_says_so(family):
     code, out, err = bench(family)
     assert code == 2 and "needs a GPU" in err and err.count("\n") == 1

@@ -120,7 +120,7 @@ def panels(content):
 
 def x_labels(cases):
     """What differs from case to case: shapes, head dims where all have one length, else lengths."""
-    for shape in (("m", "n", "k"), ("b", "t", "h"), ("b", "t", "c")):
+    for shape in (("m", "n", "k"), ("b", "t", "h"), ("b", "t", "c"), ("rows", "columns")):
         if set(shape) <= set(cases[0]):
             return ["\n".join(str(case[size]) for size in shape) for case in cases]
     if len({case["n"] for case in cases}) == 1 and "d" in cases[0]:
