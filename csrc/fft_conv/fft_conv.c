@@ -155,22 +155,23 @@ static mg_status gradients_fast(mg_call *c, const mg_fft_conv_bwd_args *a, const
     .has_dpre = a->dpregate != NULL, .has_dpost = a->dpostgate != NULL, .has_sums = sums,
     .tasks = mg_tasks(c, c->n.SLOTS * c->n.CHUNKS, "tiles")};
   c->problem.size.SPLIT = 1;
-  if (mg_is_empty(a->u) || !mg_choose(c)) goto sum;
-  map_tables(c, &p.tables, f);
-  map_rows(c, &p.u, "u", a->u);
-  map_rows(c, &p.dout, "dout", a->dout);
-  if (a->pregate) map_rows(c, &p.pre, "pregate", a->pregate);
-  if (a->postgate) map_rows(c, &p.post, "postgate", a->postgate);
-  if (a->du) map_rows(c, &p.du, "du", a->du);
-  if (a->dpregate) map_rows(c, &p.dpre, "dpregate", a->dpregate);
-  if (a->dpostgate) map_rows(c, &p.dpost, "dpostgate", a->dpostgate);
-  run(c, &p, p.tasks);
-sum:
+  if (!mg_is_empty(a->u) && mg_choose(c)) {
+    map_tables(c, &p.tables, f);
+    map_rows(c, &p.u, "u", a->u);
+    map_rows(c, &p.dout, "dout", a->dout);
+    if (a->pregate) map_rows(c, &p.pre, "pregate", a->pregate);
+    if (a->postgate) map_rows(c, &p.post, "postgate", a->postgate);
+    if (a->du) map_rows(c, &p.du, "du", a->du);
+    if (a->dpregate) map_rows(c, &p.dpre, "dpregate", a->dpregate);
+    if (a->dpostgate) map_rows(c, &p.dpost, "dpostgate", a->dpostgate);
+    run(c, &p, p.tasks);
+  }
   if (sums) {
     fft_sums_params q = {
-      .parts = p.sums, .of_parts = true, .chunks = p.chunks, .log_rows = f->log_rows, .plain = !a->causal, .rows = p.rows,
-      .blocks = 1, .out = mg_data(dk), .out_head = c->n.LK, .type = type_of(dk ? dk : dskip), .length = (int)c->n.LK,
-      .first = mg_data(dskip), .first_type = dskip ? type_of(dskip) : 0, .tasks = mg_tasks(c, c->n.SLOTS, "tiles")};
+      .parts = p.sums, .of_parts = true, .chunks = p.chunks, .log_rows = f->log_rows, .plain = !a->causal,
+      .rows = p.rows, .blocks = 1, .out = mg_data(dk), .out_head = c->n.LK, .type = type_of(dk ? dk : dskip),
+      .length = (int)c->n.LK, .first = mg_data(dskip), .first_type = dskip ? type_of(dskip) : 0,
+      .tasks = mg_tasks(c, c->n.SLOTS, "tiles")};
     if (choose(c, MG_OP_fft_conv_sums, true)) run(c, &q, q.tasks);
   }
   return c->status;

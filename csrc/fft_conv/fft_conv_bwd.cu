@@ -1,9 +1,10 @@
-// Gradients of fft_conv.cu, of rows of N = 64 m elements, N a power of two from 64 to 4096, in one pass. With x = pre u,
-// g = post dout, and X, G and K their spectra (fft_conv_tiles.h),
-//   dpost = dout (k * x)    dx = G conj(K) back    du = pre dx    dpre = u dx    dk = sum over the batch of G conj(X) back
-// Causal: at frequencies (k + 1/4) / N the real part of what comes back is the gradient. Circular: at frequencies k / N.
-// Both take one row at a time. A task: some batch entries of a filter's tile of 4096 elements. What they add to dk stays
-// in registers, as a spectrum, and goes to memory once; fft_conv_sums adds tasks up and brings it back.
+// Gradients of fft_conv.cu, of rows of N = 64 m elements, N a power of two from 64 to 4096, in one pass. With x = pre
+// u, g = post dout, and X, G and K their spectra (fft_conv_tiles.h),
+//   dpost = dout (k * x)    dx = G conj(K) back    du = pre dx    dpre = u dx
+//   dk = sum over the batch of G conj(X) back
+// Causal: at frequencies (k + 1/4) / N the real part of what comes back is the gradient. Circular: at frequencies
+// k / N. Both take one row at a time. A task: some batch entries of a filter's tile of 4096 elements. What they add to
+// dk stays in registers, as a spectrum, and goes to memory once; fft_conv_sums adds tasks up and brings it back.
 // Roles: NC warpgroups, each with tiles, rings and a loader thread of its own. A row's two halves, x and then g, are
 // turns of one loop, so that its code exists once.
 #include "tile/tile.h"

@@ -1,7 +1,7 @@
-// What rows of 4096 R elements, R = 2 or 4, add to their filter's gradient. With x = pre u and g = post dout, and p_j of
-// each as in fft_conv_long.cu, it is the sum over the batch of G_j conj(X_j), spectra of the p_j at frequencies k / 4096.
-// A task: some batch entries of one j of a head. The sum stays in registers and goes to memory once; fft_conv_parts adds
-// tasks up and brings it back.
+// What rows of 4096 R elements, R = 2 or 4, add to their filter's gradient. With x = pre u and g = post dout, and p_j
+// of each as in fft_conv_long.cu, it is the sum over the batch of G_j conj(X_j), spectra of the p_j at frequencies
+// k / 4096. A task: some batch entries of one j of a head. The sum stays in registers and goes to memory once;
+// fft_conv_parts adds tasks up and brings it back.
 // Roles: NC warpgroups, each with tiles, a ring and a loader thread of its own. A row's two halves, x and then g, are
 // turns of one loop.
 #include "tile/tile.h"

@@ -6,9 +6,10 @@
 // With c = c_j, c_(j + R / 2) is -c. So a warpgroup that has both shares their sums in registers.
 // The gradient of a first gate is another product of the same convolution: `other`.
 // A row is scaled by a power of two first, so that no number is too large or small for fp16.
-// Roles: a loader thread; NC = 2 warpgroups that share a row: each reads all of its blocks, has j = wg and, of R = 4, wg
-// + 2, and R / 2 blocks of the result, for which it gets the other's part through shared memory; a thread that loads the
-// gates. The left table's real part stays in registers. Blocks walk along the batch of a head, so that K comes from the L2.
+// Roles: a loader thread; NC = 2 warpgroups that share a row: each reads all of its blocks, has j = wg and, of R = 4,
+// wg + 2, and R / 2 blocks of the result, for which it gets the other's part through shared memory; a thread that loads
+// the gates. The left table's real part stays in registers. Blocks walk along the batch of a head, so that K comes from
+// the L2.
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
 
@@ -25,7 +26,7 @@ struct shared {
   parked up[NC];
   // They are released behind the fence that the products or the store want, so none of their own is needed.
   ring<1, ASYNC_READS> inputs;
-  ring<2, ASYNC_READS> gates;                        // the first one and the second one in turn, as far as they are given
+  ring<2, ASYNC_READS> gates;           // the first one and the second one in turn, as far as they are given
   sem constants;
 };
 typedef fft_long_params params;

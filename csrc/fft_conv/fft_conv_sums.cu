@@ -1,6 +1,6 @@
 // Sums of products of spectra (fft_conv_spectra.cu), the inverse transform, the gate. Of a convolution: over the blocks
-// of the filter. Of a filter's gradient: over the batch and the blocks of a row, in their order, with conjugates; or over
-// what the tasks of fft_conv_bwd.cu left, in theirs.
+// of the filter. Of a filter's gradient: over the batch and the blocks of a row, in their order, with conjugates; or
+// over what the tasks of fft_conv_bwd.cu left, in theirs.
 // Warpgroups do not meet, but for the tables, which a block makes itself.
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
@@ -75,7 +75,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     int64_t at = batch * p.out_batch + head * p.out_head, gate_at = batch * p.gate_batch + head * p.gate_head;
     if (p.of_parts) {
       each<64>([&](int r, int c, float y, float f) {
-        int tile_row = 64 * task + r, filter = tile_row >> p.log_rows, n = 64 * (tile_row & ((1 << p.log_rows) - 1)) + c;
+        int tile_row = 64 * task + r, filter = tile_row >> p.log_rows;
+        int n = 64 * (tile_row & ((1 << p.log_rows) - 1)) + c;
         if (tile_row >= p.rows) return;
         y *= f * root;
         if (p.out && n < p.length) set_number_at(p.out, (int64_t)filter * p.out_head + n, p.type, y);

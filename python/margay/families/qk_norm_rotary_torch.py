@@ -12,8 +12,8 @@ _APPEND = ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "
 
 
 def gradient(ctx, dq_out, dk_out):
-    """By the kernels of rotary and of the norm. Where something has to see the operations, or differentiates them again,
-    the norm's is torch's."""
+    """By the kernels of rotary and of the norm. Where something has to see the operations, or differentiates them
+    again, the norm's is torch's."""
     q, k, q_weight, k_weight, cos, sin, positions, offsets = ctx.saved_tensors
     offset, interleaved, eps = ctx.numbers
     dq_out, dk_out = (torch.zeros_like(x) if d is None else d if d.stride(-1) == 1 else d.contiguous()
