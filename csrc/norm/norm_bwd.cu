@@ -7,8 +7,7 @@
 // Gates: y = n weight silu(z) has dz = dy n weight silu'(z), and dy silu(z) takes the place of dy. u = x silu(z) has
 // dz = du x silu'(z), dx = du silu(z).
 // A block goes through lines of one group and keeps their sums of dweight and dbias in registers; norm_bwd_post adds up
-// those of all blocks, always in the same order. The next line is read meanwhile. Of LONG lines the sums are in memory,
-// where nobody else touches them.
+// those of all blocks, always in the same order. Of LONG lines the sums are in memory, where nobody else touches them.
 #include "norm/norm_tile.h"
 
 struct shared { sums_room sums; };
@@ -190,19 +189,13 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
     return;
   }
   sums d;
-  inputs now, next;                            // the one is read while the other is computed
+  inputs in;
   place first = place_of(p.problem, block_index(), warpgroup);
   fill(d.weight, 0.f);
   fill(d.bias, 0.f);
-  if (AHEAD) begin(next, p, first);
   ROLLED for (int i = block_index(); i < p.tiles; i += step) {
-    if (AHEAD) {
-      copy(now.u, next.u);
-      copy(now.dy, next.dy);
-      if (p.extra.data) copy(now.extra, next.extra);
-      if (i + step < p.tiles) begin(next, p, place_of(p.problem, i + step, warpgroup));
-    } else begin(now, p, place_of(p.problem, i, warpgroup));
-    differentiate(now, d, p, place_of(p.problem, i, warpgroup), s, who);
+    begin(in, p, place_of(p.problem, i, warpgroup));
+    differentiate(in, d, p, place_of(p.problem, i, warpgroup), s, who);
   }
   store_sums(d, p, first, sums_line(p.problem, warpgroup));
 }
