@@ -158,8 +158,10 @@ def has_gaps(t):
 
 
 def dense_like(t, dtype=None):
-    """torch.empty_like, but with a contiguous last dimension."""
-    return like_but_last(t, t.shape[-1], dtype) if has_gaps(t) else torch.empty_like(t, dtype=dtype)
+    """torch.empty_like, but with a contiguous last dimension. Of windows that overlap (Tensor.unfold), torch's has none
+    even where t has one."""
+    made = None if has_gaps(t) else torch.empty_like(t, dtype=dtype)
+    return like_but_last(t, t.shape[-1], dtype) if made is None or has_gaps(made) else made
 
 
 def rows_contiguous(t):

@@ -341,6 +341,20 @@ def test_residual_in_float32():
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_overlap(device, dtype):
+    """Windows of one sequence: what torch.empty_like makes of them has no contiguous last dimension."""
+    x = torch.randn(100, device=device).to(dtype).unfold(0, 64, 1).requires_grad_()
+    for call in (mg.layer_norm, mg.rms_norm, lambda x: mg.rms_norm(x, residual=x), lambda x: mg.gated_rms_norm(x, x)):
+        found, expected = call(x), call(x.contiguous())
+        assert torch.equal(found, expected)
+        grads = [torch.autograd.grad(t.float().square().sum(), x)[0] for t in (found, expected)]
+        assert torch.equal(*grads)
+        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(x), expected)
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_empty(device):
     weight = torch.ones(8, device=device, requires_grad=True)
     x = torch.zeros(0, 8, device=device, requires_grad=True)
