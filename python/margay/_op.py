@@ -512,10 +512,12 @@ def _torch_function(row):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
         backward = staticmethod((lambda ctx, *grads: (*gradient(ctx, *grads), None)) if row.optional else gradient)
 
+    cast_halves = t.as_the_first if row.name.removesuffix("_bwd") in _shared.own_dtype else t.autocast
+
     def autocast(*values):
         with t.without_autocast_keys():
             given = _named(row.inputs, values)
-            cast = dict(zip(row.halves, t.autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
+            cast = dict(zip(row.halves, cast_halves(values[0].device.type, *(given.get(name) for name in row.halves))))
             cast |= zip(reals, t.reals_like(cast[row.halves[0]], *map(given.get, reals)))
             return seen(*(cast.get(name, x) for name, x in given.items()), *values[len(inputs):])
 
@@ -535,7 +537,7 @@ def _torch_function(row):
                                              else f"{name}.requires_grad" for name in inputs))
     return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t.c_may_read, seen=seen,
                     check_kinds=t.check_kinds, autocast_anywhere=t.autocast_anywhere,
-                    is_autocast_enabled=torch.is_autocast_enabled, autocast=t.autocast, reals_like=t.reals_like,
+                    is_autocast_enabled=torch.is_autocast_enabled, autocast=cast_halves, reals_like=t.reals_like,
                     is_grad_enabled=torch.is_grad_enabled, record=super(torch.autograd.Function, Record).apply,
                     make=direct)["call"]
 

@@ -131,6 +131,11 @@ def autocast(device, *tensors):
     return [t.to(dtype) if t is not None and t.dtype in DTYPES else t for t in tensors]
 
 
+def as_the_first(_, first, *others):
+    """In place of `autocast`, of ops that keep their first tensor's dtype."""
+    return [first, *(t.to(first.dtype) if t is not None and t.dtype in DTYPES else t for t in others)]
+
+
 def reals_like(first, *tensors):
     """What may be float32 or as the first tensor, which autocast may have changed."""
     return [t.float() if t is not None and t.dtype in DTYPES and t.dtype != first.dtype else t for t in tensors]

@@ -420,12 +420,36 @@ def test_opcheck(device):
     torch.library.opcheck(ops.gated_rms_norm.default, (x[:, None], z[:, None], w[None], 1e-5, True))
 
 
-def test_autocast():
-    x, w = torch.randn(5, 64), torch.randn(64)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = mg.layer_norm(x, w, residual=x)
-    assert out.dtype == torch.bfloat16
-    assert torch.allclose(out.float(), F.layer_norm(2 * x, (64,), w, None), atol=0.1, rtol=0.05)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", (False, True))
+def test_autocast(device, compiled):
+    """A norm of float32 is one of float32, as torch's: rows whose mean is large would not survive 16 bits. What has
+    another dtype follows x."""
+    x = (100 + 0.1 * torch.randn(5, 64)).to(device).requires_grad_()
+    w = torch.rand(64, device=device).add(0.5).to(torch.bfloat16).requires_grad_()
+    z = torch.randn(5, 64, device=device).to(torch.bfloat16).requires_grad_()
+    calls = (lambda x, w, z: mg.layer_norm(x, w), lambda x, w, z: mg.layer_norm(x, w, residual=z, prenorm=True),
+             lambda x, w, z: mg.rms_norm(x, w, dropout_p=0.5, seed=3, prenorm=True),
+             lambda x, w, z: mg.gated_rms_norm(x, z, w), lambda x, w, z: mg.rms_norm(z, w.float(), residual=x))
+    for call in calls:
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+        alike = [t.detach().float().requires_grad_() for t in (x, w, z)]
+        last = call is calls[-1]
+        expected = call(*alike[:2], z if last else alike[2])
+        with torch.autocast(device, torch.bfloat16):
+            found = run(x, w, z)
+        torch.compiler.reset()
+        if not isinstance(found, tuple):
+            found, expected = (found,), (expected,)
+        for one, other in zip(found, expected):
+            assert one.dtype == (torch.bfloat16 if last else torch.float32) and torch.equal(one, other)
+        for t, like in zip((x, w, z), alike):
+            sums = (sum(t.float().square().sum() for t in some) for some in (found, expected))
+            ours, theirs = (torch.autograd.grad(s, of, retain_graph=True, allow_unused=True)[0]
+                            for s, of in zip(sums, (t, z if last and t is z else like)))
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert ours.dtype == t.dtype and torch.allclose(ours, theirs.to(t.dtype), rtol=2e-2, atol=1e-4)
 
 
 def test_fp32_is_read_on_the_gpu_by_kernels_of_bf16():

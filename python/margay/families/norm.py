@@ -3,6 +3,8 @@
 from margay import _shared
 from margay._shared import functions, is_torch, number
 
+_shared.own_dtype |= {"layer_norm", "rms_norm", "layer_norm_residual", "rms_norm_residual", "gated_rms_norm"}
+
 
 def layer_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1e-5, prenorm=False,
                residual_in_fp32=False, seed=None, generator=None):
@@ -10,7 +12,8 @@ def layer_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1
     2016). Statistics are float32.
 
     x, residual, out [..., D], 1 <= D <= 65536; weight, bias [D]. bfloat16, float16 or float32; residual, weight and
-    bias are float32 or as x. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+    bias are float32 or as x. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays. Autocast leaves x and
+    out in x's dtype.
 
     residual: added to x; nothing if None.
     dropout_p: probability of each element of x to become 0 before the addition, rounded to a multiple of 1 / 65536, 0
@@ -43,7 +46,7 @@ def gated_rms_norm(x, z, weight=None, *, eps=1e-6, group_size=None, norm_before_
     delta nets; or norm(x silu(z)), as in Mamba-2. Statistics are float32.
 
     x, z, out [..., D]; weight [D]. bfloat16, float16 or float32; weight is float32 or as x. PyTorch tensors are
-    differentiable; NumPy arrays give NumPy arrays.
+    differentiable; NumPy arrays give NumPy arrays. Autocast leaves x and out in x's dtype.
 
     group_size: the mean is that of each group of as many columns, of which D is a multiple; D if None. At most 65536.
     norm_before_gate: False for norm(x silu(z)).
