@@ -26,7 +26,8 @@ def cross_entropy(hidden, weight, targets, *, bias=None, ignore_index=-100, labe
         gradient. That is K rows, and does not raise the peak, which comes when that gradient is rounded.
 
     Where "mean" or "sum" want gradients, the forward computes them (Hsu et al., Liger Kernel, 2024): the backward only
-    multiplies them. Another backward of the same graph, and "none", compute the logits once more. Beside inputs and
+    multiplies them. Another backward of the same graph, "none", and float16, whose range they would leave without what
+    the loss is scaled with, compute the logits once more. Beside inputs and
     gradients there are then a chunk's logits and, where there is more than one chunk of 16 bits, the gradient of weight
     in float32; before PyTorch 2.11, and on the CPU, also 128 MiB of a product.
     """
