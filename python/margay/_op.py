@@ -617,10 +617,13 @@ def _gradient_by_names(torch, t, row, backward, alone):
                 known[f["name"]] = zeros(incoming[f["name"]], known, ctx.half)
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
-        shared = first and all(i < len(need) and need[i] for i in (one, other)) and are_same(known, ctx.half)
+        plain = not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)])
+        # the operator makes both
+        shared = (plain and first and all(i < len(need) and need[i] for i in (one, other))
+                  and are_same(known, ctx.half))
         if shared:
             need = tuple(needed and i != other for i, needed in enumerate(need))
-        if not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)]):
+        if plain:
             made = direct(*given, want=[i < len(need) and need[i] for i in optional]) if optional else direct(*given)
         else:
             made = seen(*given)

@@ -330,6 +330,27 @@ def test_gradient_of_one_result(device):
     assert dx.data_ptr() == dresidual.data_ptr() and dx.any()          # as of an addition of PyTorch
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ((5, 64), (64,), (2, 3, 64)))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_gradients_add_up(device, dtype, shape, compiled):
+    """Those of x and residual, which may be one, over several backward passes: each has memory of its own then."""
+    x, residual = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(2))
+    for call in (lambda x, r: mg.rms_norm(x, residual=r), lambda x, r: mg.layer_norm(x, residual=r, prenorm=True)[1],
+                 lambda x, r: mg.layer_norm(x, residual=r, dropout_p=0.5, seed=1)):
+        x.grad = residual.grad = None
+        once = torch.autograd.grad(call(x, residual).square().sum(), (x, residual))
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+        for _ in range(2):
+            run(x, residual).square().sum().backward()
+        torch.compiler.reset()
+        for t, grad in zip((x, residual), once):
+            assert torch.allclose(t.grad, 2 * grad, rtol=2e-2, atol=1e-3 * float(grad.abs().max()))
+        x.grad.zero_()
+        assert residual.grad.any()
+
+
 def test_residual_in_float32():
     x = torch.randn(5, 40).to(torch.bfloat16).requires_grad_()
     out, u = mg.rms_norm(x, prenorm=True, residual_in_fp32=True)
