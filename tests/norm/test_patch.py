@@ -3,6 +3,7 @@ In float32 on the CPU, in bfloat16 on a GPU."""
 
 import collections
 import copy
+import pickle
 import sys
 
 import pytest
@@ -254,23 +255,37 @@ def test_compiled(family):
 
 @pytest.mark.parametrize("family", ("Llama", "Qwen3Next", "FalconH1"))
 def test_copies(family):
-    """A copy computes itself what modules do, can be patched and undone, and outlives what it is a copy of."""
+    """A copy computes itself what modules do, can be patched and undone, and outlives what it is a copy of. So does
+    what is loaded of a patched model that was saved whole."""
     model = model_of(family).train()
     expected, before = step()(model), {name: vars(m).keys() for name, m in model.named_modules()}
     implementation = model.config._attn_implementation
     mg.patch(model)
     copies = [copy.deepcopy(model) for _ in range(3)]
+    copies += [pickle.loads(pickle.dumps(one)) for one in (model, copies[0])]
     found = step()(model)
     mg.unpatch(model)
-    torch.testing.assert_close(step()(copies[0]), expected, rtol=1e-4, atol=0)
-    pieces = mg.patch(copies[1])
-    assert collections.Counter((p.kind, p.how if p.replaced else "stays") for p in pieces) == MODELS[family][1]
-    assert torch.equal(step()(copies[1]), found)
+    for one in (copies[0], copies[4]):
+        torch.testing.assert_close(step()(one), expected, rtol=1e-4, atol=0)
+    for one in (copies[1], copies[3]):
+        pieces = mg.patch(one)
+        assert collections.Counter((p.kind, p.how if p.replaced else "stays") for p in pieces) == MODELS[family][1]
+        assert torch.equal(step()(one), found)
     for one in copies:
         assert mg.unpatch(one) and one.config._attn_implementation == implementation
         assert before == {name: vars(m).keys() for name, m in one.named_modules()}
     for one in copies:                       # scans are switched on for all of them
         assert torch.equal(step()(one), expected)
+
+
+def test_attention_that_no_name_reaches():
+    """Is listed as what stays."""
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2,
+                                                                     num_attention_heads=4)).eval()
+    expected = LOGITS(model)
+    pieces = [piece for piece in mg.patch(model) if piece.kind == "attention"]
+    assert len(pieces) == 1 and not pieces[0].replaced and "never ask" in pieces[0].how
+    torch.testing.assert_close(LOGITS(model), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_two_models():

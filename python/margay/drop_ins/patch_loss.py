@@ -55,18 +55,22 @@ def _replace(model):
     had = "_loss_function" in vars(model)
     model._loss_function = _loss
 
-    def undone_by(model, undo):
-        def back():
-            if vars(model).get("_loss_function") is _loss:
-                if had:
-                    model._loss_function = ForCausalLMLoss
-                else:
-                    del model._loss_function
-            for one in undo:
-                one()
-        back.of_copy = lambda copied: undone_by(copied, ())
-        return back
-    return "margay.cross_entropy, with the last projection, in training", undone_by(model, undo)
+    return "margay.cross_entropy, with the last projection, in training", _undone(model, had, undo)
+
+
+def _undone(model, had, undo):
+    def back():
+        if vars(model).get("_loss_function") is _loss:
+            if had:
+                from transformers.loss.loss_utils import ForCausalLMLoss
+
+                model._loss_function = ForCausalLMLoss
+            else:
+                del model._loss_function
+        for one in undo:
+            one()
+    back.of_copy = _undone, (had, ())
+    return back
 
 
 def _forward(model, theirs, *arguments, **options):
