@@ -3,6 +3,7 @@ In float32 on the CPU, in bfloat16 on a GPU."""
 
 import collections
 import copy
+import operator
 import pickle
 import sys
 
@@ -217,6 +218,23 @@ def test_logits_of_training_are_there_when_they_are_read(losses):
     assert losses and out.logits.shape == expected.shape and out.logits.dtype == expected.dtype
     torch.testing.assert_close(out.logits.argmax(-1), expected.argmax(-1))
     torch.testing.assert_close(out.logits[:, -1], expected[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_logits_that_are_read_are_a_tensor():
+    """Under every operator, and written in place."""
+    model, ids = model_of("Llama").train(), tokens(2, 21)
+    mg.patch(model)
+    plain = model(ids).logits.detach()
+    for read in (abs, operator.neg, lambda x: x + 1, lambda x: 1 - x, lambda x: x * x, lambda x: x / 3, lambda x: 2 / x,
+                 lambda x: x // 0.5, lambda x: 3 // x, lambda x: x % 0.5, lambda x: 1 % x, lambda x: x ** 2,
+                 lambda x: 2 ** x, lambda x: x @ plain.mT, lambda x: plain.mT @ x, lambda x: x > 0, lambda x: x[:, 1],
+                 lambda x: torch.softmax(x, -1), lambda x: torch.stack([x, x]), lambda x: x.mul_(2)):
+        logits = model(ids, labels=ids).logits
+        assert not isinstance(logits, torch.Tensor)
+        assert torch.equal(read(logits) + 0, read(plain.clone()) + 0) and len(logits) == 2
+    logits = model(ids, labels=ids).logits
+    logits[0, 0] = 7.0
+    assert (logits[0, 0] == 7).all() and torch.equal(logits[1], plain[1])
 
 
 def test_logits_are_never_in_memory():
