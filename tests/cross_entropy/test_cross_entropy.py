@@ -351,6 +351,22 @@ def test_compiled_and_transformed():
         assert torch.autograd.grad(loss, w)[0].dtype == torch.float32
 
 
+def test_compiled_for_all_sizes():
+    """Rows of which the compiler knows no number, and numbers that it takes for symbols."""
+    weight, g = torch.randn(300, 16), torch.Generator().manual_seed(0)
+
+    def call(h, t, z_loss=0.0):
+        return mg.cross_entropy(h, weight, t, softcap=5.0, z_loss=z_loss, label_smoothing=0.1)
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows, more in ((3, ()), (7, ()), (20, ()), (20, (1e-4,)), (20, (1e-3,))):
+        h, t = torch.randn(rows, 16, generator=g).requires_grad_(), torch.randint(0, 300, (rows,), generator=g)
+        found, expected = compiled(h, t, *more), call(h, t, *more)
+        assert torch.allclose(found, expected, rtol=1e-5)
+        grads = [torch.autograd.grad(loss, h)[0] for loss in (found, expected)]
+        assert torch.allclose(*grads, rtol=1e-4, atol=1e-7)
+
+
 def test_bad_01_02_03_15_39_refusals():
     h, w, t = torch.zeros(6, 8), torch.zeros(20, 8), torch.zeros(6, dtype=torch.int64)
     for call, error, words in (
