@@ -546,6 +546,15 @@ def test_memory_beside_the_result_stays():
     assert wide.isnan().all()
 
 
+@pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < (2, 10), reason="another eps in torch")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eps_that_is_not_given_is_torchs(dtype):
+    """Of small numbers, beside which that of a 16-bit type would be large."""
+    x = (0.003 * torch.randn(5, 64)).to(dtype)
+    ours, theirs = (layer(64, dtype=dtype)(x).float() for layer in (mg.nn.RMSNorm, torch.nn.RMSNorm))
+    assert torch.allclose(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
 def test_layers_take_torchs_state_dicts():
     x, residual = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
     for shape in (5, (4, 5)):
