@@ -306,6 +306,16 @@ def test_attention_that_no_name_reaches():
     torch.testing.assert_close(LOGITS(model), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_rotation_by_several_functions():
+    model = make("DeepseekV3", SMALL | dict(num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+                                            topk_group=1, moe_intermediate_size=32, q_lora_rank=24, kv_lora_rank=16,
+                                            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16))
+    expected = LOGITS(model)
+    stays = {piece.how for piece in mg.patch(model) if piece.kind == "rotary embedding" and not piece.replaced}
+    assert stays == {"its forward has several functions for it: apply_rotary_pos_emb_interleave, apply_rotary_pos_emb"}
+    torch.testing.assert_close(LOGITS(model), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_two_models():
     """Either is undone first."""
     one, other = model_of("Llama"), model_of("Qwen3")
