@@ -344,7 +344,7 @@ def written(row):
 
 def _again(row, inputs, want, verify, empty, copied, writable, copy_back):
     """After a refusal by C: the reason in Python's words; or, where only an address or a stride was refused, the same
-    on copies."""
+    on copies, and on results that are dense whatever the inputs are."""
     verify(inputs)
     tensors, values = _named(row.inputs, inputs), _named(row.numbers, inputs[len(row.inputs):])
     wanted = dict(zip((f["name"] for f in row.optional), want))
@@ -354,8 +354,6 @@ def _again(row, inputs, want, verify, empty, copied, writable, copy_back):
     # the others are dense, and not in tiles
     halves = {f["name"] for f in row.arguments if f["kind"] == "half" and f["role"] in ("out", "optout")}
     targets = {name: writable(t) if name in halves and t is not None else t for name, t in made.items()}
-    if all(copies[name] is t for name, t in tensors.items()) and all(targets[name] is t for name, t in made.items()):
-        raise
     known = copies | targets | values
     getattr(_C, row.name)(*(known[f["name"]] for f in row.arguments))
     for name, t in made.items():
@@ -514,10 +512,12 @@ def _torch_function(row):
         forward = staticmethod(compiled(row.name, text, make=direct)["forward"])
         backward = staticmethod((lambda ctx, *grads: (*gradient(ctx, *grads), None)) if row.optional else gradient)
 
+    cast_halves = t.as_the_first if row.name.removesuffix("_bwd") in _shared.own_dtype else t.autocast
+
     def autocast(*values):
         with t.without_autocast_keys():
             given = _named(row.inputs, values)
-            cast = dict(zip(row.halves, t.autocast(values[0].device.type, *(given.get(name) for name in row.halves))))
+            cast = dict(zip(row.halves, cast_halves(values[0].device.type, *(given.get(name) for name in row.halves))))
             cast |= zip(reals, t.reals_like(cast[row.halves[0]], *map(given.get, reals)))
             return seen(*(cast.get(name, x) for name, x in given.items()), *values[len(inputs):])
 
@@ -537,7 +537,7 @@ def _torch_function(row):
                                              else f"{name}.requires_grad" for name in inputs))
     return compiled(row.name, text, is_compiling=torch.compiler.is_compiling, plain=t.c_may_read, seen=seen,
                     check_kinds=t.check_kinds, autocast_anywhere=t.autocast_anywhere,
-                    is_autocast_enabled=torch.is_autocast_enabled, autocast=t.autocast, reals_like=t.reals_like,
+                    is_autocast_enabled=torch.is_autocast_enabled, autocast=cast_halves, reals_like=t.reals_like,
                     is_grad_enabled=torch.is_grad_enabled, record=super(torch.autograd.Function, Record).apply,
                     make=direct)["call"]
 
@@ -617,10 +617,13 @@ def _gradient_by_names(torch, t, row, backward, alone):
                 known[f["name"]] = zeros(incoming[f["name"]], known, ctx.half)
         given = [known[f["name"]] for f in (*backward.inputs, *backward.numbers)]
         need = ctx.needs_input_grad
-        shared = first and all(i < len(need) and need[i] for i in (one, other)) and are_same(known, ctx.half)
+        plain = not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)])
+        # the operator makes both
+        shared = (plain and first and all(i < len(need) and need[i] for i in (one, other))
+                  and are_same(known, ctx.half))
         if shared:
             need = tuple(needed and i != other for i, needed in enumerate(need))
-        if not torch.is_grad_enabled() and not t.compiling() and t.c_may_read(*given[:len(backward.inputs)]):
+        if plain:
             made = direct(*given, want=[i < len(need) and need[i] for i in optional]) if optional else direct(*given)
         else:
             made = seen(*given)

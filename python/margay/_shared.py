@@ -87,6 +87,7 @@ def rows_library(torch_):
 
 
 functions: dict = {}   # of rows of ops.def, by name
+own_dtype: set = set()  # of rows whose first tensor autocast leaves as it is; the others follow that
 gradients: dict = {}   # written by hand, of rows that no row <name>_bwd says them of; see _op.function
 
 

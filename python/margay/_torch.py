@@ -131,6 +131,11 @@ def autocast(device, *tensors):
     return [t.to(dtype) if t is not None and t.dtype in DTYPES else t for t in tensors]
 
 
+def as_the_first(_, first, *others):
+    """In place of `autocast`, of ops that keep their first tensor's dtype."""
+    return [first, *(t.to(first.dtype) if t is not None and t.dtype in DTYPES else t for t in others)]
+
+
 def reals_like(first, *tensors):
     """What may be float32 or as the first tensor, which autocast may have changed."""
     return [t.float() if t is not None and t.dtype in DTYPES and t.dtype != first.dtype else t for t in tensors]
@@ -158,8 +163,10 @@ def has_gaps(t):
 
 
 def dense_like(t, dtype=None):
-    """torch.empty_like, but with a contiguous last dimension."""
-    return like_but_last(t, t.shape[-1], dtype) if has_gaps(t) else torch.empty_like(t, dtype=dtype)
+    """torch.empty_like, but with a contiguous last dimension. Of windows that overlap (Tensor.unfold), torch's has none
+    even where t has one."""
+    made = None if has_gaps(t) else torch.empty_like(t, dtype=dtype)
+    return like_but_last(t, t.shape[-1], dtype) if made is None or has_gaps(made) else made
 
 
 def rows_contiguous(t):

@@ -55,6 +55,9 @@ class Attention(torch.nn.Module):
                 f"causal={self.causal}")
 
 
+_EPSILON = torch.finfo(torch.float32).eps
+
+
 class _Norm(torch.nn.Module):
     """Of the last dimensions, normalized_shape, as torch.nn's. weight, bias: parameters of that shape, or None."""
 
@@ -109,7 +112,7 @@ class RMSNorm(_Norm):
     """torch.nn.RMSNorm's arguments and state dict, which are transformers' too. forward(x, residual=None, **options):
     as `margay.rms_norm`. zero_centred: the parameter is the weight less 1, as in Gemma and Qwen3-Next.
 
-    eps: torch's, the machine epsilon of x's dtype, if None.
+    eps: torch's, the machine epsilon of float32, if None. (Older releases took that of x's dtype.)
     """
 
     def __init__(self, normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None, *,
@@ -123,7 +126,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x, residual=None, **options):
         def norm(*given, eps, **options):
-            eps = torch.finfo(x.dtype).eps if eps is None else eps
+            eps = _EPSILON if eps is None else eps
             return rms_norm(*given, eps=eps, zero_centred=self.zero_centred, **options)
         return self.normed(norm, x, residual, options)
 

@@ -146,6 +146,34 @@ def test_chunks_and_repeats_change_nothing(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", (False, True))
+def test_a_scaled_loss_of_float16(device, compiled):
+    """As of a GradScaler: what each word has of a mean over many rows is nothing in float16 without the factor."""
+    scale, g = 2.0**16, torch.Generator().manual_seed(0)
+    hidden = torch.randn(2048, 16, generator=g).to(device, torch.float16).requires_grad_()
+    weight = (0.02 * torch.randn(9000, 16, generator=g) + 0.02).to(device, torch.float16).requires_grad_()
+    targets = torch.randint(0, 9000, (2048,), generator=g).to(device)
+    call = lambda h, w: mg.cross_entropy(h, w, targets, chunk=1024)  # noqa: E731
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    found = torch.autograd.grad(run(hidden, weight) * scale, (hidden, weight))
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    exact = torch.autograd.grad(F.cross_entropy(wide[0] @ wide[1].t(), targets) * scale, wide)
+    for ours, right in zip(found, exact):
+        assert (ours.double() - right).norm() <= torch.finfo(torch.float16).eps * right.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_row_without_a_batch(device):
+    """hidden [K], of a target without dimensions, as torch's."""
+    h, w = (torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in ((24,), (50, 24)))
+    for reduction in ("mean", "none"):
+        found, many = (mg.cross_entropy(x, w, t, reduction=reduction)
+                       for x, t in ((h, torch.tensor(7, device=device)), (h[None], torch.tensor([7], device=device))))
+        assert found.shape == () and torch.equal(found, many.reshape(()))
+        assert all(map(torch.equal, *(torch.autograd.grad(t.sum(), (h, w)) for t in (found, many))))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_large_and_small_logits(device):
     """A softmax that is 1 at one place, and logits that no sum of exponentials holds."""
     for dtype in DTYPES:
@@ -321,6 +349,22 @@ def test_compiled_and_transformed():
         loss = mg.cross_entropy(h, w, p.targets)
         assert torch.allclose(loss, mg.cross_entropy(h.bfloat16(), w.bfloat16(), p.targets))
         assert torch.autograd.grad(loss, w)[0].dtype == torch.float32
+
+
+def test_compiled_for_all_sizes():
+    """Rows of which the compiler knows no number, and numbers that it takes for symbols."""
+    weight, g = torch.randn(300, 16), torch.Generator().manual_seed(0)
+
+    def call(h, t, z_loss=0.0):
+        return mg.cross_entropy(h, weight, t, softcap=5.0, z_loss=z_loss, label_smoothing=0.1)
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows, more in ((3, ()), (7, ()), (20, ()), (20, (1e-4,)), (20, (1e-3,))):
+        h, t = torch.randn(rows, 16, generator=g).requires_grad_(), torch.randint(0, 300, (rows,), generator=g)
+        found, expected = compiled(h, t, *more), call(h, t, *more)
+        assert torch.allclose(found, expected, rtol=1e-5)
+        grads = [torch.autograd.grad(loss, h)[0] for loss in (found, expected)]
+        assert torch.allclose(*grads, rtol=1e-4, atol=1e-7)
 
 
 def test_bad_01_02_03_15_39_refusals():

@@ -330,6 +330,27 @@ def test_gradient_of_one_result(device):
     assert dx.data_ptr() == dresidual.data_ptr() and dx.any()          # as of an addition of PyTorch
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ((5, 64), (64,), (2, 3, 64)))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_gradients_add_up(device, dtype, shape, compiled):
+    """Those of x and residual, which may be one, over several backward passes: each has memory of its own then."""
+    x, residual = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(2))
+    for call in (lambda x, r: mg.rms_norm(x, residual=r), lambda x, r: mg.layer_norm(x, residual=r, prenorm=True)[1],
+                 lambda x, r: mg.layer_norm(x, residual=r, dropout_p=0.5, seed=1)):
+        x.grad = residual.grad = None
+        once = torch.autograd.grad(call(x, residual).square().sum(), (x, residual))
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+        for _ in range(2):
+            run(x, residual).square().sum().backward()
+        torch.compiler.reset()
+        for t, grad in zip((x, residual), once):
+            assert torch.allclose(t.grad, 2 * grad, rtol=2e-2, atol=1e-3 * float(grad.abs().max()))
+        x.grad.zero_()
+        assert residual.grad.any()
+
+
 def test_residual_in_float32():
     x = torch.randn(5, 40).to(torch.bfloat16).requires_grad_()
     out, u = mg.rms_norm(x, prenorm=True, residual_in_fp32=True)
@@ -338,6 +359,20 @@ def test_residual_in_float32():
     assert u2.dtype == torch.float32
     (out.float().sum() + u2.sum()).backward()
     assert x.grad.dtype == torch.bfloat16 and x.grad.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_overlap(device, dtype):
+    """Windows of one sequence: what torch.empty_like makes of them has no contiguous last dimension."""
+    x = torch.randn(100, device=device).to(dtype).unfold(0, 64, 1).requires_grad_()
+    for call in (mg.layer_norm, mg.rms_norm, lambda x: mg.rms_norm(x, residual=x), lambda x: mg.gated_rms_norm(x, x)):
+        found, expected = call(x), call(x.contiguous())
+        assert torch.equal(found, expected)
+        grads = [torch.autograd.grad(t.float().square().sum(), x)[0] for t in (found, expected)]
+        assert torch.equal(*grads)
+        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(x), expected)
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -406,12 +441,36 @@ def test_opcheck(device):
     torch.library.opcheck(ops.gated_rms_norm.default, (x[:, None], z[:, None], w[None], 1e-5, True))
 
 
-def test_autocast():
-    x, w = torch.randn(5, 64), torch.randn(64)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = mg.layer_norm(x, w, residual=x)
-    assert out.dtype == torch.bfloat16
-    assert torch.allclose(out.float(), F.layer_norm(2 * x, (64,), w, None), atol=0.1, rtol=0.05)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", (False, True))
+def test_autocast(device, compiled):
+    """A norm of float32 is one of float32, as torch's: rows whose mean is large would not survive 16 bits. What has
+    another dtype follows x."""
+    x = (100 + 0.1 * torch.randn(5, 64)).to(device).requires_grad_()
+    w = torch.rand(64, device=device).add(0.5).to(torch.bfloat16).requires_grad_()
+    z = torch.randn(5, 64, device=device).to(torch.bfloat16).requires_grad_()
+    calls = (lambda x, w, z: mg.layer_norm(x, w), lambda x, w, z: mg.layer_norm(x, w, residual=z, prenorm=True),
+             lambda x, w, z: mg.rms_norm(x, w, dropout_p=0.5, seed=3, prenorm=True),
+             lambda x, w, z: mg.gated_rms_norm(x, z, w), lambda x, w, z: mg.rms_norm(z, w.float(), residual=x))
+    for call in calls:
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+        alike = [t.detach().float().requires_grad_() for t in (x, w, z)]
+        last = call is calls[-1]
+        expected = call(*alike[:2], z if last else alike[2])
+        with torch.autocast(device, torch.bfloat16):
+            found = run(x, w, z)
+        torch.compiler.reset()
+        if not isinstance(found, tuple):
+            found, expected = (found,), (expected,)
+        for one, other in zip(found, expected):
+            assert one.dtype == (torch.bfloat16 if last else torch.float32) and torch.equal(one, other)
+        for t, like in zip((x, w, z), alike):
+            sums = (sum(t.float().square().sum() for t in some) for some in (found, expected))
+            ours, theirs = (torch.autograd.grad(s, of, retain_graph=True, allow_unused=True)[0]
+                            for s, of in zip(sums, (t, z if last and t is z else like)))
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert ours.dtype == t.dtype and torch.allclose(ours, theirs.to(t.dtype), rtol=2e-2, atol=1e-4)
 
 
 def test_fp32_is_read_on_the_gpu_by_kernels_of_bf16():
@@ -485,6 +544,15 @@ def test_memory_beside_the_result_stays():
     assert wide[1:5, 3:24].isfinite().all() and rstd.isfinite().all()
     wide[1:5, 3:24] = float("nan")
     assert wide.isnan().all()
+
+
+@pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < (2, 10), reason="another eps in torch")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eps_that_is_not_given_is_torchs(dtype):
+    """Of small numbers, beside which that of a 16-bit type would be large."""
+    x = (0.003 * torch.randn(5, 64)).to(dtype)
+    ours, theirs = (layer(64, dtype=dtype)(x).float() for layer in (mg.nn.RMSNorm, torch.nn.RMSNorm))
+    assert torch.allclose(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_layers_take_torchs_state_dicts():

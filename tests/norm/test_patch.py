@@ -3,6 +3,8 @@ In float32 on the CPU, in bfloat16 on a GPU."""
 
 import collections
 import copy
+import operator
+import pickle
 import sys
 
 import pytest
@@ -218,6 +220,23 @@ def test_logits_of_training_are_there_when_they_are_read(losses):
     torch.testing.assert_close(out.logits[:, -1], expected[:, -1], rtol=1e-4, atol=1e-4)
 
 
+def test_logits_that_are_read_are_a_tensor():
+    """Under every operator, and written in place."""
+    model, ids = model_of("Llama").train(), tokens(2, 21)
+    mg.patch(model)
+    plain = model(ids).logits.detach()
+    for read in (abs, operator.neg, lambda x: x + 1, lambda x: 1 - x, lambda x: x * x, lambda x: x / 3, lambda x: 2 / x,
+                 lambda x: x // 0.5, lambda x: 3 // x, lambda x: x % 0.5, lambda x: 1 % x, lambda x: x ** 2,
+                 lambda x: 2 ** x, lambda x: x @ plain.mT, lambda x: plain.mT @ x, lambda x: x > 0, lambda x: x[:, 1],
+                 lambda x: torch.softmax(x, -1), lambda x: torch.stack([x, x]), lambda x: x.mul_(2)):
+        logits = model(ids, labels=ids).logits
+        assert not isinstance(logits, torch.Tensor)
+        assert torch.equal(read(logits) + 0, read(plain.clone()) + 0) and len(logits) == 2
+    logits = model(ids, labels=ids).logits
+    logits[0, 0] = 7.0
+    assert (logits[0, 0] == 7).all() and torch.equal(logits[1], plain[1])
+
+
 def test_logits_are_never_in_memory():
     """But for a chunk of them within cross_entropy, whose tests count those."""
     logits = []
@@ -254,23 +273,47 @@ def test_compiled(family):
 
 @pytest.mark.parametrize("family", ("Llama", "Qwen3Next", "FalconH1"))
 def test_copies(family):
-    """A copy computes itself what modules do, can be patched and undone, and outlives what it is a copy of."""
+    """A copy computes itself what modules do, can be patched and undone, and outlives what it is a copy of. So does
+    what is loaded of a patched model that was saved whole."""
     model = model_of(family).train()
     expected, before = step()(model), {name: vars(m).keys() for name, m in model.named_modules()}
     implementation = model.config._attn_implementation
     mg.patch(model)
     copies = [copy.deepcopy(model) for _ in range(3)]
+    copies += [pickle.loads(pickle.dumps(one)) for one in (model, copies[0])]
     found = step()(model)
     mg.unpatch(model)
-    torch.testing.assert_close(step()(copies[0]), expected, rtol=1e-4, atol=0)
-    pieces = mg.patch(copies[1])
-    assert collections.Counter((p.kind, p.how if p.replaced else "stays") for p in pieces) == MODELS[family][1]
-    assert torch.equal(step()(copies[1]), found)
+    for one in (copies[0], copies[4]):
+        torch.testing.assert_close(step()(one), expected, rtol=1e-4, atol=0)
+    for one in (copies[1], copies[3]):
+        pieces = mg.patch(one)
+        assert collections.Counter((p.kind, p.how if p.replaced else "stays") for p in pieces) == MODELS[family][1]
+        assert torch.equal(step()(one), found)
     for one in copies:
         assert mg.unpatch(one) and one.config._attn_implementation == implementation
         assert before == {name: vars(m).keys() for name, m in one.named_modules()}
     for one in copies:                       # scans are switched on for all of them
         assert torch.equal(step()(one), expected)
+
+
+def test_attention_that_no_name_reaches():
+    """Is listed as what stays."""
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2,
+                                                                     num_attention_heads=4)).eval()
+    expected = LOGITS(model)
+    pieces = [piece for piece in mg.patch(model) if piece.kind == "attention"]
+    assert len(pieces) == 1 and not pieces[0].replaced and "never ask" in pieces[0].how
+    torch.testing.assert_close(LOGITS(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rotation_by_several_functions():
+    model = make("DeepseekV3", SMALL | dict(num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+                                            topk_group=1, moe_intermediate_size=32, q_lora_rank=24, kv_lora_rank=16,
+                                            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16))
+    expected = LOGITS(model)
+    stays = {piece.how for piece in mg.patch(model) if piece.kind == "rotary embedding" and not piece.replaced}
+    assert stays == {"its forward has several functions for it: apply_rotary_pos_emb_interleave, apply_rotary_pos_emb"}
+    torch.testing.assert_close(LOGITS(model), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_two_models():

@@ -107,16 +107,23 @@ def _sets(model, attn_implementation, *arguments, **options):
     return result
 
 
-def _has_own_attention(model):
-    """Is attention written in the model's modules and no implementation asked for? Warns once of those; notes others
-    that need eager's masks."""
+def own_attention(model):
+    """The file of attention that is written in the model's modules, where no implementation is asked for, or None."""
     modules = [c.__module__ for c in type(model).__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel]
     own = [m for m in modules if _ATTENTION_CLASS.search(_source(m))]
     if own and not any("ALL_ATTENTION_FUNCTIONS" in _source(m) or "AttentionInterface" in _source(m) for m in modules):
+        return own[0]
+    return None
+
+
+def _has_own_attention(model):
+    """Warns once of those that have; notes others that need eager's masks."""
+    own = own_attention(model)
+    if own:
         if model.config.get_text_config() is not model.config:   # a frame around models that are asked themselves
             return False
         fall_back(_OP, f"{type(model).__name__} never asks for an attention implementation",
-                  "the model's own code", own[0])
+                  "the model's own code", own)
         return True
     if not any(getattr(model, flag, True) for flag in ("_supports_sdpa", "_supports_flash_attn")):
         _reads_its_mask.add(model.config.model_type)

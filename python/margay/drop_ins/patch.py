@@ -16,19 +16,28 @@ _KEPT = "_margay_patched"         # in a patched model: what undoes each replace
 
 
 class _Undo(list):
-    """What undoes each replacement of model. A function of it may have of_copy(model), which makes the copy's own."""
+    """What undoes each replacement of model. A function of it may have of_copy = (make, arguments): make(copy,
+    *arguments) is the copy's own."""
 
     def __init__(self, model, functions):
         super().__init__(functions)
         self.model = model
 
+    def of_copies(self):
+        return [back.of_copy for back in self if hasattr(back, "of_copy")]
+
     def __deepcopy__(self, memo):
-        """Modules of a copy compute what their classes do. What a model knows by name is copied with it."""
         copied = memo.get(id(self.model))
-        if copied is None:
-            return None
-        return _Undo(copied, [lambda: forget(copied), *(back.of_copy(copied) for back in self
-                                                        if hasattr(back, "of_copy"))])
+        return None if copied is None else _undo_of_copy(copied, self.of_copies())
+
+    def __reduce_ex__(self, _):
+        return _undo_of_copy, (self.model, self.of_copies())
+
+
+def _undo_of_copy(copied, own):
+    """Modules of a copy, and of what is loaded, compute what their classes do. What a model knows by name comes with
+    it."""
+    return _Undo(copied, [lambda: forget(copied), *(make(copied, *arguments) for make, arguments in own)])
 
 
 def patch(model):
@@ -221,6 +230,9 @@ def _attention(model):
 def _replace_attention(model):
     from margay.drop_ins import hf
 
+    asked = [m for m in model.modules() if isinstance(m, hf.PreTrainedModel)]
+    if asked and all(map(hf.own_attention, asked)):
+        raise Stays("its modules have their own and never ask for an implementation")
     before = model.config._attn_implementation
     switch = hf.register()
     try:
@@ -228,14 +240,21 @@ def _replace_attention(model):
     except (ValueError, NotImplementedError) as error:
         switch.disable()
         raise Stays(str(error).splitlines()[0]) from None
+    return "attn_implementation='margay'", _attention_undone(model, before, switch)
 
-    def undone_by(model, switch):
-        def back():
-            model.set_attn_implementation(before)
-            switch.disable()
-        back.of_copy = lambda copied: undone_by(copied, hf.register())
-        return back
-    return "attn_implementation='margay'", undone_by(model, switch)
+
+def _attention_undone(model, before, switch):
+    def back():
+        model.set_attn_implementation(before)
+        switch.disable()
+    back.of_copy = _attention_of_copy, (before,)
+    return back
+
+
+def _attention_of_copy(copied, before):
+    from margay.drop_ins import hf
+
+    return _attention_undone(copied, before, hf.register())
 
 
 def _scans(words, register, how):

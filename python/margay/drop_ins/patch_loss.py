@@ -55,18 +55,22 @@ def _replace(model):
     had = "_loss_function" in vars(model)
     model._loss_function = _loss
 
-    def undone_by(model, undo):
-        def back():
-            if vars(model).get("_loss_function") is _loss:
-                if had:
-                    model._loss_function = ForCausalLMLoss
-                else:
-                    del model._loss_function
-            for one in undo:
-                one()
-        back.of_copy = lambda copied: undone_by(copied, ())
-        return back
-    return "margay.cross_entropy, with the last projection, in training", undone_by(model, undo)
+    return "margay.cross_entropy, with the last projection, in training", _undone(model, had, undo)
+
+
+def _undone(model, had, undo):
+    def back():
+        if vars(model).get("_loss_function") is _loss:
+            if had:
+                from transformers.loss.loss_utils import ForCausalLMLoss
+
+                model._loss_function = ForCausalLMLoss
+            else:
+                del model._loss_function
+        for one in undo:
+            one()
+    back.of_copy = _undone, (had, ())
+    return back
 
 
 def _forward(model, theirs, *arguments, **options):
@@ -209,12 +213,15 @@ def _reads(name):
     return lambda self, *others: function(self.tensor(), *read(others))
 
 
-for _name in ("__getitem__", "__neg__", "__pow__", "__matmul__", "__add__", "__sub__", "__eq__", "__ne__", "__lt__",
-              "__le__", "__gt__", "__ge__"):
+for _name in ("__getitem__", "__setitem__", "__neg__", "__abs__", "__pow__", "__matmul__", "__add__", "__sub__",
+              "__floordiv__", "__mod__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Logits, _name, _reads(_name))
 Logits.__hash__ = object.__hash__
 Logits.__radd__ = lambda self, other: other + self.tensor()
 Logits.__rsub__ = lambda self, other: other - self.tensor()
+Logits.__rpow__ = lambda self, other: other ** self.tensor()
+Logits.__rfloordiv__ = lambda self, other: other // self.tensor()
+Logits.__rmod__ = lambda self, other: other % self.tensor()
 Logits.__rtruediv__ = lambda self, other: other / self.tensor()
 Logits.__iter__ = lambda self: iter(self.tensor())
 

@@ -25,9 +25,8 @@ def find(model, norm_of):
     """Modules whose forward turns q and k. norm_of(module): (eps, zero_centred) of a root mean square norm, or raises
     Stays."""
     tables = functools.cache(lambda: _tables(model))
-    return [(name, module, lambda module: _replace(module, names, tables, norm_of))
-            for name, module, names in ((name, module, _names(module)) for name, module in model.named_modules())
-            if names]
+    return [(name, module, lambda module: _replace(module, tables, norm_of))
+            for name, module in model.named_modules() if _names(module)]
 
 
 def _names(module):
@@ -36,11 +35,13 @@ def _names(module):
     return [name for name in getattr(code, "co_names", ()) if "rotary_pos_emb" in name and not hasattr(module, name)]
 
 
-def _replace(module, names, tables, norm_of):
+def _replace(module, tables, norm_of):
     forward = type(module).forward
     name, *others = _names(module)
+    if others:
+        raise Stays(f"its forward has several functions for it: {', '.join((name, *others))}")
     theirs = getattr(forward, "__globals__", {}).get(name)
-    if others or hasattr(forward, "__wrapped__") or not isinstance(theirs, types.FunctionType):
+    if hasattr(forward, "__wrapped__") or not isinstance(theirs, types.FunctionType):
         raise Stays(f"its forward finds {name} in a way that is not known")
     layout = _layout(theirs)
     if layout is None:

@@ -46,7 +46,9 @@ def forward_of(module, compute):
 
 
 def forget(copied):
-    """A copy of a patched model has the forwards of the model's modules in its own. They are removed."""
+    """A copy of a patched model has the forwards of the model's modules in its own; what was pickled and loaded has
+    those of its classes there. They are removed."""
     for module in copied.modules():
-        if hasattr(getattr(vars(module).get("forward"), "__func__", None), "margay_replaces"):
+        function = getattr(vars(module).get("forward"), "__func__", None)
+        if function is not None and (hasattr(function, "margay_replaces") or function is type(module).forward):
             del module.forward

@@ -1,7 +1,5 @@
 """The last projection of a model and its loss, without the logits of all rows."""
 
-import math
-
 from margay._shared import as_int32, integer, number
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -26,7 +24,8 @@ def cross_entropy(hidden, weight, targets, *, bias=None, ignore_index=-100, labe
         gradient. That is K rows, and does not raise the peak, which comes when that gradient is rounded.
 
     Where "mean" or "sum" want gradients, the forward computes them (Hsu et al., Liger Kernel, 2024): the backward only
-    multiplies them. Another backward of the same graph, and "none", compute the logits once more. Beside inputs and
+    multiplies them. Another backward of the same graph, "none", and float16, whose range they would leave without what
+    the loss is scaled with, compute the logits once more. Beside inputs and
     gradients there are then a chunk's logits and, where there is more than one chunk of 16 bits, the gradient of weight
     in float32; before PyTorch 2.11, and on the CPU, also 128 MiB of a product.
     """
@@ -50,7 +49,7 @@ def _in_range(op, ignore_index, label_smoothing, softcap, z_loss):
         raise ValueError(f"{op}: label_smoothing is {label_smoothing:g}, expected 0 to 1")
     softcap, z_loss = number(op, "softcap", softcap or 0), number(op, "z_loss", z_loss)
     for name, x in (("softcap", softcap), ("z_loss", z_loss)):
-        if not (0 <= x < 2.0**127 and math.isfinite(x) and (x == 0 or x >= 2.0**-126)):
+        if not (0 <= x < 2.0**127 and (x == 0 or x >= 2.0**-126)):
             raise ValueError(f"{op}: {name} is {x:g}, expected 0 (none) or a positive finite number")
     return ignore_index, label_smoothing, softcap, z_loss
 

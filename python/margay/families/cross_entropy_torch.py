@@ -19,15 +19,14 @@ def call(hidden, weight, targets, bias, numbers, reduction, chunk):
     if _torch.autocast_anywhere() and torch.is_autocast_enabled(hidden.device.type):
         hidden, weight, bias = _torch.autocast(hidden.device.type, hidden, weight, bias)
     _check(hidden, weight, targets, bias)
-    rows, targets, shape = hidden.flatten(0, -2), targets.flatten(), targets.shape
+    rows, targets, shape = hidden[None].flatten(0, -2), targets.flatten(), targets.shape
     inputs = rows, weight, bias
     want = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
     if chunk is None:
         chunk = rows_of_chunk(weight, want[1])
     if torch.compiler.is_compiling() or not _torch.c_may_read(*tensors):
-        scale = _scale(targets, numbers[0], reduction)
-        loss = torch.ops.margay.cross_entropy(rows, weight, targets, bias, scale if reduction != NONE and any(want)
-                                              else None, *numbers, reduction, chunk, want)[0]
+        scale = None if _late(rows, reduction) or not any(want) else _scale(targets, numbers[0], reduction)
+        loss = torch.ops.margay.cross_entropy(rows, weight, targets, bias, scale, *numbers, reduction, chunk, want)[0]
     elif any(want):
         loss = _Loss.apply(*inputs, targets, numbers, reduction, chunk)
     else:
@@ -68,6 +67,16 @@ def _scale(targets, ignored, reduction):
     if reduction == MEAN:
         return 1 / (targets != ignored).sum().to(torch.float32)[None]
     return torch.ones(1, dtype=torch.float32, device=targets.device)
+
+
+def _late(rows, reduction):
+    """Whether the backward computes the gradients. Those of float16 it has to: a number of a softmax over the number of
+    rows is less than float16 holds, and a large dloss, as of a GradScaler, is what keeps it."""
+    return reduction == NONE or rows.dtype is torch.float16
+
+
+def _scale_of(dloss, targets, ignored, reduction):
+    return (dloss if reduction == NONE else _scale(targets, ignored, reduction) * dloss).contiguous()
 
 
 def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
@@ -142,10 +151,11 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, numbers, reduction, chunk):
         ctx.options, want = (numbers, reduction, chunk), ctx.needs_input_grad[:3]
-        scale = None if reduction == NONE else _scale(targets, numbers[0], reduction)
+        late = _late(rows, reduction)
+        scale = None if late else _scale(targets, numbers[0], reduction)
         loss, *made = _loss(rows, weight, bias, targets, scale, *ctx.options, want)
         ctx.save_for_backward(rows, weight, bias, targets)
-        ctx.made = None if reduction == NONE else made
+        ctx.made = None if late else made
         return loss
 
     @staticmethod
@@ -155,7 +165,7 @@ class _Loss(torch.autograd.Function):
         made, ctx.made = ctx.made, None
         if made is None:
             numbers, reduction, chunk = ctx.options
-            scale = (dloss if reduction == NONE else _scale(targets, numbers[0], reduction) * dloss).contiguous()
+            scale = _scale_of(dloss, targets, numbers[0], reduction)
             made = _rounded(_loss(rows, weight, bias, targets, scale, numbers, reduction, chunk,
                                   ctx.needs_input_grad[:3])[1:], weight.dtype)
         else:
@@ -198,9 +208,9 @@ def _gradient(ctx, dloss, *others):
     *numbers, reduction, chunk, want = ctx.options
     if dloss is None:
         return (None,) * 12
-    if reduction == NONE:
-        made = torch.ops.margay.cross_entropy(rows, weight, targets, bias, dloss.contiguous(), *numbers, reduction,
-                                              chunk, want)[1:]
+    if _late(rows, reduction):
+        scale = _scale_of(dloss, targets, numbers[0], reduction)
+        made = torch.ops.margay.cross_entropy(rows, weight, targets, bias, scale, *numbers, reduction, chunk, want)[1:]
     else:
         made = [t * dloss.to(torch.float32) for t in made]
     drows, dweight, dbias = (t.to(like.dtype) if one else None

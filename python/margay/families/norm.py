@@ -3,6 +3,8 @@
 from margay import _shared
 from margay._shared import functions, is_torch, number
 
+_shared.own_dtype |= {"layer_norm", "rms_norm", "layer_norm_residual", "rms_norm_residual", "gated_rms_norm"}
+
 
 def layer_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1e-5, prenorm=False,
                residual_in_fp32=False, seed=None, generator=None):
@@ -10,7 +12,8 @@ def layer_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1
     2016). Statistics are float32.
 
     x, residual, out [..., D], 1 <= D <= 65536; weight, bias [D]. bfloat16, float16 or float32; residual, weight and
-    bias are float32 or as x. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays.
+    bias are float32 or as x. PyTorch tensors are differentiable; NumPy arrays give NumPy arrays. Autocast leaves x and
+    out in x's dtype.
 
     residual: added to x; nothing if None.
     dropout_p: probability of each element of x to become 0 before the addition, rounded to a multiple of 1 / 65536, 0
@@ -43,7 +46,7 @@ def gated_rms_norm(x, z, weight=None, *, eps=1e-6, group_size=None, norm_before_
     delta nets; or norm(x silu(z)), as in Mamba-2. Statistics are float32.
 
     x, z, out [..., D]; weight [D]. bfloat16, float16 or float32; weight is float32 or as x. PyTorch tensors are
-    differentiable; NumPy arrays give NumPy arrays.
+    differentiable; NumPy arrays give NumPy arrays. Autocast leaves x and out in x's dtype.
 
     group_size: the mean is that of each group of as many columns, of which D is a multiple; D if None. At most 65536.
     norm_before_gate: False for norm(x silu(z)).
@@ -88,7 +91,12 @@ def _normed(op, x, weight, bias, residual, p, eps, prenorm, residual_in_fp32, se
             raise ValueError(f"{op}: residual has shape {list(residual.shape)}, expected {list(x.shape)}")
     if residual_in_fp32:
         residual = _in_float32(x, residual, p, prenorm, torch_)
-    rows = x.reshape(-1, width) if width else x.reshape(0, 0)
+    if residual is not None and torch_ and x.ndim != 2 and width and _are_leaves(x, residual):
+        from margay.families.norm_torch import rows_of_both
+
+        rows, others = rows_of_both(x, residual)
+    else:
+        rows, others = _rows(x, width), residual if residual is None else _rows(residual, width)
     if residual is None and not p:
         call = functions.get(op) or _shared.of_row(op)
         out = call(rows, weight, bias, eps, *more).reshape(x.shape)
@@ -96,11 +104,20 @@ def _normed(op, x, weight, bias, residual, p, eps, prenorm, residual_in_fp32, se
     seed = _seed_of(op, seed, generator, x, torch_) if p else None
     name = op + "_residual"
     call = functions.get(name) or _of_residual(name)
-    others = residual if residual is None else residual.reshape(rows.shape)
     # without gradients the sum is written for prenorm only
     out, u = call(rows, others, weight, bias, seed, eps, p, *more, (bool(prenorm) or _records(torch_),))
     out = out.reshape(x.shape)
     return (out, u.reshape(x.shape)) if prenorm else out
+
+
+def _rows(t, width):
+    """[B, width]. What is so already stays itself: of one gradient of x and residual, two views would be two to torch,
+    each of which it adds the next to in place."""
+    return t if t.ndim == 2 else t.reshape(-1, width) if width else t.reshape(0, 0)
+
+
+def _are_leaves(x, residual):
+    return x.is_leaf and x.requires_grad and residual.is_leaf and residual.requires_grad
 
 
 def _in_float32(x, residual, p, prenorm, torch_):
