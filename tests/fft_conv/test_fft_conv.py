@@ -98,6 +98,25 @@ def test_filters_used_again(causal, length, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", (100, 128, 5000))
+def test_filters_in_autocast(length, device):
+    """A spectrum is of the dtype that is computed in, which autocast chooses; rows are padded by it too."""
+    p = Problem(4, device, torch.float32, (2, 3, length), None, True, ("skip", "pregate"))
+    u, k, skip, gate = p.tensors.values()
+    outside = mg.fft_conv_filter(u, k, skip=skip)
+    with torch.autocast(device, torch.bfloat16):
+        expected = mg.fft_conv(u, k, skip=skip, pregate=gate)
+        inside = mg.fft_conv_filter(u, k, skip=skip)
+        assert torch.equal(mg.fft_conv(u, inside, pregate=gate), expected)
+        with pytest.raises(ValueError, match=r"dtype bfloat16 \(by autocast\), expected \d+ and float32, as the filter"):
+            mg.fft_conv(u, outside)
+    assert torch.equal(expected, mg.fft_conv(u.bfloat16(), k, skip=skip, pregate=gate.bfloat16()))
+    assert torch.equal(mg.fft_conv(u.bfloat16(), inside, pregate=gate.bfloat16()), expected)
+    with pytest.raises(ValueError, match="dtype float32, expected"):
+        mg.fft_conv(u, inside)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", (256, 1000, 8192, 9000))
 def test_repeats_bit_by_bit(length, device):
     """Also in another batch, and for another number of threads."""

@@ -1,6 +1,6 @@
 """Long convolution along the sequence by spectra, each head with a filter of its own."""
 
-from margay._shared import dtype_name, functions, is_torch, of_row, shape
+from margay._shared import dtype_name, functions, is_torch, of_row, rows_library, shape
 
 
 _ONE_PASS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -12,10 +12,15 @@ def _dense(t):
     return t if dense else t.contiguous()
 
 
+def _computed(u):
+    """The name of the dtype of u in the computation, which autocast chooses where it is on."""
+    return str(rows_library(is_torch("fft_conv", "u", u)).dtype_in_autocast(u)).removeprefix("torch.")
+
+
 def _padded_length(u, causal, precise):
     """Of causal rows that one pass takes with zeros behind them; else the rows' own."""
     length = u.shape[2]
-    if not causal or precise or length > _ONE_PASS[-1] or not length or dtype_name(u) == "float32":
+    if not causal or precise or length > _ONE_PASS[-1] or not length or _computed(u) == "float32":
         return length
     return next(n for n in _ONE_PASS if n >= length)
 
@@ -44,6 +49,8 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
         refused.
     precise: products of two parts, some 21 bits, where 11 are used otherwise, for gradients of k and skip too. float32
         is always computed so, and so are these gradients of rows that do not take one pass.
+        Errors are in proportion to |x| |k|, of which a result that is much smaller has little, as the differences of a
+        smooth row, or a causal one whose filter is largest at its end: that takes `precise`.
 
     Sums are by spectra, with products of matrices (Monarch; Fu, Kumbong, Nguyen, Re, FlashFFTConv, 2023), at
     frequencies between those of the discrete Fourier transform, so that causal rows need no zeros behind them. Lengths
@@ -88,7 +95,7 @@ def fft_conv_filter(u, k, *, causal=True, skip=None, precise=False):
         import numpy
 
         spectrum = call(numpy.empty(u.shape[2], u.dtype), k, skip, bool(causal), bool(precise))
-    return LongFilter(k, skip, spectrum, u.shape[2], dtype_name(u), bool(causal), bool(precise))
+    return LongFilter(k, skip, spectrum, u.shape[2], _computed(u), bool(causal), bool(precise))
 
 
 def _fits(k, length):
@@ -104,6 +111,8 @@ def _check_filter(k, u, causal, skip, precise):
         raise ValueError("fft_conv: skip is given, expected None beside a filter of fft_conv_filter, which has its own")
     if not hasattr(u, "shape") or len(u.shape) != 3:
         return
-    if u.shape[2] != k.length or dtype_name(u) != k.dtype:
-        raise ValueError(f"fft_conv: u has {u.shape[2]} elements in a row and dtype {dtype_name(u)}, expected "
+    dtype = _computed(u)
+    if u.shape[2] != k.length or dtype != k.dtype:
+        cast = "" if dtype == dtype_name(u) else " (by autocast)"
+        raise ValueError(f"fft_conv: u has {u.shape[2]} elements in a row and dtype {dtype}{cast}, expected "
                          f"{k.length} and {k.dtype}, as the filter was made for")
