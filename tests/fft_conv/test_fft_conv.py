@@ -202,5 +202,18 @@ def test_flashfftconv(length, taps, n, device):
         FlashFFTConv(length - 1)(t["u"], t["k"])
 
 
+def test_state_dicts_of_flashfftconv():
+    """A model's state dict has the package's tables, which this module does without; other names stay wrong."""
+    from margay.flashfftconv import FlashFFTConv
+    tables = ("f_sqrt_N_fft", "f_32_ifft", "f_16_fft_real", "f_16_ifft_imag", "twiddle_factors_fft",
+              "twiddle_factors_ifft_32_1K", "twiddle_factors_fft_real", "twid")
+    model = torch.nn.Sequential(FlashFFTConv(1024), torch.nn.Linear(2, 2))
+    state = {f"0.{name}": torch.zeros(2) for name in tables} | {"1.weight": torch.eye(2), "1.bias": torch.zeros(2)}
+    model.load_state_dict(state)
+    assert torch.equal(model[1].weight, torch.eye(2)) and len(state) == len(tables) + 2 and len(model.state_dict()) == 2
+    with pytest.raises(RuntimeError, match="0.twist"):
+        model.load_state_dict(state | {"0.twist": torch.zeros(2)})
+
+
 def test_names():
     assert NAMES[0] == "u" and all(name in mg.fft_conv.__doc__ for name in NAMES)
