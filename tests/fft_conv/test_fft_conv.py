@@ -108,7 +108,7 @@ def test_filters_in_autocast(length, device):
         expected = mg.fft_conv(u, k, skip=skip, pregate=gate)
         inside = mg.fft_conv_filter(u, k, skip=skip)
         assert torch.equal(mg.fft_conv(u, inside, pregate=gate), expected)
-        with pytest.raises(ValueError, match=r"dtype bfloat16 \(by autocast\), expected \d+ and float32, as the filter"):
+        with pytest.raises(ValueError, match=r"bfloat16 \(by autocast\), expected \d+ and float32, as the filter"):
             mg.fft_conv(u, outside)
     assert torch.equal(expected, mg.fft_conv(u.bfloat16(), k, skip=skip, pregate=gate.bfloat16()))
     assert torch.equal(mg.fft_conv(u.bfloat16(), inside, pregate=gate.bfloat16()), expected)
@@ -148,6 +148,17 @@ def test_the_kernel_of_each_length():
             (4096, True, True, "fft_conv_spectra_bf16_x2")):
         x = u[..., :length].contiguous()
         assert mg.explain(mg.fft_conv, x, x[0].contiguous(), causal=causal, precise=precise).kernels[0] == name
+
+
+def test_explain_of_padded_rows_and_of_filters():
+    """The backward is that of the padded rows, and a filter is explained as what it was made of."""
+    u, whole, k = torch.zeros(2, 3, 100).bfloat16(), torch.zeros(2, 3, 128).bfloat16(), torch.zeros(3, 80)
+    found, of_power = mg.explain(mg.fft_conv, u, k, pregate=u), mg.explain(mg.fft_conv, whole, k)
+    assert found.kernels == of_power.kernels == ["fft_conv_bf16_causal", "fft_conv_bwd_bf16"]
+    assert "rows are copied first, to 128 elements" in found and "rows are copied" not in of_power
+    made = mg.explain(mg.fft_conv, u, mg.fft_conv_filter(u, k, causal=False))
+    assert made.kernels == mg.explain(mg.fft_conv, u, k, causal=False).kernels == 2 * ["fft_conv_spectra_bf16_x1"]
+    assert "k [3, 80] float32" in made
 
 
 def test_numpy():

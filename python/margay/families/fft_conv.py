@@ -33,6 +33,10 @@ class LongFilter:
         self.k, self.skip, self.spectrum = k, skip, spectrum
         self.length, self.dtype, self.causal, self.precise = length, dtype, causal, precise
 
+    @property
+    def explained_as(self):
+        return self.k
+
     def __repr__(self):
         return (f"LongFilter(k {shape(self.k)}, length {self.length}, {self.dtype}, causal={self.causal}, "
                 f"precise={self.precise})")
@@ -116,3 +120,25 @@ def _check_filter(k, u, causal, skip, precise):
         cast = "" if dtype == dtype_name(u) else " (by autocast)"
         raise ValueError(f"fft_conv: u has {u.shape[2]} elements in a row and dtype {dtype}{cast}, expected "
                          f"{k.length} and {k.dtype}, as the filter was made for")
+
+
+def _explained(op, library, named, given):
+    """Rows as they are computed: padded, and of a filter with its k."""
+    from margay._explain import explain_row
+
+    u, k = given["u"], given["k"]
+    if isinstance(k, LongFilter):
+        given |= {"k": k.k, "skip": k.skip, "causal": k.causal, "precise": k.precise}
+    notes, copied, calls = explain_row(op, library, named, given)
+    length = u.shape[2]
+    if not given.get("precise") and is_torch(op, "u", u):
+        length = _padded_length(u, given.get("causal", True), False)
+    if length != u.shape[2]:
+        rows = {name: library.empty((*t.shape[:2], length), None, t) for name in ("u", "pregate", "postgate")
+                for t in (given.get(name),) if t is not None}
+        notes = [*notes, f"  rows are copied first, to {length} elements with zeros behind them"]
+        calls = explain_row(op, library, {}, given | rows)[2]
+    return notes, copied, calls
+
+
+EXPLAINED = {"fft_conv": _explained}
