@@ -53,8 +53,8 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
         refused.
     precise: products of two parts, some 21 bits, where 11 are used otherwise, for gradients of k and skip too. float32
         is always computed so, and so are these gradients of rows that do not take one pass.
-        Errors are in proportion to |x| |k|, of which a result that is much smaller has little, as the differences of a
-        smooth row, or a causal one whose filter is largest at its end: that takes `precise`.
+        Errors are in proportion to the norms |x| |k|. Where results are much smaller than these allow, as differences
+        of a smooth row are, or causal rows of a filter that is largest at its end, only `precise` makes them exact.
 
     Sums are by spectra, with products of matrices (Monarch; Fu, Kumbong, Nguyen, Re, FlashFFTConv, 2023), at
     frequencies between those of the discrete Fourier transform, so that causal rows need no zeros behind them. Lengths
