@@ -312,6 +312,8 @@ mg_status mg_fft_conv_bwd(const mg_fft_conv_bwd_args *a) {
     .rows = {a->dout, a->u, a->pregate, a->postgate, a->du, a->dpregate, a->dpostgate}};
   const filter f = filter_of(&c, &asked, a->made);
   if (f.fast && !f.log_parts) {
+    c.problem.size.SPLIT = 1;
+    if (!mg_is_empty(a->u) && !mg_choose(&c)) return c.status;
     make_filter(&c, &asked, &f);
     return gradients_fast(&c, a, &f);
   }

@@ -59,8 +59,8 @@ def _explain_call(op, arguments, options):
     if not len(first) < len(arguments) <= len(places):
         raise TypeError(f"explain: {len(arguments)} tensors are given, expected {', '.join(first)} and {last} for {op}")
     given = dict(zip((p.name for p in places), arguments))
-    named = {name: given[name] for name in (*first, last) if given[name] is not None
-             and not isinstance(given[name], numbers.Number)}
+    named = {name: getattr(given[name], "explained_as", given[name]) for name in (*first, last)
+             if given[name] is not None and not isinstance(given[name], numbers.Number)}
     if _shared.is_torch(op, places[0].name, arguments[0]):
         from margay import _torch as library
     else:

@@ -35,6 +35,10 @@ def of_copies(call, *arrays):
     call(*copies)
 
 
+def dtype_in_autocast(a):
+    return a.dtype
+
+
 without_gradients = contextlib.nullcontext
 
 

@@ -136,6 +136,13 @@ def as_the_first(_, first, *others):
     return [first, *(t.to(first.dtype) if t is not None and t.dtype in DTYPES else t for t in others)]
 
 
+def dtype_in_autocast(t):
+    """Of t in an operator, which autocast may change."""
+    device = t.device.type
+    cast = t.dtype in DTYPES and device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if cast else t.dtype
+
+
 def reals_like(first, *tensors):
     """What may be float32 or as the first tensor, which autocast may have changed."""
     return [t.float() if t is not None and t.dtype in DTYPES and t.dtype != first.dtype else t for t in tensors]

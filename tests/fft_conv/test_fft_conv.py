@@ -98,6 +98,25 @@ def test_filters_used_again(causal, length, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", (100, 128, 5000))
+def test_filters_in_autocast(length, device):
+    """A spectrum is of the dtype that is computed in, which autocast chooses; rows are padded by it too."""
+    p = Problem(4, device, torch.float32, (2, 3, length), None, True, ("skip", "pregate"))
+    u, k, skip, gate = p.tensors.values()
+    outside = mg.fft_conv_filter(u, k, skip=skip)
+    with torch.autocast(device, torch.bfloat16):
+        expected = mg.fft_conv(u, k, skip=skip, pregate=gate)
+        inside = mg.fft_conv_filter(u, k, skip=skip)
+        assert torch.equal(mg.fft_conv(u, inside, pregate=gate), expected)
+        with pytest.raises(ValueError, match=r"bfloat16 \(by autocast\), expected \d+ and float32, as the filter"):
+            mg.fft_conv(u, outside)
+    assert torch.equal(expected, mg.fft_conv(u.bfloat16(), k, skip=skip, pregate=gate.bfloat16()))
+    assert torch.equal(mg.fft_conv(u.bfloat16(), inside, pregate=gate.bfloat16()), expected)
+    with pytest.raises(ValueError, match="dtype float32, expected"):
+        mg.fft_conv(u, inside)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", (256, 1000, 8192, 9000))
 def test_repeats_bit_by_bit(length, device):
     """Also in another batch, and for another number of threads."""
@@ -129,6 +148,17 @@ def test_the_kernel_of_each_length():
             (4096, True, True, "fft_conv_spectra_bf16_x2")):
         x = u[..., :length].contiguous()
         assert mg.explain(mg.fft_conv, x, x[0].contiguous(), causal=causal, precise=precise).kernels[0] == name
+
+
+def test_explain_of_padded_rows_and_of_filters():
+    """The backward is that of the padded rows, and a filter is explained as what it was made of."""
+    u, whole, k = torch.zeros(2, 3, 100).bfloat16(), torch.zeros(2, 3, 128).bfloat16(), torch.zeros(3, 80)
+    found, of_power = mg.explain(mg.fft_conv, u, k, pregate=u), mg.explain(mg.fft_conv, whole, k)
+    assert found.kernels == of_power.kernels == ["fft_conv_bf16_causal", "fft_conv_bwd_bf16"]
+    assert "rows are copied first, to 128 elements" in found and "rows are copied" not in of_power
+    made = mg.explain(mg.fft_conv, u, mg.fft_conv_filter(u, k, causal=False))
+    assert made.kernels == mg.explain(mg.fft_conv, u, k, causal=False).kernels == 2 * ["fft_conv_spectra_bf16_x1"]
+    assert "k [3, 80] float32" in made
 
 
 def test_numpy():
@@ -181,6 +211,19 @@ def test_flashfftconv(length, taps, n, device):
     check_errors(p.label, found, exact.to(torch.float16), exact)
     with pytest.raises(ValueError, match="FlashFFTConv: rows of"):
         FlashFFTConv(length - 1)(t["u"], t["k"])
+
+
+def test_state_dicts_of_flashfftconv():
+    """A model's state dict has the package's tables, which this module does without; other names stay wrong."""
+    from margay.flashfftconv import FlashFFTConv
+    tables = ("f_sqrt_N_fft", "f_32_ifft", "f_16_fft_real", "f_16_ifft_imag", "twiddle_factors_fft",
+              "twiddle_factors_ifft_32_1K", "twiddle_factors_fft_real", "twid")
+    model = torch.nn.Sequential(FlashFFTConv(1024), torch.nn.Linear(2, 2))
+    state = {f"0.{name}": torch.zeros(2) for name in tables} | {"1.weight": torch.eye(2), "1.bias": torch.zeros(2)}
+    model.load_state_dict(state)
+    assert torch.equal(model[1].weight, torch.eye(2)) and len(state) == len(tables) + 2 and len(model.state_dict()) == 2
+    with pytest.raises(RuntimeError, match="0.twist"):
+        model.load_state_dict(state | {"0.twist": torch.zeros(2)})
 
 
 def test_names():

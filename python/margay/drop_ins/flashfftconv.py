@@ -1,5 +1,7 @@
 """FlashFFTConv's module, on `margay.fft_conv`: `from margay.flashfftconv import FlashFFTConv`."""
 
+import re
+
 import torch
 import torch.nn.functional as F
 
@@ -12,7 +14,8 @@ class FlashFFTConv(torch.nn.Module):
     """As flashfftconv.FlashFFTConv: the convolution of period seqlen, of which the first L elements are returned.
 
     seqlen: the transform's length; any, where the package takes powers of two. dtype: of u in its calls; others are
-    computed too. use_32_butterfly changes nothing.
+    computed too. use_32_butterfly changes nothing. The tables that the package has in its state dict are neither made
+    nor wanted: state dicts with them can be loaded.
     """
 
     def __init__(self, seqlen, dtype=torch.float16, use_32_butterfly=True):
@@ -33,3 +36,9 @@ class FlashFFTConv(torch.nn.Module):
         if missing:
             u, pregate, postgate = (t if t is None else F.pad(t, (0, missing)) for t in (u, pregate, postgate))
         return fft_conv(u, k, causal=False, pregate=pregate, postgate=postgate)[..., :length]
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            if re.fullmatch(r"f_\w+_i?fft(_real|_imag)?|twiddle_factors_i?fft\w*|twid", name[len(prefix):]):
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)

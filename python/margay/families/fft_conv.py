@@ -1,6 +1,6 @@
 """Long convolution along the sequence by spectra, each head with a filter of its own."""
 
-from margay._shared import dtype_name, functions, is_torch, of_row, shape
+from margay._shared import dtype_name, functions, is_torch, of_row, rows_library, shape
 
 
 _ONE_PASS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -12,10 +12,15 @@ def _dense(t):
     return t if dense else t.contiguous()
 
 
+def _computed(u):
+    """The name of the dtype of u in the computation, which autocast chooses where it is on."""
+    return str(rows_library(is_torch("fft_conv", "u", u)).dtype_in_autocast(u)).removeprefix("torch.")
+
+
 def _padded_length(u, causal, precise):
     """Of causal rows that one pass takes with zeros behind them; else the rows' own."""
     length = u.shape[2]
-    if not causal or precise or length > _ONE_PASS[-1] or not length or dtype_name(u) == "float32":
+    if not causal or precise or length > _ONE_PASS[-1] or not length or _computed(u) == "float32":
         return length
     return next(n for n in _ONE_PASS if n >= length)
 
@@ -27,6 +32,10 @@ class LongFilter:
     def __init__(self, k, skip, spectrum, length, dtype, causal, precise):
         self.k, self.skip, self.spectrum = k, skip, spectrum
         self.length, self.dtype, self.causal, self.precise = length, dtype, causal, precise
+
+    @property
+    def explained_as(self):
+        return self.k
 
     def __repr__(self):
         return (f"LongFilter(k {shape(self.k)}, length {self.length}, {self.dtype}, causal={self.causal}, "
@@ -44,6 +53,8 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
         refused.
     precise: products of two parts, some 21 bits, where 11 are used otherwise, for gradients of k and skip too. float32
         is always computed so, and so are these gradients of rows that do not take one pass.
+        Errors are in proportion to the norms |x| |k|. Where results are much smaller than these allow, as differences
+        of a smooth row are, or causal rows of a filter that is largest at its end, only `precise` makes them exact.
 
     Sums are by spectra, with products of matrices (Monarch; Fu, Kumbong, Nguyen, Re, FlashFFTConv, 2023), at
     frequencies between those of the discrete Fourier transform, so that causal rows need no zeros behind them. Lengths
@@ -88,7 +99,7 @@ def fft_conv_filter(u, k, *, causal=True, skip=None, precise=False):
         import numpy
 
         spectrum = call(numpy.empty(u.shape[2], u.dtype), k, skip, bool(causal), bool(precise))
-    return LongFilter(k, skip, spectrum, u.shape[2], dtype_name(u), bool(causal), bool(precise))
+    return LongFilter(k, skip, spectrum, u.shape[2], _computed(u), bool(causal), bool(precise))
 
 
 def _fits(k, length):
@@ -104,6 +115,30 @@ def _check_filter(k, u, causal, skip, precise):
         raise ValueError("fft_conv: skip is given, expected None beside a filter of fft_conv_filter, which has its own")
     if not hasattr(u, "shape") or len(u.shape) != 3:
         return
-    if u.shape[2] != k.length or dtype_name(u) != k.dtype:
-        raise ValueError(f"fft_conv: u has {u.shape[2]} elements in a row and dtype {dtype_name(u)}, expected "
+    dtype = _computed(u)
+    if u.shape[2] != k.length or dtype != k.dtype:
+        cast = "" if dtype == dtype_name(u) else " (by autocast)"
+        raise ValueError(f"fft_conv: u has {u.shape[2]} elements in a row and dtype {dtype}{cast}, expected "
                          f"{k.length} and {k.dtype}, as the filter was made for")
+
+
+def _explained(op, library, named, given):
+    """Rows as they are computed: padded, and of a filter with its k."""
+    from margay._explain import explain_row
+
+    u, k = given["u"], given["k"]
+    if isinstance(k, LongFilter):
+        given |= {"k": k.k, "skip": k.skip, "causal": k.causal, "precise": k.precise}
+    notes, copied, calls = explain_row(op, library, named, given)
+    length = u.shape[2]
+    if not given.get("precise") and is_torch(op, "u", u):
+        length = _padded_length(u, given.get("causal", True), False)
+    if length != u.shape[2]:
+        rows = {name: library.empty((*t.shape[:2], length), None, t) for name in ("u", "pregate", "postgate")
+                for t in (given.get(name),) if t is not None}
+        notes = [*notes, f"  rows are copied first, to {length} elements with zeros behind them"]
+        calls = explain_row(op, library, {}, given | rows)[2]
+    return notes, copied, calls
+
+
+EXPLAINED = {"fft_conv": _explained}
