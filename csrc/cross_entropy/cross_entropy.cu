@@ -89,7 +89,7 @@ TILE void gradients(const params &p, int64_t at, int target, float scale, float 
     CONSTANT_INDEX for (int k = 0; k < DEPTH; k++) {
       int here = target - first - k * STRETCH;
       each(x[k], p.columns - first - k * STRETCH, [=](float &z, int i) {
-        float g = fused(fast_exp2((z - largest) * log2_e()), of_p, -each_less), y = z * slope;
+        float g = fused(fast_exp2((z - largest) * log2_e()), of_p, -each_less), y = slope > 0.f ? z * slope : 0.f;
         g = i == here ? g - target_less : g;
         z = g * fused(-y, y, 1.f);
       });

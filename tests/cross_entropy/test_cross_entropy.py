@@ -188,6 +188,25 @@ def test_large_and_small_logits(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_words_that_cannot_be(device, dtype):
+    """A bias of minus infinity, as of a vocabulary that is padded: loss and gradients are those without these words."""
+    g, kept = torch.Generator().manual_seed(0), 90
+    hidden, weight, bias = (torch.randn(*shape, generator=g).to(device, dtype)
+                            for shape in ((5, 16), (100, 16), (100,)))
+    bias[kept:] = float("-inf")
+    targets = torch.arange(5, device=device)
+    given = [t.requires_grad_() for t in (hidden, weight, bias)]
+    loss = mg.cross_entropy(hidden, weight, targets, bias=bias)
+    fewer = [t.detach()[:kept].requires_grad_() for t in given]
+    other = mg.cross_entropy(fewer[0], fewer[1], targets, bias=fewer[2])
+    assert torch.allclose(loss, other, rtol=1e-6)
+    for found, expected in zip(torch.autograd.grad(loss, given), torch.autograd.grad(other, fewer)):
+        assert torch.equal(found[kept:], torch.zeros_like(found[kept:]))
+        assert torch.allclose(found[:kept].float(), expected.float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_bad_20_what_is_not_finite_stays_in_its_row(device):
     hidden = torch.ones(3, 8, device=device).to(torch.bfloat16)
     hidden[1, 2] = float("nan")
