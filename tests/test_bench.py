@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import margay
 from cases import row_taken
 from margay.bench import (causal_conv1d, cross_entropy, delta, fft_conv, harness, linear_attention, norm, report,
                           rotary, rows, ssd, steps)
@@ -105,13 +106,16 @@ def test_families_of_scans_compare_themselves_with_torch(tmp_path):
                    for values in series.values())
 
 
-def test_a_step_of_llama_is_that_of_transformers(tmp_path):
+def test_a_step_of_llama_is_that_of_transformers(tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from margay.bench import llama
 
+    patched, patch = [], margay.patch
+    monkeypatch.setattr(margay, "patch", lambda model: patched.append(model) or patch(model))
     small = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, vocab_size=99)
     cases = llama.cases([(2, 1, 40)], small, "cpu", torch.float32)
     assert harness.run_family("llama", cases, harness.timer_for("cpu"), harness.Options(tmp_path, "", 1, 0.01))
+    assert all(map(margay.unpatch, patched)) and len(patched) == 1
     (case,) = json.loads(next(tmp_path.glob("llama-*.json")).read_text())["cases"]
     assert case["error"]["eager"] <= 1e-4 and set(case["first_ms"]) == {"margay", "eager"}
 
