@@ -768,6 +768,33 @@ def call_norm(dtype, backward, rows, groups, columns, kind):
     return [tensors[f["name"]] for f in op.results]
 
 
+def norm_fp8(row, large):
+    """As `norm`, with a scale for each row and with one that is given."""
+    c = constants(row)
+    ring, whole = c["SPAN"], 1024 * c["J"] * (c["SPAN"] or c["GROUPS"])
+    lines = [(150, 40), (40, 200), (20, 512), (9, 1000)] if not ring and not c["LONG"] else [(150, 40)] if not ring else []
+    lines += [(9 * c["GROUPS"] // ring + 1, whole - 8), (2, whole - 64)] if ring else [
+        (5, whole - 64 if not c["LONG"] else 2 * whole + 22)]
+    for i, (rows, columns) in enumerate([(3000, 4096), (600, 4096)] * large + lines):
+        for given in (False, True) if i < 2 or columns > 1000 else (bool(i % 2),):
+            kind = "residual" + " of 16 bits" * bool(ring) if i % 2 == 0 else ""
+            label = "large" if large and i == 0 and not given else "few blocks" if large and i == 1 and not given else None
+            yield (label or f"{rows}x{columns} {kind}" + ", scale given" * given,
+                   lambda x=(row["dtype"], rows, columns, kind, given): call_norm_fp8(*x))
+
+
+def call_norm_fp8(dtype, rows, columns, kind, given):
+    op = _op.Row("rms_norm_fp8" if given else "layer_norm_fp8")
+    known = dict.fromkeys(op.sizes, -1) | dict(B=rows, N=columns, K=2, R=1)
+    absent = (() if given else ("out_scale",)) + (() if kind else ("residual", "new_residual", "seed"))
+    kinds = dict(half=dtype, real=dtype if kind.endswith("bits") else "float32")
+    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds.get(f["kind"], f["kind"]),
+                              values=dict(out_scale=0.01, seed=7).get(f["name"]))
+               for f in op.arguments if f["role"] != "num" and f["name"] not in absent}
+    getattr(_C, op.name)(**tensors, dropout_p=0.25 if kind else 0.0)
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
+
+
 # steps, samples, places, what is given besides; of the last sample there is no state
 STEPS = ((0, 2, 2, ()), (3, 3, 5, ("slots", "z", "d", "dt_bias", "g")), (1, 2, 3, ("slots", "d_wide", "g_head")))
 
@@ -897,7 +924,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "cross_entropy_rows": cross_entropy_rows,
        "fft_conv": fft_conv, "fft_conv_bwd": fft_conv, "fft_conv_filters": fft_conv,
        "fft_conv_parts": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
-       **dict.fromkeys(("norm_fwd", "norm_bwd", "norm_bwd_post"), norm),
+       **dict.fromkeys(("norm_fwd", "norm_bwd", "norm_bwd_post"), norm), "norm_fp8": norm_fp8,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
