@@ -34,7 +34,8 @@ template<typename T, int C> TILE void bulk_load(sl<T, C> &d, const T *g, int n, 
 template<typename T, int C, int J> TILE void load_begin(lt<J> &t, const sl<T, C> &s, int c0, int n);
 template<int J> TILE void load(lt<J> &t, const pl<J> &s);
 template<int J> TILE void store(pl<J> &d, const lt<J> &t);         // others want a sync
-// Rounds to T (e4m3: at most +-448; NaN stays). Lines >= m and columns >= n are not written. A thread writes the places that it reads.
+// Rounds to T; e4m3: at most +-448, NaN stays. Lines >= m and columns >= n are not written. A thread writes the places
+// that it reads.
 template<int A, typename T, int J> TILE void save(T *g, int64_t ld, const lt<J> &t, int lines, int m, int n);
 // Element i at g[i * stride]. Those of i >= m are not read and become 0, or are not written.
 TILE void load(lv &v, const float *g, int64_t stride, int lines, int m);

@@ -769,17 +769,18 @@ def call_norm(dtype, backward, rows, groups, columns, kind):
 
 
 def norm_fp8(row, large):
-    """As `norm`, with a scale for each row and with one that is given."""
+    """As `norm`, with a scale for each row and with one that is given. Columns are multiples of four: words of four
+    bytes belong to one warpgroup."""
     c = constants(row)
     ring, whole = c["SPAN"], 1024 * c["J"] * (c["SPAN"] or c["GROUPS"])
-    lines = [(150, 40), (40, 200), (20, 512), (9, 1000)] if not ring and not c["LONG"] else [(150, 40)] if not ring else []
-    lines += [(9 * c["GROUPS"] // ring + 1, whole - 8), (2, whole - 64)] if ring else [
-        (5, whole - 64 if not c["LONG"] else 2 * whole + 22)]
-    for i, (rows, columns) in enumerate([(3000, 4096), (600, 4096)] * large + lines):
-        for given in (False, True) if i < 2 or columns > 1000 else (bool(i % 2),):
-            kind = "residual" + " of 16 bits" * bool(ring) if i % 2 == 0 else ""
-            label = "large" if large and i == 0 and not given else "few blocks" if large and i == 1 and not given else None
-            yield (label or f"{rows}x{columns} {kind}" + ", scale given" * given,
+    shapes = ([(9 * c["GROUPS"] // ring + 1, whole - 8), (2, whole - 64)] if ring else
+              [(150, 40), (5, 2 * whole + 20)] if c["LONG"] else
+              [(150, 40), (40, 200), (20, 512), (9, 1000), (5, whole - 64)])
+    for i, (rows, columns) in enumerate([(3000, 4096), (600, 4096)] * large + shapes):
+        kind = "" if i % 2 else "residual of 16 bits" if ring else "residual"
+        label = ("large", "few blocks")[i] if large and i < 2 else f"{rows}x{columns}" + f" {kind}" * bool(kind)
+        for given in (False, True):
+            yield (label + ", scale given" * given,
                    lambda x=(row["dtype"], rows, columns, kind, given): call_norm_fp8(*x))
 
 

@@ -22,10 +22,10 @@ def layer_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1
         x's device. Drawn from torch's generator (generator, if given) if None, on x's device: nothing synchronises, and
         a CUDA graph drops other elements at each replay.
     out_dtype: torch.float8_e4m3fn, for a product or attention of 8 bits: return (out, descale), with prenorm (out,
-        descale, u). out descale[..., None] is the norm rounded: descale, float32 [...], is the largest magnitude of each
-        row / 448, at least 2^-126. With out_scale, out alone, or (out, u). Without gradients.
+        descale, u). descale, float32 [...], is the largest magnitude of each row / 448, at least 2^-126; out
+        descale[..., None] is the norm. With out_scale: out, or (out, u). PyTorch only, and there is no gradient.
     out_scale: float32 tensor of one positive number on x's device, which takes descale's place: what out is to be
-        multiplied by. Beyond 448 times it out is 448; NaN stays.
+        multiplied by. Where that does not reach, out is 448 or -448; NaN stays.
     """
     return _normed("layer_norm", x, weight, bias, residual, dropout_p, eps, prenorm, residual_in_fp32, seed, generator,
                    out_dtype, out_scale, ())
