@@ -712,6 +712,26 @@ def qk_norm_rotary(row, large):
         yield label or f"{b}x{t}x{heads}+{k_heads}x{d} {kept}", call
 
 
+def qk_norm_rotary_bwd(row, large):
+    """More tasks than blocks, weights of both types and none, gradients that nobody wants."""
+    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    shapes = [("large", 2, 64, 32, 8, 128, 64, True, {})] if large else []
+    shapes += [("", 2, 9, 6, 2, 80, 32, True, dict(interleaved=True)), ("", 1, 40, 33, 1, 64, 32, True, {}),
+               ("", 3, 4, 1, 5, 256, 128, False, {})]
+    for label, b, t, heads, k_heads, d, angles, both, numbers in shapes:
+        def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, both=both,
+                 numbers=numbers):
+            q, k, dq_out, dk_out, dq, dk = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads) * 3)
+            parts = min(b * t, 528)
+            made = dict(dq=dq if both else None, dk=dk, dq_weight=new(d),
+                        dk_weight=new(d, dtype=dtype) if both else None)
+            _C.qk_norm_rotary_bwd(**made, partials=new(parts, 2 * ((d + 7) // 8 * 8)), dq_out=dq_out, dk_out=dk_out, q=q,
+                                  k=k, q_weight=new(d), k_weight=new(d, dtype=dtype) if both else None,
+                                  cos=new(b, t + 9, angles), sin=new(b, t + 9, angles), **numbers)
+            return [t for t in made.values() if t is not None]
+        yield label or f"{b}x{t}x{heads}+{k_heads}x{d}" + " both" * both, call
+
+
 def cross_entropy_rows(row, large):
     """Rows that count and one that does not, of few stretches and of many, with and without gradients."""
     shapes = [("large", 1024, 32000, {})] if large else []
@@ -922,6 +942,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "rotary": rotary, "rotary_ones": rotary, "qk_norm_rotary": qk_norm_rotary, "qk_norm_rotary_ones": qk_norm_rotary,
+       "qk_norm_rotary_bwd": qk_norm_rotary_bwd, "qk_norm_rotary_bwd_ones": qk_norm_rotary_bwd,
        "cross_entropy_rows": cross_entropy_rows,
        "fft_conv": fft_conv, "fft_conv_bwd": fft_conv, "fft_conv_filters": fft_conv,
        "fft_conv_parts": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
