@@ -82,10 +82,13 @@ def _explained(op, library, named, given):
     from margay._explain import explain_row
 
     forms = dict(given)
+    if forms["k"] is None:
+        forms["k"] = given["q"][:, :, :0]
     for name in ("cos", "sin"):
         forms[name] = table(op, name, given[name])
-    return explain_row(op, library, dict(named), {name: t for name, t in forms.items() if name not in
-                                                  ("positions", "offsets", "interleaved", "eps")})
+    notes, copied, backward = explain_row(op, library, dict(named), {
+        name: t for name, t in forms.items() if name not in ("positions", "offsets", "interleaved", "eps")})
+    return notes, copied, [] if given.get("k_cache") is not None else backward
 
 
 EXPLAINED = {"qk_norm_rotary": _explained}
