@@ -13,16 +13,15 @@ _APPEND = ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "
 def gradient(ctx, dq_out, dk_out):
     """By one kernel. Where something has to see the operations, or differentiates them again, rotary's turns back, and
     the norm's is torch's."""
-    q, k, q_weight, k_weight, cos, sin, positions, offsets = ctx.saved_tensors
+    saved = q, k, q_weight, k_weight, cos, sin, positions, offsets = ctx.saved_tensors    # once, for checkpoints
     offset, interleaved, eps = ctx.numbers
     dq_out, dk_out = (torch.zeros_like(x) if d is None else d if d.stride(-1) == 1 else d.contiguous()
                       for d, x in ((dq_out, q), (dk_out, k)))
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _torch.c_may_read(
-            dq_out, dk_out, *ctx.saved_tensors):
-        given = dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions, offsets, offset, interleaved, eps
-        made = of_row("qk_norm_rotary_bwd")(*given, tuple(i < len(ctx.needs_input_grad) and ctx.needs_input_grad[i]
-                                                          for i in range(4)))
-        return *made, *(None,) * 7
+            dq_out, dk_out, *saved):
+        need = ctx.needs_input_grad                       # the dispatcher leaves out what equals its default
+        want = tuple(i < len(need) and need[i] for i in range(4))
+        return *of_row("qk_norm_rotary_bwd")(dq_out, dk_out, *saved, offset, interleaved, eps, want), *(None,) * 7
     turned = of_row("rotary")(dq_out, dk_out, cos, -sin, positions, offsets, offset, interleaved)
     (dq, dq_weight), (dk, dk_weight) = (_of_norm(*t, eps) for t in zip(turned, (q, k), (q_weight, k_weight)))
     return dq, dk, dq_weight, dk_weight, *(None,) * 7
