@@ -1,6 +1,6 @@
 // Results in e4m3 (QUANT): y / descale, of a descale that is given, or of each line its largest |y| / 448. That is at
-// least 2^-126 and finite, so that 1 / descale is finite and not 0, of a line of zeros too. What lies beyond 448 becomes
-// 448, infinities too; NaN stays.
+// least 2^-126 and finite, so that 1 / descale is finite and not 0, of a line of zeros too. What lies beyond 448
+// becomes 448, infinities too; NaN stays.
 #pragma once
 #include "norm/norm_tile.h"
 

@@ -1,5 +1,5 @@
-// Gradients of qk_norm_rotary.cu's rows. With g that of a row's result, turned back, and n = x factor of the row x, whose
-// factor is 1 / sqrt(mean of x^2 + eps),
+// Gradients of qk_norm_rotary.cu's rows. With g that of a row's result, turned back, and n = x factor of the row x,
+// whose factor is 1 / sqrt(mean of x^2 + eps),
 //   dx = factor (g weight - n mean(g weight n)),   dweight = sum of g n over the rows
 // in float32, dx rounded once. Without a weight dx is g. Bound by memory: every number is read once and written once.
 // Blocks take tasks of q and then of k in turn, whose sums of dweight stay in registers. Each leaves one row of sums of

@@ -47,13 +47,13 @@ template<int R> TILE void fill(pr<R> &x, float y);
 // x = f(sum of the squares of each row's columns), of rows in at most 32 threads: lanes_log2 <= 5.
 template<int A, int R, typename T, class F> TILE void squares(pr<R> &x, const pt<T> (&rows)[R], const paired &p, F f);
 
-// Of rows x and u of two tensors. d = h(sum of f(x, y, u, v, a, b, of x's column, of y's, of the row) over the pairs, and
-// of g(x, u, of the column, of the row) over the other columns), of rows in at most 32 threads.
+// Of rows x and u of two tensors. d = h(sum of f(x, y, u, v, a, b, of x's column, of y's, of the row) over the pairs,
+// and of g(x, u, of the column, of the row) over the other columns), of rows in at most 32 threads.
 template<int A, int R, typename T, class F, class G, class H>
 TILE void dots(pr<R> &d, const pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, const pc &columns, const pr<R> &rows,
                const paired &p, F f, G g, H h);
-// f(x, y, u, v, a, b, of x's column, of y's, of the row, other of the row, sum of x's column, of y's) and g(x, u, of the
-// column, of the row, other, sum) change x and y, as in each_pair, and sums, which are partial per thread.
+// f(x, y, u, v, a, b, of x's column, of y's, of the row, other of the row, sum of x's column, of y's) and g(x, u, of
+// the column, of the row, other, sum) change x and y, as in each_pair, and sums, which are partial per thread.
 template<int A, int R, typename T, class F, class G>
 TILE void each_pair(pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, const pc &columns, const pr<R> &rows,
                     const pr<R> &others, pc &sums, const paired &p, F f, G g);

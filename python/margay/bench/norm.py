@@ -3,8 +3,8 @@
 mamba_ssm's Triton kernels are a peer where they can be imported.
 
 Bound by memory: x and residual read, out and their sum written forward; backward the sum and two gradients read, one
-written, or two where dropout lies between them. Results in e4m3 are half as many bytes. `of copy` compares that rate with one of a copy of as many bytes as x
-has, timed in turn with the others.
+written, or two where dropout lies between them. Results in e4m3 are half as many bytes. `of copy` compares that rate
+with one of a copy of as many bytes as x has, timed in turn with the others.
 """
 import functools
 

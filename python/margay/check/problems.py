@@ -725,8 +725,8 @@ def qk_norm_rotary_bwd(row, large):
             parts = min(b * t, 528)
             made = dict(dq=dq if both else None, dk=dk, dq_weight=new(d),
                         dk_weight=new(d, dtype=dtype) if both else None)
-            _C.qk_norm_rotary_bwd(**made, partials=new(parts, 2 * ((d + 7) // 8 * 8)), dq_out=dq_out, dk_out=dk_out, q=q,
-                                  k=k, q_weight=new(d), k_weight=new(d, dtype=dtype) if both else None,
+            _C.qk_norm_rotary_bwd(**made, partials=new(parts, 2 * ((d + 7) // 8 * 8)), dq_out=dq_out, dk_out=dk_out,
+                                  q=q, k=k, q_weight=new(d), k_weight=new(d, dtype=dtype) if both else None,
                                   cos=new(b, t + 9, angles), sin=new(b, t + 9, angles), **numbers)
             return [t for t in made.values() if t is not None]
         yield label or f"{b}x{t}x{heads}+{k_heads}x{d}" + " both" * both, call

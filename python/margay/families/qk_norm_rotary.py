@@ -19,8 +19,8 @@ def qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, interleaved=
     k_cache, v_cache, page_table, cache_batch_idx: those of `append_kv`.
     cache_seqlens: how many keys the caches hold already: integers [B], or one. It stays as it is.
 
-    PyTorch tensors; without a cache differentiable in q, k and the weights, by one kernel for all of them, whose results
-    repeat bit by bit. With one, gradients are refused. NumPy arrays give NumPy arrays.
+    PyTorch tensors; without a cache differentiable in q, k and the weights, by one kernel for all of them, whose
+    results repeat bit by bit. With one, gradients are refused. NumPy arrays give NumPy arrays.
     """
     op = "qk_norm_rotary"
     torch_ = is_torch(op, "q", q)
