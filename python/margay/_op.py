@@ -455,7 +455,8 @@ def _torch_function(row):
     inputs, numbers = [f["name"] for f in row.inputs], [f["name"] for f in row.numbers]
     reals = [f["name"] for f in row.inputs if f["kind"] == "real"]
     every, tensors = ", ".join(inputs + numbers), ", ".join(inputs)
-    known = dict(empty=torch.empty, empty_like=torch.empty_like, dtypes={"float32": torch.float32})
+    known = dict(empty=torch.empty, empty_like=torch.empty_like,
+                 dtypes={"float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn})
     place = f", device={row.first}.device"
 
     def verify(values):
