@@ -71,7 +71,7 @@ def raw(op, inputs, **change):
             known |= zip(f["sizes"], given[f["name"]].shape)
     assert row.derive(known) is None
     dtype = given["q"].dtype if isinstance(given["q"], torch.Tensor) else torch.float32
-    for f in (*row.results, *row.work):
+    for f in (*row.results, *row.saves, *row.work):
         if f["name"] in change or f["role"] == "optout":
             continue
         given[f["name"]] = torch.zeros([known[n] for n in f["sizes"]],
