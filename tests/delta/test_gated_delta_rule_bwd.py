@@ -6,7 +6,7 @@ import torch
 
 import margay as mg
 from cases import DEVICES, check_error
-from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip
+from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip, with_and_without
 from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, rounding, strength, worst_products
 from margay import _op
 
@@ -202,14 +202,6 @@ def test_nothing(device):
 
 # ---- what the forward keeps: factors of norms, matrices of chunks
 
-KEPT = ("norms", "inverses", "reads")
-
-
-def operators():
-    _op.for_torch("gated_delta_rule")
-    return torch.ops.margay.gated_delta_rule, torch.ops.margay.gated_delta_rule_bwd
-
-
 def arguments(given, starts=None, **numbers):
     """Of the operators, without what is kept: tensors, numbers."""
     q, k, v, g, beta, state, a_log, dt_bias = (None if t is None else t.detach() for t in (*given, None, None)[:8])
@@ -220,19 +212,8 @@ def arguments(given, starts=None, **numbers):
 
 
 def kept_and_made(given, dout, dlast, **options):
-    """What is kept, and gradients with it and without, which are equal; as they are where only some is given."""
-    forward, backward = operators()
     tensors, numbers = arguments(given, **options)
-    kept = forward(*tensors, *numbers)[2:]
-    grads = dout.to(tensors[0].dtype), dlast
-    found = backward(*grads, *tensors, *kept, *numbers)
-    before = [t.clone() for t in kept]
-    for some in ((None,) * 3, (kept[0], None, None), (None, *kept[1:])):
-        made = backward(*grads, *tensors, *some, *numbers)
-        for name, a, b in zip(GRADIENTS, found, made):
-            assert torch.equal(a, b), (name, [t is not None for t in some])
-    assert all(map(torch.equal, kept, before))
-    return kept
+    return with_and_without("gated_delta_rule", tensors, numbers, (dout.to(tensors[0].dtype), dlast))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -313,9 +294,10 @@ def test_operator(device):
     """As torch.compile and transforms see it. A backward under autocast computes in the forward's dtype."""
     given, dout, dlast = inputs("mild", 4, 1, 150, 1, 2, 64, 64, dtype=torch.bfloat16, device=device)
     given[4] = given[4].detach().float().requires_grad_()
-    forward, _ = operators()
     tensors, numbers = arguments(given, l2norm=True)
-    torch.library.opcheck(forward.default, (*(None if t is None else t.requires_grad_() for t in tensors), *numbers))
+    _op.for_torch("gated_delta_rule")
+    tensors = [None if t is None else t.requires_grad_() for t in tensors]
+    torch.library.opcheck(torch.ops.margay.gated_delta_rule.default, (*tensors, *numbers))
     call = lambda *given: run(*given, use_qk_l2norm=True)  # noqa: E731
     want = gradients(call(*given), given, dout, dlast)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
