@@ -550,7 +550,7 @@ def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form)
     starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 5)
     given += tuple("d" + t for t in (*given, "beta"))
     sizes = dict(B=1, T=steps, H=heads, HV=v_heads, K=k, V=v, STARTS=len(starts) if "cu_seqlens" in given else -1)
-    sizes |= dict(HH=v_heads if "a_log" in given else -1)
+    sizes |= dict(HH=v_heads if "a_log" in given else -1, NORMS=-1, KEPT=-1)
     sizes |= dict(form=form, state_v_first=0, l2norm=int("l2norm" in given), S1=-1, S2=-1)
     op = _op.Row(name)
     for size, _, code in op.lets:
