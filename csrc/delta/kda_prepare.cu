@@ -10,14 +10,16 @@
 // middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
 // Roles: a loader thread; a warpgroup for all else. The next task's k, q and gates come while this one's tiles leave.
 //
+// Without PAIRS, the tiles and the vector alone, the same bit by bit: what a caller lacks who has M and P.
+//
 // Registers of a thread. Gates: a column of 64. Factors: of 64 columns e^l, a product and, of all columns, what becomes
 // the right operand, 32 each. Pairs: four accumulators of 16, four operands of 16, 32 of the other columns. Inverse:
 // two tiles of 32. Tiles: three of 32.
 #include "delta/kda_gates.h"
 
-// D: columns of q and k. LOAD_REGS, COMPUTE_REGS
+// D: columns of q and k. PAIRS, LOAD_REGS, COMPUTE_REGS
 // LATER: a task's stores behind those of what is in place of the sums
-enum { PANELS = D / 64, LATER = 2 * PANELS + 1 };
+enum { PANELS = D / 64, LATER = 2 * PANELS - 1 + 2 * PAIRS };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;
@@ -157,7 +159,7 @@ TILE void bring_gates(const params &p, int i) {
 
 TILE void compute(const params &p, shared &s, int) {
   ring_pos at = {};
-  const float LOW = -10.5f * 1.4426950408889634f;
+  const float LOW = PAIRS ? -10.5f * 1.4426950408889634f : -infinity();
   for (int i = block_index(); i < task_count(p); i += block_count()) {
     task t = task_at(p, i);
     if (t.at.steps <= 0) continue;
@@ -167,10 +169,11 @@ TILE void compute(const params &p, shared &s, int) {
     {
       hm<D> g;
       take_gates(g, p.gates, t.at, p.key_dim, 0);
-      least_of(least, g);
+      if (PAIRS) least_of(least, g);
       tma_store_wait_read<LATER>();
       wg_sync();                            // of the task before, the tiles in place of the sums have left
-      sum_down(s.sums.l, end, g, LOW, s.between, [](float x) { return fast_exp2(0.5f * x); });
+      if (PAIRS) sum_down(s.sums.l, end, g, LOW, s.between, [](float x) { return fast_exp2(0.5f * x); });
+      else sum_down(s.sums.l, end, g, LOW);
     }
     take_beta(beta, p.gates, t.at);
     bring_gates(p, i + block_count());
@@ -186,7 +189,8 @@ TILE void compute(const params &p, shared &s, int) {
     }
     tma_store_wait_read();
     // A sync, too: all has left, and all have written l, and rows that are no steps.
-    bool steep = any(least, [=](float x) { return x < LOW; });
+    bool steep = PAIRS && any(least, [=](float x) { return x < LOW; });
+    if (!PAIRS) wg_sync();
     float scale = p.scale;
     fill(norm_k, 1.f);
     fill(norm_q, scale);
@@ -195,11 +199,13 @@ TILE void compute(const params &p, shared &s, int) {
       take_norms(norm_q, s.q);
       map(norm_q, norm_q, [=](float x) { return x * scale; });
     }
-    make_pairs(a, b, s, norm_k, norm_q);
-    wg_sync();                              // everybody's products have read `left`
-    store(reads_of(s), b);
-    map_row(a, beta, [](float x, float y) { return x * y; });
-    invert(b, a, s.scratch);
+    if (PAIRS) {
+      make_pairs(a, b, s, norm_k, norm_q);
+      wg_sync();                            // everybody's products have read `left`
+      store(reads_of(s), b);
+      map_row(a, beta, [](float x, float y) { return x * y; });
+      invert(b, a, s.scratch);
+    }
     if (steep) {
       hm<D> g;
       take_gates(g, p.gates, t.at, p.key_dim, 0);
@@ -208,8 +214,10 @@ TILE void compute(const params &p, shared &s, int) {
     map(end, end, [](float x) { return fast_exp2(x); });
     int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
     store(p.ends + place * D, end, D);
-    wg_sync();                              // everybody has read scratch, and written l
-    store_carried(m_of(s), b);
+    if (PAIRS) {
+      wg_sync();                            // everybody has read scratch, and written l
+      store_carried(m_of(s), b);
+    }
     make_tiles(s, norm_k, norm_q);
     ring_done(s.inputs, at);                // its fence is that of the stores, too
     wg_sync();
@@ -219,8 +227,10 @@ TILE void compute(const params &p, shared &s, int) {
       tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
       tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
     }
-    tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
-    tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
+    if (PAIRS) {
+      tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
+      tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
+    }
   }
   tma_store_wait_read();
 }

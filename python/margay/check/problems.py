@@ -478,7 +478,9 @@ def kda(row, large):
     if cut:
         shapes = [("large", 8200, ())] if large else []
         shapes += [("cut", 1100, ("initial_state", "final_state", "form")), ("once", 600, ("form",))]
+    tiles = ("inverses", "reads") if row["op"] == "kda_tiles" else ()
     for label, *problem in [*shapes, *KDA * (not cut)]:
+        problem[1] += tiles
         # Where rows are few, a GPU splits the columns of v, or it cuts the rows.
         many = label in ("large", "few blocks") and (row["op"] == "kda" or "v128" in row["name"])
         heads = 120 if many else 2
@@ -494,11 +496,14 @@ def call_kda(name, dtype, k, v, heads, steps, given):
                                                HH=heads if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
     known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False,
-                  form=3 * ("form" in given))
+                  form=3 * ("form" in given), keep=False)
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
     known["ROWS"] = known["R"]
+    if "inverses" in given and name == "kda_bwd":
+        known["KEPT"] = 64 * known["CHUNKS"]
+        op.derive(known)
     known |= dict(S1=k, S2=v)
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
     values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0,
@@ -545,7 +550,7 @@ def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form)
     starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 5)
     given += tuple("d" + t for t in (*given, "beta"))
     sizes = dict(B=1, T=steps, H=heads, HV=v_heads, K=k, V=v, STARTS=len(starts) if "cu_seqlens" in given else -1)
-    sizes |= dict(HH=v_heads if "a_log" in given else -1)
+    sizes |= dict(HH=v_heads if "a_log" in given else -1, NORMS=-1, KEPT=-1)
     sizes |= dict(form=form, state_v_first=0, l2norm=int("l2norm" in given), S1=-1, S2=-1)
     op = _op.Row(name)
     for size, _, code in op.lets:
@@ -950,7 +955,8 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
-       **dict.fromkeys(("kda", "kda_prepare", "kda_segments", "kda_cuts", "kda_bwd", "kda_keep", "kda_back"), kda),
+       **dict.fromkeys(("kda", "kda_prepare", "kda_segments", "kda_cuts", "kda_bwd", "kda_keep", "kda_back",
+                        "kda_tiles"), kda),
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
        **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,
