@@ -127,8 +127,12 @@ TILE void compute(const params &p, shared &s, int wg) {
   operands lr[PIECES], li[PIECES];
   load(lr[0], s.left[0][0]);
   load(li[0], s.left[1][0]);
+  int filter = (own.first + wg) / p.batches, batch = (own.first + wg) % p.batches;
   for (int task = own.first + wg; task < own.end; task += NC) {
-    int filter = task / p.batches, batch = task % p.batches * ROWS;
+    if (PAIRS) {                                               // worked out anew they take no registers
+      filter = task / p.batches;
+      batch = task % p.batches;
+    }
     acc re, im;
     rv factor;
     ring_wait(s.inputs[wg], at);
@@ -177,8 +181,10 @@ TILE void compute(const params &p, shared &s, int wg) {
     fence_async();
     if (p.has_post) ring_done(s.gates[wg][GATES - 1], second);
     wg_sync();
-    tma_store(p.out, (tile &)x[0][0], 64 * filter, 0, 0, batch);
-    if (PAIRS) tma_store(p.out, (tile &)x[1][0], 64 * filter, 0, 0, batch + 1);
+    tma_store(p.out, (tile &)x[0][0], 64 * filter, 0, 0, batch * ROWS);
+    if (PAIRS) tma_store(p.out, (tile &)x[1][0], 64 * filter, 0, 0, batch * ROWS + 1);
+    if (!PAIRS)
+      for (batch += NC; batch >= p.batches; batch -= p.batches) filter++;
   }
   tma_store_wait_read();
 }

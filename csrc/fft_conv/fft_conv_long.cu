@@ -6,18 +6,18 @@
 // c_(j + R / 2) is -c_j, and of R = 4 c_1 is -i c_0: both sums are a transform of R numbers, in registers.
 // The gradient of a first gate is another product of the same convolution: `other`.
 // A row is scaled by a power of two first, so that no number is too large or small for fp16.
-// Roles: NC = 2 warpgroups, each with a row and tiles of its own; for each a thread that loads what it reads. L stays in
-// registers. Blocks walk along the batch of a head, so that K comes from the L2.
+// Roles: NC = 2 warpgroups, each with a row and tiles of its own, so that they never meet; for each a thread that loads
+// what it reads. Blocks walk along the batch of a head, so that K comes from the L2.
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
 
 // From the row: R, FLOATS, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
-typedef columns<FLOATS>::type part;             // 32 columns
-enum { LOG = R == 4 ? 2 : 1, GATES = 3 };       // GATES: stages
+typedef columns<FLOATS>::type strip;            // 32 columns
+enum { LOG = R == 4 ? 2 : 1, GATES = 3 - FLOATS };      // GATES: stages. Of floats L does not stay in registers
 typedef st<elem, 64, 64> tile;
 struct weights { sv<64> row_re, row_im, col_re, col_im; };      // w_j^(64 a), w_j^b
 struct own_tiles {                              // a warpgroup's
-  // p_j, what passes to a product, y_j; in the second ones the next row's blocks then, in the first ones the result
+  // p_j, what passes to a product, y_j; then in the second ones the next row's blocks, in the first ones the result
   table x[R][2][PIECES];
   tile gates[GATES];
   sv<64> rows[R];                               // largest numbers
@@ -25,10 +25,10 @@ struct own_tiles {                              // a warpgroup's
 };
 struct shared {
   own_tiles group[NC];
-  table twists[2][PIECES], halves[2][PIECES];
+  table twists[2][PIECES], halves[2][PIECES], left[1 + 2 * FLOATS][PIECES];     // left: of floats
   weights w[R];
   ring<1> inputs[NC];
-  ring<GATES> gates[NC];                        // the blocks of the first one, then of the second one, as far as they are given
+  ring<GATES> gates[NC];                        // blocks of the first one, then of the second one, as far as given
   sem constants;
 };
 typedef fft_long_params params;
@@ -50,8 +50,9 @@ TILE range block_tasks(const params &p) {
   return r;
 }
 
-TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, ring_pos &at, int task) {
-  for (int r = 0; r < R; r++) {
+// Blocks first to end - 1 of a gate
+TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, ring_pos &at, int task, int first, int end) {
+  for (int r = first; r < end; r++) {
     ring_acquire(s.gates[wg], at);
     ring_expect(s.gates[wg], at, tile_bytes(s.group[0].gates[0]));
     tma_load(s.group[wg].gates[at.stage], m, s.gates[wg].full[at.stage], 64 * (task / p.batches * R + r), 0, 0,
@@ -59,27 +60,36 @@ TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, ring_pos 
     ring_next(s.gates[wg], at);
   }
 }
+TILE void load_inputs(const params &p, shared &s, int wg, ring_pos &at, int task) {
+  own_tiles &t = s.group[wg];
+  ring_acquire(s.inputs[wg], at);
+  ring_expect(s.inputs[wg], at, R * tile_bytes(t.gates[0]));
+  for (int r = 0; r < R; r++)
+    tma_load((tile &)t.x[r][1][0], p.u, s.inputs[wg].full[0], 64 * (task / p.batches * R + r), 0, 0, task % p.batches);
+  ring_next(s.inputs[wg], at);
+}
+// The next row comes as soon as there is room for it. The second gate's last block waits for that: its others are on the
+// way by then.
 TILE void loader(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
   own_tiles &t = s.group[wg];
   ring_pos at = {}, gate_at = {};
   grid_wait();
-  sem_expect(s.constants, (wg ? 2 : 6) * tile_bytes(s.halves[0][0]));
-  for (int i = 0; i < 2; i++) tma_load(t.x[i][0][0], p.tables, s.constants, 0, 0, i, 0);
+  sem_expect(s.constants, ((wg ? 0 : 4) + (FLOATS ? wg ? 0 : 3 : 2)) * tile_bytes(s.halves[0][0]));
+  for (int i = 0; i < 2 && !FLOATS; i++) tma_load(t.x[i][0][0], p.tables, s.constants, 0, 0, i, 0);
+  for (int i = 0; i < 3 && FLOATS && wg == 0; i++) tma_load(s.left[i * FLOATS][0], p.tables, s.constants, 0, 0, i, 0);
   for (int i = 0; i < 2 && wg == 0; i++) {
     tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
     tma_load(s.halves[i][0], p.tables, s.constants, 0, 0, 8 + i, 0);
   }
-  for (int task = own.first + wg; task < own.end; task += NC) {
-    ring_acquire(s.inputs[wg], at);
-    ring_expect(s.inputs[wg], at, R * tile_bytes(t.gates[0]));
-    for (int r = 0; r < R; r++)
-      tma_load((tile &)t.x[r][1][0], p.u, s.inputs[wg].full[0], 64 * (task / p.batches * R + r), 0, 0,
-               task % p.batches);
-    ring_next(s.inputs[wg], at);
-    if (p.has_pre) load_gate(p, s, p.pre, wg, gate_at, task);
-    if (p.has_post) load_gate(p, s, p.post, wg, gate_at, task);
-    if (p.has_other) load_gate(p, s, p.factor, wg, gate_at, task);
+  int task = own.first + wg;
+  if (task < own.end) load_inputs(p, s, wg, at, task);
+  for (; task < own.end; task += NC) {
+    if (p.has_pre) load_gate(p, s, p.pre, wg, gate_at, task, 0, R);
+    if (p.has_post) load_gate(p, s, p.post, wg, gate_at, task, 0, R - 1);
+    if (task + NC < own.end) load_inputs(p, s, wg, at, task + NC);
+    if (p.has_post) load_gate(p, s, p.post, wg, gate_at, task, R - 1, R);
+    if (p.has_other) load_gate(p, s, p.factor, wg, gate_at, task, 0, R);
   }
 }
 
@@ -92,7 +102,7 @@ TILE void make_weights(sv<64> &re, sv<64> &im, int j, int q, int step) {
   store(im, y);
 }
 // Columns from c0 of (re + i im) w_j^n, or of size w_j^-n where BACK
-template<int BACK> TILE void weigh(part &re, part &im, const weights &w, float size, int c0) {
+template<int BACK> TILE void weigh(strip &re, strip &im, const weights &w, float size, int c0) {
   rv a, b;
   load(a, w.row_re);
   load(b, w.row_im);
@@ -118,7 +128,7 @@ TILE void transform(own_tiles &t, const rt<fp16, 32> (&a)[R][2], const weights (
   int c0 = 32 * i;
   float cr = C.re, ci = C.im, gr = G.re, gi = G.im;
   if constexpr (R == 2) {
-    part x, y, z, v;
+    strip x, y, z, v;
     widened(x, a[0][i]);
     widened(y, a[1][i]);
     widened(z, a[0][i]);
@@ -136,15 +146,15 @@ TILE void transform(own_tiles &t, const rt<fp16, 32> (&a)[R][2], const weights (
     store(t.x[0][1][0], y, c0);
     store(t.x[R - 1][0][0], z, c0);
     store(t.x[R - 1][1][0], v, c0);
-  } else UNROLLED for (int j = 0; j < 2; j++) {                       // x + s g z and y + s g v, s = 1, -1, then p_j and p_(j + 2)
-    part p, q, f, g;
+  } else UNROLLED for (int j = 0; j < 2; j++) {                // of x_0 + s G x_2 and x_1 + s G x_3, s = 1 or -1
+    strip p, q, f, g;
     float s = j ? -1.f : 1.f;
     widened(p, a[0][i]);
     widened(q, a[1][i]);
     widened(f, a[R - 2][i]);
     widened(g, a[R - 1][i]);
     every([=](auto &p, auto &q, auto &f, auto &g) {
-      auto k = like(p, s * gr), l = like(p, s * gi), m = like(p, j ? ci : cr), n = like(p, j ? -cr : ci);   // c_1 = -i c_0
+      auto k = like(p, s * gr), l = like(p, s * gi), m = like(p, j ? ci : cr), n = like(p, j ? -cr : ci);
       auto er = fused(k, f, p), ei = l * f, fr = fused(k, g, q), fi = l * g;
       complex_product<0>(fr, fi, m, n);
       p = er + fr;
@@ -163,46 +173,48 @@ TILE void transform(own_tiles &t, const rt<fp16, 32> (&a)[R][2], const weights (
 // Columns from 32 i of the R blocks of the result, of y_j in t.x
 TILE void transform_back(rt<fp16, 32> (&out)[R][2], const own_tiles &t, fft_complex C, fft_complex G, int i) {
   int c0 = 32 * i;
-  part a, b, c, d;
+  strip a, b, c, d;
   float cr = C.re, ci = C.im, gr = G.re, gi = G.im;
   load(a, t.x[0][0][0], c0);
-  load(b, t.x[0][1][0], c0);
   load(c, t.x[R / 2][0][0], c0);
-  load(d, t.x[R / 2][1][0], c0);
-  cross(a, c);                                                 // sums and differences of y_0 and y_(R / 2)
-  cross(b, d);
+  cross(a, c);                                                 // sums and differences of y_0 and y_(R / 2): re, then im
   if constexpr (R == 2) {
-    every([=](auto &x, auto &y) { x = fused(like(x, cr), x, like(x, ci) * y); }, c, d);
     rounded(out[0][i], a);
+    load(b, t.x[0][1][0], c0);
+    load(d, t.x[R / 2][1][0], c0);
+    every([=](auto &x, auto &y, auto &z) { x = fused(like(x, cr), x, like(x, ci) * (y - z)); }, c, b, d);
     rounded(out[R - 1][i], c);
-    return;
   } else {
-  part e, f, g, h;
-  load(e, t.x[1][0][0], c0);
-  load(f, t.x[1][1][0], c0);
-  load(g, t.x[R - 1][0][0], c0);
-  load(h, t.x[R - 1][1][0], c0);
-  cross(e, g);
-  cross(f, h);
-  cross(a, e);                                                 // a: block 0
-  every([=](auto &x, auto &y, auto &z) { x = fused(like(x, gr), x, like(x, gi) * (y - z)); }, e, b, f);
-  float hr = cr * gr - ci * gi, hi = cr * gi + ci * gr;        // c_0^3
-  every([=](auto &x, auto &y, auto &z, auto &v) {
-    auto k = like(x, cr), l = like(x, ci), m = like(x, hr), n = like(x, hi);
-    auto p = fused(k, x, fused(l, y, fused(l, z, -(k * v))));
-    y = fused(m, x, fused(n, y, fused(m, v, -(n * z))));
-    x = p;
-  }, c, d, g, h);
-  rounded(out[0][i], a);
-  rounded(out[1][i], c);
-  rounded(out[R - 2][i], e);
-  rounded(out[R - 1][i], d);
+    strip e, f, g, h;                                          // of y_1 and y_3
+    load(e, t.x[1][0][0], c0);
+    load(g, t.x[R - 1][0][0], c0);
+    cross(e, g);
+    cross(a, e);
+    rounded(out[0][i], a);
+    if (FLOATS) wg_sync();                                     // else ptxas does all at once, and spills
+    load(b, t.x[0][1][0], c0);
+    load(d, t.x[R / 2][1][0], c0);
+    cross(b, d);
+    load(f, t.x[1][1][0], c0);
+    load(h, t.x[R - 1][1][0], c0);
+    cross(f, h);
+    every([=](auto &x, auto &y, auto &z) { x = fused(like(x, gr), x, like(x, gi) * (y - z)); }, e, b, f);
+    rounded(out[R - 2][i], e);
+    float hr = cr * gr - ci * gi, hi = cr * gi + ci * gr;      // c_0^3
+    every([=](auto &x, auto &y, auto &z, auto &v) {
+      auto k = like(x, cr), l = like(x, ci), m = like(x, hr), n = like(x, hi);
+      auto p = fused(k, x, fused(l, y, fused(l, z, -(k * v))));
+      y = fused(m, x, fused(n, y, fused(m, v, -(n * z))));
+      x = p;
+    }, c, d, g, h);
+    rounded(out[1][i], c);
+    rounded(out[R - 1][i], d);
   }
 }
 
 // The result, times the next gate where there is one, to x[r][0] and to global memory.
-TILE void leave(own_tiles &t, ring<GATES> &gates, ring_pos &at, bool has_gate, const rt<fp16, 32> (&out)[R][2], const rv &up,
-                const gmap &to, int row, int batch) {
+TILE void leave(own_tiles &t, ring<GATES> &gates, ring_pos &at, bool has_gate, const rt<fp16, 32> (&out)[R][2],
+                const rv &up, const gmap &to, int row, int batch) {
   UNROLLED for (int r = 0; r < R; r++) {
     if (has_gate) ring_wait(gates, at);
     UNROLLED for (int i = 0; i < 2; i++) {
@@ -222,6 +234,15 @@ TILE void leave(own_tiles &t, ring<GATES> &gates, ring_pos &at, bool has_gate, c
   for (int r = 0; r < R; r++) tma_store(to, (tile &)t.x[r][0][0], row + 64 * r, 0, 0, batch);
 }
 
+// d -= (im of L) x
+TILE void subtract(acc &d, const shared &s, const operands (&ni)[PIECES], const table (&x)[PIECES]) {
+  if constexpr (FLOATS) product<ACC>(d, s.left[2 * FLOATS], x);
+  else product<ACC>(d, ni, x);
+}
+TILE void wait_for_left(acc &re, acc &im, operands (&lr)[PIECES], operands (&li)[PIECES], operands (&ni)[PIECES]) {
+  if constexpr (FLOATS) mma_wait<0>(re, im, lr[0], li[0]);
+  else mma_wait<0>(re, im, lr[0], li[0], ni[0]);
+}
 TILE void compute(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
   own_tiles &t = s.group[wg];
@@ -238,10 +259,12 @@ TILE void compute(const params &p, shared &s, int wg) {
   bar_sync(START, 128 * NC);
   grid_wait();
   sem_wait(s.constants, 0);
-  load(lr[0], t.x[0][0][0]);
-  load(li[0], t.x[1][0][0]);
-  load(ni[0], t.x[1][0][0]);
-  each_half<64>([](half &x) { x = -x; }, ni[0]);
+  if (!FLOATS) {
+    load(lr[0], t.x[0][0][0]);
+    load(li[0], t.x[1][0][0]);
+    load(ni[0], t.x[1][0][0]);
+    each_half<64>([](half &x) { x = -x; }, ni[0]);
+  }
   float scale = 0.f, most = 0.f;                               // of a head: spectra have factors of their own
   for (int task = own.first + wg; task < own.end; task += NC) {
     int batch = task % p.batches;
@@ -284,6 +307,10 @@ TILE void compute(const params &p, shared &s, int wg) {
       fence_async();
       wg_sync();
     }
+    if (FLOATS) {
+      load(lr[0], s.left[0][0]);
+      load(li[0], s.left[FLOATS][0]);
+    }
     ROLLED for (int j = 0; j < R; j++) {
       table(&x)[2][PIECES] = t.x[j];
       acc re, im;
@@ -291,11 +318,11 @@ TILE void compute(const params &p, shared &s, int wg) {
       mma_fence();
       product<ZERO>(re, lr, x[0]);
       product<ZERO>(im, li, x[0]);
-      product<ACC>(re, ni, x[1]);
+      subtract(re, s, ni, x[1]);
       product<ACC>(im, lr, x[1]);
       mma_commit();
-      mma_wait<0>(re, im, lr[0], li[0], ni[0]);
-      pass_spectrum<part>(x, re, im, s.twists, s.halves, p.filter + (int64_t)64 * 64 * (head * R + j), p.conjugate,
+      wait_for_left(re, im, lr, li, ni);
+      pass_spectrum<strip>(x, re, im, s.twists, s.halves, p.filter + (int64_t)64 * 64 * (head * R + j), p.conjugate,
                           [] { wg_sync(); });
       fence_async();
       wg_sync();
@@ -303,12 +330,12 @@ TILE void compute(const params &p, shared &s, int wg) {
       product<ZERO>(re, lr, x[0]);
       product<ZERO>(im, lr, x[1]);
       product<ACC>(re, li, x[1]);
-      product<ACC>(im, ni, x[0]);
+      subtract(im, s, ni, x[0]);
       mma_commit();
-      mma_wait<0>(re, im, lr[0], li[0], ni[0]);
+      wait_for_left(re, im, lr, li, ni);
       wg_sync();                                               // all products have read x
       UNROLLED for (int i = 0; i < 2; i++) {
-        part y, z;
+        strip y, z;
         convert_part(y, re, 32 * i);
         convert_part(z, im, 32 * i);
         weigh<1>(y, z, s.w[j], size, 32 * i);
@@ -318,7 +345,10 @@ TILE void compute(const params &p, shared &s, int wg) {
     }
     rt<fp16, 32> out[R][2];
     rv up;
-    UNROLLED for (int i = 0; i < 2; i++) transform_back(out, t, C, G, i);
+    UNROLLED for (int i = 0; i < 2; i++) {
+      if (FLOATS && i) wg_sync();
+      transform_back(out, t, C, G, i);
+    }
     ring_done(s.inputs[wg], at);
     load(up, t.up);
     map(up, up, [=](float x) { return x * most; });

@@ -15,9 +15,9 @@
 // Numbers are PIECES fp16 tiles: the first eleven bits, and, of two pieces, the next eleven.
 //
 // Of one piece F may be a step of radix 2 and two products of half the size (pass_spectrum). With b < 32, k < 32
-//   even[k] = S[k1][2 k] = sum over b of (x_b + x_(b + 32)) E[b][k]          E[b][k] = e^(-2 pi i 2 b k / 64) / 8
+//   even[k] = S[k1][2 k] = sum over b of (x_b + x_(b + 32)) E[b][k]    E[b][k] = e^(-2 pi i 2 b k / 64) / 8
 //   odd[k] = e^(-2 pi i k / 64) S[k1][2 k + 1]
-//          = sum over b of (x_b - x_(b + 32)) O[b][k]                        O[b][k] = e^(-2 pi i (2 b k + b + k) / 64) / 8
+//          = sum over b of (x_b - x_(b + 32)) O[b][k]              O[b][k] = e^(-2 pi i (2 b k + b + k) / 64) / 8
 // The factor of odd makes O symmetric, and the way back undoes it: conj(x) comes of conj(S) by the same two tables.
 // A complex number's parts lie side by side, re in columns 0 to 31, im in the others, so that products have 64 columns:
 // (re + i im) E = re [E_re | E_im] + im [-E_im | E_re].
@@ -306,8 +306,9 @@ template<class P> TILE void take_parts(P &a, P &b, P &c, P &d, const acc &even, 
 }
 // From L X, re and im, through K back to what L^H comes in front of: x = ((((L X) T) F) K F^H) T^*. P says which
 // arithmetic. free() comes when nothing but the store is left: it waits until all have read x.
-template<class P, class F> TILE void pass_spectrum(table (*x)[PIECES], acc &re, acc &im, const table (&t)[2][PIECES],
-                                                   const table (&f)[2][PIECES], const float *k, bool conjugate, F free) {
+template<class P, class F>
+TILE void pass_spectrum(table (&x)[2][PIECES], acc &re, acc &im, const table (&t)[2][PIECES],
+                        const table (&f)[2][PIECES], const float *k, bool conjugate, F free) {
   acc &even = re, &odd = im;
   P a, b, c, d, kr, ki;
   convert_part(a, re, 0);
@@ -319,14 +320,11 @@ template<class P, class F> TILE void pass_spectrum(table (*x)[PIECES], acc &re, 
   cross(a, c);
   cross(b, d);
   half_products(even, odd, a, b, c, d, f);
+  take_parts(a, b, c, d, even, odd);
   rt<float, 32> k_even, k_odd;
   load_acc(k_even, k_odd, k);
-  convert_part(a, even, 0);
-  convert_part(b, even, 32);
   unpack(kr, ki, k_even, conjugate);
   times<1>(a, b, kr, ki);
-  convert_part(c, odd, 0);
-  convert_part(d, odd, 32);
   unpack(kr, ki, k_odd, conjugate);
   times<1>(c, d, kr, ki);
   half_products(even, odd, a, b, c, d, f);

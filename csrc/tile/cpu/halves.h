@@ -1,6 +1,6 @@
 // Bodies of tile/halves.h on the CPU, and for the checker.
 #pragma once
-struct half { float x; };
+struct __attribute__((may_alias)) half { float x; };      // it stands for a float of a row
 TILE half half_of(float x) {
   fp16 h;
   narrow(h, x);
