@@ -345,6 +345,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     }
     rt<fp16, 32> out[R][2];
     rv up;
+    wg_sync();                                                 // y_j have been written
     UNROLLED for (int i = 0; i < 2; i++) {
       if (FLOATS && i) wg_sync();
       transform_back(out, t, C, G, i);
@@ -352,6 +353,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     ring_done(s.inputs[wg], at);
     load(up, t.up);
     map(up, up, [=](float x) { return x * most; });
+    wg_sync();                                                 // y_j have been read
     leave(t, s.gates[wg], gate_at, p.has_post, out, up, p.out, 64 * R * head, batch);
     if (p.has_other) {
       tma_store_wait_read();
