@@ -353,7 +353,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     ring_done(s.inputs[wg], at);
     load(up, t.up);
     map(up, up, [=](float x) { return x * most; });
-    wg_sync();                                                 // y_j have been read
+    if (!FLOATS || R == 2) wg_sync();                          // y_j have been read; else they met since
     leave(t, s.gates[wg], gate_at, p.has_post, out, up, p.out, 64 * R * head, batch);
     if (p.has_other) {
       tma_store_wait_read();
