@@ -3,8 +3,10 @@
 #include "tile/tile.h"
 #include "tile/channels.h"
 #include "tile/dots.h"
+#include "tile/halves.h"
 #include "tile/levels.h"
 #include "tile/matrix.h"
+#include "tile/numbers.h"
 #include "tile/slices.h"
 #include "tile/triangle.h"
 
@@ -345,6 +347,11 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     fill(y, 1.f);
     scale_rows(t, y);
   }
+  if (I == 18) {                        // NaN in the rows that are cleared
+    map_row(t, y, [](float a, float b) { return b > 0.f ? a : infinity() - infinity(); });
+    map(y, y, [](float a) { return a > 0.f ? a : 0.f; });
+    scale_or_clear(t, y);
+  }
   if (I == 10) tril(t, 3, -infinity());
   if (I == 11) triu(t, -5, 7.f);
   if (I == 12) {
@@ -481,6 +488,39 @@ SHAPE TILE void accumulators(const op_params &p, TILES &s, int) {
   wg_sync();
   load_acc(u, acc);
   store(p.out, N, u, 64, N);
+}
+SHAPE TILE void half_form(const op_params &p, TILES &s, int) {
+  rt<float, 64> t;
+  rt<float, 32> even, odd;
+  rt<fp16, 64> h, k;
+  rt<fp16, 32> first, second;
+  rv y;
+  float *acc = p.out + 64 * N;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  load(y, p.y, 64, 0.f);
+  convert(h, t);
+  convert(k, t);
+  if (I == 0) {
+    each_half<64>([](half &a, half &b, half row, half col) {
+      a = fused(a, row, -(b * col));
+      b = half_of(2.f) + b - row;
+    }, h, k, y, s.v);
+    each_half<64>([](half &a, half b) { a = a * half_of(4.f) + b; }, h, (const rt<fp16, 64> &)k);
+    convert(t, h);
+    store(p.out, N, t, 64, N);
+    return;
+  }
+  map(t, [](float a) { return halves(a, 2.f * a); });
+  store_acc(acc, t);
+  wg_sync();
+  load_acc(even, odd, acc);
+  if (I == 2) map(even, odd, [](float, float a) { return a; });
+  unpack_halves(first, second, even, I == 2);
+  convert(even, first);
+  convert(odd, second);
+  store(p.out, N, even, 64, 32);
+  store(p.out + 32, N, odd, 64, 32);
 }
 SHAPE TILE void float_rows(const op_params &p, TILES &s, int) {
   rt<float, N> t, u;

@@ -324,7 +324,7 @@ def check_form(c):
     t64 = t.astype(np.float64)
     below = np.arange(c.N)[None, :] - np.arange(64)[:, None]   # col - row
     want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x,
-            None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, *[None] * 5][c.I]
+            None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, *[None] * 5, t64 * np.maximum(y, 0)][c.I]
     if c.I == 10:
         return same(c.matrix(), np.where(below > 3, -np.inf, t))
     if c.I == 11:
@@ -405,6 +405,16 @@ def check_accumulators(c):
     same(c.matrix(), want)
 
 
+def check_halves(c):
+    """Sums of products may be rounded to float32 before fp16: an error of one place of the largest number."""
+    t, row, col = (x.astype(np.float16).astype(np.float64) for x in (c.t(), c.y[:, None], c.x[None, :]))
+    if c.I:
+        half = t[:, c.I - 1::2]
+        return same(c.matrix(), np.hstack((half, (2 if c.I == 1 else -2) * half)).astype(np.float32))
+    size = np.abs(t)
+    close(c.matrix(), 4 * (t * row - t * col) + 2 + t - row, 10 + 9 * size * (np.abs(row) + np.abs(col)) + size, 2**-10)
+
+
 def check_float_rows(c):
     want = c.t()
     want[50:], want[:, -3:] = 0, 0
@@ -455,7 +465,8 @@ def carried(t, elem):
 CHECKS = {"slice_form": check_slices, "inverse_form": check_inverse, "map_scalar": check_scalar,
           "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
           "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced,
-          "accumulators": check_accumulators, "scalars": check_scalars, "float_rows": check_float_rows}
+          "accumulators": check_accumulators, "half_form": check_halves,
+          "scalars": check_scalars, "float_rows": check_float_rows}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: "_".join(map(str, r)))
