@@ -70,14 +70,14 @@ __attribute__((flatten)) TILE bool sum_down(ct &s, cg &groups, hv &end, const hm
       middle[c] = 0.5f * (sum[7][c] + sum[8][c]);
       groups.middle[g].d[c] = end.d[c] + middle[c];
       end.d[c] += sum[15][c];
+      groups.end[g].d[c] = sum[15][c] - middle[c];
+      for (int b = 0; b < g; b++) groups.end[b].d[c] += sum[15][c];
       if (g > 0) groups.between[g - 1].d[c] = f(groups.between[g - 1].d[c] + middle[c]);
       if (g < 3) groups.between[g].d[c] = sum[15][c] - middle[c];
     }
     for (int i = 0; i < 16; i++)
       for (int c = 0; c < 64; c++) s.d[(16 * g + i) * CT_ROW + c] = sum[i][c] - middle[c];
   }
-  for (int g = 0; g < 4; g++)
-    for (int c = 0; c < 64; c++) groups.end[g].d[c] = end.d[c] - groups.middle[g].d[c];
   wg_sync();
   writes_shared(*(const sv<32> *)&s, whole(s));
   writes_shared(groups.sum[0], whole(groups));
@@ -88,7 +88,7 @@ TILE void load(rt<float, 64> &t, const ct &s) {
   writes(t);
   for (int r = 0; r < 64; r++) memcpy(t.d[r], s.d + r * CT_ROW, sizeof t.d[r]);
 }
-TILE void part_uses(const ct &s, int c0) {
+TILE void part_uses(ct &s, int c0) {
   reads_shared({s.d + c0, 64, CT_ROW * (int)sizeof(float), 16 * (int)sizeof(float)});
 }
 TILE own_places<const float> part_row(const ct &s, int r, int c0) { return {s.d + r * CT_ROW + c0}; }

@@ -80,16 +80,18 @@ template<class F> TILE bool sum_down(ct &s, cg &groups, hv &end, const hm &x, fl
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     int c = lane() + 32 * k;
-    float before = 0.f, all = 0.f;
+    float before = 0.f, all = 0.f, rest = y[k][15] - middle[k];
 #pragma unroll
     for (int g = 0; g < 4; g++) {
-      all += groups.sum[g].d[c];
+      float sum = groups.sum[g].d[c];
+      all += sum;
       before = g < w ? all : before;
+      rest += g > w ? sum : 0.f;
     }
     if (w > 0) groups.between[w - 1].d[c] = f(groups.between[w - 1].d[c] + middle[k]);
     end.d[k] = all;
     groups.middle[w].d[c] = before + middle[k];
-    groups.end[w].d[c] = all - (before + middle[k]);
+    groups.end[w].d[c] = rest;
 #pragma unroll
     for (int i = 0; i < 16; i++) s.d[(16 * w + i) * CT_ROW + c] = y[k][i] - middle[k];
   }
