@@ -39,7 +39,7 @@ struct chunk {
   sv<Q> beta;
   words tasks[2];
   ring<1> inputs;
-  ring<2, ASYNC_READS> turns;       // of tasks: no copy writes them
+  sem given[2];                     // tasks; that they are free follows from the ring of k and q
 };
 struct shared { chunk chunks[TEAMS]; };
 // An area has, one after another: of its panel's products, for each group of 16 steps i, k e^(l - m) and scale q e^(l -
@@ -58,7 +58,7 @@ typedef kda_prepare_params params;
 TILE void init(shared &s) {
   for (int i = 0; i < TEAMS; i++) {
     ring_init(s.chunks[i].inputs, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
-    ring_init(s.chunks[i].turns, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
+    for (sem &given : s.chunks[i].given) sem_init(given, arrivals(1, 0, 0));
   }
 }
 
@@ -70,17 +70,18 @@ TILE task task_at(const params &p, int index) {
   chunk_steps c = steps_at(p.rows, place);
   return {place, {unit - place * p.batches, index - unit * p.rows.heads, c.step, c.end - c.step}};
 }
-// The n-th of a team. The loader hands them over one ahead of its copies.
+// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked for,
+// everybody has done with the task before that.
 TILE void give_task(chunk &s, uint32_t n, const task &t) {
   words &w = s.tasks[n % 2];
-  ring_acquire(s.turns, ring_at<2>(n));
   put(w.place, t.place);
   put(w.batch, t.at.batch);
   put(w.head, t.at.head);
   put(w.step, t.at.step);
   put(w.steps, t.at.steps);
-  ring_fill<THREAD>(s.turns, ring_at<2>(n));
+  sem_arrive<THREAD>(s.given[n % 2]);
 }
+TILE void wait_for_task(chunk &s, uint32_t n) { sem_wait(s.given[n % 2], n / 2 & 1); }
 TILE task given_task(const chunk &s, uint32_t n) {
   const words &w = s.tasks[n % 2];
   return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
@@ -243,12 +244,9 @@ TILE void bring_gates(const params &p, const task &t) {
   if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
   else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
 }
-// Of this panel, where sums count elements as `low` at least; whether some are less.
-TILE bool make_sums(const params &p, chunk &s, const task &t, int h, float low) {
-  hm g;
+// Sums of this panel's gates, elements counted as `low` at least; whether some are less. What is left at the end, too.
+TILE bool put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, float low) {
   hv end;
-  take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
-  tma_store_wait_read<LATER>();             // before the sync in sum_down(): the tiles in place of the sums have left
   bool less = sum_down(s.sums[h].l, s.groups[h], end, g, low, [](float x) { return fast_exp2(0.5f * x); });
   int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
   map(end, end, [](float x) { return fast_exp2(x); });
@@ -260,11 +258,17 @@ TILE void compute(const params &p, shared &all, int wg) {
   const int team = wg / PANELS, h = wg % PANELS;
   chunk &s = all.chunks[team];
   for (uint32_t n = 0;; n++) {
-    ring_wait(s.turns, ring_at<2>(n));
+    wait_for_task(s, n);
     task t = given_task(s, n);
     if (t.at.steps <= 0) break;
     rt<float, Q> a;
-    bool steep = make_sums(p, s, t, h, -10.5f * 1.4426950408889634f);
+    bool steep;
+    {
+      hm g;
+      take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
+      tma_store_wait_read<LATER>();         // before the sync in sum_down(): what is in place of the sums has left
+      steep = put_sums(p, s, t, g, h, -10.5f * 1.4426950408889634f);
+    }
     if (h == 0) {
       rv beta;
       take_beta(beta, p.gates, t.at);
@@ -274,7 +278,7 @@ TILE void compute(const params &p, shared &all, int wg) {
                     p.rows.heads, t.at.steps);
     }
     if (h == PANELS - 1) {
-      ring_wait(s.turns, ring_at<2>(n + 1));
+      wait_for_task(s, n + 1);
       bring_gates(p, given_task(s, n + 1));
     }
     ring_wait(s.inputs, ring_at<1>(n));
@@ -304,12 +308,14 @@ TILE void compute(const params &p, shared &all, int wg) {
       put_reads(a, s);
     }
     if (steep) {
-      make_sums(p, s, given_task(s, n), h, -infinity());
+      const task again = given_task(s, n);
+      hm g;
+      take_gates(g, p.gates, again.at, p.key_dim, 64 * h);
+      put_sums(p, s, again, g, h, -infinity());
       wg_sync();
     }
     make_tiles(p, s, h);
     t = given_task(s, n);
-    ring_release(s.turns, ring_at<2>(n));
     ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
     wg_sync();
     int row = t.place * Q;

@@ -154,14 +154,16 @@ TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
 }
 TILE void hand_over(handed &d, const rt<float, 16> &t, int group) {
   if (warp_in_group() > group) return;
-  d.d[2 * group][thread_in_group()] = make_float4(t.d[0], t.d[1], t.d[2], t.d[3]);
-  d.d[2 * group + 1][thread_in_group()] = make_float4(t.d[4], t.d[5], t.d[6], t.d[7]);
+  int place = parking_place();
+  d.d[2 * group][place] = make_float4(t.d[0], t.d[1], t.d[2], t.d[3]);
+  d.d[2 * group + 1][place] = make_float4(t.d[4], t.d[5], t.d[6], t.d[7]);
 }
 TILE void add(rt<float, 64> &t, const handed &s) {
+  int place = parking_place();
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     if (i / 2 < warp_in_group()) continue;
-    float4 x = s.d[i][thread_in_group()];
+    float4 x = s.d[i][place];
     t.d[4 * i] += x.x;
     t.d[4 * i + 1] += x.y;
     t.d[4 * i + 2] += x.z;
