@@ -12,9 +12,8 @@
 // gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the other
 // warpgroup: the first makes L and M, the last P. The next task's k, q and gates come while this one's tiles leave.
 //
-// Registers of a thread. Gates: half a column, 32. Factors: e^l, a product and what becomes the right operand, 32 each.
-// Pairs: two of four accumulators of 16 that are there, two more of 16 and their operands of 16, 32 of the right operand
-// to come. Inverse: two tiles of 32. Tiles: two of 32, a third by columns.
+// Registers of a thread. Gates: half a column, 32. Pairs: what becomes the right operand 32, operands of 16, of which two
+// are there for the last two groups, a group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32, three of 8.
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. TEAMS, LOAD_REGS, COMPUTE_REGS
