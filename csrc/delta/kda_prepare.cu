@@ -9,11 +9,13 @@
 // sum where that matters. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to
 // middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
 // Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has all of its panel's
-// gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the other
-// warpgroup: the first makes L and M, the last P. The next task's k, q and gates come while this one's tiles leave.
+// gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the
+// other warpgroup: the first makes L and M, the last P. The next task's k, q and gates come while this one's tiles
+// leave.
 //
-// Registers of a thread. Gates: half a column, 32. Pairs: what becomes the right operand 32, operands of 16, of which two
-// are there for the last two groups, a group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32, three of 8.
+// Registers of a thread. Gates: half a column, 32. Pairs: what becomes the right operand 32, operands of 16, of which
+// two are there for the last two groups, a group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32, three
+// of 8.
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. TEAMS, LOAD_REGS, COMPUTE_REGS
@@ -38,7 +40,7 @@ struct chunk {
   sv<Q> beta;
   words tasks[2];
   ring<1> inputs;
-  sem given[2];                     // tasks; that they are free follows from the ring of k and q
+  sem given[2];                     // tasks; that their places are free follows from the ring of k and q
 };
 struct shared { chunk chunks[TEAMS]; };
 // An area has, one after another: of its panel's products, for each group of 16 steps i, k e^(l - m) and scale q e^(l -
@@ -50,7 +52,8 @@ TILE tri<inner> &scratch_of(chunk &s) { return in_place_of<tri<inner>>(s.areas[1
 TILE square &m_of(chunk &s) { return in_place_of<square>(s.areas[1]); }
 // k e^l, scale q e^l, k e^(l_e - l) of a panel
 TILE panel &tile_of(chunk &s, int h, int which) {
-  return which == 0 ? in_place_of<panel>(s.areas[PANELS - 1 - h].left[2]) : in_place_of<panel>(s.sums[h].tiles[which - 1]);
+  if (which == 0) return in_place_of<panel>(s.areas[PANELS - 1 - h].left[2]);
+  return in_place_of<panel>(s.sums[h].tiles[which - 1]);
 }
 typedef kda_prepare_params params;
 
@@ -69,8 +72,8 @@ TILE task task_at(const params &p, int index) {
   chunk_steps c = steps_at(p.rows, place);
   return {place, {unit - place * p.batches, index - unit * p.rows.heads, c.step, c.end - c.step}};
 }
-// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked for,
-// everybody has done with the task before that.
+// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked
+// for, everybody has done with the task before that.
 TILE void give_task(chunk &s, uint32_t n, const task &t) {
   words &w = s.tasks[n % 2];
   put(w.place, t.place);

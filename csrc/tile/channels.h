@@ -1,5 +1,5 @@
-// Decays of 64 channels: sums down the columns of 64 steps, and tiles that are weighted with them (warpgroup). Contracts;
-// bodies in sm90/ and cpu/. tile.h does not include this file: the kernels that want it do.
+// Decays of 64 channels: sums down the columns of 64 steps, and tiles that are weighted with them (warpgroup).
+// Contracts; bodies in sm90/ and cpu/. tile.h does not include this file: the kernels that want it do.
 //
 // Groups have 16 rows. A group's middle is the mean of the sums down to its rows 7 and 8.
 //   hv       64 floats, one per channel, the same in every warp: two a thread
@@ -30,8 +30,8 @@ template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 // x = f(x, v[column]) in rows < m; the others stay.
 template<class F> TILE void map(hm &x, const hv &v, int m, F f);
 // Sums down the columns of x, each element counted as `low` where it is less; end of all rows. Tells whether some
-// element is less: everybody gets the same answer. between[g] = f(middle of group g + 1, less that of group g). In it is
-// a wg_sync(), behind which s is written; others want one before they read.
+// element is less: everybody gets the same answer. between[g] = f(middle of group g + 1, less that of group g). In it
+// is a wg_sync(), behind which s is written; others want one before they read.
 template<class F> TILE bool sum_down(ct &s, cg &groups, hv &end, const hm &x, float low, F f);
 TILE void load(rt<float, 64> &t, const ct &s);
 // What each_part() also takes, beside a ct, of which comes the element: of v[row / 16] the column's.

@@ -132,9 +132,9 @@ template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &
     for (int j = 0; j < 4; j++) d.d[k][j] = in ? pack<W>(x.d[8 * k + 2 * j], x.d[8 * k + 2 * j + 1]) : 0;
 }
 template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, const rt<float, 16> &t, int c0) {
-  int r = 16 * half + (lane() & 15);
+  int r = 16 * half + (lane() & 15), chunk = c0 / 8 + (lane() >> 4) ^ r & 7;
   const float *x = t.d;
-  store_block(shared_address(&d[0]) + warp_in_group() * (uint32_t)sizeof d[0] + r * 128 + ((c0 / 8 + (lane() >> 4) ^ r & 7) << 4),
+  store_block(shared_address(&d[0]) + warp_in_group() * (uint32_t)sizeof d[0] + r * 128 + (chunk << 4),
               pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
 template<typename T>
