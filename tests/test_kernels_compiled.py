@@ -88,7 +88,7 @@ class TestImage:
                                      # single placeholder
         wanted, other = ("QGMMA", "HGMMA") if kernels[name]["dtype"] == "float8_e4m3fn" else ("HGMMA", "QGMMA")
         products = constants(kernels[name]).get("PAIRS", 1)      # 0: kda_prepare's are left out
-        if products and re.search(r"\bmma(_A\w+)?<", reached(kernels[name]["source"])):
+        if products and re.search(r"\bmma(<|_A\w+[<(])", reached(kernels[name]["source"])):
             assert ROWS[name][wanted] >= panel
         else:
             assert ROWS[name][wanted] == 0
