@@ -33,7 +33,7 @@ extern "C" {
   X(HG) X(HH) X(SWEEP) X(ROOM) X(LONG) X(BOTH) X(MANY) X(FEW) X(GATED) X(DOTS) \
   X(HV) X(S1) X(S2) X(FORM) X(PLACES) X(KEEP) \
   X(TABLES) X(ANGLES) \
-  X(L) X(LK) X(RK) X(UNITS) X(WORDS) X(GIVEN) X(OWN)
+  X(L) X(LK) X(RK) X(UNITS) X(WORDS) X(GIVEN) X(OWN) X(KEPT)
 
 // Text of this thread's last failure: op, argument, what was found, what is accepted. Valid until the thread's next
 // call.

@@ -9,6 +9,7 @@ import torch
 from cases import check_error
 from conftest import SEED
 from delta_forms import HARD, exactly, rounding
+from margay import _op
 
 DTYPES = ("bfloat16", "float16", "float32")
 SHAPES = ((1, 1, 1, 1, 1), (2, 1, 3, 64, 64), (1, 2, 4, 128, 128), (2, 1, 1, 17, 128), (1, 1, 2, 128, 40),
@@ -18,6 +19,24 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "da_log", "ddt_b
 # Keys that are equal or nearly, with beta |k|^2 = 2 or nearly: a state is reflected again and again, and no error in it
 # fades. All steps have the same error of rounding, by chance a small one in the one form or in the other.
 REFLECTED = ("equal keys, beta 2", "near keys, beta near 2")
+
+
+def with_and_without(op, tensors, numbers, grads):
+    """What the forward keeps for the backward. Gradients are the same, bit by bit, with it and without, and with some
+    of it; it is not written."""
+    _op.for_torch(op)
+    forward, backward = (getattr(torch.ops.margay, op + end) for end in ("", "_bwd"))
+    kept = forward(*tensors, *numbers)[2:]
+    numbers = numbers[:len(_op.Row(op + "_bwd").numbers)]
+    found, before = backward(*grads, *tensors, *kept, *numbers), [t.clone() for t in kept]
+    norms, matrices = kept[:-2], kept[-2:]
+    for some in ((None,) * len(kept), (*norms, None, None), (*(None for _ in norms), *matrices)):
+        made = backward(*grads, *tensors, *some, *numbers)
+        for i, (a, b) in enumerate(zip(found, made)):
+            assert torch.equal(a, b), (i, [t is not None for t in some])
+    for a, b in zip(kept, before):                 # of packed rows, places without a chunk may be anything
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return kept
 
 
 def skip(device, dtype):

@@ -71,7 +71,7 @@ def raw(op, inputs, **change):
             known |= zip(f["sizes"], given[f["name"]].shape)
     assert row.derive(known) is None
     dtype = given["q"].dtype if isinstance(given["q"], torch.Tensor) else torch.float32
-    for f in (*row.results, *row.work):
+    for f in (*row.results, *row.saves, *row.work):
         if f["name"] in change or f["role"] == "optout":
             continue
         given[f["name"]] = torch.zeros([known[n] for n in f["sizes"]],
@@ -616,7 +616,7 @@ def test_bad_32_compiled(op):
         leaves = {name: t.detach().requires_grad_() for name, t in (inputs | kinds).items()}
         numbers = {} if not options else dict(beta_form=1, l2norm=True)
         named = [leaves[name] for name in order if name in leaves]
-        out, _ = getattr(torch.ops.margay, op)(*named, **numbers)
+        out, *_ = getattr(torch.ops.margay, op)(*named, **numbers)
         assert all(map(torch.equal, torch.autograd.grad(out.float().square().sum(), named),
                        torch.autograd.grad(run(op, leaves, **{n: x for n, x in options.items() if n not in kinds}
                                                ).float().square().sum(), named)))

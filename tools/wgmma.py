@@ -3,7 +3,7 @@
 The preprocessor cannot count."""
 import pathlib
 
-WIDTHS = (32, 64, 80, 96, 128, 160, 176, 192, 256)
+WIDTHS = (16, 32, 64, 80, 96, 128, 160, 176, 192, 256)
 HEAD = '''\
 // wgmma.mma_async m64 nN k16 (16-bit operands) and k32 (e4m3), fp32 accumulator. tools/wgmma.py writes this
 // file.

@@ -23,6 +23,13 @@ ssd_order delta_order_of(const mg_call *c, bool v_first) {
 
 float delta_scale_of(const mg_call *c, float scale) { return scale == 0 ? 1 / sqrtf((float)c->n.K) : scale; }
 
+void delta_map_matrices(mg_call *c, gmap *m, const mg_tensor *t, int64_t first) {
+  mg_tensor rest = *t;
+  rest.shape[2] -= first * 64;
+  rest.data = (char *)rest.data + first * 64 * rest.stride[2] * (int64_t)mg_dtype_size(rest.dtype);
+  mg_map_rows(c, m, first ? &rest : t, 64, 64);
+}
+
 mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *norms) {
   float *norm = mg_data(norms);
   delta_norms_params p = {.norm_q = norm, .norm_k = norm + c->n.B * c->n.H * c->n.T, .batches = (int)c->n.B,

@@ -1,6 +1,7 @@
 // Host half of gated_delta_rule's backward. The sequence is cut into segments of SEG chunks, worked on from the last to
 // the first: of each the states in front of its chunks and the errors, the gradients of the states behind, then all
-// gradients. So the states of one segment are all that is kept.
+// gradients. So the states of one segment are all that is kept. The norms' factors and M and P of the chunks are what
+// the forward kept of all steps, or else made anew, M and P of a segment at a time.
 #include "delta/delta_bwd.h"
 #include "delta/delta_host.h"
 #include "ssd/ssd_bwd.h"
@@ -36,6 +37,12 @@ static void map_errors(const problem *x, gmap *m) {
 
 static int64_t sweep_blocks(mg_call *c) { return c->n.R * c->n.HV * mg_ceil_div(c->n.V, c->desc->tile_n); }
 
+// Those of a segment's chunks: of all chunks, or own ones of the segment.
+static void map_matrices(const problem *x, int segment, gmap *m, const mg_tensor *kept, const mg_tensor *own) {
+  const bool has = x->c->n.KEPT > 0;
+  delta_map_matrices(x->c, m, has ? kept : own, has ? segment * x->c->n.SEG : 0);
+}
+
 // States in front of the segment's chunks, and errors. The state behind it goes to `final`.
 static mg_status run_forth(const problem *x, int segment, float *final) {
   mg_call *c = x->c;
@@ -47,11 +54,11 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
     .initial_order = first ? x->given : x->kept, .final_order = x->kept, .rows = segment_of(x, segment),
     .gates = x->gates, .scale = x->scale, .o_data = a->errors->data, .o_step = a->errors->stride[1],
     .o_head = a->errors->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
-  delta_run_prepare(c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);
+  if (c->n.KEPT <= 0) delta_run_prepare(c, a->q, a->k, a->own_inverses, a->own_reads, &p.rows, &p.gates, p.scale);
   if (c->status || !mg_choose_other(c, MG_OP_delta_keep)) return c->status;
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   mg_map_bthd(c, &p.v, a->v, 64, 64);
-  mg_map_rows(c, &p.m, a->inverses, 64, 64);
+  map_matrices(x, segment, &p.m, a->inverses, a->own_inverses);
   mg_map_stack(c, &p.states, a->states, 64, 64);
   map_errors(x, &p.errors);
   return mg_run(c, &p, mg_tasks(c, sweep_blocks(c), "blocks"));
@@ -72,8 +79,8 @@ static mg_status run_back(const problem *x, int segment, float *between) {
     mg_map_bthd(c, &p.k, a->k, 64, 64);
     mg_map_bthd(c, &p.dout, a->dout, 64, 64);
     mg_map_bthd(c, &p.dv, a->dv, 64, 64);
-    mg_map_rows(c, &p.m, a->inverses, 64, 64);
-    mg_map_rows(c, &p.p, a->reads, 64, 64);
+    map_matrices(x, segment, &p.m, a->inverses, a->own_inverses);
+    map_matrices(x, segment, &p.p, a->reads, a->own_reads);
     mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   }
   const int blocks = mg_tasks(c, sweep_blocks(c), "blocks");
@@ -110,7 +117,8 @@ mg_status mg_gated_delta_rule_bwd(const mg_gated_delta_rule_bwd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_gated_delta_rule_bwd, a)) return c.status;
   if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
-  const mg_tensor *norms = a->l2norm ? a->norms : NULL;
+  const bool made = c.n.NORMS <= 0;
+  const mg_tensor *norms = !a->l2norm ? NULL : made ? a->own_norms : a->norms;
   const problem x = {.c = &c, .a = a, .rows = delta_rows_of(&c, a->cu_seqlens),
                      .gates = delta_gates_of(&c, a->g, a->beta, a->a_log, a->dt_bias, norms, a->beta_form),
                      .scale = delta_scale_of(&c, a->scale), .given = delta_order_of(&c, a->state_v_first),
@@ -127,7 +135,7 @@ mg_status mg_gated_delta_rule_bwd(const mg_gated_delta_rule_bwd_args *a) {
   if (is_empty(&c)) {
     run_back(&x, 0, NULL);                       // the states' gradients, which nothing stands between
   } else {
-    if (norms) delta_run_norms(&c, a->q, a->k, norms);
+    if (norms && made) delta_run_norms(&c, a->q, a->k, norms);
     for (int i = 0; i < later; i++) run_forth(&x, i, starts + i * state);
     for (int i = later; i >= 0 && !c.status; i--) {
       run_forth(&x, i, NULL);

@@ -13,6 +13,8 @@ delta_gates delta_gates_of(const mg_call *c, const mg_tensor *g, const mg_tensor
 // Order of states [K, V], or [V, K].
 ssd_order delta_order_of(const mg_call *c, bool v_first);
 float delta_scale_of(const mg_call *c, float scale);
+// Matrices of chunks, [B, HV, 64 chunks, 64], as a map that begins with chunk `first`.
+void delta_map_matrices(mg_call *c, gmap *m, const mg_tensor *t, int64_t first);
 mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *norms);
 // M^T and P^T of the rows' chunks; [B, HV, 64 places, 64] each. P goes to `reads`.
 mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,

@@ -13,12 +13,12 @@ kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tenso
                      .gate = !a_log ? KDA_LOG : lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = l2norm};
 }
 
-mg_status kda_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const kda_gates *gates,
+mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const kda_gates *gates,
                           const delta_sweep_params *s, float *betas) {
   kda_prepare_params p = {.ends = (float *)s->ends, .betas = betas, .rows = s->rows, .scale = s->scale, .gates = *gates,
                           .m = s->m, .p = s->p, .read_k = s->k, .read_q = s->q, .write_k = s->w, .batches = (int)c->n.B,
                           .key_dim = (int)c->n.K};
-  if (!mg_choose_other(c, MG_OP_kda_prepare)) return c->status;
+  if (!mg_choose_other(c, part)) return c->status;
   mg_map_bthd(c, &p.q, q, 64, 64);
   mg_map_bthd(c, &p.k, k, 64, 64);
   return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * s->rows.places, "chunks of heads"));
@@ -40,8 +40,6 @@ mg_status mg_kda(const mg_kda_args *a) {
     .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
     .value_dim = (int)c.n.V};
   if (c.n.T && c.n.R && c.n.HV) {     // the driver refuses to map what has no elements
-    mg_map_rows(&c, &p.m, a->inverses, 64, 64);
-    mg_map_rows(&c, &p.p, a->reads, 64, 64);
     mg_map_rows(&c, &p.k, a->read_k, 64, 64);
     mg_map_rows(&c, &p.q, a->read_q, 64, 64);
     mg_map_rows(&c, &p.w, a->write_k, 64, 64);
@@ -50,6 +48,7 @@ mg_status mg_kda(const mg_kda_args *a) {
   }
   const delta_parts parts = {MG_OP_kda_segments, MG_OP_kda_cuts};
   const ssd_order between = delta_order_of(&c, false);
+  const mg_tensor *inverses = a->keep ? a->inverses : a->own_inverses, *reads = a->keep ? a->reads : a->own_reads;
   const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
   bool last = false;
   for (int64_t first = 0; !last && !c.status; first += each) {
@@ -63,7 +62,11 @@ mg_status mg_kda(const mg_kda_args *a) {
     p.rows.from = (int)(first * 64);
     p.rows.to = last ? (int)c.n.T : (int)((first + each) * 64);
     p.rows.places = (int)(last ? chunks - first : each);
-    if (c.n.T && c.n.R && c.n.HV) kda_run_prepare(&c, a->q, a->k, &gates, &p, betas);
+    if (c.n.T && c.n.R && c.n.HV) {
+      delta_map_matrices(&c, &p.m, inverses, a->keep ? first : 0);
+      delta_map_matrices(&c, &p.p, reads, a->keep ? first : 0);
+      kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, &gates, &p, betas);
+    }
     mg_use(&c, sweep);
     if (!c.status) delta_run_sweep(&c, &p, &parts, c.n.CUTS ? a->cuts : NULL, a->turns, a->form == 3);
   }

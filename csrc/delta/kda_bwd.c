@@ -1,4 +1,5 @@
-// Host half of Kimi delta attention's backward, in segments as gated_delta_rule's (delta_bwd.c).
+// Host half of Kimi delta attention's backward, in segments as gated_delta_rule's (delta_bwd.c). Of M and P that the
+// forward kept the tiles of q, k and gates are left to be made.
 #include "delta/delta_bwd.h"
 #include "delta/kda_bwd.h"
 #include "delta/kda_host.h"
@@ -40,6 +41,15 @@ static delta_gates beta_of(const problem *x) {
   return (delta_gates){.beta = x->betas ? x->betas : mg_data(x->a->beta), .most = 1};
 }
 
+// M and P of a segment's chunks: of all chunks, or own ones of the segment.
+static void map_matrices(const problem *x, int segment, gmap *m, gmap *p) {
+  const mg_kda_bwd_args *a = x->a;
+  const bool has = x->c->n.KEPT > 0;
+  const int64_t first = has ? segment * x->c->n.SEG : 0;
+  delta_map_matrices(x->c, m, has ? a->inverses : a->own_inverses, first);
+  delta_map_matrices(x->c, p, has ? a->reads : a->own_reads, first);
+}
+
 // States in front of the segment's chunks, and errors. The state behind it goes to `final`.
 static mg_status run_forth(const problem *x, int segment, float *final) {
   mg_call *c = x->c;
@@ -52,12 +62,11 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
     .initial_order = first ? x->given : x->kept, .final_order = x->kept, .rows = segment_of(x, segment),
     .gates = beta_of(x), .scale = x->scale, .o_data = a->errors->data, .o_step = a->errors->stride[1],
     .o_head = a->errors->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
-  mg_map_rows(c, &p.m, a->inverses, 64, 64);
-  mg_map_rows(c, &p.p, a->reads, 64, 64);
+  map_matrices(x, segment, &p.m, &p.p);
   mg_map_rows(c, &p.k, a->read_k, 64, 64);
   mg_map_rows(c, &p.q, a->read_q, 64, 64);
   mg_map_rows(c, &p.w, a->write_k, 64, 64);
-  kda_run_prepare(c, a->q, a->k, &x->gates, &p, x->betas);
+  kda_run_prepare(c, c->n.KEPT > 0 ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, &x->gates, &p, x->betas);
   if (c->status || !mg_choose_other(c, MG_OP_kda_keep)) return c->status;
   mg_map_bthd(c, &p.v, a->v, 64, 64);
   mg_map_stack(c, &p.states, a->states, 64, 64);
@@ -77,8 +86,7 @@ static mg_status run_back(const problem *x, int segment, float *between) {
     .value_dim = (int)c->n.V};
   if (c->status || !mg_choose_other(c, MG_OP_kda_back)) return c->status;
   if (!is_empty(c)) {
-    mg_map_rows(c, &p.m, a->inverses, 64, 64);
-    mg_map_rows(c, &p.p, a->reads, 64, 64);
+    map_matrices(x, segment, &p.m, &p.p);
     mg_map_rows(c, &p.k, a->read_k, 64, 64);
     mg_map_rows(c, &p.q, a->read_q, 64, 64);
     mg_map_rows(c, &p.w, a->write_k, 64, 64);

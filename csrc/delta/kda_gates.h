@@ -32,8 +32,8 @@ TILE void take_gates_of(Tile &x, const kda_gates &p, const head_steps &t, int ke
     map(x, bias, t.steps, [=](float y, float b) { return log_decay(-rate * softplus(y + b)); });
   else map(x, bias, t.steps, [=](float y, float b) { return log_decay(bound * sigmoid(rate * (y + b))); });
 }
-template<int C> TILE void take_gates(hm<C> &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
-  take_gates_of<hv<C>>(x, p, t, key_dim, c0);
+TILE void take_gates(hm &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
+  take_gates_of<hv>(x, p, t, key_dim, c0);
 }
 TILE void take_beta(rv &beta, const kda_gates &p, const head_steps &t) {
   float most = p.most;

@@ -8,44 +8,63 @@
 // bf16. It is wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another
 // sum where that matters. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to
 // middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
-// Roles: a loader thread; a warpgroup for all else. The next task's k, q and gates come while this one's tiles leave.
+// Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has all of its panel's
+// gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the
+// other warpgroup: the first makes L and M, the last P. The next task's k, q and gates come while this one's tiles
+// leave. Without PAIRS, the tiles and the vector alone: what a caller lacks who has M and P.
 //
-// Registers of a thread. Gates: a column of 64. Factors: of 64 columns e^l, a product and, of all columns, what becomes
-// the right operand, 32 each. Pairs: four accumulators of 16, four operands of 16, 32 of the other columns. Inverse:
-// two tiles of 32. Tiles: three of 32.
+// Registers of a thread. Gates: half a column, 32. Pairs: what becomes the right operand 32, operands of 16, of which
+// two are there for the last two groups, a group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32,
+// three of 8.
 #include "delta/kda_gates.h"
 
-// D: columns of q and k. LOAD_REGS, COMPUTE_REGS
-// LATER: a task's stores behind those of what is in place of the sums
-enum { PANELS = D / 64, LATER = 2 * PANELS + 1 };
+// D: columns of q and k. PAIRS, TEAMS, LOAD_REGS, COMPUTE_REGS
+// LATER: of a task, a warpgroup's stores behind those of what is in place of the sums
+enum { PANELS = D / 64, LATER = !PAIRS ? 1 : PANELS == 1 ? 3 : 2 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;
 typedef st<elem, Q, 64> panel;
 union sums {                        // the tiles when nobody reads the sums any more
-  ct<D> l;                          // to base 2
-  panel tiles[PANELS + 1];
+  ct l;                             // to base 2
+  panel tiles[2];
 };
-struct shared {
+struct words { int place, batch, head, step, steps; };
+struct area { st<factor, 32, 64> left[4]; };
+struct chunk {
   panel k[PANELS], q[PANELS];
-  st<factor, 32, D> left[4];        // of each group of 16 steps: k e^(l - m), and below it scale q e^(l - m)
-  tri<inner> scratch;               // then M^T
-  union sums sums;
-  sv<D> between[3];                 // e^ of half of what lies between the middles of two groups
+  area areas[2];
+  union sums sums[PANELS];
+  cg groups[PANELS];
+  sv<Q> squares[2][PANELS];         // of k's rows and of q's
+  sv<Q> beta;
+  words tasks[2];
   ring<1> inputs;
+  sem given[2];                     // tasks; that their places are free follows from the ring of k and q
 };
-TILE square &m_of(shared &s) { return in_place_of<square>(s.scratch); }
-// When no product reads `left` any more, and, of the last panel, nobody the sums: k e^l, scale q e^l, k e^(l_e - l).
-TILE square &reads_of(shared &s) { return in_place_of<square>(s.left[2]); }
-TILE panel &tile_of(shared &s, int h, int which) {
-  if (PANELS == 1) return which == 0 ? in_place_of<panel>(s.left[0]) : in_place_of<panel>(s.sums.tiles[which - 1]);
-  return h == 0 ? in_place_of<panel>(s.left[which == 2 ? 3 : which]) : in_place_of<panel>(s.sums.tiles[which]);
+struct shared { chunk chunks[TEAMS]; };
+// An area has, one after another: of its panel's products, for each group of 16 steps i, k e^(l - m) and scale q e^(l -
+// m), in that order in the first panel's; the sums that the other warpgroup makes whole; then the reader's results. The
+// last warpgroup's are P and a tile, the first one's what it inverts with, M and a tile.
+TILE handed &handed_in(area &a) { return in_place_of<handed>(a); }
+TILE square &reads_of(chunk &s) { return in_place_of<square>(s.areas[0]); }
+TILE tri<inner> &scratch_of(chunk &s) { return in_place_of<tri<inner>>(s.areas[1]); }
+TILE square &m_of(chunk &s) { return in_place_of<square>(s.areas[1]); }
+// k e^l, scale q e^l, k e^(l_e - l) of a panel
+TILE panel &tile_of(chunk &s, int h, int which) {
+  if (which == 0) return in_place_of<panel>(s.areas[PANELS - 1 - h].left[2]);
+  return in_place_of<panel>(s.sums[h].tiles[which - 1]);
 }
 typedef kda_prepare_params params;
 
-TILE void init(shared &s) { ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1)); }
+TILE void init(shared &s) {
+  for (int i = 0; i < TEAMS; i++) {
+    ring_init(s.chunks[i].inputs, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
+    for (sem &given : s.chunks[i].given) sem_init(given, arrivals(1, 0, 0));
+  }
+}
 
-// A chunk of a head: its steps, or more than a chunk has; none where its place is empty.
+// A chunk of a head: its steps, or more than a chunk has; none where its place is empty, and behind the last task.
 struct task { int place; head_steps at; };
 TILE int task_count(const params &p) { return p.rows.places * p.batches * p.rows.heads; }
 TILE task task_at(const params &p, int index) {
@@ -53,178 +72,266 @@ TILE task task_at(const params &p, int index) {
   chunk_steps c = steps_at(p.rows, place);
   return {place, {unit - place * p.batches, index - unit * p.rows.heads, c.step, c.end - c.step}};
 }
+// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked
+// for, everybody has done with the task before that.
+TILE void give_task(chunk &s, uint32_t n, const task &t) {
+  words &w = s.tasks[n % 2];
+  put(w.place, t.place);
+  put(w.batch, t.at.batch);
+  put(w.head, t.at.head);
+  put(w.step, t.at.step);
+  put(w.steps, t.at.steps);
+  sem_arrive<THREAD>(s.given[n % 2]);
+}
+TILE void wait_for_task(chunk &s, uint32_t n) { sem_wait(s.given[n % 2], n / 2 & 1); }
+TILE task given_task(const chunk &s, uint32_t n) {
+  const words &w = s.tasks[n % 2];
+  return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
+}
 
-TILE void loader(const params &p, shared &s, int) {
-  ring_pos at = {};
-  for (int i = block_index(); i < task_count(p); i += block_count()) {
+// Where there are few tasks, blocks have one each.
+TILE void loader(const params &p, shared &all, int team) {
+  chunk &s = all.chunks[team];
+  uint32_t n = 0;
+  for (int i = block_index() + team * block_count(); i < task_count(p); i += TEAMS * block_count()) {
     task t = task_at(p, i);
     if (t.at.steps <= 0) continue;
     int head = t.at.head / p.rows.group_heads;
-    ring_acquire(s.inputs, at);
-    ring_expect(s.inputs, at, 2 * PANELS * tile_bytes(s.k[0]));
+    give_task(s, n, t);
+    ring_acquire(s.inputs, ring_at<1>(n));
+    ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
     ROLLED for (int h = 0; h < PANELS; h++) {
       tma_load(s.k[h], p.k, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
       tma_load(s.q[h], p.q, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
     }
-    ring_next(s.inputs, at);
+    n++;
   }
+  give_task(s, n, {});
+}
+
+TILE void team_sync(int team) {
+  if (PANELS == 1) wg_sync();
+  else bar_sync(1 + team, 128 * PANELS);
+}
+
+// Factors that make rows of length 1.
+TILE void put_squares(sv<Q> &d, const panel &x) {
+  rsum sum;
+  rv squares;
+  fill(sum, 0.f);
+  each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x, sum);
+  reduce(squares, sum);
+  store(d, squares);
+}
+TILE void take_norm(rv &norm, const sv<Q> (&squares)[PANELS]) {
+  load(norm, squares[0]);
+  if (PANELS == 2) {
+    rv more;
+    load(more, squares[PANELS - 1]);
+    map(norm, norm, more, [](float x, float y) { return x + y; });
+  }
+  map(norm, norm, [](float x) { return fast_rsqrt(x + 1e-6f); });
+}
+// Of k's rows and of q's, the scale in the latter. They are made anew, not kept.
+TILE void take_factors(rv &k, rv &q, const params &p, const chunk &s) {
+  float scale = p.scale;
+  fill(k, 1.f);
+  fill(q, scale);
+  if (!p.gates.norm) return;
+  take_norm(k, s.squares[0]);
+  take_norm(q, s.squares[1]);
+  map(q, q, [=](float x) { return x * scale; });
 }
 
 // The factors of columns i of L^T and P^T, and those of rows j, for their own groups.
-TILE void make_factors(rt<float, 64> &right, shared &s, const rv &norm_k, const rv &norm_q, int h) {
-  rt<float, 64> e, x;
-  fill(x, 0.f);
+TILE void make_factors(rt<float, 64> &right, const params &p, chunk &s, int h) {
+  st<factor, 32, 64> (&left)[4] = s.areas[h].left;
+  rv norm_k, norm_q;
   fill(right, 0.f);
-  load_from_middle(e, s.sums.l, 64 * h);
-  each<64>([](int, int, float &x, float &right, float &e, float y, float n) {
-    y *= n;
-    right = y * fast_exp2(-e);
-    e = fast_exp2(e);
-    x = y * e;
-  }, x, right, e, s.k[h], norm_k);
-  store_groups(s.left, 0, x, 64 * h);
-  each<64>([](int, int, float &x, float e, float y, float n) { x = y * n * e; }, x, (const rt<float, 64> &)e, s.q[h],
-           norm_q);
-  store_groups(s.left, 1, x, 64 * h);
+  take_factors(norm_k, norm_q, p, s);
+  UNROLLED for (int c = 0; c < 64; c += 16) {
+    rt<float, 16> x, y;
+    fill(x, 0.f);
+    fill(y, 0.f);
+    each_part(c, [](int, int, float &x, float &y, float &right, float l, float k, float q, float norm_k, float norm_q) {
+      float e = fast_exp2(l);
+      k *= norm_k;
+      right = k * fast_exp2(-l);
+      x = k * e;
+      y = q * norm_q * e;
+    }, x, y, right, s.sums[h].l, s.k[h], s.q[h], norm_k, norm_q);
+    store_groups(left, h, x, c);
+    store_groups(left, 1 - h, y, c);
+  }
 }
-template<int A> TILE void add_panel(rt<float, 32> &d0, rt<float, 32> &d1, rt<float, 32> &d2, rt<float, 32> &d3,
-                                    rt<float, 64> &right, shared &s, int h) {
-  rt<factor, 64> r0, r1, r2, r3;
-  convert_group(r0, right, 0);
-  carry_to_group(right, s.between[0], 64 * h, 1);
-  convert_group(r1, right, 1);
-  carry_to_group(right, s.between[1], 64 * h, 2);
-  convert_group(r2, right, 2);
-  carry_to_group(right, s.between[2], 64 * h, 3);
-  convert_group(r3, right, 3);
+// A group of columns of both products, with rows that have been carried there. What another warpgroup makes whole takes
+// the place of the group's factors.
+template<int GROUP> TILE void make_group(rt<float, Q> &a, rt<factor, 64> &right, area &s) {
+  rt<float, 16> own, other;
   mma_fence();
-  mma_ABt_part<A>(d0, r0, s.left[0], 64 * h);
-  mma_ABt_part<A>(d1, r1, s.left[1], 64 * h);
-  mma_ABt_part<A>(d2, r2, s.left[2], 64 * h);
-  mma_ABt_part<A>(d3, r3, s.left[3], 64 * h);
+  mma_ABt_halves(own, other, right, s.left[GROUP]);
   mma_commit();
-  mma_wait<0>(d0, d1, d2, d3, r0, r1, r2, r3);
+  mma_wait<0>(own, other, right);
+  put_group(a, own, GROUP);
+  wg_sync();                                // everybody's products have read the factors
+  hand_over(handed_in(s), other, GROUP);
 }
-// a = L^T, b = P^T. Where j is behind i the products are anything, also infinite.
-TILE void make_pairs(rt<float, Q> &a, rt<float, Q> &b, shared &s, const rv &norm_k, const rv &norm_q) {
-  rt<float, 32> d0, d1, d2, d3;
-  rt<float, 64> right, last;
-  make_factors(right, s, norm_k, norm_q, 0);
-  if (PANELS == 2) make_factors(last, s, norm_k, norm_q, PANELS - 1);
+// This panel's part of L^T in the first warpgroup, of P^T in the last; and, in the area, of the other one. Where j is
+// behind i the products are anything, also infinite.
+TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, int h) {
+  const sv<64> *between = s.groups[h].between;
+  rt<float, 64> right;
+  rt<factor, 64> r, last;
+  make_factors(right, p, s, h);
   fence_async();
   wg_sync();
-  add_panel<ZERO>(d0, d1, d2, d3, right, s, 0);
-  if (PANELS == 2) add_panel<ACC>(d0, d1, d2, d3, last, s, PANELS - 1);
   fill(a, 0.f);
-  fill(b, 0.f);
-  put_group(a, b, d0, 0);
-  put_group(a, b, d1, 1);
-  put_group(a, b, d2, 2);
-  put_group(a, b, d3, 3);
-  triu(a, 1, 0.f);
-  triu(b, 0, 0.f);
+  convert_group(r, right, 0);
+  make_group<0>(a, r, s.areas[h]);
+  carry_to_group(right, between[0], 1);
+  convert_group(r, right, 1);
+  make_group<1>(a, r, s.areas[h]);
+  carry_to_group(right, between[1], 2);
+  convert_group(r, right, 2);
+  carry_to_group(right, between[2], 3);
+  convert_group(last, right, 3);
+  make_group<2>(a, r, s.areas[h]);
+  make_group<3>(a, last, s.areas[h]);
 }
-// The sums of all columns have been read when the last tiles are stored in their place.
-TILE void make_tiles(shared &s, const rv &norm_k, const rv &norm_q) {
-  UNROLLED for (int h = 0; h < PANELS; h++) {
-    rt<float, 64> e, x, y;
+// L^T and P^T, of which anything stands where nothing should, to M and P.
+TILE void put_inverse(rt<float, Q> &a, chunk &s) {
+  rt<float, Q> inverse;
+  rv beta;
+  load(beta, s.beta);
+  triu(a, 1, 0.f);
+  map_row(a, beta, [](float x, float y) { return x * y; });
+  invert(inverse, a, scratch_of(s));
+  wg_sync();                                // everybody has read scratch
+  store_carried(m_of(s), inverse);
+}
+TILE void put_reads(rt<float, Q> &a, chunk &s) {
+  triu(a, 0, 0.f);
+  store(reads_of(s), a);
+}
+TILE void make_tiles(const params &p, chunk &s, int h) {
+  panel &read_k = tile_of(s, h, 0), &read_q = tile_of(s, h, 1), &write_k = tile_of(s, h, 2);
+  const by_group middle = {s.groups[h].middle}, end = {s.groups[h].end};
+  rt<float, 64> l;
+  rv norm_k, norm_q;
+  load(l, s.sums[h].l);
+  take_factors(norm_k, norm_q, p, s);
+  wg_sync();                                // everybody has read the sums
+  UNROLLED for (int c = 0; c < 64; c += 16) {
+    rt<float, 16> x, y, z;
     fill(x, 0.f);
-    load(e, s.sums.l, 64 * h);
     fill(y, 0.f);
-    map(y, e, [](float, float l) { return l; });
-    map_last_row(y, s.sums.l, 64 * h, [](float y, float end) { return end - y; });
-    if (h == PANELS - 1) wg_sync();
-    each<64>([](int, int, float &e, float &x, float &y, float k, float n) {
-      k *= n;
-      e = fast_exp2(e);
+    fill(z, 0.f);
+    each_part(c, [](int, int, float &x, float &y, float &z, float l, float k, float q, float middle, float end,
+                    float norm_k, float norm_q) {
+      float e = fast_exp2(middle + l);
+      k *= norm_k;
       x = k * e;
-      y = k * fast_exp2(y);
-    }, e, x, y, s.k[h], norm_k);
-    store(tile_of(s, h, 0), x);
-    store(tile_of(s, h, 2), y);
-    each<64>([](int, int, float &e, float q, float n) { e *= q * n; }, e, s.q[h], norm_q);
-    store(tile_of(s, h, 1), e);
+      y = q * norm_q * e;
+      z = k * fast_exp2(end - l);
+    }, x, y, z, (const rt<float, 64> &)l, s.k[h], s.q[h], middle, end, norm_k, norm_q);
+    store(read_k, x, c);
+    store(read_q, y, c);
+    store(write_k, z, c);
   }
 }
 
-// Gates of a task that is this block's next come into the L2.
-TILE void bring_gates(const params &p, int i) {
-  if (i >= task_count(p)) return;
-  task t = task_at(p, i);
+// Gates of a task come into the L2.
+TILE void bring_gates(const params &p, const task &t) {
+  if (t.at.steps <= 0) return;
   if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
   else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
 }
+// Sums of this panel's gates, elements counted as `low` at least; whether some are less. What is left at the end, too.
+TILE bool put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, float low) {
+  hv end;
+  bool less = sum_down(s.sums[h].l, s.groups[h], end, g, low, [](float x) { return fast_exp2(0.5f * x); });
+  int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
+  map(end, end, [](float x) { return fast_exp2(x); });
+  store(p.ends + place * D + 64 * h, end, 64);
+  return less;
+}
 
-TILE void compute(const params &p, shared &s, int) {
-  ring_pos at = {};
-  const float LOW = -10.5f * 1.4426950408889634f;
-  for (int i = block_index(); i < task_count(p); i += block_count()) {
-    task t = task_at(p, i);
-    if (t.at.steps <= 0) continue;
-    hv<D> end, least;
-    rv beta, norm_k, norm_q;
-    rt<float, Q> a, b;
+TILE void compute(const params &p, shared &all, int wg) {
+  const int team = wg / PANELS, h = wg % PANELS;
+  chunk &s = all.chunks[team];
+  for (uint32_t n = 0;; n++) {
+    wait_for_task(s, n);
+    task t = given_task(s, n);
+    if (t.at.steps <= 0) break;
+    bool steep;
     {
-      hm<D> g;
-      take_gates(g, p.gates, t.at, p.key_dim, 0);
-      least_of(least, g);
-      tma_store_wait_read<LATER>();
-      wg_sync();                            // of the task before, the tiles in place of the sums have left
-      sum_down(s.sums.l, end, g, LOW, s.between, [](float x) { return fast_exp2(0.5f * x); });
+      hm g;
+      take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
+      tma_store_wait_read<LATER>();         // before the sync in sum_down(): what is in place of the sums has left
+      steep = put_sums(p, s, t, g, h, PAIRS ? -10.5f * 1.4426950408889634f : -infinity());
     }
-    take_beta(beta, p.gates, t.at);
-    bring_gates(p, i + block_count());
-    if (p.betas)
-      store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
-                  p.rows.heads, t.at.steps);
-    ring_wait(s.inputs, at);
+    if (h == 0) {
+      rv beta;
+      take_beta(beta, p.gates, t.at);
+      store(s.beta, beta);
+      if (p.betas)
+        store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
+                    p.rows.heads, t.at.steps);
+    }
+    if (h == PANELS - 1) {
+      wait_for_task(s, n + 1);
+      bring_gates(p, given_task(s, n + 1));
+    }
+    ring_wait(s.inputs, ring_at<1>(n));
     if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) {
-      ROLLED for (int h = 0; h < PANELS; h++) {
-        clear_rows(s.k[h], 0, t.at.steps);
-        clear_rows(s.q[h], 0, t.at.steps);
-      }
+      clear_rows(s.k[h], 0, t.at.steps);
+      clear_rows(s.q[h], 0, t.at.steps);
+      wg_sync();
+    }
+    if (p.gates.norm) {
+      put_squares(s.squares[0][h], s.k[h]);
+      put_squares(s.squares[1][h], s.q[h]);
     }
     tma_store_wait_read();
-    // A sync, too: all has left, and all have written l, and rows that are no steps.
-    bool steep = any(least, [=](float x) { return x < LOW; });
-    float scale = p.scale;
-    fill(norm_k, 1.f);
-    fill(norm_q, scale);
-    if (p.gates.norm) {
-      take_norms(norm_k, s.k);
-      take_norms(norm_q, s.q);
-      map(norm_q, norm_q, [=](float x) { return x * scale; });
+    team_sync(team);                        // all has left, and all have written squares; l, too
+    if (PAIRS) {
+      rt<float, Q> a;
+      make_pairs(a, p, s, h);
+      if (PANELS == 2) {
+        team_sync(team);
+        add(a, handed_in(s.areas[1 - h]));
+        wg_sync();                            // everybody has what was handed over
+      }
+      if (h == 0) put_inverse(a, s);
+      else put_reads(a, s);
+      if (PANELS == 1) {
+        fill(a, 0.f);
+        add(a, handed_in(s.areas[0]));
+        wg_sync();
+        put_reads(a, s);
+      }
     }
-    make_pairs(a, b, s, norm_k, norm_q);
-    wg_sync();                              // everybody's products have read `left`
-    store(reads_of(s), b);
-    map_row(a, beta, [](float x, float y) { return x * y; });
-    invert(b, a, s.scratch);
     if (steep) {
-      hm<D> g;
-      take_gates(g, p.gates, t.at, p.key_dim, 0);
-      sum_down(s.sums.l, end, g, -infinity());
+      const task again = given_task(s, n);
+      hm g;
+      take_gates(g, p.gates, again.at, p.key_dim, 64 * h);
+      put_sums(p, s, again, g, h, -infinity());
+      wg_sync();
     }
-    map(end, end, [](float x) { return fast_exp2(x); });
-    int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
-    store(p.ends + place * D, end, D);
-    wg_sync();                              // everybody has read scratch, and written l
-    store_carried(m_of(s), b);
-    make_tiles(s, norm_k, norm_q);
-    ring_done(s.inputs, at);                // its fence is that of the stores, too
+    make_tiles(p, s, h);
+    t = given_task(s, n);
+    ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
     wg_sync();
     int row = t.place * Q;
-    UNROLLED for (int h = PANELS - 1; h >= 0; h--) {
-      tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
-      tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
-      tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
-    }
-    tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
-    tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
+    tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
+    tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
+    tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
+    if (PAIRS && h == PANELS - 1) tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
+    if (PAIRS && h == 0) tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
   }
   tma_store_wait_read();
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, 1, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              OCCUPANCY<2>> kernel;
-ENTRY(kernel, Q, 1)
+typedef block<params, shared, init, role<compute, WARPGROUP, TEAMS * PANELS, COMPUTE_REGS>,
+              role<loader, THREAD, TEAMS, LOAD_REGS>> kernel;
+ENTRY(kernel, Q, TEAMS)

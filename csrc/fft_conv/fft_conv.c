@@ -109,7 +109,7 @@ static void map_tables(mg_call *c, gmap *m, const filter *f) {
     c->status = mg_map(m, &c->context, "spectrum", f->spectrum, MG_FP16, (int64_t[4]){1, FFT_TABLES, 64, 64},
                        (int64_t[4]){FFT_TABLES * 4096, 4096, 64, 1}, 64, 64);
 }
-// factor, other: of long rows, or NULL
+// factor, other: of long rows, or NULL. conjugate: of those alone
 static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
                                const mg_tensor *post, const mg_tensor *out, const mg_tensor *factor,
                                const mg_tensor *other, bool conjugate) {
@@ -133,7 +133,7 @@ static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const
   }
   fft_conv_params p = {.filter = tiles_of(f), .factors = factors_of(c, f), .batches = (int)batches,
                        .rows = (int)(c->n.H << f->log_rows), .log_rows = f->log_rows, .has_pre = pre != NULL,
-                       .has_post = post != NULL, .conjugate = conjugate,
+                       .has_post = post != NULL,
                        .tasks = mg_tasks(c, filter_tiles(c, f) * batches, "tiles")};
   map_tables(c, &p.tables, f);
   map_rows(c, &p.u, "u", x);

@@ -2,7 +2,7 @@
 // circular one. By spectra (fft_conv_tiles.h):
 //   out = post L^H ((((((L X) T) F) K) F^H) T^*)
 // Causal: of a real row, at frequencies (k + 1/4) / N, the real part. Circular (PAIRS): of two batch entries' rows as
-// the real and the imaginary part of one, at frequencies k / N. The convolution with the filter reversed takes conj(K).
+// the real and the imaginary part of one, at frequencies k / N.
 // 4096 elements are a tile: a row, or 64 / m heads, each with its own filter. Numbers are fp16 inside. Each row is
 // scaled by a power of two first, so that none is too large or small for that.
 // Roles: a loader thread; NC warpgroups, each with tiles and rings of its own; a thread that loads the gates. Blocks
@@ -10,8 +10,8 @@
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
 
-// From the row: TAKES, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
-enum { ROWS = TAKES, PAIRS = ROWS - 1, GATES = 2 / ROWS };   // tiles of a task; stages of gates, each of as many
+// From the row: TAKES, FLOATS, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
+enum { ROWS = TAKES, PAIRS = ROWS - 1, GATES = 2 / ROWS };   // tiles of a task; rings of gates, each of as many
 typedef st<elem, 64, 64> tile;
 struct own_tiles {                      // a warpgroup's, side by side: their addresses differ by constants
   tile u[ROWS], gates[2];
@@ -21,10 +21,11 @@ struct own_tiles {                      // a warpgroup's, side by side: their ad
 };
 struct shared {
   own_tiles group[NC];
-  table left[3][PIECES], right[3][PIECES], twists[2][PIECES];
+  table left[3][PIECES], twists[2][PIECES], halves[2][PIECES];
   // They are released behind the fence that the products or the store want, so none of their own is needed.
   ring<1, ASYNC_READS> inputs[NC];
-  ring<GATES, ASYNC_READS> gates[NC];   // the first gate and the second one in turn, as far as they are given
+  // The first gate and the second one, as far as they are given: in turn, or of causal rows each with a ring.
+  ring<1, ASYNC_READS> gates[NC][GATES];
   sem constants;
 };
 typedef fft_conv_params params;
@@ -32,7 +33,7 @@ typedef fft_conv_params params;
 TILE void init(shared &s) {
   for (int i = 0; i < NC; i++) {
     ring_init(s.inputs[i], arrivals(1, 0, 0), arrivals(0, 0, 1));
-    ring_init(s.gates[i], arrivals(1, 0, 0), arrivals(0, 0, 1));
+    for (int j = 0; j < GATES; j++) ring_init(s.gates[i][j], arrivals(1, 0, 0), arrivals(0, 0, 1));
   }
   sem_init(s.constants, arrivals(1, 0, 0));
 }
@@ -54,10 +55,10 @@ TILE void loader(const params &p, shared &s, int) {
   ring_pos at = {};                     // in the rings of all warpgroups
   int wg = 0;
   grid_wait();
-  sem_expect(s.constants, FFT_TABLES * tile_bytes(s.left[0][0]));
+  sem_expect(s.constants, 7 * tile_bytes(s.left[0][0]));
   for (int i = 0; i < 3; i++) tma_load(s.left[i][0], p.tables, s.constants, 0, 0, i, 0);
-  for (int i = 0; i < 3; i++) tma_load(s.right[i][0], p.tables, s.constants, 0, 0, 3 + i, 0);
   for (int i = 0; i < 2; i++) tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
+  for (int i = 0; i < 2; i++) tma_load(s.halves[i][0], p.tables, s.constants, 0, 0, 8 + i, 0);
   for (int task = own.first; task < own.end; task++) {
     ring_acquire(s.inputs[wg], at);
     ring_expect(s.inputs[wg], at, ROWS * tile_bytes(s.group[0].u[0]));
@@ -68,32 +69,34 @@ TILE void loader(const params &p, shared &s, int) {
     }
   }
 }
-TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, ring_pos &at, int task) {
-  ring_acquire(s.gates[wg], at);
-  ring_expect(s.gates[wg], at, ROWS * tile_bytes(s.group[0].gates[0]));
-  load_task(s.group[wg].gates + at.stage, m, s.gates[wg].full[at.stage], p, task);
-  ring_next(s.gates[wg], at);
+TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, int which, ring_pos &at, int task) {
+  ring<1, ASYNC_READS> &gates = s.gates[wg][which];
+  ring_acquire(gates, at);
+  ring_expect(gates, at, ROWS * tile_bytes(s.group[0].gates[0]));
+  load_task(s.group[wg].gates + which, m, gates.full[0], p, task);
+  ring_next(gates, at);
 }
 TILE void gate_loader(const params &p, shared &s, int) {
   range own = block_tasks(p);
-  ring_pos at = {}, next = {};
+  ring_pos first = {}, second = {};
   int wg = 0;
   if (!p.has_pre && !p.has_post) return;
   grid_wait();
   for (int task = own.first; task < own.end; task++) {
-    next = at;
-    if (p.has_pre) load_gate(p, s, p.pre, wg, next, task);
-    if (p.has_post) load_gate(p, s, p.post, wg, next, task);
+    ring_pos a = first, b = second;
+    if (p.has_pre) load_gate(p, s, p.pre, wg, 0, a, task);
+    if (p.has_post) load_gate(p, s, p.post, wg, GATES - 1, PAIRS ? a : b, task);
     if (++wg == NC) {
       wg = 0;
-      at = next;
+      first = a;
+      second = b;
     }
   }
 }
 
-TILE void multiply_gate(shared &s, acc &re, acc &im, int wg, ring_pos at) {
-  const tile *gate = s.group[wg].gates + at.stage;
-  ring_wait(s.gates[wg], at);
+TILE void multiply_gate(shared &s, acc &re, acc &im, int wg, int which, ring_pos at) {
+  const tile *gate = s.group[wg].gates + which;
+  ring_wait(s.gates[wg][which], at);
   each<64>([](int, int, float &x, float g) { x *= g; }, re, gate[0]);
   if (PAIRS) each<64>([](int, int, float &x, float g) { x *= g; }, im, gate[ROWS - 1]);
 }
@@ -117,21 +120,25 @@ TILE void leave(own_tiles &own, acc &x, const rv &factor, int i) {
 TILE void compute(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
   own_tiles &t = s.group[wg];
-  ring_pos at = {}, gate_at = {};
+  ring_pos at = {}, first = {}, other = {}, &second = PAIRS ? first : other;     // of the inputs, of the gates
   table(&x)[2][PIECES] = t.x;
   grid_wait();
   sem_wait(s.constants, 0);
   operands lr[PIECES], li[PIECES];
   load(lr[0], s.left[0][0]);
   load(li[0], s.left[1][0]);
+  int filter = (own.first + wg) / p.batches, batch = (own.first + wg) % p.batches;
   for (int task = own.first + wg; task < own.end; task += NC) {
-    int filter = task / p.batches, batch = task % p.batches * ROWS;
-    acc re, im, k;
+    if (PAIRS) {                                               // worked out anew they take no registers
+      filter = task / p.batches;
+      batch = task % p.batches;
+    }
+    acc re, im;
     rv factor;
     ring_wait(s.inputs[wg], at);
     load(re, t.u[0]);
     if (PAIRS) load(im, t.u[ROWS - 1]);
-    if (p.has_pre) multiply_gate(s, re, im, wg, gate_at);
+    if (p.has_pre) multiply_gate(s, re, im, wg, 0, first);
     row_largest(t.rows[0], re);
     if (PAIRS) row_largest(t.rows[ROWS - 1], im);
     tma_store_wait_read();
@@ -140,7 +147,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     if (PAIRS) enter(t, im, ROWS - 1, p.log_rows);
     fence_async();
     ring_done(s.inputs[wg], at);
-    if (p.has_pre) ring_done(s.gates[wg], gate_at);
+    if (p.has_pre) ring_done(s.gates[wg][0], first);
     wg_sync();
     mma_fence();
     product<ZERO>(re, lr, x[0]);
@@ -151,21 +158,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     }
     mma_commit();
     mma_wait<0>(re, im, lr[0], li[0]);
-    twist<0>(re, im, s.twists);
-    multiply_right<0>(re, im, s.right);
-    load_acc(k, p.filter + (int64_t)64 * 64 * filter);
-    float sign = p.conjugate ? -1.f : 1.f;
-    each<64>([=](int, int, float &a, float &b, float w) {
-      float c = first_half(w), d = sign * second_half(w), z = fused(a, c, -(b * d));
-      b = fused(a, d, b * c);
-      a = z;
-    }, re, im, k);
-    multiply_right<1>(re, im, s.right);
-    twist<1>(re, im, s.twists);
-    wg_sync();                                                 // all products have read x
-    put_pieces(x[0], re);
-    put_pieces(x[1], im);
-    load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);
+    pass_spectrum<columns<FLOATS>::type>(x, re, im, s.twists, s.halves, p.filter + (int64_t)64 * 64 * filter, false,
+                                         [] { wg_sync(); });
     fence_async();
     wg_sync();
     mma_fence();
@@ -176,18 +170,21 @@ TILE void compute(const params &p, shared &s, int wg) {
       product<ACC>(im, s.left[2], x[0]);
     }
     mma_commit();
+    load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);      // under the products
     mma_wait<0>(re, im, lr[0], li[0]);
     leave(t, re, factor, 0);
     if (PAIRS) leave(t, im, factor, ROWS - 1);
-    if (p.has_post) multiply_gate(s, re, im, wg, gate_at);
+    if (p.has_post) multiply_gate(s, re, im, wg, GATES - 1, second);
     wg_sync();                                                 // all products have read x
     store((tile &)x[0][0], re);
     if (PAIRS) store((tile &)x[1][0], im);
     fence_async();
-    if (p.has_post) ring_done(s.gates[wg], gate_at);
+    if (p.has_post) ring_done(s.gates[wg][GATES - 1], second);
     wg_sync();
-    tma_store(p.out, (tile &)x[0][0], 64 * filter, 0, 0, batch);
-    if (PAIRS) tma_store(p.out, (tile &)x[1][0], 64 * filter, 0, 0, batch + 1);
+    tma_store(p.out, (tile &)x[0][0], 64 * filter, 0, 0, batch * ROWS);
+    if (PAIRS) tma_store(p.out, (tile &)x[1][0], 64 * filter, 0, 0, batch * ROWS + 1);
+    if (!PAIRS)
+      for (batch += NC; batch >= p.batches; batch -= p.batches) filter++;
   }
   tma_store_wait_read();
 }

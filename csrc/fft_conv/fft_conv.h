@@ -3,10 +3,13 @@
 #include <stdint.h>
 #include "tile/gmap.h"
 
-// The host fills `spectrum` of the row like this, in floats. Rows of one pass: the tables of fft_conv.cu, the filters'
-// spectra, tiles of 4096 numbers of which each is two fp16, re and im, and a factor for every row of 64 of them. Else
-// fft_complex[heads][blocks of the filter][4096] behind the tables, which are not used.
-enum { FFT_BLOCK = 4096, FFT_TABLES = 8, FFT_TABLE_FLOATS = FFT_TABLES * 64 * 64 / 2, FFT_UNIT_FLOATS = 2 * FFT_BLOCK };
+// The host fills `spectrum` of the row like this, in floats. Rows of one pass: tables (fft_conv_tiles.h: L and F as re,
+// im, -im, T as re, im, then E and O), the filters' spectra, tiles of 4096 numbers of which each is two fp16, re and
+// im, and a factor for every row of 64 of them. Else fft_complex[heads][blocks of the filter][4096] behind the tables,
+// which are not used.
+enum {
+  FFT_BLOCK = 4096, FFT_TABLES = 10, FFT_TABLE_FLOATS = FFT_TABLES * 64 * 64 / 2, FFT_UNIT_FLOATS = 2 * FFT_BLOCK
+};
 enum { FFT_FP32, FFT_BF16, FFT_FP16 };
 typedef struct fft_complex { MG_ALIGNAS(8) float re; float im; } fft_complex;
 
@@ -82,5 +85,5 @@ typedef struct fft_conv_params {
   gmap u, pre, post, out, tables;           // pre, post: filled where they are given
   const float *filter, *factors;
   int tasks, batches, rows;                 // tasks of a filter's tile; rows of 64 elements that a batch entry has
-  int log_rows, has_pre, has_post, conjugate;
+  int log_rows, has_pre, has_post;
 } fft_conv_params;

@@ -42,7 +42,7 @@ TILE void loader(const params &p, shared &s, int wg) {
   own_tiles &t = s.group[wg];
   grid_wait();
   if (wg == 0) {
-    sem_expect(s.constants, FFT_TABLES * tile_bytes(s.left[0][0]));
+    sem_expect(s.constants, 8 * tile_bytes(s.left[0][0]));
     for (int i = 0; i < 3; i++) tma_load(s.left[i][0], p.tables, s.constants, 0, 0, i, 0);
     for (int i = 0; i < 3; i++) tma_load(s.right[i][0], p.tables, s.constants, 0, 0, 3 + i, 0);
     for (int i = 0; i < 2; i++) tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);

@@ -79,7 +79,10 @@ TILE void compute(const params &p, shared &s, int wg) {
   make_tables(s.left, s.right, s.twists, p.log_rows, p.plain, true, wg, NC);
   for (int i = block_index() * NC + wg; i < FFT_TABLES; i += block_count() * NC) {
     acc t;
-    load(t, i < 3 ? s.left[i][0] : i < 6 ? s.right[i - 3][0] : s.twists[i - 6][0]);
+    if (i >= 8) {
+      fill(t, 0.f);
+      half_table(t, i - 8);
+    } else load(t, i < 3 ? s.left[i][0] : i < 6 ? s.right[i - 3][0] : s.twists[i - 6][0]);
     store_rows<fp16>(t, [=](int r) { return (fp16 *)p.tables + 4096 * i + 64 * r; }, 64);
   }
   float root = (p.log_rows & 1 ? 11.3137085f : 8.f) * (float)(1 << p.log_rows / 2);   // of the row's length

@@ -3,39 +3,43 @@
 // of a row,
 //   p_j = w_j^n sum over r of c_j^r x_r,   w_j = c_j^(1 / 4096),   y_j = k * p_j by spectra at frequencies k / 4096
 //   out_r = 1 / R Re sum over j of c_j^-r w_j^-n y_j
-// With c = c_j, c_(j + R / 2) is -c. So a warpgroup that has both shares their sums in registers.
+// c_(j + R / 2) is -c_j, and of R = 4 c_1 is -i c_0: both sums are a transform of R numbers, in registers.
 // The gradient of a first gate is another product of the same convolution: `other`.
 // A row is scaled by a power of two first, so that no number is too large or small for fp16.
-// Roles: a loader thread; NC = 2 warpgroups that share a row: each reads all of its blocks, has j = wg and, of R = 4,
-// wg + 2, and R / 2 blocks of the result, for which it gets the other's part through shared memory; a thread that loads
-// the gates. The left table's real part stays in registers. Blocks walk along the batch of a head, so that K comes from
-// the L2.
+// Roles: NC = 2 warpgroups, each with a row and tiles of its own, so that they never meet; for each a thread that loads
+// what it reads. Blocks walk along the batch of a head, so that K comes from the L2.
 #include "tile/tile.h"
 #include "fft_conv/fft_conv_tiles.h"
 
-// From the row: R, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
-enum { MINE = R / NC, LOG = R == 4 ? 2 : 1 };   // MINE: blocks of a warpgroup, 1 or 2
+// From the row: R, FLOATS, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
+typedef columns<FLOATS>::type strip;            // 32 columns
+enum { LOG = R == 4 ? 2 : 1, GATES = 3 - FLOATS };      // GATES: stages. Of floats L does not stay in registers
 typedef st<elem, 64, 64> tile;
 struct weights { sv<64> row_re, row_im, col_re, col_im; };      // w_j^(64 a), w_j^b
+struct own_tiles {                              // a warpgroup's
+  // p_j, what passes to a product, y_j; then in the second ones the next row's blocks, in the first ones the result
+  table x[R][2][PIECES];
+  tile gates[GATES];
+  sv<64> rows[R];                               // largest numbers
+  parked up;
+};
 struct shared {
-  tile u[R], gate[2][R];
-  table x[R][2][PIECES];                // p_j, what passes to a product, y_j, what the other one gets, the result
-  table left[2][PIECES], right[3][PIECES], twists[2][PIECES];     // left: im and -im
-  sv<64> rows[NC][R];                   // largest numbers
+  own_tiles group[NC];
+  table twists[2][PIECES], halves[2][PIECES], left[1 + 2 * FLOATS][PIECES];     // left: of floats
   weights w[R];
-  parked up[NC];
-  // They are released behind the fence that the products or the store want, so none of their own is needed.
-  ring<1, ASYNC_READS> inputs;
-  ring<2, ASYNC_READS> gates;           // the first one and the second one in turn, as far as they are given
+  ring<1> inputs[NC];
+  ring<GATES> gates[NC];                        // blocks of the first one, then of the second one, as far as given
   sem constants;
 };
 typedef fft_long_params params;
-enum { EXCHANGE = 1, READ = 2 };        // barriers; READ + wg: what warpgroup wg gave has been read
+enum { START = 1 };                             // barrier
 
 TILE void init(shared &s) {
-  ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, NC));
-  ring_init(s.gates, arrivals(1, 0, 0), arrivals(0, 0, NC));
-  sem_init(s.constants, arrivals(1, 0, 0));
+  for (int i = 0; i < NC; i++) {
+    ring_init(s.inputs[i], arrivals(1, 0, 0), arrivals(0, 0, 1));
+    ring_init(s.gates[i], arrivals(1, 0, 0), arrivals(0, 0, 1));
+  }
+  sem_init(s.constants, arrivals(NC, 0, 0));
 }
 
 struct range { int first, end; };
@@ -46,44 +50,49 @@ TILE range block_tasks(const params &p) {
   return r;
 }
 
-TILE void loader(const params &p, shared &s, int) {
-  range own = block_tasks(p);
-  ring_pos at = {};
-  grid_wait();
-  sem_expect(s.constants, FFT_TABLES * tile_bytes(s.right[0][0]));
-  for (int i = 0; i < 3; i++) tma_load(i ? s.left[i - 1][0] : s.x[0][0][0], p.tables, s.constants, 0, 0, i, 0);
-  for (int i = 0; i < 3; i++) tma_load(s.right[i][0], p.tables, s.constants, 0, 0, 3 + i, 0);
-  for (int i = 0; i < 2; i++) tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
-  for (int task = own.first; task < own.end; task++) {
-    ring_acquire(s.inputs, at);
-    ring_expect(s.inputs, at, R * tile_bytes(s.u[0]));
-    for (int r = 0; r < R; r++)
-      tma_load(s.u[r], p.u, s.inputs.full[0], 64 * (task / p.batches * R + r), 0, 0, task % p.batches);
-    ring_next(s.inputs, at);
+// Blocks first to end - 1 of a gate
+TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, ring_pos &at, int task, int first, int end) {
+  for (int r = first; r < end; r++) {
+    ring_acquire(s.gates[wg], at);
+    ring_expect(s.gates[wg], at, tile_bytes(s.group[0].gates[0]));
+    tma_load(s.group[wg].gates[at.stage], m, s.gates[wg].full[at.stage], 64 * (task / p.batches * R + r), 0, 0,
+             task % p.batches);
+    ring_next(s.gates[wg], at);
   }
 }
-TILE void load_gate(const params &p, shared &s, const gmap &m, ring_pos &at, int task) {
-  ring_acquire(s.gates, at);
-  ring_expect(s.gates, at, R * tile_bytes(s.u[0]));
+TILE void load_inputs(const params &p, shared &s, int wg, ring_pos &at, int task) {
+  own_tiles &t = s.group[wg];
+  ring_acquire(s.inputs[wg], at);
+  ring_expect(s.inputs[wg], at, R * tile_bytes(t.gates[0]));
   for (int r = 0; r < R; r++)
-    tma_load(s.gate[at.stage][r], m, s.gates.full[at.stage], 64 * (task / p.batches * R + r), 0, 0, task % p.batches);
-  ring_next(s.gates, at);
+    tma_load((tile &)t.x[r][1][0], p.u, s.inputs[wg].full[0], 64 * (task / p.batches * R + r), 0, 0, task % p.batches);
+  ring_next(s.inputs[wg], at);
 }
-TILE void gate_loader(const params &p, shared &s, int) {
+// The next row comes as soon as there is room for it. The second gate's last block waits for that: its others are on the
+// way by then.
+TILE void loader(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
-  ring_pos at = {};
-  if (!p.has_pre && !p.has_post && !p.has_other) return;
+  own_tiles &t = s.group[wg];
+  ring_pos at = {}, gate_at = {};
   grid_wait();
-  for (int task = own.first; task < own.end; task++) {
-    if (p.has_pre) load_gate(p, s, p.pre, at, task);
-    if (p.has_post) load_gate(p, s, p.post, at, task);
-    if (p.has_other) load_gate(p, s, p.factor, at, task);
+  sem_expect(s.constants, ((wg ? 0 : 4) + (FLOATS ? wg ? 0 : 3 : 2)) * tile_bytes(s.halves[0][0]));
+  for (int i = 0; i < 2 && !FLOATS; i++) tma_load(t.x[i][0][0], p.tables, s.constants, 0, 0, i, 0);
+  for (int i = 0; i < 3 && FLOATS && wg == 0; i++) tma_load(s.left[i * FLOATS][0], p.tables, s.constants, 0, 0, i, 0);
+  for (int i = 0; i < 2 && wg == 0; i++) {
+    tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
+    tma_load(s.halves[i][0], p.tables, s.constants, 0, 0, 8 + i, 0);
+  }
+  int task = own.first + wg;
+  if (task < own.end) load_inputs(p, s, wg, at, task);
+  for (; task < own.end; task += NC) {
+    if (p.has_pre) load_gate(p, s, p.pre, wg, gate_at, task, 0, R);
+    if (p.has_post) load_gate(p, s, p.post, wg, gate_at, task, 0, R - 1);
+    if (task + NC < own.end) load_inputs(p, s, wg, at, task + NC);
+    if (p.has_post) load_gate(p, s, p.post, wg, gate_at, task, R - 1, R);
+    if (p.has_other) load_gate(p, s, p.factor, wg, gate_at, task, 0, R);
   }
 }
 
-TILE void multiply(acc &x, const tile &gate) {
-  each<64>([](int, int, float &v, float g) { v *= g; }, x, gate);
-}
 // e^(-2 pi i n (j + q) / (4096 R)), n = step row
 TILE void make_weights(sv<64> &re, sv<64> &im, int j, int q, int step) {
   rv x, y;
@@ -92,8 +101,8 @@ TILE void make_weights(sv<64> &re, sv<64> &im, int j, int q, int step) {
   store(re, x);
   store(im, y);
 }
-// (re + i im) w_j^n, or size w_j^-n where BACK
-template<int BACK> TILE void weigh(acc &re, acc &im, const weights &w, float size) {
+// Columns from c0 of (re + i im) w_j^n, or of size w_j^-n where BACK
+template<int BACK> TILE void weigh(strip &re, strip &im, const weights &w, float size, int c0) {
   rv a, b;
   load(a, w.row_re);
   load(b, w.row_im);
@@ -101,227 +110,260 @@ template<int BACK> TILE void weigh(acc &re, acc &im, const weights &w, float siz
     map(a, a, [=](float x) { return x * size; });
     map(b, b, [=](float x) { return x * -size; });
   }
-  each<64>([=](int, int, float &x, float &y, float c, float d, float e, float f) {
+  every([](auto &x, auto &y, auto c, auto d, auto e, auto f) {
+    complex_product<0>(x, y, c, d);
     if (BACK) f = -f;
-    float g = fused(c, e, -(d * f)), h = fused(c, f, d * e), z = fused(x, g, -(y * h));
-    y = fused(x, h, y * g);
-    x = z;
-  }, re, im, a, b, w.col_re, w.col_im);
+    complex_product<0>(x, y, e, f);
+  }, re, im, a, b, slice<32>(w.col_re, c0), slice<32>(w.col_im, c0));
 }
 
-// y_j of p_j in x
-TILE void convolve(const params &p, shared &s, acc &re, acc &im, int head, int j, float size,
-                   operands (&lr)[PIECES]) {
-  table(&x)[2][PIECES] = s.x[j];
-  acc k;
-  mma_fence();
-  product<ZERO>(re, lr, x[0]);
-  product<ZERO>(im, s.left[0], x[0]);
-  product<ACC>(re, s.left[1], x[1]);
-  product<ACC>(im, lr, x[1]);
-  mma_commit();
-  mma_wait<0>(re, im, lr[0]);
-  twist<0>(re, im, s.twists);
-  load_acc(k, p.filter + (int64_t)64 * 64 * (head * R + j));   // it comes while the products run
-  multiply_right<0>(re, im, s.right);
-  float sign = p.conjugate ? -1.f : 1.f;
-  each<64>([=](int, int, float &a, float &b, float w) {
-    float c = first_half(w), d = sign * second_half(w), z = fused(a, c, -(b * d));
-    b = fused(a, d, b * c);
-    a = z;
-  }, re, im, k);
-  multiply_right<1>(re, im, s.right);
-  twist<1>(re, im, s.twists);
-  wg_sync();                                                   // all products have read x
-  put_pieces(x[0], re);
-  put_pieces(x[1], im);
+TILE void widened(rt<float, 32> &d, const rt<fp16, 32> &s) { convert(d, s); }
+TILE void widened(rt<fp16, 32> &d, const rt<fp16, 32> &s) { d = s; }
+TILE void rounded(rt<fp16, 32> &d, const rt<float, 32> &s) { convert(d, s); }
+TILE void rounded(rt<fp16, 32> &d, const rt<fp16, 32> &s) { d = s; }
+
+// Columns from 32 i of all p_j of the blocks a. C: c_0, G: its square.
+TILE void transform(own_tiles &t, const rt<fp16, 32> (&a)[R][2], const weights (&w)[R], fft_complex C, fft_complex G,
+                    int i) {
+  int c0 = 32 * i;
+  float cr = C.re, ci = C.im, gr = G.re, gi = G.im;
+  if constexpr (R == 2) {
+    strip x, y, z, v;
+    widened(x, a[0][i]);
+    widened(y, a[1][i]);
+    widened(z, a[0][i]);
+    widened(v, a[1][i]);
+    every([=](auto &p, auto &q, auto &f, auto &g) {            // x + c y, x - c y
+      auto u = like(p, cr), h = like(p, ci) * q;
+      f = fused(-u, q, p);
+      p = fused(u, q, p);
+      q = h;
+      g = -h;
+    }, x, y, z, v);
+    weigh<0>(x, y, w[0], 1.f, c0);
+    weigh<0>(z, v, w[R - 1], 1.f, c0);
+    store(t.x[0][0][0], x, c0);
+    store(t.x[0][1][0], y, c0);
+    store(t.x[R - 1][0][0], z, c0);
+    store(t.x[R - 1][1][0], v, c0);
+  } else UNROLLED for (int j = 0; j < 2; j++) {                // of x_0 + s G x_2 and x_1 + s G x_3, s = 1 or -1
+    strip p, q, f, g;
+    float s = j ? -1.f : 1.f;
+    widened(p, a[0][i]);
+    widened(q, a[1][i]);
+    widened(f, a[R - 2][i]);
+    widened(g, a[R - 1][i]);
+    every([=](auto &p, auto &q, auto &f, auto &g) {
+      auto k = like(p, s * gr), l = like(p, s * gi), m = like(p, j ? ci : cr), n = like(p, j ? -cr : ci);
+      auto er = fused(k, f, p), ei = l * f, fr = fused(k, g, q), fi = l * g;
+      complex_product<0>(fr, fi, m, n);
+      p = er + fr;
+      q = ei + fi;
+      f = er - fr;
+      g = ei - fi;
+    }, p, q, f, g);
+    weigh<0>(p, q, w[j], 1.f, c0);
+    weigh<0>(f, g, w[j + R / 2], 1.f, c0);
+    store(t.x[j][0][0], p, c0);
+    store(t.x[j][1][0], q, c0);
+    store(t.x[j + R / 2][0][0], f, c0);
+    store(t.x[j + R / 2][1][0], g, c0);
+  }
+}
+// Columns from 32 i of the R blocks of the result, of y_j in t.x
+TILE void transform_back(rt<fp16, 32> (&out)[R][2], const own_tiles &t, fft_complex C, fft_complex G, int i) {
+  int c0 = 32 * i;
+  strip a, b, c, d;
+  float cr = C.re, ci = C.im, gr = G.re, gi = G.im;
+  load(a, t.x[0][0][0], c0);
+  load(c, t.x[R / 2][0][0], c0);
+  cross(a, c);                                                 // sums and differences of y_0 and y_(R / 2): re, then im
+  if constexpr (R == 2) {
+    rounded(out[0][i], a);
+    load(b, t.x[0][1][0], c0);
+    load(d, t.x[R / 2][1][0], c0);
+    every([=](auto &x, auto &y, auto &z) { x = fused(like(x, cr), x, like(x, ci) * (y - z)); }, c, b, d);
+    rounded(out[R - 1][i], c);
+  } else {
+    strip e, f, g, h;                                          // of y_1 and y_3
+    load(e, t.x[1][0][0], c0);
+    load(g, t.x[R - 1][0][0], c0);
+    cross(e, g);
+    cross(a, e);
+    rounded(out[0][i], a);
+    if (FLOATS) wg_sync();                                     // else ptxas does all at once, and spills
+    load(b, t.x[0][1][0], c0);
+    load(d, t.x[R / 2][1][0], c0);
+    cross(b, d);
+    load(f, t.x[1][1][0], c0);
+    load(h, t.x[R - 1][1][0], c0);
+    cross(f, h);
+    every([=](auto &x, auto &y, auto &z) { x = fused(like(x, gr), x, like(x, gi) * (y - z)); }, e, b, f);
+    rounded(out[R - 2][i], e);
+    float hr = cr * gr - ci * gi, hi = cr * gi + ci * gr;      // c_0^3
+    every([=](auto &x, auto &y, auto &z, auto &v) {
+      auto k = like(x, cr), l = like(x, ci), m = like(x, hr), n = like(x, hi);
+      auto p = fused(k, x, fused(l, y, fused(l, z, -(k * v))));
+      y = fused(m, x, fused(n, y, fused(m, v, -(n * z))));
+      x = p;
+    }, c, d, g, h);
+    rounded(out[1][i], c);
+    rounded(out[R - 1][i], d);
+  }
+}
+
+// The result, times the next gate where there is one, to x[r][0] and to global memory.
+TILE void leave(own_tiles &t, ring<GATES> &gates, ring_pos &at, bool has_gate, const rt<fp16, 32> (&out)[R][2],
+                const rv &up, const gmap &to, int row, int batch) {
+  UNROLLED for (int r = 0; r < R; r++) {
+    if (has_gate) ring_wait(gates, at);
+    UNROLLED for (int i = 0; i < 2; i++) {
+      rt<float, 32> y, g;
+      widened(y, out[r][i]);
+      map_row(y, up, [](float v, float f) { return v * f; });
+      if (has_gate) {
+        load(g, t.gates[at.stage], 32 * i);
+        map(y, g, [](float v, float f) { return v * f; });
+      }
+      store((tile &)t.x[r][0][0], y, 32 * i);
+    }
+    if (has_gate) ring_done(gates, at);
+  }
   fence_async();
   wg_sync();
-  mma_fence();
-  product<ZERO>(re, lr, x[0]);
-  product<ZERO>(im, lr, x[1]);
-  product<ACC>(re, s.left[0], x[1]);
-  product<ACC>(im, s.left[1], x[0]);
-  mma_commit();
-  mma_wait<0>(re, im, lr[0]);
-  weigh<1>(re, im, s.w[j], size);
-  wg_sync();                                                   // all products have read x
+  for (int r = 0; r < R; r++) tma_store(to, (tile &)t.x[r][0][0], row + 64 * r, 0, 0, batch);
 }
 
+// d -= (im of L) x
+TILE void subtract(acc &d, const shared &s, const operands (&ni)[PIECES], const table (&x)[PIECES]) {
+  if constexpr (FLOATS) product<ACC>(d, s.left[2 * FLOATS], x);
+  else product<ACC>(d, ni, x);
+}
+TILE void wait_for_left(acc &re, acc &im, operands (&lr)[PIECES], operands (&li)[PIECES], operands (&ni)[PIECES]) {
+  if constexpr (FLOATS) mma_wait<0>(re, im, lr[0], li[0]);
+  else mma_wait<0>(re, im, lr[0], li[0], ni[0]);
+}
 TILE void compute(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
-  int q = p.quarter, last = wg + R - NC, other = 1 - wg;       // j = wg and, where it is another one, last
+  own_tiles &t = s.group[wg];
+  int q = p.quarter, head = -1;
   ring_pos at = {}, gate_at = {};
-  operands lr[PIECES];
+  operands lr[PIECES], li[PIECES], ni[PIECES];                 // ni = -li
+  fft_complex C, G;
+  turn(C.re, C.im, q, 2 + LOG);
+  turn(G.re, G.im, 2 * q, 2 + LOG);
   for (int j = wg; j < R; j += NC) {
     make_weights(s.w[j].row_re, s.w[j].row_im, j, q, 64);
     make_weights(s.w[j].col_re, s.w[j].col_im, j, q, 1);
   }
-  int turns = 4 * wg + q;
+  bar_sync(START, 128 * NC);
   grid_wait();
   sem_wait(s.constants, 0);
-  load(lr[0], s.x[0][0][0]);
-  bar_arrive(READ + other, 128 * NC);                          // every block has a task
-  float size = 0.f, size_of_last = 0.f, most = 0.f;            // of a head: spectra have factors of their own
-  for (int task = own.first; task < own.end; task++) {
-    int head = task / p.batches, batch = task % p.batches;
-    if (task == own.first || batch == 0) {
-      const float *f = p.factors + 64 * R * head;
+  if (!FLOATS) {
+    load(lr[0], t.x[0][0][0]);
+    load(li[0], t.x[1][0][0]);
+    load(ni[0], t.x[1][0][0]);
+    each_half<64>([](half &x) { x = -x; }, ni[0]);
+  }
+  float scale = 0.f, most = 0.f;                               // of a head: spectra have factors of their own
+  for (int task = own.first + wg; task < own.end; task += NC) {
+    int batch = task % p.batches;
+    const float *f = p.factors + 64 * R * (task / p.batches);
+    if (task / p.batches != head) {
+      head = task / p.batches;
       float a = f[0], b = f[64], c = R == 4 ? f[64 * (R - 2)] : a, d = R == 4 ? f[64 * (R - 1)] : b;
-      float largest = fmaxf(fmaxf(a, b), fmaxf(c, d)), scale = largest > 0.f ? 1.f / largest : 0.f;
-      size = scale * (wg ? b : a);
-      size_of_last = scale * (wg ? d : c);
+      float largest = fmaxf(fmaxf(a, b), fmaxf(c, d));
+      scale = largest > 0.f ? 1.f / largest : 0.f;
       most = (largest + (a - a) + (b - b) + (c - c) + (d - d)) / (float)R;        // NaN stays
     }
-    acc re, im;
-    rv bound, more, down, up;
     {
-      acc a, b;
-      ring_wait(s.inputs, at);
-      load(re, s.u[0]);
-      load(im, s.u[1]);
-      if (R == 4) {
-        load(a, s.u[R - 2]);
-        load(b, s.u[R - 1]);
-      }
-      if (p.has_pre) {
-        const tile *gate = s.gate[gate_at.stage];
-        ring_wait(s.gates, gate_at);
-        multiply(re, gate[0]);
-        multiply(im, gate[1]);
-        if (R == 4) {
-          multiply(a, gate[R - 2]);
-          multiply(b, gate[R - 1]);
+      acc a[R];
+      rv bound, more, down, up;
+      ring_wait(s.inputs[wg], at);
+      UNROLLED for (int r = 0; r < R; r++) {
+        load(a[r], (tile &)t.x[r][1][0]);
+        if (p.has_pre) {
+          ring_wait(s.gates[wg], gate_at);
+          each<64>([](int, int, float &v, float g) { v *= g; }, a[r], t.gates[gate_at.stage]);
+          ring_done(s.gates[wg], gate_at);
         }
-      }
-      row_largest(s.rows[wg][0], re);
-      row_largest(s.rows[wg][1], im);
-      if (R == 4) {
-        row_largest(s.rows[wg][R - 2], a);
-        row_largest(s.rows[wg][R - 1], b);
+        row_largest(t.rows[r], a[r]);
       }
       tma_store_wait_read();
-      bar_sync(READ + wg, 128 * NC);                           // also: the last stores have read x
+      wg_sync();                                               // also: the last stores have read x
       fill(bound, 0.f);
       UNROLLED for (int r = 0; r < R; r++) {
-        group_largest(more, s.rows[wg][r], 6);
+        group_largest(more, t.rows[r], 6);
         map(bound, bound, more, [](float x, float y) { return fmaxf(x, y); });
       }
       scales(down, up, bound, 1.f);
-      store(s.up[wg], up);
-      float cr, ci, c2r, c2i, c3r, c3i;                        // powers of c_j
-      turn(cr, ci, turns, 2 + LOG);
-      turn(c2r, c2i, 2 * turns, 2 + LOG);
-      turn(c3r, c3i, 3 * turns, 2 + LOG);
-      scale_down(re, down);
-      scale_down(im, down);
-      if (R == 4) {
-        scale_down(a, down);
-        scale_down(b, down);
-        each<64>([=](int, int, float &x, float &y, float &z, float &t) {
-          float er = fused(c2r, z, x), ei = c2i * z, fr = fused(cr, y, c3r * t), fi = fused(ci, y, c3i * t);
-          x = er + fr;
-          y = ei + fi;
-          z = er - fr;
-          t = ei - fi;
-        }, re, im, a, b);
-        weigh<0>(a, b, s.w[last], 1.f);
-        put_pieces(s.x[last][0], a);
-        put_pieces(s.x[last][1], b);
-      } else
-        each<64>([=](int, int, float &x, float &y) {
-          x = fused(cr, y, x);
-          y *= ci;
-        }, re, im);
-      weigh<0>(re, im, s.w[wg], 1.f);
-      put_pieces(s.x[wg][0], re);
-      put_pieces(s.x[wg][1], im);
+      store(t.up, up);
+      rt<fp16, 32> b[R][2];
+      UNROLLED for (int r = 0; r < R; r++) {
+        scale_down(a[r], down);
+        UNROLLED for (int i = 0; i < 2; i++) convert_part(b[r][i], a[r], 32 * i);
+      }
+      UNROLLED for (int i = 0; i < 2; i++) transform(t, b, s.w, C, G, i);
       fence_async();
-      ring_done(s.inputs, at);
-      if (p.has_pre) ring_done(s.gates, gate_at);
       wg_sync();
     }
-    ROLLED for (int j = wg; j < R; j += NC) {
-      convolve(p, s, re, im, head, j, j == wg ? size : size_of_last, lr);
-      if (j != last) {
-        put_pieces(s.x[wg][0], re);
-        put_pieces(s.x[wg][1], im);
+    if (FLOATS) {
+      load(lr[0], s.left[0][0]);
+      load(li[0], s.left[FLOATS][0]);
+    }
+    ROLLED for (int j = 0; j < R; j++) {
+      table(&x)[2][PIECES] = t.x[j];
+      acc re, im;
+      float size = scale * f[64 * j];
+      mma_fence();
+      product<ZERO>(re, lr, x[0]);
+      product<ZERO>(im, li, x[0]);
+      subtract(re, s, ni, x[1]);
+      product<ACC>(im, lr, x[1]);
+      mma_commit();
+      wait_for_left(re, im, lr, li, ni);
+      pass_spectrum<strip>(x, re, im, s.twists, s.halves, p.filter + (int64_t)64 * 64 * (head * R + j), p.conjugate,
+                          [] { wg_sync(); });
+      fence_async();
+      wg_sync();
+      mma_fence();
+      product<ZERO>(re, lr, x[0]);
+      product<ZERO>(im, lr, x[1]);
+      product<ACC>(re, li, x[1]);
+      subtract(im, s, ni, x[0]);
+      mma_commit();
+      wait_for_left(re, im, lr, li, ni);
+      wg_sync();                                               // all products have read x
+      UNROLLED for (int i = 0; i < 2; i++) {
+        strip y, z;
+        convert_part(y, re, 32 * i);
+        convert_part(z, im, 32 * i);
+        weigh<1>(y, z, s.w[j], size, 32 * i);
+        store(x[0][0], y, 32 * i);
+        store(x[1][0], z, 32 * i);
       }
     }
-    acc a, b;
-    float kr, ki, lkr, lki, gr, gi, lgr, lgi;                  // of this warpgroup's results, of the other's
-    turn(kr, ki, wg * MINE * turns, 2 + LOG);
-    turn(lkr, lki, (wg * MINE + 1) * turns, 2 + LOG);
-    turn(gr, gi, other * MINE * turns, 2 + LOG);
-    turn(lgr, lgi, (other * MINE + 1) * turns, 2 + LOG);
-    if (R == 4) {
-      load(a, s.x[wg][0][0]);
-      load(b, s.x[wg][1][0]);
-      each<64>([=](int, int, float &x, float &y, float &z, float &t) {
-        float er = x + z, ei = y + t, fr = x - z, fi = y - t;
-        x = fused(kr, er, ki * ei);
-        y = fused(lkr, fr, lki * fi);
-        z = fused(gr, er, gi * ei);
-        t = fused(lgr, fr, lgi * fi);
-      }, a, b, re, im);
-      put_pieces(s.x[last][0], re);
-      put_pieces(s.x[last][1], im);
-    } else {
-      fill(a, 0.f);
-      fill(b, 0.f);
-      each<64>([=](int, int, float &x, float &y, float z, float t) {
-        x = fused(kr, z, ki * t);
-        y = fused(gr, z, gi * t);
-      }, a, b, re, im);
-      put_pieces(s.x[wg][1], b);
+    rt<fp16, 32> out[R][2];
+    rv up;
+    wg_sync();                                                 // y_j have been written
+    UNROLLED for (int i = 0; i < 2; i++) {
+      if (FLOATS && i) wg_sync();
+      transform_back(out, t, C, G, i);
     }
-    bar_sync(EXCHANGE, 128 * NC);
-    if (R == 4)
-      each<64>([](int, int, float &x, float &y, float z, float t) { x += z; y += t; }, a, b, s.x[other + R - NC][0][0],
-               s.x[other + R - NC][1][0]);
-    else
-      each<64>([](int, int, float &x, float z) { x += z; }, a, s.x[other][1][0]);
-    if (task + 1 < own.end) bar_arrive(READ + other, 128 * NC);
-    load(up, s.up[wg]);
+    ring_done(s.inputs[wg], at);
+    load(up, t.up);
     map(up, up, [=](float x) { return x * most; });
-    map_row(a, up, [](float y, float f) { return y * f; });
-    if (R == 4) map_row(b, up, [](float y, float f) { return y * f; });
+    if (!FLOATS || R == 2) wg_sync();                          // y_j have been read; else they met since
+    leave(t, s.gates[wg], gate_at, p.has_post, out, up, p.out, 64 * R * head, batch);
     if (p.has_other) {
-      map(re, a, [](float, float x) { return x; });
-      if (R == 4) map(im, b, [](float, float x) { return x; });
-    }
-    if (p.has_post) {
-      const tile *gate = s.gate[gate_at.stage] + wg * MINE;
-      ring_wait(s.gates, gate_at);
-      multiply(a, gate[0]);
-      if (R == 4) multiply(b, gate[MINE - 1]);
-    }
-    store((tile &)s.x[wg][0][0], a);
-    if (R == 4) store((tile &)s.x[wg][1][0], b);
-    fence_async();
-    if (p.has_post) ring_done(s.gates, gate_at);
-    wg_sync();
-    for (int i = 0; i < MINE; i++)
-      tma_store(p.out, (tile &)s.x[wg][i][0], 64 * (head * R + wg * MINE + i), 0, 0, batch);
-    if (p.has_other) {
-      const tile *gate = s.gate[gate_at.stage] + wg * MINE;
-      ring_wait(s.gates, gate_at);
-      multiply(re, gate[0]);
-      if (R == 4) multiply(im, gate[MINE - 1]);
       tma_store_wait_read();
-      wg_sync();
-      store((tile &)s.x[wg][0][0], re);
-      if (R == 4) store((tile &)s.x[wg][1][0], im);
-      fence_async();
-      ring_done(s.gates, gate_at);
-      wg_sync();
-      for (int i = 0; i < MINE; i++)
-        tma_store(p.other, (tile &)s.x[wg][i][0], 64 * (head * R + wg * MINE + i), 0, 0, batch);
+      wg_sync();                                               // the stores have read x
+      leave(t, s.gates[wg], gate_at, true, out, up, p.other, 64 * R * head, batch);
     }
   }
   tma_store_wait_read();
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<gate_loader, THREAD, 1, LOAD_REGS>, DEPENDENT> kernel;
+typedef block<params, shared, init, role<compute, WARPGROUP, NC, COMPUTE_REGS>, role<loader, THREAD, NC, LOAD_REGS>,
+              DEPENDENT> kernel;
 ENTRY(kernel, 1, R)

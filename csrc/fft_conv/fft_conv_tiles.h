@@ -13,7 +13,16 @@
 // real, are the real and the imaginary part of one.
 //
 // Numbers are PIECES fp16 tiles: the first eleven bits, and, of two pieces, the next eleven.
+//
+// Of one piece F may be a step of radix 2 and two products of half the size (pass_spectrum). With b < 32, k < 32
+//   even[k] = S[k1][2 k] = sum over b of (x_b + x_(b + 32)) E[b][k]    E[b][k] = e^(-2 pi i 2 b k / 64) / 8
+//   odd[k] = e^(-2 pi i k / 64) S[k1][2 k + 1]
+//          = sum over b of (x_b - x_(b + 32)) O[b][k]              O[b][k] = e^(-2 pi i (2 b k + b + k) / 64) / 8
+// The factor of odd makes O symmetric, and the way back undoes it: conj(x) comes of conj(S) by the same two tables.
+// A complex number's parts lie side by side, re in columns 0 to 31, im in the others, so that products have 64 columns:
+// (re + i im) E = re [E_re | E_im] + im [-E_im | E_re].
 #pragma once
+#include "tile/halves.h"
 #include "tile/numbers.h"
 #include "fft_conv/fft_conv.h"
 
@@ -61,6 +70,15 @@ TILE void put_complex(table (*t)[PIECES], rt<float, 16> &re, rt<float, 16> &im, 
   put_columns(t[0], re, c0);
   put_columns(t[1], im, c0);
   if (three) put_columns(t[2], other, c0);
+}
+// What tables 8 and 9 have: E and O, in rows 0 to 31 [re | im], in the others [-im | re].
+TILE void half_table(acc &t, int odd) {
+  each<64>([=](int r, int c, float &y) {
+    float re, im;
+    int b = r & 31, k = c & 31;
+    turn(re, im, 2 * b * k + (odd ? b + k : 0), 6);
+    y = 0.125f * ((r ^ c) & 32 ? (r & 32 ? -im : im) : re);
+  }, t);
 }
 // 16 columns of each. plain: at frequencies k / N. There the product of spectra is the circular convolution.
 TILE void left_columns(table (*t)[PIECES], int log_rows, bool plain, bool three, int c0) {
@@ -120,9 +138,7 @@ TILE void scales(rv &down, rv &up, const rv &bound, float limit) {
   map(down, up, bound, [=](float e, float x) { return x < infinity() ? fast_exp2(-e) * limit : 0.f; });
   map(up, up, bound, [=](float e, float x) { return x < infinity() ? fast_exp2(e) / limit : x - x; });
 }
-TILE void scale_down(acc &x, const rv &down) {
-  map_row(x, down, [](float y, float f) { return f > 0.f ? y * f : 0.f; });
-}
+TILE void scale_down(acc &x, const rv &down) { scale_or_clear(x, down); }
 
 // The largest becomes 1: rows that share a complex one then have errors of one size.
 TILE void scales_alike(rv &down, rv &up, const rv &bound) {
@@ -219,6 +235,109 @@ template<int BACK> TILE void twist(acc &re, acc &im, const table (&t)[2][PIECES]
       y = fused(x, d, y * c);
       x = z;
     }, re, im, t[0][0], t[1][0]);
+}
+
+// ---- F by radix 2. 32 columns are an rt<fp16, 32>, whose arithmetic rounds each time, or an rt<float, 32>.
+template<int FLOATS> struct columns { typedef rt<fp16, 32> type; };
+template<> struct columns<1> { typedef rt<float, 32> type; };
+// f(number, ...) for every place of 64 x 32, the numbers as arithmetic wants them
+template<class F, class... X> TILE void every(F f, rt<fp16, 32> &x, X &...rest) { each_half<32>(f, x, rest...); }
+template<class F, class... X> TILE void every(F f, rt<float, 32> &x, X &...rest) {
+  each<32>([=](int, int, auto &&...v) { f(v...); }, x, rest...);
+}
+TILE half like(half, float x) { return half_of(x); }
+TILE float like(float, float x) { return x; }
+
+// (x + i y) (c + i d), or its conjugate
+template<int CONJ, class X> TILE void complex_product(X &x, X &y, X c, X d) {
+  X z = fused(x, c, -(y * d));
+  y = CONJ ? fused(-x, d, -(y * c)) : fused(x, d, y * c);
+  x = z;
+}
+template<int CONJ, class P> TILE void times(P &re, P &im, const P &c, const P &d) {
+  every([](auto &x, auto &y, auto f, auto g) { complex_product<CONJ>(x, y, f, g); }, re, im, c, d);
+}
+// (a, b) = (a + b, a - b)
+template<class P> TILE void cross(P &a, P &b) {
+  every([](auto &x, auto &y) { auto z = x + y; y = x - y; x = z; }, a, b);
+}
+TILE void unpack(rt<fp16, 32> &c, rt<fp16, 32> &d, const rt<float, 32> &k, bool conjugate) {
+  unpack_halves(c, d, k, conjugate);
+}
+TILE void unpack(rt<float, 32> &c, rt<float, 32> &d, const rt<float, 32> &k, bool conjugate) {
+  float sign = conjugate ? -1.f : 1.f;
+  fill(c, 0.f);
+  fill(d, 0.f);
+  each<32>([=](int, int, float &x, float &y, float w) { x = first_half(w); y = sign * second_half(w); }, c, d, k);
+}
+// Columns from c0 of re and im, times those of T, or the conjugate of that.
+template<int CONJ, class P> TILE void twist_part(P &re, P &im, const table (&t)[2][PIECES], int c0) {
+  P c, d;
+  load(c, t[0][0], c0);
+  load(d, t[1][0], c0);
+  times<CONJ>(re, im, c, d);
+}
+// even = (a + i b) E, odd = (c + i d) O. f: E, O
+TILE void half_products(acc &even, acc &odd, rt<fp16, 32> &a, rt<fp16, 32> &b, rt<fp16, 32> &c, rt<fp16, 32> &d,
+                        const table (&f)[2][PIECES]) {
+  mma_fence();
+  mma_AB_rows<ZERO>(even, a, f[0][0], 0);
+  mma_AB_rows<ZERO>(odd, c, f[1][0], 0);
+  mma_AB_rows<ACC>(even, b, f[0][0], 32);
+  mma_AB_rows<ACC>(odd, d, f[1][0], 32);
+  mma_commit();
+  mma_wait<0>(even, odd, a, b, c, d);
+}
+TILE void half_products(acc &even, acc &odd, const rt<float, 32> &a, const rt<float, 32> &b, const rt<float, 32> &c,
+                        const rt<float, 32> &d, const table (&f)[2][PIECES]) {
+  rt<fp16, 32> x, y, z, t;
+  convert(x, a);
+  convert(y, b);
+  convert(z, c);
+  convert(t, d);
+  half_products(even, odd, x, y, z, t, f);
+}
+// (a, b, c, d) = re and im of even, of odd
+template<class P> TILE void take_parts(P &a, P &b, P &c, P &d, const acc &even, const acc &odd) {
+  convert_part(a, even, 0);
+  convert_part(b, even, 32);
+  convert_part(c, odd, 0);
+  convert_part(d, odd, 32);
+}
+// From L X, re and im, through K back to what L^H comes in front of: x = ((((L X) T) F) K F^H) T^*. P says which
+// arithmetic. free() comes when nothing but the store is left: it waits until all have read x.
+template<class P, class F>
+TILE void pass_spectrum(table (&x)[2][PIECES], acc &re, acc &im, const table (&t)[2][PIECES],
+                        const table (&f)[2][PIECES], const float *k, bool conjugate, F free) {
+  acc &even = re, &odd = im;
+  P a, b, c, d, kr, ki;
+  convert_part(a, re, 0);
+  convert_part(b, im, 0);
+  twist_part<0>(a, b, t, 0);
+  convert_part(c, re, 32);
+  convert_part(d, im, 32);
+  twist_part<0>(c, d, t, 32);
+  cross(a, c);
+  cross(b, d);
+  half_products(even, odd, a, b, c, d, f);
+  take_parts(a, b, c, d, even, odd);
+  rt<float, 32> k_even, k_odd;
+  load_acc(k_even, k_odd, k);
+  unpack(kr, ki, k_even, conjugate);
+  times<1>(a, b, kr, ki);
+  unpack(kr, ki, k_odd, conjugate);
+  times<1>(c, d, kr, ki);
+  half_products(even, odd, a, b, c, d, f);
+  take_parts(a, b, c, d, even, odd);
+  cross(a, c);
+  cross(b, d);
+  twist_part<1>(a, b, t, 0);
+  twist_part<1>(c, d, t, 32);
+  free();
+  store(x[0][0], a, 0);
+  store(x[1][0], b, 0);
+  store(x[0][0], c, 32);
+  store(x[1][0], d, 32);
 }
 
 TILE int smaller(int a, int b) { return a < b ? a : b; }

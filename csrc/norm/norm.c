@@ -1,4 +1,5 @@
 // Host halves of the norms.
+#include <float.h>
 #include <math.h>
 #include "norm/norm.h"
 #include "runtime/runtime.h"
@@ -14,17 +15,19 @@ typedef struct call {
   const mg_tensor *x, *extra, *out, *sum;            // of a backward, x is what was normalised or gated
   const mg_tensor *dout, *dextra_in, *dx, *dextra;   // dextra_in: the gradient of the sum
   const mg_tensor *weight, *bias, *dweight, *dbias, *mean, *rstd, *seed, *partials;
+  const mg_tensor *out_scale, *descale;              // of results in e4m3
   float eps, dropout_p;
-  bool zero_centred;
+  bool zero_centred, rms;
   enum norm_extra kind;
 } call;
 
-// Eight numbers of a row may be one access. On the CPU that is no question, unless a tool asks for what the GPU does.
+// Eight numbers of a row may be one access, of bytes one of 8. On the CPU that is no question, unless a tool asks for
+// what the GPU does.
 static bool in_eights(const mg_tensor *t) {
   if (!t) return true;
   int64_t bits = (int64_t)(uintptr_t)t->data;
   for (int i = 0; i < t->dims - 1; i++) bits |= stride_of(t, i) * (int64_t)mg_dtype_size(t->dtype);
-  return bits % 16 == 0;
+  return bits % (mg_dtype_size(t->dtype) == 1 ? 8 : 16) == 0;
 }
 static bool fits(const mg_call *c, const call *a) {
   if (c->context.device == MG_CPU && !mg_intercepted()) return true;
@@ -49,7 +52,7 @@ static norm_problem problem_of(mg_call *c, const call *a, mg_op op) {
   if (c->problem.gpu && c->problem.dtype == MG_FP32) c->problem.dtype = MG_BF16;    // whose kernels read both
   norm_problem p = {
     .rows = (int)c->n.B, .groups = (int)groups, .dim = (int)c->n.N, .eights = c->problem.size.FIT > 0,
-    .rms = !a->mean, .extra = a->kind, .weight = mg_data(a->weight), .bias = mg_data(a->bias),
+    .rms = a->rms, .extra = a->kind, .weight = mg_data(a->weight), .bias = mg_data(a->bias),
     .weight_is_float = is_float(a->weight), .bias_is_float = is_float(a->bias),
     .weight_offset = !a->weight || a->zero_centred, .inverse = 1 / (float)c->n.N,
     .mean = mg_data(a->mean), .rstd = mg_data(a->rstd), .lines = 1, .span = 1};
@@ -70,8 +73,10 @@ static int tiles_of(mg_call *c, const norm_problem *p) {
 }
 
 static mg_status forward(mg_call *c, const call *a) {
-  norm_fwd_params p = {.problem = problem_of(c, a, MG_OP_norm_fwd), .x = stream_of(a->x), .extra = stream_of(a->extra),
-                       .out = stream_of(a->out), .sum = stream_of(a->sum), .root_eps = sqrtf(a->eps)};
+  const mg_op op = a->out->dtype == MG_E4M3 ? MG_OP_norm_fp8 : MG_OP_norm_fwd;
+  norm_fwd_params p = {.problem = problem_of(c, a, op), .x = stream_of(a->x), .extra = stream_of(a->extra),
+                       .out = stream_of(a->out), .sum = stream_of(a->sum), .root_eps = sqrtf(a->eps),
+                       .out_scale = mg_data(a->out_scale), .descale = mg_data(a->descale)};
   p.least_squares = a->eps < 1e-20f ? 1e-30f : -1;
   p.most_scale = p.root_eps > 0x1p-60f ? 1e18f / p.root_eps : 1e37f;
   p.rounds = (a->kind == NORM_ADD || a->dropout_p > 0) && !is_float(a->kind == NORM_ADD ? a->extra : a->x);
@@ -119,7 +124,7 @@ mg_status mg_layer_norm(const mg_layer_norm_args *a) {
 mg_status mg_rms_norm(const mg_rms_norm_args *a) {
   mg_call c;
   const call asked = {.x = a->x, .out = a->out, .weight = a->weight, .bias = a->bias, .rstd = a->rstd, .eps = a->eps,
-                      .zero_centred = a->zero_centred};
+                      .zero_centred = a->zero_centred, .rms = true};
   return mg_begin(&c, MG_OP_rms_norm, a) ? forward(&c, &asked) : c.status;
 }
 mg_status mg_layer_norm_residual(const mg_layer_norm_residual_args *a) {
@@ -133,13 +138,35 @@ mg_status mg_rms_norm_residual(const mg_rms_norm_residual_args *a) {
   mg_call c;
   const call asked = {.x = a->x, .extra = a->residual, .out = a->out, .sum = a->new_residual, .weight = a->weight,
                       .bias = a->bias, .rstd = a->rstd, .seed = a->seed, .eps = a->eps, .dropout_p = a->dropout_p,
-                      .zero_centred = a->zero_centred, .kind = a->residual ? NORM_ADD : NORM_PLAIN};
+                      .zero_centred = a->zero_centred, .rms = true, .kind = a->residual ? NORM_ADD : NORM_PLAIN};
   return mg_begin(&c, MG_OP_rms_norm_residual, a) ? forward(&c, &asked) : c.status;
+}
+// 1 / it is finite. What a GPU has is not read here.
+static bool is_scale(mg_call *c, const mg_tensor *t) {
+  const float scale = t && t->device == MG_CPU ? *(const float *)t->data : 1;
+  if (scale >= FLT_MIN && scale <= FLT_MAX) return true;
+  mg_refuse(c, MG_VALUE, "out_scale is %g, expected a finite number of at least 2^-126", (double)scale);
+  return false;
+}
+mg_status mg_layer_norm_fp8(const mg_layer_norm_fp8_args *a) {
+  mg_call c;
+  const call asked = {.x = a->x, .extra = a->residual, .out = a->out, .sum = a->new_residual, .weight = a->weight,
+                      .bias = a->bias, .seed = a->seed, .out_scale = a->out_scale, .descale = a->descale, .eps = a->eps,
+                      .dropout_p = a->dropout_p, .kind = a->residual ? NORM_ADD : NORM_PLAIN};
+  return mg_begin(&c, MG_OP_layer_norm_fp8, a) && is_scale(&c, a->out_scale) ? forward(&c, &asked) : c.status;
+}
+mg_status mg_rms_norm_fp8(const mg_rms_norm_fp8_args *a) {
+  mg_call c;
+  const call asked = {.x = a->x, .extra = a->residual, .out = a->out, .sum = a->new_residual, .weight = a->weight,
+                      .bias = a->bias, .seed = a->seed, .out_scale = a->out_scale, .descale = a->descale, .eps = a->eps,
+                      .dropout_p = a->dropout_p, .zero_centred = a->zero_centred, .rms = true,
+                      .kind = a->residual ? NORM_ADD : NORM_PLAIN};
+  return mg_begin(&c, MG_OP_rms_norm_fp8, a) && is_scale(&c, a->out_scale) ? forward(&c, &asked) : c.status;
 }
 mg_status mg_gated_rms_norm(const mg_gated_rms_norm_args *a) {
   mg_call c;
   const call asked = {.x = a->x, .extra = a->z, .out = a->out, .weight = a->weight, .rstd = a->rstd, .eps = a->eps,
-                      .kind = a->gate_first ? NORM_GATE_FIRST : NORM_GATE_LAST};
+                      .rms = true, .kind = a->gate_first ? NORM_GATE_FIRST : NORM_GATE_LAST};
   return mg_begin(&c, MG_OP_gated_rms_norm, a) ? forward(&c, &asked) : c.status;
 }
 
@@ -152,7 +179,8 @@ mg_status mg_layer_norm_bwd(const mg_layer_norm_bwd_args *a) {
 mg_status mg_rms_norm_bwd(const mg_rms_norm_bwd_args *a) {
   mg_call c;
   const call asked = {.x = a->x, .dout = a->dout, .dx = a->dx, .weight = a->weight, .dweight = a->dweight,
-                      .dbias = a->dbias, .rstd = a->rstd, .partials = a->partials, .zero_centred = a->zero_centred};
+                      .dbias = a->dbias, .rstd = a->rstd, .partials = a->partials, .zero_centred = a->zero_centred,
+                      .rms = true};
   return mg_begin(&c, MG_OP_rms_norm_bwd, a) ? backward(&c, &asked) : c.status;
 }
 mg_status mg_layer_norm_residual_bwd(const mg_layer_norm_residual_bwd_args *a) {
@@ -168,13 +196,13 @@ mg_status mg_rms_norm_residual_bwd(const mg_rms_norm_residual_bwd_args *a) {
   const call asked = {.x = a->new_residual, .dout = a->dout, .dextra_in = a->dnew_residual, .dx = a->dx,
                       .dextra = a->dresidual, .weight = a->weight, .dweight = a->dweight, .dbias = a->dbias,
                       .rstd = a->rstd, .seed = a->seed, .partials = a->partials, .dropout_p = a->dropout_p,
-                      .zero_centred = a->zero_centred, .kind = NORM_ADD};
+                      .zero_centred = a->zero_centred, .rms = true, .kind = NORM_ADD};
   return mg_begin(&c, MG_OP_rms_norm_residual_bwd, a) ? backward(&c, &asked) : c.status;
 }
 mg_status mg_gated_rms_norm_bwd(const mg_gated_rms_norm_bwd_args *a) {
   mg_call c;
   const call asked = {.x = a->x, .extra = a->z, .dout = a->dout, .dx = a->dx, .dextra = a->dz, .weight = a->weight,
-                      .dweight = a->dweight, .rstd = a->rstd, .partials = a->partials,
+                      .dweight = a->dweight, .rstd = a->rstd, .partials = a->partials, .rms = true,
                       .kind = a->gate_first ? NORM_GATE_FIRST : NORM_GATE_LAST};
   return mg_begin(&c, MG_OP_gated_rms_norm_bwd, a) ? backward(&c, &asked) : c.status;
 }

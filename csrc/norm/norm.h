@@ -38,6 +38,9 @@ typedef struct norm_fwd_params {
   int rounds;                          // the sum is rounded to the kernel's element type, whether it is stored or not
   float root_eps, most_scale;          // sqrt(eps), 1e18 / sqrt(eps)
   float least_squares;                 // sums of squares that are not more are not precise enough beside eps
+  // of results in e4m3: what they are to be multiplied by, one number (NULL: one for each row); and [rows], or NULL
+  const float *out_scale;
+  float *descale;
 } norm_fwd_params;
 
 typedef struct norm_bwd_params {

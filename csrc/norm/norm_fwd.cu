@@ -7,6 +7,7 @@
 // meanwhile. LONG lines are read twice.
 // The variance is that about a first mean, less the square of what remains of it: a constant row has none, whatever its
 // value. Rows whose squares would leave the range of float are measured once more, scaled.
+#include "norm/norm_fp8.h"
 #include "norm/norm_moments.h"
 
 struct shared { sums_room sums; };
@@ -28,7 +29,7 @@ TILE void end(inputs &in, const params &p, const place &at) {
   if (q.extra == NORM_ADD)
     each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float r) { x += r; }, in.extra);
   if (p.rounds) round_lines<elem>(in.x);
-  if (q.extra == NORM_GATE_FIRST)
+  if (!QUANT && q.extra == NORM_GATE_FIRST)
     each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float z) { x *= silu(z); }, in.extra);
 }
 
@@ -83,14 +84,14 @@ TILE void measure(moments &m, tile &x, const params &p, const place &at, shared 
   else measure_part(m, x, p.problem, at, (float)p.problem.dim, p.problem.inverse, s.sums, who);
 }
 
-TILE void write(tile &x, const tile &extra, const moments &m, const lv &factor, const params &p, const place &at) {
+TILE void finish(tile &x, const tile &extra, const moments &m, const lv &factor, const params &p, const place &at) {
   const norm_problem &q = p.problem;
   tile vector;                                 // one after the other: registers are short
   float offset = q.weight_offset;
   each<ACCESS>(x, q.lines, columns_left(q, at), [](float &x, float scale, float mean, float rest, float factor) {
     x = (fused(x, scale, -mean) - rest) * factor;
   }, m.scale, m.mean, m.rest, factor);
-  if (q.extra == NORM_GATE_LAST)
+  if (!QUANT && q.extra == NORM_GATE_LAST)
     each<ACCESS>(x, q.lines, columns_left(q, at), [](float &y, float z) { y *= silu(z); }, extra);
   load_vector(vector, q.weight, q.weight_is_float, q, at);
   each<ACCESS>(x, q.lines, columns_left(q, at), [=](float &y, float w) { y *= w + offset; }, vector);
@@ -98,19 +99,50 @@ TILE void write(tile &x, const tile &extra, const moments &m, const lv &factor, 
     load_vector(vector, q.bias, q.bias_is_float, q, at);
     each<ACCESS>(x, q.lines, columns_left(q, at), [](float &y, float b) { y += b; }, vector);
   }
-  keep(p.out, x, q, at);
+}
+TILE void write(tile &x, const tile &extra, const moments &m, const lv &factor, const params &p, const place &at) {
+  finish(x, extra, m, factor, p, at);
+  keep(p.out, x, p.problem, at);
+}
+// In e4m3. The largest of LONG lines is found in a read more.
+TILE void quantise(inputs &in, const moments &m, const lv &factor, lv &descale, const params &p, const place &at,
+                   shared &s, summer &who) {
+  const norm_problem &q = p.problem;
+  lsum most;
+  clear(most);
+  if (!LONG) finish(in.x, in.extra, m, factor, p, at);
+  if (!LONG && !p.out_scale) add_most(in.x, q, at, most);
+  ROLLED for (int col = 0; LONG && !p.out_scale && col < q.dim; col += WIDTH) {
+    place here = moved(at, col);
+    begin(in, p, here);
+    end(in, p, here);
+    finish(in.x, in.extra, m, factor, p, here);
+    add_most(in.x, q, here, most);
+  }
+  if (!p.out_scale) descale_of(descale, most, q, s.sums, who);
+  keep_descale(descale, p, at);
+  if (!LONG) return keep_e4m3(in.x, descale, p, at);
+  ROLLED for (int col = 0; col < q.dim; col += WIDTH) {
+    place here = moved(at, col);
+    begin(in, p, here);
+    end(in, p, here);
+    keep(p.sum, in.x, q, here);
+    finish(in.x, in.extra, m, factor, p, here);
+    keep_e4m3(in.x, descale, p, here);
+  }
 }
 
 // The lines that `in` has begun to read.
 TILE void normalise(inputs &in, const params &p, const place &at, shared &s, summer &who) {
   const norm_problem &q = p.problem;
   moments m;
-  lv factor, saved;
+  lv factor, saved, descale;
   float inverse = q.inverse, root_eps = p.root_eps, least = p.least_squares;
   if (!LONG) {
     end(in, p, at);
     keep(p.sum, in.x, q, at);
   }
+  if (QUANT) begin_descale(descale, p);
   fill(m.scale, 1.f);
   ROLLED for (int turn = 0; turn < 2; turn++) {
     measure(m, in.x, p, at, s, who);
@@ -125,6 +157,7 @@ TILE void normalise(inputs &in, const params &p, const place &at, shared &s, sum
     map(saved, m.mean, m.rest, m.scale, [](float mean, float rest, float scale) { return (mean + rest) / scale; });
     if (q.mean) save(q.mean + first, q.groups, saved, q.lines, rows_left(q, at));
   }
+  if (QUANT) return quantise(in, m, factor, descale, p, at, s, who);
   if (!LONG) return write(in.x, in.extra, m, factor, p, at);
   ROLLED for (int col = 0; col < q.dim; col += WIDTH) {
     place here = moved(at, col);

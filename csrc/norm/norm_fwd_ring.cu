@@ -1,6 +1,7 @@
 // norm_fwd.cu's formulas of lines of 16 bits, of a plain norm or one with what is added: bytes in flight do not take
 // registers. A loader copies lines into rings in shared memory, one for each member of a block, which is SPAN
 // warpgroups that share a line. A member has its line in registers from there to its results, and meets no other.
+#include "norm/norm_fp8.h"
 #include "norm/norm_moments.h"
 
 enum { MEMBERS = GROUPS / SPAN, COLUMNS = 1024 * J * SPAN, ALL = 7 };
@@ -76,7 +77,7 @@ TILE void keep_vectors(const norm_problem &q, shared &s, int warpgroup) {
   }
   bar_sync(ALL, 128 * GROUPS);
 }
-TILE void write(tile &x, const moments &m, const lv &factor, const params &p, const place &at, shared &s, int part) {
+TILE void finish(tile &x, const moments &m, const lv &factor, const params &p, const place &at, shared &s, int part) {
   const norm_problem &q = p.problem;
   tile vector;                                 // one after the other: registers are short
   each<EIGHTS>(x, 1, columns_left(q, at), [](float &x, float scale, float mean, float rest, float factor) {
@@ -88,7 +89,17 @@ TILE void write(tile &x, const moments &m, const lv &factor, const params &p, co
     load(vector, s.bias[part]);
     each<EIGHTS>(x, 1, columns_left(q, at), [](float &y, float b) { y += b; }, vector);
   }
-  keep_line(p.out, x, p, at);
+}
+TILE void write(tile &y, lv &descale, const params &p, const place &at, shared &s, summer &who) {
+  if (!QUANT) return keep_line(p.out, y, p, at);
+  if (!p.out_scale) {
+    lsum most;
+    clear(most);
+    add_most(y, p.problem, at, most);
+    descale_of(descale, most, p.problem, s.sums, who);
+  }
+  keep_descale(descale, p, at);
+  keep_e4m3(y, descale, p, at);
 }
 TILE void compute(const params &p, shared &s, int warpgroup) {
   const norm_problem &q = p.problem;
@@ -99,11 +110,12 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
     place at = place_of(q, i, warpgroup);
     tile x;
     moments m;
-    lv factor, saved;
+    lv factor, saved, descale;
     if (rows_left(q, at) <= 0) return;
     take(x, p, at, s, warpgroup / SPAN, pos);
     ring_next(s.inputs[0], pos);
     keep_line(p.sum, x, p, at);
+    if (QUANT) begin_descale(descale, p);
     fill(m.scale, 1.f);
     ROLLED for (int turn = 0; turn < 2; turn++) {
       measure_part(m, x, q, at, (float)q.dim, q.inverse, s.sums, who);
@@ -118,7 +130,8 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
       map(saved, m.mean, m.rest, m.scale, [](float mean, float rest, float scale) { return (mean + rest) / scale; });
       if (q.mean) save(q.mean + first, 0, saved, 1, 1);
     }
-    write(x, m, factor, p, at, s, warpgroup % SPAN);
+    finish(x, m, factor, p, at, s, warpgroup % SPAN);
+    write(x, descale, p, at, s, who);
   }
 }
 

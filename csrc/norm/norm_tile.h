@@ -90,6 +90,22 @@ TILE void sum_up(lv &a, const lsum &part_a, lv &b, const lsum &part_b, const nor
   who.turn ^= 1;
 }
 
+// The largest number of a line, none of them negative.
+TILE void most_up(lv &a, const lsum &part, const norm_problem &p, sums_room &s, summer &who) {
+  int lines = lines_of(p), span = span_of(p);
+  if (lines > 2) return reduce_most(a, part, lines);
+  put_most(s.a[who.turn][who.warpgroup], part);
+  int line = who.warpgroup / span, first = line * span;
+  bar_sync(1 + line, 128 * span);
+  take_most(a, s.a[who.turn][first], lines);
+  for (int i = first + 1; i < first + span; i++) {
+    lv more;
+    take_most(more, s.a[who.turn][i], lines);
+    map(a, a, more, [](float x, float y) { return x > y ? x : y; });
+  }
+  who.turn ^= 1;
+}
+
 // ---- dropout: 8 draws of 16 bits for every 8 columns of a row, by Philox 4x32-10 (Salmon, Moraes, Dror & Shaw 2011)
 // of the row and the columns' number, with the seed as key
 struct draws { uint32_t word[4]; };

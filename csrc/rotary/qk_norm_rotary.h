@@ -1,4 +1,5 @@
-// Parameters of the kernel of qk_norm_rotary. Plain C: filled by qk_norm_rotary.c, read by qk_norm_rotary.cu.
+// Parameters of the kernels of qk_norm_rotary. Plain C: filled by qk_norm_rotary.c, read by qk_norm_rotary.cu and
+// qk_norm_rotary_bwd.cu.
 #pragma once
 #include "rotary/rotary.h"
 
@@ -23,3 +24,24 @@ typedef struct qk_norm_rotary_params {
   int steps, tokens, slots_log2;       // tokens: steps of all samples
   float eps, per_column;               // per_column: 1 / columns
 } qk_norm_rotary_params;
+
+typedef struct qk_bwd_side {
+  rotary_side rows;                    // in: gradients of the results; out: of q or k, whose data may be NULL
+  rotary_rows x;                       // q, or k
+  const void *weight;                  // NULL: no norm
+  int weight_is_float;
+} qk_bwd_side;
+
+typedef struct qk_norm_rotary_bwd_params {
+  pairing columns;
+  qk_bwd_side side[2];
+  const void *cos, *sin;
+  int64_t cos_stride[2], sin_stride[2];
+  const int *positions, *offsets;      // NULL: none
+  int64_t positions_stride;
+  int angles_are_float, angle_rows, offset;
+  int steps, tokens, slots_log2;
+  float eps, per_column;
+  float *partials;                     // [blocks, 2, padded]: sums of both weights' gradients; NULL: none is wanted
+  int64_t padded;
+} qk_norm_rotary_bwd_params;

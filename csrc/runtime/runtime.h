@@ -35,7 +35,7 @@ typedef struct mg_sizes {           // by name: sizes.T; -1 where no argument ha
   MG_SIZES(SIZE)
 #undef SIZE
 } mg_sizes;
-enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 40 };
+enum { MG_SIZE_COUNT = sizeof(mg_sizes) / sizeof(int64_t), MG_MAX_ARGS = 44 };
 
 // A row as data.
 typedef enum mg_role {

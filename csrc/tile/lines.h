@@ -5,13 +5,13 @@
 //   lt<J>   1024 J floats: `lines` lines, which is 1, 2, 4, 8 or 16, each of 1024 J / lines columns. A thread holds J
 //           times 8 neighbouring columns of one line
 //   lv      a float of each line: one register
-//   lsum    sums along lines in the making, partial per thread
+//   lsum    sums along lines, or largest numbers, in the making, partial per thread
 //   sl<T,C> C neighbouring T of a line in shared memory, as a bulk copy brings them
 //   pl<J>   a tile of one line in shared memory, in an order of its own
 //
-// All operations are a warpgroup's. `lines` is the same in all that belong together. T is float or 16 bits. EIGHTS:
-// eight numbers are one access, or two of floats. Lines then begin at multiples of 16 bytes, and the columns are a
-// multiple of 8. SINGLES: they may lie anywhere.
+// All operations are a warpgroup's. `lines` is the same in all that belong together. T is float or 16 bits, and of what
+// is written also e4m3. EIGHTS: eight numbers are one access, or two of floats. Lines then begin at multiples of 16
+// bytes (e4m3: 8), and the columns are a multiple of 8. SINGLES: they may lie anywhere.
 #pragma once
 #include "tile/tile.h"
 #define LINE_RULES(J) static_assert((J) >= 1 && (J) <= 4, "tile of lines lt<J>: J is 1 to 4")
@@ -34,7 +34,8 @@ template<typename T, int C> TILE void bulk_load(sl<T, C> &d, const T *g, int n, 
 template<typename T, int C, int J> TILE void load_begin(lt<J> &t, const sl<T, C> &s, int c0, int n);
 template<int J> TILE void load(lt<J> &t, const pl<J> &s);
 template<int J> TILE void store(pl<J> &d, const lt<J> &t);         // others want a sync
-// Rounds to T. Lines >= m and columns >= n are not written. A thread writes the places that it reads.
+// Rounds to T; e4m3: at most +-448, NaN stays. Lines >= m and columns >= n are not written. A thread writes the places
+// that it reads.
 template<int A, typename T, int J> TILE void save(T *g, int64_t ld, const lt<J> &t, int lines, int m, int n);
 // Element i at g[i * stride]. Those of i >= m are not read and become 0, or are not written.
 TILE void load(lv &v, const float *g, int64_t stride, int lines, int m);
@@ -62,6 +63,10 @@ TILE void reduce(lv &v, const lsum &s, int lines);
 // the two stands a barrier.
 TILE void put_sums(sv<4> &d, const lsum &s);
 TILE void take_sums(lv &v, const sv<4> &d, int lines);
+// The same of largest numbers, none of them negative. NaN may be lost.
+TILE void reduce_most(lv &v, const lsum &s, int lines);
+TILE void put_most(sv<4> &d, const lsum &s);
+TILE void take_most(lv &v, const sv<4> &d, int lines);
 // Of 16 lines: sums down the columns, in four parts, and what these add up to. Between the two stands a barrier. The
 // sum is every line.
 TILE void put_columns(sv<256> &d, const lt<1> &t);

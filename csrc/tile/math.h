@@ -37,6 +37,8 @@ template<int N, class F> TILE void map_row(rt<float, N> &t, const rv &v, F f);
 template<int N, class F> TILE void map_row(rt<float, N> &d, const rt<float, N> &t, const rv &v, F f);
 // t *= f[row]; costs little where f is all ones
 template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f);
+// t *= f[row]; where f is 0 the row becomes 0, whatever it holds. That costs little where no f is
+template<int N> TILE void scale_or_clear(rt<float, N> &t, const rv &f);
 // t = f(t, v[col])
 template<int N, class F> TILE void map_col(rt<float, N> &t, const cv<N> &v, F f);
 // the vector read in place
@@ -89,7 +91,7 @@ template<int N> TILE bool saturated(const rt<e4m3, N> &t);
 TILE void reduce(rv &v, const rsum &l);
 // rounds to nearest even; e4m3: at most +-448
 template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s);
-// K columns from c0
+// K columns from c0; T may be float
 template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<float, N> &s, int c0);
 // s = f(t, u[row], v[col], row, col), rounded, in one pass (no second register tile)
 template<typename T, int N, class F>

@@ -33,7 +33,7 @@ TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b)
 // K columns of b from column k0 (a multiple of 64): one panel of a longer product
 template<int A, typename T, int N, int K, int W>
 TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0);
-// K rows of b from row r0 (both multiples of 64)
+// K rows of b from row r0 (both multiples of 32)
 template<int A, typename T, int N, int K, int R>
 TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0);
 TILE void mma_fence();

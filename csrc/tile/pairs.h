@@ -5,6 +5,7 @@
 //   pa       two floats for each pair, an angle's cosine and sine: 16 registers
 //   pc       a float for each column, of all rows: 16 registers
 //   pr<R>    a float for each of R rows of a slot, R registers
+//   ps       room for all threads' pc, in shared memory: sums down the columns meet there
 //   per_slot<X>   a value for each slot: a thread has its own slot's
 //   paired   where the calling thread is in rows of a pairing: worked out once, not in every operation
 //
@@ -19,6 +20,7 @@ template<typename T> struct pt;
 struct pa;
 struct pc;
 template<int R> struct pr;
+struct ps;
 template<typename X> struct per_slot;
 struct paired;
 template<typename T> struct row_of { T *begin; bool exists; };
@@ -44,6 +46,20 @@ TILE void fill(pc &x, float y);
 template<int R> TILE void fill(pr<R> &x, float y);
 // x = f(sum of the squares of each row's columns), of rows in at most 32 threads: lanes_log2 <= 5.
 template<int A, int R, typename T, class F> TILE void squares(pr<R> &x, const pt<T> (&rows)[R], const paired &p, F f);
+
+// Of rows x and u of two tensors. d = h(sum of f(x, y, u, v, a, b, of x's column, of y's, of the row) over the pairs,
+// and of g(x, u, of the column, of the row) over the other columns), of rows in at most 32 threads.
+template<int A, int R, typename T, class F, class G, class H>
+TILE void dots(pr<R> &d, const pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, const pc &columns, const pr<R> &rows,
+               const paired &p, F f, G g, H h);
+// f(x, y, u, v, a, b, of x's column, of y's, of the row, other of the row, sum of x's column, of y's) and g(x, u, of
+// the column, of the row, other, sum) change x and y, as in each_pair, and sums, which are partial per thread.
+template<int A, int R, typename T, class F, class G>
+TILE void each_pair(pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, const pc &columns, const pr<R> &rows,
+                    const pr<R> &others, pc &sums, const paired &p, F f, G g);
+// Partial sums become a row of `width` floats, always in the same order. Between the two stands a sync.
+TILE void put(ps &d, const pc &sums, const paired &p);
+template<int A> TILE void save(float *g, const ps &s, const paired &p);
 #ifdef __CUDACC__
 #include "tile/sm90/pairs.h"
 #else

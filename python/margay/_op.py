@@ -455,7 +455,8 @@ def _torch_function(row):
     inputs, numbers = [f["name"] for f in row.inputs], [f["name"] for f in row.numbers]
     reals = [f["name"] for f in row.inputs if f["kind"] == "real"]
     every, tensors = ", ".join(inputs + numbers), ", ".join(inputs)
-    known = dict(empty=torch.empty, empty_like=torch.empty_like, dtypes={"float32": torch.float32})
+    known = dict(empty=torch.empty, empty_like=torch.empty_like,
+                 dtypes={"float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn})
     place = f", device={row.first}.device"
 
     def verify(values):
@@ -521,8 +522,10 @@ def _torch_function(row):
             cast |= zip(reals, t.reals_like(cast[row.halves[0]], *map(given.get, reals)))
             return seen(*(cast.get(name, x) for name, x in given.items()), *values[len(inputs):])
 
+    # A backward computes in the forward's dtype, in which tensors were saved: a cast would change what they say.
     t.register(row.name.removesuffix("_bwd"), row.schema(), direct, fake,
-               _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save, autocast)
+               _rules.get(row.name) or _samples_by_row(_transforms, row), gradient, save,
+               None if row.name.endswith("_bwd") else autocast)
     seen = getattr(torch.ops.margay, row.name)
     needed = [name for name in inputs[1:] if name not in row.absent]
     text = _CALL.format(name=row.called, signature=row.signature(), tensors=tensors, all=every, first=row.first,

@@ -36,6 +36,11 @@ def as_float32(op, name, t):
     return t.to(torch.float32).contiguous()
 
 
+def wants_gradient(*tensors):
+    """Whether a backward may follow, for what a call keeps for it or not: a backward does without, too."""
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
 def kind(t):
     return f"a tensor of dtype {_shared.dtype_name(t)}" if isinstance(t, torch.Tensor) else type(t).__name__
 

@@ -89,9 +89,11 @@ class _Norm(torch.nn.Module):
 
     def normed(self, function, x, residual, options):
         weight, bias = (t if t is None else t.flatten() for t in (self.weight, self.bias))
+        dims = len(self.normalized_shape)
         residual = residual if residual is None else self.rows("residual", residual)
         found = function(self.rows("x", x), weight, bias, residual=residual, eps=self.eps, **options)
-        return (tuple(t.view(x.shape) for t in found) if isinstance(found, tuple) else found.view(x.shape))
+        wide = lambda t: t.view(x.shape) if t.dim() > x.dim() - dims else t  # noqa: E731   of rows there is one number
+        return tuple(map(wide, found)) if isinstance(found, tuple) else wide(found)
 
     def extra_repr(self):
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.weight is not None}"
@@ -99,7 +101,7 @@ class _Norm(torch.nn.Module):
 
 class LayerNorm(_Norm):
     """torch.nn.LayerNorm's arguments and state dict. forward(x, residual=None, **options): as `margay.layer_norm`,
-    whose options are prenorm, dropout_p, residual_in_fp32, seed and generator."""
+    whose options are prenorm, dropout_p, residual_in_fp32, seed, generator, out_dtype and out_scale."""
 
     def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None):
         super().__init__(normalized_shape, eps, elementwise_affine, elementwise_affine and bias, device, dtype)

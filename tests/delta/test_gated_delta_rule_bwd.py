@@ -6,7 +6,7 @@ import torch
 
 import margay as mg
 from cases import DEVICES, check_error
-from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip
+from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip, with_and_without
 from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, rounding, strength, worst_products
 from margay import _op
 
@@ -200,6 +200,121 @@ def test_nothing(device):
     assert torch.equal(grads[5][0], dlast[0])
 
 
+# ---- what the forward keeps: factors of norms, matrices of chunks
+
+def arguments(given, starts=None, **numbers):
+    """Of the operators, without what is kept: tensors, numbers."""
+    q, k, v, g, beta, state, a_log, dt_bias = (None if t is None else t.detach() for t in (*given, None, None)[:8])
+    starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=q.device)
+    numbers = dict(scale=0.0, beta_form=0, l2norm=False, state_v_first=False, form=0) | numbers
+    tensors = q, k, v, None if g is None else g.float(), beta.float(), a_log, dt_bias, state, starts
+    return tensors, tuple(numbers.values())
+
+
+def kept_and_made(given, dout, dlast, **options):
+    tensors, numbers = arguments(given, **options)
+    return with_and_without("gated_delta_rule", tensors, numbers, (dout.to(tensors[0].dtype), dlast))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_kept(device, dtype):
+    """Gradients are the same, bit by bit, with what the forward kept and without: of whole chunks and others, of packed
+    rows, with norms and gates as models have them. One kernel keeps no matrices."""
+    skip(device, dtype)
+    dtype = getattr(torch, dtype)
+    for seed, (b, steps, h, hv, d, dv, rows, starts, numbers) in enumerate((
+            (2, 200, 1, 2, 100, 72, None, None, dict()), (1, 128, 2, 2, 64, 64, None, None, dict(l2norm=True)),
+            (1, 300, 1, 2, 128, 40, 4, (0, 70, 70, 134, 290), dict(l2norm=True, form=2)),
+            (1, 1100, 1, 1, 40, 100, None, None, dict(form=3, state_v_first=True)),
+            (1, 100, 1, 2, 64, 64, None, None, dict(l2norm=True, form=1)),
+            (3, 70, 1, 12, 16, 16, None, None, dict(scale=0.5)))):
+        given, dout, dlast = inputs("usual", seed, b, steps, h, hv, d, dv, dtype=dtype, device=device, rows=rows)
+        if numbers.get("state_v_first"):
+            given[5], dlast = given[5].detach().mT.contiguous(), dlast.mT.contiguous()
+        if numbers.get("l2norm"):
+            given += [torch.zeros(hv, device=device), torch.ones(hv, device=device)]
+        norms, *matrices = kept_and_made(given, dout, dlast, starts=starts, **numbers)
+        rule_rows = b if starts is None else len(starts) - 1
+        prepared = numbers.get("form", 0) > 1 or not numbers.get("form") and rule_rows * hv <= 33
+        chunks = -(-steps // 64) if starts is None else steps // 64 + rule_rows
+        assert norms.shape == (2 * numbers.get("l2norm", False), b, h, steps)
+        assert all(t.shape == (b, hv, 64 * chunks * prepared, 64) for t in matrices)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_kept(device):
+    """Calls without a gradient keep nothing. Others keep 16 KB for each chunk and head of few heads, and no matrix of
+    many, for as many backward passes as come; less where the call is computed again."""
+    from torch.utils.checkpoint import checkpoint
+
+    packed = []
+
+    def pack(t):
+        packed.append(t)
+        return t
+
+    def kept():
+        inputs = {t.data_ptr() for t in given if t is not None}
+        found = sum(t.numel() * t.element_size() for t in packed if t.data_ptr() not in inputs)
+        packed.clear()
+        return found
+
+    for heads, matrices in ((4, 4 * 4 * 2), (34, 0)):
+        given, dout, dlast = inputs("mild", 4, 1, 200, 2, heads, 64, 64, dtype=torch.bfloat16, device=device)
+        given[4] = given[4].detach().float().requires_grad_()
+        norms = 2 * 2 * 200 * 4
+        options = dict(use_qk_l2norm=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            with torch.no_grad():
+                assert run(*given, **options)[0].grad_fn is None
+            with torch.inference_mode():
+                run(*given, **options)
+            assert run(*(t if t is None else t.detach() for t in given), **options)[0].grad_fn is None
+            assert not packed
+            results = run(*given, **options)
+        assert kept() == norms + matrices * 64 * 64 * 2
+        first = torch.autograd.grad(results, given, (dout, dlast), retain_graph=True)
+        for a, b in zip(first, torch.autograd.grad(results, given, (dout, dlast))):
+            assert torch.equal(a, b)
+        again = checkpoint(lambda *given: run(*given, **options), *given, use_reentrant=False)
+        for a, b in zip(first, torch.autograd.grad(again, given, (dout, dlast))):
+            assert torch.equal(a, b)
+        if device == "cuda":
+            with torch.no_grad():
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                results = run(*given, **options)
+                blocks = [-(-t.numel() * t.element_size() // 512) * 512 for t in results]
+                assert torch.cuda.memory_allocated() - before == sum(blocks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operator(device):
+    """As torch.compile and transforms see it. A backward under autocast computes in the forward's dtype."""
+    given, dout, dlast = inputs("mild", 4, 1, 150, 1, 2, 64, 64, dtype=torch.bfloat16, device=device)
+    given[4] = given[4].detach().float().requires_grad_()
+    tensors, numbers = arguments(given, l2norm=True)
+    _op.for_torch("gated_delta_rule")
+    tensors = [None if t is None else t.requires_grad_() for t in tensors]
+    torch.library.opcheck(torch.ops.margay.gated_delta_rule.default, (*tensors, *numbers))
+    call = lambda *given: run(*given, use_qk_l2norm=True)  # noqa: E731
+    want = gradients(call(*given), given, dout, dlast)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for a, b in zip(want, gradients(compiled(*given), given, dout, dlast)):
+        assert torch.equal(a, b)
+    results, vjp = torch.func.vjp(call, *given)
+    other = torch.float16 if device == "cpu" else torch.bfloat16
+    for dtype in (None, torch.float16, other):
+        with torch.autocast(device, dtype, enabled=dtype is not None):
+            found = vjp((dout.to(results[0].dtype), dlast))
+        for a, b in zip(want, found):
+            assert torch.equal(a, b), dtype
+    pairs = torch.stack((dout, 2 * dout)).to(results[0].dtype), torch.stack((dlast, 2 * dlast))
+    for a, b in zip(want, torch.func.vmap(vjp)(pairs)):
+        assert torch.equal(a, b[0])
+
+
 @pytest.mark.gpu
 def test_segments():
     """Heads have the gradients that they have alone where the scratch does not hold the states of all steps."""
@@ -210,6 +325,7 @@ def test_segments():
     alone = gradients(run(*part), part, cut(dout, 2), cut(dlast, 1))
     for i, name in enumerate(GRADIENTS[:6]):
         assert torch.equal(cut(whole[i], 1 if i == 5 else 2), alone[i]), name
+    kept_and_made(given, dout, dlast, form=2)
 
 
 def check_random(p):

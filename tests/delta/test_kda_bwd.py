@@ -6,8 +6,9 @@ import torch
 
 import margay as mg
 from cases import DEVICES, check_error
-from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip
+from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip, with_and_without
 from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, recurrence, rounding, strength
+from margay import _op
 from margay._shared import of_row
 
 STEPS = (1, 15, 16, 17, 63, 64, 65, 130)
@@ -232,6 +233,62 @@ def test_segments(device):
     for name, whole, x, y in zip(GRADIENTS, found[:5], first, last):
         assert torch.equal(whole, torch.cat((x, y), 1)), name
     assert torch.equal(found[5], first[5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_kept(device, dtype):
+    """Gradients are the same, bit by bit, with the matrices that the forward kept and without: of steep gates and
+    others, of packed rows, of heads that share keys, and where scratch is for some chunks at a time."""
+    skip(device, dtype)
+    dtype = getattr(torch, dtype)
+    for name, b, steps, h, hv, d, dv, rows, starts, numbers in (
+            ("usual", 2, 200, 1, 2, 100, 72, None, None, dict()),
+            ("to -20", 1, 128, 2, 2, 64, 64, None, None, dict(l2norm=True, beta_form=2)),
+            ("one stays", 1, 300, 1, 2, 128, 40, 4, (0, 70, 70, 134, 290), dict(l2norm=True)),
+            ("mild", 1, 2060 * 64 + 5, 1, 1, 8, 16, None, None, dict(form=3))):
+        if steps > 10000 and dtype != torch.bfloat16:
+            continue
+        inputs, dout, dlast = problem(name, 2, b, steps, h, hv, d, dv, rows=rows, dtype=dtype, device=device)
+        q, k, v, g, beta, state = inputs
+        starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
+        numbers = dict(scale=0.0, lower_bound=0.0, beta_form=0, l2norm=False, state_v_first=False, form=0) | numbers
+        tensors, grads = (q, k, v, g, beta, None, None, state, starts), (dout.to(dtype), dlast)
+        kept = with_and_without("kda", tensors, (*numbers.values(), True), grads)
+        chunks = -(-steps // 64) if starts is None else steps // 64 + rows
+        assert all(t.shape == (b, hv, 64 * chunks, 64) for t in kept)
+        found = torch.ops.margay.kda(*tensors, *numbers.values())
+        assert not any(t.numel() for t in found[2:])
+        for x, y in zip(found[:2], torch.ops.margay.kda(*tensors, *numbers.values(), True)):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_kept(device):
+    """16 KB for each chunk and head where a gradient is wanted, by whatever asks for it; else nothing."""
+    _op.for_torch("kda")
+    (q, k, v, g, beta, state), dout, _ = problem("mild", 4, 1, 200, 1, 2, 64, 64, device=device)
+    sizes, inputs = [], {t.data_ptr() for t in (q, k, v, g, beta, state)}
+
+    def pack(t):
+        if t.data_ptr() not in inputs:
+            sizes.append(t.numel() * t.element_size())
+        return t
+
+    def call(k):
+        return mg.kda(q, k, v, g, beta.float(), initial_state=state)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        assert call(k).grad_fn is None and not sizes
+        k.requires_grad_()
+        with torch.no_grad():
+            assert call(k).grad_fn is None and not sizes
+        out = call(k)
+    assert sum(sizes) == 4 * 2 * 2 * 64 * 64 * 2 + beta.numel() * 4
+    want, = torch.autograd.grad(out, k, dout.to(out.dtype))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(k), k, dout.to(out.dtype))[0], want)
+    _, vjp = torch.func.vjp(call, k.detach())
+    assert torch.equal(vjp(dout.to(out.dtype))[0], want)
 
 
 def without(dtype):

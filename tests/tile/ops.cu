@@ -3,8 +3,10 @@
 #include "tile/tile.h"
 #include "tile/channels.h"
 #include "tile/dots.h"
+#include "tile/halves.h"
 #include "tile/levels.h"
 #include "tile/matrix.h"
+#include "tile/numbers.h"
 #include "tile/slices.h"
 #include "tile/triangle.h"
 
@@ -345,6 +347,11 @@ SHAPE TILE void map_form(const op_params &p, TILES &s, int) {
     fill(y, 1.f);
     scale_rows(t, y);
   }
+  if (I == 18) {                        // NaN in the rows that are cleared
+    map_row(t, y, [](float a, float b) { return b > 0.f ? a : infinity() - infinity(); });
+    map(y, y, [](float a) { return a > 0.f ? a : 0.f; });
+    scale_or_clear(t, y);
+  }
   if (I == 10) tril(t, 3, -infinity());
   if (I == 11) triu(t, -5, 7.f);
   if (I == 12) {
@@ -481,6 +488,39 @@ SHAPE TILE void accumulators(const op_params &p, TILES &s, int) {
   wg_sync();
   load_acc(u, acc);
   store(p.out, N, u, 64, N);
+}
+SHAPE TILE void half_form(const op_params &p, TILES &s, int) {
+  rt<float, 64> t;
+  rt<float, 32> even, odd;
+  rt<fp16, 64> h, k;
+  rt<fp16, 32> first, second;
+  rv y;
+  float *acc = p.out + 64 * N;
+  sem_wait(s.full, 0);
+  outer(t, p, s.v);
+  load(y, p.y, 64, 0.f);
+  convert(h, t);
+  convert(k, t);
+  if (I == 0) {
+    each_half<64>([](half &a, half &b, half row, half col) {
+      a = fused(a, row, -(b * col));
+      b = half_of(2.f) + b - row;
+    }, h, k, y, s.v);
+    each_half<64>([](half &a, half b) { a = a * half_of(4.f) + b; }, h, (const rt<fp16, 64> &)k);
+    convert(t, h);
+    store(p.out, N, t, 64, N);
+    return;
+  }
+  map(t, [](float a) { return halves(a, 2.f * a); });
+  store_acc(acc, t);
+  wg_sync();
+  load_acc(even, odd, acc);
+  if (I == 2) map(even, odd, [](float, float a) { return a; });
+  unpack_halves(first, second, even, I == 2);
+  convert(even, first);
+  convert(odd, second);
+  store(p.out, N, even, 64, 32);
+  store(p.out + 32, N, odd, 64, 32);
 }
 SHAPE TILE void float_rows(const op_params &p, TILES &s, int) {
   rt<float, N> t, u;
@@ -820,70 +860,78 @@ TILE void own_group(const op_params &p, own_shared &s, int) {
 }
 
 // ---- decays of channels: sums down the columns of e, whose rows begin `col` apart, with biases x and steps y
-template<int C> struct channels_shared {
-  ct<C> l;
-  st<elem, 32, C> groups[4];
-  st<elem, 64, 64> a;
-  sv<C> between[3];
-  sem full;
+struct channels_shared {
+  ct l;
+  cg groups;
+  st<elem, 32, 64> left[4];
+  handed sums;
 };
-template<int C> TILE void channels_init(channels_shared<C> &s) { sem_init(s.full, arrivals(1, 0, 0)); }
-template<int C> TILE void channels_loader(const op_params &p, channels_shared<C> &s, int) {
-  sem_expect(s.full, tile_bytes(s.a));
-  tma_load(s.a, p.a, s.full, p.row, 0, 0, 0);
-}
-template<int C> TILE void channels_group(const op_params &p, channels_shared<C> &s, int) {
-  hm<C> x;
-  hv<C> v, end, least;
+TILE void channels_init(channels_shared &) {}
+TILE void channels_group(const op_params &p, channels_shared &s, int) {
+  const by_group middle = {s.groups.middle}, end = {s.groups.end};
+  hm x;
+  hv v, all;
   rv steps;
+  rt<float, 64> a, b;
+  rt<elem, 64> d;
+  rt<float, 16> t, u;
   float *out = p.out;
+  auto half = [](float x) { return 0.5f * x; };
   load(x, p.e, p.col, p.m, p.n);
   load(v, p.x, p.n);
   map(x, v, p.m, [](float x, float v) { return x + v; });
-  least_of(least, x);
-  sum_down(s.l, end, x, -1.f, s.between, [](float x) { return 0.5f * x; });
-  store(out, end, C - 3);
-  store(out + C, least, C);
-  bool below = any(least, [](float x) { return x < -2.f; }), all = any(v, [](float x) { return x < 100.f; });
-  fill(v, below + 2.f * all + 4.f * any(end, [](float x) { return x > 1000.f; }));
+  bool none = sum_down(s.l, s.groups, all, x, -100.f, half);
+  wg_sync();
+  bool some = sum_down(s.l, s.groups, all, x, -1.f, half);
+  wg_sync();
+  store(out, all, 61);
+  fill(v, some + 2.f * none);
   map(v, v, [](float x) { return x + 0.5f; });
-  store(out + 2 * C, v, C);
+  store(out + 64, v, 64);
   load_steps(steps, p.y, 3, p.m);
-  store_steps(out + 3 * C, steps, 2, p.m);
-  out += 3 * C + 128;
-  rt<float, 64> a, b;
-  rt<float, 32> t;
-  for (int c = 0; c < C; c += 64, out += 4 * 4096) {
-    load(a, s.l, c);
-    store(out, 64, a, 64, 64);
-    load_from_middle(b, s.l, c);
-    store(out + 4096, 64, b, 64, 64);
-    store_groups(s.groups, 0, a, c);
-    store_groups(s.groups, 1, b, c);
-    map_last_row(a, s.l, c, [](float x, float y) { return 2.f * x - y; });
-    store(out + 2 * 4096, 64, a, 64, 64);
-    rt<elem, 64> d;
-    if (c == 0) sem_wait(s.full, 0);
-    carry_to_group(b, s.between[1 + c / 64], c, 1 + c / 64);
-    convert_group(d, b, 1 + c / 64);
-    wg_sync();
-    if (c + 64 == C) {
-      store(s.a, d);
-      load(a, s.a);
-      store(out + 3 * 4096, 64, a, 64, 64);
-    }
-  }
-  fill(a, 1.f);
-  fill(b, 2.f);
-  map_rc(a, [](float, int row, int col) { return row + 100.f * col; });
-  fill(t, 0.f);
-  map_rc(t, [](float, int row, int col) { return -row - 100.f * col; });
-  put_group(a, b, t, 2);
+  store_steps(out + 128, steps, 2, p.m);
+  out += 256;
+  load(a, s.l);
   store(out, 64, a, 64, 64);
+  fill(b, 0.f);
+  for (int c = 0; c < 64; c += 16) {
+    fill(t, 0.f);
+    each_part(c, [](int, int, float &t, float &b, float l, float middle) {
+      t = l;
+      b = l + middle;
+    }, t, b, s.l, middle);
+    store_groups(s.left, 0, t, c);
+    each_part(c, [](int, int, float &t, float l) { t = 2.f * l; }, t, s.l);
+    store_groups(s.left, 1, t, c);
+  }
   store(out + 4096, 64, b, 64, 64);
+  for (int c = 0; c < 64; c += 16)
+    each_part(c, [](int, int, float &b, float l, float end) { b = end - l; }, b, (const rt<float, 64> &)a, end);
+  store(out + 2 * 4096, 64, b, 64, 64);
+  carry_to_group(a, s.groups.between[1], 2);
+  store(out + 3 * 4096, 64, a, 64, 64);
+  convert_group(d, a, 2);
+  for (int c = 0; c < 64; c += 16)
+    each_part(c, [](int, int, float &b, float d) { b = d; }, b, (const rt<elem, 64> &)d);
+  store(out + 4 * 4096, 64, b, 64, 64);
   fence_async();
   wg_sync();
-  for (int g = 0; g < 4; g++) tma_store(p.c, s.groups[g], 32 * g, 0, 0, 0);
+  mma_fence();
+  mma_ABt_halves(t, u, d, s.left[1]);
+  mma_commit();
+  mma_wait<0>(t, u, d);
+  fill(a, 1.f);
+  put_group(a, t, 3);
+  store(out + 5 * 4096, 64, a, 64, 64);
+  hand_over(s.sums, t, 0);
+  hand_over(s.sums, t, 1);
+  hand_over(s.sums, t, 2);
+  hand_over(s.sums, u, 3);
+  wg_sync();
+  fill(a, 2.f);
+  add(a, s.sums);
+  store(out + 6 * 4096, 64, a, 64, 64);
+  for (int g = 0; g < 4; g++) tma_store(p.c, s.left[g], 32 * g, 0, 0, 0);
   tma_store_wait();
 }
 
@@ -1286,12 +1334,8 @@ typedef block<op_params, levels_shared, levels_init, role<levels_group, WARPGROU
 RUN_OP(levels, levels_kernel)
 typedef block<op_params, own_shared, own_init, role<own_group, WARPGROUP, 1, 0>> own_kernel;
 RUN_OP(own, own_kernel)
-#define CHANNELS(C)                                                                                                    \
-  typedef block<op_params, channels_shared<C>, channels_init<C>, role<channels_group<C>, WARPGROUP, 1, 0>,             \
-                role<channels_loader<C>, THREAD, 1, 0>> channels_##C##_kernel;                                         \
-  RUN_OP(channels_##C, channels_##C##_kernel)
-CHANNELS(64)
-CHANNELS(128)
+typedef block<op_params, channels_shared, channels_init, role<channels_group, WARPGROUP, 1, 0>> channels_kernel;
+RUN_OP(channels, channels_kernel)
 typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<FOURS>, WARPGROUP, 1, 0>> matrix_fours_kernel;
 RUN_OP(matrix_fours, matrix_fours_kernel)
 typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<ONES>, WARPGROUP, 1, 0>> matrix_ones_kernel;

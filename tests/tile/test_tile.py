@@ -324,7 +324,7 @@ def check_form(c):
     t64 = t.astype(np.float64)
     below = np.arange(c.N)[None, :] - np.arange(64)[:, None]   # col - row
     want = [t64 * u - u, t64 * y, t64 * x, t64 * x, t64 * u - x, t64 * u - x,
-            None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, *[None] * 5][c.I]
+            None, None, t64 * y, t64, None, None, t64 + t64 * y - 1, *[None] * 5, t64 * np.maximum(y, 0)][c.I]
     if c.I == 10:
         return same(c.matrix(), np.where(below > 3, -np.inf, t))
     if c.I == 11:
@@ -405,6 +405,16 @@ def check_accumulators(c):
     same(c.matrix(), want)
 
 
+def check_halves(c):
+    """Sums of products may be rounded to float32 before fp16: an error of one place of the largest number."""
+    t, row, col = (x.astype(np.float16).astype(np.float64) for x in (c.t(), c.y[:, None], c.x[None, :]))
+    if c.I:
+        half = t[:, c.I - 1::2]
+        return same(c.matrix(), np.hstack((half, (2 if c.I == 1 else -2) * half)).astype(np.float32))
+    size = np.abs(t)
+    close(c.matrix(), 4 * (t * row - t * col) + 2 + t - row, 10 + 9 * size * (np.abs(row) + np.abs(col)) + size, 2**-10)
+
+
 def check_float_rows(c):
     want = c.t()
     want[50:], want[:, -3:] = 0, 0
@@ -455,7 +465,8 @@ def carried(t, elem):
 CHECKS = {"slice_form": check_slices, "inverse_form": check_inverse, "map_scalar": check_scalar,
           "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
           "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced,
-          "accumulators": check_accumulators, "scalars": check_scalars, "float_rows": check_float_rows}
+          "accumulators": check_accumulators, "half_form": check_halves,
+          "scalars": check_scalars, "float_rows": check_float_rows}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: "_".join(map(str, r)))
@@ -624,52 +635,48 @@ def test_warp(ops):
     assert np.isnan(np.delete(r[512:], np.arange(0, 150, 3))).all()
 
 
-@pytest.mark.parametrize("c, m, n", ((64, 64, 64), (128, 50, 120), (128, 64, 128), (64, 1, 3)))
-def test_channels(ops, c, m, n):
-    """Sums down the columns, what is loaded of them, and tiles that are weighted with them."""
-    rng = np.random.default_rng(c + m)
-    e, ld = random(rng, ops.elem, 64 * 160), 150
-    x, y = rng.standard_normal(c).astype(np.float32), rng.standard_normal(64 * 3).astype(np.float32)
-    a, stored = random(rng, ops.elem, 1, 1, 64, 64), random(rng, ops.elem, 1, 1, 128, c)
-    out = np.full(3 * c + 128 + 4 * 4096 * (c // 64) + 2 * 4096, np.nan, np.float32)
-    r = ops.run(f"channels_{c}", {"a": (a, 64), "c": (stored, 32)}, {"x": x, "y": y, "e": e, "out": out}, row=0, col=ld,
-                m=m, n=n)
-    place = ld * np.arange(64)[:, None] + np.arange(c)[None, :]
-    given, bias = decode(e, ops.elem)[np.minimum(place, e.size - 1)], np.where(np.arange(c) < n, x, 0)
-    given = np.where((np.arange(64)[:, None] < m), np.where(np.arange(c) < n, given, 0) + bias, 0)
+@pytest.mark.parametrize("m, n", ((64, 64), (50, 60), (1, 3)))
+def test_channels(ops, m, n):
+    """Sums down the columns, what is loaded of them, tiles that are weighted with them, and products in two halves."""
+    rng = np.random.default_rng(m)
+    e, ld = random(rng, ops.elem, 64 * 90), 80
+    x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(64 * 3).astype(np.float32)
+    stored = random(rng, ops.elem, 1, 1, 128, 64)
+    out = np.full(256 + 7 * 4096, np.nan, np.float32)
+    r = ops.run("channels", {"c": (stored, 32)}, {"x": x, "y": y, "e": e, "out": out}, row=0, col=ld, m=m, n=n)
+    place = ld * np.arange(64)[:, None] + np.arange(64)[None, :]
+    given, bias = decode(e, ops.elem)[place], np.where(np.arange(64) < n, x, 0)
+    given = np.where((np.arange(64)[:, None] < m), np.where(np.arange(64) < n, given, 0) + bias, 0)
     l = np.cumsum(np.maximum(given, -1), 0, dtype=np.float64)
-    got, end, least, flags = r["out"], *(r["out"][i * c:][:c] for i in range(3))
+    got, end, flags = r["out"], r["out"][:64], r["out"][64:128]
     close(end[:-3], l[-1, :-3], 256, 1e-6)
     assert np.isnan(end[-3:]).all()
-    same(least, np.minimum(given.min(0), 0).astype(np.float32))
-    same(flags, np.full(c, (given.min() < -2) + 2 + 0.5, np.float32))
-    steps = np.where(np.arange(64) < m, y[::3], 0)
-    same(got[3 * c:][:128].reshape(64, 2)[:m, 0], y[::3][:m])
-    assert np.isnan(got[3 * c:][:128].reshape(64, 2)[m:]).all() and np.isnan(got[3 * c:][1:128:2]).all()
-    tiles = got[3 * c + 128:].reshape(-1, 64, 64)
+    same(flags, np.full(64, (given.min() < -1) + 0.5, np.float32))
+    steps = got[128:256].reshape(64, 2)
+    same(steps[:m, 0], y[::3][:m])
+    assert np.isnan(steps[m:]).all() and np.isnan(steps[:, 1]).all()
+    tiles = got[256:].reshape(-1, 64, 64)
     tolerance = {"bf16": 2.0**-8, "fp16": 2.0**-11, "float": 1e-6}[ops.elem]
     middles = (l[7::16] + l[8::16]) / 2
-    groups = decode(r["c"], ops.elem)[0, 0].reshape(4, 2, 16, c)
-    for i in range(c // 64):
-        part = l[:, 64 * i:64 * i + 64]
-        middle = np.repeat(middles[:, 64 * i:64 * i + 64], 16, 0)
-        close(tiles[4 * i], part, 256, 1e-6)
-        close(tiles[4 * i + 1], part - middle, 256, 1e-6)
-        close(tiles[4 * i + 2], 2 * part - part[-1], 512, 1e-6)
-        for half, want in enumerate((part, part - middle)):
-            close(groups[:, half, :, 64 * i:64 * i + 64], want.reshape(4, 16, 64), 1 + np.abs(want).reshape(4, 16, 64),
-                  tolerance + 1e-5)
-    group = c // 64
-    factor = (0.5 * (middles[group + 1] - middles[group])[-64:])**2
-    rows = np.arange(64)[:, None]
-    factor = np.where(rows < 16 * group, factor, 1)         # which sums' roundings grow by, too
-    want = factor * (part - middle) * (rows < 16 * (group + 1))
-    close(tiles[4 * (c // 64) - 1], want, 1 + np.abs(want) + 0.1 * factor, tolerance + 1e-4)
-    where, other = tiles[-2:]
-    new = -np.arange(64)[:, None] - 100 * np.arange(32)[None, :]
-    want = np.arange(64)[:, None] + 100 * np.arange(64)[None, :]
-    same(where, np.concatenate((want[:, :32], new[:, :16], want[:, 48:]), 1).astype(np.float32))
-    same(other, np.where(np.arange(64) // 16 == 2, np.pad(new[:, 16:], ((0, 0), (32, 16))), 2).astype(np.float32))
+    near = l - np.repeat(middles, 16, 0)
+    close(tiles[0], near, 256, 1e-6)
+    close(tiles[1], l, 256, 1e-6)
+    close(tiles[2], l[-1] - l, 512, 1e-6)
+    left = decode(r["c"], ops.elem)[0, 0].reshape(4, 2, 16, 64)
+    for half in range(2):
+        want = (1 + half) * near.reshape(4, 16, 64)
+        close(left[:, half], want, 1 + np.abs(want), tolerance + 1e-5)
+    factor, rows = (0.5 * (middles[2] - middles[1]))**2, np.arange(64)[:, None]
+    factor = np.where(rows < 32, factor, 1)                 # which sums' roundings grow by, too
+    close(tiles[3], factor * near, 1 + np.abs(factor * near) + 0.1 * factor, 1e-4)
+    want = tiles[3] * (rows < 48)
+    close(tiles[4], want, 1 + np.abs(want), tolerance)
+    halves = [tiles[4].astype(np.float64) @ left[1, half].T.astype(np.float64) for half in range(2)]
+    bound = 1e-5 * (1 + np.abs(tiles[4]).sum(1).max() * np.abs(left[1]).max())
+    close(tiles[5], np.concatenate((np.ones((64, 48)), halves[0]), 1), bound, 1)
+    want = 2 + np.concatenate((halves[0],) * 3 + (halves[1],), 1)
+    there = np.arange(64)[None, :] // 16 >= rows // 16
+    close(tiles[6] * there, want * there, bound, 1)
 
 
 @pytest.mark.parametrize("m, n", ((64, 64), (50, 40), (1, 3)))

@@ -1,45 +1,41 @@
 // Bodies of tile/channels.h.
 #pragma once
-template<int C> struct alignas(128) ct { CHANNEL_RULES(C); float d[64 * (C + 8)]; };
+enum { CT_ROW = 64 + 8 };
+struct alignas(128) ct { float d[64 * CT_ROW]; };
+struct cg { sv<64> sum[4], middle[4], end[4], between[3]; };
+struct alignas(128) handed { float d[4][64][16]; };
 #ifdef CHECK
-template<int C> struct hv { CHANNEL_RULES(C); alignas(64) float d[C]; state_of_registers state; };
-template<int C> struct hm { CHANNEL_RULES(C); alignas(64) float d[64][C]; state_of_registers state; };
+struct hv { alignas(64) float d[64]; state_of_registers state; };
+struct hm { alignas(64) float d[64][64]; state_of_registers state; };
 #else
-template<int C> struct hv { CHANNEL_RULES(C); alignas(64) float d[C]; };
-template<int C> struct hm { CHANNEL_RULES(C); alignas(64) float d[64][C]; };
+struct hv { alignas(64) float d[64]; };
+struct hm { alignas(64) float d[64][64]; };
 #endif
 
-template<int C> TILE void fill(hv<C> &v, float x) {
+TILE void fill(hv &v, float x) {
   writes(v);
-  for (int c = 0; c < C; c++) v.d[c] = x;
+  for (int c = 0; c < 64; c++) v.d[c] = x;
 }
-template<int C> TILE void load(hv<C> &v, const float *g, int n) {
-  n = n < C ? n : C;
+TILE void load(hv &v, const float *g, int n) {
+  n = n < 64 ? n : 64;
   touches_global(g, n * sizeof(float), GLOBAL_READ);
   writes(v);
-  for (int c = 0; c < C; c++) v.d[c] = c < n ? g[c] : 0.f;
+  for (int c = 0; c < 64; c++) v.d[c] = c < n ? g[c] : 0.f;
 }
-template<int C> TILE void store(float *g, const hv<C> &v, int n) {
-  n = n < C ? n : C;
+TILE void store(float *g, const hv &v, int n) {
+  n = n < 64 ? n : 64;
   reads(v);
   touches_global(g, n * sizeof(float), GLOBAL_WRITE);
   memcpy(g, v.d, n * sizeof(float));
 }
-template<int C, class F> __attribute__((flatten)) TILE void map(hv<C> &d, const hv<C> &a, F f) {
+template<class F> __attribute__((flatten)) TILE void map(hv &d, const hv &a, F f) {
   reads(a);
   writes(d);
-  for (int c = 0; c < C; c++) d.d[c] = f(a.d[c]);
+  for (int c = 0; c < 64; c++) d.d[c] = f(a.d[c]);
 }
-template<int C, class F> TILE bool any(const hv<C> &v, F f) {
-  reads(v);
-  bool all = false;
-  for (int c = 0; c < C; c++) all = all || f(v.d[c]);
-  wg_sync();
-  return all;
-}
-template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int m, int n) {
+template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n) {
   writes(x);
-  n = n < C ? n : C;
+  n = n < 64 ? n : 64;
   memset((void *)x.d, 0, sizeof x.d);
   for (int i = 0; i < 64 && i < m; i++) {
     touches_global(g + i * ld, n * sizeof(T), GLOBAL_READ);
@@ -47,74 +43,64 @@ template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int
   }
 }
 template<typename T> TILE void prefetch(const T *, int64_t, int, int) {}
-template<int C, class F> __attribute__((flatten)) TILE void map(hm<C> &x, const hv<C> &v, int m, F f) {
+template<class F> __attribute__((flatten)) TILE void map(hm &x, const hv &v, int m, F f) {
   reads(v);
   changes(x);
   for (int i = 0; i < 64 && i < m; i++) {
 #pragma GCC ivdep
-    for (int c = 0; c < C; c++) x.d[i][c] = f(x.d[i][c], v.d[c]);
+    for (int c = 0; c < 64; c++) x.d[i][c] = f(x.d[i][c], v.d[c]);
   }
 }
-template<int C> TILE void least_of(hv<C> &d, const hm<C> &x) {
-  reads(x);
-  writes(d);
-  for (int c = 0; c < C; c++) d.d[c] = 0.f;
-  for (int i = 0; i < 64; i++)
-    for (int c = 0; c < C; c++) d.d[c] = x.d[i][c] < d.d[c] ? x.d[i][c] : d.d[c];
-}
-template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low) {
+template<class F>
+__attribute__((flatten)) TILE bool sum_down(ct &s, cg &groups, hv &end, const hm &x, float low, F f) {
+  bool less = false;
   reads(x);
   writes(end);
+  writes_shared(groups.sum[0], whole(groups.sum));
+  for (int c = 0; c < 64; c++) end.d[c] = 0.f;
+  for (int g = 0; g < 4; g++) {
+    float sum[16][64], middle[64];
+    for (int i = 0; i < 16; i++)
+      for (int c = 0; c < 64; c++) {
+        float y = x.d[16 * g + i][c];
+        less = less || y < low;
+        sum[i][c] = (i ? sum[i - 1][c] : 0.f) + (y < low ? low : y);
+      }
+    for (int c = 0; c < 64; c++) {
+      middle[c] = 0.5f * (sum[7][c] + sum[8][c]);
+      groups.middle[g].d[c] = end.d[c] + middle[c];
+      end.d[c] += sum[15][c];
+      groups.end[g].d[c] = sum[15][c] - middle[c];
+      for (int b = 0; b < g; b++) groups.end[b].d[c] += sum[15][c];
+      if (g > 0) groups.between[g - 1].d[c] = f(groups.between[g - 1].d[c] + middle[c]);
+      if (g < 3) groups.between[g].d[c] = sum[15][c] - middle[c];
+    }
+    for (int i = 0; i < 16; i++)
+      for (int c = 0; c < 64; c++) s.d[(16 * g + i) * CT_ROW + c] = sum[i][c] - middle[c];
+  }
+  wg_sync();
   writes_shared(*(const sv<32> *)&s, whole(s));
-  for (int c = 0; c < C; c++) end.d[c] = 0.f;
-  for (int i = 0; i < 64; i++) {
-    for (int c = 0; c < C; c++) end.d[c] += x.d[i][c] < low ? low : x.d[i][c];
-    memcpy(s.d + i * (C + 8), end.d, C * sizeof(float));
-  }
+  writes_shared(groups.sum[0], whole(groups));
+  return less;
 }
-template<int C, class F>
-__attribute__((flatten)) TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, sv<C> (&between)[3], F f) {
-  sum_down(s, end, x, low);
-  writes_shared(between[0], whole(between[0]));
-  writes_shared(between[1], whole(between[1]));
-  writes_shared(between[2], whole(between[2]));
-  for (int g = 0; g < 3; g++) {
-    const float *m = s.d + (16 * g + 7) * (C + 8), *n = m + 16 * (C + 8);
-#pragma GCC ivdep
-    for (int c = 0; c < C; c++) between[g].d[c] = f(0.5f * (n[c] + n[c + C + 8]) - 0.5f * (m[c] + m[c + C + 8]));
-  }
-}
-template<int C> TILE region rows_of(const ct<C> &s, int row, int rows, int c0, int cols) {
-  return {s.d + row * (C + 8) + c0, rows, (C + 8) * (int)sizeof(float), cols * (int)sizeof(float)};
-}
-template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0) {
-  reads_shared(rows_of(s, 0, 64, c0, 64));
+TILE void load(rt<float, 64> &t, const ct &s) {
+  reads_shared(whole(s));
   writes(t);
-  for (int r = 0; r < 64; r++) memcpy(t.d[r], s.d + r * (C + 8) + c0, sizeof t.d[r]);
+  for (int r = 0; r < 64; r++) memcpy(t.d[r], s.d + r * CT_ROW, sizeof t.d[r]);
 }
-template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0) {
-  reads_shared(rows_of(s, 0, 64, c0, 64));
-  writes(t);
-  for (int r = 0; r < 64; r++) {
-    const float *x = s.d + r * (C + 8) + c0, *m = s.d + (r / 16 * 16 + 7) * (C + 8) + c0;
-    for (int c = 0; c < 64; c++) t.d[r][c] = x[c] - 0.5f * (m[c] + m[c + C + 8]);
-  }
+TILE void part_uses(ct &s, int c0) {
+  reads_shared({s.d + c0, 64, CT_ROW * (int)sizeof(float), 16 * (int)sizeof(float)});
 }
-template<int C, class F>
-__attribute__((flatten)) TILE void map_last_row(rt<float, 64> &t, const ct<C> &s, int c0, F f) {
-  reads_shared(rows_of(s, 63, 1, c0, 64));
-  changes(t);
-  const float *last = s.d + 63 * (C + 8) + c0;
-  for (int r = 0; r < 64; r++) {
-#pragma GCC ivdep
-    for (int c = 0; c < 64; c++) t.d[r][c] = f(t.d[r][c], last[c]);
-  }
+TILE own_places<const float> part_row(const ct &s, int r, int c0) { return {s.d + r * CT_ROW + c0}; }
+TILE void part_uses(const by_group &g, int c0) {
+  for (int i = 0; i < 4; i++) part_uses(g.v[i], c0);
 }
-template<int C> TILE void carry_to_group(rt<float, 64> &x, const sv<C> &f, int c0, int group) {
-  reads_shared({f.d + c0, 1, 0, 64 * (int)sizeof(float)});
+TILE own_places<const float> part_row(const by_group &g, int r, int c0) { return {g.v[r / 16].d + c0}; }
+TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group) {
+  reads_shared(whole(f));
   changes(x);
   for (int r = 0; r < 16 * group; r++)
-    for (int c = 0; c < 64; c++) x.d[r][c] = x.d[r][c] * f.d[c0 + c] * f.d[c0 + c];
+    for (int c = 0; c < 64; c++) x.d[r][c] = x.d[r][c] * f.d[c] * f.d[c];
 }
 template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group) {
   reads(x);
@@ -122,18 +108,40 @@ template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &
   memset((void *)d.d, 0, sizeof d.d);
   narrow_row(d.d[0], x.d[0], 64 * 16 * (group + 1));
 }
-template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int half, const rt<float, 64> &t, int c0) {
+template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, const rt<float, 16> &t, int c0) {
   reads(t);
-  for (int w = 0; w < 4; w++) writes_shared(d[w], part(d[w], 16 * half, 16, c0, 64));
-  for (int r = 0; r < 64; r++) narrow_row(d[r / 16].d + (16 * half + r % 16) * C + c0, t.d[r], 64);
+  for (int w = 0; w < 4; w++) writes_shared(d[w], part(d[w], 16 * half, 16, c0, 16));
+  for (int r = 0; r < 64; r++) narrow_row(d[r / 16].d + (16 * half + r % 16) * 64 + c0, t.d[r], 16);
 }
-TILE void put_group(rt<float, 64> &a, rt<float, 64> &b, const rt<float, 32> &t, int group) {
+template<typename T>
+TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
+  issue_product<ZERO>(d, a, part(b, 0, 16, 0, 64), [=, &d, &e, &a, &b] {
+    alignas(64) float scratch[scratch_floats<T, 64>()];
+    rt<float, 32> both;
+    enum { DEPTH = 64 / word_of<T>::ELEMENTS };
+    product<ZERO, VW>(both, operand(a, scratch), packed<PACK_COLS>(b), DEPTH, DEPTH);
+    for (int r = 0; r < 64; r++) {
+      memcpy(d.d[r], both.d[r], sizeof d.d[r]);
+      memcpy(e.d[r], both.d[r] + 16, sizeof e.d[r]);
+    }
+  });
+  issue_product<ZERO>(e, a, part(b, 16, 16, 0, 64), [] {});
+}
+TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
   reads(t);
-  writes(a, b);
-  for (int r = 0; r < 64; r++) {
-    memcpy(a.d[r] + 16 * group, t.d[r], 16 * sizeof(float));
-    memcpy(b.d[r] + 16 * group, t.d[r] + 16, 16 * sizeof(float));
-  }
+  writes(d);
+  for (int r = 0; r < 64; r++) memcpy(d.d[r] + 16 * group, t.d[r], sizeof t.d[r]);
+}
+TILE void hand_over(handed &d, const rt<float, 16> &t, int group) {
+  reads(t);
+  writes_shared(*(const sv<32> *)&d, whole(d.d[group]));
+  for (int r = 0; r < 64; r++) memcpy(d.d[group][r], t.d[r], sizeof t.d[r]);
+}
+TILE void add(rt<float, 64> &t, const handed &s) {
+  reads_shared(whole(s));
+  changes(t);
+  for (int r = 0; r < 64; r++)
+    for (int c = r / 16 * 16; c < 64; c++) t.d[r][c] += s.d[c / 16][r][c % 16];
 }
 template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int n) {
   for (int r = 0; r < 64 && r < n; r++) touches_global(g + r * stride, sizeof(T), GLOBAL_READ);

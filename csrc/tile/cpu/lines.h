@@ -187,6 +187,32 @@ TILE void take_sums(lv &v, const sv<4> &d, int lines) {
   v.d[0] = lines == 1 ? d.d[0] + d.d[1] + (d.d[2] + d.d[3]) : d.d[0] + d.d[1];
   if (lines > 1) v.d[1] = d.d[2] + d.d[3];
 }
+TILE float most_of_parts(const lsum &s, int r) {
+  float x = 0.f;
+  for (float part : s.d[r]) x = x > part ? x : part;
+  return x;
+}
+TILE void reduce_most(lv &v, const lsum &s, int lines) {
+  reads(s);
+  writes(v);
+  for (int r = 0; r < MOST_LINES; r++) v.d[r] = r < lines ? most_of_parts(s, r) : 0.f;
+}
+TILE void put_most(sv<4> &d, const lsum &s) {
+  called_by<WARPGROUP>();
+  reads(s);
+  writes_shared(d, whole(d));
+  d.d[0] = most_of_parts(s, 0);
+  d.d[2] = most_of_parts(s, 1);         // 0 of one line
+  d.d[1] = d.d[3] = 0.f;
+}
+TILE void take_most(lv &v, const sv<4> &d, int lines) {
+  called_by<WARPGROUP>();
+  reads_shared(whole(d));
+  writes(v);
+  for (float &x : v.d) x = 0.f;
+  v.d[0] = lines == 1 && d.d[2] > d.d[0] ? d.d[2] : d.d[0];
+  if (lines > 1) v.d[1] = d.d[2];
+}
 TILE void put_columns(sv<256> &d, const lt<1> &t) {
   called_by<WARPGROUP>();
   reads(t);

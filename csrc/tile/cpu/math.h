@@ -98,6 +98,9 @@ MAP void map_row(rt<float, N> &d, const rt<float, N> &t, const rv &v, F f) {
 template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f) {
   map_row(t, f, [](float x, float y) { return x * y; });
 }
+template<int N> TILE void scale_or_clear(rt<float, N> &t, const rv &f) {
+  map_row(t, f, [](float x, float y) { return y == 0.f ? 0.f : x * y; });
+}
 MAP void map_col(rt<float, N> &t, const cv<N> &v, F f) {
   reads(v);
   changes(t);

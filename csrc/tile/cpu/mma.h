@@ -221,7 +221,7 @@ TILE void mma_AB(rt<float, N> &d, const st<T, 64, K> &a, const st<T, K, N> &b) {
 template<int A, typename T, int N, int K, int R>
 TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
   enum { E = word_of<T>::ELEMENTS };
-  begins_at(b, r0, 64);
+  begins_at(b, r0, 32);
   issue_product<A>(d, a, part(b, r0, K, 0, N), [=, &d, &a, &b] {
     alignas(64) float scratch[scratch_floats<T, K>()];
     product<A, PW>(d, operand(a, scratch), packed<PACK_ROWS>(b) + r0 / E * PW, R / E, K / E);

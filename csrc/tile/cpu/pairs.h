@@ -12,6 +12,7 @@ struct pa { alignas(64) float first[PAIRED_NUMBERS / 2], second[PAIRED_NUMBERS /
 struct pc { alignas(64) float d[PAIRED_NUMBERS]; PAIRS_STATE };
 template<int R> struct pr { float d[R][WARPGROUP]; PAIRS_STATE };
 #undef PAIRS_STATE
+struct alignas(128) ps { float d[PAIRED_NUMBERS]; };
 struct paired : pairing {};
 TILE paired paired_of(const pairing &p) { return {p}; }
 template<typename X> struct per_slot { X d[WARPGROUP]; };
@@ -137,4 +138,70 @@ __attribute__((flatten)) TILE void each_pair(pt<T> (&x)[R], const pa &a, const p
       for (int i = 2 * p.pairs; i < p.width; i++) g(u[i], w[i], of_row);
     }
   }
+}
+
+// ---- rows of two tensors
+template<int A, int R, typename T, class F, class G, class H>
+__attribute__((flatten)) TILE void dots(pr<R> &d, const pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a,
+                                        const pc &columns, const pr<R> &rows, const paired &p, F f, G g, H h) {
+  reads(a, columns, rows);
+  writes(d);
+  const float *w = columns.d;
+  for (int r = 0; r < R; r++) {
+    reads(x[r], u[r]);
+    for (int slot = 0; slot < slots_of(p); slot++) {
+      const float *v = x[r].d + slot * (16 << p.lanes_log2), *o = u[r].d + slot * (16 << p.lanes_log2),
+                  *first = a.first + slot * (8 << p.lanes_log2), *second = a.second + slot * (8 << p.lanes_log2);
+      const float row = rows.d[r][slot];
+      float parts[16] = {}, sum = 0.f;
+      for (int i = 0; i < p.pairs; i++)
+        parts[i % 16] += f(v[i], v[i + p.pairs], o[i], o[i + p.pairs], first[i], second[i], w[i], w[i + p.pairs], row);
+      for (int i = 2 * p.pairs; i < p.width; i++) parts[i % 16] += g(v[i], o[i], w[i], row);
+      for (float part : parts) sum += part;
+      d.d[r][slot] = h(sum);
+    }
+  }
+}
+// Sums are whole: of all slots.
+template<int A, int R, typename T, class F, class G>
+__attribute__((flatten)) TILE void each_pair(pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, const pc &columns,
+                                             const pr<R> &rows, const pr<R> &others, pc &sums, const paired &p, F f,
+                                             G g) {
+  reads(a, columns, rows, others);
+  changes(sums);
+  const float *w = columns.d;
+  float *s = sums.d;
+  for (int r = 0; r < R; r++) {
+    changes(x[r]);
+    reads(u[r]);
+    for (int slot = 0; slot < slots_of(p); slot++) {
+      float *v = x[r].d + slot * (16 << p.lanes_log2);
+      const float *o = u[r].d + slot * (16 << p.lanes_log2), *first = a.first + slot * (8 << p.lanes_log2),
+                  *second = a.second + slot * (8 << p.lanes_log2);
+      const float row = rows.d[r][slot], other = others.d[r][slot];
+#pragma GCC ivdep
+      for (int i = 0; i < p.pairs; i++)
+        f(v[i], v[i + p.pairs], o[i], o[i + p.pairs], first[i], second[i], w[i], w[i + p.pairs], row, other, s[i],
+          s[i + p.pairs]);
+#pragma GCC ivdep
+      for (int i = 2 * p.pairs; i < p.width; i++) g(v[i], o[i], w[i], row, other, s[i]);
+    }
+  }
+}
+TILE void put(ps &d, const pc &sums, const paired &p) {
+  called_by<WARPGROUP>();
+  reads(sums);
+  writes_shared(d, whole(d));
+  memcpy(d.d, sums.d, p.width * sizeof(float));
+}
+template<int A> TILE void save(float *g, const ps &s, const paired &p) {
+  called_by<WARPGROUP>();
+  reads_shared(whole(s));
+  touches_global(g, p.width * sizeof(float), GLOBAL_WRITE);
+  const int paired = p.interleaved ? 2 * p.pairs : 0;
+  for (int i = 0; i < paired; i += 2) {
+    g[i] = s.d[i >> 1];
+    g[i + 1] = s.d[(i >> 1) + p.pairs];
+  }
+  for (int i = paired; i < p.width; i++) g[i] = s.d[i];
 }

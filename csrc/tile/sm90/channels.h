@@ -1,33 +1,37 @@
 // Decays of channels on sm_90a.
 #pragma once
 // Rows have 8 floats more than channels. Then the rows of a register tile lie in all banks.
-template<int C> struct alignas(128) ct { CHANNEL_RULES(C); float d[64 * (C + 8)]; };
-template<int C> struct hv { CHANNEL_RULES(C); float d; };       // element t of thread t
-template<int C> struct hm { CHANNEL_RULES(C); float d[64]; };   // its column
+enum { CT_ROW = 64 + 8 };
+struct alignas(128) ct { float d[64 * CT_ROW]; };
+struct cg { sv<64> sum[4], middle[4], end[4], between[3]; };
+struct alignas(128) handed { float4 d[8][128]; };
+struct hv { float d[2]; };          // channels lane and lane + 32
+struct hm { float d[2][16]; };      // their rows
 
-template<int C> TILE void fill(hv<C> &v, float x) { v.d = x; }
-template<int C> TILE void load(hv<C> &v, const float *g, int n) {
-  int c = thread_in_group();
-  v.d = c < C && c < n ? g[c] : 0.f;
-}
-template<int C> TILE void store(float *g, const hv<C> &v, int n) {
-  int c = thread_in_group();
-  if (c < C && c < n) g[c] = v.d;
-}
-template<int C, class F> TILE void map(hv<C> &d, const hv<C> &a, F f) { d.d = f(a.d); }
-template<int C, class F> TILE bool any(const hv<C> &v, F f) {
-  trace(TRACE_WG_SYNC, nullptr, 0);
-  uint32_t mine = thread_in_group() < C && f(v.d), all;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}\n"
-               : "=r"(all) : "r"(mine), "r"(8 + (int)(threadIdx.x >> 7)) : "memory");
-  return all;
-}
-template<typename T, int C> TILE void load(hm<C> &x, const T *g, int64_t ld, int m, int n) {
-  int c = thread_in_group();
-  m = c < C && c < n ? m : 0;
-  const T *from = g + c;
+TILE void fill(hv &v, float x) { v.d[0] = v.d[1] = x; }
+TILE void load(hv &v, const float *g, int n) {
 #pragma unroll
-  for (int i = 0; i < 64; i++, from += ld) x.d[i] = i < m ? to_float(*from) : 0.f;
+  for (int k = 0; k < 2; k++) v.d[k] = lane() + 32 * k < n ? g[lane() + 32 * k] : 0.f;
+}
+TILE void store(float *g, const hv &v, int n) {
+  if (warp_in_group()) return;
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+    if (lane() + 32 * k < n) g[lane() + 32 * k] = v.d[k];
+}
+template<class F> TILE void map(hv &d, const hv &a, F f) {
+  d.d[0] = f(a.d[0]);
+  d.d[1] = f(a.d[1]);
+}
+template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n) {
+  m -= 16 * warp_in_group();
+  int first = lane() < n ? m : 0, second = lane() + 32 < n ? m : 0;
+  const T *from = g + 16 * warp_in_group() * ld + lane();
+#pragma unroll
+  for (int i = 0; i < 16; i++, from += ld) {
+    x.d[0][i] = i < first ? to_float(from[0]) : 0.f;
+    x.d[1][i] = i < second ? to_float(from[32]) : 0.f;
+  }
 }
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
   enum { LINE = 128 / sizeof(T) };
@@ -35,52 +39,68 @@ template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
   if (t / 2 >= m) return;
   for (int c = t % 2 * LINE; c < n; c += 2 * LINE) asm volatile("prefetch.global.L2 [%0];" ::"l"(g + t / 2 * ld + c));
 }
-template<int C, class F> TILE void map(hm<C> &x, const hv<C> &v, int m, F f) {
+template<class F> TILE void map(hm &x, const hv &v, int m, F f) {
+  m -= 16 * warp_in_group();
 #pragma unroll
-  for (int i = 0; i < 64; i++) x.d[i] = i < m ? f(x.d[i], v.d) : x.d[i];
-}
-template<int C> TILE void least_of(hv<C> &d, const hm<C> &x) {
-  d.d = 0.f;
+  for (int i = 0; i < 16; i++)
 #pragma unroll
-  for (int i = 0; i < 64; i++) d.d = fminf(d.d, x.d[i]);
+    for (int k = 0; k < 2; k++) x.d[k][i] = i < m ? f(x.d[k][i], v.d[k]) : x.d[k][i];
 }
 TILE float at_least(float x, float low) {  // NaN stays
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
   return x;
 }
-// f: of a row and the sum down to it
-template<int C, class F> TILE void walk_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, F f) {
-  int c = thread_in_group();
-  end.d = 0.f;
-  if (c >= C) return;
+// A wg_sync(); whether some thread has x.
+TILE bool any_of_group(bool x) {
+  trace(TRACE_WG_SYNC, nullptr, 0);
+  uint32_t mine = x, all;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}\n"
+               : "=r"(all) : "r"(mine), "r"(8 + (int)(threadIdx.x >> 7)) : "memory");
+  return all;
+}
+// Sums within the groups, then what groups before have. between[g] holds what group g has behind its middle, until the
+// thread with these channels of the next group has taken it.
+template<class F> TILE bool sum_down(ct &s, cg &groups, hv &end, const hm &x, float low, F f) {
+  int w = warp_in_group();
+  float y[2][16], middle[2];
+  bool less = false;
 #pragma unroll
-  for (int i = 0; i < 64; i++) {
-    end.d += at_least(x.d[i], low);
-    s.d[i * (C + 8) + c] = end.d;
-    f(i, end.d);
+  for (int k = 0; k < 2; k++) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      less |= x.d[k][i] < low;
+      y[k][i] = sum += at_least(x.d[k][i], low);
+    }
+    middle[k] = 0.5f * (y[k][7] + y[k][8]);
+    groups.sum[w].d[lane() + 32 * k] = sum;
+    if (w < 3) groups.between[w].d[lane() + 32 * k] = sum - middle[k];
   }
+  less = any_of_group(less);
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int c = lane() + 32 * k;
+    float before = 0.f, all = 0.f, rest = y[k][15] - middle[k];
+#pragma unroll
+    for (int g = 0; g < 4; g++) {
+      float sum = groups.sum[g].d[c];
+      all += sum;
+      before = g < w ? all : before;
+      rest += g > w ? sum : 0.f;
+    }
+    if (w > 0) groups.between[w - 1].d[c] = f(groups.between[w - 1].d[c] + middle[k]);
+    end.d[k] = all;
+    groups.middle[w].d[c] = before + middle[k];
+    groups.end[w].d[c] = rest;
+#pragma unroll
+    for (int i = 0; i < 16; i++) s.d[(16 * w + i) * CT_ROW + c] = y[k][i] - middle[k];
+  }
+  return less;
 }
-template<int C> TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low) {
-  walk_down(s, end, x, low, [](int, float) {});
-}
-template<int C, class F>
-TILE void sum_down(ct<C> &s, hv<C> &end, const hm<C> &x, float low, sv<C> (&between)[3], F f) {
-  float last = 0.f, seventh = 0.f;
-  walk_down(s, end, x, low, [&](int i, float y) {
-    if (i % 16 == 7) seventh = y;
-    if (i % 16 != 8) return;
-    float middle = 0.5f * (seventh + y);
-    if (i > 8) between[i / 16 - 1].d[thread_in_group()] = f(middle - last);
-    last = middle;
-  });
-}
-template<int C> TILE const float2 *pairs_of_row(const ct<C> &s, int row, int c0) {
-  return (const float2 *)(s.d + row * (C + 8) + c0 + thread_col());
-}
-template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0) {
+TILE void load(rt<float, 64> &t, const ct &s) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const float2 *g = pairs_of_row(s, thread_row() + 8 * h, c0);
+    const float2 *g = (const float2 *)(s.d + (thread_row() + 8 * h) * CT_ROW + thread_col());
 #pragma unroll
     for (int k = 0; k < 8; k++) {
       float2 x = g[4 * k];
@@ -89,42 +109,20 @@ template<int C> TILE void load(rt<float, 64> &t, const ct<C> &s, int c0) {
     }
   }
 }
-// Of two columns, the middle of a group.
-template<int C> TILE float2 middle_of(const ct<C> &, const float2 *row7) {
-  float2 x = *row7, y = row7[(C + 8) / 2];
-  return make_float2(0.5f * (x.x + y.x), 0.5f * (x.y + y.y));
+// Word j: row 8 (j & 1) of the thread's, column pair j >> 1.
+struct block_sums { float2 x[4]; };
+TILE block_sums each_block(const ct &s, int k) {
+  const float *x = s.d + thread_row() * CT_ROW + 16 * k + thread_col();
+  block_sums b;
+#pragma unroll
+  for (int j = 0; j < 4; j++) b.x[j] = *(const float2 *)(x + (j & 1) * 8 * CT_ROW + (j >> 1) * 8);
+  return b;
 }
-template<int C> TILE void load_from_middle(rt<float, 64> &t, const ct<C> &s, int c0) {
-  load(t, s, c0);
-  const float2 *g = pairs_of_row(s, warp_in_group() * 16 + 7, c0);
-#pragma unroll
-  for (int k = 0; k < 8; k++) {
-    float2 x = middle_of(s, g + 4 * k);
-#pragma unroll
-    for (int i = 0; i < 4; i++) t.d[4 * k + i] -= i & 1 ? x.y : x.x;
-  }
-}
-template<int C, class F> TILE void map_last_row(rt<float, 64> &t, const ct<C> &s, int c0, F f) {
-  const float2 *g = pairs_of_row(s, 63, c0);
-#pragma unroll
-  for (int k = 0; k < 8; k++) {
-    float2 x = g[4 * k];
-#pragma unroll
-    for (int i = 0; i < 4; i++) t.d[4 * k + i] = f(t.d[4 * k + i], i & 1 ? x.y : x.x);
-  }
-}
-template<int C> TILE void carry_to_group(rt<float, 64> &x, const sv<C> &f, int c0, int group) {
-  if (warp_in_group() >= group) return;
-  const float2 *g = (const float2 *)(f.d + c0 + thread_col());
-#pragma unroll
-  for (int k = 0; k < 8; k++) {
-    float2 y = g[4 * k];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float f = i & 1 ? y.y : y.x;
-      x.d[4 * k + i] = x.d[4 * k + i] * f * f;
-    }
-  }
+TILE block_sums each_block(ct &s, int k) { return each_block((const ct &)s, k); }
+TILE float each_at(const block_sums &b, int, int j) { return j & 1 ? b.x[j >> 1].y : b.x[j >> 1].x; }
+TILE block_pairs each_block(const by_group &g, int k) { return each_block(g.v[warp_in_group()], k); }
+TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group) {
+  if (warp_in_group() < group) map_col(x, f, [](float x, float f) { return x * f * f; });
 }
 template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group) {
   bool in = warp_in_group() <= group;
@@ -133,21 +131,43 @@ template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &
 #pragma unroll
     for (int j = 0; j < 4; j++) d.d[k][j] = in ? pack<W>(x.d[8 * k + 2 * j], x.d[8 * k + 2 * j + 1]) : 0;
 }
-template<typename T, int C> TILE void store_groups(st<T, 32, C> (&d)[4], int half, const rt<float, 64> &t, int c0) {
-  int r = 16 * half + (lane() & 15);
-  uint32_t to = shared_address(&d[0]) + warp_in_group() * (uint32_t)sizeof d[0] + c0 / 64 * 32 * 128 + r * 128;
+template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, const rt<float, 16> &t, int c0) {
+  int r = 16 * half + (lane() & 15), chunk = c0 / 8 + (lane() >> 4) ^ r & 7;
+  const float *x = t.d;
+  store_block(shared_address(&d[0]) + warp_in_group() * (uint32_t)sizeof d[0] + r * 128 + (chunk << 4),
+              pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+}
+template<typename T>
+TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) asm volatile("" : "=f"(d.d[i]), "=f"(e.d[i]));   // as mma_begin()
+  uint32_t db = desc(&b, 16);
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const float *x = t.d + 8 * k;
-    store_block(to + ((2 * k + (lane() >> 4) ^ (r & 7)) << 4), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
-                pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+    wgmma<T, 0>(d.d, a.d[k], db + along<32>(k), k);
+    wgmma<T, 0>(e.d, a.d[k], db + (16 * 128 >> 4) + along<32>(k), k);
   }
 }
-TILE void put_group(rt<float, 64> &a, rt<float, 64> &b, const rt<float, 32> &t, int group) {
+TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) d.d[8 * group + i] = t.d[i];
+}
+TILE void hand_over(handed &d, const rt<float, 16> &t, int group) {
+  if (warp_in_group() > group) return;
+  int place = parking_place();
+  d.d[2 * group][place] = make_float4(t.d[0], t.d[1], t.d[2], t.d[3]);
+  d.d[2 * group + 1][place] = make_float4(t.d[4], t.d[5], t.d[6], t.d[7]);
+}
+TILE void add(rt<float, 64> &t, const handed &s) {
+  int place = parking_place();
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    a.d[8 * group + i] = t.d[i];
-    b.d[8 * group + i] = t.d[8 + i];
+    if (i / 2 < warp_in_group()) continue;
+    float4 x = s.d[i][place];
+    t.d[4 * i] += x.x;
+    t.d[4 * i + 1] += x.y;
+    t.d[4 * i + 2] += x.z;
+    t.d[4 * i + 3] += x.w;
   }
 }
 template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int n) {

@@ -49,6 +49,10 @@ TILE void eight_store(float *g, const float (&d)[8]) {
 template<typename T> TILE void eight_store(T *g, const float (&d)[8]) {
   *(uint4 *)g = make_uint4(pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]), pack<T>(d[6], d[7]));
 }
+TILE void eight_store(e4m3 *g, const float (&d)[8]) {
+  *(uint2 *)g = make_uint2(pack_e4m3(d[0], d[1], d[2], d[3]), pack_e4m3(d[4], d[5], d[6], d[7]));
+}
+TILE void round_to(e4m3 &g, float x) { g.u = (uint8_t)pack_e4m3(x, 0.f, 0.f, 0.f); }
 template<typename T> TILE void singles_store(T *g, const float (&d)[8], int n) {
 #pragma unroll
   for (int e = 0; e < 8; e++)
@@ -208,6 +212,26 @@ TILE void put_sums(sv<4> &d, const lsum &s) {
 TILE void take_sums(lv &v, const sv<4> &d, int lines) {
   float4 x = *(const float4 *)d.d;
   v.d = lines == 1 ? x.x + x.y + (x.z + x.w) : warp_in_group() < 2 ? x.x + x.y : x.z + x.w;
+}
+TILE void reduce_most(lv &v, const lsum &s, int lines) {
+  float x = s.d;
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) {
+    float other = __shfl_xor_sync(~0u, x, o);
+    if (o < 1 << line_bits(lines)) x = fmaxf(x, other);
+  }
+  v.d = x;
+}
+TILE void put_most(sv<4> &d, const lsum &s) {
+  float x = s.d;
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+  if (lane() == 0) d.d[warp_in_group()] = x;
+}
+TILE void take_most(lv &v, const sv<4> &d, int lines) {
+  float4 x = *(const float4 *)d.d;
+  float low = fmaxf(x.x, x.y), high = fmaxf(x.z, x.w);
+  v.d = lines == 1 ? fmaxf(low, high) : warp_in_group() < 2 ? low : high;
 }
 // Threads 0 to 7 of a warp have the columns of its first line.
 TILE void put_columns(sv<256> &d, const lt<1> &t) {

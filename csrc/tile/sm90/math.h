@@ -40,6 +40,11 @@ template<int N, class F> TILE void map_row(rt<float, N> &d, const rt<float, N> &
 template<int N> TILE void scale_rows(rt<float, N> &t, const rv &f) {
   if (__any_sync(~0u, f.d[0] != 1.f || f.d[1] != 1.f)) map_row(t, f, [](float x, float y) { return x * y; });
 }
+template<int N> TILE void scale_or_clear(rt<float, N> &t, const rv &f) {
+  if (__any_sync(~0u, f.d[0] == 0.f || f.d[1] == 0.f))
+    map_row(t, f, [](float x, float y) { return y == 0.f ? 0.f : x * y; });
+  else map_row(t, f, [](float x, float y) { return x * y; });
+}
 template<int N, class F> TILE void map_col(rt<float, N> &t, const cv<N> &v, F f) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) t.d[i] = f(t.d[i], v.d[(i >> 2) * 2 + (i & 1)]);
@@ -202,6 +207,10 @@ template<typename T, int K, int N> TILE void convert_part(rt<T, K> &d, const rt<
   for (int k = 0; k < K / 16; k++)
 #pragma unroll
     for (int j = 0; j < 4; j++) d.d[k][j] = pack<T>(s.d[c0 / 2 + 8 * k + 2 * j], s.d[c0 / 2 + 8 * k + 2 * j + 1]);
+}
+template<int K, int N> TILE void convert_part(rt<float, K> &d, const rt<float, N> &s, int c0) {
+#pragma unroll
+  for (int i = 0; i < K / 2; i++) d.d[i] = s.d[c0 / 2 + i];
 }
 template<typename T, int N> TILE void convert(rt<T, N> &d, const rt<float, N> &s) { convert_part(d, s, 0); }
 template<int N> TILE void convert(rt<e4m3, N> &d, const rt<float, N> &s) {

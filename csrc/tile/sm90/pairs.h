@@ -7,6 +7,7 @@ template<typename T> struct pt { uint32_t d[8]; };
 struct pa { float first[8], second[8]; };
 struct pc { float d[16]; };            // in the order of pt's numbers
 template<int R> struct pr { float d[R]; };
+struct alignas(128) ps { float d[16][128]; };
 template<typename X> struct per_slot { X d; };
 
 // Places are worked out for both kinds of access; what a kernel does not use is not computed.
@@ -212,5 +213,89 @@ TILE void each_pair(pt<T> (&x)[R], const pa &a, const pc &columns, const pr<R> &
         x[r].d[j] = pack<T>(u.x, u.y);
         x[r].d[4 + j] = pack<T>(v.x, v.y);
       }
+  }
+}
+
+// ---- rows of two tensors
+template<typename T> TILE void numbers_of(float (&v)[16], const pt<T> &x) {
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    float2 pair = unpack<T>(x.d[j]);
+    v[2 * j] = pair.x;
+    v[2 * j + 1] = pair.y;
+  }
+}
+template<int A, int R, typename T, class F, class G, class H>
+TILE void dots(pr<R> &d, const pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, const pc &columns, const pr<R> &rows,
+               const paired &p, F f, G g, H h) {
+  const float (&w)[16] = columns.d;
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    float v[16], o[16], sum = 0.f;
+    numbers_of(v, x[r]);
+    numbers_of(o, u[r]);
+    if (!p.with_pairs) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) sum += g(v[i], o[i], w[i], rows.d[r]);
+    } else if (A == EIGHTS && p.p.interleaved) {
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        sum += f(v[2 * j], v[2 * j + 1], o[2 * j], o[2 * j + 1], a.first[j], a.second[j], w[2 * j], w[2 * j + 1],
+                 rows.d[r]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        sum += f(v[j], v[j + 8], o[j], o[j + 8], a.first[j], a.second[j], w[j], w[j + 8], rows.d[r]);
+    }
+    d.d[r] = sum;
+  }
+  for (int o = 1; o < 1 << p.p.lanes_log2; o *= 2)
+#pragma unroll
+    for (int r = 0; r < R; r++) d.d[r] += __shfl_xor_sync(~0u, d.d[r], o);
+#pragma unroll
+  for (int r = 0; r < R; r++) d.d[r] = h(d.d[r]);
+}
+template<int A, int R, typename T, class F, class G>
+TILE void each_pair(pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, const pc &columns, const pr<R> &rows,
+                    const pr<R> &others, pc &sums, const paired &p, F f, G g) {
+  const float (&w)[16] = columns.d;
+  float (&s)[16] = sums.d;
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    float v[16], o[16], row = rows.d[r], other = others.d[r];
+    numbers_of(v, x[r]);
+    numbers_of(o, u[r]);
+    if (!p.with_pairs) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) g(v[i], o[i], w[i], row, other, s[i]);
+    } else if (A == EIGHTS && p.p.interleaved) {
+#pragma unroll
+      for (int j = 0; j < 16; j += 2)
+        f(v[j], v[j + 1], o[j], o[j + 1], a.first[j / 2], a.second[j / 2], w[j], w[j + 1], row, other, s[j], s[j + 1]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        f(v[j], v[j + 8], o[j], o[j + 8], a.first[j], a.second[j], w[j], w[j + 8], row, other, s[j], s[j + 8]);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[r].d[j] = pack<T>(v[2 * j], v[2 * j + 1]);
+  }
+}
+TILE void put(ps &d, const pc &sums, const paired &) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) d.d[i][thread_in_group()] = sums.d[i];
+}
+// Number i of every slot's thread `lane`.
+template<int A> TILE void save(float *g, const ps &s, const paired &p) {
+  for (int n = thread_in_group(); n < 16 << p.p.lanes_log2; n += 128) {
+    paired of = p;
+    int i = n & 15, lane = n >> 4;
+    of.lane = lane;
+    of.with_pairs = lane < p.p.pairs + 7 >> 3;
+    int first = (of.with_pairs ? 8 : 16) * lane, second = first + (of.with_pairs ? p.p.pairs : 8);
+    int c = A == SINGLES ? column_of(of, i) : second >= p.p.width ? -1 : i < 8 ? first + i : second + i - 8;
+    float sum = 0.f;
+    for (int slot = 0; slot < slots_of(p.p); slot++) sum += s.d[i][slot << p.p.lanes_log2 | lane];
+    if (c >= 0) g[c] = sum;
   }
 }

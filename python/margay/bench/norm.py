@@ -3,8 +3,8 @@
 mamba_ssm's Triton kernels are a peer where they can be imported.
 
 Bound by memory: x and residual read, out and their sum written forward; backward the sum and two gradients read, one
-written, or two where dropout lies between them. `of copy` compares that rate with one of a copy of as many bytes as x
-has, timed in turn with the others.
+written, or two where dropout lies between them. Results in e4m3 are half as many bytes. `of copy` compares that rate
+with one of a copy of as many bytes as x has, timed in turn with the others.
 """
 import functools
 
@@ -76,6 +76,35 @@ def build(kind, rows, columns, size, direction, device="cuda", dtype=torch.bfloa
                    beside={"copy": (lambda: to.copy_(x), 2 * x.nbytes)}, memory=direction != "backward")
 
 
+def quantised_by_torch(scale, x, residual, weight):
+    u = x + residual
+    y = F.rms_norm(u, weight.shape, weight, 1e-5).float()
+    descale = y.abs().amax(-1) / 448 if scale is None else scale
+    out = (y / (descale[:, None] if scale is None else scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (out, descale, u) if scale is None else (out, u)
+
+
+def quantised_by_margay(scale, x, residual, weight):
+    return margay.rms_norm(x, weight, residual=residual, eps=1e-5, prenorm=True, out_dtype=torch.float8_e4m3fn,
+                           out_scale=scale)
+
+
+def build_quantised(given, rows, columns, device="cuda", dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    x, residual = (torch.randn(rows, columns, dtype=dtype, device=device) for _ in range(2))
+    weight = torch.rand(columns, device=device).to(dtype) + 0.5
+    scale = torch.tensor(0.01, device=device) if given else None
+    calls = {"margay": functools.partial(quantised_by_margay, scale),
+             "torch": functools.partial(quantised_by_torch, scale)}
+    if device == "cuda":
+        torch.compiler.reset()
+        calls["compiled"] = torch.compile(calls["torch"], dynamic=False)
+    to = torch.empty_like(x)
+    # theirs is rounded twice, to the element type first: where that decides, by a step of e4m3
+    return Problem({name: functools.partial(call, x, residual, weight) for name, call in calls.items()}, 5e-2, 0,
+                   7 * x.nbytes // 2, beside={"copy": (lambda: to.copy_(x), 2 * x.nbytes)}, memory=True)
+
+
 def cases(shapes=SHAPES, gated=GATED, device="cuda", dtype=torch.bfloat16):
     problems = [(kind, rows, columns, 0) for kind in KINDS for rows, columns in shapes]
     problems += [("gated_rms_norm", *shape) for shape in gated]
@@ -85,6 +114,12 @@ def cases(shapes=SHAPES, gated=GATED, device="cuda", dtype=torch.bfloat16):
                       "columns": columns, "size": size, "dtype": str(dtype).removeprefix("torch.")}
             yield Case(f"{kind} {direction} {rows}x{columns}" + (f" groups of {size}" if size else ""), fields,
                        functools.partial(build, kind, rows, columns, size, direction, device, dtype))
+    for kind in ("rms_norm e4m3", "rms_norm e4m3, scale given"):
+        for rows, columns in shapes:
+            fields = {"group": f"{kind} forward", "direction": "forward", "kind": kind, "rows": rows,
+                      "columns": columns, "size": 0, "dtype": str(dtype).removeprefix("torch.")}
+            yield Case(f"{kind} forward {rows}x{columns}", fields,
+                       functools.partial(build_quantised, kind.endswith("given"), rows, columns, device, dtype))
 
 
 def run(options, arguments):

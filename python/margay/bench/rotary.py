@@ -1,9 +1,10 @@
 """Rotary embedding of q and k, in both directions, and behind a norm into a cache, against PyTorch (GPU).
 
 `into a cache`: qk_norm_rotary with pages of 64 keys, against PyTorch's operations and against F.rms_norm, mg.rotary and
-mg.append_kv in turn. Bound by memory: q and k (and v) are read and written once. `of copy` compares that rate with one
-of a copy of as many bytes, timed in turn with the others. Layouts: `bthd` in the order of dimensions, `bhtd` as
-transformers has them.
+mg.append_kv in turn. `normed backward`: that of qk_norm_rotary with both weights' gradients, against PyTorch and
+against those of mg.rms_norm and mg.rotary in turn. Bound by memory: q and k (and v) are read and written once. `of
+copy` compares that rate with one of a copy of as many bytes, timed in turn with the others. Layouts: `bthd` in the
+order of dimensions, `bhtd` as transformers has them.
 """
 import functools
 
@@ -98,12 +99,42 @@ def build_cached(b, t, h, hk, d, device="cuda", dtype=torch.bfloat16):
     return Problem(runners, 2e-2, 0, 2 * size, beside={"copy": (lambda: y.copy_(x), 2 * size)})
 
 
+def build_normed(b, t, h, hk, d, device="cuda", dtype=torch.bfloat16):
+    """Gradients of q, k and both weights: three streams."""
+    torch.manual_seed(0)
+    q, dq = (torch.randn(b, t, h, d, device=device, dtype=dtype) for _ in range(2))
+    k, dk = (torch.randn(b, t, hk, d, device=device, dtype=dtype) for _ in range(2))
+    weights = [torch.rand(d, device=device).to(dtype) + 0.5 for _ in "qk"]
+    angles = torch.randn(t, d // 2, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    wide = [torch.cat((x, x), -1)[:, None].to(dtype) for x in (cos, sin)]
+
+    def by_torch(q, k, q_weight, k_weight):
+        return tuple(by_formula(F.rms_norm(x, (d,), w, 1e-6), *wide) for x, w in ((q, q_weight), (k, k_weight)))
+
+    def by_parts(q, k, q_weight, k_weight):
+        return margay.rotary(margay.rms_norm(q, q_weight), margay.rms_norm(k, k_weight), cos, sin)
+    calls = {"margay": lambda *x: margay.qk_norm_rotary(*x, cos, sin), "torch": by_torch, "parts": by_parts}
+    if device == "cuda":
+        torch.compiler.reset()
+        calls["compiled"] = torch.compile(by_torch, dynamic=False)
+    runners = {name: gradient(call, (q, k, *weights), (dq, dk)) for name, call in calls.items()}
+    size = q.nbytes + k.nbytes
+    x, y = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return Problem(runners, 3e-2, 0, 3 * size, beside={"copy": (lambda: y.copy_(x), 2 * size)})
+
+
 def cases(shapes=SHAPES, device="cuda", dtype=torch.bfloat16):
     for b, t, h, hk, d in shapes:
         fields = {"group": "into a cache", "direction": "into a cache", "b": b, "t": t, "h": h, "hk": hk, "d": d,
                   "dtype": str(dtype).removeprefix("torch.")}
         yield Case(f"into a cache B={b} T={t} H={h} HK={hk} D={d}", fields,
                    functools.partial(build_cached, b, t, h, hk, d, device, dtype))
+    for b, t, h, hk, d in shapes:
+        fields = {"group": "normed backward", "direction": "normed backward", "b": b, "t": t, "h": h, "hk": hk, "d": d,
+                  "dtype": str(dtype).removeprefix("torch.")}
+        yield Case(f"normed backward B={b} T={t} H={h} HK={hk} D={d}", fields,
+                   functools.partial(build_normed, b, t, h, hk, d, device, dtype))
     for direction in ("forward", "backward"):
         for b, t, h, hk, d in shapes:
             for layout in ("bthd", "bhtd") if t > 1 and direction == "forward" else ("bthd",):

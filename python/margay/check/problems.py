@@ -478,7 +478,9 @@ def kda(row, large):
     if cut:
         shapes = [("large", 8200, ())] if large else []
         shapes += [("cut", 1100, ("initial_state", "final_state", "form")), ("once", 600, ("form",))]
+    tiles = ("inverses", "reads") if row["op"] == "kda_tiles" else ()
     for label, *problem in [*shapes, *KDA * (not cut)]:
+        problem[1] += tiles
         # Where rows are few, a GPU splits the columns of v, or it cuts the rows.
         many = label in ("large", "few blocks") and (row["op"] == "kda" or "v128" in row["name"])
         heads = 120 if many else 2
@@ -494,11 +496,14 @@ def call_kda(name, dtype, k, v, heads, steps, given):
                                                HH=heads if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
     known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False,
-                  form=3 * ("form" in given))
+                  form=3 * ("form" in given), keep=False)
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
     known["ROWS"] = known["R"]
+    if "inverses" in given and name == "kda_bwd":
+        known["KEPT"] = 64 * known["CHUNKS"]
+        op.derive(known)
     known |= dict(S1=k, S2=v)
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
     values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0,
@@ -545,7 +550,7 @@ def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form)
     starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 5)
     given += tuple("d" + t for t in (*given, "beta"))
     sizes = dict(B=1, T=steps, H=heads, HV=v_heads, K=k, V=v, STARTS=len(starts) if "cu_seqlens" in given else -1)
-    sizes |= dict(HH=v_heads if "a_log" in given else -1)
+    sizes |= dict(HH=v_heads if "a_log" in given else -1, NORMS=-1, KEPT=-1)
     sizes |= dict(form=form, state_v_first=0, l2norm=int("l2norm" in given), S1=-1, S2=-1)
     op = _op.Row(name)
     for size, _, code in op.lets:
@@ -712,6 +717,26 @@ def qk_norm_rotary(row, large):
         yield label or f"{b}x{t}x{heads}+{k_heads}x{d} {kept}", call
 
 
+def qk_norm_rotary_bwd(row, large):
+    """More tasks than blocks, weights of both types and none, gradients that nobody wants."""
+    dtype, odd = row["dtype"], row["op"].endswith("_ones")
+    shapes = [("large", 2, 64, 32, 8, 128, 64, True, {})] if large else []
+    shapes += [("", 2, 9, 6, 2, 80, 32, True, dict(interleaved=True)), ("", 1, 40, 33, 1, 64, 32, True, {}),
+               ("", 3, 4, 1, 5, 256, 128, False, {})]
+    for label, b, t, heads, k_heads, d, angles, both, numbers in shapes:
+        def call(b=b, t=t, heads=heads, k_heads=k_heads, d=d - 14 * odd, angles=angles - 9 * odd, both=both,
+                 numbers=numbers):
+            q, k, dq_out, dk_out, dq, dk = (new(b, t, h, d, dtype=dtype) for h in (heads, k_heads) * 3)
+            parts = min(b * t, 528)
+            made = dict(dq=dq if both else None, dk=dk, dq_weight=new(d),
+                        dk_weight=new(d, dtype=dtype) if both else None)
+            _C.qk_norm_rotary_bwd(**made, partials=new(parts, 2 * ((d + 7) // 8 * 8)), dq_out=dq_out, dk_out=dk_out,
+                                  q=q, k=k, q_weight=new(d), k_weight=new(d, dtype=dtype) if both else None,
+                                  cos=new(b, t + 9, angles), sin=new(b, t + 9, angles), **numbers)
+            return [t for t in made.values() if t is not None]
+        yield label or f"{b}x{t}x{heads}+{k_heads}x{d}" + " both" * both, call
+
+
 def cross_entropy_rows(row, large):
     """Rows that count and one that does not, of few stretches and of many, with and without gradients."""
     shapes = [("large", 1024, 32000, {})] if large else []
@@ -766,6 +791,34 @@ def call_norm(dtype, backward, rows, groups, columns, kind):
                for f in op.arguments if f["role"] != "num"}
     getattr(_C, name)(**tensors, **{f["name"]: known[f["name"]] for f in op.numbers})
     return [tensors[f["name"]] for f in op.results]
+
+
+def norm_fp8(row, large):
+    """As `norm`, with a scale for each row and with one that is given. Columns are multiples of four: words of four
+    bytes belong to one warpgroup."""
+    c = constants(row)
+    ring, whole = c["SPAN"], 1024 * c["J"] * (c["SPAN"] or c["GROUPS"])
+    shapes = ([(9 * c["GROUPS"] // ring + 1, whole - 8), (2, whole - 64)] if ring else
+              [(150, 40), (5, 2 * whole + 20)] if c["LONG"] else
+              [(150, 40), (40, 200), (20, 512), (9, 1000), (5, whole - 64)])
+    for i, (rows, columns) in enumerate([(3000, 4096), (600, 4096)] * large + shapes):
+        kind = "" if i % 2 else "residual of 16 bits" if ring else "residual"
+        label = ("large", "few blocks")[i] if large and i < 2 else f"{rows}x{columns}" + f" {kind}" * bool(kind)
+        for given in (False, True):
+            yield (label + ", scale given" * given,
+                   lambda x=(row["dtype"], rows, columns, kind, given): call_norm_fp8(*x))
+
+
+def call_norm_fp8(dtype, rows, columns, kind, given):
+    op = _op.Row("rms_norm_fp8" if given else "layer_norm_fp8")
+    known = dict.fromkeys(op.sizes, -1) | dict(B=rows, N=columns, K=2, R=1)
+    absent = (() if given else ("out_scale",)) + (() if kind else ("residual", "new_residual", "seed"))
+    kinds = dict(half=dtype, real=dtype if kind.endswith("bits") else "float32")
+    tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds.get(f["kind"], f["kind"]),
+                              values=dict(out_scale=0.01, seed=7).get(f["name"]))
+               for f in op.arguments if f["role"] != "num" and f["name"] not in absent}
+    getattr(_C, op.name)(**tensors, dropout_p=0.25 if kind else 0.0)
+    return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
 # steps, samples, places, what is given besides; of the last sample there is no state
@@ -894,14 +947,16 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "based": based, "based_bwd": based_bwd, "based_bwd_kv": based_bwd, "based_join": based,
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "rotary": rotary, "rotary_ones": rotary, "qk_norm_rotary": qk_norm_rotary, "qk_norm_rotary_ones": qk_norm_rotary,
+       "qk_norm_rotary_bwd": qk_norm_rotary_bwd, "qk_norm_rotary_bwd_ones": qk_norm_rotary_bwd,
        "cross_entropy_rows": cross_entropy_rows,
        "fft_conv": fft_conv, "fft_conv_bwd": fft_conv, "fft_conv_filters": fft_conv,
        "fft_conv_parts": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
-       **dict.fromkeys(("norm_fwd", "norm_bwd", "norm_bwd_post"), norm),
+       **dict.fromkeys(("norm_fwd", "norm_bwd", "norm_bwd_post"), norm), "norm_fp8": norm_fp8,
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
-       **dict.fromkeys(("kda", "kda_prepare", "kda_segments", "kda_cuts", "kda_bwd", "kda_keep", "kda_back"), kda),
+       **dict.fromkeys(("kda", "kda_prepare", "kda_segments", "kda_cuts", "kda_bwd", "kda_keep", "kda_back",
+                        "kda_tiles"), kda),
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
        **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,

@@ -51,8 +51,9 @@ def kda(q, k, v, g, beta=None, *, scale=None, initial_state=None, output_final_s
     dt_bias = by_heads(op, dt_bias, v)
     cu_seqlens = cu_seqlens if cu_seqlens is None else as_int32(op, "cu_seqlens", cu_seqlens)
     run = functions.get(op) or of_row(op)
+    keep = library.wants_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
     out, state = run(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, checked_scale(op, scale), bound,
-                     form, bool(use_qk_l2norm), bool(state_v_first), 0,
+                     form, bool(use_qk_l2norm), bool(state_v_first), 0, keep,
                      (bool(output_final_state),))
     return (out, state) if output_final_state else out
 

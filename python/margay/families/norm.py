@@ -3,11 +3,12 @@
 from margay import _shared
 from margay._shared import functions, is_torch, number
 
-_shared.own_dtype |= {"layer_norm", "rms_norm", "layer_norm_residual", "rms_norm_residual", "gated_rms_norm"}
+_shared.own_dtype |= {"gated_rms_norm"} | {name + end for name in ("layer_norm", "rms_norm")
+                                           for end in ("", "_residual", "_fp8")}
 
 
 def layer_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1e-5, prenorm=False,
-               residual_in_fp32=False, seed=None, generator=None):
+               residual_in_fp32=False, seed=None, generator=None, out_dtype=None, out_scale=None):
     """out = (u - mean) / sqrt(variance + eps) weight + bias, of each row u of drop(x) + residual (Ba, Kiros & Hinton
     2016). Statistics are float32.
 
@@ -24,13 +25,18 @@ def layer_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1
     seed: 64-bit integer that, with row and column, decides what is dropped; or an int32 tensor of two words of it on
         x's device. Drawn from torch's generator (generator, if given) if None, on x's device: nothing synchronises, and
         a CUDA graph drops other elements at each replay.
+    out_dtype: torch.float8_e4m3fn, for a product or attention of 8 bits: return (out, descale), with prenorm (out,
+        descale, u). descale, float32 [...], is the largest magnitude of each row / 448, at least 2^-126; out
+        descale[..., None] is the norm. With out_scale: out, or (out, u). PyTorch only, and there is no gradient.
+    out_scale: float32 tensor of one positive number on x's device, which takes descale's place: what out is to be
+        multiplied by. Where that does not reach, out is 448 or -448; NaN stays.
     """
     return _normed("layer_norm", x, weight, bias, residual, dropout_p, eps, prenorm, residual_in_fp32, seed, generator,
-                   ())
+                   out_dtype, out_scale, ())
 
 
 def rms_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1e-6, prenorm=False,
-             residual_in_fp32=False, zero_centred=False, seed=None, generator=None):
+             residual_in_fp32=False, zero_centred=False, seed=None, generator=None, out_dtype=None, out_scale=None):
     """out = u / sqrt(mean of u^2 + eps) weight + bias, of each row u of drop(x) + residual (Zhang & Sennrich 2019).
     Statistics are float32.
 
@@ -38,7 +44,7 @@ def rms_norm(x, weight=None, bias=None, *, residual=None, dropout_p=0.0, eps=1e-
     The other arguments, dtypes and results are those of `layer_norm`.
     """
     return _normed("rms_norm", x, weight, bias, residual, dropout_p, eps, prenorm, residual_in_fp32, seed, generator,
-                   (bool(zero_centred),))
+                   out_dtype, out_scale, (bool(zero_centred),))
 
 
 def gated_rms_norm(x, z, weight=None, *, eps=1e-6, group_size=None, norm_before_gate=True):
@@ -78,7 +84,8 @@ def _width(op, x):
     return x.shape[-1]
 
 
-def _normed(op, x, weight, bias, residual, p, eps, prenorm, residual_in_fp32, seed, generator, more):
+def _normed(op, x, weight, bias, residual, p, eps, prenorm, residual_in_fp32, seed, generator, out_dtype, out_scale,
+            more):
     torch_ = is_torch(op, "x", x)
     width, eps, p = _width(op, x), number(op, "eps", eps), number(op, "dropout_p", p)
     if not 0.0 <= p <= 1.0:
@@ -89,6 +96,7 @@ def _normed(op, x, weight, bias, residual, p, eps, prenorm, residual_in_fp32, se
             raise TypeError(f"{op}: residual is {type(residual).__name__}, expected {type(x).__name__}")
         if residual.shape != x.shape:
             raise ValueError(f"{op}: residual has shape {list(residual.shape)}, expected {list(x.shape)}")
+    in_fp8 = _is_fp8(op, torch_, out_dtype, out_scale, x=x, weight=weight, bias=bias, residual=residual)
     if residual_in_fp32:
         residual = _in_float32(x, residual, p, prenorm, torch_)
     if residual is not None and torch_ and x.ndim != 2 and width and _are_leaves(x, residual):
@@ -97,11 +105,19 @@ def _normed(op, x, weight, bias, residual, p, eps, prenorm, residual_in_fp32, se
         rows, others = rows_of_both(x, residual)
     else:
         rows, others = _rows(x, width), residual if residual is None else _rows(residual, width)
-    if residual is None and not p:
+    if residual is None and not p and not in_fp8:
         call = functions.get(op) or _shared.of_row(op)
         out = call(rows, weight, bias, eps, *more).reshape(x.shape)
         return (out, x) if prenorm else out
     seed = _seed_of(op, seed, generator, x, torch_) if p else None
+    if in_fp8:
+        name, added = op + "_fp8", bool(prenorm and (p or residual is not None))
+        call = functions.get(name) or _shared.of_row(name)
+        out, descale, u = call(rows, others, weight, bias, seed, _one_number(op, out_scale), eps, p, *more,
+                               (out_scale is None, added))
+        results = (out.reshape(x.shape), *(() if out_scale is not None else (descale.reshape(x.shape[:-1]),)),
+                   *(() if not prenorm else (u.reshape(x.shape) if added else x,)))
+        return results if len(results) > 1 else results[0]
     name = op + "_residual"
     call = functions.get(name) or _of_residual(name)
     # without gradients the sum is written for prenorm only
@@ -118,6 +134,38 @@ def _rows(t, width):
 
 def _are_leaves(x, residual):
     return x.is_leaf and x.requires_grad and residual.is_leaf and residual.requires_grad
+
+
+def _is_fp8(op, torch_, out_dtype, out_scale, **inputs):
+    """Is the result to be float8_e4m3fn?"""
+    if out_dtype is None and out_scale is None:
+        return False
+    if not torch_:
+        raise TypeError(f"{op}: {'out_scale' if out_dtype is None else 'out_dtype'} is given with NumPy arrays, which "
+                        "have no 8-bit floats; expected torch tensors")
+    import torch
+
+    if out_dtype is not torch.float8_e4m3fn:
+        found = "out_scale is given, but " if out_dtype is None else ""
+        raise TypeError(f"{op}: {found}out_dtype is {out_dtype}, expected torch.float8_e4m3fn" +
+                        ("" if out_scale is not None else " or None"))
+    for name, t in inputs.items():
+        if torch.is_grad_enabled() and isinstance(t, torch.Tensor) and t.requires_grad:
+            raise NotImplementedError(f"{op}: {name} requires a gradient, which results in float8_e4m3fn do not have; "
+                                      "expected a call under torch.no_grad()")
+    return True
+
+
+def _one_number(op, scale):
+    import torch
+
+    if scale is None:
+        return None
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{op}: out_scale is {type(scale).__name__}, expected a float32 tensor of one number")
+    if scale.numel() != 1:
+        raise ValueError(f"{op}: out_scale has shape {list(scale.shape)}, expected one number")
+    return scale.reshape(1)
 
 
 def _in_float32(x, residual, p, prenorm, torch_):
@@ -183,13 +231,14 @@ def _explained(op, library, named, given):
     from margay import _explain
 
     x = given["x"]
-    named |= {name: given[name] for name in ("residual", "weight", "bias") if given.get(name) is not None}
+    named |= {name: given[name] for name in ("residual", "weight", "bias", "out_scale") if given.get(name) is not None}
     if op == "gated_rms_norm":
         size = given.get("group_size") or x.shape[-1]
         parts, row = [-1, x.shape[-1] // size, size], op
     else:
         drops = given.get("dropout_p", 0) > 0
-        parts, row = [-1, x.shape[-1]], op + "_residual" * (drops or given.get("residual") is not None)
+        added = drops or given.get("residual") is not None
+        parts, row = [-1, x.shape[-1]], op + ("_fp8" if given.get("out_dtype") else "_residual" * added)
         given = given | {"seed": library.empty([2], "int32", x) if drops else None}
     shaped = {name: given[name].reshape(parts) for name in ("x", "z", "residual") if given.get(name) is not None}
     if op == "gated_rms_norm" and given.get("weight") is not None:

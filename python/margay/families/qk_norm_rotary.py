@@ -19,8 +19,8 @@ def qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, interleaved=
     k_cache, v_cache, page_table, cache_batch_idx: those of `append_kv`.
     cache_seqlens: how many keys the caches hold already: integers [B], or one. It stays as it is.
 
-    PyTorch tensors; without a cache differentiable in q, k and the weights: the backward turns by a kernel, and has
-    PyTorch's operations for the norm. With one, gradients are refused. NumPy arrays give NumPy arrays.
+    PyTorch tensors; without a cache differentiable in q, k and the weights, by one kernel for all of them, whose
+    results repeat bit by bit. With one, gradients are refused. NumPy arrays give NumPy arrays.
     """
     op = "qk_norm_rotary"
     torch_ = is_torch(op, "q", q)
@@ -82,10 +82,13 @@ def _explained(op, library, named, given):
     from margay._explain import explain_row
 
     forms = dict(given)
+    if forms["k"] is None:
+        forms["k"] = given["q"][:, :, :0]
     for name in ("cos", "sin"):
         forms[name] = table(op, name, given[name])
-    return explain_row(op, library, dict(named), {name: t for name, t in forms.items() if name not in
-                                                  ("positions", "offsets", "interleaved", "eps")})
+    notes, copied, backward = explain_row(op, library, dict(named), {
+        name: t for name, t in forms.items() if name not in ("positions", "offsets", "interleaved", "eps")})
+    return notes, copied, [] if given.get("k_cache") is not None else backward
 
 
 EXPLAINED = {"qk_norm_rotary": _explained}

@@ -4,7 +4,6 @@ import torch
 
 from margay import _C, _torch, _transforms
 from margay._shared import of_row
-from margay.families.norm import rms_norm
 
 _OP = "qk_norm_rotary"
 _APPEND = ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "sin", "positions", "offsets",
@@ -12,12 +11,17 @@ _APPEND = ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "
 
 
 def gradient(ctx, dq_out, dk_out):
-    """By the kernels of rotary and of the norm. Where something has to see the operations, or differentiates them
-    again, the norm's is torch's."""
-    q, k, q_weight, k_weight, cos, sin, positions, offsets = ctx.saved_tensors
+    """By one kernel. Where something has to see the operations, or differentiates them again, rotary's turns back, and
+    the norm's is torch's."""
+    saved = q, k, q_weight, k_weight, cos, sin, positions, offsets = ctx.saved_tensors    # once, for checkpoints
     offset, interleaved, eps = ctx.numbers
     dq_out, dk_out = (torch.zeros_like(x) if d is None else d if d.stride(-1) == 1 else d.contiguous()
                       for d, x in ((dq_out, q), (dk_out, k)))
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _torch.c_may_read(
+            dq_out, dk_out, *saved):
+        need = ctx.needs_input_grad                       # the dispatcher leaves out what equals its default
+        want = tuple(i < len(need) and need[i] for i in range(4))
+        return *of_row("qk_norm_rotary_bwd")(dq_out, dk_out, *saved, offset, interleaved, eps, want), *(None,) * 7
     turned = of_row("rotary")(dq_out, dk_out, cos, -sin, positions, offsets, offset, interleaved)
     (dq, dq_weight), (dk, dk_weight) = (_of_norm(*t, eps) for t in zip(turned, (q, k), (q_weight, k_weight)))
     return dq, dk, dq_weight, dk_weight, *(None,) * 7
@@ -27,10 +31,6 @@ def _of_norm(d, x, weight, eps):
     """The gradients of x / sqrt(mean of x^2 + eps) weight, where d is that of the result."""
     if weight is None:
         return d, None
-    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _torch.c_may_read(d, x, weight):
-        with torch.enable_grad():
-            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-            return torch.autograd.grad(rms_norm(x, weight, eps=eps), (x, weight), d)
     d, wide = d.float(), x.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * factor
