@@ -282,6 +282,7 @@ def test_what_is_kept(device):
             assert torch.equal(a, b)
         if device == "cuda":
             with torch.no_grad():
+                results = again = None
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()
                 results = run(*given, **options)
