@@ -278,10 +278,6 @@ TILE void compute(const params &p, shared &all, int wg) {
         store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
                     p.rows.heads, t.at.steps);
     }
-    if (h == PANELS - 1) {
-      wait_for_task(s, n + 1);
-      bring_gates(p, given_task(s, n + 1));
-    }
     ring_wait(s.inputs, ring_at<1>(n));
     if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) {
       clear_rows(s.k[h], 0, t.at.steps);
@@ -310,6 +306,10 @@ TILE void compute(const params &p, shared &all, int wg) {
         wg_sync();
         put_reads(a, s);
       }
+    }
+    if (h == PANELS - 1) {                    // given by now: the loader works it out behind its copies of this one
+      wait_for_task(s, n + 1);
+      bring_gates(p, given_task(s, n + 1));
     }
     if (steep) {
       const task again = given_task(s, n);

@@ -45,6 +45,7 @@ TILE range block_tasks(const params &p) {
   r.end = (int)((int64_t)p.tasks * (block_index() + 1) / block_count());
   return r;
 }
+TILE const float *filter_of(const params &p, int i) { return p.filter + (int64_t)64 * 64 * i; }
 // Behind the last head and batch entry are zeros.
 TILE void load_task(tile *t, const gmap &m, sem &full, const params &p, int task) {
   for (int i = 0; i < ROWS; i++) tma_load(t[i], m, full, 64 * (task / p.batches), 0, 0, task % p.batches * ROWS + i);
@@ -61,6 +62,7 @@ TILE void loader(const params &p, shared &s, int) {
   for (int i = 0; i < 2; i++) tma_load(s.halves[i][0], p.tables, s.constants, 0, 0, 8 + i, 0);
   for (int task = own.first; task < own.end; task++) {
     ring_acquire(s.inputs[wg], at);
+    if (task == own.first || task % p.batches == 0) tma_prefetch(filter_of(p, task / p.batches), 64 * 64);
     ring_expect(s.inputs[wg], at, ROWS * tile_bytes(s.group[0].u[0]));
     load_task(s.group[wg].u, p.u, s.inputs[wg].full[0], p, task);
     if (++wg == NC) {
@@ -158,7 +160,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     }
     mma_commit();
     mma_wait<0>(re, im, lr[0], li[0]);
-    pass_spectrum<columns<FLOATS>::type>(x, re, im, s.twists, s.halves, p.filter + (int64_t)64 * 64 * filter, false,
+    pass_spectrum<columns<FLOATS>::type>(x, re, im, s.twists, s.halves, filter_of(p, filter), false,
                                          [] { wg_sync(); });
     fence_async();
     wg_sync();

@@ -278,7 +278,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     }
     {
       acc a[R];
-      rv bound, more, down, up;
+      rv bound, down, up;
       ring_wait(s.inputs[wg], at);
       UNROLLED for (int r = 0; r < R; r++) {
         load(a[r], (tile &)t.x[r][1][0]);
@@ -291,11 +291,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       }
       tma_store_wait_read();
       wg_sync();                                               // also: the last stores have read x
-      fill(bound, 0.f);
-      UNROLLED for (int r = 0; r < R; r++) {
-        group_largest(more, t.rows[r], 6);
-        map(bound, bound, more, [](float x, float y) { return fmaxf(x, y); });
-      }
+      tile_largest(bound, t.rows);
       scales(down, up, bound, 1.f);
       store(t.up, up);
       rt<fp16, 32> b[R][2];

@@ -41,6 +41,7 @@ TILE void tma_prefetch(const gmap &m);                  // thread
 // Thread. Brings what a copy of C columns and the box's rows would read into the L2. It hands nothing to anybody, so it
 // may come before grid_wait().
 template<int C> TILE void tma_prefetch_rows(const gmap &m, int row, int col, int head, int batch);
+TILE void tma_prefetch(const float *g, int n);          // the same of n floats, a multiple of 4, at 16 aligned bytes
 
 // ---- shared <-> registers (warpgroup). c0: first column of the window in the shared tile, a multiple of 16
 template<typename T, int C, int N> TILE void load(rt<float, N> &d, const st<T, 64, C> &s, int c0 = 0);

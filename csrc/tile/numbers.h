@@ -15,6 +15,7 @@ template<int N> TILE void store_acc(float *g, const rt<float, N> &t);
 template<int N> TILE void row_largest(sv<64> &rows, const rt<float, N> &t);
 // Warpgroup. The largest of the row's group of 1 << log rows.
 TILE void group_largest(rv &d, const sv<64> &rows, int log);
+template<int N> TILE void tile_largest(rv &d, const sv<64> (&rows)[N]);   // of N tiles' rows, for every row
 #ifdef __CUDACC__
 #include "tile/sm90/numbers.h"
 #else

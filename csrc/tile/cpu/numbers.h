@@ -39,6 +39,16 @@ template<int N> TILE void row_largest(sv<64> &rows, const rt<float, N> &t) {
     rows.d[r] = bits_float(m < 0x7f800000u ? m : 0x7f800000u);
   }
 }
+template<int N> TILE void tile_largest(rv &d, const sv<64> (&rows)[N]) {
+  called_by<WARPGROUP>();
+  float m = 0.f;
+  for (const sv<64> &own : rows) {
+    reads_shared(whole(own));
+    for (float x : own.d) m = x > m ? x : m;
+  }
+  writes(d);
+  for (int r = 0; r < 64; r++) d.d[r] = m;
+}
 TILE void group_largest(rv &d, const sv<64> &rows, int log) {
   called_by<WARPGROUP>();
   reads_shared(whole(rows));

@@ -65,6 +65,7 @@ template<int G> TILE void tma_store_wait_read() {}
 template<int G, int W> TILE void tma_store_wait() {}
 TILE void tma_prefetch(const gmap &) {}
 template<int C> TILE void tma_prefetch_rows(const gmap &, int, int, int, int) {}
+TILE void tma_prefetch(const float *, int) {}
 TILE void mma_fence() {}
 TILE void mma_commit() {}
 template<int G, class... Tile> TILE void mma_wait(Tile &...) {}

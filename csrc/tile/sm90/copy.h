@@ -87,6 +87,9 @@ template<int C> TILE void tma_prefetch_rows(const gmap &m, int row, int col, int
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
         ::"l"(&m), "r"(col + c), "r"(row), "r"(head), "r"(batch) : "memory");
 }
+TILE void tma_prefetch(const float *g, int n) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(g), "r"(4 * n) : "memory");
+}
 TILE void tma_prefetch(const gmap &m) { asm volatile("prefetch.tensormap [%0];" ::"l"(&m) : "memory"); }
 
 // ---- shared <-> registers. stmatrix/ldmatrix x4 move 16 x 16 blocks: lanes 0-15 address the rows of the left 8

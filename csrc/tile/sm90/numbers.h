@@ -33,6 +33,14 @@ template<int N> TILE void row_largest(sv<64> &rows, const rt<float, N> &t) {
   rv v = {{m[0], m[1]}};
   store(rows, v);
 }
+// Of numbers that are neither negative nor NaN the bits are in the numbers' order.
+TILE float warp_largest(float x) { return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x))); }
+template<int N> TILE void tile_largest(rv &d, const sv<64> (&rows)[N]) {
+  float m = 0.f;
+#pragma unroll
+  for (int i = 0; i < N; i++) m = fmaxf(m, fmaxf(rows[i].d[2 * lane()], rows[i].d[2 * lane() + 1]));
+  d.d[0] = d.d[1] = warp_largest(m);
+}
 // Lane i holds rows 2 i and 2 i + 1.
 TILE void group_largest(rv &d, const sv<64> &rows, int log) {
   int r = thread_row();
@@ -43,6 +51,10 @@ TILE void group_largest(rv &d, const sv<64> &rows, int log) {
   }
   float2 both = *((const float2 *)rows.d + lane());
   float m = fmaxf(both.x, both.y);
+  if (log == 6) {
+    d.d[0] = d.d[1] = warp_largest(m);
+    return;
+  }
   for (int i = 1; i < 1 << (log - 1); i *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, i));
   d.d[0] = __shfl_sync(~0u, m, r / 2);
   d.d[1] = __shfl_sync(~0u, m, r / 2 + 4);
