@@ -69,11 +69,11 @@ def of_sequences(form, q, k, v, g, beta, scale, state, starts, *size):
     return torch.cat([*outs, behind.to(outs[0].dtype) if outs else behind], 1), torch.cat(states) if states else none
 
 
-def by_chunks(q, k, v, g, beta, scale=None, state=None, starts=None, size=64):
+def by_chunks(q, k, v, g, beta, scale=None, state=None, starts=None, size=64, least=None):
     """By chunks: products in the inputs' precision, the state, the decays and the inverse in float32; of float64 all of
-    it, which is exact. What needs no state is done of all chunks at once."""
+    it, which is exact. What needs no state is done of all chunks at once. least: of by_channel()."""
     if starts is not None:
-        return of_sequences(by_chunks, q, k, v, g, beta, scale, state, starts, size)
+        return of_sequences(by_chunks, q, k, v, g, beta, scale, state, starts, size, least)
     dtype, (b, steps, h, dv), d = q.dtype, v.shape, q.shape[3]
     wide = torch.promote_types(dtype, torch.float32)
     scale = d ** -0.5 if scale is None else scale
@@ -89,7 +89,7 @@ def by_chunks(q, k, v, g, beta, scale=None, state=None, starts=None, size=64):
         filled = torch.nn.functional.pad(t.transpose(1, 2), (0, 0) * (t.ndim - 3) + (0, -steps % size))
         return filled.unflatten(2, (-1, size))
     q, k, v, g, beta = map(chunks, (spread(q, v), spread(k, v), v, g, beta.to(wide)))
-    p, m = (by_head if g.shape[4] == 1 and d > 1 else by_channel)(q, k, g)
+    p, m = by_head(q, k, g) if g.shape[4] == 1 and d > 1 else by_channel(q, k, g, least)
     identity, l = torch.eye(size, dtype=wide, device=q.device), g.cumsum(3)
     inverse = torch.linalg.solve_triangular(identity + m.tril(-1) * beta[..., None, :], identity, upper=False,
                                             unitriangular=True)
@@ -126,13 +126,14 @@ def by_head(q, k, g):
     return (q @ k.mT).to(g.dtype) * weights, (k @ k.mT).to(g.dtype) * weights
 
 
-def by_channel(q, k, g, rows=16):
+def by_channel(q, k, g, least=None, rows=16):
     """The same of decays per channel, for `rows` rows at a time.
 
     In float64 e^(l_i - l_j) is formed of every pair and channel. Else it is the product of e^(l_i - m) and e^(m - l_j),
     m of the middle row: within 8 steps of it no exponent of either is above 8 * 10.5, as g is not below -10.5 here,
-    where an error of e^-10.5 is left. float16 has not this range: its factors are bfloat16."""
-    n, least = g.shape[-2], torch.bfloat16 if q.dtype == torch.float16 else q.dtype
+    where an error of e^-10.5 is left. float16 has not this range: its factors are float32, and their sums are rounded;
+    or they are of the type `least`."""
+    n, least = g.shape[-2], least or (torch.float32 if q.dtype == torch.float16 else q.dtype)
     exact = q.dtype == torch.float64
     l = (g if exact else g.clamp(min=-10.5)).cumsum(-2)
     results = [], []
@@ -147,9 +148,9 @@ def by_channel(q, k, g, rows=16):
         else:
             middle = l[..., (i + end - 1) // 2, None, :]
             column = (k[..., :end, :].to(g.dtype) * (middle - before).exp()).to(least)
-            made = [((t[..., i:end, :].to(g.dtype) * (at - middle).exp()).to(least) @ column.mT).to(g.dtype)
-                    for t in (q, k)]
+            made = [(t[..., i:end, :].to(g.dtype) * (at - middle).exp()).to(least) @ column.mT for t in (q, k)]
             made = [torch.where(later, t, 0.0) for t in made]
+            made = [(t.to(q.dtype) if least == torch.float32 else t).to(g.dtype) for t in made]
         for result, t in zip(results, made):
             result.append(torch.nn.functional.pad(t, (0, n - end)))
     return tuple(torch.cat(result, -2) for result in results)

@@ -8,6 +8,8 @@
 // bf16. It is wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another
 // sum where that matters. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to
 // middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
+// Keys in fp16 have more bits than a factor in bf16, and where |k|^2 in L is over theirs, beta |k|^2 may be over 2: then
+// a state that equal keys reflect grows from step to step. So such factors are two bf16, and three products are added.
 // Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has all of its panel's
 // gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the
 // other warpgroup: the first makes L and M, the last P. The next task's k, q and gates come while this one's tiles
@@ -24,6 +26,9 @@ enum { PANELS = D / 64, LATER = !PAIRS ? 1 : PANELS == 1 ? 3 : 2 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;
+template<typename T> struct parts_of { enum { COUNT = 1 }; };
+template<> struct parts_of<fp16> { enum { COUNT = 2 }; };
+enum { PARTS = parts_of<elem>::COUNT };   // of a factor, whose sum it is
 typedef st<elem, Q, 64> panel;
 union sums {                        // the tiles when nobody reads the sums any more
   ct l;                             // to base 2
@@ -169,12 +174,87 @@ TILE void make_factors(rt<float, 64> &right, const params &p, chunk &s, int h) {
 template<int GROUP> TILE void make_group(rt<float, Q> &a, rt<factor, 64> &right, area &s) {
   rt<float, 16> own, other;
   mma_fence();
-  mma_ABt_halves(own, other, right, s.left[GROUP]);
+  mma_ABt_halves<ZERO>(own, other, right, s.left[GROUP]);
   mma_commit();
   mma_wait<0>(own, other, right);
   put_group(a, own, GROUP);
   wg_sync();                                // everybody's products have read the factors
   hand_over(handed_in(s), other, GROUP);
+}
+
+// ---- factors in two parts: what is rounded, and what rounding has left, rounded too. Of a group, the left factors'
+// rests take the place of what products have read: there is no other.
+TILE void take_rest(rt<float, 16> &x) {
+  rt<factor, 16> rounded;
+  convert(rounded, x);
+  each_part(0, [](int, int, float &x, float rounded) { x -= rounded; }, x, (const rt<factor, 16> &)rounded);
+}
+struct parts { rt<factor, 64> most, rest; };
+TILE void split(parts &d, rt<float, 64> &x) {   // x is lost
+  convert(d.most, x);
+  UNROLLED for (int c = 0; c < 64; c += 16)
+    each_part(c, [](int, int, float &x, float rounded) { x -= rounded; }, x, (const rt<factor, 64> &)d.most);
+  convert(d.rest, x);
+}
+TILE void carry_to_group(parts &d, const sv<64> &f, int group) {
+  rt<float, 64> x;
+  fill(x, 0.f);
+  UNROLLED for (int c = 0; c < 64; c += 16)
+    each_part(c, [](int, int, float &x, float most, float rest) { x = most + rest; }, x,
+              (const rt<factor, 64> &)d.most, (const rt<factor, 64> &)d.rest);
+  carry_to_group(x, f, group);
+  split(d, x);
+}
+// ptxas spills if both halves are made at once, or columns unrolled.
+TILE void put_rests(chunk &s, const panel &given, const rv &norm, int h, int half, int group) {
+  ROLLED for (int c = 0; c < 64; c += 16) {
+    rt<float, 16> x;
+    fill(x, 0.f);
+    each_part(c, [](int, int, float &x, float l, float given, float norm) { x = given * norm * fast_exp2(l); }, x,
+              s.sums[h].l, given, norm);
+    take_rest(x);
+    store_group(s.areas[h].left[group], half, x, c, group);
+  }
+}
+TILE void put_rests(const params &p, chunk &s, int h, int group) {
+  rv norm_k, norm_q;
+  take_factors(norm_k, norm_q, p, s);
+  put_rests(s, s.k[h], norm_k, h, h, group);
+  take_factors(norm_k, norm_q, p, s);
+  put_rests(s, s.q[h], norm_q, h, 1 - h, group);
+}
+// Of the four products that of both rests is left out.
+template<int GROUP> TILE void make_group(rt<float, Q> &a, parts &right, const params &p, chunk &s, int h) {
+  st<factor, 32, 64> &left = s.areas[h].left[GROUP];
+  rt<float, 16> own, other;
+  mma_fence();
+  mma_ABt_halves<ZERO>(own, other, right.rest, left);
+  mma_ABt_halves<ACC>(own, other, right.most, left);
+  mma_commit();
+  mma_wait<0>(own, other, right.rest, right.most);
+  wg_sync();                                // everybody's products have read the left factors
+  put_rests(p, s, h, GROUP);
+  fence_async();
+  wg_sync();
+  mma_fence();
+  mma_ABt_halves<ACC>(own, other, right.most, left);
+  mma_commit();
+  mma_wait<0>(own, other, right.most);
+  put_group(a, own, GROUP);
+  wg_sync();                                // ... and their rests
+  hand_over(handed_in(s.areas[h]), other, GROUP);
+}
+TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const params &p, chunk &s, int h) {
+  const sv<64> *between = s.groups[h].between;
+  parts r;
+  split(r, right);
+  make_group<0>(a, r, p, s, h);
+  carry_to_group(r, between[0], 1);
+  make_group<1>(a, r, p, s, h);
+  carry_to_group(r, between[1], 2);
+  make_group<2>(a, r, p, s, h);
+  carry_to_group(r, between[2], 3);
+  make_group<3>(a, r, p, s, h);
 }
 // This panel's part of L^T in the first warpgroup, of P^T in the last; and, in the area, of the other one. Where j is
 // behind i the products are anything, also infinite.
@@ -186,6 +266,7 @@ TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, int h) {
   fence_async();
   wg_sync();
   fill(a, 0.f);
+  if (PARTS == 2) return make_pairs_of_parts(a, right, p, s, h);
   convert_group(r, right, 0);
   make_group<0>(a, r, s.areas[h]);
   carry_to_group(right, between[0], 1);

@@ -43,8 +43,10 @@ template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &
 // Row 16 w + i of t becomes row 16 half + i of tile w of d, rounded, columns from c0 on. A row's tile is written by one
 // warp.
 template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, const rt<float, 16> &t, int c0);
+// ... rows of that group alone, by the warp whose they are: row 16 group + i of t becomes row 16 half + i of d.
+template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<float, 16> &t, int c0, int group);
 // d = a times the transpose of rows 0 to 15 of b, e of rows 16 to 31: products as in mma.h.
-template<typename T>
+template<int A, typename T>
 TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b);
 // t becomes columns 16 group .. of d. group: a constant
 TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group);

@@ -35,12 +35,17 @@ def zeros(q, v):
 
 
 def check(ours, plain, exact, dtype, g, other=None, size=0.0):
-    delta_cases.check(ours, plain, exact, dtype, g, other, factors(dtype), size)
+    delta_cases.check(ours, plain, exact, dtype, g, other, factors(dtype), 4 * size if factors(dtype) else size)
 
 
 def factors(dtype):
-    """Where decays are of channels, what is multiplied has the exponents of bfloat16."""
-    return torch.bfloat16 if dtype == torch.float16 else dtype
+    """Of float16 the plain form's weights have one rounding, ours two, and so have the tiles that come of steep gates:
+    where numbers are few, and where they cancel, an error of a quarter of eps is left."""
+    return dtype if dtype == torch.float16 else None
+
+
+def relative_error(found, exact):
+    return float((found.double() - exact).norm() / exact.norm())
 
 
 def size_of(q, k, v, scale):
@@ -58,7 +63,7 @@ def test_hard(device, dtype, name):
     ours = run(q, k, v, g, beta, state=state)
     assert all(map(torch.equal, ours, run(q, k, v, g, beta, state=state)))
     check(ours, by_chunks(q, k, v, g, beta, state=state), exactly(q, k, v, g, beta, state=state), dtype, g,
-          with_other_keys(name, q, k, factors(dtype), v, g, beta, None, state))
+          with_other_keys(name, q, k, dtype, v, g, beta, None, state))
 
 
 # What a step's log decay is: of all channels, of one and the others, of steps in turn.
@@ -96,6 +101,27 @@ def test_long(device):
     ours = run(q, k, v, g, beta, state=state)
     exact = exactly(q, k, v, g, beta, state=state)
     check(ours, by_chunks(q, k, v, g, beta, state=state), exact, torch.bfloat16, g)
+
+
+@pytest.mark.parametrize("gate, length, d", ((0.0, 1, 64), (-0.0001, 10, 128), (-0.001, 1, 64)))
+@pytest.mark.parametrize("device", DEVICES)
+def test_reflected_for_thousands_of_steps(device, gate, length, d):
+    """Equal keys with beta |k|^2 = 2: no error fades, and states grow where the keys that are multiplied are longer
+    than those given. float16 is as exact as the plain form with one decay for all channels, which rounds no factors;
+    with decays of channels, too."""
+    steps, heads = 4101, 4
+    q, k, v, _, beta, state = problem("equal keys, beta 2", 31, 1, steps, heads, heads, d, 32, dtype=torch.float16)
+    beta, k, r = beta.float() / length**2, k * length, torch.Generator().manual_seed(32)
+    of_steps, of_channels = (2 * gate * torch.rand(1, steps, heads, n, generator=r) for n in (1, d))
+    q, k, v, beta, state, of_steps, of_channels = (t.to(device) for t in (q, k, v, beta, state, of_steps, of_channels))
+    plain = by_chunks(q, k, v, of_steps[..., 0], beta, state=state)
+    exact = exactly(q, k, v, of_steps[..., 0], beta, state=state)
+    allowed = [2 * relative_error(x, y) + 2.0**-10 for x, y in zip(plain, exact)]
+    for g, exact in ((of_steps.expand_as(of_channels), exact),
+                     (of_channels, exactly(q, k, v, of_channels, beta, state=state))):
+        for name, x, y, most in zip(("out", "final_state"), run(q, k, v, g, beta, state=state), exact, allowed):
+            error = relative_error(x, y)
+            assert error <= most, f"{name}: relative error {error:.3g}, allowed {most:.3g}"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -279,9 +305,6 @@ def test_refused(kind, text, other):
 
 
 def check_random(p):
-    if p.name in REFLECTED and p.dtype == torch.float16:   # README, what does not work yet: rows of thousands of steps
-        p.sizes = (p.sizes[0], min(p.sizes[1], 257), *p.sizes[2:])
-        p.starts = p.starts and tuple(min(start, 257) for start in p.starts)
     q, k, v, g, beta, state = problem(p.name, p.seed, *p.sizes, **p.options)
     other_gates = p.r.choice((None, *GATES))               # of other strengths than the name says
     p.also = f"{other_gates}, "
@@ -294,7 +317,7 @@ def check_random(p):
     out, last = run(q, k, v, g, beta, p.scale, given, p.starts, use_qk_l2norm=p.norms, state_v_first=p.v_first)
     wide = [normalised(t.double()) if p.norms else t for t in (q, k)]
     exact = exactly(*wide, v, g, beta, p.scale, state, p.starts)
-    other = with_other_keys(p.name, *wide, factors(p.dtype), v, g, beta, p.scale, state, p.starts)
+    other = with_other_keys(p.name, *wide, p.dtype, v, g, beta, p.scale, state, p.starts)
     if p.norms:
         q, k = normalised(q), normalised(k)
     plain = by_chunks(q, k, v, g, beta, p.scale, state, p.starts)

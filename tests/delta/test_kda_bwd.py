@@ -62,8 +62,8 @@ def check(inputs, dout, dlast, run, reference, dtype, g, name=""):
         return out, state
     found = gradients(run, inputs, dout, dlast)
     exact = gradients(reference_form, inputs, dout, dlast, True)
-    plain = gradients(reference(by_chunks), inputs, dout, dlast)
     factors = torch.bfloat16 if dtype == torch.float16 else dtype
+    plain = gradients(reference(lambda *given: by_chunks(*given, least=factors)), inputs, dout, dlast)
     eps = torch.finfo(factors).eps
     other = exact
     if name in REFLECTED:
@@ -103,6 +103,25 @@ def test_hard(device, dtype, name):
     again = [gradients(ours(), inputs, dout, dlast) for _ in range(2)]
     assert all(torch.equal(x, y) or x.isnan().any() for x, y in zip(*again))
     check(inputs, dout, dlast, ours(), form, dtype, inputs[3], name)
+
+
+@pytest.mark.parametrize("gate, length, d", ((0.0, 1, 64), (-0.0001, 10, 128)))
+@pytest.mark.parametrize("device", DEVICES)
+def test_reflected_for_thousands_of_steps(device, gate, length, d):
+    """As test_kda.py's. All channels have the same decays, so that the plain form has one for all of them."""
+    steps, heads = 4101, 2
+    (q, k, v, _, beta, state), dout, dlast = problem("equal keys, beta 2", 31, 1, steps, heads, heads, d, 32,
+                                                     dtype=torch.float16)
+    beta, k, r = beta.float() / length**2, k * length, torch.Generator().manual_seed(32)
+    g = 2 * gate * torch.rand(1, steps, heads, generator=r)
+    q, k, v, g, beta, state, dout, dlast = (t.to(device) for t in (q, k, v, g, beta, state, dout / 64, dlast / 64))
+    inputs = q, k, v, g, beta, state
+    found = gradients(ours(), (q, k, v, g[..., None].expand(*g.shape, d), beta, state), dout, dlast)
+    found[3] = found[3].sum(3)
+    exact = gradients(form(exactly), inputs, dout, dlast, True)
+    for name, x, y, right in zip(GRADIENTS, found, gradients(form(by_chunks), inputs, dout, dlast), exact):
+        error, plain = (float((t.double() - right).norm() / right.norm()) for t in (x, y))
+        assert error <= 3 * plain + 2.0**-7, f"{name}: relative error {error:.3g}, the plain form's {plain:.3g}"
 
 
 STEEP = {
@@ -292,9 +311,9 @@ def test_what_is_kept(device):
 
 
 def without(dtype):
-    """Reflected states are test_hard's alone, and so are keys that are alike in float16 (README: what does not work
-    yet) and in float32, whose inverse the plain form has by substitution alone. Where the plain form overflows, float32
-    would be compared with its own rounding, which steep gates are not computed to."""
+    """Reflected states are test_hard's alone, and so are keys that are alike in float16, where kda_grads.cu multiplies
+    in bfloat16, and in float32, whose inverse the plain form has by substitution alone. Where the plain form overflows,
+    float32 would be compared with its own rounding, which steep gates are not computed to."""
     of = {torch.float32: ("large values, strong", "near keys, beta near 2"),
           torch.float16: ("equal keys", "near keys, beta near 2")}
     return REFLECTED[0], *of.get(dtype, ())

@@ -904,6 +904,11 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
     each_part(c, [](int, int, float &t, float l) { t = 2.f * l; }, t, s.l);
     store_groups(s.left, 1, t, c);
   }
+  wg_sync();
+  for (int c = 0; c < 64; c += 16) {
+    each_part(c, [](int, int, float &t, float l) { t = 3.f * l; }, t, s.l);
+    store_group(s.left[3], 1, t, c, 2);
+  }
   store(out + 4096, 64, b, 64, 64);
   for (int c = 0; c < 64; c += 16)
     each_part(c, [](int, int, float &b, float l, float end) { b = end - l; }, b, (const rt<float, 64> &)a, end);
@@ -917,7 +922,11 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
   fence_async();
   wg_sync();
   mma_fence();
-  mma_ABt_halves(t, u, d, s.left[1]);
+  mma_ABt_halves<ZERO>(t, u, d, s.left[1]);
+  mma_commit();
+  mma_wait<0>(t, u, d);
+  mma_fence();
+  mma_ABt_halves<ACC>(t, u, d, s.left[1]);
   mma_commit();
   mma_wait<0>(t, u, d);
   fill(a, 1.f);

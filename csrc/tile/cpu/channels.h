@@ -113,19 +113,28 @@ template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, con
   for (int w = 0; w < 4; w++) writes_shared(d[w], part(d[w], 16 * half, 16, c0, 16));
   for (int r = 0; r < 64; r++) narrow_row(d[r / 16].d + (16 * half + r % 16) * 64 + c0, t.d[r], 16);
 }
-template<typename T>
+template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<float, 16> &t, int c0, int group) {
+  reads(t);
+  writes_shared(d, part(d, 16 * half, 16, c0, 16));
+  for (int i = 0; i < 16; i++) narrow_row(d.d + (16 * half + i) * 64 + c0, t.d[16 * group + i], 16);
+}
+template<int A, typename T>
 TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
-  issue_product<ZERO>(d, a, part(b, 0, 16, 0, 64), [=, &d, &e, &a, &b] {
+  issue_product<A>(d, a, part(b, 0, 16, 0, 64), [=, &d, &e, &a, &b] {
     alignas(64) float scratch[scratch_floats<T, 64>()];
     rt<float, 32> both;
     enum { DEPTH = 64 / word_of<T>::ELEMENTS };
-    product<ZERO, VW>(both, operand(a, scratch), packed<PACK_COLS>(b), DEPTH, DEPTH);
+    for (int r = 0; r < 64 && A == ACC; r++) {
+      memcpy(both.d[r], d.d[r], sizeof d.d[r]);
+      memcpy(both.d[r] + 16, e.d[r], sizeof e.d[r]);
+    }
+    product<A, VW>(both, operand(a, scratch), packed<PACK_COLS>(b), DEPTH, DEPTH);
     for (int r = 0; r < 64; r++) {
       memcpy(d.d[r], both.d[r], sizeof d.d[r]);
       memcpy(e.d[r], both.d[r] + 16, sizeof e.d[r]);
     }
   });
-  issue_product<ZERO>(e, a, part(b, 16, 16, 0, 64), [] {});
+  issue_product<A>(e, a, part(b, 16, 16, 0, 64), [] {});
 }
 TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
   reads(t);

@@ -137,15 +137,22 @@ template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, con
   store_block(shared_address(&d[0]) + warp_in_group() * (uint32_t)sizeof d[0] + r * 128 + (chunk << 4),
               pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
-template<typename T>
+template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<float, 16> &t, int c0, int group) {
+  int r = 16 * half + (lane() & 15), chunk = c0 / 8 + (lane() >> 4) ^ r & 7;
+  const float *x = t.d;
+  if (warp_in_group() != group) return;
+  store_block(shared_address(&d) + r * 128 + (chunk << 4), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
+              pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+}
+template<int A, typename T>
 TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) asm volatile("" : "=f"(d.d[i]), "=f"(e.d[i]));   // as mma_begin()
+  for (int i = 0; i < 8 && A == ZERO; i++) asm volatile("" : "=f"(d.d[i]), "=f"(e.d[i]));   // as mma_begin()
   uint32_t db = desc(&b, 16);
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    wgmma<T, 0>(d.d, a.d[k], db + along<32>(k), k);
-    wgmma<T, 0>(e.d, a.d[k], db + (16 * 128 >> 4) + along<32>(k), k);
+    wgmma<T, 0>(d.d, a.d[k], db + along<32>(k), A || k);
+    wgmma<T, 0>(e.d, a.d[k], db + (16 * 128 >> 4) + along<32>(k), A || k);
   }
 }
 TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
