@@ -63,8 +63,8 @@ TILE void load_inputs(const params &p, shared &s, int wg, ring_pos &at, int task
              task % p.batches);
   ring_next(s.inputs[wg], at);
 }
-// The next row comes as soon as there is room for it. The second gate's last block waits for that: its others are on the
-// way by then.
+// The next row comes as soon as there is room for it. The second gate's last block waits for that: its others are on
+// the way by then.
 TILE void loader(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
   own_tiles &t = s.group[wg];
