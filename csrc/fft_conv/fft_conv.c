@@ -109,6 +109,15 @@ static void map_tables(mg_call *c, gmap *m, const filter *f) {
     c->status = mg_map(m, &c->context, "spectrum", f->spectrum, MG_FP16, (int64_t[4]){1, FFT_TABLES, 64, 64},
                        (int64_t[4]){FFT_TABLES * 4096, 4096, 64, 1}, 64, 64);
 }
+// What both kernels of one pass read and write.
+static void map_operands(mg_call *c, fft_operands *m, const filter *f, const mg_tensor *x, const mg_tensor *pre,
+                         const mg_tensor *post, const mg_tensor *out) {
+  map_tables(c, &m->tables, f);
+  map_rows(c, &m->u, "u", x);
+  map_rows(c, &m->out, "out", out);
+  if (pre) map_rows(c, &m->pre, "pregate", pre);
+  if (post) map_rows(c, &m->post, "postgate", post);
+}
 // factor, other: of long rows, or NULL. conjugate: of those alone
 static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const mg_tensor *x, const mg_tensor *pre,
                                const mg_tensor *post, const mg_tensor *out, const mg_tensor *factor,
@@ -120,11 +129,7 @@ static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const
                          .quarter = a->causal, .has_pre = pre != NULL, .has_post = post != NULL,
                          .has_other = other != NULL, .conjugate = conjugate,
                          .tasks = mg_tasks(c, c->n.H * c->n.B, "rows")};
-    map_tables(c, &p.tables, f);
-    map_rows(c, &p.u, "u", x);
-    map_rows(c, &p.out, "out", out);
-    if (pre) map_rows(c, &p.pre, "pregate", pre);
-    if (post) map_rows(c, &p.post, "postgate", post);
+    map_operands(c, &p.of, f, x, pre, post, out);
     if (other) {
       map_rows(c, &p.factor, "u", factor);
       map_rows(c, &p.other, "dpregate", other);
@@ -135,43 +140,55 @@ static mg_status convolve_fast(mg_call *c, const call *a, const filter *f, const
                        .rows = (int)(c->n.H << f->log_rows), .log_rows = f->log_rows, .has_pre = pre != NULL,
                        .has_post = post != NULL,
                        .tasks = mg_tasks(c, filter_tiles(c, f) * batches, "tiles")};
-  map_tables(c, &p.tables, f);
-  map_rows(c, &p.u, "u", x);
-  map_rows(c, &p.out, "out", out);
-  if (pre) map_rows(c, &p.pre, "pregate", pre);
-  if (post) map_rows(c, &p.post, "postgate", post);
+  map_operands(c, &p.of, f, x, pre, post, out);
   return mg_run_resident(c, &p, p.tasks);
 }
 
-// All gradients of rows of at most 4096 elements. skip is added to the filter's first element, so its gradient is that
-// one's.
-static mg_status gradients_fast(mg_call *c, const mg_fft_conv_bwd_args *a, const filter *f) {
-  const mg_tensor *dk = a->dk, *dskip = a->dskip;
-  const bool sums = dk || dskip;
-  fft_grads_params p = {
-    .filter = tiles_of(f), .factors = factors_of(c, f), .sums = a->blocks->data, .batches = (int)c->n.B,
-    .chunks = (int)c->n.CHUNKS, .step = (int)c->n.STEPS, .rows = (int)(c->n.H << f->log_rows), .log_rows = f->log_rows,
-    .has_pre = a->pregate != NULL, .has_post = a->postgate != NULL, .has_du = a->du != NULL,
-    .has_dpre = a->dpregate != NULL, .has_dpost = a->dpostgate != NULL, .has_sums = sums,
-    .tasks = mg_tasks(c, c->n.SLOTS * c->n.CHUNKS, "tiles")};
+// Gradients, of which p says which are wanted, or what goes to sums: nothing of no rows.
+static void run_gradients(mg_call *c, const mg_fft_conv_bwd_args *a, const filter *f, fft_grads_params *p) {
+  p->sums = a->blocks->data;
+  p->batches = (int)c->n.B;
+  p->chunks = (int)c->n.CHUNKS;
+  p->step = (int)c->n.STEPS;
+  p->has_pre = a->pregate != NULL;
+  p->has_post = a->postgate != NULL;
+  p->tasks = mg_tasks(c, c->n.SLOTS * c->n.CHUNKS, "tiles");
   c->problem.size.SPLIT = 1;
-  if (!mg_is_empty(a->u) && mg_choose(c)) {
-    map_tables(c, &p.tables, f);
-    map_rows(c, &p.u, "u", a->u);
-    map_rows(c, &p.dout, "dout", a->dout);
-    if (a->pregate) map_rows(c, &p.pre, "pregate", a->pregate);
-    if (a->postgate) map_rows(c, &p.post, "postgate", a->postgate);
-    if (a->du) map_rows(c, &p.du, "du", a->du);
-    if (a->dpregate) map_rows(c, &p.dpre, "dpregate", a->dpregate);
-    if (a->dpostgate) map_rows(c, &p.dpost, "dpostgate", a->dpostgate);
-    run(c, &p, p.tasks);
-  }
+  if (mg_is_empty(a->u) || !mg_choose(c)) return;
+  map_tables(c, &p->tables, f);
+  map_rows(c, &p->u, "u", a->u);
+  map_rows(c, &p->dout, "dout", a->dout);
+  if (p->has_pre) map_rows(c, &p->pre, "pregate", a->pregate);
+  if (p->has_post) map_rows(c, &p->post, "postgate", a->postgate);
+  if (p->has_du) map_rows(c, &p->du, "du", a->du);
+  if (p->has_dpre) map_rows(c, &p->dpre, "dpregate", a->dpregate);
+  if (p->has_dpost) map_rows(c, &p->dpost, "dpostgate", a->dpostgate);
+  run(c, p, p->tasks);
+}
+// Where the filter's gradient goes. skip is added to the filter's first element, so its gradient is that one's.
+static fft_sums_params filter_sums(const mg_call *c, const mg_fft_conv_bwd_args *a) {
+  const mg_tensor *dk = a->dk, *dskip = a->dskip;
+  return (fft_sums_params){
+    .out = mg_data(dk), .out_head = c->n.LK, .type = type_of(dk ? dk : dskip), .length = (int)c->n.LK,
+    .first = mg_data(dskip), .first_type = dskip ? type_of(dskip) : 0, .chunks = (int)c->n.CHUNKS,
+    .parts = a->blocks->data};
+}
+
+// All gradients of rows of at most 4096 elements.
+static mg_status gradients_fast(mg_call *c, const mg_fft_conv_bwd_args *a, const filter *f) {
+  const bool sums = a->dk || a->dskip;
+  fft_grads_params p = {
+    .filter = tiles_of(f), .factors = factors_of(c, f), .rows = (int)(c->n.H << f->log_rows), .log_rows = f->log_rows,
+    .has_du = a->du != NULL, .has_dpre = a->dpregate != NULL, .has_dpost = a->dpostgate != NULL, .has_sums = sums};
+  run_gradients(c, a, f, &p);
   if (sums) {
-    fft_sums_params q = {
-      .parts = p.sums, .of_parts = true, .chunks = p.chunks, .log_rows = f->log_rows, .plain = !a->causal,
-      .rows = p.rows, .blocks = 1, .out = mg_data(dk), .out_head = c->n.LK, .type = type_of(dk ? dk : dskip),
-      .length = (int)c->n.LK, .first = mg_data(dskip), .first_type = dskip ? type_of(dskip) : 0,
-      .tasks = mg_tasks(c, c->n.SLOTS, "tiles")};
+    fft_sums_params q = filter_sums(c, a);
+    q.of_parts = true;
+    q.log_rows = f->log_rows;
+    q.plain = !a->causal;
+    q.rows = p.rows;
+    q.blocks = 1;
+    q.tasks = mg_tasks(c, c->n.SLOTS, "tiles");
     if (choose(c, MG_OP_fft_conv_sums, true)) run(c, &q, q.tasks);
   }
   return c->status;
@@ -227,40 +244,32 @@ static mg_status convolve(mg_call *c, const call *a, const filter *f, const mg_t
 
 // Of rows of one pass over 4096 elements.
 static mg_status filter_gradient_long(mg_call *c, const mg_fft_conv_bwd_args *a, const filter *f) {
-  const mg_tensor *dk = a->dk, *dskip = a->dskip;
-  fft_grads_params p = {
-    .sums = a->blocks->data, .batches = (int)c->n.B, .chunks = (int)c->n.CHUNKS, .step = (int)c->n.STEPS,
-    .log_parts = f->log_parts, .quarter = a->causal, .has_pre = a->pregate != NULL, .has_post = a->postgate != NULL,
-    .tasks = mg_tasks(c, c->n.SLOTS * c->n.CHUNKS, "tiles")};
-  fft_sums_params q = {
-    .parts = p.sums, .chunks = p.chunks, .log_parts = f->log_parts, .quarter = a->causal, .out = mg_data(dk),
-    .out_head = c->n.LK, .type = type_of(dk ? dk : dskip), .length = (int)c->n.LK, .first = mg_data(dskip),
-    .first_type = dskip ? type_of(dskip) : 0, .tasks = mg_tasks(c, c->n.SLOTS, "tiles")};
-  c->problem.size.SPLIT = 1;
-  if (!mg_is_empty(a->u) && mg_choose(c)) {
-    map_tables(c, &p.tables, f);
-    map_rows(c, &p.u, "u", a->u);
-    map_rows(c, &p.dout, "dout", a->dout);
-    if (a->pregate) map_rows(c, &p.pre, "pregate", a->pregate);
-    if (a->postgate) map_rows(c, &p.post, "postgate", a->postgate);
-    run(c, &p, p.tasks);
-  }
+  fft_grads_params p = {.log_parts = f->log_parts, .quarter = a->causal};
+  fft_sums_params q = filter_sums(c, a);
+  q.log_parts = f->log_parts;
+  q.quarter = a->causal;
+  q.tasks = mg_tasks(c, c->n.SLOTS, "tiles");
+  run_gradients(c, a, f, &p);
   if (choose(c, MG_OP_fft_conv_parts, true)) run(c, &q, q.tasks);
   return c->status;
 }
 
 static mg_status filter_gradient(mg_call *c, const mg_fft_conv_bwd_args *a) {
-  const mg_tensor *dk = a->dk, *dskip = a->dskip;
   const int64_t units = c->n.B * (c->n.R + c->n.UNITS), heads = c->n.H;
   const int64_t most = mg_max(1, units ? c->n.ROOM / FFT_UNIT_FLOATS / units : heads);
   fft_complex *first = a->blocks->data, *second = first + FFT_BLOCK * mg_min(most, heads) * c->n.B * c->n.R;
   fft_rows dy = rows_of(a->dout, a->postgate), x = rows_of(a->u, a->pregate);
   x.circular = !a->causal;
-  fft_sums_params p = {
-    .a = first, .b = second, .batches = (int)c->n.B, .blocks = (int)(dk ? c->n.RK : 1), .of_filters = true,
-    .a_blocks = (int)c->n.R, .b_blocks = (int)c->n.UNITS, .past = (int)(c->n.UNITS - c->n.R), .out = mg_data(dk),
-    .out_head = c->n.LK, .type = type_of(dk ? dk : dskip), .length = (int)c->n.LK, .first = mg_data(dskip),
-    .first_type = dskip ? type_of(dskip) : 0, .log_rows = 6};
+  fft_sums_params p = filter_sums(c, a);
+  p.a = first;
+  p.b = second;
+  p.batches = (int)c->n.B;
+  p.blocks = (int)(a->dk ? c->n.RK : 1);
+  p.of_filters = true;
+  p.a_blocks = (int)c->n.R;
+  p.b_blocks = (int)c->n.UNITS;
+  p.past = (int)(c->n.UNITS - c->n.R);
+  p.log_rows = 6;
   mg_tasks(c, c->n.B * heads, "rows");
   for (int64_t head = 0; head < heads && !c->status; head += most) {
     const int64_t count = mg_min(most, heads - head), rows = count * c->n.B;

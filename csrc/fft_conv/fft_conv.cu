@@ -8,7 +8,7 @@
 // Roles: a loader thread; NC warpgroups, each with tiles and rings of its own; a thread that loads the gates. Blocks
 // walk along the batch of a filter's tile, so that K comes from the L1 or L2.
 #include "tile/tile.h"
-#include "fft_conv/fft_conv_tiles.h"
+#include "fft_conv/fft_conv_tasks.h"
 
 // From the row: TAKES, FLOATS, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
 enum { ROWS = TAKES, PAIRS = ROWS - 1, GATES = 2 / ROWS };   // tiles of a task; rings of gates, each of as many
@@ -38,13 +38,6 @@ TILE void init(shared &s) {
   sem_init(s.constants, arrivals(1, 0, 0));
 }
 
-struct range { int first, end; };
-TILE range block_tasks(const params &p) {
-  range r;
-  r.first = (int)((int64_t)p.tasks * block_index() / block_count());
-  r.end = (int)((int64_t)p.tasks * (block_index() + 1) / block_count());
-  return r;
-}
 TILE const float *filter_of(const params &p, int i) { return p.filter + (int64_t)64 * 64 * i; }
 // Behind the last head and batch entry are zeros.
 TILE void load_task(tile *t, const gmap &m, sem &full, const params &p, int task) {
@@ -57,14 +50,14 @@ TILE void loader(const params &p, shared &s, int) {
   int wg = 0;
   grid_wait();
   sem_expect(s.constants, 7 * tile_bytes(s.left[0][0]));
-  for (int i = 0; i < 3; i++) tma_load(s.left[i][0], p.tables, s.constants, 0, 0, i, 0);
-  for (int i = 0; i < 2; i++) tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
-  for (int i = 0; i < 2; i++) tma_load(s.halves[i][0], p.tables, s.constants, 0, 0, 8 + i, 0);
+  load_tables(s.left, p.of.tables, s.constants, FFT_LEFT);
+  load_tables(s.twists, p.of.tables, s.constants, FFT_TWISTS);
+  load_tables(s.halves, p.of.tables, s.constants, FFT_HALVES);
   for (int task = own.first; task < own.end; task++) {
     ring_acquire(s.inputs[wg], at);
     if (task == own.first || task % p.batches == 0) tma_prefetch(filter_of(p, task / p.batches), 64 * 64);
     ring_expect(s.inputs[wg], at, ROWS * tile_bytes(s.group[0].u[0]));
-    load_task(s.group[wg].u, p.u, s.inputs[wg].full[0], p, task);
+    load_task(s.group[wg].u, p.of.u, s.inputs[wg].full[0], p, task);
     if (++wg == NC) {
       wg = 0;
       ring_next(s.inputs[0], at);
@@ -86,8 +79,8 @@ TILE void gate_loader(const params &p, shared &s, int) {
   grid_wait();
   for (int task = own.first; task < own.end; task++) {
     ring_pos a = first, b = second;
-    if (p.has_pre) load_gate(p, s, p.pre, wg, 0, a, task);
-    if (p.has_post) load_gate(p, s, p.post, wg, GATES - 1, PAIRS ? a : b, task);
+    if (p.has_pre) load_gate(p, s, p.of.pre, wg, 0, a, task);
+    if (p.has_post) load_gate(p, s, p.of.post, wg, GATES - 1, PAIRS ? a : b, task);
     if (++wg == NC) {
       wg = 0;
       first = a;
@@ -99,8 +92,8 @@ TILE void gate_loader(const params &p, shared &s, int) {
 TILE void multiply_gate(shared &s, acc &re, acc &im, int wg, int which, ring_pos at) {
   const tile *gate = s.group[wg].gates + which;
   ring_wait(s.gates[wg][which], at);
-  each<64>([](int, int, float &x, float g) { x *= g; }, re, gate[0]);
-  if (PAIRS) each<64>([](int, int, float &x, float g) { x *= g; }, im, gate[ROWS - 1]);
+  multiply(re, gate[0]);
+  if (PAIRS) multiply(im, gate[ROWS - 1]);
 }
 // x, scaled, as an operand
 TILE void enter(own_tiles &own, acc &x, int i, int log_rows) {
@@ -111,12 +104,6 @@ TILE void enter(own_tiles &own, acc &x, int i, int log_rows) {
   store(own.up[i], up);
   scale_down(x, down);
   put_pieces(own.x[i], x);
-}
-TILE void leave(own_tiles &own, acc &x, const rv &factor, int i) {
-  rv up;
-  load(up, own.up[i]);
-  map(up, up, factor, [](float a, float b) { return a * b; });
-  map_row(x, up, [](float a, float f) { return a * f; });
 }
 
 TILE void compute(const params &p, shared &s, int wg) {
@@ -174,8 +161,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     mma_commit();
     load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);      // under the products
     mma_wait<0>(re, im, lr[0], li[0]);
-    leave(t, re, factor, 0);
-    if (PAIRS) leave(t, im, factor, ROWS - 1);
+    scale_up(re, t.up[0], factor);
+    if (PAIRS) scale_up(im, t.up[ROWS - 1], factor);
     if (p.has_post) multiply_gate(s, re, im, wg, GATES - 1, second);
     wg_sync();                                                 // all products have read x
     store((tile &)x[0][0], re);
@@ -183,8 +170,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     fence_async();
     if (p.has_post) ring_done(s.gates[wg][GATES - 1], second);
     wg_sync();
-    tma_store(p.out, (tile &)x[0][0], 64 * filter, 0, 0, batch * ROWS);
-    if (PAIRS) tma_store(p.out, (tile &)x[1][0], 64 * filter, 0, 0, batch * ROWS + 1);
+    tma_store(p.of.out, (tile &)x[0][0], 64 * filter, 0, 0, batch * ROWS);
+    if (PAIRS) tma_store(p.of.out, (tile &)x[1][0], 64 * filter, 0, 0, batch * ROWS + 1);
     if (!PAIRS)
       for (batch += NC; batch >= p.batches; batch -= p.batches) filter++;
   }

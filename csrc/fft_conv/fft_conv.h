@@ -10,6 +10,7 @@
 enum {
   FFT_BLOCK = 4096, FFT_TABLES = 10, FFT_TABLE_FLOATS = FFT_TABLES * 64 * 64 / 2, FFT_UNIT_FLOATS = 2 * FFT_BLOCK
 };
+enum { FFT_LEFT = 0, FFT_RIGHT = 3, FFT_TWISTS = 6, FFT_HALVES = 8 };      // tables' numbers
 enum { FFT_FP32, FFT_BF16, FFT_FP16 };
 typedef struct fft_complex { MG_ALIGNAS(8) float re; float im; } fft_complex;
 
@@ -61,9 +62,12 @@ typedef struct fft_sums_params {
   int first_type;
 } fft_sums_params;
 
+// What both kernels of one pass read and write; pre, post: filled where they are given.
+typedef struct fft_operands { gmap u, pre, post, out, tables; } fft_operands;
+
 // Rows of 4096 R elements. A task: a row.
 typedef struct fft_long_params {
-  gmap u, pre, post, out, tables;           // pre, post: filled where they are given
+  fft_operands of;
   gmap factor, other;                       // filled where has_other says so: other = factor (k * (pre u))
   const float *filter, *factors;
   int tasks, batches, quarter, has_pre, has_post, has_other, conjugate;
@@ -82,7 +86,7 @@ typedef struct fft_grads_params {
 
 // Rows of 64 << log_rows = N <= 4096 elements, in one pass. A task: 4096 elements of one batch entry, or of two.
 typedef struct fft_conv_params {
-  gmap u, pre, post, out, tables;           // pre, post: filled where they are given
+  fft_operands of;
   const float *filter, *factors;
   int tasks, batches, rows;                 // tasks of a filter's tile; rows of 64 elements that a batch entry has
   int log_rows, has_pre, has_post;

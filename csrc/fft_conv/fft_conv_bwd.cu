@@ -8,7 +8,7 @@
 // Roles: NC warpgroups, each with tiles, rings and a loader thread of its own. A row's two halves, x and then g, are
 // turns of one loop, so that its code exists once.
 #include "tile/tile.h"
-#include "fft_conv/fft_conv_tiles.h"
+#include "fft_conv/fft_conv_tasks.h"
 
 // From the row: NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
 typedef st<elem, 64, 64> tile;
@@ -41,15 +41,11 @@ TILE void loader(const params &p, shared &s, int wg) {
   ring_pos at = {}, late = {};
   own_tiles &t = s.group[wg];
   grid_wait();
-  if (wg == 0) {
-    sem_expect(s.constants, 8 * tile_bytes(s.left[0][0]));
-    for (int i = 0; i < 3; i++) tma_load(s.left[i][0], p.tables, s.constants, 0, 0, i, 0);
-    for (int i = 0; i < 3; i++) tma_load(s.right[i][0], p.tables, s.constants, 0, 0, 3 + i, 0);
-    for (int i = 0; i < 2; i++) tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
-  }
+  if (wg == 0) load_constants(s.left, s.right, s.twists, p.tables, s.constants);
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
-    int row = 64 * (task / p.chunks), first = task % p.chunks * p.step, end = smaller(first + p.step, p.batches);
-    for (int batch = first; batch < end; batch++) {
+    int row = 64 * (task / p.chunks);
+    range own = batches_of(p, task);
+    for (int batch = own.first; batch < own.end; batch++) {
       ring_acquire(s.early[wg], at);
       ring_expect(s.early[wg], at, (1 + p.has_pre) * tile_bytes(t.u[0]));
       tma_load(t.u[at.stage], p.u, s.early[wg].full[at.stage], row, 0, 0, batch);
@@ -64,10 +60,6 @@ TILE void loader(const params &p, shared &s, int wg) {
   }
 }
 
-TILE void multiply(acc &x, const tile &t) {
-  each<64>([](int, int, float &a, float b) { a *= b; }, x, t);
-}
-
 TILE void compute(const params &p, shared &s, int wg) {
   own_tiles &t = s.group[wg];
   ring_pos at = {}, late = {};
@@ -76,11 +68,12 @@ TILE void compute(const params &p, shared &s, int wg) {
   grid_wait();
   sem_wait(s.constants, 0);
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
-    int filter = task / p.chunks, first = task % p.chunks * p.step, end = smaller(first + p.step, p.batches);
+    int filter = task / p.chunks;
+    range own = batches_of(p, task);
     acc dr, di;
     fill(dr, 0.f);
     fill(di, 0.f);
-    for (int batch = first; batch < end; batch++) {
+    for (int batch = own.first; batch < own.end; batch++) {
       ring_wait(s.early[wg], at);
       ROLLED for (int half = p.has_sums || p.has_dpost ? 0 : 1; half < 2; half++) {
         acc re, im, k;
@@ -108,19 +101,8 @@ TILE void compute(const params &p, shared &s, int wg) {
         load_acc(k, p.filter + (int64_t)64 * 64 * filter);     // it comes while the products run
         multiply_right<0>(re, im, s.right);
         if (p.has_sums) {
-          if (half) {
-            load(factor, s.up[wg][0]);
-            map(factor, factor, up, [](float a, float b) { return a * b; });
-            each<64>([](int, int, float &a, float &b, float c, float d, float e, float f, float size) {
-              e *= size;
-              f *= size;
-              a = fused(c, e, fused(d, f, a));
-              b = fused(d, e, fused(-c, f, b));
-            }, dr, di, re, im, t.spectrum[0], t.spectrum[1], factor);
-          } else {
-            store(t.spectrum[0], re);
-            store(t.spectrum[1], im);
-          }
+          if (half) add_correlation(dr, di, re, im, t.spectrum, s.up[wg][0], up);
+          else keep_spectrum(t.spectrum, re, im);
         }
         if (half ? wants_dx : p.has_dpost) {
           float sign = half ? -1.f : 1.f;
@@ -129,22 +111,12 @@ TILE void compute(const params &p, shared &s, int wg) {
             b = fused(a, d, b * c);
             a = z;
           }, re, im, k);
-          multiply_right<1>(re, im, s.right);
-          twist<1>(re, im, s.twists);
-          wg_sync();                                           // all products have read x
-          put_pieces(x[0], re);
-          put_pieces(x[1], im);
-          load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);
-          fence_async();
-          wg_sync();
-          mma_fence();
-          product<ZERO>(re, s.left[0], x[0]);
-          product<ACC>(re, s.left[1], x[1]);
+          come_back(x, re, im, s.right, s.twists, [] { wg_sync(); });      // it waits until all products have read x
+          products(re, s.left[0], x[0], s.left[1], x[1]);
           mma_commit();
+          load(factor, p.factors + 64 * filter, p.rows - 64 * filter, 0.f);      // under the products
           mma_wait<0>(re);
-          load(up, s.up[wg][half]);
-          map(up, up, factor, [](float a, float b) { return a * b; });
-          map_row(re, up, [](float a, float f) { return a * f; });
+          scale_up(re, s.up[wg][half], factor);
           wg_sync();                                           // all products have read x
           if (half) {
             if (p.has_dpre) {
@@ -167,10 +139,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       }
       ring_done(s.early[wg], at);
     }
-    if (p.has_sums) {
-      store_acc(p.sums + (int64_t)FFT_UNIT_FLOATS * task, dr);
-      store_acc(p.sums + (int64_t)FFT_UNIT_FLOATS * task + FFT_BLOCK, di);
-    }
+    if (p.has_sums) store_sums(p, task, dr, di);
   }
   tma_store_wait_read();
 }

@@ -5,7 +5,8 @@
 // Roles: NC warpgroups, each with tiles, a ring and a loader thread of its own. A row's two halves, x and then g, are
 // turns of one loop.
 #include "tile/tile.h"
-#include "fft_conv/fft_conv_tiles.h"
+#include "fft_conv/fft_conv_blocks.h"
+#include "fft_conv/fft_conv_tasks.h"
 
 // From the row: STAGES, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
 typedef st<elem, 64, 64> tile;
@@ -28,14 +29,6 @@ TILE void init(shared &s) {
   sem_init(s.constants, arrivals(1, 0, 0));
 }
 
-struct range { int first, end; };
-TILE range batches_of(const params &p, int task) {
-  range r;
-  r.first = task % p.chunks * p.step;
-  r.end = smaller(r.first + p.step, p.batches);
-  return r;
-}
-
 TILE void load_tile(shared &s, const gmap &m, int wg, ring_pos &at, int row, int batch) {
   tile &t = s.group[wg].in[at.stage];
   ring_acquire(s.inputs[wg], at);
@@ -46,12 +39,7 @@ TILE void load_tile(shared &s, const gmap &m, int wg, ring_pos &at, int row, int
 TILE void loader(const params &p, shared &s, int wg) {
   ring_pos at = {};
   grid_wait();
-  if (wg == 0) {
-    sem_expect(s.constants, 8 * tile_bytes(s.left[0][0]));
-    for (int i = 0; i < 3; i++) tma_load(s.left[i][0], p.tables, s.constants, 0, 0, i, 0);
-    for (int i = 0; i < 3; i++) tma_load(s.right[i][0], p.tables, s.constants, 0, 0, 3 + i, 0);
-    for (int i = 0; i < 2; i++) tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
-  }
+  if (wg == 0) load_constants(s.left, s.right, s.twists, p.tables, s.constants);
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
     int blocks = 1 << p.log_parts, head = task / p.chunks >> p.log_parts;
     range own = batches_of(p, task);
@@ -80,43 +68,30 @@ TILE void compute(const params &p, shared &s, int wg) {
     range own = batches_of(p, task);
     rv a, b;
     acc dr, di;
-    map_rows(a, [=](int c) { float y, z; turn(y, z, turns * c, 14 + log); return y; });
-    map_rows(b, [=](int c) { float y, z; turn(y, z, turns * c, 14 + log); return z; });
-    store(s.cols[wg][0], a);                                   // all have met since they read the last task's
-    store(s.cols[wg][1], b);
+    put_column_weights(s.cols[wg], turns, log);                // all have met since they read the last task's
     wg_sync();
-    map_rows(a, [=](int r) { float y, z; turn(y, z, 64 * turns * r, 14 + log); return y; });
-    map_rows(b, [=](int r) { float y, z; turn(y, z, 64 * turns * r, 14 + log); return z; });
+    turns_of_rows(a, b, 64 * turns, 14 + log);
     fill(dr, 0.f);
     fill(di, 0.f);
     for (int batch = own.first; batch < own.end; batch++)
       ROLLED for (int half = 0; half < 2; half++) {
         acc re, im;
-        rv up, factor;
+        rv up;
         fill(re, 0.f);
         fill(im, 0.f);
         ROLLED for (int r = 0; r < 1 << log; r++) {
           acc v;
-          float c, d;
-          turn(c, d, turns * r, 2 + log);
           ring_wait(s.inputs[wg], at);
           load(v, t.in[at.stage]);
           ring_done(s.inputs[wg], at);
           if (half ? p.has_post : p.has_pre) {
             ring_wait(s.inputs[wg], at);
-            each<64>([](int, int, float &y, float g) { y *= g; }, v, t.in[at.stage]);
+            multiply(v, t.in[at.stage]);
             ring_done(s.inputs[wg], at);
           }
-          each<64>([=](int, int, float &y, float &z, float w) {
-            y = fused(w, c, y);
-            z = fused(w, d, z);
-          }, re, im, v);
+          add_turned(re, im, v, turns * r, log);
         }
-        each<64>([](int, int, float &y, float &z, float c, float d, float e, float f) {
-          float g = fused(c, e, -(d * f)), h = fused(c, f, d * e), w = fused(y, g, -(z * h));
-          z = fused(y, h, z * g);
-          y = w;
-        }, re, im, a, b, s.cols[wg][0], s.cols[wg][1]);
+        weigh_block(re, im, a, b, s.cols[wg]);
         scale_both(re, im, up, s.rows[wg], 6, 1.f);            // also: all products have read x
         put_pieces(x[0], re);
         put_pieces(x[1], im);
@@ -131,23 +106,13 @@ TILE void compute(const params &p, shared &s, int wg) {
         mma_wait<0>(re, im);
         twist<0>(re, im, s.twists);
         multiply_right<0>(re, im, s.right);
-        if (half) {
-          load(factor, s.up[wg]);
-          map(factor, factor, up, [](float y, float z) { return y * z; });
-          each<64>([](int, int, float &y, float &z, float c, float d, float e, float f, float size) {
-            e *= size;
-            f *= size;
-            y = fused(c, e, fused(d, f, y));
-            z = fused(d, e, fused(-c, f, z));
-          }, dr, di, re, im, t.spectrum[0], t.spectrum[1], factor);
-        } else {
+        if (half) add_correlation(dr, di, re, im, t.spectrum, s.up[wg], up);
+        else {
           store(s.up[wg], up);
-          store(t.spectrum[0], re);
-          store(t.spectrum[1], im);
+          keep_spectrum(t.spectrum, re, im);
         }
       }
-    store_acc(p.sums + (int64_t)FFT_UNIT_FLOATS * task, dr);
-    store_acc(p.sums + (int64_t)FFT_UNIT_FLOATS * task + FFT_BLOCK, di);
+    store_sums(p, task, dr, di);
   }
 }
 

@@ -3,7 +3,7 @@
 // and numbers are such that what comes of rows of at most 1 stays below 2^15.
 // Warpgroups do not meet, but for the tables, which every block makes itself.
 #include "tile/tile.h"
-#include "fft_conv/fft_conv_tiles.h"
+#include "fft_conv/fft_conv_blocks.h"
 
 // From the row: NC warpgroups, PIECES of tables, REGS
 struct shared {
@@ -36,18 +36,12 @@ TILE void load_filters(acc &re, const params &p, int task) {
 TILE void load_part(acc &re, acc &im, const params &p, int task, sv<64> (&cols)[2]) {
   int log = p.log_parts, taps = p.taps, head = task >> log, turns = 4 * (task & ((1 << log) - 1)) + p.quarter;
   rv a, b;
-  map_rows(a, [=](int c) { float x, y; turn(x, y, turns * c, 14 + log); return x; });
-  map_rows(b, [=](int c) { float x, y; turn(x, y, turns * c, 14 + log); return y; });
-  store(cols[0], a);
-  store(cols[1], b);
-  map_rows(a, [=](int r) { float x, y; turn(x, y, 64 * turns * r, 14 + log); return x; });
-  map_rows(b, [=](int r) { float x, y; turn(x, y, 64 * turns * r, 14 + log); return y; });
+  put_column_weights(cols, turns, log);
+  turns_of_rows(a, b, 64 * turns, 14 + log);
   fill(re, 0.f);
   fill(im, 0.f);
   ROLLED for (int from = 0; from < taps; from += FFT_BLOCK) {
     acc x;
-    float c, d;
-    turn(c, d, turns * (from / FFT_BLOCK), 2 + log);
     int64_t at = (int64_t)head * taps + from;
     fill(x, 0.f);
     if (p.k_type == FFT_FP32 && taps % 64 == 0)
@@ -61,17 +55,10 @@ TILE void load_part(acc &re, acc &im, const params &p, int task, sv<64> (&cols)[
       each<64>([&](int r, int col, float &y) {
         if (r == 0 && col == 0) y += number_at(p.skip, head, p.skip_type);
       }, x);
-    each<64>([=](int, int, float &y, float &z, float v) {
-      y = fused(v, c, y);
-      z = fused(v, d, z);
-    }, re, im, x);
+    add_turned(re, im, x, turns * (from / FFT_BLOCK), log);
   }
   wg_sync();
-  each<64>([](int, int, float &y, float &z, float c, float d, float e, float f) {
-    float g = fused(c, e, -(d * f)), h = fused(c, f, d * e), v = fused(y, g, -(z * h));
-    z = fused(y, h, z * g);
-    y = v;
-  }, re, im, a, b, cols[0], cols[1]);
+  weigh_block(re, im, a, b, cols);
 }
 
 TILE void compute(const params &p, shared &s, int wg) {
@@ -79,13 +66,14 @@ TILE void compute(const params &p, shared &s, int wg) {
   make_tables(s.left, s.right, s.twists, p.log_rows, p.plain, true, wg, NC);
   for (int i = block_index() * NC + wg; i < FFT_TABLES; i += block_count() * NC) {
     acc t;
-    if (i >= 8) {
+    if (i >= FFT_HALVES) {
       fill(t, 0.f);
-      half_table(t, i - 8);
-    } else load(t, i < 3 ? s.left[i][0] : i < 6 ? s.right[i - 3][0] : s.twists[i - 6][0]);
+      half_table(t, i - FFT_HALVES);
+    } else
+      load(t, i < FFT_RIGHT ? s.left[i][0] : i < FFT_TWISTS ? s.right[i - FFT_RIGHT][0] : s.twists[i - FFT_TWISTS][0]);
     store_rows<fp16>(t, [=](int r) { return (fp16 *)p.tables + 4096 * i + 64 * r; }, 64);
   }
-  float root = (p.log_rows & 1 ? 11.3137085f : 8.f) * (float)(1 << p.log_rows / 2);   // of the row's length
+  float root = root_of_length(p.log_rows);
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
     acc re, im;
     rv up, factor;
@@ -95,8 +83,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     else load_filters(re, p, task);
     scale_both(re, im, up, s.rows[wg], p.log_rows, 64.f);      // also: the last task's products have read x
     if (PIECES == 1) {
-      fill(im, 0.f);
-      each<64>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, re, im);
+      split(im, re);
       store(x[0][0], im);
       store(x[1][0], re);
     } else {
@@ -105,18 +92,15 @@ TILE void compute(const params &p, shared &s, int wg) {
     }
     fence_async();
     wg_sync();
-    mma_fence();
     if (PIECES == 1) {
+      mma_fence();
       products(re, s.left[0], x[0], s.left[0], x[1]);
       products(im, s.left[1], x[0], s.left[1], x[1]);
-    } else {
-      products(re, s.left[0], x[0], s.left[2], x[1]);
-      products(im, s.left[0], x[1], s.left[1], x[0]);
-    }
-    mma_commit();
-    mma_wait<0>(re, im);
-    twist<0>(re, im, s.twists);
-    multiply_right<0>(re, im, s.right);
+      mma_commit();
+      mma_wait<0>(re, im);
+      twist<0>(re, im, s.twists);
+      multiply_right<0>(re, im, s.right);
+    } else to_spectrum(re, im, x, s.left, s.right, s.twists);
     scale_both(re, im, factor, s.rows[wg], p.log_rows, 64.f);
     each<64>([](int, int, float &y, float z) { y = halves(y, z); }, re, im);
     store_acc(p.out + (int64_t)64 * 64 * task, re);

@@ -9,7 +9,8 @@
 // Roles: NC = 2 warpgroups, each with a row and tiles of its own, so that they never meet; for each a thread that loads
 // what it reads. Blocks walk along the batch of a head, so that K comes from the L2.
 #include "tile/tile.h"
-#include "fft_conv/fft_conv_tiles.h"
+#include "fft_conv/fft_conv_blocks.h"
+#include "fft_conv/fft_conv_tasks.h"
 
 // From the row: R, FLOATS, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
 typedef columns<FLOATS>::type strip;            // 32 columns
@@ -42,13 +43,6 @@ TILE void init(shared &s) {
   sem_init(s.constants, arrivals(NC, 0, 0));
 }
 
-struct range { int first, end; };
-TILE range block_tasks(const params &p) {
-  range r;
-  r.first = (int)((int64_t)p.tasks * block_index() / block_count());
-  r.end = (int)((int64_t)p.tasks * (block_index() + 1) / block_count());
-  return r;
-}
 
 // Blocks first to end - 1 of a gate
 TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, ring_pos &at, int task, int first, int end) {
@@ -65,30 +59,31 @@ TILE void load_inputs(const params &p, shared &s, int wg, ring_pos &at, int task
   ring_acquire(s.inputs[wg], at);
   ring_expect(s.inputs[wg], at, R * tile_bytes(t.gates[0]));
   for (int r = 0; r < R; r++)
-    tma_load((tile &)t.x[r][1][0], p.u, s.inputs[wg].full[0], 64 * (task / p.batches * R + r), 0, 0, task % p.batches);
+    tma_load((tile &)t.x[r][1][0], p.of.u, s.inputs[wg].full[0], 64 * (task / p.batches * R + r), 0, 0,
+             task % p.batches);
   ring_next(s.inputs[wg], at);
 }
-// The next row comes as soon as there is room for it. The second gate's last block waits for that: its others are on the
-// way by then.
+// The next row comes as soon as there is room for it. The second gate's last block waits for that: its others are on
+// the way by then.
 TILE void loader(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
   own_tiles &t = s.group[wg];
   ring_pos at = {}, gate_at = {};
   grid_wait();
   sem_expect(s.constants, ((wg ? 0 : 4) + (FLOATS ? wg ? 0 : 3 : 2)) * tile_bytes(s.halves[0][0]));
-  for (int i = 0; i < 2 && !FLOATS; i++) tma_load(t.x[i][0][0], p.tables, s.constants, 0, 0, i, 0);
-  for (int i = 0; i < 3 && FLOATS && wg == 0; i++) tma_load(s.left[i * FLOATS][0], p.tables, s.constants, 0, 0, i, 0);
+  for (int i = 0; i < 2 && !FLOATS; i++) tma_load(t.x[i][0][0], p.of.tables, s.constants, 0, 0, FFT_LEFT + i, 0);
+  if (FLOATS && wg == 0) load_tables(s.left, p.of.tables, s.constants, FFT_LEFT);
   for (int i = 0; i < 2 && wg == 0; i++) {
-    tma_load(s.twists[i][0], p.tables, s.constants, 0, 0, 6 + i, 0);
-    tma_load(s.halves[i][0], p.tables, s.constants, 0, 0, 8 + i, 0);
+    tma_load(s.twists[i][0], p.of.tables, s.constants, 0, 0, FFT_TWISTS + i, 0);
+    tma_load(s.halves[i][0], p.of.tables, s.constants, 0, 0, FFT_HALVES + i, 0);
   }
   int task = own.first + wg;
   if (task < own.end) load_inputs(p, s, wg, at, task);
   for (; task < own.end; task += NC) {
-    if (p.has_pre) load_gate(p, s, p.pre, wg, gate_at, task, 0, R);
-    if (p.has_post) load_gate(p, s, p.post, wg, gate_at, task, 0, R - 1);
+    if (p.has_pre) load_gate(p, s, p.of.pre, wg, gate_at, task, 0, R);
+    if (p.has_post) load_gate(p, s, p.of.post, wg, gate_at, task, 0, R - 1);
     if (task + NC < own.end) load_inputs(p, s, wg, at, task + NC);
-    if (p.has_post) load_gate(p, s, p.post, wg, gate_at, task, R - 1, R);
+    if (p.has_post) load_gate(p, s, p.of.post, wg, gate_at, task, R - 1, R);
     if (p.has_other) load_gate(p, s, p.factor, wg, gate_at, task, 0, R);
   }
 }
@@ -96,8 +91,7 @@ TILE void loader(const params &p, shared &s, int wg) {
 // e^(-2 pi i n (j + q) / (4096 R)), n = step row
 TILE void make_weights(sv<64> &re, sv<64> &im, int j, int q, int step) {
   rv x, y;
-  map_rows(x, [=](int r) { float a, b; turn(a, b, (4 * j + q) * step * r, 14 + LOG); return a; });
-  map_rows(y, [=](int r) { float a, b; turn(a, b, (4 * j + q) * step * r, 14 + LOG); return b; });
+  turns_of_rows(x, y, (4 * j + q) * step, 14 + LOG);
   store(re, x);
   store(im, y);
 }
@@ -284,7 +278,7 @@ TILE void compute(const params &p, shared &s, int wg) {
         load(a[r], (tile &)t.x[r][1][0]);
         if (p.has_pre) {
           ring_wait(s.gates[wg], gate_at);
-          each<64>([](int, int, float &v, float g) { v *= g; }, a[r], t.gates[gate_at.stage]);
+          multiply(a[r], t.gates[gate_at.stage]);
           ring_done(s.gates[wg], gate_at);
         }
         row_largest(t.rows[r], a[r]);
@@ -350,7 +344,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     load(up, t.up);
     map(up, up, [=](float x) { return x * most; });
     if (!FLOATS || R == 2) wg_sync();                          // y_j have been read; else they met since
-    leave(t, s.gates[wg], gate_at, p.has_post, out, up, p.out, 64 * R * head, batch);
+    leave(t, s.gates[wg], gate_at, p.has_post, out, up, p.of.out, 64 * R * head, batch);
     if (p.has_other) {
       tma_store_wait_read();
       wg_sync();                                               // the stores have read x

@@ -3,7 +3,7 @@
 // a block of a head. Sums are in the tasks' order.
 // Warpgroups do not meet, but for the tables, which a block makes itself.
 #include "tile/tile.h"
-#include "fft_conv/fft_conv_tiles.h"
+#include "fft_conv/fft_conv_blocks.h"
 
 // From the row: PIECES, NC warpgroups, REGS
 struct shared {
@@ -31,25 +31,10 @@ TILE void compute(const params &p, shared &s, int wg) {
       rv a, b, up;
       fill(re, 0.f);
       fill(im, 0.f);
-      ROLLED for (int i = 0; i < p.chunks; i++, part += FFT_UNIT_FLOATS) {
-        acc v;
-        load_acc(v, part);
-        map(re, v, [](float y, float z) { return y + z; });
-        load_acc(v, part + FFT_BLOCK);
-        map(im, v, [](float y, float z) { return y + z; });
-      }
-      map_rows(a, [=](int col) { float y, z; turn(y, z, turns * col, 14 + log); return y; });
-      map_rows(b, [=](int col) { float y, z; turn(y, z, turns * col, 14 + log); return z; });
-      store(s.cols[wg][0], a);
-      store(s.cols[wg][1], b);
+      add_parts(re, im, part, p.chunks);
+      put_column_weights(s.cols[wg], turns, log);
       scale_both(re, im, up, s.rows[wg], 6, 64.f);             // also: the last task's products have read x
-      multiply_right<1>(re, im, s.right);
-      twist<1>(re, im, s.twists);
-      put_pieces(x[0], re);
-      put_pieces(x[1], im);
-      fence_async();
-      wg_sync();
-      mma_fence();
+      come_back(x, re, im, s.right, s.twists, [] {});
       products(re, s.left[0], x[0], s.left[1], x[1]);
       products(im, s.left[0], x[1], s.left[2], x[0]);
       mma_commit();
@@ -68,9 +53,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     float size = 64.f / (float)(1 << log);                     // the root of 4096, and 1 / R
     each<64>([&](int r, int col, float y) {
       int n = from + 64 * r + col;
-      y *= size;
-      if (p.out && n < p.length) set_number_at(p.out, (int64_t)head * p.out_head + n, p.type, y);
-      if (p.first && n == 0) set_number_at(p.first, head, p.first_type, y);
+      put_gradient(p, head, n, y * size);
     }, total);
   }
 }

@@ -54,13 +54,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     put_pieces(x[1], im);
     fence_async();
     wg_sync();
-    mma_fence();
-    products(re, s.left[0], x[0], s.left[2], x[1]);
-    products(im, s.left[0], x[1], s.left[1], x[0]);
-    mma_commit();
-    mma_wait<0>(re, im);
-    twist<0>(re, im, s.twists);
-    multiply_right<0>(re, im, s.right);
+    to_spectrum(re, im, x, s.left, s.right, s.twists);
     fft_complex *out = p.out + (int64_t)FFT_BLOCK * task;
     each<64>([=](int r, int c, float y, float z, float f) {
       fft_complex v;

@@ -28,7 +28,7 @@ TILE void add_product(acc &re, acc &im, const fft_complex *a, const fft_complex 
 TILE void compute(const params &p, shared &s, int wg) {
   table(&x)[2][PIECES] = s.x[wg];
   make_tables(s.left, s.right, s.twists, p.log_rows, p.plain, false, wg, NC);
-  float root = (p.log_rows & 1 ? 11.3137085f : 8.f) * (float)(1 << p.log_rows / 2);   // of the row's length
+  float root = root_of_length(p.log_rows);
   for (int task = block_index() * NC + wg; task < p.tasks; task += block_count() * NC) {
     int row = task / p.blocks, block = task % p.blocks;         // of_filters: the row is a head
     int head = p.first_row + row, batch = 0;
@@ -36,15 +36,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     rv up;
     fill(re, 0.f);
     fill(im, 0.f);
-    if (p.of_parts) {
-      const float *part = p.parts + (int64_t)FFT_UNIT_FLOATS * p.chunks * task;
-      ROLLED for (int i = 0; i < p.chunks; i++, part += FFT_UNIT_FLOATS) {
-        acc x, y;
-        load_acc(x, part);
-        load_acc(y, part + FFT_BLOCK);
-        each<64>([](int, int, float &a, float &b, float c, float d) { a += c; b += d; }, re, im, x, y);
-      }
-    } else if (p.of_filters) {
+    if (p.of_parts) add_parts(re, im, p.parts + (int64_t)FFT_UNIT_FLOATS * p.chunks * task, p.chunks);
+    else if (p.of_filters) {
       int first = larger(0, block - p.past);
       for (int i = 0; i < p.batches; i++) {
         int64_t at = (int64_t)row * p.batches + i;
@@ -61,13 +54,7 @@ TILE void compute(const params &p, shared &s, int wg) {
         add_product(re, im, p.a + (at - n) * FFT_BLOCK, p.b + (filter + n) * FFT_BLOCK, 1.f);
     }
     scale_both(re, im, up, s.rows[wg], p.log_rows, 64.f);                // also: the last task's products have read x
-    multiply_right<1>(re, im, s.right);
-    twist<1>(re, im, s.twists);
-    put_pieces(x[0], re);
-    put_pieces(x[1], im);
-    fence_async();
-    wg_sync();
-    mma_fence();
+    come_back(x, re, im, s.right, s.twists, [] {});
     products(re, s.left[0], x[0], s.left[1], x[1]);             // the real part of L^H x
     mma_commit();
     mma_wait<0>(re);
@@ -77,10 +64,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       each<64>([&](int r, int c, float y, float f) {
         int tile_row = 64 * task + r, filter = tile_row >> p.log_rows;
         int n = 64 * (tile_row & ((1 << p.log_rows) - 1)) + c;
-        if (tile_row >= p.rows) return;
-        y *= f * root;
-        if (p.out && n < p.length) set_number_at(p.out, (int64_t)filter * p.out_head + n, p.type, y);
-        if (p.first && n == 0) set_number_at(p.first, filter, p.first_type, y);
+        if (tile_row < p.rows) put_gradient(p, filter, n, y * (f * root));
       }, re, up);
       continue;
     }

@@ -52,12 +52,16 @@ TILE void turn(float &re, float &im, int j, int log) {
   im = quarter & 2 ? b : -b;
 }
 
+// head: x to eleven bits; x becomes the rest.
+template<int N> TILE void split(rt<float, N> &head, rt<float, N> &x) {
+  fill(head, 0.f);
+  each<N>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
+}
 // 16 columns of a table
 TILE void put_columns(table (&t)[PIECES], rt<float, 16> &x, int c0) {
   if (PIECES == 2) {
     rt<float, 16> head;
-    fill(head, 0.f);
-    each<16>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
+    split(head, x);
     store(t[0], head, c0);
     store(t[PIECES - 1], x, c0);
   } else store(t[0], x, c0);
@@ -71,7 +75,7 @@ TILE void put_complex(table (*t)[PIECES], rt<float, 16> &re, rt<float, 16> &im, 
   put_columns(t[1], im, c0);
   if (three) put_columns(t[2], other, c0);
 }
-// What tables 8 and 9 have: E and O, in rows 0 to 31 [re | im], in the others [-im | re].
+// What tables FFT_HALVES and the next have: E and O, in rows 0 to 31 [re | im], in the others [-im | re].
 TILE void half_table(acc &t, int odd) {
   each<64>([=](int r, int c, float &y) {
     float re, im;
@@ -164,8 +168,7 @@ TILE void scale_both(acc &re, acc &im, rv &up, sv<64> (&rows)[2], int log_rows, 
 TILE void put_pieces(table (&t)[PIECES], acc &x) {
   if (PIECES == 2) {
     acc head;
-    fill(head, 0.f);
-    each<64>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
+    split(head, x);
     store(t[0], head);
     store(t[PIECES - 1], x);
   } else store(t[0], x);
@@ -174,8 +177,7 @@ TILE void put_pieces(table (&t)[PIECES], acc &x) {
 TILE void take_pieces(operands (&t)[PIECES], acc &x) {
   if (PIECES == 2) {
     acc head;
-    fill(head, 0.f);
-    each<64>([](int, int, float &y, float &h) { h = head_of(y); y -= h; }, x, head);
+    split(head, x);
     convert(t[0], head);
     convert(t[PIECES - 1], x);
   } else convert(t[0], x);
@@ -235,6 +237,38 @@ template<int BACK> TILE void twist(acc &re, acc &im, const table (&t)[2][PIECES]
       y = fused(x, d, y * c);
       x = z;
     }, re, im, t[0][0], t[1][0]);
+}
+
+// The spectrum of x, whose re and im are in shared tiles.
+TILE void to_spectrum(acc &re, acc &im, const table (&x)[2][PIECES], const table (&l)[3][PIECES],
+                      const table (&f)[3][PIECES], const table (&t)[2][PIECES]) {
+  mma_fence();
+  products(re, l[0], x[0], l[2], x[1]);
+  products(im, l[0], x[1], l[1], x[0]);
+  mma_commit();
+  mma_wait<0>(re, im);
+  twist<0>(re, im, t);
+  multiply_right<0>(re, im, f);
+}
+// The way back, to what L^H comes in front of, in x. Behind it products may begin. free() comes when nothing but the
+// store is left: it waits until all have read x.
+template<class F> TILE void come_back(table (&x)[2][PIECES], acc &re, acc &im, const table (&f)[3][PIECES],
+                                      const table (&t)[2][PIECES], F free) {
+  multiply_right<1>(re, im, f);
+  twist<1>(re, im, t);
+  free();
+  put_pieces(x[0], re);
+  put_pieces(x[1], im);
+  fence_async();
+  wg_sync();
+  mma_fence();
+}
+// x times what scaled it down, and a factor of its row
+TILE void scale_up(acc &x, const parked &scaled, const rv &factor) {
+  rv up;
+  load(up, scaled);
+  map(up, up, factor, [](float a, float b) { return a * b; });
+  map_row(x, up, [](float a, float f) { return a * f; });
 }
 
 // ---- F by radix 2. 32 columns are an rt<fp16, 32>, whose arithmetic rounds each time, or an rt<float, 32>.
@@ -340,6 +374,19 @@ TILE void pass_spectrum(table (&x)[2][PIECES], acc &re, acc &im, const table (&t
   store(x[1][0], d, 32);
 }
 
+// The square root of a row's length
+TILE float root_of_length(int log_rows) { return (log_rows & 1 ? 11.3137085f : 8.f) * (float)(1 << log_rows / 2); }
+
+// re, im += the sums of re and im of `count` tasks, in their order
+TILE void add_parts(acc &re, acc &im, const float *part, int count) {
+  ROLLED for (int i = 0; i < count; i++, part += FFT_UNIT_FLOATS) {
+    acc x, y;
+    load_acc(x, part);
+    load_acc(y, part + FFT_BLOCK);
+    each<64>([](int, int, float &a, float &b, float c, float d) { a += c; b += d; }, re, im, x, y);
+  }
+}
+
 TILE int smaller(int a, int b) { return a < b ? a : b; }
 TILE int larger(int a, int b) { return a > b ? a : b; }
 
@@ -353,4 +400,9 @@ TILE void set_number_at(void *p, int64_t i, int type, float x) {
   if (type == FFT_FP32) ((float *)p)[i] = x;
   else if (type == FFT_BF16) set_number(((bf16 *)p)[i], x);
   else set_number(((fp16 *)p)[i], x);
+}
+// Element n of the gradient of a filter, and of what was added to its first element
+TILE void put_gradient(const fft_sums_params &p, int head, int n, float x) {
+  if (p.out && n < p.length) set_number_at(p.out, (int64_t)head * p.out_head + n, p.type, x);
+  if (p.first && n == 0) set_number_at(p.first, head, p.first_type, x);
 }

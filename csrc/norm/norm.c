@@ -69,6 +69,11 @@ static norm_problem problem_of(mg_call *c, const call *a, mg_op op) {
   return p;
 }
 static int tiles_of(mg_call *c, const norm_problem *p) {
+  if (c->status) return 0;
+  // The row of a place (norm_tile.h) is an int, also of the last block's lines behind the last row.
+  const int64_t most = ((int64_t)INT32_MAX + 1) / p->slots * p->slots;
+  if (p->rows > most) mg_refuse(c, MG_VALUE, "x has %d rows, expected at most %lld (of %d columns)", p->rows,
+                                (long long)most, p->dim);
   return c->status ? 0 : mg_tasks(c, mg_ceil_div(p->rows, p->slots) * p->groups, "tiles");
 }
 

@@ -2,63 +2,33 @@
 // rings in shared memory, one for each member of a block, which is SPAN warpgroups that share a line. A line is read
 // from there twice, for its means and for its results, so that registers hold little but the sums of dweight and dbias.
 // Those of all members of a block become one in the end, in the order of the members.
-#include "norm/norm_tile.h"
+#include "norm/norm_ring.h"
 
-enum { MEMBERS = GROUPS / SPAN, COLUMNS = 1024 * J * SPAN, ALL = 7 };
 typedef norm_bwd_params params;
-struct stage { sl<elem, COLUMNS> u, dy, extra; };
+struct stage { shared_line u, dy, extra; };
 struct shared {
   stage stages[MEMBERS][STAGES];
-  ring<STAGES> inputs[MEMBERS];
+  rings inputs;
   pl<1> weight[J * SPAN];                      // its reads would leave the L1, where results pass
   sums_room sums;
 };
-TILE void init(shared &s) {
-  for (int i = 0; i < MEMBERS; i++) ring_init(s.inputs[i], arrivals(1, 0, 0), arrivals(0, 0, SPAN));
-}
+TILE void init(shared &s) { rings_init(s.inputs); }
 typedef lt<1> piece;                           // J of them, one after the other: registers are short
 struct sums { piece weight[J], bias[J]; };
 
-// Rows are missing in a block's last tiles only, so that all members are in the same stage.
 TILE void loader(const params &p, shared &s, int) {
-  const norm_problem &q = p.problem;
-  uint32_t bytes = line_bytes<elem>(q.dim) * (p.extra.data ? 3 : 2);
-  ring_pos pos = {};
-  for (int i = block_index(); i < p.tiles; i += block_count()) {
-    for (int member = 0; member < MEMBERS; member++) {
-      place at = place_of(q, i, member * SPAN);
-      if (rows_left(q, at) <= 0) break;
-      stage &to = s.stages[member][pos.stage];
-      sem &full = s.inputs[member].full[pos.stage];
-      ring_acquire(s.inputs[member], pos);
-      ring_expect(s.inputs[member], pos, bytes);
-      bulk_load(to.u, (const elem *)p.x.data + offset_of(p.x, at), q.dim, full);
-      bulk_load(to.dy, (const elem *)p.dout.data + offset_of(p.dout, at), q.dim, full);
-      if (p.extra.data) bulk_load(to.extra, (const elem *)p.extra.data + offset_of(p.extra, at), q.dim, full);
-    }
-    ring_next(s.inputs[0], pos);
-  }
+  auto load = [&](int member, int i, const place &at, sem &full) {
+    stage &to = s.stages[member][i];
+    bring(to.u, p.x, p.problem, at, full);
+    bring(to.dy, p.dout, p.problem, at, full);
+    if (p.extra.data) bring(to.extra, p.extra, p.problem, at, full);
+  };
+  load_lines(s.inputs, p.problem, p.tiles, p.extra.data ? 3 : 2, load);
 }
 
-TILE void take(piece &t, const sl<elem, COLUMNS> &from, const norm_problem &q, const place &at) {
+TILE void take(piece &t, const shared_line &from, const norm_problem &q, const place &at) {
   load_begin(t, from, at.col, q.dim);
   load_end<elem>(t);
-}
-TILE void load_weight(piece &w, const norm_problem &q, const place &at) {
-  const float offset = q.weight_offset;
-  int64_t first = (int64_t)at.group * q.dim + at.col;
-  int n = q.weight ? columns_left(q, at) : 0;
-  if (q.weight_is_float) {
-    load_begin<EIGHTS>(w, (const float *)q.weight + first, 0, 1, 1, n);
-    load_end<float>(w);
-  } else {
-    load_begin<EIGHTS>(w, (const elem *)q.weight + first, 0, 1, 1, n);
-    load_end<elem>(w);
-  }
-  each<EIGHTS>(w, 1, columns_left(q, at), [=](float &w) { w += offset; });
-}
-TILE void keep_part(const norm_stream &g, const piece &t, const norm_problem &q, const place &at) {
-  if (g.data) save<EIGHTS>((elem *)g.data + offset_of(g, at), 0, t, 1, 1, columns_left(q, at));
 }
 TILE void differentiate(sums &d, const params &p, const place &line, shared &s, summer &who, ring_pos pos) {
   const norm_problem &q = p.problem;
@@ -108,9 +78,9 @@ TILE void differentiate(sums &d, const params &p, const place &line, shared &s, 
       each<EIGHTS>(u, 1, columns_left(q, at), [](float &u, float d) { u += d; }, dy);
     }
     if (j == J - 1) ring_release(s.inputs[member], pos);
-    keep_part(p.dextra, u, q, at);
+    keep_line(p.dextra, u, q, at);
     if (q.seed) drop(u, q, at);
-    keep_part(p.dx, u, q, at);
+    keep_line(p.dx, u, q, at);
   }
 }
 
@@ -148,7 +118,7 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
     CONSTANT_INDEX for (int j = 0; j < J; j++) {
       piece w;
       place at = moved(place_of(q, 0, warpgroup), 1024 * j);
-      load_weight(w, q, at);
+      load_line_weight(w, q, at);
       store(s.weight[at.col / 1024], w);
     }
   bar_sync(ALL, 128 * GROUPS);

@@ -88,9 +88,7 @@ TILE void finish(tile &x, const tile &extra, const moments &m, const lv &factor,
   const norm_problem &q = p.problem;
   tile vector;                                 // one after the other: registers are short
   float offset = q.weight_offset;
-  each<ACCESS>(x, q.lines, columns_left(q, at), [](float &x, float scale, float mean, float rest, float factor) {
-    x = (fused(x, scale, -mean) - rest) * factor;
-  }, m.scale, m.mean, m.rest, factor);
+  normalise(x, m, factor, q, at);
   if (!QUANT && q.extra == NORM_GATE_LAST)
     each<ACCESS>(x, q.lines, columns_left(q, at), [](float &y, float z) { y *= silu(z); }, extra);
   load_vector(vector, q.weight, q.weight_is_float, q, at);
@@ -136,7 +134,7 @@ TILE void quantise(inputs &in, const moments &m, const lv &factor, lv &descale, 
 TILE void normalise(inputs &in, const params &p, const place &at, shared &s, summer &who) {
   const norm_problem &q = p.problem;
   moments m;
-  lv factor, saved, descale;
+  lv factor, descale;
   float inverse = q.inverse, root_eps = p.root_eps, least = p.least_squares;
   if (!LONG) {
     end(in, p, at);
@@ -150,13 +148,7 @@ TILE void normalise(inputs &in, const params &p, const place &at, shared &s, sum
     choose_scale(m, in.x, p, at, s, who);
   }
   factor_of(factor, m, inverse, root_eps);
-  if (at.col == 0 && q.rstd) {
-    int64_t first = (int64_t)at.row * q.groups + at.group;
-    map(saved, factor, m.scale, [](float factor, float scale) { return factor * scale; });
-    save(q.rstd + first, q.groups, saved, q.lines, rows_left(q, at));
-    map(saved, m.mean, m.rest, m.scale, [](float mean, float rest, float scale) { return (mean + rest) / scale; });
-    if (q.mean) save(q.mean + first, q.groups, saved, q.lines, rows_left(q, at));
-  }
+  keep_statistics(m, factor, q, at);
   if (QUANT) return quantise(in, m, factor, descale, p, at, s, who);
   if (!LONG) return write(in.x, in.extra, m, factor, p, at);
   ROLLED for (int col = 0; col < q.dim; col += WIDTH) {

@@ -3,38 +3,25 @@
 // warpgroups that share a line. A member has its line in registers from there to its results, and meets no other.
 #include "norm/norm_fp8.h"
 #include "norm/norm_moments.h"
+#include "norm/norm_ring.h"
 
-enum { MEMBERS = GROUPS / SPAN, COLUMNS = 1024 * J * SPAN, ALL = 7 };
 typedef norm_fwd_params params;
-struct stage { sl<elem, COLUMNS> x, extra; };
+struct stage { shared_line x, extra; };
 struct shared {
   stage stages[MEMBERS][STAGES];
-  ring<STAGES> inputs[MEMBERS];
+  rings inputs;
   pl<J> weight[SPAN], bias[SPAN];              // their reads would leave the L1, where results pass
   sums_room sums;
 };
-TILE void init(shared &s) {
-  for (int i = 0; i < MEMBERS; i++) ring_init(s.inputs[i], arrivals(1, 0, 0), arrivals(0, 0, SPAN));
-}
+TILE void init(shared &s) { rings_init(s.inputs); }
 
-// Rows are missing in a block's last tiles only, so that all members are in the same stage.
 TILE void loader(const params &p, shared &s, int) {
-  const norm_problem &q = p.problem;
-  uint32_t bytes = line_bytes<elem>(q.dim) * (p.extra.data ? 2 : 1);
-  ring_pos pos = {};
-  for (int i = block_index(); i < p.tiles; i += block_count()) {
-    for (int member = 0; member < MEMBERS; member++) {
-      place at = place_of(q, i, member * SPAN);
-      if (rows_left(q, at) <= 0) break;
-      stage &to = s.stages[member][pos.stage];
-      sem &full = s.inputs[member].full[pos.stage];
-      ring_acquire(s.inputs[member], pos);
-      ring_expect(s.inputs[member], pos, bytes);
-      bulk_load(to.x, (const elem *)p.x.data + offset_of(p.x, at), q.dim, full);
-      if (p.extra.data) bulk_load(to.extra, (const elem *)p.extra.data + offset_of(p.extra, at), q.dim, full);
-    }
-    ring_next(s.inputs[0], pos);
-  }
+  auto load = [&](int member, int i, const place &at, sem &full) {
+    stage &to = s.stages[member][i];
+    bring(to.x, p.x, p.problem, at, full);
+    if (p.extra.data) bring(to.extra, p.extra, p.problem, at, full);
+  };
+  load_lines(s.inputs, p.problem, p.tiles, p.extra.data ? 2 : 1, load);
 }
 
 TILE void take(tile &x, const params &p, const place &at, shared &s, int member, ring_pos pos) {
@@ -52,9 +39,6 @@ TILE void take(tile &x, const params &p, const place &at, shared &s, int member,
   }
   if (p.rounds) round_lines<elem>(x);
 }
-TILE void keep_line(const norm_stream &g, const tile &t, const params &p, const place &at) {
-  if (g.data) save<EIGHTS>((elem *)g.data + offset_of(g, at), 0, t, 1, 1, columns_left(p.problem, at));
-}
 TILE void choose_scale(moments &m, tile &x, const params &p, const place &at, shared &s, summer &who) {
   lsum whole, small;
   lv sum, small_sum;
@@ -67,12 +51,10 @@ TILE void choose_scale(moments &m, tile &x, const params &p, const place &at, sh
 TILE void keep_vectors(const norm_problem &q, shared &s, int warpgroup) {
   place at = place_of(q, 0, warpgroup);
   tile vector;
-  float offset = q.weight_offset;
   if (warpgroup < SPAN) {
-    load_vector(vector, q.weight, q.weight_is_float, q, at);
-    each<EIGHTS>(vector, 1, columns_left(q, at), [=](float &w) { w += offset; });
+    load_line_weight(vector, q, at);
     store(s.weight[warpgroup], vector);
-    load_vector(vector, q.bias, q.bias_is_float, q, at);
+    load_line_vector(vector, q.bias, q.bias_is_float, q, at);
     store(s.bias[warpgroup], vector);
   }
   bar_sync(ALL, 128 * GROUPS);
@@ -80,9 +62,7 @@ TILE void keep_vectors(const norm_problem &q, shared &s, int warpgroup) {
 TILE void finish(tile &x, const moments &m, const lv &factor, const params &p, const place &at, shared &s, int part) {
   const norm_problem &q = p.problem;
   tile vector;                                 // one after the other: registers are short
-  each<EIGHTS>(x, 1, columns_left(q, at), [](float &x, float scale, float mean, float rest, float factor) {
-    x = (fused(x, scale, -mean) - rest) * factor;
-  }, m.scale, m.mean, m.rest, factor);
+  normalise(x, m, factor, q, at);
   load(vector, s.weight[part]);
   each<EIGHTS>(x, 1, columns_left(q, at), [](float &y, float w) { y *= w; }, vector);
   if (q.bias) {
@@ -91,7 +71,7 @@ TILE void finish(tile &x, const moments &m, const lv &factor, const params &p, c
   }
 }
 TILE void write(tile &y, lv &descale, const params &p, const place &at, shared &s, summer &who) {
-  if (!QUANT) return keep_line(p.out, y, p, at);
+  if (!QUANT) return keep_line(p.out, y, p.problem, at);
   if (!p.out_scale) {
     lsum most;
     clear(most);
@@ -110,11 +90,11 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
     place at = place_of(q, i, warpgroup);
     tile x;
     moments m;
-    lv factor, saved, descale;
+    lv factor, descale;
     if (rows_left(q, at) <= 0) return;
     take(x, p, at, s, warpgroup / SPAN, pos);
     ring_next(s.inputs[0], pos);
-    keep_line(p.sum, x, p, at);
+    keep_line(p.sum, x, q, at);
     if (QUANT) begin_descale(descale, p);
     fill(m.scale, 1.f);
     ROLLED for (int turn = 0; turn < 2; turn++) {
@@ -123,13 +103,7 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
       choose_scale(m, x, p, at, s, who);
     }
     factor_of(factor, m, q.inverse, p.root_eps);
-    if (at.col == 0 && q.rstd) {
-      int64_t first = (int64_t)at.row * q.groups + at.group;
-      map(saved, factor, m.scale, [](float factor, float scale) { return factor * scale; });
-      save(q.rstd + first, 0, saved, 1, 1);
-      map(saved, m.mean, m.rest, m.scale, [](float mean, float rest, float scale) { return (mean + rest) / scale; });
-      if (q.mean) save(q.mean + first, 0, saved, 1, 1);
-    }
+    keep_statistics(m, factor, q, at);
     finish(x, m, factor, p, at, s, warpgroup % SPAN);
     write(x, descale, p, at, s, who);
   }

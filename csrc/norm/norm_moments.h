@@ -67,3 +67,19 @@ TILE void factor_of(lv &factor, const moments &m, float inverse, float root_eps)
 TILE bool precise(const moments &m, const norm_problem &p, float least) {
   return !any(m.squares, lines_of(p), [=](float x) { return !(x < 1e37f && x > least); });
 }
+TILE void normalise(tile &x, const moments &m, const lv &factor, const norm_problem &p, const place &at) {
+  each<ACCESS>(x, lines_of(p), columns_left(p, at), [](float &x, float scale, float mean, float rest, float factor) {
+    x = (fused(x, scale, -mean) - rest) * factor;
+  }, m.scale, m.mean, m.rest, factor);
+}
+// What a backward reads
+TILE void keep_statistics(const moments &m, const lv &factor, const norm_problem &p, const place &at) {
+  if (at.col == 0 && p.rstd) {
+    lv saved;
+    int64_t first = (int64_t)at.row * p.groups + at.group;
+    map(saved, factor, m.scale, [](float factor, float scale) { return factor * scale; });
+    save(p.rstd + first, p.groups, saved, lines_of(p), SPAN ? 1 : rows_left(p, at));
+    map(saved, m.mean, m.rest, m.scale, [](float mean, float rest, float scale) { return (mean + rest) / scale; });
+    if (p.mean) save(p.mean + first, p.groups, saved, lines_of(p), SPAN ? 1 : rows_left(p, at));
+  }
+}

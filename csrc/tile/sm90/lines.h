@@ -1,6 +1,7 @@
 // Bodies of tile/lines.h on sm_90a. Neighbouring threads hold neighbouring eights of a line, 128 / lines threads a
 // line: a warp's access is 512 bytes in a row, or a few lines' shorter ones.
 #pragma once
+#include "tile/sm90/neighbours.h"
 template<int J> struct lt { LINE_RULES(J); float d[J][8]; };
 struct lv { float d; };          // the same in all threads of a line
 struct lsum { float d; };        // this thread's columns only
@@ -11,67 +12,15 @@ TILE int line_bits(int lines) { return __clz(lines) - 24; }              // of t
 TILE int thread_line(int lines) { return thread_in_group() >> line_bits(lines); }
 TILE int line_column(int lines) { return (thread_in_group() & ((1 << line_bits(lines)) - 1)) * 8; }
 
-// Between the halves of a load 16-bit numbers stay as they are: pairs in the first four of eight registers.
-TILE void eight_begin(float (&d)[8], const float *g) {
-  float4 low = ((const float4 *)g)[0], high = ((const float4 *)g)[1];
-  d[0] = low.x;
-  d[1] = low.y;
-  d[2] = low.z;
-  d[3] = low.w;
-  d[4] = high.x;
-  d[5] = high.y;
-  d[6] = high.z;
-  d[7] = high.w;
-}
-template<typename T> TILE void eight_begin(float (&d)[8], const T *g) {
-  uint4 x = *(const uint4 *)g;
-  d[0] = __uint_as_float(x.x);
-  d[1] = __uint_as_float(x.y);
-  d[2] = __uint_as_float(x.z);
-  d[3] = __uint_as_float(x.w);
-}
-TILE void singles_begin(float (&d)[8], const float *g, int n) {
-#pragma unroll
-  for (int e = 0; e < 8; e++)
-    if (e < n) d[e] = g[e];
-}
-template<typename T> TILE void singles_begin(float (&d)[8], const T *g, int n) {
-#pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    uint32_t low = e < n ? g[e].u : 0, high = e + 1 < n ? g[e + 1].u : 0;
-    d[e / 2] = __uint_as_float(high << 16 | low);
-  }
-}
-TILE void eight_store(float *g, const float (&d)[8]) {
-  ((float4 *)g)[0] = make_float4(d[0], d[1], d[2], d[3]);
-  ((float4 *)g)[1] = make_float4(d[4], d[5], d[6], d[7]);
-}
-template<typename T> TILE void eight_store(T *g, const float (&d)[8]) {
-  *(uint4 *)g = make_uint4(pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]), pack<T>(d[6], d[7]));
-}
-TILE void eight_store(e4m3 *g, const float (&d)[8]) {
-  *(uint2 *)g = make_uint2(pack_e4m3(d[0], d[1], d[2], d[3]), pack_e4m3(d[4], d[5], d[6], d[7]));
-}
-TILE void round_to(e4m3 &g, float x) { g.u = (uint8_t)pack_e4m3(x, 0.f, 0.f, 0.f); }
-template<typename T> TILE void singles_store(T *g, const float (&d)[8], int n) {
-#pragma unroll
-  for (int e = 0; e < 8; e++)
-    if (e < n) round_to(g[e], d[e]);
-}
-TILE void zero(float (&d)[8]) {
-#pragma unroll
-  for (int e = 0; e < 8; e++) d[e] = 0.f;
-}
-
 template<int A, typename T, int J> TILE void load_begin(lt<J> &t, const T *g, int64_t ld, int lines, int m, int n) {
   int line = thread_line(lines), col = line_column(lines), step = 8 << line_bits(lines);
   const T *from = g + line * ld + col;
 #pragma unroll
   for (int j = 0; j < J; j++, col += step, from += step) {
-    zero(t.d[j]);
+    clear_all(t.d[j]);
     if (line < m && col < n) {
-      if constexpr (A == EIGHTS) eight_begin(t.d[j], from);
-      else singles_begin(t.d[j], from, n - col);
+      if constexpr (A == EIGHTS) all_begin(t.d[j], from);
+      else some_begin(t.d[j], from, n - col);
     }
   }
 }
@@ -104,20 +53,13 @@ template<typename T, int C, int J> TILE void load_begin(lt<J> &t, const sl<T, C>
   int col = c0 + line_column(1);
 #pragma unroll
   for (int j = 0; j < J; j++, col += 1024) {
-    zero(t.d[j]);
-    if (col < n) eight_begin(t.d[j], s.d + col);
+    clear_all(t.d[j]);
+    if (col < n) all_begin(t.d[j], s.d + col);
   }
 }
 template<typename T, int J> TILE void load_end(lt<J> &t) {
-  if constexpr (sizeof(T) == 2)
 #pragma unroll
-    for (int j = 0; j < J; j++)
-#pragma unroll
-      for (int e = 3; e >= 0; e--) {
-        float2 x = unpack<T>(__float_as_uint(t.d[j][e]));
-        t.d[j][2 * e] = x.x;
-        t.d[j][2 * e + 1] = x.y;
-      }
+  for (int j = 0; j < J; j++) all_end<T>(t.d[j]);
 }
 template<int A, typename T, int J> TILE void save(T *g, int64_t ld, const lt<J> &t, int lines, int m, int n) {
   int line = thread_line(lines), col = line_column(lines), step = 8 << line_bits(lines);
@@ -125,8 +67,8 @@ template<int A, typename T, int J> TILE void save(T *g, int64_t ld, const lt<J> 
 #pragma unroll
   for (int j = 0; j < J; j++, col += step, to += step)
     if (line < m && col < n) {
-      if constexpr (A == EIGHTS) eight_store(to, t.d[j]);
-      else singles_store(to, t.d[j], n - col);
+      if constexpr (A == EIGHTS) all_store(to, t.d[j]);
+      else some_store(to, t.d[j], n - col);
     }
 }
 TILE void load(lv &v, const float *g, int64_t stride, int lines, int m) {
@@ -241,14 +183,14 @@ TILE void put_columns(sv<256> &d, const lt<1> &t) {
     x[e] = t.d[0][e] + __shfl_xor_sync(~0u, t.d[0][e], 8);
     x[e] += __shfl_xor_sync(~0u, x[e], 16);
   }
-  if (lane() < 8) eight_store(d.d + warp_in_group() * 64 + lane() * 8, x);
+  if (lane() < 8) all_store(d.d + warp_in_group() * 64 + lane() * 8, x);
 }
 TILE void take_columns(lt<1> &t, const sv<256> &d) {
-  zero(t.d[0]);
+  clear_all(t.d[0]);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     float x[8];
-    eight_begin(x, d.d + w * 64 + (lane() & 7) * 8);
+    all_begin(x, d.d + w * 64 + (lane() & 7) * 8);
 #pragma unroll
     for (int e = 0; e < 8; e++) t.d[0][e] += x[e];
   }

@@ -1,6 +1,7 @@
 // Bodies of tile/matrix.h on sm_90a. Eight threads hold a row, 16 bytes of fp32 each, so that they touch whole lines of
 // 128 bytes; a warp four rows at a time, a warpgroup sixteen.
 #pragma once
+#include "tile/sm90/neighbours.h"
 template<int R, int C> struct mt { MATRIX_RULES(R, C); float d[R / 16][C / 32][4]; };
 template<int R> struct mr { MATRIX_RULES(R, 32); float d[R / 16]; };      // the same in the eight threads of a row
 template<int C> struct mc { MATRIX_RULES(16, C); float d[C / 32][4]; };   // the same in the sixteen of a column
@@ -10,60 +11,15 @@ template<int C> struct mcsum { float d[C / 32][4]; };                     // thi
 TILE int matrix_row() { return warp_in_group() * 4 + (lane() >> 3); }
 TILE int matrix_col() { return (lane() & 7) * 4; }
 
-// Between the halves of a load 16-bit numbers stay as they are: pairs in the first registers of four.
-TILE void four_begin(float (&d)[4], const float *g) {
-  float4 x = *(const float4 *)g;
-  d[0] = x.x;
-  d[1] = x.y;
-  d[2] = x.z;
-  d[3] = x.w;
-}
-template<typename T> TILE void four_begin(float (&d)[4], const T *g) {
-  uint2 x = *(const uint2 *)g;
-  d[0] = __uint_as_float(x.x);
-  d[1] = __uint_as_float(x.y);
-}
-TILE void some_begin(float (&d)[4], const float *g, int n) {
-#pragma unroll
-  for (int e = 0; e < 4; e++)
-    if (e < n) d[e] = g[e];
-}
-template<typename T> TILE void some_begin(float (&d)[4], const T *g, int n) {
-  uint32_t x[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) x[e] = e < n ? g[e].u : 0;
-  d[0] = __uint_as_float(x[1] << 16 | x[0]);
-  d[1] = __uint_as_float(x[3] << 16 | x[2]);
-}
-template<typename T> TILE void four_end(float (&d)[4]) {
-  if constexpr (sizeof(T) == 2) {
-    float2 low = unpack<T>(__float_as_uint(d[0])), high = unpack<T>(__float_as_uint(d[1]));
-    d[0] = low.x;
-    d[1] = low.y;
-    d[2] = high.x;
-    d[3] = high.y;
-  }
-}
-TILE void four_store(float *g, const float (&d)[4]) { *(float4 *)g = make_float4(d[0], d[1], d[2], d[3]); }
-template<typename T> TILE void four_store(T *g, const float (&d)[4]) {
-  *(uint2 *)g = make_uint2(pack<T>(d[0], d[1]), pack<T>(d[2], d[3]));
-}
-template<typename T> TILE void some_store(T *g, const float (&d)[4], int n) {
-#pragma unroll
-  for (int e = 0; e < 4; e++)
-    if (e < n) round_to(g[e], d[e]);
-}
-TILE void zero(float (&d)[4]) { d[0] = d[1] = d[2] = d[3] = 0.f; }
-
 // n: how many of four numbers there are. d begins as zeros.
 template<int A, typename T> TILE void begin_of_row(float (&d)[4], const T *g, int n) {
-  zero(d);
+  clear_all(d);
   if constexpr (A == ONES) some_begin(d, g, n);
-  else if (n > 0) four_begin(d, g);
+  else if (n > 0) all_begin(d, g);
 }
 template<int A, typename T> TILE void save_of_row(T *g, const float (&d)[4], int n) {
   if constexpr (A == ONES) some_store(g, d, n);
-  else if (n > 0) four_store(g, d);
+  else if (n > 0) all_store(g, d);
 }
 
 template<int A, typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n) {
@@ -78,7 +34,7 @@ template<typename T, int R, int C> TILE void load_end(mt<R, C> &t) {
 #pragma unroll
   for (int i = 0; i < R / 16; i++)
 #pragma unroll
-    for (int j = 0; j < C / 32; j++) four_end<T>(t.d[i][j]);
+    for (int j = 0; j < C / 32; j++) all_end<T>(t.d[i][j]);
 }
 template<int A, typename T, int R, int C> TILE void save(T *g, int64_t ld, const mt<R, C> &t, int m, int n) {
   int r = matrix_row(), c = matrix_col();
@@ -116,7 +72,7 @@ template<int A, typename T, int C> TILE void load_begin(mc<C> &v, const T *g, in
 }
 template<typename T, int C> TILE void load_end(mc<C> &v) {
 #pragma unroll
-  for (int j = 0; j < C / 32; j++) four_end<T>(v.d[j]);
+  for (int j = 0; j < C / 32; j++) all_end<T>(v.d[j]);
 }
 template<int A, typename T, int C> TILE void save(T *g, const mc<C> &v, int n) {
   if (thread_in_group() >= 8) return;
@@ -140,7 +96,7 @@ template<int R> TILE void clear(mrsum<R> &v) {
 }
 template<int C> TILE void clear(mcsum<C> &v) {
 #pragma unroll
-  for (int j = 0; j < C / 32; j++) zero(v.d[j]);
+  for (int j = 0; j < C / 32; j++) clear_all(v.d[j]);
 }
 template<int R, class F> TILE void map(mr<R> &d, const mr<R> &a, F f) {
 #pragma unroll
@@ -195,13 +151,13 @@ template<int C> TILE void store(sv<4 * C> &d, const mcsum<C> &s) {
       x[e] = s.d[j][e] + __shfl_xor_sync(~0u, s.d[j][e], 8);
       x[e] += __shfl_xor_sync(~0u, x[e], 16);
     }
-    if (lane() < 8) four_store(d.d + warp_in_group() * C + 32 * j + matrix_col(), x);
+    if (lane() < 8) all_store(d.d + warp_in_group() * C + 32 * j + matrix_col(), x);
   }
 }
 template<int C> TILE void load_sum(mc<C> &v, const sv<4 * C> &s) {
 #pragma unroll
   for (int j = 0; j < C / 32; j++) {
-    zero(v.d[j]);
+    clear_all(v.d[j]);
 #pragma unroll
     for (int w = 0; w < 4; w++) {
       float4 x = *(const float4 *)(s.d + w * C + 32 * j + matrix_col());

@@ -1,7 +1,6 @@
 """cross_entropy on PyTorch tensors: chunks of rows, torch's products, our kernel between them."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from margay import _C, _torch, _transforms
 from margay._shared import dtype_name
@@ -159,20 +158,41 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dloss):
+        with torch.no_grad():
+            made = _Loss.gradients(ctx, dloss)
+        if torch.is_grad_enabled():
+            made = _First.apply(made, dloss, *ctx.saved_tensors[:3])
+        return *made, None, None, None, None
+
+    @staticmethod
+    def gradients(ctx, dloss):
         rows, weight, bias, targets = ctx.saved_tensors
         made, ctx.made = ctx.made, None
         if made is None:
             numbers, reduction, chunk = ctx.options
             scale = _scale_of(dloss, targets, numbers[0], reduction)
-            made = _rounded(_loss(rows, weight, bias, targets, scale, numbers, reduction, chunk,
+            return _rounded(_loss(rows, weight, bias, targets, scale, numbers, reduction, chunk,
                                   ctx.needs_input_grad[:3])[1:], weight.dtype)
-        else:
-            made = [t if t is None else t.mul_(dloss) if t.dtype == like.dtype
-                    else torch.mul(t, dloss, out=torch.empty(t.shape, dtype=like.dtype, device=t.device))
-                    for t, like in zip(made, (rows, weight, bias))]
-        return *made, None, None, None, None
+        return [t if t is None else t.mul_(dloss) if t.dtype == like.dtype
+                else torch.mul(t, dloss, out=torch.empty(t.shape, dtype=like.dtype, device=t.device))
+                for t, like in zip(made, (rows, weight, bias))]
+
+
+class _First(torch.autograd.Function):
+    """Gradients of a graph (create_graph=True). torch's once_differentiable would take them for constants where dloss
+    is one, and what is made of them would lose its gradient without a word."""
+    @staticmethod
+    def forward(ctx, made, *inputs):
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx, *_):
+        _no_second()
+
+
+def _no_second():
+    raise NotImplementedError(f"{_OP}: gradients of gradients (create_graph=True) are not implemented")
 
 
 # ---- the operator, for whatever wants to see the call
@@ -203,7 +223,7 @@ def _save(ctx, inputs, output):
 
 def _gradient(ctx, dloss, *others):
     if any(t is not None for t in others):
-        raise NotImplementedError(f"{_OP}: gradients of gradients (create_graph=True) are not implemented")
+        _no_second()
     rows, weight, targets, bias, *made = ctx.saved_tensors
     *numbers, reduction, chunk, want = ctx.options
     if dloss is None:
