@@ -43,7 +43,6 @@ TILE void init(shared &s) {
   sem_init(s.constants, arrivals(NC, 0, 0));
 }
 
-
 // Blocks first to end - 1 of a gate
 TILE void load_gate(const params &p, shared &s, const gmap &m, int wg, ring_pos &at, int task, int first, int end) {
   for (int r = first; r < end; r++) {
@@ -286,6 +285,10 @@ TILE void compute(const params &p, shared &s, int wg) {
       tma_store_wait_read();
       wg_sync();                                               // also: the last stores have read x
       tile_largest(bound, t.rows);
+      if (FLOATS) {                                            // in a uniform register it makes ptxas spill others
+        store(t.up, bound);
+        load(bound, t.up);
+      }
       scales(down, up, bound, 1.f);
       store(t.up, up);
       rt<fp16, 32> b[R][2];

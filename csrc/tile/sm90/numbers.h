@@ -38,7 +38,10 @@ TILE float warp_largest(float x) { return __uint_as_float(__reduce_max_sync(~0u,
 template<int N> TILE void tile_largest(rv &d, const sv<64> (&rows)[N]) {
   float m = 0.f;
 #pragma unroll
-  for (int i = 0; i < N; i++) m = fmaxf(m, fmaxf(rows[i].d[2 * lane()], rows[i].d[2 * lane() + 1]));
+  for (int i = 0; i < N; i++) {
+    float2 both = *((const float2 *)rows[i].d + lane());
+    m = fmaxf(m, fmaxf(both.x, both.y));
+  }
   d.d[0] = d.d[1] = warp_largest(m);
 }
 // Lane i holds rows 2 i and 2 i + 1.
