@@ -65,6 +65,38 @@ def test_flashinfers_pool(device, dtype):
     close(pool[at].float() if dtype == torch.float32 else pool[at], last.mT)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("device", DEVICES)
+def test_flashinfers_pool_has_no_place_for_what_fills_up_a_batch(device, dtype):
+    """A negative index is not the pool's last place. Nothing waits for the GPU to find it."""
+    q, k, v, g, beta, state = problem(device)
+    starts = torch.tensor(STARTS, device=device, dtype=torch.int32)
+    for places in ([4, -1, 0], [-1, 5, -2**31], [-1, -1, -1]):
+        at = torch.tensor(places, device=device, dtype=torch.int32)
+        there = at >= 0
+        pool = torch.full((6, 4, 32, 32), float("nan"), device=device, dtype=dtype)
+        pool[at[there].long()] = state.mT.to(dtype)[there]
+        before = pool.clone()
+        begin = torch.where(there[:, None, None, None], state.mT.to(dtype), 0.0).mT
+        exact, last = recurrence(q, k, v, g, beta, None, begin, STARTS)
+        if device != "cpu":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            out, found = mg.flashinfer.chunk_gated_delta_rule(
+                q[0], k[0], v[0], g[0].exp(), beta[0], initial_state=pool, output_state=pool, output_final_state=True,
+                cu_seqlens=starts, state_indices=at)
+        finally:
+            if device != "cpu":
+                torch.cuda.set_sync_debug_mode("default")
+        close(out, exact[0])
+        assert found is pool
+        others = [i for i in range(6) if i not in places]
+        assert pool[others].isnan().all() and torch.equal(pool.isnan(), before.isnan())
+        for i, place in enumerate(places):
+            if place >= 0:
+                close(pool[place].float() if dtype == torch.float32 else pool[place], last[i].mT)
+
+
 def test_flashinfers_defaults():
     q, k, v, *_ = problem("cpu")
     zeros, ones = torch.zeros(1, 70, 4), torch.ones(1, 70, 4)
@@ -85,9 +117,9 @@ def test_flashinfer_refused():
             (ValueError, "cu_seqlens is None, expected the starts of the sequences", lambda: call(q, k, v)),
             (ValueError, "q, k and v have 4, 3 and 3 dimensions, expected 3 [T, heads, columns]",
              lambda: call(q[None], k, v, cu_seqlens=starts)),
-            (ValueError, "state_indices are -1 to 1, expected 0 to 2 (places of initial_state)",
+            (ValueError, "state_indices are up to 3, expected at most 2 (places of initial_state)",
              lambda: call(q, k, v, cu_seqlens=starts, initial_state=torch.zeros(3, 4, 32, 32),
-                          state_indices=torch.arange(3) - 1)),
+                          state_indices=torch.arange(3) + 1)),
             (TypeError, "initial_state has dtype float64, expected float32, bfloat16 or float16",
              lambda: call(q, k, v, cu_seqlens=starts, initial_state=torch.zeros(3, 4, 32, 32).double())),
             (ValueError, "output_state is None, expected a pool of states where state_indices and output_final_state "

@@ -20,8 +20,10 @@ def chunk_gated_delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state
 
     g: factors, g = 0 forgets all; 1 if None. beta: 1 if None. Heads are as many as q or v has, whichever is more: of q
     more than of k and v, each k and v serves several q, which costs a copy of them. initial_state, output_state
-    [sequences, heads, V, K], or with state_indices pools of such, float32, bfloat16 or float16. output and output_state
-    are written where they are given. use_cp changes nothing. Checkpoints of the states are refused. Not differentiable.
+    [sequences, heads, V, K], or with state_indices pools of such, float32, bfloat16 or float16. A sequence whose index
+    is negative has no place there, as what fills up a batch has none: it begins with zeros, and how it ends is not
+    kept. output and output_state are written where they are given. use_cp changes nothing. Checkpoints of the states
+    are refused. Not differentiable.
     """
     op = "chunk_gated_delta_rule"
     if checkpoint_every_n_tokens or state_checkpoints is not None or checkpoint_cu_starts is not None:
@@ -47,13 +49,13 @@ def chunk_gated_delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     places = None if state_indices is None else state_indices.long()
     for name, t in (("initial_state", initial_state), ("output_state", output_state)):
-        if places is not None and t is not None and not places.is_cuda and places.numel() and not (
-                0 <= places.min() and places.max() < len(t)):
-            raise ValueError(f"{op}: state_indices are {int(places.min())} to {int(places.max())}, expected 0 to "
-                             f"{len(t) - 1} (places of {name})")
+        if (places is not None and t is not None and not places.is_cuda and places.numel()
+                and places.max() >= len(t)):
+            raise ValueError(f"{op}: state_indices are up to {int(places.max())}, expected at most {len(t) - 1} "
+                             f"(places of {name})")
     state = initial_state
     if state is not None:
-        state = (state if places is None else state[places]).float()
+        state = state.float() if places is None else _states_at(state, places)
     one = lambda t: None if t is None else t[None]  # noqa: E731
     out, last = margay.gated_delta_rule(
         q[None], k[None], v[None], None if g is None else g.float().log()[None], one(beta), scale=scale or None,
@@ -64,6 +66,26 @@ def chunk_gated_delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state
         if places is None:
             output_state.copy_(last)
         else:
-            output_state[places] = last.to(output_state.dtype)
+            _keep(output_state, places, last)
         last = output_state
     return (out, last) if output_final_state else out
+
+
+def _exist(places, pool):
+    return (places >= 0) & (places < len(pool))
+
+
+def _states_at(pool, places):
+    there = _exist(places, pool).view(-1, *[1] * (pool.ndim - 1))
+    return torch.where(there, pool[places.clamp(0, len(pool) - 1)].float(), 0.0)
+
+
+def _keep(pool, places, states):
+    """Nothing waits for how many places there are: who has none writes what another one writes there too, or, where
+    nobody has one, what is there."""
+    if not len(places):
+        return
+    there = _exist(places, pool)
+    source = torch.where(there, torch.arange(len(places), device=places.device), there.int().argmax())
+    at = places[source].clamp(0, len(pool) - 1)
+    pool[at] = torch.where(there.any(), states[source].to(pool.dtype), pool[at])
