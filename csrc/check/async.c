@@ -219,6 +219,20 @@ void ck_order_count(const void *pc, int *g) {
   ++*g;
   point();
 }
+// By the elected thread, which knows of the others' writes after a sync.
+void ck_order_tell(const void *pc, int *g) {
+  word *w = word_at(g);
+  if (!called_by(pc, GROUP_WIDTH) || !begin(pc, CK_OP_ORDER_COUNT, NULL, 0)) return;
+  const fiber *f = self();
+  if (f->leader_seen[component(ck.current, WRITTEN)] < f->stores_committed && rule_on(CK_GLOBAL_RACE)) {
+    report(CK_GLOBAL_RACE, pc, f->store_pc, ck.current,
+           "tells what a store may still write: no tma_store_wait for it");
+    return;
+  }
+  publish_leader(w->seen, w->fenced);
+  ++*g;
+  point();
+}
 int ck_atomic_next(const void *pc, int *counter) {
   if (ck.failed) return 0;
   point();
@@ -228,6 +242,10 @@ int ck_atomic_next(const void *pc, int *counter) {
 }
 void ck_grid_wait(const void *pc) {
   if (begin(pc, CK_OP_GRID_WAIT, NULL, 0)) self()->grid_waited = true;
+}
+void ck_grid_wait_part(const void *pc, int width, const int *g, int value) {
+  ck_order_wait(pc, width, g, value);
+  self()->grid_waited = true;
 }
 static bool grid_over(const void *pc) {
   if (ck.failed) return false;

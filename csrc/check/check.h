@@ -69,6 +69,8 @@ void ck_store_wait(const void *pc, int width, int groups, bool written);
 void ck_order_wait(const void *pc, int width, const int *g, int value);
 void ck_order_pass(const void *pc, int *g, int value);
 void ck_order_count(const void *pc, int *g);
+void ck_order_tell(const void *pc, int *g);
+void ck_grid_wait_part(const void *pc, int width, const int *g, int value);
 int ck_atomic_next(const void *pc, int *counter);
 void ck_grid_wait(const void *pc);
 int ck_block_index(void);
