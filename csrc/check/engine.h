@@ -59,7 +59,7 @@ typedef struct fiber {
   int store_place;
   int fence;                                     // counts mma_fence; `work` what has happened since the last one
   bool fence_due;
-  bool grid_waited;
+  bool grid_waited, grid_over;                   // over: waited for all of the grid
   const void *late_fence;                        // a mutated fence that is still to be made
   int events;                                    // synchronising calls so far
   bool skip_next;

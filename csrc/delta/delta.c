@@ -90,7 +90,7 @@ delta_plan delta_plan_of(mg_call *c, const delta_sweep_params *p, const mg_tenso
   if (c->status) return none;
   const int64_t heads = c->n.R * c->n.HV, blocks = heads * mg_ceil_div(c->n.V, c->desc->tile_n);
   const int64_t sms = c->context.sms, rest = sms - blocks, places = p->rows.places;
-  if (!c->context.persistent || p->rows.starts || 2 * blocks > sms) return none;
+  if (!c->context.persistent || p->rows.starts || c->desc->tile_n > 64 || 2 * blocks > sms) return none;
   const int64_t work = heads * made, meanwhile = rest * passed, first = mg_max(0, places - places * meanwhile / work);
   if (pieces_of(c, &p->rows, cuts, all).n > 1 || (places - first) * work < 8000 * sms) return none;
   mg_set(c, done->data, 0, sizeof(int), mg_ceil_div(places, DELTA_PART));

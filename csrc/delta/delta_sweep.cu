@@ -26,7 +26,7 @@
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
 // TOLD: chunks may be prepared meanwhile, by TELLERS warpgroups each
-enum { TOLD = PREPS == 0 && !CUT, TELLERS = CHANNELS ? PANELS : 1 };
+enum { TOLD = PREPS == 0 && !CUT && GROUPS == 1, TELLERS = CHANNELS ? PANELS : 1 };
 enum { LATE = PREPS == 0 && !CUT && (GROUPS == 1 || !CHANNELS) };
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;

@@ -72,9 +72,7 @@ mg_status mg_kda(const mg_kda_args *a) {
       delta_map_matrices(&c, &p.m, inverses, a->keep ? first : 0);
       delta_map_matrices(&c, &p.p, reads, a->keep ? first : 0);
       mg_use(&c, sweep);
-      const bool narrow = c.desc->tile_n == 64;
-      const delta_plan plan = delta_plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form == 3, a->done, 5500,
-                                            narrow ? 1200 : 2300);
+      const delta_plan plan = delta_plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form == 3, a->done, 5500, 1200);
       p.done = plan.done;
       kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, &gates, &p, betas, &plan);
     }

@@ -480,7 +480,7 @@ def kda(row, large):
         shapes = [("large", 8200, ())] if large else []
         shapes += [("cut", 1100, ("initial_state", "final_state", "form")), ("once", 600, ("form",))]
     tiles = ("inverses", "reads") if row["op"] == "kda_tiles" else ()
-    if row["op"] in ("kda", "kda_prepare"):
+    if row["op"] in ("kda", "kda_prepare") and "v128" not in row["name"]:
         shapes.append(KDA_BESIDE)
     for label, *problem in [*shapes, *KDA * (not cut)]:
         problem[1] += tiles
@@ -989,26 +989,46 @@ def kernel_of(row, source=None):
 
 
 class Problem:
-    """The launches of a row in a call. `run` gives the first report of a seed, or None."""
+    """The launches of a row in a call. `run` gives the first report of a seed, or None; `reported` is whose. In those
+    called "beside" kernels run at the same time on a GPU: all launches are checked, in their order, with what the one in
+    front has told."""
 
     def __init__(self, kernel, label, call=None, row=None):
         self.kernel, self.label, self.call, self.row = kernel, label, call, row
+        self.reported, self.others = kernel, {}
+
+    def of(self, name):
+        """The kernel that checks launches of this row, or None."""
+        if name == self.row["name"]:
+            return self.kernel
+        if self.label != "beside":
+            return None
+        if name not in self.others:
+            self.others[name] = kernel_of(rows()[name])
+        return self.others[name]
 
     def run(self, seed, sms=None, **options):
         if not self.call:
             return self.kernel.run_example(seed, **options)
-        reports, launches = [], []
+        reports, launches, told = [], [], []
 
         @TAKE
         def take(name, params, blocks):
-            if name.decode() != self.row["name"]:
+            kernel = self.of(name.decode())
+            if not kernel:
                 return False
-            launches.append(blocks)
-            reports.append(self.kernel.run(params, blocks, seed, **options))
+            launches.append(kernel)
+            if any(reports):                      # what would be behind it might wait for ever
+                return True
+            changes = options if kernel is self.kernel else dict(rules_off=options.get("rules_off", 0))
+            reports.append(kernel.run(params, blocks, seed, told=told[-1] if told else (), **changes))
+            if self.label == "beside":
+                told.append(kernel.told())
+            self.reported = kernel
             return True
         with intercepting(take, self.row["name"], sms or SMS * self.kernel.cluster):
             self.call()
-        if not launches:
+        if self.kernel not in launches:
             raise RuntimeError(f"{self.kernel.name}: {self.label} did not launch it")
         return next(filter(None, reports), None)       # a call may launch it more than once
 
