@@ -1,5 +1,5 @@
 // Host half of gated_delta_rule, and what the delta rules' ops share. One kernel, which prepares chunks beside the pass
-// over the sequence; where heads are few, one that prepares all chunks at once, and then the pass alone.
+// over the sequence; where heads are few, one that prepares all chunks, and the pass alone, behind it or meanwhile.
 #include <math.h>
 #include "delta/delta_host.h"
 

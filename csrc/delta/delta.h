@@ -24,9 +24,9 @@ typedef struct delta_gates {
   float most;                 // times this
 } delta_gates;
 
-// Chunks that are prepared while the pass over the sequence is under way: of each DELTA_PART places of all rows and heads
-// a counter of those that are in memory, 0 at first, once for each warpgroup that makes a part of a chunk. NULL: all are
-// there before the pass begins.
+// Chunks that are prepared while the pass over the sequence is under way: of each DELTA_PART places of all rows and
+// heads a counter of those that are in memory, 0 at first, once for each warpgroup that makes a part of a chunk. NULL:
+// all are there before the pass begins.
 enum { DELTA_PART = 4 };
 
 // delta_norms.cu: 1 / sqrt(x.x + 1e-6) of rows x of q and of k

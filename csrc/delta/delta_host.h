@@ -23,8 +23,9 @@ typedef struct delta_plan {
   int blocks;                 // else, of the pass: the preparation leaves it so many multiprocessors
   int first;                  // and before it begins, all of them prepare so many chunks of each row and head
 } delta_plan;
-// Of the pass of p by the kernel that has been chosen, which knows of marks where its blocks have 64 columns; cuts and all as in delta_run_sweep. made, passed: nanoseconds
-// that a chunk of a head takes on a multiprocessor where it is prepared, and in the pass.
+// Of the pass of p by the kernel that has been chosen, which knows of marks where its blocks have 64 columns; cuts and
+// all as in delta_run_sweep. made, passed: nanoseconds that a chunk of a head takes on a multiprocessor where it is
+// prepared, and in the pass.
 delta_plan delta_plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, bool all,
                          const mg_tensor *done, int64_t made, int64_t passed);
 // M^T and P^T of the rows' chunks; [B, HV, 64 places, 64] each. P goes to `reads`. plan NULL: before the pass.

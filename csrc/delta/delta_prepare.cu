@@ -85,7 +85,8 @@ TILE void scan(const params &p, shared &s, int index) {
   }
 }
 
-// m and p of a task, of this part of the places, have been read; where they are waited for, they are in memory, and told.
+// m and p of a task, of this part of the places, have been read; where they are waited for, they are in memory, and
+// told.
 TILE void leave(const params &p, int part) {
   if (!p.done) return tma_store_wait_read();
   tma_store_wait<0>();

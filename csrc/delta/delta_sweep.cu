@@ -6,7 +6,7 @@
 // R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as
 // their register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS
 // warpgroups make those of later chunks meanwhile; without any, a kernel before this one has made them
-// (delta_prepare.cu).
+// (delta_prepare.cu), or makes them at the same time on other multiprocessors: the loader waits for it then.
 // CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q, e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
 // CUT: only what segments of a row begin with is written (delta.h). A turn is what becomes of the unit matrix where v
 // is 0: its columns stand where those of v would.

@@ -1,5 +1,5 @@
-// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence;
-// of SEG chunks at a time.
+// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then, or meanwhile, the pass
+// over the sequence; of SEG chunks at a time.
 #include "delta/kda_host.h"
 
 static kda_given given(const mg_tensor *t) {

@@ -1,5 +1,5 @@
-"""Chunks that are prepared while the pass over the sequence is under way. What comes out is, bit by bit, what packed rows
-have, whose chunks are all prepared before."""
+"""Chunks that are prepared while the pass over the sequence is under way. What comes out is, bit by bit, what packed
+rows have, whose chunks are all prepared before."""
 
 import contextlib
 import ctypes
@@ -20,8 +20,8 @@ GATES = ("given", "raw")
 @contextlib.contextmanager
 def multiprocessors(count, launches):
     """On the CPU, launches as on a GPU of `count` multiprocessors."""
-    take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p,
-                            ctypes.c_int64)(lambda row, params, blocks: launches.append((row.decode(), blocks)) or False)
+    note = lambda row, params, blocks: launches.append((row.decode(), blocks)) or False  # noqa: E731
+    take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)(note)
     _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, count)
     try:
         yield
@@ -56,7 +56,7 @@ def test_beside(device, dtype, op, raw):
         found = [run(*tensors, state, None) for _ in range(1 if on_cpu else 30)]
     with multiprocessors(16, packed) if on_cpu else contextlib.nullcontext():
         right = [run(*(t[i:i + 1] for t in tensors), state[i:i + 1], starts) for i in range(2)]
-    if on_cpu:                                    # of 16, the pass has 8: rows of heads, and two blocks for columns of v
+    if on_cpu:                                    # the pass has 8 of 16: four rows of heads, two blocks for columns
         (prepare, prepared_by), (sweep, blocks) = launches[-2:]
         assert "prepare" in prepare and prepared_by == (16 if op == "kda" else 8) and blocks == 8
         assert packed[-2][1] == 16

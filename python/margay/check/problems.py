@@ -990,8 +990,8 @@ def kernel_of(row, source=None):
 
 class Problem:
     """The launches of a row in a call. `run` gives the first report of a seed, or None; `reported` is whose. In those
-    called "beside" kernels run at the same time on a GPU: all launches are checked, in their order, with what the one in
-    front has told."""
+    called "beside" kernels run at the same time on a GPU: all launches are checked, in their order, with what the one
+    in front has told."""
 
     def __init__(self, kernel, label, call=None, row=None):
         self.kernel, self.label, self.call, self.row = kernel, label, call, row
