@@ -1,4 +1,5 @@
 // Register tiles, products, copies, stores; what kernels touch in shared and in global memory.
+#include <stdlib.h>
 #include <string.h>
 #include "check/engine.h"
 
@@ -195,7 +196,64 @@ static word *word_at(const int *g) {
   if (i == word_count) words[word_count++] = (word){(int *)g, *g, clock_new(), clock_new()};
   return &words[i];
 }
-void words_reset(void) { word_count = 0; }
+// ---- what a kernel tells the one behind it
+enum { MAX_TOLD = 1 << 16 };
+static struct { ck_told part; int fiber; } written[MAX_TOLD];   // mark NULL: not told yet. What is more is not known
+static int written_count;
+static int passed[MAX_FIBERS][MAX_WORDS];        // what the fiber has seen of a counter
+static void note_written(const void *p, size_t bytes) {
+  ck_told *last = written_count ? &written[written_count - 1].part : NULL;
+  if (last && !last->mark && written[written_count - 1].fiber == ck.current && last->p + last->bytes == p)
+    last->bytes += bytes;
+  else if (written_count < MAX_TOLD) {
+    written[written_count].fiber = ck.current;
+    written[written_count++].part = (ck_told){p, bytes, NULL};
+  }
+}
+static void tell_written(const int *mark) {
+  for (int i = 0; i < written_count; i++)
+    if (written[i].fiber == ck.current && !written[i].part.mark) written[i].part.mark = mark;
+}
+static int by_address(const void *a, const void *b) {
+  const ck_told *x = a, *y = b;
+  return (x->p > y->p) - (x->p < y->p);
+}
+int ck_told_of(ck_told *told, int most) {
+  int n = 0;
+  for (int i = 0; i < written_count; i++) {
+    if (!written[i].part.mark) continue;
+    if (n < most) told[n] = written[i].part;
+    n++;
+  }
+  qsort(told, (size_t)(n < most ? n : most), sizeof *told, by_address);
+  return n;
+}
+// The counter of the first told part of these bytes that the fiber has not waited for, or NULL.
+static const int *untold(const char *p, size_t bytes) {
+  const ck_request *q = ck.request;
+  int low = 0;
+  for (int high = q->told_count; low < high;) {    // the first that ends behind p
+    const int middle = (low + high) / 2;
+    if (q->told[middle].p + q->told[middle].bytes <= p) low = middle + 1;
+    else high = middle;
+  }
+  for (; low < q->told_count && q->told[low].p < p + bytes; low++) {
+    const int *mark = q->told[low].mark;
+    if (passed[ck.current][word_at(mark) - words] < *mark) return mark;
+  }
+  return NULL;
+}
+static bool is_told(const void *pc, const void *p, size_t bytes) {
+  if (ck.failed || self()->grid_over || !rule_on(CK_GLOBAL_RACE) || !untold(p, bytes)) return !ck.failed;
+  report(CK_GLOBAL_RACE, pc, NULL, -1,
+         "reads what the kernel in front of this one may still write: no grid_wait_part for all that it tells of it");
+  return false;
+}
+
+void words_reset(void) {
+  word_count = written_count = 0;
+  memset(passed, 0, sizeof *passed * (size_t)ck.fibers);
+}
 void words_restore(void) {
   for (int i = 0; i < word_count; i++) *words[i].at = words[i].before;
 }
@@ -219,6 +277,21 @@ void ck_order_count(const void *pc, int *g) {
   ++*g;
   point();
 }
+// By the elected thread, which knows of the others' writes after a sync.
+void ck_order_tell(const void *pc, int *g) {
+  word *w = word_at(g);
+  if (!called_by(pc, GROUP_WIDTH) || !begin(pc, CK_OP_ORDER_COUNT, NULL, 0)) return;
+  const fiber *f = self();
+  if (f->leader_seen[component(ck.current, WRITTEN)] < f->stores_committed && rule_on(CK_GLOBAL_RACE)) {
+    report(CK_GLOBAL_RACE, pc, f->store_pc, ck.current,
+           "tells what a store may still write: no tma_store_wait for it");
+    return;
+  }
+  tell_written(g);
+  publish_leader(w->seen, w->fenced);
+  ++*g;
+  point();
+}
 int ck_atomic_next(const void *pc, int *counter) {
   if (ck.failed) return 0;
   point();
@@ -227,7 +300,15 @@ int ck_atomic_next(const void *pc, int *counter) {
   return (*counter)++;
 }
 void ck_grid_wait(const void *pc) {
-  if (begin(pc, CK_OP_GRID_WAIT, NULL, 0)) self()->grid_waited = true;
+  if (begin(pc, CK_OP_GRID_WAIT, NULL, 0)) self()->grid_waited = self()->grid_over = true;
+}
+void ck_grid_wait_part(const void *pc, int width, const int *g, int value) {
+  if (!called_by(pc, width) || !begin(pc, CK_OP_ORDER_WAIT, NULL, value)) return;
+  const word *w = word_at(g);
+  wait_for(pc, WAIT_ORDER, g, value);
+  learn(w->seen, w->fenced);
+  passed[ck.current][w - words] = value;
+  self()->grid_waited = true;
 }
 static bool grid_over(const void *pc) {
   if (ck.failed) return false;
@@ -238,15 +319,18 @@ static bool grid_over(const void *pc) {
 }
 void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
   const int who = component(ck.current, GENERIC);
-  if (bytes && grid_over(pc)) shadow_global(pc, p, bytes, kind, who, self()->seen[who]);
+  if (!bytes || !grid_over(pc) || (kind == CK_GLOBAL_READ && !is_told(pc, p, bytes))) return;
+  if (kind == CK_GLOBAL_WRITE) note_written(p, bytes);
+  shadow_global(pc, p, bytes, kind, who, self()->seen[who]);
 }
 void ck_global_load(const void *pc, const void *p, size_t bytes, const void *at) {
-  const int sem = grid_over(pc) ? sem_of(pc, at) : -1;
+  const int sem = grid_over(pc) && is_told(pc, p, bytes) ? sem_of(pc, at) : -1;
   if (sem >= 0) shadow_global(pc, p, bytes, CK_GLOBAL_READ, sem_component(sem), ck.sem[sem].completed + 1);
 }
 void ck_global_store(const void *pc, const void *p, size_t bytes) {
-  if (grid_over(pc))
-    shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
+  if (!grid_over(pc)) return;
+  note_written(p, bytes);
+  shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
 }
 
 // ---- shared memory through registers

@@ -69,6 +69,8 @@ void ck_store_wait(const void *pc, int width, int groups, bool written);
 void ck_order_wait(const void *pc, int width, const int *g, int value);
 void ck_order_pass(const void *pc, int *g, int value);
 void ck_order_count(const void *pc, int *g);
+void ck_order_tell(const void *pc, int *g);
+void ck_grid_wait_part(const void *pc, int width, const int *g, int value);
 int ck_atomic_next(const void *pc, int *counter);
 void ck_grid_wait(const void *pc);
 int ck_block_index(void);
@@ -102,6 +104,8 @@ enum ck_rule {
   CK_BYTES, CK_EXIT, CK_BARRIER,
   CK_DEADLOCK, CK_BOUNDS, CK_LIFETIME, CK_INIT, CK_GLOBAL_RACE, CK_CRASH, CK_ELECTED, CK_PHASE_SEEN, CK_GRID, CK_RULES
 };
+// Global memory that the kernel in front has written, and the counter that it told it by (order_tell).
+typedef struct ck_told { const char *p; size_t bytes; const int *mark; } ck_told;
 typedef struct ck_request {
   uint64_t seed;
   uint32_t rules_off;                   // bit per rule
@@ -109,6 +113,8 @@ typedef struct ck_request {
   const void *const *sites;             // calls that are mutated, sorted by address
   int site_count;
   int32_t ordered;                      // additions to global memory must be ordered too (deterministic kernels)
+  int32_t told_count;
+  const ck_told *told;                  // in the order of addresses; who reads of it has waited for the counter
 } ck_request;
 // offset: of the semaphore in its block's struct, or -1; value: phase, bytes, arrivals (negative: at any block of the
 // cluster), groups ...
@@ -116,6 +122,8 @@ typedef struct ck_event { const void *pc; int32_t op, fiber, block, offset, valu
 
 // Run all blocks once. 0: no report. Else `text` holds the report as JSON (always terminated).
 int ck_run(const ck_kernel *kernel, const ck_request *request, const void *params, int blocks, char *text, size_t size);
+// What the last run told, as a request wants it; at most `most`. Returns how much there was.
+int ck_told_of(ck_told *told, int most);
 // Every synchronisation and asynchronous issue of the last run, in the order of execution; at most `most`. Returns how
 // many there were.
 int ck_events(ck_event *events, int most);

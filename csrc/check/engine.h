@@ -59,7 +59,7 @@ typedef struct fiber {
   int store_place;
   int fence;                                     // counts mma_fence; `work` what has happened since the last one
   bool fence_due;
-  bool grid_waited;
+  bool grid_waited, grid_over;                   // over: waited for all of the grid
   const void *late_fence;                        // a mutated fence that is still to be made
   int events;                                    // synchronising calls so far
   bool skip_next;
@@ -128,6 +128,7 @@ bool begin(const void *pc, enum ck_op op, const void *at, int value);
 void make_late_fence(void);                      // at the end of a synchronising call, where a mutant has put a fence
                                                  // off
 void publish(clock seen, clock fenced);          // what the current fiber knows, and a new step of its own
+void publish_leader(clock seen, clock fenced);   // what its elected thread knows
 void learn(const int32_t *seen, const int32_t *fenced);
 void learn_component(int c, int value, bool leader_only);
 bool called_by(const void *pc, int width);

@@ -66,6 +66,11 @@ void publish(clock seen, clock fenced) {
   }
   tick(ck.current);
 }
+void publish_leader(clock seen, clock fenced) {
+  clock_join(seen, self()->leader_seen);
+  clock_join(fenced, self()->leader_fenced);
+  tick(ck.current);
+}
 void learn(const int32_t *seen, const int32_t *fenced) {
   fiber *f = self();
   clock_join(f->seen, seen);

@@ -6,7 +6,7 @@
 // R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as
 // their register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS
 // warpgroups make those of later chunks meanwhile; without any, a kernel before this one has made them
-// (delta_prepare.cu).
+// (delta_prepare.cu), or makes them at the same time on other multiprocessors: the loader waits for it then.
 // CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q, e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
 // CUT: only what segments of a row begin with is written (delta.h). A turn is what becomes of the unit matrix where v
 // is 0: its columns stand where those of v would.
@@ -25,6 +25,8 @@
 // AHEAD: registers are there for the state in 16 bits
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
+// TOLD: chunks may be prepared meanwhile, by TELLERS warpgroups each
+enum { TOLD = PREPS == 0 && !CUT && GROUPS == 1, TELLERS = CHANNELS ? PANELS : 1 };
 enum { LATE = PREPS == 0 && !CUT && (GROUPS == 1 || !CHANNELS) };
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
@@ -78,8 +80,21 @@ TILE task block_task(const params &p) {
   return b;
 }
 
+// Chunks of places up to the end of this one's part are there.
+template<int W> TILE void wait_for_place(const params &p, int place) {
+  int part = place / DELTA_PART, places = p.rows.places - part * DELTA_PART;
+  if (places > DELTA_PART) places = DELTA_PART;
+  grid_wait_part<W>(p.done + part, places * p.rows.rows * p.rows.heads * TELLERS);
+}
+// Nothing is read or written before.
+template<int W> TILE void begin(const params &p) {
+  if (TOLD && p.done) wait_for_place<W>(p, 0);
+  else grid_wait();
+}
+TILE bool begins_part(const params &p, int place) { return TOLD && p.done && place && place % DELTA_PART == 0; }
+
 TILE void loader(const params &p, shared &s, int) {
-  grid_wait();
+  begin<THREAD>(p);
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {}, to = {};
@@ -88,6 +103,7 @@ TILE void loader(const params &p, shared &s, int) {
     bool over = runs_over(p.rows, step, t.end);
     ring_acquire(s.k_ring, at);
     if (CHANNELS) {
+      if (begins_part(p, place)) wait_for_place<THREAD>(p, place);
       sem &full = s.k_ring.full[i];
       sem_expect(full, (3 - CUT) * tile_bytes(s.k[0]) + D * 4);
       tma_load(s.k[i], p.k, full, place * Q, 0, t.head, t.batch);
@@ -111,6 +127,7 @@ TILE void loader(const params &p, shared &s, int) {
     }
     if (PREPS) continue;
     ring_acquire(s.ready, to);
+    if (!CHANNELS && begins_part(p, place)) wait_for_place<THREAD>(p, place);
     ring_expect(s.ready, to, (2 - CUT) * tile_bytes(s.m[0]));
     sem &full = s.ready.full[to.stage];
     tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, t.batch);
@@ -132,7 +149,7 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
 
 // The next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
-  grid_wait();
+  begin<WARP>(p);
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {};
@@ -145,6 +162,8 @@ TILE void scan(const params &p, shared &s, int) {
     chunk_vectors &v = s.vec[at.stage];
     if (CHANNELS) {
       put_beta(v.beta, next.beta, p.gates);
+      int place = t.place + chunk + 1;
+      if (begins_part(p, place) && chunk + 1 < t.chunks) wait_for_place<WARP>(p, place);
       load_beta(next.beta, p.rows, p.gates, t, step + Q);
     } else {
       put_vectors(v, next, p.gates, t.head, p.scale);
@@ -491,7 +510,7 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  grid_wait();
+  begin<WARPGROUP>(p);
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
@@ -507,6 +526,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
   end_state(p, s, b, state, wg);
   clear_rest(p, b, wg);
   if (!CUT) tma_store_wait_read();
+  if (TOLD && p.done) grid_wait();        // what is behind this kernel is behind the one beside which it runs
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,

@@ -1,5 +1,5 @@
-// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then the pass over the sequence;
-// of SEG chunks at a time.
+// Host half of Kimi delta attention: what does not depend on the state, of all chunks, then, or meanwhile, the pass
+// over the sequence; of SEG chunks at a time.
 #include "delta/kda_host.h"
 
 static kda_given given(const mg_tensor *t) {
@@ -14,14 +14,20 @@ kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tenso
 }
 
 mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const kda_gates *gates,
-                          const delta_sweep_params *s, float *betas) {
+                          const delta_sweep_params *s, float *betas, const delta_plan *plan) {
   kda_prepare_params p = {.ends = (float *)s->ends, .betas = betas, .rows = s->rows, .scale = s->scale, .gates = *gates,
                           .m = s->m, .p = s->p, .read_k = s->k, .read_q = s->q, .write_k = s->w, .batches = (int)c->n.B,
                           .key_dim = (int)c->n.K};
+  if (plan && plan->done) {
+    p.done = plan->done;
+    p.ending = plan->blocks;
+    p.shared = plan->first * p.batches * p.rows.heads;
+  }
   if (!mg_choose_other(c, part)) return c->status;
   mg_map_bthd(c, &p.q, q, 64, 64);
   mg_map_bthd(c, &p.k, k, 64, 64);
-  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * s->rows.places, "chunks of heads"));
+  const int tasks = mg_tasks(c, c->n.B * c->n.HV * s->rows.places, "chunks of heads");
+  return p.done ? mg_run(c, &p, c->context.sms) : mg_run_resident(c, &p, tasks);
 }
 
 mg_status mg_kda(const mg_kda_args *a) {
@@ -65,7 +71,10 @@ mg_status mg_kda(const mg_kda_args *a) {
     if (c.n.T && c.n.R && c.n.HV) {
       delta_map_matrices(&c, &p.m, inverses, a->keep ? first : 0);
       delta_map_matrices(&c, &p.p, reads, a->keep ? first : 0);
-      kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, &gates, &p, betas);
+      mg_use(&c, sweep);
+      const delta_plan plan = delta_plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form == 3, a->done, 5500, 1200);
+      p.done = plan.done;
+      kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, &gates, &p, betas, &plan);
     }
     mg_use(&c, sweep);
     if (!c.status) delta_run_sweep(&c, &p, &parts, c.n.CUTS ? a->cuts : NULL, a->turns, a->form == 3);

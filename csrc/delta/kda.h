@@ -40,4 +40,6 @@ typedef struct kda_prepare_params {
   kda_gates gates;
   float scale;
   int batches, key_dim;
+  int *done;                  // as in delta.h, or NULL
+  int shared, ending;         // tasks that all blocks share; of the rest, the first `ending` blocks have none
 } kda_prepare_params;

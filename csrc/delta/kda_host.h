@@ -6,8 +6,9 @@
 kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tensor *a_log, const mg_tensor *dt_bias,
                        float lower_bound, int beta_form, bool l2norm);
 // What a pass with CHANNELS reads: s has the rows, the scale, ends, and the maps of m, p, k, q and w. beta as it acts
-// goes to `betas`, where that is not NULL. By kda_prepare, or by kda_tiles where m and p are there.
+// goes to `betas`, where that is not NULL. By kda_prepare, or by kda_tiles where m and p are there. plan NULL: before
+// the pass.
 mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const kda_gates *gates,
-                          const delta_sweep_params *s, float *betas);
+                          const delta_sweep_params *s, float *betas, const delta_plan *plan);
 // The passes cannot read what is given.
 static inline bool kda_makes_beta(const mg_tensor *beta, int beta_form) { return beta_form || beta->dtype != MG_FP32; }

@@ -94,22 +94,27 @@ TILE task given_task(const chunk &s, uint32_t n) {
   return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
 }
 
-// Where there are few tasks, blocks have one each.
+// Where there are few tasks, blocks have one each. Blocks that end early leave their multiprocessors to the pass.
 TILE void loader(const params &p, shared &all, int team) {
   chunk &s = all.chunks[team];
   uint32_t n = 0;
-  for (int i = block_index() + team * block_count(); i < task_count(p); i += TEAMS * block_count()) {
-    task t = task_at(p, i);
-    if (t.at.steps <= 0) continue;
-    int head = t.at.head / p.rows.group_heads;
-    give_task(s, n, t);
-    ring_acquire(s.inputs, ring_at<1>(n));
-    ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
-    ROLLED for (int h = 0; h < PANELS; h++) {
-      tma_load(s.k[h], p.k, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
-      tma_load(s.q[h], p.q, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
+  ROLLED for (int rest = 0; rest < 2; rest++) {
+    int ended = rest ? p.ending : 0, blocks = block_count() - ended, block = block_index() - ended;
+    int end = rest ? task_count(p) : p.shared;
+    if (block < 0) break;
+    for (int i = (rest ? p.shared : 0) + block + team * blocks; i < end; i += TEAMS * blocks) {
+      task t = task_at(p, i);
+      if (t.at.steps <= 0) continue;
+      int head = t.at.head / p.rows.group_heads;
+      give_task(s, n, t);
+      ring_acquire(s.inputs, ring_at<1>(n));
+      ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
+      ROLLED for (int h = 0; h < PANELS; h++) {
+        tma_load(s.k[h], p.k, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
+        tma_load(s.q[h], p.q, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
+      }
+      n++;
     }
-    n++;
   }
   give_task(s, n, {});
 }
@@ -337,9 +342,18 @@ TILE bool put_sums(const params &p, chunk &s, const task &t, const hm &g, int h,
   return less;
 }
 
+// What the warpgroup stored of a task, of this part of the places, has been read; where it is waited for, it is in
+// memory, as are the vectors, and told.
+TILE void leave(const params &p, int part) {
+  if (!p.done) return tma_store_wait_read();
+  tma_store_wait<0>();
+  if (part >= 0) order_tell(p.done + part);
+}
+
 TILE void compute(const params &p, shared &all, int wg) {
   const int team = wg / PANELS, h = wg % PANELS;
   chunk &s = all.chunks[team];
+  int part = -1;
   for (uint32_t n = 0;; n++) {
     wait_for_task(s, n);
     task t = given_task(s, n);
@@ -369,7 +383,8 @@ TILE void compute(const params &p, shared &all, int wg) {
       put_squares(s.squares[0][h], s.k[h]);
       put_squares(s.squares[1][h], s.q[h]);
     }
-    tma_store_wait_read();
+    leave(p, part);
+    part = t.place / DELTA_PART;
     team_sync(team);                        // all has left, and all have written squares; l, too
     if (PAIRS) {
       rt<float, Q> a;
@@ -410,9 +425,9 @@ TILE void compute(const params &p, shared &all, int wg) {
     if (PAIRS && h == PANELS - 1) tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
     if (PAIRS && h == 0) tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
   }
-  tma_store_wait_read();
+  leave(p, part);
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, TEAMS * PANELS, COMPUTE_REGS>,
-              role<loader, THREAD, TEAMS, LOAD_REGS>> kernel;
+              role<loader, THREAD, TEAMS, LOAD_REGS>, FOLLOWED> kernel;
 ENTRY(kernel, Q, TEAMS)

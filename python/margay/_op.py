@@ -384,7 +384,7 @@ def _numpy_function(row):
         reason = _numpy.why_copied(a, f["role"] == "mat") if f["kind"] == "half" else _numpy.why_dense(a)
         return a if reason is None else np.ascontiguousarray(a)
 
-    known = dict(empty=np.empty, empty_like=np.empty_like, dtypes={"float32": np.float32})
+    known = dict(empty=np.empty, empty_like=np.empty_like, dtypes={"float32": np.float32, "int32": np.int32})
     alone = _new_alone(row, dict(known, empty_like=lambda a: np.empty(a.shape, a.dtype)))
 
     def again(inputs, want):
@@ -456,7 +456,7 @@ def _torch_function(row):
     reals = [f["name"] for f in row.inputs if f["kind"] == "real"]
     every, tensors = ", ".join(inputs + numbers), ", ".join(inputs)
     known = dict(empty=torch.empty, empty_like=torch.empty_like,
-                 dtypes={"float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn})
+                 dtypes={"float32": torch.float32, "int32": torch.int32, "float8_e4m3fn": torch.float8_e4m3fn})
     place = f", device={row.first}.device"
 
     def verify(values):

@@ -332,6 +332,18 @@ def test_file_in_the_place_of_a_row(tmp_path):
     assert run(good, "--as", "ssd_bf16_n128")[0] == 0
 
 
+def test_a_pass_beside_what_it_reads(tmp_path):
+    """Chunks after the first four are not waited for, which the kernel in front prepares meanwhile."""
+    text, row = (csrc() / "delta" / "delta_sweep.cu").read_text(), "gated_delta_rule_bf16_k64_v64_prepared"
+    wait = "    if (!CHANNELS && begins_part(p, place)) wait_for_place<THREAD>(p, place);\n"
+    assert wait in text
+    bad = tmp_path / "delta_sweep.cu"
+    bad.write_text(text.replace(wait, ""))
+    code, out, err = run(bad, "--as", row, "--shapes", "beside")
+    assert code == 1 and "global-race" in out and "no grid_wait_part" in out, out + err
+    assert run(row, "--shapes", "beside")[0] == 0
+
+
 def test_other_parameters_in_the_place_of_a_row(tmp_path):
     """Read as the row's, they would be anything."""
     other = tmp_path / "scaled_add.cu"

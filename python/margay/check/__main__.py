@@ -126,7 +126,7 @@ def check_kernel(name, options):
             found = problem.run(seed, rules_off=rules_off(options))
             runs += 1
             if found:
-                arguments = problem.kernel, problem.label, found, command(name, problem.label, seed, options)
+                arguments = problem.reported, problem.label, found, command(name, problem.label, seed, options)
                 return runs, (text.report(*arguments), text.as_json(*arguments))
     return runs, None
 

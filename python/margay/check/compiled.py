@@ -26,6 +26,7 @@ FLAGS = ["-O1", "-g1", "-fPIC", "-fasynchronous-unwind-tables", "-Wall", "-Wextr
          "-Wno-unused-function", "-Wno-invalid-offsetof"]
 REPORT_BYTES = 1 << 16
 MAX_EVENTS = 1 << 18
+MAX_TOLD = 1 << 16
 
 
 def csrc():
@@ -164,7 +165,12 @@ def build(source, dtype, constants):
 class Request(ctypes.Structure):
     _fields_ = [("seed", ctypes.c_uint64), ("rules_off", ctypes.c_uint32), ("mutation", ctypes.c_uint32),
                 ("sites", ctypes.c_void_p),
-                ("site_count", ctypes.c_int), ("ordered", ctypes.c_int32)]
+                ("site_count", ctypes.c_int), ("ordered", ctypes.c_int32),
+                ("told_count", ctypes.c_int32), ("told", ctypes.c_void_p)]
+
+
+class Told(ctypes.Structure):
+    _fields_ = [("p", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("mark", ctypes.c_void_p)]
 
 
 class Event(ctypes.Structure):
@@ -239,10 +245,11 @@ class Kernel:
         self.cluster = found.cluster
         return [(f"{self.roles[role.role]}[{role.index}]", role.width) for role in found.role[:found.fibers]]
 
-    def run(self, params, blocks, seed, mutation=0, sites=(), rules_off=0):
-        """None if nothing is wrong, else the report as a dictionary."""
+    def run(self, params, blocks, seed, mutation=0, sites=(), rules_off=0, told=()):
+        """None if nothing is wrong, else the report as a dictionary. told: what told() was of the kernel in front."""
         addresses = (ctypes.c_void_p * max(1, len(sites)))(*sorted(sites))
-        request = Request(seed, rules_off, mutation, ctypes.cast(addresses, ctypes.c_void_p), len(sites), self.ordered)
+        request = Request(seed, rules_off, mutation, ctypes.cast(addresses, ctypes.c_void_p), len(sites), self.ordered,
+                          len(told), ctypes.cast(told, ctypes.c_void_p) if told else None)
         failed = self.library.mg_check_run(ctypes.byref(request), ctypes.c_void_p(params),
                                            int(blocks), self.text, REPORT_BYTES)
         if not failed:
@@ -252,6 +259,11 @@ class Kernel:
             self.resolve(found["stack"])
             found["pc"] = next(filter(self.where, found["stack"]), 0)
         return found
+
+    def told(self):
+        """What the last run told a kernel behind it."""
+        told = (Told * MAX_TOLD)()
+        return (Told * min(self.library.ck_told_of(told, MAX_TOLD), MAX_TOLD)).from_buffer(told)
 
     def run_example(self, seed, **options):
         """The problem that the file itself describes with EXAMPLE."""

@@ -468,6 +468,7 @@ KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a
        ("packed", 300, ("a_log", "cu_seqlens", "initial_state", "final_state")))
 
 KDA_CUT = ("kda_segments", "kda_cuts")
+KDA_BESIDE = ("beside", 1200, ("a_log",))         # of one head: the pass leaves a multiprocessor to the preparation
 
 
 def kda(row, large):
@@ -479,11 +480,13 @@ def kda(row, large):
         shapes = [("large", 8200, ())] if large else []
         shapes += [("cut", 1100, ("initial_state", "final_state", "form")), ("once", 600, ("form",))]
     tiles = ("inverses", "reads") if row["op"] == "kda_tiles" else ()
+    if row["op"] in ("kda", "kda_prepare") and "v128" not in row["name"]:
+        shapes.append(KDA_BESIDE)
     for label, *problem in [*shapes, *KDA * (not cut)]:
         problem[1] += tiles
         # Where rows are few, a GPU splits the columns of v, or it cuts the rows.
         many = label in ("large", "few blocks") and (row["op"] == "kda" or "v128" in row["name"])
-        heads = 120 if many else 2
+        heads = 120 if many else 1 if label == "beside" else 2
         yield label, lambda problem=problem, heads=heads: call_kda(
             name, row["dtype"], columns.get("D", columns.get("N")) - 8, 128 if "v128" in row["name"] else 40, heads,
             *problem)
@@ -519,6 +522,7 @@ def call_kda(name, dtype, k, v, heads, steps, given):
 
 DELTA = (("states", 330, 1, 2, ("g", "initial_state", "final_state")), ("none", 70, 1, 1, ()),
          ("packed", 410, 1, 1, ("g", "a_log", "dt_bias", "cu_seqlens", "l2norm", "beta_form", "final_state")))
+DELTA_BESIDE = ("beside", 1000, 1, 1, ("g", "initial_state"))   # as KDA_BESIDE
 DELTA_CUT = ("delta_segments", "delta_cuts", "delta_join")
 DELTA_BWD = ("gated_delta_rule_bwd", "delta_keep", "delta_back")
 
@@ -536,14 +540,16 @@ def gated_delta_rule(row, large):
     if cut:
         shapes = [("large", 20000, 2, 2, ("g",))] if large else []
         shapes += [("cut", 2600, 1, 1, ("g", "initial_state", "final_state")), ("once", 1100, 1, 1, ())]
+    if "prepare" in row["name"]:
+        shapes.append(DELTA_BESIDE)
     for label, *problem in (*shapes, *DELTA * (not cut)):
         if row["op"] == "gated_delta_rule_bwd":          # chunks are dealt out to blocks
             problem[0] *= 2
         if label == "few blocks" and op == "gated_delta_rule_bwd" and "v128" in row["name"]:
             problem[1:3] = 17, 34                        # below, a GPU splits the columns of v
         if row["op"] != "delta_norms" or "l2norm" in problem[3]:
-            yield label, lambda x=problem: call_gated_delta_rule(op, row["dtype"], *x, n,
-                                                                 128 if "v128" in row["name"] else 72, form)
+            v = 40 if label == "beside" else 128 if "v128" in row["name"] else 72
+            yield label, lambda x=problem, v=v: call_gated_delta_rule(op, row["dtype"], *x, n, v, form)
 
 
 def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form):
@@ -983,26 +989,46 @@ def kernel_of(row, source=None):
 
 
 class Problem:
-    """The launches of a row in a call. `run` gives the first report of a seed, or None."""
+    """The launches of a row in a call. `run` gives the first report of a seed, or None; `reported` is whose. In those
+    called "beside" kernels run at the same time on a GPU: all launches are checked, in their order, with what the one
+    in front has told."""
 
     def __init__(self, kernel, label, call=None, row=None):
         self.kernel, self.label, self.call, self.row = kernel, label, call, row
+        self.reported, self.others = kernel, {}
+
+    def of(self, name):
+        """The kernel that checks launches of this row, or None."""
+        if name == self.row["name"]:
+            return self.kernel
+        if self.label != "beside":
+            return None
+        if name not in self.others:
+            self.others[name] = kernel_of(rows()[name])
+        return self.others[name]
 
     def run(self, seed, sms=None, **options):
         if not self.call:
             return self.kernel.run_example(seed, **options)
-        reports, launches = [], []
+        reports, launches, told = [], [], []
 
         @TAKE
         def take(name, params, blocks):
-            if name.decode() != self.row["name"]:
+            kernel = self.of(name.decode())
+            if not kernel:
                 return False
-            launches.append(blocks)
-            reports.append(self.kernel.run(params, blocks, seed, **options))
+            launches.append(kernel)
+            if any(reports):                      # what would be behind it might wait for ever
+                return True
+            changes = options if kernel is self.kernel else dict(rules_off=options.get("rules_off", 0))
+            reports.append(kernel.run(params, blocks, seed, told=told[-1] if told else (), **changes))
+            if self.label == "beside":
+                told.append(kernel.told())
+            self.reported = kernel
             return True
         with intercepting(take, self.row["name"], sms or SMS * self.kernel.cluster):
             self.call()
-        if not launches:
+        if self.kernel not in launches:
             raise RuntimeError(f"{self.kernel.name}: {self.label} did not launch it")
         return next(filter(None, reports), None)       # a call may launch it more than once
 

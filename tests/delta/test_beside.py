@@ -1,0 +1,65 @@
+"""Chunks that are prepared while the pass over the sequence is under way. What comes out is, bit by bit, what packed
+rows have, whose chunks are all prepared before."""
+
+import contextlib
+import ctypes
+
+import pytest
+import torch
+
+from cases import DEVICES
+from delta_cases import skip
+from delta_forms import hard
+from margay import _C
+from margay._shared import of_row
+
+STEPS = 64 * 21 + 7                               # the last four chunks are two, the last chunk is not whole
+GATES = ("given", "raw")
+
+
+@contextlib.contextmanager
+def multiprocessors(count, launches):
+    """On the CPU, launches as on a GPU of `count` multiprocessors."""
+    note = lambda row, params, blocks: launches.append((row.decode(), blocks)) or False  # noqa: E731
+    take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)(note)
+    _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, count)
+    try:
+        yield
+    finally:
+        _C.intercept(0, 0)
+
+
+def problem(op, heads, dtype, device, raw):
+    channels = op == "kda"
+    q, k, v, g, beta, state = hard("usual", 11, 2, STEPS, heads // 2, heads, 128, 100, channels=channels, dtype=dtype,
+                                   device=device)[:6]
+    gate = (torch.linspace(-1, 1, heads, device=device), torch.zeros(*((heads, 128) if channels else (heads,)),
+                                                                     device=device)) if raw else (None, None)
+
+    def run(q, k, v, g, beta, state, starts):
+        numbers = (0.0, *((0.0,) if channels else ()), int(raw), raw, False, 0)
+        return of_row(op)(q, k, v, g.float(), beta.float(), *gate, state, starts, *numbers)
+    return run, (q, k, v, g, beta), state
+
+
+@pytest.mark.parametrize("raw", (False, True), ids=GATES)
+@pytest.mark.parametrize("op", ("gated_delta_rule", "kda"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_beside(device, dtype, op, raw):
+    skip(device, dtype)
+    on_cpu = device == "cpu"
+    run, tensors, state = problem(op, 2 if on_cpu else 16, getattr(torch, dtype), device, raw)
+    starts = torch.tensor([0, STEPS], dtype=torch.int32, device=device)
+    launches, packed = [], []
+    with multiprocessors(16, launches) if on_cpu else contextlib.nullcontext():
+        found = [run(*tensors, state, None) for _ in range(1 if on_cpu else 30)]
+    with multiprocessors(16, packed) if on_cpu else contextlib.nullcontext():
+        right = [run(*(t[i:i + 1] for t in tensors), state[i:i + 1], starts) for i in range(2)]
+    if on_cpu:                                    # the pass has 8 of 16: four rows of heads, two blocks for columns
+        (prepare, prepared_by), (sweep, blocks) = launches[-2:]
+        assert "prepare" in prepare and prepared_by == (16 if op == "kda" else 8) and blocks == 8
+        assert packed[-2][1] == 16
+    for out, last in found:
+        for i, (packed_out, packed_last) in enumerate(right):
+            assert torch.equal(out[i:i + 1], packed_out) and torch.equal(last[i:i + 1], packed_last)
