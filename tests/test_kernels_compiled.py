@@ -102,7 +102,7 @@ class TestImage:
 
 @with_images
 def test_products_of_warps_are_instructions(kernels):
-    """A row may leave them out by its constants, as one does that reads what another has prepared; not every row may."""
+    """A row may leave them out by its constants, as one does that reads what another prepared; not every row may."""
     sources = collections.defaultdict(list)
     for name in BUILT:
         sources[kernels[name]["source"]].append(name)

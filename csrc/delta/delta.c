@@ -1,5 +1,5 @@
 // Host half of gated_delta_rule, and what the delta rules' ops share. One kernel, which prepares chunks beside the pass
-// over the sequence; where heads are few, one that prepares all chunks, and the pass alone, behind it or meanwhile.
+// over the sequence; where heads are few, one that prepares all chunks at once, and then the pass alone.
 #include <math.h>
 #include "delta/delta_host.h"
 
@@ -42,17 +42,14 @@ mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, co
 }
 
 mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
-                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale,
-                            const delta_plan *plan) {
-  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = (int)c->n.B,
-                            .done = plan ? plan->done : NULL};
+                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale) {
+  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = (int)c->n.B};
   if (!mg_choose_other(c, MG_OP_delta_prepare)) return c->status;
   mg_map_bthd(c, &p.q, q, 64, 64);
   mg_map_bthd(c, &p.k, k, 64, 64);
   mg_map_rows(c, &p.m, inverses, 64, 64);
   mg_map_rows(c, &p.p, reads, 64, 64);
-  const int tasks = mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks");
-  return p.done ? mg_run(c, &p, mg_min(c->context.sms - plan->blocks, tasks)) : mg_run_resident(c, &p, tasks);
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV * rows->places, "chunks"));
 }
 
 // Segments of a row that take the least time, in hundredths of that of a chunk of the pass over whole rows, of which a
@@ -72,35 +69,17 @@ static int64_t segments_of(const mg_call *c, int64_t chunks, int64_t heads, int6
   return best;
 }
 
-// Segments of a row, and the chunks of one.
-typedef struct pieces { int64_t n, chunks; } pieces;
-static pieces pieces_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, bool all) {
+delta_pieces delta_pieces_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, bool all) {
   const int64_t heads = c->n.R * c->n.HV, most = rows->starts || !cuts ? 1 : c->n.CUTS + 1;
   const int64_t whole = mg_ceil_div(rows->to - rows->from, 64);
   const int64_t some = all ? most : segments_of(c, whole, heads, most), chunks = mg_ceil_div(whole, some);
-  return (pieces){mg_ceil_div(whole, chunks + !chunks), chunks};
-}
-
-// While both run, `rest` multiprocessors prepare. Where they fall behind the pass, all prepare first what they would
-// lack at its end. That saves what is prepared meanwhile, at the price of zeros for the marks and of the first chunks'
-// way through memory: 8 us.
-delta_plan delta_plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, bool all,
-                         const mg_tensor *done, int64_t made, int64_t passed) {
-  const delta_plan none = {NULL, 0, 0};
-  if (c->status) return none;
-  const int64_t heads = c->n.R * c->n.HV, blocks = heads * mg_ceil_div(c->n.V, c->desc->tile_n);
-  const int64_t sms = c->context.sms, rest = sms - blocks, places = p->rows.places;
-  if (!c->context.persistent || p->rows.starts || c->desc->tile_n > 64 || 2 * blocks > sms) return none;
-  const int64_t work = heads * made, meanwhile = rest * passed, first = mg_max(0, places - places * meanwhile / work);
-  if (pieces_of(c, &p->rows, cuts, all).n > 1 || (places - first) * work < 8000 * sms) return none;
-  mg_set(c, done->data, 0, sizeof(int), mg_ceil_div(places, DELTA_PART));
-  return (delta_plan){done->data, (int)blocks, (int)first};
+  return (delta_pieces){mg_ceil_div(whole, chunks + !chunks), chunks};
 }
 
 mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
                           const mg_tensor *turns, bool all) {
   const int64_t heads = c->n.R * c->n.HV;
-  const pieces cut = pieces_of(c, &p->rows, cuts, all);
+  const delta_pieces cut = delta_pieces_of(c, &p->rows, cuts, all);
   const int64_t n = cut.n, chunks = cut.chunks;
   p->segments = (int)n;
   if (n < 2) return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
@@ -137,12 +116,9 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
     .scale = delta_scale_of(&c, a->scale), .o_data = a->out->data, .o_step = a->out->stride[1],
     .o_head = a->out->stride[2], .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
   if (c.n.T && c.n.R && c.n.HV) {     // the driver refuses to map what has no elements
-    delta_plan plan = {NULL, 0, 0};
-    if (c.n.FORM) plan = delta_plan_of(&c, &p, a->cuts, a->form == 3, a->done, 1600, 1300);
-    p.done = plan.done;
     if (norms) delta_run_norms(&c, a->q, a->k, norms);
     if (c.n.FORM) {
-      delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale, &plan);
+      delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);
       mg_map_rows(&c, &p.m, a->inverses, 64, 64);
       mg_map_rows(&c, &p.p, a->reads, 64, 64);
     }

@@ -24,9 +24,9 @@ typedef struct delta_gates {
   float most;                 // times this
 } delta_gates;
 
-// Chunks that are prepared while the pass over the sequence is under way: of each DELTA_PART places of all rows and
-// heads a counter of those that are in memory, 0 at first, once for each warpgroup that makes a part of a chunk. NULL:
-// all are there before the pass begins.
+// Kda's chunks that are prepared while the pass over the sequence is under way: of each DELTA_PART places of all rows
+// and heads a counter of those that are in memory, 0 at first, once for each warpgroup that makes a part of a chunk.
+// NULL: all are there before the pass begins.
 enum { DELTA_PART = 4 };
 
 // delta_norms.cu: 1 / sqrt(x.x + 1e-6) of rows x of q and of k
@@ -47,7 +47,6 @@ typedef struct delta_prepare_params {
   delta_gates gates;
   float scale;
   int batches;
-  int *done;                  // as above, or NULL
 } delta_prepare_params;
 
 // delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. CUT makes what they

@@ -54,7 +54,7 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
     .initial_order = first ? x->given : x->kept, .final_order = x->kept, .rows = segment_of(x, segment),
     .gates = x->gates, .scale = x->scale, .o_data = a->errors->data, .o_step = a->errors->stride[1],
     .o_head = a->errors->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
-  if (c->n.KEPT <= 0) delta_run_prepare(c, a->q, a->k, a->own_inverses, a->own_reads, &p.rows, &p.gates, p.scale, NULL);
+  if (c->n.KEPT <= 0) delta_run_prepare(c, a->q, a->k, a->own_inverses, a->own_reads, &p.rows, &p.gates, p.scale);
   if (c->status || !mg_choose_other(c, MG_OP_delta_keep)) return c->status;
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   mg_map_bthd(c, &p.v, a->v, 64, 64);

@@ -16,22 +16,9 @@ float delta_scale_of(const mg_call *c, float scale);
 // Matrices of chunks, [B, HV, 64 chunks, 64], as a map that begins with chunk `first`.
 void delta_map_matrices(mg_call *c, gmap *m, const mg_tensor *t, int64_t first);
 mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *norms);
-
-// How the pass over rows and the preparation of their chunks share the multiprocessors.
-typedef struct delta_plan {
-  int *done;                  // as in delta.h, zeros; NULL: the pass begins when all is prepared
-  int blocks;                 // else, of the pass: the preparation leaves it so many multiprocessors
-  int first;                  // and before it begins, all of them prepare so many chunks of each row and head
-} delta_plan;
-// Of the pass of p by the kernel that has been chosen, which knows of marks where its blocks have 64 columns; cuts and
-// all as in delta_run_sweep. made, passed: nanoseconds that a chunk of a head takes on a multiprocessor where it is
-// prepared, and in the pass.
-delta_plan delta_plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, bool all,
-                         const mg_tensor *done, int64_t made, int64_t passed);
-// M^T and P^T of the rows' chunks; [B, HV, 64 places, 64] each. P goes to `reads`. plan NULL: before the pass.
+// M^T and P^T of the rows' chunks; [B, HV, 64 places, 64] each. P goes to `reads`.
 mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
-                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale,
-                            const delta_plan *plan);
+                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale);
 
 // The pass of p over the rows by the kernel that has been chosen; or, where that takes less time, or with `all`, over
 // segments of dense rows, by the kernels of these ops. `cuts` and `turns` as in gated_delta_rule's row; p->v is the map
@@ -39,3 +26,6 @@ mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, 
 typedef struct delta_parts { mg_op segments, cuts; } delta_parts;
 mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
                           const mg_tensor *turns, bool all);
+// Segments of a row that it takes, and chunks of one.
+typedef struct delta_pieces { int64_t n, chunks; } delta_pieces;
+delta_pieces delta_pieces_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, bool all);

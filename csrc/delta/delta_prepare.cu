@@ -1,7 +1,6 @@
 // What the pass over the sequence (delta_sweep.cu) needs of each chunk and head and what does not depend on the state:
-// M^T and P^T of delta_prepare.h, for all chunks at once, or while that pass is under way, which is told what is there.
-// Tasks are chunks and heads of v, those of one head of k side by side, since they read the same q and k, and the first
-// chunks of all rows first. A block takes every n-th task.
+// M^T and P^T of delta_prepare.h, for all chunks at once. Tasks are chunks and heads of v, those of one head of k side
+// by side, since they read the same q and k. A block takes every n-th task.
 // Roles: a loader thread; SCANS warps: gates -> vectors, they also clear the next packed row's steps; PREPS warpgroups;
 // each of these every SCANS-th or PREPS-th task of the block.
 //
@@ -31,8 +30,8 @@ TILE void init(shared &s) {
 struct task { row_task t; int place; };
 TILE int task_count(const params &p) { return p.batches * p.rows.places * p.rows.heads; }
 TILE task task_at(const params &p, int i) {
-  int heads = p.rows.heads, chunk = i / heads, head = i - chunk * heads, place = chunk / p.batches;
-  int row = chunk - place * p.batches;
+  int heads = p.rows.heads, chunk = i / heads, head = i - chunk * heads, row = chunk / p.rows.places;
+  int place = chunk - row * p.rows.places;
   chunk_steps c = steps_at(p.rows, place);
   return {{row, row, head, head / p.rows.group_heads, c.step, c.end, 0, 0}, place};
 }
@@ -85,17 +84,9 @@ TILE void scan(const params &p, shared &s, int index) {
   }
 }
 
-// m and p of a task, of this part of the places, have been read; where they are waited for, they are in memory, and
-// told.
-TILE void leave(const params &p, int part) {
-  if (!p.done) return tma_store_wait_read();
-  tma_store_wait<0>();
-  if (part >= 0) order_tell(p.done + part);
-}
-
 TILE void prepare(const params &p, shared &s, int index) {
   grid_wait();
-  int tasks = task_count(p), part = -1;
+  int tasks = task_count(p);
   for (int n = index, i = block_index() + index * block_count(); i < tasks; n += PREPS, i += PREPS * block_count()) {
     task b = task_at(p, i);
     const row_task &t = b.t;
@@ -109,8 +100,7 @@ TILE void prepare(const params &p, shared &s, int index) {
       mma_ABt<ZERO>(products, s.k[at.stage], s.q[at.stage]);
       mma_commit();
       pair_decays(decays, v);
-      leave(p, part);
-      part = b.place / DELTA_PART;
+      tma_store_wait_read();
       wg_sync();                          // m and p of the task before have left
       mma_wait<0>(products);
       make_reads(products, decays, v);
@@ -132,7 +122,7 @@ TILE void prepare(const params &p, shared &s, int index) {
     wg_sync();
     tma_store(p.m, m_of(s, index), b.place * Q, 0, t.head, t.row);
   }
-  leave(p, part);
+  tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,

@@ -5,7 +5,6 @@
 #pragma once
 #include "tile/tile.h"
 #include "tile/triangle.h"
-#include "tile/order.h"
 #include "ssd/ssd_fwd.h"
 #include "delta/delta.h"
 

@@ -6,8 +6,9 @@
 // R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as
 // their register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS
 // warpgroups make those of later chunks meanwhile; without any, a kernel before this one has made them
-// (delta_prepare.cu), or makes them at the same time on other multiprocessors: the loader waits for it then.
+// (delta_prepare.cu).
 // CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q, e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
+// The kernel that makes them may run at the same time, on other multiprocessors: who reads of them waits for it then.
 // CUT: only what segments of a row begin with is written (delta.h). A turn is what becomes of the unit matrix where v
 // is 0: its columns stand where those of v would.
 // Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
@@ -19,14 +20,15 @@
 //
 // Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, two rows' factors, with AHEAD two more
 // operands of S. Prepare: three tiles of 32, an operand of 12.
+#include "tile/order.h"
 #include "delta/delta_prepare.h"
 
 // D: columns of the state. GROUPS, PREPS, CHANNELS, CUT, STAGES, READY, *_REGS
 // AHEAD: registers are there for the state in 16 bits
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
-// TOLD: chunks may be prepared meanwhile, by TELLERS warpgroups each
-enum { TOLD = PREPS == 0 && !CUT && GROUPS == 1, TELLERS = CHANNELS ? PANELS : 1 };
+// TOLD: chunks may be prepared meanwhile, by a warpgroup a panel
+enum { TOLD = CHANNELS && !CUT && GROUPS == 1 };
 enum { LATE = PREPS == 0 && !CUT && (GROUPS == 1 || !CHANNELS) };
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
@@ -84,7 +86,7 @@ TILE task block_task(const params &p) {
 template<int W> TILE void wait_for_place(const params &p, int place) {
   int part = place / DELTA_PART, places = p.rows.places - part * DELTA_PART;
   if (places > DELTA_PART) places = DELTA_PART;
-  grid_wait_part<W>(p.done + part, places * p.rows.rows * p.rows.heads * TELLERS);
+  grid_wait_part<W>(p.done + part, places * p.rows.rows * p.rows.heads * PANELS);
 }
 // Nothing is read or written before.
 template<int W> TILE void begin(const params &p) {
@@ -127,7 +129,6 @@ TILE void loader(const params &p, shared &s, int) {
     }
     if (PREPS) continue;
     ring_acquire(s.ready, to);
-    if (!CHANNELS && begins_part(p, place)) wait_for_place<THREAD>(p, place);
     ring_expect(s.ready, to, (2 - CUT) * tile_bytes(s.m[0]));
     sem &full = s.ready.full[to.stage];
     tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, t.batch);

@@ -8,8 +8,8 @@
 // bf16. It is wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another
 // sum where that matters. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to
 // middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
-// Keys in fp16 have more bits than a factor in bf16, and where |k|^2 in L is over theirs, beta |k|^2 may be over 2: then
-// a state that equal keys reflect grows from step to step. So such factors are two bf16, and three products are added.
+// Keys in fp16 have more bits than a factor in bf16, and where |k|^2 in L is over theirs, beta |k|^2 may be over 2:
+// then a state that equal keys reflect grows from step to step. So such factors are two bf16, and three products are added.
 // Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has all of its panel's
 // gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the
 // other warpgroup: the first makes L and M, the last P. The next task's k, q and gates come while this one's tiles
@@ -18,6 +18,7 @@
 // Registers of a thread. Gates: half a column, 32. Pairs: what becomes the right operand 32, operands of 16, of which
 // two are there for the last two groups, a group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32,
 // three of 8.
+#include "tile/order.h"
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. PAIRS, TEAMS, LOAD_REGS, COMPUTE_REGS

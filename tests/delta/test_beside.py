@@ -1,5 +1,5 @@
-"""Chunks that are prepared while the pass over the sequence is under way. What comes out is, bit by bit, what packed
-rows have, whose chunks are all prepared before."""
+"""Chunks of kda that are prepared while the pass over the sequence is under way. What comes out is, bit by bit, what
+packed rows have, whose chunks are all prepared before."""
 
 import contextlib
 import ctypes
@@ -29,27 +29,24 @@ def multiprocessors(count, launches):
         _C.intercept(0, 0)
 
 
-def problem(op, heads, dtype, device, raw):
-    channels = op == "kda"
-    q, k, v, g, beta, state = hard("usual", 11, 2, STEPS, heads // 2, heads, 128, 100, channels=channels, dtype=dtype,
+def problem(heads, dtype, device, raw):
+    q, k, v, g, beta, state = hard("usual", 11, 2, STEPS, heads // 2, heads, 128, 100, channels=True, dtype=dtype,
                                    device=device)[:6]
-    gate = (torch.linspace(-1, 1, heads, device=device), torch.zeros(*((heads, 128) if channels else (heads,)),
-                                                                     device=device)) if raw else (None, None)
+    gate = ((torch.linspace(-1, 1, heads, device=device), torch.zeros(heads, 128, device=device)) if raw else
+            (None, None))
 
     def run(q, k, v, g, beta, state, starts):
-        numbers = (0.0, *((0.0,) if channels else ()), int(raw), raw, False, 0)
-        return of_row(op)(q, k, v, g.float(), beta.float(), *gate, state, starts, *numbers)
+        return of_row("kda")(q, k, v, g.float(), beta.float(), *gate, state, starts, 0.0, 0.0, int(raw), raw, False, 0)
     return run, (q, k, v, g, beta), state
 
 
 @pytest.mark.parametrize("raw", (False, True), ids=GATES)
-@pytest.mark.parametrize("op", ("gated_delta_rule", "kda"))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("device", DEVICES)
-def test_beside(device, dtype, op, raw):
+def test_beside(device, dtype, raw):
     skip(device, dtype)
     on_cpu = device == "cpu"
-    run, tensors, state = problem(op, 2 if on_cpu else 16, getattr(torch, dtype), device, raw)
+    run, tensors, state = problem(2 if on_cpu else 16, getattr(torch, dtype), device, raw)
     starts = torch.tensor([0, STEPS], dtype=torch.int32, device=device)
     launches, packed = [], []
     with multiprocessors(16, launches) if on_cpu else contextlib.nullcontext():
@@ -58,7 +55,7 @@ def test_beside(device, dtype, op, raw):
         right = [run(*(t[i:i + 1] for t in tensors), state[i:i + 1], starts) for i in range(2)]
     if on_cpu:                                    # the pass has 8 of 16: four rows of heads, two blocks for columns
         (prepare, prepared_by), (sweep, blocks) = launches[-2:]
-        assert "prepare" in prepare and prepared_by == (16 if op == "kda" else 8) and blocks == 8
+        assert "prepare" in prepare and prepared_by == 16 and blocks == 8
         assert packed[-2][1] == 16
     for out, last in found:
         for i, (packed_out, packed_last) in enumerate(right):

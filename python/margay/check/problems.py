@@ -522,7 +522,6 @@ def call_kda(name, dtype, k, v, heads, steps, given):
 
 DELTA = (("states", 330, 1, 2, ("g", "initial_state", "final_state")), ("none", 70, 1, 1, ()),
          ("packed", 410, 1, 1, ("g", "a_log", "dt_bias", "cu_seqlens", "l2norm", "beta_form", "final_state")))
-DELTA_BESIDE = ("beside", 1000, 1, 1, ("g", "initial_state"))   # as KDA_BESIDE
 DELTA_CUT = ("delta_segments", "delta_cuts", "delta_join")
 DELTA_BWD = ("gated_delta_rule_bwd", "delta_keep", "delta_back")
 
@@ -540,16 +539,14 @@ def gated_delta_rule(row, large):
     if cut:
         shapes = [("large", 20000, 2, 2, ("g",))] if large else []
         shapes += [("cut", 2600, 1, 1, ("g", "initial_state", "final_state")), ("once", 1100, 1, 1, ())]
-    if "prepare" in row["name"]:
-        shapes.append(DELTA_BESIDE)
     for label, *problem in (*shapes, *DELTA * (not cut)):
         if row["op"] == "gated_delta_rule_bwd":          # chunks are dealt out to blocks
             problem[0] *= 2
         if label == "few blocks" and op == "gated_delta_rule_bwd" and "v128" in row["name"]:
             problem[1:3] = 17, 34                        # below, a GPU splits the columns of v
         if row["op"] != "delta_norms" or "l2norm" in problem[3]:
-            v = 40 if label == "beside" else 128 if "v128" in row["name"] else 72
-            yield label, lambda x=problem, v=v: call_gated_delta_rule(op, row["dtype"], *x, n, v, form)
+            yield label, lambda x=problem: call_gated_delta_rule(op, row["dtype"], *x, n,
+                                                                 128 if "v128" in row["name"] else 72, form)
 
 
 def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form):
