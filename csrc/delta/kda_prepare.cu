@@ -9,7 +9,8 @@
 // sum where that matters. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to
 // middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
 // Keys in fp16 have more bits than a factor in bf16, and where |k|^2 in L is over theirs, beta |k|^2 may be over 2:
-// then a state that equal keys reflect grows from step to step. So such factors are two bf16, and three products are added.
+// then a state that equal keys reflect grows from step to step. So such factors are two bf16, and three products are
+// added.
 // Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has all of its panel's
 // gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the
 // other warpgroup: the first makes L and M, the last P. The next task's k, q and gates come while this one's tiles
