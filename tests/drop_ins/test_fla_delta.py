@@ -228,6 +228,7 @@ REFUSED = {
     "a gate without A_log": ("fused_recurrent_kda", (Q, K, V, OF_CHANNELS, BETA), dict(use_gate_in_kernel=True)),
     "return_intermediate_states": ("chunk_kda", (Q, K, V, OF_CHANNELS, BETA), dict(return_intermediate_states=True)),
     "other arguments": ("chunk_gated_delta_rule", (Q, K, V, G, BETA), dict(transpose_state_layout=True)),
+    "a chunk_size that FLA does not take": ("chunk_kda", (Q, K, V, OF_CHANNELS, BETA), dict(chunk_size=16)),
 }
 
 

@@ -33,11 +33,12 @@ def _check(q, k, v):
         raise Refused("q, k and v that differ in batch, steps or heads")
 
 
-def _check_options(options):
-    """Results do not depend on chunk_size, but FLA looks at it."""
-    size = options.get("chunk_size")
-    if options.keys() - {"chunk_size"} or size is not None and (size < 1 or size & size - 1):
+def _check_options(options, sizes=tuple(1 << i for i in range(31))):
+    """Results do not depend on chunk_size, but FLA looks at it. sizes: those that it takes."""
+    if options.keys() - {"chunk_size"}:
         raise Refused("other arguments")
+    if options.get("chunk_size") not in (None, *sizes):
+        raise Refused("a chunk_size that FLA does not take")
 
 
 def _scan(q, k, v, g, scale, state, cu_seqlens, z=None, normalize=False):
@@ -157,7 +158,7 @@ def _chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, ou
                             use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
                             state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
                             cp_context=None, use_gate_in_kernel=False, A_log=None, dt_bias=None, **options):
-    _check_options(options)
+    _check_options(options, (16, 32, 64))
     return _delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
                   use_gate_in_kernel, A_log, dt_bias, None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                   state_v_first, cu_seqlens, cp_context)
@@ -182,7 +183,7 @@ def _chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_st
                return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
                cp_context=None, use_graph=False, max_num_seqs=None, A_log=None, dt_bias=None, **options):
     """safe_gate, disable_recompute, use_graph and max_num_seqs change how FLA computes, not what."""
-    _check_options(options)
+    _check_options(options, (32, 64))
     if return_intermediate_states:
         raise Refused("return_intermediate_states")
     if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
