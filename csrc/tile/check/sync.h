@@ -27,6 +27,7 @@ template<int G> TILE void tma_store_wait_read() { ck_store_wait(HERE, WARPGROUP,
 template<int G, int W> TILE void tma_store_wait() { ck_store_wait(HERE, W, G, true); }
 TILE void tma_prefetch(const gmap &) { ck_called_by(HERE, THREAD); }
 template<int C> TILE void tma_prefetch_rows(const gmap &, int, int, int, int) { ck_called_by(HERE, THREAD); }
+TILE void tma_prefetch(const float *, int) { ck_called_by(HERE, THREAD); }
 TILE void mma_fence() { ck_mma_fence(HERE); }
 TILE void mma_commit() { ck_mma_commit(HERE); }
 template<int G, class... Tile> TILE void mma_wait(Tile &...tiles) {

@@ -4,7 +4,7 @@
 // offset in the block's shared struct plus 1, times 32; 0: none
 struct trace_event { uint32_t op_and_offset; int32_t value; };
 struct trace_state {
-  trace_event *events;       // [block][20 warps][capacity], the first of each being the number of events; capacity 0:
+  trace_event *events;       // [block][32 warps][capacity], the first of each being the number of events; capacity 0:
                              // nothing is written
   uint32_t capacity, delayed, longest, seed;   // delayed: bit per warp; longest: of a delay, ns
 };
@@ -14,7 +14,7 @@ TILE void trace(int op, const void *at, int value) {
   if ((threadIdx.x & 31) != 0) return;
   const uint32_t warp = threadIdx.x >> 5, capacity = mg_trace.capacity;
   if (capacity) {
-    trace_event *e = mg_trace.events + ((size_t)blockIdx.x * 20 + warp) * capacity;
+    trace_event *e = mg_trace.events + ((size_t)blockIdx.x * 32 + warp) * capacity;
     const uint32_t n = ++e->op_and_offset,
                    offset = at ? (shared_address(at) & 0x3ffff) - (shared_address(block_memory) & 0x3ffff) + 1 : 0;
     if (n < capacity) e[n] = {offset << 5 | (uint32_t)op, value};

@@ -21,7 +21,7 @@ from margay.check.compiled import OPS, cache, csrc, included
 from margay.check.text import dim, red
 
 NVCC_FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
-WARPS, CAPACITY, RUNS, LONGEST = 20, 4096, 24, (100, 1000, 10000)     # runs with delays per role; ns
+WARPS, CAPACITY, RUNS, LONGEST = 32, 4096, 24, (100, 1000, 10000)     # runs with delays per role; ns
 TRACED = OPS[1:15]                                                    # synchronising calls; init is not traced
 
 
