@@ -66,7 +66,7 @@ def body(content, kind, name):
 
 def plotted(content):
     return content["family"] not in ("overhead", "features", "linear_attention", "ssd", "causal_conv1d", "fft_conv",
-                                     "steps", "delta", "norm", "llama")
+                                     "steps", "delta", "norm", "llama", "rotary", "cross_entropy")
 
 
 def main():

@@ -510,7 +510,7 @@ def call_kda(name, dtype, k, v, heads, steps, given):
     known |= dict(S1=k, S2=v)
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
     values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0,
-                  beta=0.01, cu_seqlens=starts)              # beta |k|^2 below 2: no state grows without end
+                  beta=-4.6 if known["beta_form"] else 0.01, cu_seqlens=starts)    # beta |k|^2 < 2: no state runs off
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
                               values=values.get(f["name"]))
