@@ -95,7 +95,7 @@ def check_errors(label, found, plain, exact, factor=4.0, size=0.0, eps=None):
     error, allowed = found.double() - exact, plain.double() - exact
     rounding = 0.0 if eps is None else 0.2 * eps * size * (1 if found.numel() >= 10 else 2)
     eps = eps or torch.finfo(found.dtype).eps
-    factor *= 1 if found.numel() >= 200 else 2       # one number of 128 can have most of all their errors
+    factor *= 1 if found.numel() >= 100 else 2
     floor = 2**-18 * max(rms(exact), size) + 2**-24 * (found.dtype == torch.float16)
     limit = factor * max(rms(allowed), 0.2 * eps * rms(exact), rounding) + floor
     assert rms(error) <= limit, f"{label}: rms error {rms(error):.3g}, allowed {limit:.3g}"

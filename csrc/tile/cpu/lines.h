@@ -161,24 +161,31 @@ template<class F> TILE bool any(const lv &v, int lines, F f) {
   return some;
 }
 
-TILE float sum_of_parts(const lsum &s, int r) {
+// What two parts make together: their sum, or the larger of those that are not negative.
+TILE float sum_of_two(float x, float y) { return x + y; }
+TILE float most_of_two(float x, float y) { return x > y ? x : y; }
+template<class F> TILE float of_parts(const lsum &s, int r, F f) {
   float x = 0.f;
-  for (float part : s.d[r]) x += part;
+  for (float part : s.d[r]) x = f(x, part);
   return x;
 }
-TILE void reduce(lv &v, const lsum &s, int lines) {
+template<class F> TILE void reduce_parts(lv &v, const lsum &s, int lines, F f) {
   reads(s);
   writes(v);
-  for (int r = 0; r < MOST_LINES; r++) v.d[r] = r < lines ? sum_of_parts(s, r) : 0.f;
+  for (int r = 0; r < MOST_LINES; r++) v.d[r] = r < lines ? of_parts(s, r, f) : 0.f;
 }
-TILE void put_sums(sv<4> &d, const lsum &s) {
+template<class F> TILE void put_parts(sv<4> &d, const lsum &s, F f) {
   called_by<WARPGROUP>();
   reads(s);
   writes_shared(d, whole(d));
-  d.d[0] = sum_of_parts(s, 0);
-  d.d[2] = sum_of_parts(s, 1);          // 0 of one line
+  d.d[0] = of_parts(s, 0, f);
+  d.d[2] = of_parts(s, 1, f);           // 0 of one line
   d.d[1] = d.d[3] = 0.f;
 }
+TILE void reduce(lv &v, const lsum &s, int lines) { reduce_parts(v, s, lines, sum_of_two); }
+TILE void reduce_most(lv &v, const lsum &s, int lines) { reduce_parts(v, s, lines, most_of_two); }
+TILE void put_sums(sv<4> &d, const lsum &s) { put_parts(d, s, sum_of_two); }
+TILE void put_most(sv<4> &d, const lsum &s) { put_parts(d, s, most_of_two); }
 TILE void take_sums(lv &v, const sv<4> &d, int lines) {
   called_by<WARPGROUP>();
   reads_shared(whole(d));
@@ -186,24 +193,6 @@ TILE void take_sums(lv &v, const sv<4> &d, int lines) {
   for (float &x : v.d) x = 0.f;
   v.d[0] = lines == 1 ? d.d[0] + d.d[1] + (d.d[2] + d.d[3]) : d.d[0] + d.d[1];
   if (lines > 1) v.d[1] = d.d[2] + d.d[3];
-}
-TILE float most_of_parts(const lsum &s, int r) {
-  float x = 0.f;
-  for (float part : s.d[r]) x = x > part ? x : part;
-  return x;
-}
-TILE void reduce_most(lv &v, const lsum &s, int lines) {
-  reads(s);
-  writes(v);
-  for (int r = 0; r < MOST_LINES; r++) v.d[r] = r < lines ? most_of_parts(s, r) : 0.f;
-}
-TILE void put_most(sv<4> &d, const lsum &s) {
-  called_by<WARPGROUP>();
-  reads(s);
-  writes_shared(d, whole(d));
-  d.d[0] = most_of_parts(s, 0);
-  d.d[2] = most_of_parts(s, 1);         // 0 of one line
-  d.d[1] = d.d[3] = 0.f;
 }
 TILE void take_most(lv &v, const sv<4> &d, int lines) {
   called_by<WARPGROUP>();

@@ -162,6 +162,14 @@ template<int R> TILE void fill(pr<R> &x, float y) {
 #pragma unroll
   for (int r = 0; r < R; r++) x.d[r] = y;
 }
+// A row's sum of what its lanes have, then f of it.
+template<int R, class F> TILE void over_lanes(pr<R> &x, const paired &p, F f) {
+  for (int o = 1; o < 1 << p.p.lanes_log2; o *= 2)
+#pragma unroll
+    for (int r = 0; r < R; r++) x.d[r] += __shfl_xor_sync(~0u, x.d[r], o);
+#pragma unroll
+  for (int r = 0; r < R; r++) x.d[r] = f(x.d[r]);
+}
 template<int A, int R, typename T, class F> TILE void squares(pr<R> &x, const pt<T> (&rows)[R], const paired &p, F f) {
 #pragma unroll
   for (int r = 0; r < R; r++) {
@@ -174,11 +182,7 @@ template<int A, int R, typename T, class F> TILE void squares(pr<R> &x, const pt
     }
     x.d[r] = sum.x + sum.y;
   }
-  for (int o = 1; o < 1 << p.p.lanes_log2; o *= 2)
-#pragma unroll
-    for (int r = 0; r < R; r++) x.d[r] += __shfl_xor_sync(~0u, x.d[r], o);
-#pragma unroll
-  for (int r = 0; r < R; r++) x.d[r] = f(x.d[r]);
+  over_lanes(x, p, f);
 }
 template<int A, int R, typename T, class F, class G>
 TILE void each_pair(pt<T> (&x)[R], const pa &a, const pc &columns, const pr<R> &rows, const paired &p, F f, G g) {
@@ -249,11 +253,7 @@ TILE void dots(pr<R> &d, const pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, 
     }
     d.d[r] = sum;
   }
-  for (int o = 1; o < 1 << p.p.lanes_log2; o *= 2)
-#pragma unroll
-    for (int r = 0; r < R; r++) d.d[r] += __shfl_xor_sync(~0u, d.d[r], o);
-#pragma unroll
-  for (int r = 0; r < R; r++) d.d[r] = h(d.d[r]);
+  over_lanes(d, p, h);
 }
 template<int A, int R, typename T, class F, class G>
 TILE void each_pair(pt<T> (&x)[R], const pt<T> (&u)[R], const pa &a, const pc &columns, const pr<R> &rows,
