@@ -2,48 +2,35 @@
 //   x = x / sqrt(mean of x^2 + eps) weight,   (x, y) of a pair becomes (x cos - y sin, y cos + x sin)
 // in float32, rounded once. k, and v as it is, may go straight into a cache. Bound by memory: every number is read once
 // and written once. Blocks are those of rotary.cu, of q, of k or of v.
-#include "tile/pairs.h"
 #include "rotary/qk_norm_rotary.h"
+#include "rotary/rotary_rows.h"
 
 // ROWS: rows of a slot in flight. PER_SM: blocks of a multiprocessor. ACCESS: see pairs.h
 struct shared { int unused; };
 typedef qk_norm_rotary_params params;
 TILE void init(shared &) {}
 
-// A slot's first head of its step, and where the angles are. It has heads head, head + 2^heads_log2, ... below `heads`,
-// which is 0 where there is no step. kept: the cache has a place for them.
-struct place { const elem *in; elem *out; int64_t cos, sin; int head, heads; bool kept; };
-TILE int64_t begin_of(const rotary_rows &x, int64_t batch, int64_t step, int head) {
-  return batch * x.stride[0] + step * x.stride[1] + head * x.stride[2];
-}
+// kept: the cache has a place for the slot's heads.
+struct place { const elem *in; elem *out; angle_row angle; int head, heads; bool kept; };
 TILE place place_of(const params &p, const qk_side &side, int block, int slot) {
   const rotary_side &x = side.rows;
-  int token = (block << (p.slots_log2 - x.heads_log2)) + (slot >> x.heads_log2);
-  bool exists = token < p.tokens, kept = true;
-  int batch = exists ? token / p.steps : 0, step = exists ? token - batch * p.steps : 0,
-      head = slot & ((1 << x.heads_log2) - 1), length = p.lengths ? p.lengths[batch] : p.length, to = batch, row = step;
+  spot t = spot_of(p, x, block, slot);
+  int length = p.lengths ? p.lengths[t.batch] : p.length, to = t.batch, row = t.step;
+  bool kept = true;
   if (side.cached) {
-    int64_t key = (int64_t)length + step;
+    int64_t key = (int64_t)length + t.step;
     kept = length >= 0 && key < p.keys;
     row = kept ? (int)key : 0;
-    to = p.cache_index ? p.cache_index[batch] : batch;
+    to = p.cache_index ? p.cache_index[t.batch] : t.batch;
     if (p.page_table) {
-      to = p.page_table[batch * p.page_stride + row / p.page_size];
+      to = p.page_table[t.batch * p.page_stride + row / p.page_size];
       row %= p.page_size;
     }
     kept = kept && to >= 0 && to < p.caches;
   }
-  int64_t angle = p.offset;
-  angle += p.positions ? p.positions[batch * p.positions_stride + step] : (int64_t)step + length;
-  angle += p.offsets ? p.offsets[batch] : 0;
-  bool known = angle >= 0 && angle < p.angle_rows;        // else cosine and sine are 0
-  return {(const elem *)x.in.data + begin_of(x.in, batch, step, head),
-          (elem *)x.out.data + begin_of(x.out, to, row, head),
-          known ? batch * p.cos_stride[0] + angle * p.cos_stride[1] : -1,
-          known ? batch * p.sin_stride[0] + angle * p.sin_stride[1] : -1, head, exists ? x.heads : 0, kept};
+  return {(const elem *)x.in.data + begin_of(x.in, t.batch, t.step, t.head),
+          (elem *)x.out.data + begin_of(x.out, to, row, t.head), angle_row_of(p, t, length), t.head, t.heads, kept};
 }
-TILE row_of<const float> floats_at(const void *data, int64_t at) { return {(const float *)data + at, at >= 0}; }
-TILE row_of<const elem> halves_at(const void *data, int64_t at) { return {(const elem *)data + at, at >= 0}; }
 
 TILE void turn(const params &p, shared &, int) {
   int block = block_index(), of = 0;
@@ -71,12 +58,7 @@ TILE void turn(const params &p, shared &, int) {
         return {t.in + (first + r) * hop, t.head + ((first + r) << hop_log2) < t.heads};
       });
     if (side.turned) {
-      if (first == 0 && p.angles_are_float)
-        load<ACCESS>(angles, columns, [&](int slot) { return floats_at(p.cos, of_slot(places, slot).cos); },
-                     [&](int slot) { return floats_at(p.sin, of_slot(places, slot).sin); });
-      else if (first == 0)
-        load<ACCESS>(angles, columns, [&](int slot) { return halves_at(p.cos, of_slot(places, slot).cos); },
-                     [&](int slot) { return halves_at(p.sin, of_slot(places, slot).sin); });
+      load_angles<ACCESS>(angles, p, places, columns, first == 0);
       pr<ROWS> factor;
       if (side.weight) {
         if (first == 0 && side.weight_is_float) load<ACCESS>(weight, columns, floats_at(side.weight, 0));

@@ -4,45 +4,21 @@
 // in float32, dx rounded once. Without a weight dx is g. Bound by memory: every number is read once and written once.
 // Blocks take tasks of q and then of k in turn, whose sums of dweight stay in registers. Each leaves one row of sums of
 // either, which norm_bwd_post.cu adds up, in the same order each time.
-#include "tile/pairs.h"
 #include "rotary/qk_norm_rotary.h"
+#include "rotary/rotary_rows.h"
 
 // ROWS: rows of a slot in flight. PER_SM: blocks of a multiprocessor. ACCESS: see pairs.h
 struct shared { ps sums[2]; };
 typedef qk_norm_rotary_bwd_params params;
 TILE void init(shared &) {}
 
-// As in qk_norm_rotary.cu: a slot's first head of its step, and where the angles are; `heads` is 0 where there is none.
-struct place { const elem *grad, *x; elem *out; int64_t cos, sin; int head, heads; };
-TILE int64_t begin_of(const rotary_rows &x, int64_t batch, int64_t step, int head) {
-  return batch * x.stride[0] + step * x.stride[1] + head * x.stride[2];
-}
+struct place { const elem *grad, *x; elem *out; angle_row angle; int head, heads; };
 TILE place place_of(const params &p, const qk_bwd_side &side, int task, int slot) {
   const rotary_side &x = side.rows;
-  int token = (task << (p.slots_log2 - x.heads_log2)) + (slot >> x.heads_log2);
-  bool exists = token < p.tokens;
-  int batch = exists ? token / p.steps : 0, step = exists ? token - batch * p.steps : 0,
-      head = slot & ((1 << x.heads_log2) - 1);
-  int64_t angle = p.offset;
-  angle += p.positions ? p.positions[batch * p.positions_stride + step] : step;
-  angle += p.offsets ? p.offsets[batch] : 0;
-  bool known = angle >= 0 && angle < p.angle_rows;        // else cosine and sine are 0
-  return {(const elem *)x.in.data + begin_of(x.in, batch, step, head),
-          (const elem *)side.x.data + begin_of(side.x, batch, step, head),
-          (elem *)x.out.data + begin_of(x.out, batch, step, head),
-          known ? batch * p.cos_stride[0] + angle * p.cos_stride[1] : -1,
-          known ? batch * p.sin_stride[0] + angle * p.sin_stride[1] : -1, head, exists ? x.heads : 0};
-}
-TILE row_of<const float> floats_at(const void *data, int64_t at) { return {(const float *)data + at, at >= 0}; }
-TILE row_of<const elem> halves_at(const void *data, int64_t at) { return {(const elem *)data + at, at >= 0}; }
-
-TILE void load_angles(pa &angles, const params &p, const per_slot<place> &places, const paired &columns) {
-  if (p.angles_are_float)
-    load<ACCESS>(angles, columns, [&](int slot) { return floats_at(p.cos, of_slot(places, slot).cos); },
-                 [&](int slot) { return floats_at(p.sin, of_slot(places, slot).sin); });
-  else
-    load<ACCESS>(angles, columns, [&](int slot) { return halves_at(p.cos, of_slot(places, slot).cos); },
-                 [&](int slot) { return halves_at(p.sin, of_slot(places, slot).sin); });
+  spot t = spot_of(p, x, task, slot);
+  return {(const elem *)x.in.data + begin_of(x.in, t.batch, t.step, t.head),
+          (const elem *)side.x.data + begin_of(side.x, t.batch, t.step, t.head),
+          (elem *)x.out.data + begin_of(x.out, t.batch, t.step, t.head), angle_row_of(p, t, 0), t.head, t.heads};
 }
 
 TILE void rows_of_task(const params &p, const qk_bwd_side &side, const pc &weight, pc &sums, int task,
@@ -67,7 +43,7 @@ TILE void rows_of_task(const params &p, const qk_bwd_side &side, const pc &weigh
         return {t.x + (first + r) * hop_x, side.weight && t.head + ((first + r) << hop_log2) < t.heads};
       });
     }
-    if (first == 0) load_angles(angles, p, places, columns);
+    load_angles<ACCESS>(angles, p, places, columns, first == 0);
     if (side.weight) {
       squares<ACCESS>(factor, x, columns, [=](float sum) {       // of a row that there is not: 0, whatever eps is
         float square = fused(sum, per_column, eps);

@@ -2,36 +2,19 @@
 // by memory: every number is read once and written once. Threads have several rows in flight, and read the angles of a
 // step once for many of its heads. Of what a row costs besides its numbers there is little: a block has rows of q or of
 // k, not of both, so that a row begins as far behind the one before as everywhere.
-#include "tile/pairs.h"
-#include "rotary/rotary.h"
+#include "rotary/rotary_rows.h"
 
 // ROWS: rows of a slot in flight. PER_SM: blocks of a multiprocessor. ACCESS: see pairs.h
 struct shared { int unused; };
 typedef rotary_params params;
 TILE void init(shared &) {}
 
-// A slot's first head of its step, and where the angles are. It has heads head, head + 2^heads_log2, ... below `heads`,
-// which is 0 where there is no step.
-struct place { const elem *in; elem *out; int64_t cos, sin; int head, heads; };
-TILE int64_t begin_of(const rotary_rows &x, int batch, int step, int head) {
-  return batch * x.stride[0] + step * x.stride[1] + head * x.stride[2];
-}
+struct place { const elem *in; elem *out; angle_row angle; int head, heads; };
 TILE place place_of(const params &p, const rotary_side &x, int block, int slot) {
-  int token = (block << (p.slots_log2 - x.heads_log2)) + (slot >> x.heads_log2);
-  bool exists = token < p.tokens;
-  int batch = exists ? token / p.steps : 0, step = exists ? token - batch * p.steps : 0,
-      head = slot & ((1 << x.heads_log2) - 1);
-  int64_t row = p.offset;
-  row += p.positions ? p.positions[batch * p.positions_stride + step] : step;
-  row += p.offsets ? p.offsets[batch] : 0;
-  bool known = row >= 0 && row < p.angle_rows;        // else cosine and sine are 0
-  return {(const elem *)x.in.data + begin_of(x.in, batch, step, head),
-          (elem *)x.out.data + begin_of(x.out, batch, step, head),
-          known ? batch * p.cos_stride[0] + row * p.cos_stride[1] : -1,
-          known ? batch * p.sin_stride[0] + row * p.sin_stride[1] : -1, head, exists ? x.heads : 0};
+  spot t = spot_of(p, x, block, slot);
+  return {(const elem *)x.in.data + begin_of(x.in, t.batch, t.step, t.head),
+          (elem *)x.out.data + begin_of(x.out, t.batch, t.step, t.head), angle_row_of(p, t, 0), t.head, t.heads};
 }
-TILE row_of<const float> floats_at(const void *data, int64_t at) { return {(const float *)data + at, at >= 0}; }
-TILE row_of<const elem> halves_at(const void *data, int64_t at) { return {(const elem *)data + at, at >= 0}; }
 
 TILE void turn(const params &p, shared &, int) {
   bool of_q = block_index() < p.q.blocks;
@@ -50,12 +33,7 @@ TILE void turn(const params &p, shared &, int) {
         const place &t = of_slot(places, slot);
         return {t.in + (first + r) * hop, t.head + ((first + r) << hop_log2) < t.heads};
       });
-    if (first == 0 && p.angles_are_float)
-      load<ACCESS>(angles, columns, [&](int slot) { return floats_at(p.cos, of_slot(places, slot).cos); },
-                   [&](int slot) { return floats_at(p.sin, of_slot(places, slot).sin); });
-    else if (first == 0)
-      load<ACCESS>(angles, columns, [&](int slot) { return halves_at(p.cos, of_slot(places, slot).cos); },
-                   [&](int slot) { return halves_at(p.sin, of_slot(places, slot).sin); });
+    load_angles<ACCESS>(angles, p, places, columns, first == 0);
     each_pair<ACCESS>(x, angles, columns, [=](float &x, float &y, float c, float s) {
       float u = x, t = s * sign;
       x = fused(u, c, -(y * t));
