@@ -60,3 +60,20 @@ def test_beside(device, dtype, raw):
     for out, last in found:
         for i, (packed_out, packed_last) in enumerate(right):
             assert torch.equal(out[i:i + 1], packed_out) and torch.equal(last[i:i + 1], packed_last)
+
+
+@pytest.mark.gpu
+def test_beside_in_a_graph():
+    """Each replay begins with marks of zero, and sees what its inputs are by then."""
+    run, tensors, state = problem(16, torch.bfloat16, "cuda", False)
+    run(*tensors, state, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(*tensors, state, None)
+    for scale in (1, 0.5, 2):
+        tensors[2].mul_(scale)
+        right = run(*tensors, state, None)
+        for x in found:
+            x.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
