@@ -1,6 +1,6 @@
 """Norms behind dropout and a residual, and gated ones, against PyTorch and torch.compile (GPU).
 
-mamba_ssm's Triton kernels are a peer where they can be imported.
+mamba_ssm's Triton kernels, Liger's and quack's norms, and FLA's gated one, are peers where they can be imported.
 
 Bound by memory: x and residual read, out and their sum written forward; backward the sum and two gradients read, one
 written, or two where dropout lies between them. Results in e4m3 are half as many bytes. `of copy` compares that rate
@@ -32,6 +32,14 @@ def by_package(call, kind, p, x, residual, weight):
     return call(x, weight, bias, residual=residual, dropout_p=p, eps=1e-5, prenorm=True, is_rms_norm=bias is None)
 
 
+def by_liger(call, x, residual, weight):
+    return call(x, residual, weight, 1e-5, in_place=False)
+
+
+def by_quack(call, x, residual, weight):
+    return call(x, weight, residual=residual, eps=1e-5, prenorm=True)
+
+
 def by_margay(kind, p, x, residual, weight):
     bias = weight if kind == "layer_norm" else None
     return getattr(margay, kind)(x, weight, bias, residual=residual, dropout_p=p, eps=1e-5, prenorm=True)
@@ -40,6 +48,10 @@ def by_margay(kind, p, x, residual, weight):
 def gated_by_torch(size, x, z, weight):
     n = F.rms_norm(x.unflatten(-1, (-1, size)), (size,), None, 1e-6).flatten(-2)
     return n * weight * F.silu(z)
+
+
+def gated_by_fla(call, size, x, z, weight):
+    return call(x, weight, None, z=z, eps=1e-6, group_size=size)
 
 
 def gated_by_margay(size, x, z, weight):
@@ -62,6 +74,13 @@ def build(kind, rows, columns, size, direction, device="cuda", dtype=torch.bfloa
         calls["compiled"] = torch.compile(calls["torch"], dynamic=False)
     if not size and device == "cuda" and (call := peer("mamba_ssm.ops.triton.layer_norm", "layer_norm_fn")):
         calls["mamba_ssm"] = functools.partial(by_package, call, kind, KINDS[kind])
+    if kind == "rms_norm" and device == "cuda":
+        if call := peer("liger_kernel.transformers.functional", "liger_fused_add_rms_norm"):
+            calls["liger"] = functools.partial(by_liger, call)
+        if call := peer("quack.rmsnorm", "rmsnorm"):
+            calls["quack"] = functools.partial(by_quack, call)
+    if size and device == "cuda" and (call := peer("fla.modules.norm.layernorm_gated", "rmsnorm_fn")):
+        calls["fla"] = functools.partial(gated_by_fla, call, size)
     douts_of_step = (douts,) if size else douts
     of_direction = {"forward": functools.partial, "backward": lambda call, *inputs: gradient(call, inputs, douts),
                     "training step": lambda call, *inputs: step(call, inputs, douts_of_step)}[direction]

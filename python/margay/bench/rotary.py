@@ -4,7 +4,8 @@
 mg.append_kv in turn. `normed backward`: that of qk_norm_rotary with both weights' gradients, against PyTorch and
 against those of mg.rms_norm and mg.rotary in turn. Bound by memory: q and k (and v) are read and written once. `of
 copy` compares that rate with one of a copy of as many bytes, timed in turn with the others. Layouts: `bthd` in the
-order of dimensions, `bhtd` as transformers has them.
+order of dimensions, `bhtd` as transformers has them. Liger's and FLA's Triton kernels are peers where they can be
+imported; Liger's turns q and k where they are.
 """
 import functools
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import margay
-from margay.bench.harness import Case, GpuTimer, Problem, gradient, run_family
+from margay.bench.harness import Case, GpuTimer, Problem, gradient, peer, run_family
 
 SHAPES = [(8, 4096, 32, 32, 128), (8, 4096, 32, 8, 128), (8, 4096, 64, 8, 64), (1, 32768, 32, 8, 128),
           (64, 1, 32, 8, 128)]       # batch, steps, heads of q and of k, head dim
@@ -30,6 +31,15 @@ def by_torch(cos, sin, q, k):
     return by_formula(q, cos, sin), by_formula(k, cos, sin)
 
 
+def by_liger(call, cos, sin, q, k):
+    """Whose layout is transformers'."""
+    return tuple(x.transpose(1, 2) for x in call(q.transpose(1, 2), k.transpose(1, 2), cos, sin))
+
+
+def by_fla(call, cos, sin, q, k):
+    return call(q, cos, sin), call(k, cos, sin)
+
+
 def build(b, t, h, hk, d, layout, direction, device="cuda", dtype=torch.bfloat16):
     torch.manual_seed(0)
 
@@ -45,8 +55,13 @@ def build(b, t, h, hk, d, layout, direction, device="cuda", dtype=torch.bfloat16
     if device == "cuda":
         torch.compiler.reset()                               # it keeps code for few shapes
         calls["compiled"] = functools.partial(torch.compile(by_torch, dynamic=False), *wide)
+        if layout == "bthd" and (call := peer("liger_kernel.transformers.functional", "liger_rope")):
+            calls["liger"] = functools.partial(by_liger, call, *(x[None, :, 0] for x in wide))
+        if layout == "bthd" and (call := peer("fla.modules.rotary", "rotary_embedding")):
+            calls["fla"] = functools.partial(by_fla, call, *(x.to(dtype) for x in (cos, sin)))
     of_direction = {"forward": functools.partial, "backward": lambda call, *qk: gradient(call, qk, (dq, dk))}[direction]
-    runners = {name: of_direction(call, q, k) for name, call in calls.items()}
+    runners = {name: of_direction(call, *((q.clone(), k.clone()) if name == "liger" else (q, k)))
+               for name, call in calls.items()}
     if direction == "forward":
         runners["margay"] = functools.partial(margay.rotary, q, k, cos, sin)
     size = q.nbytes + k.nbytes
