@@ -5,7 +5,7 @@ mg.append_kv in turn. `normed backward`: that of qk_norm_rotary with both weight
 against those of mg.rms_norm and mg.rotary in turn. Bound by memory: q and k (and v) are read and written once. `of
 copy` compares that rate with one of a copy of as many bytes, timed in turn with the others. Layouts: `bthd` in the
 order of dimensions, `bhtd` as transformers has them. Liger's and FLA's Triton kernels are peers where they can be
-imported; Liger's turns q and k where they are.
+imported; Liger's turns q, k and gradients where they are, so it comes last.
 """
 import functools
 
@@ -55,10 +55,10 @@ def build(b, t, h, hk, d, layout, direction, device="cuda", dtype=torch.bfloat16
     if device == "cuda":
         torch.compiler.reset()                               # it keeps code for few shapes
         calls["compiled"] = functools.partial(torch.compile(by_torch, dynamic=False), *wide)
-        if layout == "bthd" and (call := peer("liger_kernel.transformers.functional", "liger_rope")):
-            calls["liger"] = functools.partial(by_liger, call, *(x[None, :, 0] for x in wide))
         if layout == "bthd" and (call := peer("fla.modules.rotary", "rotary_embedding")):
             calls["fla"] = functools.partial(by_fla, call, *(x.to(dtype) for x in (cos, sin)))
+        if layout == "bthd" and (call := peer("liger_kernel.transformers.functional", "liger_rope")):
+            calls["liger"] = functools.partial(by_liger, call, *(x[None, :, 0] for x in wide))
     of_direction = {"forward": functools.partial, "backward": lambda call, *qk: gradient(call, qk, (dq, dk))}[direction]
     runners = {name: of_direction(call, *((q.clone(), k.clone()) if name == "liger" else (q, k)))
                for name, call in calls.items()}
