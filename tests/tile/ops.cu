@@ -5,6 +5,7 @@
 #include "tile/dots.h"
 #include "tile/halves.h"
 #include "tile/levels.h"
+#include "tile/mail.h"
 #include "tile/matrix.h"
 #include "tile/numbers.h"
 #include "tile/slices.h"
@@ -1204,6 +1205,43 @@ TILE void exchange_compute(const op_params &p, exchange_shared &s, int) {
   }
 }
 
+// ---- the blocks of a pair send each other a tile and a vector from their registers; each writes out the product of the
+// other's
+struct mail_shared {
+  st<elem, 64, 64> tile;
+  mail<elem, 64> box;
+  mail_rows rows;
+  ring<1> boxes;
+};
+TILE void mail_init(mail_shared &s) { ring_init(s.boxes, arrivals(0, 0, 2), arrivals(0, 0, 1)); }
+TILE void mail_compute(const op_params &p, mail_shared &s, int) {
+  ring_pos at = {};
+  for (int i = 0; i < p.m; i++) {
+    int other = cluster_rank() ^ 1, block = block_index();
+    rt<float, 64> t;
+    rt<elem, 64> sent;
+    rv rows;
+    fill(t, 0.f);
+    map_rc(t, [=](float, int row, int col) { return (float)(row + col + i - 64 * block); });
+    convert(sent, t);
+    map_rows(rows, [=](int row) { return (float)(1000 * i + row); });
+    ring_acquire(s.boxes, at);
+    mail_send(s.box, sent, s.boxes.full[0], other);
+    mail_send(s.rows, rows, s.boxes.full[0], other);
+    ring_wait(s.boxes, at);
+    mail_take(sent, s.box);
+    mail_take(rows, s.rows);
+    store(s.tile, sent);
+    wg_sync();
+    load(t, s.tile);
+    map_row(t, rows, [](float x, float y) { return x * y; });
+    mail_done(s.boxes.empty[0], other);
+    store(p.out + (int64_t)(block * p.m + i) * 64 * 64, 64, t, 64, 64);
+    wg_sync();
+    ring_next(s.boxes, at);
+  }
+}
+
 #ifndef __CUDACC__
 // ---- a mistake: nobody makes the stage full (CPU only, where it is reported)
 struct stuck_shared {
@@ -1369,6 +1407,8 @@ typedef block<op_params, exchange_shared, exchange_init, role<exchange_compute, 
               role<exchange_sender, THREAD, 1, 0>, CLUSTER<2>>
     exchange_kernel;
 RUN_OP(exchange, exchange_kernel)
+typedef block<op_params, mail_shared, mail_init, role<mail_compute, WARPGROUP, 1, 0>, CLUSTER<2>> mail_kernel;
+RUN_OP(mails, mail_kernel)
 #ifndef __CUDACC__
 typedef block<op_params, stuck_shared, stuck_init, role<stuck_compute, WARPGROUP, 2, 0>> stuck_kernel;
 RUN_OP(stuck, stuck_kernel)

@@ -847,6 +847,13 @@ def test_exchange(ops, dynamic, blocks):
     assert (out == others).all()
 
 
+def test_mail(ops):
+    """Blocks 1 and 0 of each pair send each other three letters; numbers are exact in every type."""
+    out = ops.run("mails", {}, {"out": np.full(4 * 3 * 64 * 64, np.nan, np.float32)}, blocks=4, m=3)["out"]
+    block, i, row, col = np.ogrid[:4, :3, :64, :64]
+    assert (out.reshape(4, 3, 64, 64) == (row + col + i - 64 * (block ^ 1)) * (1000 * i + row)).all()
+
+
 def test_deadlock_is_reported(ops):
     if ops.target == "sm90":
         pytest.skip("a GPU hangs")

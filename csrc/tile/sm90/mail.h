@@ -1,0 +1,46 @@
+// Bodies of tile/mail.h. A box has its words in the order [16 columns][thread], so that a warp's access is 512
+// neighbouring bytes.
+#pragma once
+template<typename T, int N> struct alignas(128) mail {
+  static_assert(sizeof(T) == 2, "mail: 16 bits");
+  uint4 d[N / 16][128];
+};
+struct alignas(128) mail_rows { float2 d[128]; };
+TILE uint32_t mail_address(const void *p, int rank) {
+  uint32_t at;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
+  return at;
+}
+// A warp announces its own bytes. Others' may come in before, since the phase waits for the arrivals.
+TILE void mail_expect(uint32_t full, uint32_t bytes) {
+  if (lane() == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
+}
+template<typename T, int N> TILE void mail_send(mail<T, N> &box, const rt<T, N> &t, sem &full, int rank) {
+  uint32_t to = mail_address(&box.d[0][thread_in_group()], rank), at = mail_address(&full, rank);
+#pragma unroll
+  for (int k = 0; k < N / 16; k++)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+      ::"r"(to + k * 128 * 16), "r"(t.d[k][0]), "r"(t.d[k][1]), "r"(t.d[k][2]), "r"(t.d[k][3]), "r"(at) : "memory");
+  mail_expect(at, 32 * N);
+  trace(TRACE_ARRIVE, &full, 4);
+}
+TILE void mail_send(mail_rows &box, const rv &v, sem &full, int rank) {
+  uint32_t to = mail_address(&box.d[thread_in_group()], rank), at = mail_address(&full, rank);
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
+    ::"r"(to), "r"(__float_as_uint(v.d[0])), "r"(__float_as_uint(v.d[1])), "r"(at) : "memory");
+  mail_expect(at, 32 * 8);
+  trace(TRACE_ARRIVE, &full, 4);
+}
+template<typename T, int N> TILE void mail_take(rt<T, N> &t, const mail<T, N> &box) {
+  uint32_t from = shared_address(&box.d[0][thread_in_group()]);
+#pragma unroll
+  for (int k = 0; k < N / 16; k++)
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(t.d[k][0]), "=r"(t.d[k][1]), "=r"(t.d[k][2]), "=r"(t.d[k][3]) : "r"(from + k * 128 * 16) : "memory");
+}
+TILE void mail_take(rv &v, const mail_rows &box) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.d[0]), "=f"(v.d[1])
+    : "r"(shared_address(&box.d[thread_in_group()])) : "memory");
+}
+TILE void mail_done(sem &empty, int rank) { sem_arrive_at<WARPGROUP>(empty, rank); }
