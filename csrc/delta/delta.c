@@ -53,11 +53,11 @@ mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, 
 }
 
 // Segments of a row that take the least time, in hundredths of that of a chunk of the pass over whole rows, of which a
-// multiprocessor has 64 columns of v. Of segments it has all columns: a chunk takes 1.8 times as long, and 1.2 times
-// where it is made into what segments begin with (measured). `heads`: of all rows.
+// multiprocessor has 64 columns of v; two of them take four fifths of it. Of segments it has all columns: a chunk takes
+// 1.8 times as long, and 1.2 times where it is made into what segments begin with (measured). `heads`: of all rows.
 static int64_t segments_of(const mg_call *c, int64_t chunks, int64_t heads, int64_t most) {
-  const int64_t parts = mg_ceil_div(c->n.V, 64), sms = c->context.sms;
-  int64_t best = 1, least = 100 * chunks * mg_ceil_div(heads * parts, sms);
+  const int64_t parts = mg_ceil_div(c->n.V, 64) * c->desc->cluster, sms = c->context.sms;
+  int64_t best = 1, least = (c->desc->cluster > 1 ? 80 : 100) * chunks * mg_ceil_div(heads * parts, sms);
   for (int64_t n = 2; n <= most && n <= chunks; n++) {
     const int64_t cuts = mg_ceil_div(heads * (2 * n - 3), sms), whole = mg_ceil_div(heads * n, sms);
     const int64_t time = mg_ceil_div(chunks, n) * (120 * cuts + 180 * whole) + 300 * (n - 2) + 800;
@@ -82,7 +82,8 @@ mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *
   const delta_pieces cut = delta_pieces_of(c, &p->rows, cuts, all);
   const int64_t n = cut.n, chunks = cut.chunks;
   p->segments = (int)n;
-  if (n < 2) return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
+  if (n < 2)
+    return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n) * c->desc->cluster, "blocks"));
   p->segment = (int)chunks * 64;
   p->cuts = cuts->data;
   p->cut_stride = (int)c->n.CUTS;

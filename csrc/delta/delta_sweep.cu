@@ -13,6 +13,8 @@
 // is 0: its columns stand where those of v would.
 // Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
 // clears its steps before products read them, and the last chunk's o is stored from registers.
+// Where heads are few, two blocks share the work (PAIR): the first carries the state. The second makes o of what the
+// first sends it of each chunk: the state's operands, and u as an operand.
 // R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
 // value.
 // Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups
@@ -21,47 +23,60 @@
 // Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, two rows' factors, with AHEAD two more
 // operands of S. Prepare: three tiles of 32, an operand of 12.
 #include "tile/order.h"
+#include "tile/mail.h"
 #include "delta/delta_prepare.h"
 
 // D: columns of the state. GROUPS, PREPS, CHANNELS, CUT, STAGES, READY, *_REGS
 // AHEAD: registers are there for the state in 16 bits
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
+// PAIR: a cluster of two blocks. The second has q and P in the places of k and M. One ring has all that a block reads
+// of a chunk
+enum { PAIR = BLOCKS == 2, ALL = !PAIR && !CUT };   // ALL: q and P are beside k and M
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
 // TOLD: chunks may be prepared meanwhile, by a warpgroup a panel
 enum { TOLD = CHANNELS && !CUT && GROUPS == 1 };
-enum { LATE = PREPS == 0 && !CUT && (GROUPS == 1 || !CHANNELS) };
+enum { LATE = PREPS == 0 && !CUT && !PAIR && (GROUPS == 1 || !CHANNELS) };
+static_assert(!PAIR || (GROUPS == 1 && PREPS == 0 && READY == STAGES && !CHANNELS && !CUT), "what a pair can do");
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
 typedef st<elem, Q, 64> tile;
+// What a pair's second block wants of a chunk: the state's halves, and u as an operand with the factors of its rows
+struct letter { mail<elem, 64> low, high; mail<inner, Q> factor; mail_rows down; };
 struct shared {
-  wide k[STAGES], q[CUT ? 0 : STAGES], w[CHANNELS ? STAGES : 0];
+  wide k[STAGES], q[ALL ? STAGES : 0], w[CHANNELS ? STAGES : 0];
   st<exact, Q, D> turns[CUT ? GROUPS : 0];
-  tile v[2][GROUPS], o[CUT ? 0 : GROUPS];
-  square m[READY], p[CUT ? 0 : READY];
+  tile v[PAIR ? STAGES : 2][GROUPS], o[CUT ? 0 : GROUPS];
+  square m[READY], p[ALL ? READY : 0];
   tri<inner> scratch[PREPS];
   chunk_vectors vec[STAGES];              // CHANNELS: beta only
   sv<D> ends[CHANNELS ? STAGES : 0];
-  ring<STAGES, ASYNC_READS> k_ring;       // k, q, w, ends
+  ring<STAGES, ASYNC_READS> k_ring;       // k, q, w, ends. PAIR: all, and a fence in front of its release
   ring<STAGES, ASYNC_READS> vec_ring;     // refilled by plain stores only, which need no fence
   ring<READY, ASYNC_READS> ready;         // m and p
   ring<2> v_ring;
+  letter letters[PAIR ? READY : 0];
+  ring<READY> mail_ring;                  // in step with k_ring
   sem last;                               // the tiles of a last chunk that runs over are there, and to be cleared
 };
 typedef delta_sweep_params params;
 
 TILE void init(shared &s) {
-  ring_init(s.k_ring, arrivals(1, 0, 0), arrivals(0, 0, READERS));
-  ring_init(s.vec_ring, arrivals(0, 1, 0), arrivals(0, 0, READERS));
-  ring_init(s.ready, PREPS ? arrivals(0, 0, 1) : arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
-  ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
-  sem_init(s.last, arrivals(1 + !CHANNELS, 0, 0));
+  ring_init(s.k_ring, arrivals(1, PAIR, 0), arrivals(0, 0, READERS));
+  if (!PAIR) {
+    ring_init(s.vec_ring, arrivals(0, 1, 0), arrivals(0, 0, READERS));
+    ring_init(s.ready, PREPS ? arrivals(0, 0, 1) : arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+    ring_init(s.v_ring, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  }
+  if (PAIR) ring_init(s.mail_ring, arrivals(0, 0, PANELS + 2), arrivals(0, 0, 1));
+  sem_init(s.last, arrivals(1 + (!CHANNELS && !PAIR), 0, 0));
 }
 
 // col: the block's first column of v, or of a turn
 struct task { row_task r; int segment, segments, col; bool turns; };
 TILE task block_task(const params &p) {
   enum { WIDTH = 64 * GROUPS };
-  int segments = p.segments > 1 ? p.segments : 1, parts = (p.value_dim + WIDTH - 1) / WIDTH, i = block_index();
+  int segments = p.segments > 1 ? p.segments : 1, parts = (p.value_dim + WIDTH - 1) / WIDTH;
+  int i = block_index() / BLOCKS;
   int cuts = CUT ? segments - 1 : segments, first = p.rows.rows * p.rows.heads * cuts * parts;
   bool turns = CUT && i >= first;
   if (turns) {                            // segment 0 has none
@@ -81,6 +96,8 @@ TILE task block_task(const params &p) {
   }
   return b;
 }
+
+TILE bool makes_o() { return PAIR && cluster_rank() == 1; }   // a pair's second block
 
 // Chunks of places up to the end of this one's part are there.
 template<int W> TILE void wait_for_place(const params &p, int place) {
@@ -104,6 +121,16 @@ TILE void loader(const params &p, shared &s, int) {
     int step = t.first + chunk * Q, place = t.place + chunk, i = at.stage;
     bool over = runs_over(p.rows, step, t.end);
     ring_acquire(s.k_ring, at);
+    if (PAIR) {
+      bool second = makes_o();
+      sem &full = over ? s.last : s.k_ring.full[i];
+      sem_expect(full, tile_bytes(s.k[0]) + tile_bytes(s.m[0]) + (second ? 0 : tile_bytes(s.v[0][0])));
+      tma_load(s.k[i], second ? p.q : p.k, full, step, 0, t.key_head, t.batch);
+      if (!second) tma_load(s.v[i][0], p.v, full, step, b.col, t.head, t.batch);
+      tma_load(s.m[i], second ? p.p : p.m, full, place * Q, 0, t.head, t.batch);
+      ring_next(s.k_ring, at);
+      continue;
+    }
     if (CHANNELS) {
       if (begins_part(p, place)) wait_for_place<THREAD>(p, place);
       sem &full = s.k_ring.full[i];
@@ -114,9 +141,9 @@ TILE void loader(const params &p, shared &s, int) {
       tma_load(s.ends[i], p.ends + (((int64_t)t.batch * p.rows.heads + t.head) * p.rows.places + place) * D, full);
     } else {
       sem &full = over ? s.last : s.k_ring.full[i];
-      sem_expect(full, (2 - CUT) * tile_bytes(s.k[0]));
+      sem_expect(full, (1 + ALL) * tile_bytes(s.k[0]));
       tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
-      if (!CUT) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
+      if (ALL) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
     }
     ring_next(s.k_ring, at);
     if (!b.turns) {
@@ -129,10 +156,10 @@ TILE void loader(const params &p, shared &s, int) {
     }
     if (PREPS) continue;
     ring_acquire(s.ready, to);
-    ring_expect(s.ready, to, (2 - CUT) * tile_bytes(s.m[0]));
+    ring_expect(s.ready, to, (1 + ALL) * tile_bytes(s.m[0]));
     sem &full = s.ready.full[to.stage];
     tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, t.batch);
-    if (!CUT) tma_load(s.p[to.stage], p.p, full, place * Q, 0, t.head, t.batch);
+    if (ALL) tma_load(s.p[to.stage], p.p, full, place * Q, 0, t.head, t.batch);
     ring_next(s.ready, to);
   }
 }
@@ -141,11 +168,12 @@ TILE void loader(const params &p, shared &s, int) {
 TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
   sem_wait(s.last, 0);
   if (!CHANNELS) clear_rows<WARP>(s.k[at.stage], 0, steps);
-  if (!CHANNELS && !CUT) clear_rows<WARP>(s.q[at.stage], 0, steps);
-  ROLLED for (int g = 0; g < GROUPS; g++) clear_rows<WARP>(s.v[in.stage][g], 0, steps);
+  if (!CHANNELS && ALL) clear_rows<WARP>(s.q[at.stage], 0, steps);
+  ROLLED for (int g = 0; g < GROUPS && !makes_o(); g++)
+    clear_rows<WARP>(s.v[PAIR ? at.stage : in.stage][g], 0, steps);
   if (!CHANNELS) fence_async();          // v is read into registers
   if (!CHANNELS) sem_arrive<WARP>(s.k_ring.full[at.stage]);
-  sem_arrive<WARP>(s.v_ring.full[in.stage]);
+  if (!PAIR) sem_arrive<WARP>(s.v_ring.full[in.stage]);
 }
 
 // The next chunk's gates are under way while this one's are worked on.
@@ -153,13 +181,14 @@ TILE void scan(const params &p, shared &s, int) {
   begin<WARP>(p);
   task b = block_task(p);
   const row_task &t = b.r;
+  ring<STAGES, ASYNC_READS> &made = PAIR ? s.k_ring : s.vec_ring;
   ring_pos at = {}, in = {};
   given_steps next;
   if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, t.first);
   else load_given(next, p.rows, p.gates, t, t.first);
   for (int chunk = 0; chunk < t.chunks; chunk++) {
     int step = t.first + chunk * Q;
-    ring_acquire(s.vec_ring, at);
+    ring_acquire(made, at);
     chunk_vectors &v = s.vec[at.stage];
     if (CHANNELS) {
       put_beta(v.beta, next.beta, p.gates);
@@ -170,7 +199,8 @@ TILE void scan(const params &p, shared &s, int) {
       put_vectors(v, next, p.gates, t.head, p.scale);
       load_given(next, p.rows, p.gates, t, step + Q);
     }
-    sem_arrive<WARP>(s.vec_ring.full[at.stage]);
+    if (PAIR && !makes_o()) ring_acquire(s.mail_ring, at);   // the letter's place. The state has one phase to wait for
+    sem_arrive<WARP>(made.full[at.stage]);
     if (runs_over(p.rows, step, t.end)) clear_behind(s, at, in, t.end - step);
     ring_next(s.vec_ring, at);
     ring_next(s.v_ring, in);
@@ -241,6 +271,12 @@ TILE void send_last_o(const params &p, shared &s, const task &b, int wg) {
   store_rows<elem>(y, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
 }
 
+TILE void scale_state(rt<float, D> &state, const shared &s, const chunk_vectors &v, int stage) {
+  if (CHANNELS) return map_col(state, s.ends[stage], [](float f, float e) { return f * e; });
+  float decay = fast_exp2(get(v.l, Q - 1));
+  map(state, [=](float f) { return f * decay; });
+}
+
 // One chunk. The state is scaled while no product of it is in flight. o leaves under the next chunk's first product.
 TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b, ring_pos at, ring_pos in,
                   ring_pos from, int chunk, int wg) {
@@ -301,11 +337,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   mma_commit();
   if (AHEAD && PANELS == 2) mma_wait<1>(y, low, high);
   else if (AHEAD) mma_wait<1>(y, low);
-  if (CHANNELS) map_col(state, s.ends[i], [](float f, float e) { return f * e; });
-  else {
-    float decay = fast_exp2(get(v.l, Q - 1));
-    map(state, [=](float f) { return f * decay; });
-  }
+  scale_state(state, s, v, i);
   if (!CUT) tma_store_wait_read();
   if (!CUT && !CHANNELS) map_col(y, v.read, [](float f, float e) { return f * e; });
   if (!CUT) wg_sync();                  // o's tile is free
@@ -394,12 +426,8 @@ TILE void read_state(rt<float, D> &state, late &c, const params &p, shared &s, c
   mma_commit();
   if (PANELS == 2) mma_wait<1>(c.reads, low, high);
   else mma_wait<1>(c.reads, low);
-  if (CHANNELS) map_col(state, s.ends[i], [](float f, float e) { return f * e; });
-  else {
-    float decay = fast_exp2(get(v.l, Q - 1));
-    map(state, [=](float f) { return f * decay; });
-    map_col(c.reads, v.read, [](float f, float e) { return f * e; });
-  }
+  scale_state(state, s, v, i);
+  if (!CHANNELS) map_col(c.reads, v.read, [](float f, float e) { return f * e; });
   load(c.writes, CHANNELS ? v.beta : v.write);
   if (!begins) {
     tma_store_wait_read();
@@ -445,6 +473,124 @@ TILE void run_late(rt<float, D> &state, const params &p, shared &s, const task &
   write_state(state, c, s, at, from, true);
   mma_wait<0>(c.sums, c.factor);
   put_o(c, s, wg);
+}
+
+// Where PAIR, by the first block. Of a chunk its v, and the state in front of it as operands
+struct chunk_ahead { rt<float, Q> value; rt<elem, 64> low, high; };
+TILE void split_state(chunk_ahead &a, const rt<float, D> &state) {
+  convert_part(a.low, state, 0);
+  if (PANELS == 2) convert_part(a.high, state, 64);
+}
+TILE void take_value(rt<float, Q> &value, const tile &v, const chunk_vectors &any) {
+  rt<elem, 64> part;
+  load_t(part, v);
+  fill(value, 0.f);
+  map_col(value, part, any.beta, [](float, float x, float) { return x; });
+}
+
+// One chunk, and what the next one has ahead. Every product's result is waited for, so that all else stands under one
+// of the three. Letters leave a part under each: a warp that sends faster than others take waits for its registers.
+TILE void send_chunk(rt<float, D> &state, chunk_ahead &a, shared &s, ring_pos at, bool more) {
+  int i = at.stage;
+  const chunk_vectors &v = s.vec[i];
+  letter &to = s.letters[i];
+  sem &full = s.mail_ring.full[i];
+  ring_pos next = at;
+  rt<float, Q> x, error;
+  rt<elem, Q> u;
+  rt<inner, Q> factor;
+  cv<Q> decays, writes;
+  rv up, down;
+  ring_next(s.k_ring, next);
+  mma_fence();
+  mma_ABt_part<ZERO>(x, a.low, s.k[i], 0);
+  if (PANELS == 2) mma_ABt_part<ACC>(x, a.high, s.k[i], 64);
+  mma_commit();
+  float decay = fast_exp2(get(v.l, Q - 1));
+  load(decays, v.decay);
+  load(writes, v.write);
+  mail_send(to.low, a.low, full, 1);
+  if (PANELS == 2) mma_wait<0>(x, a.low, a.high);
+  else mma_wait<0>(x, a.low);
+  map(state, [=](float f) { return f * decay; });   // under the shuffles below; above, ptxas would wait for x
+  map_col(x, a.value, decays, [](float a, float b, float e) { return b - a * e; });
+  row_factors(up, down, x);
+  map_row(x, up, [](float f, float m) { return f * m; });
+  convert(factor, x);
+  mma_fence();
+  mma_AB<ZERO>(error, factor, s.m[i]);    // R^T
+  mma_commit();
+  if (PANELS == 2) mail_send(to.high, a.high, full, 1);
+  mma_wait<0>(error, factor);
+  map_col(x, error, writes, [](float, float f, float w) { return f * w; });
+  map_row(x, down, [](float f, float m) { return f * m; });
+  convert(u, x);
+  mma_fence();
+  mma_AB<ACC>(state, u, s.k[i]);
+  mma_commit();
+  if (more) {
+    ring_wait(s.k_ring, next);
+    take_value(a.value, s.v[next.stage][0], s.vec[next.stage]);
+    fence_async();                        // v has been read
+  }
+  map_col(error, v.beta, [](float f, float b) { return f * b; });
+  convert(factor, error);
+  mail_send(to.factor, factor, full, 1);
+  mail_send(to.down, down, full, 1);
+  mma_wait<0>(state, u);
+  ring_release(s.k_ring, at);
+  split_state(a, state);
+}
+
+TILE void run_first(rt<float, D> &state, shared &s, const task &b) {
+  ring_pos at = {};
+  chunk_ahead a;
+  ring_wait(s.k_ring, at);
+  take_value(a.value, s.v[0][0], s.vec[0]);
+  split_state(a, state);
+  for (int chunk = 0; chunk < b.r.chunks; chunk++) {
+    send_chunk(state, a, s, at, chunk + 1 < b.r.chunks);
+    ring_next(s.k_ring, at);
+  }
+}
+
+// By the second: o.
+TILE void run_second(const params &p, shared &s, const task &b, int wg) {
+  ring_pos at = {};
+  late c;
+  rt<elem, 64> low, high;
+  for (int chunk = 0; chunk < b.r.chunks; chunk++) {
+    int i = at.stage;
+    const letter &m = s.letters[i];
+    ring_wait(s.k_ring, at);
+    ring_wait(s.mail_ring, at);
+    mail_take(low, m.low);
+    if (PANELS == 2) mail_take(high, m.high);
+    mail_take(c.factor, m.factor);
+    mail_take(c.down, m.down);
+    mma_fence();
+    mma_ABt_part<ZERO>(c.reads, low, s.k[i], 0);
+    if (PANELS == 2) mma_ABt_part<ACC>(c.reads, high, s.k[i], 64);
+    mma_commit();
+    mma_AB<ZERO>(c.sums, c.factor, s.m[i]);
+    mma_commit();
+    if (chunk) {
+      tma_store_wait_read();
+      wg_sync();                          // o's tile may be written again
+    }
+    if (PANELS == 2) mma_wait<1>(c.reads, low, high);
+    else mma_wait<1>(c.reads, low);
+    map_col(c.reads, s.vec[i].read, [](float f, float e) { return f * e; });
+    mma_wait<0>(c.sums, c.factor);
+    ring_release(s.k_ring, at);
+    put_o(c, s, wg);
+    mail_done(s.mail_ring.empty[i], 0);
+    if (chunk + 1 < b.r.chunks) {
+      fence_async();
+      send_o(p, s, b, chunk, wg);
+    }
+    ring_next(s.k_ring, at);
+  }
 }
 
 TILE int64_t first_of(const params &p, const task &b, int wg, int64_t i, ssd_order o) {
@@ -497,7 +643,7 @@ TILE void end_state(const params &p, shared &s, const task &b, rt<float, D> &sta
 // Steps behind the last packed row are in no sequence.
 TILE void clear_rest(const params &p, const task &b, int wg) {
   const row_task &t = b.r;
-  if (CUT || !p.rows.starts || t.row + 1 < p.rows.rows) return;
+  if (!p.rows.starts || t.row + 1 < p.rows.rows) return;
   int col = b.col + 64 * wg;
   int64_t ld = p.o_step;
   elem *o = (elem *)p.o_data + t.head * p.o_head + col;
@@ -514,23 +660,30 @@ TILE void run_state(const params &p, shared &s, int wg) {
   begin<WARPGROUP>(p);
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
+  if (makes_o()) {
+    run_second(p, s, b, wg);
+    if (b.r.chunks) send_last_o(p, s, b, wg);
+    clear_rest(p, b, wg);
+    return tma_store_wait_read();
+  }
   rt<float, D> state;                     // S^T: 64 columns of v by K
   begin_state(state, p, b, wg);
   if (LATE && b.r.chunks) run_late(state, p, s, b, wg);
-  for (int chunk = 0; chunk < b.r.chunks && !LATE; chunk++) {
+  if (PAIR && b.r.chunks) run_first(state, s, b);
+  for (int chunk = 0; chunk < b.r.chunks && !LATE && !PAIR; chunk++) {
     advance(state, p, s, b, at, in, READY == STAGES ? at : from, chunk, wg);
     ring_next(s.k_ring, at);
     ring_next(s.v_ring, in);
     ring_next(s.ready, from);
   }
-  if (!CUT && b.r.chunks) send_last_o(p, s, b, wg);
+  if (ALL && b.r.chunks) send_last_o(p, s, b, wg);
   end_state(p, s, b, state, wg);
-  clear_rest(p, b, wg);
-  if (!CUT) tma_store_wait_read();
+  if (ALL) clear_rest(p, b, wg);
+  if (ALL) tma_store_wait_read();
   if (TOLD && p.done) grid_wait();        // what is behind this kernel is behind the one beside which it runs
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, 1, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>> kernel;
+              role<scan, WARP, 1, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>, CLUSTER<BLOCKS>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)
