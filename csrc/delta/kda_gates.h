@@ -21,19 +21,18 @@ template<class Tile, class Vector> TILE void take_given(Tile &x, Vector &bias, c
 TILE float rate_of(const kda_gates &p, int head) {
   return p.gate == KDA_LOG ? 0.f : fast_exp2(p.a_log[head] * 1.4426950408889634f);
 }
-// Log decays to base 2.
-template<class Vector, class Tile>
-TILE void take_gates_of(Tile &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
+// f of log decays.
+template<class Vector, class Tile, class F>
+TILE void take_gates_of(Tile &x, const kda_gates &p, const head_steps &t, int key_dim, int c0, F f) {
   Vector bias;
   take_given(x, bias, p, t, key_dim, c0);
-  if (p.gate == KDA_LOG) return map(x, bias, t.steps, [](float y, float) { return log_decay(y); });
+  if (p.gate == KDA_LOG) return map(x, bias, t.steps, [=](float y, float) { return f(y); });
   float rate = rate_of(p, t.head), bound = p.lower_bound;
-  if (p.gate == KDA_SOFTPLUS)
-    map(x, bias, t.steps, [=](float y, float b) { return log_decay(-rate * softplus(y + b)); });
-  else map(x, bias, t.steps, [=](float y, float b) { return log_decay(bound * sigmoid(rate * (y + b))); });
+  if (p.gate == KDA_SOFTPLUS) map(x, bias, t.steps, [=](float y, float b) { return f(-rate * softplus(y + b)); });
+  else map(x, bias, t.steps, [=](float y, float b) { return f(bound * sigmoid(rate * (y + b))); });
 }
 TILE void take_gates(hm &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
-  take_gates_of<hv>(x, p, t, key_dim, c0);
+  take_gates_of<hv>(x, p, t, key_dim, c0, [](float y) { return y; });
 }
 TILE void take_beta(rv &beta, const kda_gates &p, const head_steps &t) {
   float most = p.most;

@@ -595,7 +595,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       ht x;
       kda_gates given = p.gates;
       given.g.step = anew(given.g.step);
-      take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * panel);
+      take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * panel, log_decay);
       sum_down(s.l[panel], x, -infinity());
     } else if (wg == 0) {
       rv beta;

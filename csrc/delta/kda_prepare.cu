@@ -4,10 +4,10 @@
 //   L_ij = sum over channels of k_i e^(l_i - m) k_j e^(m - l_j) for j < i, m of i's group
 //   P_ij = the same of scale q_i and k_j for j <= i;   M = (I + L diag(beta))^-1
 // and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the
-// gates. In L and P, a log decay counts as -10.5 where it is less: so no exponent is above 79, and e^79 |k| fits into
-// bf16. It is wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, from another
-// sum where that matters. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to
-// middle, by a factor that all steps of a group share. That may be e^-168: its square root is multiplied with twice.
+// gates. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to middle, by a factor
+// that all steps of a group share. That may be e^-168: then its square root is multiplied with twice. No exponent is above
+// 79, and e^79 |k| fits into bf16. Where one would be, a log decay counts, in L and P, as -10.5 where it is less. It is
+// wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, then from another sum.
 // Keys in fp16 have more bits than a factor in bf16, and where |k|^2 in L is over theirs, beta |k|^2 may be over 2:
 // then a state that equal keys reflect grows from step to step. So such factors are two bf16, and three products are
 // added.
@@ -19,22 +19,30 @@
 // Registers of a thread. Gates: half a column, 32. Pairs: what becomes the right operand 32, operands of 16, of which
 // two are there for the last two groups, a group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32,
 // three of 8.
+#include "tile/idle.h"
 #include "tile/order.h"
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. PAIRS, TEAMS, LOAD_REGS, COMPUTE_REGS
-// LATER: of a task, a warpgroup's stores behind those of what is in place of the sums
-enum { PANELS = D / 64, LATER = !PAIRS ? 1 : PANELS == 1 ? 3 : 2 };
+// TASKS: whose places are known at a time. LATER: of a task, a warpgroup's stores behind those of what is in place of the sums
+enum { PANELS = D / 64, LATER = !PAIRS ? 1 : PANELS == 1 ? 3 : 2, TASKS = 4 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;
 template<typename T> struct parts_of { enum { COUNT = 1 }; };
 template<> struct parts_of<fp16> { enum { COUNT = 2 }; };
-enum { PARTS = parts_of<elem>::COUNT };   // of a factor, whose sum it is
+// PARTS: of a factor, whose sum it is. EARLY: tiles are made beside the factors, unless gates are steep
+enum { PARTS = parts_of<elem>::COUNT, EARLY = PAIRS && PARTS == 1 };
+// A group's sums are FAR from its middle at most, to base 2, or count as steep. Where they are CLOSE, what lies between
+// two middles is above 2^-126. A log decay counts as LEAST where it is less: 2^-128, and sums stay exact enough.
+#define CLOSE 62.f
+#define FAR 113.8f
+#define LEAST -88.7228391f
 typedef st<elem, Q, 64> panel;
-union sums {                        // the tiles when nobody reads the sums any more
+union sums {                        // the others when nobody reads the sums any more
   ct l;                             // to base 2
   panel tiles[2];
+  struct { panel write; handed sums; } early;
 };
 struct words { int place, batch, head, step, steps; };
 struct area { st<factor, 32, 64> left[4]; };
@@ -45,15 +53,19 @@ struct chunk {
   cg groups[PANELS];
   sv<Q> squares[2][PANELS];         // of k's rows and of q's
   sv<Q> beta;
-  words tasks[2];
+  words tasks[TASKS];
   ring<1> inputs;
-  sem given[2];                     // tasks; that their places are free follows from the ring of k and q
+  sem added;                        // what was handed over has been read
+  sem given[TASKS];                 // tasks; that their places are free follows from the ring of k and q
 };
 struct shared { chunk chunks[TEAMS]; };
 // An area has, one after another: of its panel's products, for each group of 16 steps i, k e^(l - m) and scale q e^(l -
-// m), in that order in the first panel's; the sums that the other warpgroup makes whole; then the reader's results. The
-// last warpgroup's are P and a tile, the first one's what it inverts with, M and a tile.
-TILE handed &handed_in(area &a) { return in_place_of<handed>(a); }
+// m), in that order in the first panel's; of factors in two parts, the sums that the other warpgroup makes whole; then
+// the reader's results. The last warpgroup's are P and a tile, the first one's what it inverts with, M and a tile.
+TILE handed &handed_by(chunk &s, int h) {
+  if (EARLY) return in_place_of<handed>(s.sums[h].early.sums);
+  return in_place_of<handed>(s.areas[h]);
+}
 TILE square &reads_of(chunk &s) { return in_place_of<square>(s.areas[0]); }
 TILE tri<inner> &scratch_of(chunk &s) { return in_place_of<tri<inner>>(s.areas[1]); }
 TILE square &m_of(chunk &s) { return in_place_of<square>(s.areas[1]); }
@@ -67,6 +79,7 @@ typedef kda_prepare_params params;
 TILE void init(shared &s) {
   for (int i = 0; i < TEAMS; i++) {
     ring_init(s.chunks[i].inputs, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
+    sem_init(s.chunks[i].added, arrivals(0, 0, PANELS));
     for (sem &given : s.chunks[i].given) sem_init(given, arrivals(1, 0, 0));
   }
 }
@@ -79,20 +92,20 @@ TILE task task_at(const params &p, int index) {
   chunk_steps c = steps_at(p.rows, place);
   return {place, {unit - place * p.batches, index - unit * p.rows.heads, c.step, c.end - c.step}};
 }
-// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked
-// for, everybody has done with the task before that.
+// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked for,
+// everybody has done with those of the task before that, and with all of the task before that one.
 TILE void give_task(chunk &s, uint32_t n, const task &t) {
-  words &w = s.tasks[n % 2];
+  words &w = s.tasks[n % TASKS];
   put(w.place, t.place);
   put(w.batch, t.at.batch);
   put(w.head, t.at.head);
   put(w.step, t.at.step);
   put(w.steps, t.at.steps);
-  sem_arrive<THREAD>(s.given[n % 2]);
+  sem_arrive<THREAD>(s.given[n % TASKS]);
 }
-TILE void wait_for_task(chunk &s, uint32_t n) { sem_wait(s.given[n % 2], n / 2 & 1); }
+TILE void wait_for_task(chunk &s, uint32_t n) { sem_wait(s.given[n % TASKS], n / TASKS & 1); }
 TILE task given_task(const chunk &s, uint32_t n) {
-  const words &w = s.tasks[n % 2];
+  const words &w = s.tasks[n % TASKS];
   return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
 }
 
@@ -109,7 +122,7 @@ TILE void loader(const params &p, shared &all, int team) {
       if (t.at.steps <= 0) continue;
       int head = t.at.head / p.rows.group_heads;
       give_task(s, n, t);
-      ring_acquire(s.inputs, ring_at<1>(n));
+      ring_acquire_idle(s.inputs, ring_at<1>(n));
       ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
       ROLLED for (int h = 0; h < PANELS; h++) {
         tma_load(s.k[h], p.k, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
@@ -155,9 +168,12 @@ TILE void take_factors(rv &k, rv &q, const params &p, const chunk &s) {
   map(q, q, [=](float x) { return x * scale; });
 }
 
-// The factors of columns i of L^T and P^T, and those of rows j, for their own groups.
-TILE void make_factors(rt<float, 64> &right, const params &p, chunk &s, int h) {
+// The factors of columns i of L^T and P^T, and those of rows j, for their own groups. Early: of the first ones also the
+// tiles, in place of k and q. A block of these has been read before it is written, and by its warp alone, as has l.
+TILE void make_factors(rt<float, 64> &right, const params &p, chunk &s, int h, bool early) {
   st<factor, 32, 64> (&left)[4] = s.areas[h].left;
+  const by_group middle = {s.groups[h].middle};
+  const own_rows<elem> k = own_rows_of(s.k[h]), q = own_rows_of(s.q[h]);
   rv norm_k, norm_q;
   fill(right, 0.f);
   take_factors(norm_k, norm_q, p, s);
@@ -171,22 +187,44 @@ TILE void make_factors(rt<float, 64> &right, const params &p, chunk &s, int h) {
       right = k * fast_exp2(-l);
       x = k * e;
       y = q * norm_q * e;
-    }, x, y, right, s.sums[h].l, s.k[h], s.q[h], norm_k, norm_q);
+    }, x, y, right, s.sums[h].l, k, q, norm_k, norm_q);
     store_groups(left, h, x, c);
     store_groups(left, 1 - h, y, c);
+    if (early) {
+      each_part(c, [](int, int, float &x, float &y, float middle) {
+        x *= middle;
+        y *= middle;
+      }, x, y, middle);
+      store_own(s.k[h], x, c);
+      store_own(s.q[h], y, c);
+    }
   }
 }
-// A group of columns of both products, with rows that have been carried there. What another warpgroup makes whole takes
-// the place of the group's factors.
-template<int GROUP> TILE void make_group(rt<float, Q> &a, rt<factor, 64> &right, area &s) {
+TILE void put_write(chunk &s, const rt<float, 64> &right, int h) {
+  const by_group end = {s.groups[h].end};
+  UNROLLED for (int c = 0; c < 64; c += 16) {
+    rt<float, 16> x;
+    fill(x, 0.f);
+    each_part(c, [](int, int, float &x, float right, float end) { x = right * end; }, x, right, end);
+    store(s.sums[h].early.write, x, c);
+  }
+}
+TILE void carry(rt<float, 64> &right, const sv<64> &between, int group, enum reach reach) {
+  carry_to_group(right, between, group);
+  if (reach != NEAR) carry_to_group(right, between, group);
+}
+// A group of columns of both products; meanwhile rows are carried to the next group.
+template<int GROUP> TILE void make_group(rt<float, Q> &a, rt<float, 64> &right, chunk &s, int h, enum reach reach) {
+  rt<factor, 64> r;
   rt<float, 16> own, other;
+  convert_group(r, right, GROUP);
   mma_fence();
-  mma_ABt_halves<ZERO>(own, other, right, s.left[GROUP]);
+  mma_ABt_halves<ZERO>(own, other, r, s.areas[h].left[GROUP]);
   mma_commit();
-  mma_wait<0>(own, other, right);
+  if (GROUP < 3) carry(right, s.groups[h].between[GROUP < 3 ? GROUP : 0], GROUP + 1, reach);
+  mma_wait<0>(own, other, r);
   put_group(a, own, GROUP);
-  wg_sync();                                // everybody's products have read the factors
-  hand_over(handed_in(s), other, GROUP);
+  hand_over(handed_by(s, h), other, GROUP);
 }
 
 // ---- factors in two parts: what is rounded, and what rounding has left, rounded too. Of a group, the left factors'
@@ -203,13 +241,13 @@ TILE void split(parts &d, rt<float, 64> &x) {   // x is lost
     each_part(c, [](int, int, float &x, float rounded) { x -= rounded; }, x, (const rt<factor, 64> &)d.most);
   convert(d.rest, x);
 }
-TILE void carry_to_group(parts &d, const sv<64> &f, int group) {
+TILE void carry_to_group(parts &d, const sv<64> &f, int group, enum reach reach) {
   rt<float, 64> x;
   fill(x, 0.f);
   UNROLLED for (int c = 0; c < 64; c += 16)
     each_part(c, [](int, int, float &x, float most, float rest) { x = most + rest; }, x,
               (const rt<factor, 64> &)d.most, (const rt<factor, 64> &)d.rest);
-  carry_to_group(x, f, group);
+  carry(x, f, group, reach);
   split(d, x);
 }
 // ptxas spills if both halves are made at once, or columns unrolled.
@@ -249,42 +287,44 @@ template<int GROUP> TILE void make_group(rt<float, Q> &a, parts &right, const pa
   mma_wait<0>(own, other, right.most);
   put_group(a, own, GROUP);
   wg_sync();                                // ... and their rests
-  hand_over(handed_in(s.areas[h]), other, GROUP);
+  hand_over(handed_by(s, h), other, GROUP);
 }
-TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const params &p, chunk &s, int h) {
+TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const params &p, chunk &s, int h,
+                              enum reach reach) {
   const sv<64> *between = s.groups[h].between;
   parts r;
   split(r, right);
   make_group<0>(a, r, p, s, h);
-  carry_to_group(r, between[0], 1);
+  carry_to_group(r, between[0], 1, reach);
   make_group<1>(a, r, p, s, h);
-  carry_to_group(r, between[1], 2);
+  carry_to_group(r, between[1], 2, reach);
   make_group<2>(a, r, p, s, h);
-  carry_to_group(r, between[2], 3);
+  carry_to_group(r, between[2], 3, reach);
   make_group<3>(a, r, p, s, h);
 }
-// This panel's part of L^T in the first warpgroup, of P^T in the last; and, in the area, of the other one. Where j is
+// This panel's part of L^T in the first warpgroup, of P^T in the last; and, handed over, of the other one. Where j is
 // behind i the products are anything, also infinite.
-TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, int h) {
-  const sv<64> *between = s.groups[h].between;
+TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, bool steep, enum reach reach) {
   rt<float, 64> right;
-  rt<factor, 64> r, last;
-  make_factors(right, p, s, h);
+  make_factors(right, p, s, h, EARLY && !steep);
+  if (EARLY && !steep) {
+    wg_sync();                              // everybody has read the sums
+    put_write(s, right, h);
+  }
   fence_async();
   wg_sync();
+  if (EARLY && !steep) {
+    task t = given_task(s, n);
+    tma_store(p.read_k, s.k[h], t.place * Q, 64 * h, t.at.head, t.at.batch);
+    tma_store(p.read_q, s.q[h], t.place * Q, 64 * h, t.at.head, t.at.batch);
+    tma_store(p.write_k, s.sums[h].early.write, t.place * Q, 64 * h, t.at.head, t.at.batch);
+  }
   fill(a, 0.f);
-  if (PARTS == 2) return make_pairs_of_parts(a, right, p, s, h);
-  convert_group(r, right, 0);
-  make_group<0>(a, r, s.areas[h]);
-  carry_to_group(right, between[0], 1);
-  convert_group(r, right, 1);
-  make_group<1>(a, r, s.areas[h]);
-  carry_to_group(right, between[1], 2);
-  convert_group(r, right, 2);
-  carry_to_group(right, between[2], 3);
-  convert_group(last, right, 3);
-  make_group<2>(a, r, s.areas[h]);
-  make_group<3>(a, last, s.areas[h]);
+  if (PARTS == 2) return make_pairs_of_parts(a, right, p, s, h, reach);
+  make_group<0>(a, right, s, h, reach);
+  make_group<1>(a, right, s, h, reach);
+  make_group<2>(a, right, s, h, reach);
+  make_group<3>(a, right, s, h, reach);
 }
 // L^T and P^T, of which anything stands where nothing should, to M and P.
 TILE void put_inverse(rt<float, Q> &a, chunk &s) {
@@ -334,14 +374,22 @@ TILE void bring_gates(const params &p, const task &t) {
   if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
   else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
 }
-// Sums of this panel's gates, elements counted as `low` at least; whether some are less. What is left at the end, too.
-TILE bool put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, float low) {
+// Sums of this panel's gates, and what is left at the end; not if a sum is too far from its group's middle and gates do
+// not count as steep.
+TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, bool steep) {
   hv end;
-  bool less = sum_down(s.sums[h].l, s.groups[h], end, g, low, [](float x) { return fast_exp2(0.5f * x); });
+  enum reach reach = sum_down(
+    s.sums[h].l, s.groups[h], end, g, 1.4426950408889634f, CLOSE, steep ? infinity() : FAR,
+    [](float x, bool near) { return fast_exp2(near ? x : 0.5f * x); },
+    [=](float x) {
+      float root = fast_exp2(0.5f * x);     // its square may be a subnormal number
+      return EARLY && !steep ? root * root : x;
+    });
+  if (reach == BEYOND) return reach;
   int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
   map(end, end, [](float x) { return fast_exp2(x); });
   store(p.ends + place * D + 64 * h, end, 64);
-  return less;
+  return reach;
 }
 
 // What the warpgroup stored of a task, of this part of the places, has been read; where it is waited for, it is in
@@ -360,12 +408,16 @@ TILE void compute(const params &p, shared &all, int wg) {
     wait_for_task(s, n);
     task t = given_task(s, n);
     if (t.at.steps <= 0) break;
-    bool steep;
-    {
+    bool steep = !PAIRS;
+    enum reach reach = BEYOND;
+    ROLLED while (reach == BEYOND) {
       hm g;
       take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
       tma_store_wait_read<LATER>();         // before the sync in sum_down(): what is in place of the sums has left
-      steep = put_sums(p, s, t, g, h, PAIRS ? -10.5f * 1.4426950408889634f : -infinity());
+      if (steep) at_least(g, PAIRS ? -10.5f : LEAST);
+      if (EARLY && PANELS == 2) sem_wait(s.added, n & 1 ^ 1);
+      reach = put_sums(p, s, t, g, h, steep);
+      steep = steep || reach == BEYOND;
     }
     if (h == 0) {
       rv beta;
@@ -390,17 +442,22 @@ TILE void compute(const params &p, shared &all, int wg) {
     team_sync(team);                        // all has left, and all have written squares; l, too
     if (PAIRS) {
       rt<float, Q> a;
-      make_pairs(a, p, s, h);
+      make_pairs(a, p, s, n, h, steep, reach);
       if (PANELS == 2) {
         team_sync(team);
-        add(a, handed_in(s.areas[1 - h]));
-        wg_sync();                            // everybody has what was handed over
+        add(a, handed_by(s, 1 - h));
+        if (EARLY) sem_arrive<WARPGROUP>(s.added);
+        else wg_sync();                       // everybody has what was handed over
+      }
+      if (EARLY && !steep) {
+        tma_store_wait_read();
+        ring_release(s.inputs, ring_at<1>(n));
       }
       if (h == 0) put_inverse(a, s);
       else put_reads(a, s);
       if (PANELS == 1) {
         fill(a, 0.f);
-        add(a, handed_in(s.areas[0]));
+        add(a, handed_by(s, 0));
         wg_sync();
         put_reads(a, s);
       }
@@ -409,21 +466,28 @@ TILE void compute(const params &p, shared &all, int wg) {
       wait_for_task(s, n + 1);
       bring_gates(p, given_task(s, n + 1));
     }
-    if (steep) {
-      const task again = given_task(s, n);
-      hm g;
-      take_gates(g, p.gates, again.at, p.key_dim, 64 * h);
-      put_sums(p, s, again, g, h, -infinity());
-      wg_sync();
-    }
-    make_tiles(p, s, h);
     t = given_task(s, n);
-    ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
-    wg_sync();
-    int row = t.place * Q;
-    tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
-    tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
-    tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
+    const int row = t.place * Q;
+    if (EARLY && !steep) {
+      fence_async();
+      wg_sync();
+    } else {
+      if (PAIRS && steep) {
+        hm g;
+        take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
+        at_least(g, LEAST);
+        if (EARLY && PANELS == 2) sem_wait(s.added, n & 1);
+        put_sums(p, s, t, g, h, true);
+        wg_sync();
+        t = given_task(s, n);
+      }
+      make_tiles(p, s, h);
+      ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
+      wg_sync();
+      tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
+      tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
+      tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
+    }
     if (PAIRS && h == PANELS - 1) tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
     if (PAIRS && h == 0) tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
   }

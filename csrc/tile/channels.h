@@ -8,7 +8,7 @@
 //   cg       what the groups of a ct are to each other, a row of 64 floats per group. Of sums down from the first row:
 //            middle[g], and end[g], the last row less that middle; between[g], which takes from group g to g + 1
 //   handed   of an rt<float, 64> the blocks of 16 x 16 on the diagonal and right of it, in shared memory, from one
-//            warpgroup to another
+//            warpgroup to another: 10 KB, those of group g in front of KB 4 (g + 1)
 #pragma once
 #include "tile/own.h"
 #define IN_PLACE_RULES(Tile, Other) \
@@ -29,14 +29,24 @@ template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n)
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 // x = f(x, v[column]) in rows < m; the others stay.
 template<class F> TILE void map(hm &x, const hv &v, int m, F f);
-// Sums down the columns of x, each element counted as `low` where it is less; end of all rows. Tells whether some
-// element is less: everybody gets the same answer. between[g] = f(middle of group g + 1, less that of group g). In it
-// is a wg_sync(), behind which s is written; others want one before they read.
-template<class F> TILE bool sum_down(ct &s, cg &groups, hv &end, const hm &x, float low, F f);
+TILE void at_least(hm &x, float low);                           // what is less becomes `low`; NaN stays
+// Sums down the columns of x, times `unit`; end of all rows. Tells how far a group's first or last sum is from its
+// middle: at most `near`; at most `most`; further, or NaN: then, unless `most` is infinity, nothing else is worked out.
+// Everybody gets the same answer. between[g] = f(what lies between the middles of groups g and g + 1, whether all are
+// NEAR); g of the groups' middles and ends. In it is a wg_sync(), behind which s is written; others want one before they
+// read.
+enum reach { NEAR, WITHIN, BEYOND };
+template<class F, class G>
+TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, F f, G g);
 TILE void load(rt<float, 64> &t, const ct &s);
 // What each_part() also takes, beside a ct, of which comes the element: of v[row / 16] the column's.
 struct by_group { const sv<64> (&v)[4]; };
-// Rows in groups before `group`: x = (x f) f with f[col], whose square may be below what a float holds.
+// What each_part() also takes: a shared tile each of whose rows is read, and written by store_own(), by the warp alone that
+// has this row of register tiles. So it needs no sync in between.
+template<typename T> struct own_rows { st<T, 64, 64> &s; };
+template<typename T> TILE own_rows<T> own_rows_of(st<T, 64, 64> &s) { return {s}; }
+template<typename T> TILE void store_own(st<T, 64, 64> &d, const rt<float, 16> &t, int c0);
+// Rows in groups before `group`: x *= f[col].
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group);
 // x, rounded, in the rows of the groups 0 to `group`; 0 below.
 template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group);
@@ -50,7 +60,7 @@ template<int A, typename T>
 TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b);
 // t becomes columns 16 group .. of d. group: a constant
 TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group);
-TILE void hand_over(handed &d, const rt<float, 16> &t, int group);  // ... which lie in the group's fourth of its memory
+TILE void hand_over(handed &d, const rt<float, 16> &t, int group);
 TILE void add(rt<float, 64> &t, const handed &s);                     // t += s; others' are seen behind a sync
 // Element i at g[i * stride], a float or 16 bits; rows >= n are not read and become 0.
 template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int n);

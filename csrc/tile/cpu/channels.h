@@ -3,7 +3,7 @@
 enum { CT_ROW = 64 + 8 };
 struct alignas(128) ct { float d[64 * CT_ROW]; };
 struct cg { sv<64> sum[4], middle[4], end[4], between[3]; };
-struct alignas(128) handed { float d[4][64][16]; };
+struct alignas(128) handed { float d[10][16][16]; };
 #ifdef CHECK
 struct hv { alignas(64) float d[64]; state_of_registers state; };
 struct hm { alignas(64) float d[64][64]; state_of_registers state; };
@@ -51,37 +51,53 @@ template<class F> __attribute__((flatten)) TILE void map(hm &x, const hv &v, int
     for (int c = 0; c < 64; c++) x.d[i][c] = f(x.d[i][c], v.d[c]);
   }
 }
-template<class F>
-__attribute__((flatten)) TILE bool sum_down(ct &s, cg &groups, hv &end, const hm &x, float low, F f) {
-  bool less = false;
+TILE void at_least(hm &x, float low) {
+  changes(x);
+  for (int i = 0; i < 64; i++)
+    for (int c = 0; c < 64; c++) x.d[i][c] = x.d[i][c] < low ? low : x.d[i][c];
+}
+template<class F, class G>
+__attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near,
+                                                  float most, F f, G g) {
+  bool all_near = true, all_within = true;
   reads(x);
   writes(end);
   writes_shared(groups.sum[0], whole(groups.sum));
+  writes_shared(groups.sum[0], whole(groups.between));
   for (int c = 0; c < 64; c++) end.d[c] = 0.f;
-  for (int g = 0; g < 4; g++) {
+  for (int n = 0; n < 4; n++) {
     float sum[16][64], middle[64];
     for (int i = 0; i < 16; i++)
-      for (int c = 0; c < 64; c++) {
-        float y = x.d[16 * g + i][c];
-        less = less || y < low;
-        sum[i][c] = (i ? sum[i - 1][c] : 0.f) + (y < low ? low : y);
-      }
+      for (int c = 0; c < 64; c++) sum[i][c] = i ? sum[i - 1][c] + x.d[16 * n + i][c] : x.d[16 * n][c];
+    for (int i = 0; i < 16; i++)
+      for (int c = 0; c < 64; c++) sum[i][c] *= unit;
     for (int c = 0; c < 64; c++) {
       middle[c] = 0.5f * (sum[7][c] + sum[8][c]);
-      groups.middle[g].d[c] = end.d[c] + middle[c];
+      float first = fabsf(sum[0][c] - middle[c]), last = fabsf(sum[15][c] - middle[c]);
+      all_near = all_near && first <= near && last <= near;
+      all_within = all_within && first <= most && last <= most;
+      groups.middle[n].d[c] = end.d[c] + middle[c];
       end.d[c] += sum[15][c];
-      groups.end[g].d[c] = sum[15][c] - middle[c];
-      for (int b = 0; b < g; b++) groups.end[b].d[c] += sum[15][c];
-      if (g > 0) groups.between[g - 1].d[c] = f(groups.between[g - 1].d[c] + middle[c]);
-      if (g < 3) groups.between[g].d[c] = sum[15][c] - middle[c];
+      groups.end[n].d[c] = sum[15][c] - middle[c];
+      for (int b = 0; b < n; b++) groups.end[b].d[c] += sum[15][c];
+      if (n > 0) groups.between[n - 1].d[c] += middle[c];
+      if (n < 3) groups.between[n].d[c] = sum[15][c] - middle[c];
     }
     for (int i = 0; i < 16; i++)
-      for (int c = 0; c < 64; c++) s.d[(16 * g + i) * CT_ROW + c] = sum[i][c] - middle[c];
+      for (int c = 0; c < 64; c++) s.d[(16 * n + i) * CT_ROW + c] = sum[i][c] - middle[c];
   }
   wg_sync();
+  if (!all_near && most < infinity()) wg_sync();
+  if (!all_within && most < infinity()) return BEYOND;
+  for (int n = 0; n < 4; n++)
+    for (int c = 0; c < 64; c++) {
+      groups.middle[n].d[c] = g(groups.middle[n].d[c]);
+      groups.end[n].d[c] = g(groups.end[n].d[c]);
+      if (n < 3) groups.between[n].d[c] = f(groups.between[n].d[c], all_near);
+    }
   writes_shared(*(const sv<32> *)&s, whole(s));
   writes_shared(groups.sum[0], whole(groups));
-  return less;
+  return all_near ? NEAR : WITHIN;
 }
 TILE void load(rt<float, 64> &t, const ct &s) {
   reads_shared(whole(s));
@@ -96,11 +112,18 @@ TILE void part_uses(const by_group &g, int c0) {
   for (int i = 0; i < 4; i++) part_uses(g.v[i], c0);
 }
 TILE own_places<const float> part_row(const by_group &g, int r, int c0) { return {g.v[r / 16].d + c0}; }
+template<typename T> TILE void part_uses(const own_rows<T> &t, int c0) { reads_own(part(t.s, 0, 64, c0, 16)); }
+template<typename T> TILE row_buffer<16> part_row(const own_rows<T> &t, int r, int c0) { return part_row(t.s, r, c0); }
+template<typename T> TILE void store_own(st<T, 64, 64> &d, const rt<float, 16> &t, int c0) {
+  reads(t);
+  writes_own(d, part(d, 0, 64, c0, 16));
+  for (int r = 0; r < 64; r++) narrow_row(d.d + r * 64 + c0, t.d[r], 16);
+}
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group) {
   reads_shared(whole(f));
   changes(x);
   for (int r = 0; r < 16 * group; r++)
-    for (int c = 0; c < 64; c++) x.d[r][c] = x.d[r][c] * f.d[c] * f.d[c];
+    for (int c = 0; c < 64; c++) x.d[r][c] *= f.d[c];
 }
 template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group) {
   reads(x);
@@ -143,14 +166,18 @@ TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
 }
 TILE void hand_over(handed &d, const rt<float, 16> &t, int group) {
   reads(t);
-  writes_shared(*(const sv<32> *)&d, whole(d.d[group]));
-  for (int r = 0; r < 64; r++) memcpy(d.d[group][r], t.d[r], sizeof t.d[r]);
+  const int first = group * (group + 1) / 2;
+  writes_shared(*(const sv<32> *)&d, {d.d[first], 1, 0, (group + 1) * (int)sizeof d.d[0]});
+  memcpy(d.d[first], t.d, (group + 1) * sizeof d.d[0]);
 }
 TILE void add(rt<float, 64> &t, const handed &s) {
   reads_shared(whole(s));
   changes(t);
   for (int r = 0; r < 64; r++)
-    for (int c = r / 16 * 16; c < 64; c++) t.d[r][c] += s.d[c / 16][r][c % 16];
+    for (int c = r / 16 * 16; c < 64; c++) {
+      int group = c / 16;
+      t.d[r][c] += s.d[group * (group + 1) / 2 + r / 16][r % 16][c % 16];
+    }
 }
 template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int n) {
   for (int r = 0; r < 64 && r < n; r++) touches_global(g + r * stride, sizeof(T), GLOBAL_READ);

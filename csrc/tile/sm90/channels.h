@@ -4,33 +4,45 @@
 enum { CT_ROW = 64 + 8 };
 struct alignas(128) ct { float d[64 * CT_ROW]; };
 struct cg { sv<64> sum[4], middle[4], end[4], between[3]; };
-struct alignas(128) handed { float4 d[8][128]; };
-struct hv { float d[2]; };          // channels lane and lane + 32
+struct alignas(128) handed { float4 d[10][2][32]; };   // of columns of blocks, one after another
+struct hv { float d[2]; };          // channels 2 lane and 2 lane + 1
 struct hm { float d[2][16]; };      // their rows
 
 TILE void fill(hv &v, float x) { v.d[0] = v.d[1] = x; }
 TILE void load(hv &v, const float *g, int n) {
 #pragma unroll
-  for (int k = 0; k < 2; k++) v.d[k] = lane() + 32 * k < n ? g[lane() + 32 * k] : 0.f;
+  for (int k = 0; k < 2; k++) v.d[k] = 2 * lane() + k < n ? g[2 * lane() + k] : 0.f;
 }
 TILE void store(float *g, const hv &v, int n) {
   if (warp_in_group()) return;
 #pragma unroll
   for (int k = 0; k < 2; k++)
-    if (lane() + 32 * k < n) g[lane() + 32 * k] = v.d[k];
+    if (2 * lane() + k < n) g[2 * lane() + k] = v.d[k];
 }
 template<class F> TILE void map(hv &d, const hv &a, F f) {
   d.d[0] = f(a.d[0]);
   d.d[1] = f(a.d[1]);
 }
+TILE float2 pair_at(const float *g) { return *(const float2 *)g; }
+template<typename T> TILE float2 pair_at(const T *g) { return unpack<T>(*(const uint32_t *)g); }
 template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n) {
   m -= 16 * warp_in_group();
-  int first = lane() < n ? m : 0, second = lane() + 32 < n ? m : 0;
-  const T *from = g + 16 * warp_in_group() * ld + lane();
+  const T *from = g + 16 * warp_in_group() * ld + 2 * lane();
+  bool pairs = ((uintptr_t)from & (2 * sizeof(T) - 1)) == 0 && (ld & 1) == 0 && (uint64_t)ld < 1 << 24;
+  if (m >= 16 && n >= 64 && pairs) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {       // offsets of 32 bits: one instruction each
+      float2 y = pair_at((const T *)((const char *)from + i * ((uint32_t)ld * (uint32_t)sizeof(T))));
+      x.d[0][i] = y.x;
+      x.d[1][i] = y.y;
+    }
+    return;
+  }
+  int first = 2 * lane() < n ? m : 0, second = 2 * lane() + 1 < n ? m : 0;
 #pragma unroll
   for (int i = 0; i < 16; i++, from += ld) {
     x.d[0][i] = i < first ? to_float(from[0]) : 0.f;
-    x.d[1][i] = i < second ? to_float(from[32]) : 0.f;
+    x.d[1][i] = i < second ? to_float(from[1]) : 0.f;
   }
 }
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
@@ -46,9 +58,9 @@ template<class F> TILE void map(hm &x, const hv &v, int m, F f) {
 #pragma unroll
     for (int k = 0; k < 2; k++) x.d[k][i] = i < m ? f(x.d[k][i], v.d[k]) : x.d[k][i];
 }
-TILE float at_least(float x, float low) {  // NaN stays
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
-  return x;
+TILE void at_least(hm &x, float low) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) asm("max.NaN.f32 %0, %0, %1;" : "+f"(x.d[i / 16][i % 16]) : "f"(low));
 }
 // A wg_sync(); whether some thread has x.
 TILE bool any_of_group(bool x) {
@@ -56,46 +68,59 @@ TILE bool any_of_group(bool x) {
   uint32_t mine = x, all;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}\n"
                : "=r"(all) : "r"(mine), "r"(8 + (int)(threadIdx.x >> 7)) : "memory");
-  return all;
+  return __any_sync(~0u, all);             // for the compiler, that lanes stay together
+}
+TILE float further(float a, float b) {      // NaN stays
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(fabsf(b)));
+  return a;
 }
 // Sums within the groups, then what groups before have. between[g] holds what group g has behind its middle, until the
 // thread with these channels of the next group has taken it.
-template<class F> TILE bool sum_down(ct &s, cg &groups, hv &end, const hm &x, float low, F f) {
+TILE float2 &pair_of(sv<64> &v) { return ((float2 *)v.d)[lane()]; }
+template<class F, class G>
+TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, F f, G g) {
   int w = warp_in_group();
-  float y[2][16], middle[2];
-  bool less = false;
+  float y[2][16], middle[2], sum[2], behind[2];
+  float far = 0.f;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    float sum = 0.f;
+    y[k][0] = x.d[k][0];
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      less |= x.d[k][i] < low;
-      y[k][i] = sum += at_least(x.d[k][i], low);
-    }
-    middle[k] = 0.5f * (y[k][7] + y[k][8]);
-    groups.sum[w].d[lane() + 32 * k] = sum;
-    if (w < 3) groups.between[w].d[lane() + 32 * k] = sum - middle[k];
+    for (int i = 1; i < 16; i++) y[k][i] = y[k][i - 1] + x.d[k][i];
+    middle[k] = 0.5f * unit * (y[k][7] + y[k][8]);
+    sum[k] = y[k][15] * unit;
+    behind[k] = fused(y[k][15], unit, -middle[k]);
+    far = further(further(far, fused(y[k][0], unit, -middle[k])), behind[k]);
   }
-  less = any_of_group(less);
+  pair_of(groups.sum[w]) = make_float2(sum[0], sum[1]);
+  if (w < 3) pair_of(groups.between[w]) = make_float2(behind[0], behind[1]);
+  bool all_near = !any_of_group(!(far <= near));
+  if (!all_near && most < infinity() && any_of_group(!(far <= most))) return BEYOND;
+  float2 before = make_float2(0.f, 0.f), all = before, rest = make_float2(behind[0], behind[1]);
 #pragma unroll
-  for (int k = 0; k < 2; k++) {
-    int c = lane() + 32 * k;
-    float before = 0.f, all = 0.f, rest = y[k][15] - middle[k];
-#pragma unroll
-    for (int g = 0; g < 4; g++) {
-      float sum = groups.sum[g].d[c];
-      all += sum;
-      before = g < w ? all : before;
-      rest += g > w ? sum : 0.f;
+  for (int i = 0; i < 4; i++) {
+    float2 sum = pair_of(groups.sum[i]);
+    all.x += sum.x;
+    all.y += sum.y;
+    if (i < w) before = all;
+    if (i > w) {
+      rest.x += sum.x;
+      rest.y += sum.y;
     }
-    if (w > 0) groups.between[w - 1].d[c] = f(groups.between[w - 1].d[c] + middle[k]);
-    end.d[k] = all;
-    groups.middle[w].d[c] = before + middle[k];
-    groups.end[w].d[c] = rest;
-#pragma unroll
-    for (int i = 0; i < 16; i++) s.d[(16 * w + i) * CT_ROW + c] = y[k][i] - middle[k];
   }
-  return less;
+  end.d[0] = all.x;
+  end.d[1] = all.y;
+  if (w > 0) {
+    float2 last = pair_of(groups.between[w - 1]);
+    pair_of(groups.between[w - 1]) = make_float2(f(last.x + middle[0], all_near), f(last.y + middle[1], all_near));
+  }
+  pair_of(groups.middle[w]) = make_float2(g(before.x + middle[0]), g(before.y + middle[1]));
+  pair_of(groups.end[w]) = make_float2(g(rest.x), g(rest.y));
+  float *to = s.d + 16 * w * CT_ROW + 2 * lane();
+#pragma unroll
+  for (int i = 0; i < 16; i++)
+    *(float2 *)(to + i * CT_ROW) = make_float2(fused(y[0][i], unit, -middle[0]), fused(y[1][i], unit, -middle[1]));
+  return all_near ? NEAR : WITHIN;
 }
 TILE void load(rt<float, 64> &t, const ct &s) {
 #pragma unroll
@@ -121,8 +146,10 @@ TILE block_sums each_block(const ct &s, int k) {
 TILE block_sums each_block(ct &s, int k) { return each_block((const ct &)s, k); }
 TILE float each_at(const block_sums &b, int, int j) { return j & 1 ? b.x[j >> 1].y : b.x[j >> 1].x; }
 TILE block_pairs each_block(const by_group &g, int k) { return each_block(g.v[warp_in_group()], k); }
+template<typename T> TILE block_words<T> each_block(const own_rows<T> &t, int k) { return each_block(t.s, k); }
+template<typename T> TILE void store_own(st<T, 64, 64> &d, const rt<float, 16> &t, int c0) { store(d, t, c0); }
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group) {
-  if (warp_in_group() < group) map_col(x, f, [](float x, float f) { return x * f * f; });
+  if (warp_in_group() < group) map_col(x, f, [](float x, float f) { return x * f; });
 }
 template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &x, int group) {
   bool in = warp_in_group() <= group;
@@ -159,18 +186,23 @@ TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
 #pragma unroll
   for (int i = 0; i < 8; i++) d.d[8 * group + i] = t.d[i];
 }
+// Of the warp's block in the first column.
+TILE int handed_place() {
+  int thread = parking_place();
+  return thread / 32 * 64 + thread % 32;
+}
 TILE void hand_over(handed &d, const rt<float, 16> &t, int group) {
   if (warp_in_group() > group) return;
-  int place = parking_place();
-  d.d[2 * group][place] = make_float4(t.d[0], t.d[1], t.d[2], t.d[3]);
-  d.d[2 * group + 1][place] = make_float4(t.d[4], t.d[5], t.d[6], t.d[7]);
+  float4 *to = d.d[0][0] + handed_place() + group * (group + 1) / 2 * 64;
+  to[0] = make_float4(t.d[0], t.d[1], t.d[2], t.d[3]);
+  to[32] = make_float4(t.d[4], t.d[5], t.d[6], t.d[7]);
 }
 TILE void add(rt<float, 64> &t, const handed &s) {
-  int place = parking_place();
+  const float4 *from = s.d[0][0] + handed_place();
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     if (i / 2 < warp_in_group()) continue;
-    float4 x = s.d[i][place];
+    float4 x = from[i / 2 * (i / 2 + 1) / 2 * 64 + i % 2 * 32];
     t.d[4 * i] += x.x;
     t.d[4 * i + 1] += x.y;
     t.d[4 * i + 2] += x.z;
