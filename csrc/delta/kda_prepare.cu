@@ -19,7 +19,6 @@
 // Registers of a thread. Gates: half a column, 32. Pairs: what becomes the right operand 32, operands of 16, of which
 // two are there for the last two groups, a group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32,
 // three of 8.
-#include "tile/idle.h"
 #include "tile/order.h"
 #include "delta/kda_gates.h"
 
@@ -31,8 +30,9 @@ template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;
 template<typename T> struct parts_of { enum { COUNT = 1 }; };
 template<> struct parts_of<fp16> { enum { COUNT = 2 }; };
-// PARTS: of a factor, whose sum it is. EARLY: tiles are made beside the factors, unless gates are steep
-enum { PARTS = parts_of<elem>::COUNT, EARLY = PAIRS && PARTS == 1 };
+// PARTS: of a factor, whose sum it is. EARLY: tiles are made beside the factors, unless gates are steep.
+// LAST_SUMS: the last warpgroup sums all panels' gates, while the first one inverts
+enum { PARTS = parts_of<elem>::COUNT, EARLY = PAIRS && PARTS == 1, LAST_SUMS = EARLY && PANELS == 2 };
 // A group's sums are FAR from its middle at most, to base 2, or count as steep. Where they are CLOSE, what lies between
 // two middles is above 2^-126. A log decay counts as LEAST where it is less: 2^-128, and sums stay exact enough.
 #define CLOSE 62.f
@@ -52,10 +52,11 @@ struct chunk {
   union sums sums[PANELS];
   cg groups[PANELS];
   sv<Q> squares[2][PANELS];         // of k's rows and of q's
-  sv<Q> beta;
+  sv<Q> beta[2];                    // of tasks in turn
   words tasks[TASKS];
   ring<1> inputs;
   sem added;                        // what was handed over has been read
+  sem left;                         // what the first warpgroup has in place of the sums
   sem given[TASKS];                 // tasks; that their places are free follows from the ring of k and q
 };
 struct shared { chunk chunks[TEAMS]; };
@@ -80,6 +81,7 @@ TILE void init(shared &s) {
   for (int i = 0; i < TEAMS; i++) {
     ring_init(s.chunks[i].inputs, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
     sem_init(s.chunks[i].added, arrivals(0, 0, PANELS));
+    sem_init(s.chunks[i].left, arrivals(0, 0, 1));
     for (sem &given : s.chunks[i].given) sem_init(given, arrivals(1, 0, 0));
   }
 }
@@ -122,7 +124,7 @@ TILE void loader(const params &p, shared &all, int team) {
       if (t.at.steps <= 0) continue;
       int head = t.at.head / p.rows.group_heads;
       give_task(s, n, t);
-      ring_acquire_idle(s.inputs, ring_at<1>(n));
+      ring_acquire(s.inputs, ring_at<1>(n));
       ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
       ROLLED for (int h = 0; h < PANELS; h++) {
         tma_load(s.k[h], p.k, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
@@ -304,16 +306,17 @@ TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const param
 }
 // This panel's part of L^T in the first warpgroup, of P^T in the last; and, handed over, of the other one. Where j is
 // behind i the products are anything, also infinite.
-TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, bool steep, enum reach reach) {
+TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, enum reach reach) {
+  const bool early = EARLY && reach != BEYOND;
   rt<float, 64> right;
-  make_factors(right, p, s, h, EARLY && !steep);
-  if (EARLY && !steep) {
+  make_factors(right, p, s, h, early);
+  if (early) {
     wg_sync();                              // everybody has read the sums
     put_write(s, right, h);
   }
   fence_async();
   wg_sync();
-  if (EARLY && !steep) {
+  if (early) {
     task t = given_task(s, n);
     tma_store(p.read_k, s.k[h], t.place * Q, 64 * h, t.at.head, t.at.batch);
     tma_store(p.read_q, s.q[h], t.place * Q, 64 * h, t.at.head, t.at.batch);
@@ -327,10 +330,10 @@ TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int
   make_group<3>(a, right, s, h, reach);
 }
 // L^T and P^T, of which anything stands where nothing should, to M and P.
-TILE void put_inverse(rt<float, Q> &a, chunk &s) {
+TILE void put_inverse(rt<float, Q> &a, chunk &s, const sv<Q> &factors) {
   rt<float, Q> inverse;
   rv beta;
-  load(beta, s.beta);
+  load(beta, factors);
   triu(a, 1, 0.f);
   map_row(a, beta, [](float x, float y) { return x * y; });
   invert(inverse, a, scratch_of(s));
@@ -379,13 +382,13 @@ TILE void bring_gates(const params &p, const task &t) {
 TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, bool steep) {
   hv end;
   enum reach reach = sum_down(
-    s.sums[h].l, s.groups[h], end, g, 1.4426950408889634f, CLOSE, steep ? infinity() : FAR,
+    s.sums[h].l, s.groups[h], end, g, 1.4426950408889634f, CLOSE, FAR, steep,
     [](float x, bool near) { return fast_exp2(near ? x : 0.5f * x); },
     [=](float x) {
       float root = fast_exp2(0.5f * x);     // its square may be a subnormal number
       return EARLY && !steep ? root * root : x;
     });
-  if (reach == BEYOND) return reach;
+  if (reach == BEYOND && !steep) return reach;
   int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
   map(end, end, [](float x) { return fast_exp2(x); });
   store(p.ends + place * D + 64 * h, end, 64);
@@ -408,21 +411,23 @@ TILE void compute(const params &p, shared &all, int wg) {
     wait_for_task(s, n);
     task t = given_task(s, n);
     if (t.at.steps <= 0) break;
-    bool steep = !PAIRS;
-    enum reach reach = BEYOND;
-    ROLLED while (reach == BEYOND) {
-      hm g;
-      take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
-      tma_store_wait_read<LATER>();         // before the sync in sum_down(): what is in place of the sums has left
-      if (steep) at_least(g, PAIRS ? -10.5f : LEAST);
-      if (EARLY && PANELS == 2) sem_wait(s.added, n & 1 ^ 1);
-      reach = put_sums(p, s, t, g, h, steep);
-      steep = steep || reach == BEYOND;
+    const int first = !LAST_SUMS ? h : h == 0 ? PANELS : 0, end = LAST_SUMS ? PANELS : h + 1;
+    ROLLED for (int i = first; i < end; i++) {
+      bool steep = !PAIRS, again = true;
+      ROLLED while (again) {
+        hm g;
+        take_gates(g, p.gates, t.at, p.key_dim, 64 * i);
+        tma_store_wait_read<LATER>();       // before the sync in sum_down(): what is in place of the sums has left
+        if (LAST_SUMS) sem_wait(s.left, n & 1 ^ 1);
+        if (steep) at_least(g, PAIRS ? -10.5f : LEAST);
+        again = put_sums(p, s, t, g, i, steep) == BEYOND && !steep;
+        steep = again;
+      }
     }
-    if (h == 0) {
+    if (h == (LAST_SUMS ? PANELS - 1 : 0)) {
       rv beta;
       take_beta(beta, p.gates, t.at);
-      store(s.beta, beta);
+      store(s.beta[n % 2], beta);
       if (p.betas)
         store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
                     p.rows.heads, t.at.steps);
@@ -440,9 +445,15 @@ TILE void compute(const params &p, shared &all, int wg) {
     leave(p, part);
     part = t.place / DELTA_PART;
     team_sync(team);                        // all has left, and all have written squares; l, too
+    const enum reach reach = reach_of(s.groups[h]);
+    const bool steep = reach == BEYOND;
+    if (h == PANELS - 1) {
+      wait_for_task(s, n + 1);
+      bring_gates(p, given_task(s, n + 1));
+    }
     if (PAIRS) {
       rt<float, Q> a;
-      make_pairs(a, p, s, n, h, steep, reach);
+      make_pairs(a, p, s, n, h, reach);
       if (PANELS == 2) {
         team_sync(team);
         add(a, handed_by(s, 1 - h));
@@ -452,8 +463,9 @@ TILE void compute(const params &p, shared &all, int wg) {
       if (EARLY && !steep) {
         tma_store_wait_read();
         ring_release(s.inputs, ring_at<1>(n));
+        if (LAST_SUMS && h == 0) sem_arrive<WARPGROUP>(s.left);
       }
-      if (h == 0) put_inverse(a, s);
+      if (h == 0) put_inverse(a, s, s.beta[n % 2]);
       else put_reads(a, s);
       if (PANELS == 1) {
         fill(a, 0.f);
@@ -461,10 +473,6 @@ TILE void compute(const params &p, shared &all, int wg) {
         wg_sync();
         put_reads(a, s);
       }
-    }
-    if (h == PANELS - 1) {                    // given by now: the loader works it out behind its copies of this one
-      wait_for_task(s, n + 1);
-      bring_gates(p, given_task(s, n + 1));
     }
     t = given_task(s, n);
     const int row = t.place * Q;
@@ -487,6 +495,10 @@ TILE void compute(const params &p, shared &all, int wg) {
       tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
       tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
       tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
+      if (LAST_SUMS && h == 0) {
+        tma_store_wait_read();
+        sem_arrive<WARPGROUP>(s.left);
+      }
     }
     if (PAIRS && h == PANELS - 1) tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
     if (PAIRS && h == 0) tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);

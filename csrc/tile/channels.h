@@ -31,13 +31,15 @@ template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 template<class F> TILE void map(hm &x, const hv &v, int m, F f);
 TILE void at_least(hm &x, float low);                           // what is less becomes `low`; NaN stays
 // Sums down the columns of x, times `unit`; end of all rows. Tells how far a group's first or last sum is from its
-// middle: at most `near`; at most `most`; further, or NaN: then, unless `most` is infinity, nothing else is worked out.
-// Everybody gets the same answer. between[g] = f(what lies between the middles of groups g and g + 1, whether all are
+// middle: at most `near`; at most `most`; further, or NaN: then nothing else is worked out. Gates that are `steep` are
+// told to be BEYOND in any case, and all is worked out. Everybody gets the same answer, and others from reach_of(). between[g] = f(what lies between the middles of groups g and g + 1, whether all are
 // NEAR); g of the groups' middles and ends. In it is a wg_sync(), behind which s is written; others want one before they
 // read.
 enum reach { NEAR, WITHIN, BEYOND };
 template<class F, class G>
-TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, F f, G g);
+TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, bool steep, F f,
+                         G g);
+TILE enum reach reach_of(const cg &groups);
 TILE void load(rt<float, 64> &t, const ct &s);
 // What each_part() also takes, beside a ct, of which comes the element: of v[row / 16] the column's.
 struct by_group { const sv<64> (&v)[4]; };

@@ -2,7 +2,7 @@
 #pragma once
 enum { CT_ROW = 64 + 8 };
 struct alignas(128) ct { float d[64 * CT_ROW]; };
-struct cg { sv<64> sum[4], middle[4], end[4], between[3]; };
+struct cg { sv<64> sum[4], middle[4], end[4], between[3]; sv<32> reach; };
 struct alignas(128) handed { float d[10][16][16]; };
 #ifdef CHECK
 struct hv { alignas(64) float d[64]; state_of_registers state; };
@@ -58,8 +58,8 @@ TILE void at_least(hm &x, float low) {
 }
 template<class F, class G>
 __attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near,
-                                                  float most, F f, G g) {
-  bool all_near = true, all_within = true;
+                                                  float most, bool steep, F f, G g) {
+  bool all_near = !steep, all_within = true;
   reads(x);
   writes(end);
   writes_shared(groups.sum[0], whole(groups.sum));
@@ -87,8 +87,8 @@ __attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, co
       for (int c = 0; c < 64; c++) s.d[(16 * n + i) * CT_ROW + c] = sum[i][c] - middle[c];
   }
   wg_sync();
-  if (!all_near && most < infinity()) wg_sync();
-  if (!all_within && most < infinity()) return BEYOND;
+  if (!all_near && !steep) wg_sync();
+  if (!all_within && !steep) return BEYOND;
   for (int n = 0; n < 4; n++)
     for (int c = 0; c < 64; c++) {
       groups.middle[n].d[c] = g(groups.middle[n].d[c]);
@@ -97,7 +97,13 @@ __attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, co
     }
   writes_shared(*(const sv<32> *)&s, whole(s));
   writes_shared(groups.sum[0], whole(groups));
-  return all_near ? NEAR : WITHIN;
+  enum reach reach = steep ? BEYOND : all_near ? NEAR : WITHIN;
+  groups.reach.d[0] = reach;
+  return reach;
+}
+TILE enum reach reach_of(const cg &groups) {
+  reads_shared(whole(groups.reach));
+  return (enum reach)(int)groups.reach.d[0];
 }
 TILE void load(rt<float, 64> &t, const ct &s) {
   reads_shared(whole(s));

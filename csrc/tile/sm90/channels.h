@@ -3,7 +3,7 @@
 // Rows have 8 floats more than channels. Then the rows of a register tile lie in all banks.
 enum { CT_ROW = 64 + 8 };
 struct alignas(128) ct { float d[64 * CT_ROW]; };
-struct cg { sv<64> sum[4], middle[4], end[4], between[3]; };
+struct cg { sv<64> sum[4], middle[4], end[4], between[3]; sv<32> reach; };
 struct alignas(128) handed { float4 d[10][2][32]; };   // of columns of blocks, one after another
 struct hv { float d[2]; };          // channels 2 lane and 2 lane + 1
 struct hm { float d[2][16]; };      // their rows
@@ -78,7 +78,8 @@ TILE float further(float a, float b) {      // NaN stays
 // thread with these channels of the next group has taken it.
 TILE float2 &pair_of(sv<64> &v) { return ((float2 *)v.d)[lane()]; }
 template<class F, class G>
-TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, F f, G g) {
+TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, bool steep, F f,
+                         G g) {
   int w = warp_in_group();
   float y[2][16], middle[2], sum[2], behind[2];
   float far = 0.f;
@@ -94,8 +95,8 @@ TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, fl
   }
   pair_of(groups.sum[w]) = make_float2(sum[0], sum[1]);
   if (w < 3) pair_of(groups.between[w]) = make_float2(behind[0], behind[1]);
-  bool all_near = !any_of_group(!(far <= near));
-  if (!all_near && most < infinity() && any_of_group(!(far <= most))) return BEYOND;
+  bool all_near = !any_of_group(steep || !(far <= near));
+  if (!all_near && !steep && any_of_group(!(far <= most))) return BEYOND;
   float2 before = make_float2(0.f, 0.f), all = before, rest = make_float2(behind[0], behind[1]);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -120,8 +121,11 @@ TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, fl
 #pragma unroll
   for (int i = 0; i < 16; i++)
     *(float2 *)(to + i * CT_ROW) = make_float2(fused(y[0][i], unit, -middle[0]), fused(y[1][i], unit, -middle[1]));
-  return all_near ? NEAR : WITHIN;
+  enum reach reach = steep ? BEYOND : all_near ? NEAR : WITHIN;
+  if (thread_in_group() == 0) groups.reach.d[0] = __int_as_float(reach);
+  return reach;
 }
+TILE enum reach reach_of(const cg &groups) { return (enum reach)__float_as_int(groups.reach.d[0]); }
 TILE void load(rt<float, 64> &t, const ct &s) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
