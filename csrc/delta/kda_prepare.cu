@@ -304,9 +304,17 @@ TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const param
   carry_to_group(r, between[2], 3, reach);
   make_group<3>(a, r, p, s, h);
 }
+// What the warpgroup stored is in memory, as are the vectors, and what of it is of this part of the places is told, if
+// somebody waits for it.
+TILE void tell(const params &p, int part) {
+  if (!p.done || part < 0) return;
+  tma_store_wait<0>();
+  order_tell(p.done + part);
+}
 // This panel's part of L^T in the first warpgroup, of P^T in the last; and, handed over, of the other one. Where j is
 // behind i the products are anything, also infinite.
-TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, enum reach reach) {
+TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, enum reach reach,
+                     int part) {
   const bool early = EARLY && reach != BEYOND;
   rt<float, 64> right;
   make_factors(right, p, s, h, early);
@@ -316,6 +324,7 @@ TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int
   }
   fence_async();
   wg_sync();
+  if (EARLY) tell(p, part);                 // of the task before, whose last store has been on its way for long
   if (early) {
     task t = given_task(s, n);
     tma_store(p.read_k, s.k[h], t.place * Q, 64 * h, t.at.head, t.at.batch);
@@ -395,14 +404,6 @@ TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, 
   return reach;
 }
 
-// What the warpgroup stored of a task, of this part of the places, has been read; where it is waited for, it is in
-// memory, as are the vectors, and told.
-TILE void leave(const params &p, int part) {
-  if (!p.done) return tma_store_wait_read();
-  tma_store_wait<0>();
-  if (part >= 0) order_tell(p.done + part);
-}
-
 TILE void compute(const params &p, shared &all, int wg) {
   const int team = wg / PANELS, h = wg % PANELS;
   chunk &s = all.chunks[team];
@@ -442,8 +443,8 @@ TILE void compute(const params &p, shared &all, int wg) {
       put_squares(s.squares[0][h], s.k[h]);
       put_squares(s.squares[1][h], s.q[h]);
     }
-    leave(p, part);
-    part = t.place / DELTA_PART;
+    if (!EARLY) tell(p, part);
+    tma_store_wait_read();
     team_sync(team);                        // all has left, and all have written squares; l, too
     const enum reach reach = reach_of(s.groups[h]);
     const bool steep = reach == BEYOND;
@@ -453,7 +454,7 @@ TILE void compute(const params &p, shared &all, int wg) {
     }
     if (PAIRS) {
       rt<float, Q> a;
-      make_pairs(a, p, s, n, h, reach);
+      make_pairs(a, p, s, n, h, reach, part);
       if (PANELS == 2) {
         team_sync(team);
         add(a, handed_by(s, 1 - h));
@@ -476,6 +477,7 @@ TILE void compute(const params &p, shared &all, int wg) {
     }
     t = given_task(s, n);
     const int row = t.place * Q;
+    part = t.place / DELTA_PART;
     if (EARLY && !steep) {
       fence_async();
       wg_sync();
@@ -503,7 +505,8 @@ TILE void compute(const params &p, shared &all, int wg) {
     if (PAIRS && h == PANELS - 1) tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
     if (PAIRS && h == 0) tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
   }
-  leave(p, part);
+  tell(p, part);
+  tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, TEAMS * PANELS, COMPUTE_REGS>,
