@@ -363,7 +363,8 @@ TILE void put_reads(rt<float, Q> &a, chunk &s) {
   triu(a, 0, 0.f);
   store(reads_of(s), a);
 }
-TILE void make_tiles(const params &p, chunk &s, int h) {
+// The same bit by bit as those that are made early, unless gates are STEEP. Of factors in two parts they are made as if.
+template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
   panel &read_k = tile_of(s, h, 0), &read_q = tile_of(s, h, 1), &write_k = tile_of(s, h, 2);
   const by_group middle = {s.groups[h].middle}, end = {s.groups[h].end};
   rt<float, 64> l;
@@ -378,11 +379,16 @@ TILE void make_tiles(const params &p, chunk &s, int h) {
     fill(z, 0.f);
     each_part(c, [](int, int, float &x, float &y, float &z, float l, float k, float q, float middle, float end,
                     float norm_k, float norm_q) {
-      float e = fast_exp2(middle + l);
+      float e = fast_exp2(STEEP ? middle + l : l), f = fast_exp2(STEEP ? end - l : -l);
       k *= norm_k;
       x = k * e;
       y = q * norm_q * e;
-      z = k * fast_exp2(end - l);
+      z = k * f;
+      if (!STEEP) {
+        x *= middle;
+        y *= middle;
+        z *= end;
+      }
     }, x, y, z, (const rt<float, 64> &)l, s.k[h], s.q[h], middle, end, norm_k, norm_q);
     store(read_k, x, c);
     store(read_q, y, c);
@@ -399,7 +405,7 @@ TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, 
     [](float x, bool near) { return fast_exp2(near ? x : 0.5f * x); },
     [=](float x) {
       float root = fast_exp2(0.5f * x);     // its square may be a subnormal number
-      return EARLY && !steep ? root * root : x;
+      return PARTS == 1 && !steep ? root * root : x;
     });
   if (reach == BEYOND && !steep) return reach;
   int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
@@ -418,7 +424,7 @@ TILE void compute(const params &p, shared &all, int wg) {
     if (t.at.steps <= 0) break;
     const int first = !LAST_SUMS ? h : h == 0 ? PANELS : 0, end = LAST_SUMS ? PANELS : h + 1;
     ROLLED for (int i = first; i < end; i++) {
-      bool steep = !PAIRS, again = true;
+      bool steep = false, again = true;
       ROLLED while (again) {
         hm g;
         take_gates(g, p.gates, t.at, p.key_dim, 64 * i);
@@ -491,7 +497,8 @@ TILE void compute(const params &p, shared &all, int wg) {
         wg_sync();
         t = given_task(s, n);
       }
-      make_tiles(p, s, h);
+      if (PAIRS || PARTS == 2 || steep) make_tiles<true>(p, s, h);
+      else make_tiles<false>(p, s, h);
       ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
       wg_sync();
       tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
