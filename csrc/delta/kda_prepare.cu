@@ -4,26 +4,28 @@
 //   L_ij = sum over channels of k_i e^(l_i - m) k_j e^(m - l_j) for j < i, m of i's group
 //   P_ij = the same of scale q_i and k_j for j <= i;   M = (I + L diag(beta))^-1
 // and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the
-// gates. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to middle, by a factor
-// that all steps of a group share. That may be e^-168: then its square root is multiplied with twice. No exponent is above
-// 79, and e^79 |k| fits into bf16. Where one would be, a log decay counts, in L and P, as -10.5 where it is less. It is
-// wrong by e^-10.5 at most, less than what rounding leaves. The tiles have the true decays, then from another sum.
+// gates. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to middle, by a
+// factor that all steps of a group share. That may be e^-168: then its square root is multiplied with twice. No
+// exponent is above 79, and e^79 |k| fits into bf16. Where one would be, a log decay counts, in L and P, as -10.5 where
+// it is less. It is wrong by e^-10.5 at most, less than what rounding leaves, and the tiles have the true decays from
+// another sum. Else the tiles are what the products have, times the e^ of what lies before and behind a group.
 // Keys in fp16 have more bits than a factor in bf16, and where |k|^2 in L is over theirs, beta |k|^2 may be over 2:
 // then a state that equal keys reflect grows from step to step. So such factors are two bf16, and three products are
 // added.
 // Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has all of its panel's
 // gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the
-// other warpgroup: the first makes L and M, the last P. The next task's k, q and gates come while this one's tiles
-// leave. Without PAIRS, the tiles and the vector alone: what a caller lacks who has M and P.
+// other warpgroup: the first makes L and M, the last P. Tiles leave while products are made, then the next task's k and
+// q come; its gates are in the L2, and the last warpgroup sums them while the first one inverts. Without PAIRS, the
+// tiles and the vector alone: what a caller lacks who has M and P.
 //
-// Registers of a thread. Gates: half a column, 32. Pairs: what becomes the right operand 32, operands of 16, of which
-// two are there for the last two groups, a group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32,
-// three of 8.
+// Registers of a thread. Gates: two columns of a group, 32. Pairs: what becomes the right operand 32, an operand 16, a
+// group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32, three of 8.
 #include "tile/order.h"
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. PAIRS, TEAMS, LOAD_REGS, COMPUTE_REGS
-// TASKS: whose places are known at a time. LATER: of a task, a warpgroup's stores behind those of what is in place of the sums
+// TASKS: whose places are known at a time. LATER: of a task, a warpgroup's stores behind those of what is in place of
+// the sums
 enum { PANELS = D / 64, LATER = !PAIRS ? 1 : PANELS == 1 ? 3 : 2, TASKS = 4 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
@@ -94,8 +96,8 @@ TILE task task_at(const params &p, int index) {
   chunk_steps c = steps_at(p.rows, place);
   return {place, {unit - place * p.batches, index - unit * p.rows.heads, c.step, c.end - c.step}};
 }
-// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked for,
-// everybody has done with those of the task before that, and with all of the task before that one.
+// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked
+// for, everybody has done with those of the task before that, and with all of the one before.
 TILE void give_task(chunk &s, uint32_t n, const task &t) {
   words &w = s.tasks[n % TASKS];
   put(w.place, t.place);
@@ -363,7 +365,7 @@ TILE void put_reads(rt<float, Q> &a, chunk &s) {
   triu(a, 0, 0.f);
   store(reads_of(s), a);
 }
-// The same bit by bit as those that are made early, unless gates are STEEP. Of factors in two parts they are made as if.
+// STEEP: of any gates. Else they are, bit by bit, those that are made early.
 template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
   panel &read_k = tile_of(s, h, 0), &read_q = tile_of(s, h, 1), &write_k = tile_of(s, h, 2);
   const by_group middle = {s.groups[h].middle}, end = {s.groups[h].end};

@@ -32,9 +32,9 @@ template<class F> TILE void map(hm &x, const hv &v, int m, F f);
 TILE void at_least(hm &x, float low);                           // what is less becomes `low`; NaN stays
 // Sums down the columns of x, times `unit`; end of all rows. Tells how far a group's first or last sum is from its
 // middle: at most `near`; at most `most`; further, or NaN: then nothing else is worked out. Gates that are `steep` are
-// told to be BEYOND in any case, and all is worked out. Everybody gets the same answer, and others from reach_of(). between[g] = f(what lies between the middles of groups g and g + 1, whether all are
-// NEAR); g of the groups' middles and ends. In it is a wg_sync(), behind which s is written; others want one before they
-// read.
+// told to be BEYOND in any case, and all is worked out. Everybody gets the same answer, others from reach_of().
+// between[g] = f(what lies between the middles of groups g and g + 1, whether all are NEAR); g of the groups' middles
+// and ends. In it is a wg_sync(), behind which s is written; others want one before they read.
 enum reach { NEAR, WITHIN, BEYOND };
 template<class F, class G>
 TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, bool steep, F f,
@@ -43,8 +43,8 @@ TILE enum reach reach_of(const cg &groups);
 TILE void load(rt<float, 64> &t, const ct &s);
 // What each_part() also takes, beside a ct, of which comes the element: of v[row / 16] the column's.
 struct by_group { const sv<64> (&v)[4]; };
-// What each_part() also takes: a shared tile each of whose rows is read, and written by store_own(), by the warp alone that
-// has this row of register tiles. So it needs no sync in between.
+// What each_part() also takes: a shared tile each of whose rows is read, and written by store_own(), by the warp alone
+// that has this row of register tiles. So it needs no sync in between.
 template<typename T> struct own_rows { st<T, 64, 64> &s; };
 template<typename T> TILE own_rows<T> own_rows_of(st<T, 64, 64> &s) { return {s}; }
 template<typename T> TILE void store_own(st<T, 64, 64> &d, const rt<float, 16> &t, int c0);
