@@ -54,7 +54,7 @@ struct chunk {
   union sums sums[PANELS];
   cg groups[PANELS];
   sv<Q> squares[2][PANELS];         // of k's rows and of q's
-  sv<Q> beta;
+  sv<Q> beta[2];                    // of tasks in turn
   words tasks[TASKS];
   ring<1> inputs;
   sem added;                        // what was handed over has been read
@@ -113,15 +113,6 @@ TILE task given_task(const chunk &s, uint32_t n) {
   return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
 }
 
-// Thread. Gates of a task come into the L2, where their rows are whole units of 16 bytes.
-TILE void bring_gates(const params &p, const task &t) {
-  const kda_given &g = p.gates.g;
-  const int64_t size = g.is_float ? sizeof(float) : sizeof(elem), step = g.step * size, row = p.key_dim * size;
-  const char *from = (const char *)g.data + (t.at.batch * g.batch + t.at.step * g.step + t.at.head * g.head) * size;
-  if (((uintptr_t)from | step | row) % 16) return;
-  ROLLED for (int i = 0; i < (t.at.steps < Q ? t.at.steps : Q); i++, from += step)
-    tma_prefetch((const float *)from, (int)(row / sizeof(float)));
-}
 // Where there are few tasks, blocks have one each. Blocks that end early leave their multiprocessors to the pass.
 TILE void loader(const params &p, shared &all, int team) {
   chunk &s = all.chunks[team];
@@ -135,7 +126,6 @@ TILE void loader(const params &p, shared &all, int team) {
       if (t.at.steps <= 0) continue;
       int head = t.at.head / p.rows.group_heads;
       give_task(s, n, t);
-      bring_gates(p, t);
       ring_acquire(s.inputs, ring_at<1>(n));
       ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
       ROLLED for (int h = 0; h < PANELS; h++) {
@@ -351,10 +341,10 @@ TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int
   make_group<3>(a, right, s, h, reach);
 }
 // L^T and P^T, of which anything stands where nothing should, to M and P.
-TILE void put_inverse(rt<float, Q> &a, chunk &s) {
+TILE void put_inverse(rt<float, Q> &a, chunk &s, const sv<Q> &factors) {
   rt<float, Q> inverse;
   rv beta;
-  load(beta, s.beta);
+  load(beta, factors);
   triu(a, 1, 0.f);
   map_row(a, beta, [](float x, float y) { return x * y; });
   invert(inverse, a, scratch_of(s));
@@ -398,6 +388,12 @@ template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
   }
 }
 
+// Gates of a task come into the L2.
+TILE void bring_gates(const params &p, const task &t) {
+  if (t.at.steps <= 0) return;
+  if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
+  else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
+}
 // Sums of this panel's gates, and what is left at the end; not if a sum is too far from its group's middle and gates do
 // not count as steep.
 TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, bool steep) {
@@ -437,10 +433,10 @@ TILE void compute(const params &p, shared &all, int wg) {
         steep = again;
       }
     }
-    if (h == 0) {
+    if (h == (LAST_SUMS ? PANELS - 1 : 0)) {
       rv beta;
       take_beta(beta, p.gates, t.at);
-      store(s.beta, beta);
+      store(s.beta[n % 2], beta);
       if (p.betas)
         store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
                     p.rows.heads, t.at.steps);
@@ -460,6 +456,10 @@ TILE void compute(const params &p, shared &all, int wg) {
     team_sync(team);                        // all has left, and all have written squares; l, too
     const enum reach reach = reach_of(s.groups[h]);
     const bool steep = reach == BEYOND;
+    if (h == PANELS - 1) {
+      wait_for_task(s, n + 1);
+      bring_gates(p, given_task(s, n + 1));
+    }
     if (PAIRS) {
       rt<float, Q> a;
       make_pairs(a, p, s, n, h, reach, part);
@@ -474,7 +474,7 @@ TILE void compute(const params &p, shared &all, int wg) {
         ring_release(s.inputs, ring_at<1>(n));
         if (LAST_SUMS && h == 0) sem_arrive<WARPGROUP>(s.left);
       }
-      if (h == 0) put_inverse(a, s);
+      if (h == 0) put_inverse(a, s, s.beta[n % 2]);
       else put_reads(a, s);
       if (PANELS == 1) {
         fill(a, 0.f);
