@@ -371,11 +371,11 @@ template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
     fill(z, 0.f);
     each_part(c, [](int, int, float &x, float &y, float &z, float l, float k, float q, float middle, float end,
                     float norm_k, float norm_q) {
-      float e = fast_exp2(STEEP ? middle + l : l), f = fast_exp2(STEEP ? end - l : -l);
+      float e = fast_exp2(STEEP ? middle + l : l);
       k *= norm_k;
       x = k * e;
       y = q * norm_q * e;
-      z = k * f;
+      z = k * fast_exp2(STEEP ? end - l : -l);
       if (!STEEP) {
         x *= middle;
         y *= middle;
