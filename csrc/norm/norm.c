@@ -29,18 +29,25 @@ static bool in_eights(const mg_tensor *t) {
   for (int i = 0; i < t->dims - 1; i++) bits |= stride_of(t, i) * (int64_t)mg_dtype_size(t->dtype);
   return bits % (mg_dtype_size(t->dtype) == 1 ? 8 : 16) == 0;
 }
+static bool has_int_strides(const mg_tensor *t) {
+  bool has = true;
+  for (int i = 0; t && i < t->dims - 1; i++) has &= stride_of(t, i) >= 0 && stride_of(t, i) <= INT32_MAX;
+  return has;
+}
 static bool fits(const mg_call *c, const call *a) {
-  if (c->context.device == MG_CPU && !mg_intercepted()) return true;
   const mg_tensor *all[] = {a->x, a->extra, a->out, a->sum, a->dout, a->dextra_in, a->dx, a->dextra, a->weight,
                             a->bias};
-  bool fit = c->n.N % 8 == 0;
+  bool fit = true;
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) fit &= has_int_strides(all[i]);
+  if (c->context.device == MG_CPU && !mg_intercepted()) return fit;
+  fit &= c->n.N % 8 == 0;
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) fit &= in_eights(all[i]);
   return fit;
 }
-// Whether all streams are lines of 16 bits that bulk copies bring: those begin at multiples of 16 bytes on the CPU too.
-static bool in_ring(const call *a) {
+// Whether all streams are lines of 16 bits: those that bulk copies bring begin at multiples of 16 bytes on the CPU too.
+static bool in_halves(const call *a) {
   const mg_tensor *all[] = {a->x, a->extra, a->sum, a->dout, a->dextra_in, a->dextra};
-  bool fit = a->kind == NORM_PLAIN || a->kind == NORM_ADD;
+  bool fit = true;
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) fit &= !is_float(all[i]) && in_eights(all[i]);
   return fit && a->x->shape[a->x->dims - 1] % 8 == 0;
 }
@@ -48,10 +55,13 @@ static bool in_ring(const call *a) {
 // Chooses the kernel, whose blocks have as many warpgroups as its tile has rows, each of as many columns as that has.
 static norm_problem problem_of(mg_call *c, const call *a, mg_op op) {
   const int64_t groups = c->n.G > 0 ? c->n.G : 1;
-  c->problem.size.FIT = fits(c, a) ? 1 + in_ring(a) : 0;
+  const bool fit = fits(c, a), halves = fit && in_halves(a), gate = a->kind != NORM_PLAIN && a->kind != NORM_ADD,
+             adds = a->kind == NORM_ADD && a->rms && !(a->dropout_p > 0);
+  c->problem.size.FIT = fit + halves + (halves && !gate) + (halves && adds);
   if (c->problem.gpu && c->problem.dtype == MG_FP32) c->problem.dtype = MG_BF16;    // whose kernels read both
   norm_problem p = {
-    .rows = (int)c->n.B, .groups = (int)groups, .dim = (int)c->n.N, .eights = c->problem.size.FIT > 0,
+    .rows = (int)c->n.B, .groups = (int)groups, .dim = (int)c->n.N,
+    .inverse_groups = groups > 1 ? (uint32_t)(((uint64_t)1 << 32) / groups) : UINT32_MAX, .eights = fit,
     .rms = a->rms, .extra = a->kind, .weight = mg_data(a->weight), .bias = mg_data(a->bias),
     .weight_is_float = is_float(a->weight), .bias_is_float = is_float(a->bias),
     .weight_offset = !a->weight || a->zero_centred, .inverse = 1 / (float)c->n.N,
@@ -63,9 +73,11 @@ static norm_problem problem_of(mg_call *c, const call *a, mg_op op) {
     p.keep_scale = dropped < 65536 ? 65536 / (float)(65536 - dropped) : 0;
   }
   if (!mg_choose_other(c, op)) return p;
+  p.slots = c->desc->tile_m;
+  if (c->kernel->constant().LINES) return p;
   while (p.lines < 16 && c->n.N * 2 * p.lines <= c->desc->tile_n) p.lines *= 2;
   while (p.span < c->desc->tile_m && c->n.N > p.span * c->desc->tile_n) p.span *= 2;
-  p.slots = c->desc->tile_m / p.span * p.lines;
+  p.slots = p.slots / p.span * p.lines;
   return p;
 }
 static int tiles_of(mg_call *c, const norm_problem *p) {
@@ -86,7 +98,7 @@ static mg_status forward(mg_call *c, const call *a) {
   p.most_scale = p.root_eps > 0x1p-60f ? 1e18f / p.root_eps : 1e37f;
   p.rounds = (a->kind == NORM_ADD || a->dropout_p > 0) && !is_float(a->kind == NORM_ADD ? a->extra : a->x);
   p.tiles = tiles_of(c, &p.problem);
-  return c->status ? c->status : mg_run_resident(c, &p, p.tiles);
+  return c->status ? c->status : mg_run(c, &p, p.tiles);
 }
 
 // Blocks: a multiple of the groups, so that each has lines of one; no more than partials has room for.
@@ -104,7 +116,7 @@ static mg_status backward(mg_call *c, const call *a) {
     if (c->status) return c->status;
     // blocks with a loader have warpgroups beside those of their lines, and add up their sums themselves
     const int64_t sums = (int)c->desc->threads > 128 * c->desc->tile_m ? 1 : p.problem.slots;
-    blocks = mg_min(p.tiles / p.problem.groups, mg_min(c->n.CUTS, c->n.PARTS / sums));
+    blocks = mg_min(p.tiles / p.problem.groups, c->n.PARTS / sums);
     blocks = mg_max(mg_resident(c, blocks * p.problem.groups) / p.problem.groups, 1);
     parts = blocks * sums;
     if (mg_run(c, &p, blocks * p.problem.groups)) return c->status;

@@ -19,14 +19,14 @@ struct sums { tile weight, bias; };
 struct statistics { lv mean, rstd; };
 
 TILE void begin(inputs &in, const params &p, const place &at) {
-  begin(in.u, p.x, p.problem, at);
-  begin(in.dy, p.dout, p.problem, at);
+  begin_given(in.u, p.x, p.problem, at);
+  begin_given(in.dy, p.dout, p.problem, at);
   begin(in.extra, p.extra, p.problem, at);
 }
 TILE void load_statistics(statistics &of, const norm_problem &p, const place &at) {
   int64_t first = (int64_t)at.row * p.groups + at.group;
-  load(of.rstd, p.rstd + first, p.groups, p.lines, rows_left(p, at));
-  if (p.mean) load(of.mean, p.mean + first, p.groups, p.lines, rows_left(p, at));
+  load(of.rstd, p.rstd + first, p.groups, lines_of(p), rows_left(p, at));
+  if (p.mean) load(of.mean, p.mean + first, p.groups, lines_of(p), rows_left(p, at));
   else fill(of.mean, 0.f);
 }
 TILE void load_weight(tile &w, const norm_problem &p, const place &at) {
@@ -38,13 +38,13 @@ TILE float silu_slope(float z, float s) { return s * fused(z, 1.f - s, 1.f); }  
 TILE void end(inputs &in, const tile &w, const statistics &of, const params &p, const place &at) {
   const norm_problem &q = p.problem;
   float offset = q.weight_offset;
-  end(in.u, p.x);
-  end(in.dy, p.dout);
+  end_given(in.u, p.x);
+  end_given(in.dy, p.dout);
   end(in.extra, p.extra);
   if (q.extra == NORM_GATE_FIRST)
-    each<ACCESS>(in.u, q.lines, columns_left(q, at), [](float &x, float z) { x *= z * sigmoid(z); }, in.extra);
+    each<ACCESS>(in.u, lines_of(q), columns_left(q, at), [](float &x, float z) { x *= z * sigmoid(z); }, in.extra);
   if (q.extra == NORM_GATE_LAST)
-    each<ACCESS>(in.u, q.lines, columns_left(q, at),
+    each<WHOLE>(in.u, lines_of(q), columns_left(q, at),
                  [=](float u, float &dy, float &z, float mean, float rstd, float w) {
       float s = sigmoid(z), slope = silu_slope(z, s), gate = z * s;
       z = dy * ((u - mean) * rstd * (w + offset)) * slope;
@@ -54,7 +54,7 @@ TILE void end(inputs &in, const tile &w, const statistics &of, const params &p, 
 TILE void add_to_means(lsum &of_gn, lsum &of_g, inputs &in, const tile &w, const statistics &of, const params &p,
                        const place &at) {
   float offset = p.problem.weight_offset;
-  each<ACCESS>(in.u, p.problem.lines, columns_left(p.problem, at),
+  each<ACCESS>(in.u, lines_of(p.problem), columns_left(p.problem, at),
                [=](float u, float dy, float w, float mean, float rstd, float &gn, float &g) {
     float n = (u - mean) * rstd, d = dy * (w + offset);
     gn = fused(d, n, gn);
@@ -62,7 +62,7 @@ TILE void add_to_means(lsum &of_gn, lsum &of_g, inputs &in, const tile &w, const
   }, in.dy, w, of.mean, of.rstd, of_gn, of_g);
 }
 TILE void add_to_sums(sums &d, inputs &in, const statistics &of, const params &p, const place &at) {
-  each<ACCESS>(in.u, p.problem.lines, columns_left(p.problem, at),
+  each<ACCESS>(in.u, lines_of(p.problem), columns_left(p.problem, at),
                [](float u, float dy, float mean, float rstd, float &dweight, float &dbias) {
     dweight = fused(dy, (u - mean) * rstd, dweight);
     dbias += dy;
@@ -73,18 +73,18 @@ TILE void write(inputs &in, const tile &w, const statistics &of, const lv &gn, c
                 const place &at) {
   const norm_problem &q = p.problem;
   float offset = q.weight_offset;
-  each<ACCESS>(in.u, q.lines, columns_left(q, at),
+  each<ACCESS>(in.u, lines_of(q), columns_left(q, at),
                [=](float &u, float dy, float w, float mean, float rstd, float gn, float g) {
     float n = (u - mean) * rstd;
     u = rstd * (fused(-n, gn, dy * (w + offset)) - g);
   }, in.dy, w, of.mean, of.rstd, gn, g);
   if (q.extra == NORM_ADD && p.extra.data)
-    each<ACCESS>(in.u, q.lines, columns_left(q, at), [](float &u, float d) { u += d; }, in.extra);
+    each<ACCESS>(in.u, lines_of(q), columns_left(q, at), [](float &u, float d) { u += d; }, in.extra);
   if (q.extra == NORM_GATE_FIRST) {
     tile x;                                    // read again: it would be long in registers
-    begin(x, p.x, q, at);
-    end(x, p.x);
-    each<ACCESS>(in.u, q.lines, columns_left(q, at), [](float &u, float x, float &z) {
+    begin_given(x, p.x, q, at);
+    end_given(x, p.x);
+    each<ACCESS>(in.u, lines_of(q), columns_left(q, at), [](float &u, float x, float &z) {
       float s = sigmoid(z), slope = silu_slope(z, s), gate = z * s;
       z = u * x * slope;
       u *= gate;
@@ -122,7 +122,7 @@ TILE void differentiate(inputs &in, sums &d, const params &p, const place &at, s
 }
 
 // ---- where a block's sums are
-TILE int sums_line(const norm_problem &p, int warpgroup) { return warpgroup / p.span * p.lines; }
+TILE int sums_line(const norm_problem &p, int warpgroup) { return member_of(p, warpgroup) * lines_of(p); }
 TILE int64_t sums_at(const params &p, const place &at, int line) {
   int64_t part = (int64_t)(block_index() / p.problem.groups) * p.problem.slots + line;
   return (part * 2 * p.problem.groups + at.group) * p.columns + at.col;
@@ -131,14 +131,14 @@ TILE int sums_left(const params &p, const place &at) { return (int)p.columns - a
 TILE void store_sums(const sums &d, const params &p, const place &at, int line) {
   const norm_problem &q = p.problem;
   int64_t first = sums_at(p, at, line), part = 2 * q.groups * p.columns, other = q.groups * p.columns;
-  save<EIGHTS>(p.partials + first, part, d.weight, q.lines, q.lines, sums_left(p, at));
-  save<EIGHTS>(p.partials + first + other, part, d.bias, q.lines, q.lines, sums_left(p, at));
+  save<EIGHTS>(p.partials + first, part, d.weight, lines_of(q), lines_of(q), sums_left(p, at));
+  save<EIGHTS>(p.partials + first + other, part, d.bias, lines_of(q), lines_of(q), sums_left(p, at));
 }
 TILE void load_sums(sums &d, const params &p, const place &at, int line) {
   const norm_problem &q = p.problem;
   int64_t first = sums_at(p, at, line), part = 2 * q.groups * p.columns, other = q.groups * p.columns;
-  load_begin<EIGHTS>(d.weight, p.partials + first, part, q.lines, q.lines, sums_left(p, at));
-  load_begin<EIGHTS>(d.bias, p.partials + first + other, part, q.lines, q.lines, sums_left(p, at));
+  load_begin<EIGHTS>(d.weight, p.partials + first, part, lines_of(q), lines_of(q), sums_left(p, at));
+  load_begin<EIGHTS>(d.bias, p.partials + first + other, part, lines_of(q), lines_of(q), sums_left(p, at));
   load_end<float>(d.weight);
   load_end<float>(d.bias);
 }
@@ -201,4 +201,4 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<BLOCKS>> kernel;
-ENTRY(kernel, GROUPS, 1024 * J)
+ENTRY(kernel, LINES ? GROUPS / SPAN * LINES : GROUPS, LINES ? 1024 * J * SPAN / LINES : 1024 * J)

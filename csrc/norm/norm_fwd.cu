@@ -3,8 +3,8 @@
 //   f(u) = u / sqrt(mean of u^2 + eps)           root mean square norm (rms)
 // and, of a gated norm, u = x silu(z), or y = f(x) weight silu(z). The sum drop(x) + residual is a result too, and
 // u is that result, rounded as it is: what is differentiated is what was computed.
-// Bound by memory. A line's numbers stay in registers between its one read and its one write; the next line is read
-// meanwhile. LONG lines are read twice.
+// Bound by memory. These are lines of any length and at any address, read in parts and twice; norm_fwd_whole.cu has
+// those that stay in registers.
 // The variance is that about a first mean, less the square of what remains of it: a constant row has none, whatever its
 // value. Rows whose squares would leave the range of float are measured once more, scaled.
 #include "norm/norm_fp8.h"
@@ -14,168 +14,120 @@ struct shared { sums_room sums; };
 typedef norm_fwd_params params;
 TILE void init(shared &) {}
 
-// x, dropped; what is read beside it.
 struct inputs { tile x, extra; };
-TILE void begin(inputs &in, const params &p, const place &at) {
-  begin(in.x, p.x, p.problem, at);
-  begin(in.extra, p.extra, p.problem, at);
-}
-TILE float silu(float z) { return z * sigmoid(z); }
-TILE void end(inputs &in, const params &p, const place &at) {
+TILE void read(inputs &in, const params &p, const place &at) {
   const norm_problem &q = p.problem;
+  begin(in.x, p.x, q, at);
+  begin(in.extra, p.extra, q, at);
   end(in.x, p.x);
   end(in.extra, p.extra);
   if (q.seed) drop(in.x, q, at);
   if (q.extra == NORM_ADD)
-    each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float r) { x += r; }, in.extra);
+    each<WHOLE>(in.x, q.lines, columns_left(q, at), [](float &x, float r) { x += r; }, in.extra);
   if (p.rounds) round_lines<elem>(in.x);
   if (!QUANT && q.extra == NORM_GATE_FIRST)
-    each<ACCESS>(in.x, q.lines, columns_left(q, at), [](float &x, float z) { x *= silu(z); }, in.extra);
+    each<WHOLE>(in.x, q.lines, columns_left(q, at), [](float &x, float z) { x *= silu(z); }, in.extra);
 }
 
 // Two parts' moments are joined as Chan, Golub & LeVeque (1979) do.
 TILE void join(moments &m, const moments &part, float n, float n_part) {
   float share = n_part / (n + n_part), weight = n * share;
   lv step;
-  map(step, part.mean, part.rest, [](float mean, float rest) { return mean + rest; });
-  map(step, step, m.mean, [](float theirs, float ours) { return theirs - ours; });
+  map(step, part.mean, m.mean, [](float theirs, float ours) { return theirs - ours; });
   map(m.mean, m.mean, step, [=](float mean, float step) { return fused(step, share, mean); });
   map(m.squares, m.squares, part.squares, [](float a, float b) { return a + b; });
   map(m.squares, m.squares, step, [=](float squares, float step) { return fused(step * weight, step, squares); });
 }
-// of a LONG line, whose parts are read here
-TILE void measure_long(moments &m, const params &p, const place &at, shared &s, summer &who) {
+TILE void measure(moments &m, const lv &scale, const params &p, const place &at, shared &s, summer &who) {
   moments part;
-  map(part.scale, m.scale, [](float x) { return x; });
-  fill(m.rest, 0.f);
   ROLLED for (int col = 0; col < p.problem.dim; col += WIDTH) {
     int left = p.problem.dim - col, n = left < WIDTH ? left : WIDTH;
     inputs in;
     place here = moved(at, col);
-    begin(in, p, here);
-    end(in, p, here);
+    read(in, p, here);
+    multiply(in.x, scale, p.problem, here);
     measure_part(part, in.x, p.problem, here, (float)n, 1.f / (float)n, s.sums, who);
     if (col == 0) {
-      map(m.mean, part.mean, part.rest, [](float mean, float rest) { return mean + rest; });
+      map(m.mean, part.mean, [](float x) { return x; });
       map(m.squares, part.squares, [](float x) { return x; });
     } else join(m, part, (float)col, (float)n);
   }
 }
-TILE void choose_scale(moments &m, tile &x, const params &p, const place &at, shared &s, summer &who) {
+TILE void choose_scale(lv &scale, const params &p, const place &at, shared &s, summer &who) {
   lsum whole, small;
-  lv sum, small_sum;
-  float most = p.most_scale;
   clear(whole);
   clear(small);
-  if (LONG) {
-    ROLLED for (int col = 0; col < p.problem.dim; col += WIDTH) {
-      inputs in;
-      place here = moved(at, col);
-      begin(in, p, here);
-      end(in, p, here);
-      add_sizes(in.x, p.problem, here, whole, small);
-    }
-  } else add_sizes(x, p.problem, at, whole, small);
-  sum_up(sum, whole, small_sum, small, p.problem, s.sums, who);
-  set_scale(m, sum, small_sum, most);
-}
-TILE void measure(moments &m, tile &x, const params &p, const place &at, shared &s, summer &who) {
-  if (LONG) measure_long(m, p, at, s, who);
-  else measure_part(m, x, p.problem, at, (float)p.problem.dim, p.problem.inverse, s.sums, who);
+  ROLLED for (int col = 0; col < p.problem.dim; col += WIDTH) {
+    inputs in;
+    place here = moved(at, col);
+    read(in, p, here);
+    add_sizes(in.x, p.problem, here, whole, small);
+  }
+  choose_scale(scale, whole, small, p.problem, p.most_scale, s.sums, who);
 }
 
-TILE void finish(tile &x, const tile &extra, const moments &m, const lv &factor, const params &p, const place &at) {
+struct statistics { moments m; lv scale, factor; };
+TILE void finish(inputs &in, const statistics &of, const params &p, const place &at) {
   const norm_problem &q = p.problem;
   tile vector;                                 // one after the other: registers are short
   float offset = q.weight_offset;
-  normalise(x, m, factor, q, at);
+  multiply(in.x, of.scale, q, at);
+  normalise(in.x, of.m, of.factor, q, at);
   if (!QUANT && q.extra == NORM_GATE_LAST)
-    each<ACCESS>(x, q.lines, columns_left(q, at), [](float &y, float z) { y *= silu(z); }, extra);
+    each<WHOLE>(in.x, q.lines, columns_left(q, at), [](float &y, float z) { y *= silu(z); }, in.extra);
   load_vector(vector, q.weight, q.weight_is_float, q, at);
-  each<ACCESS>(x, q.lines, columns_left(q, at), [=](float &y, float w) { y *= w + offset; }, vector);
+  each<WHOLE>(in.x, q.lines, columns_left(q, at), [=](float &y, float w) { y *= w + offset; }, vector);
   if (q.bias) {
     load_vector(vector, q.bias, q.bias_is_float, q, at);
-    each<ACCESS>(x, q.lines, columns_left(q, at), [](float &y, float b) { y += b; }, vector);
+    each<WHOLE>(in.x, q.lines, columns_left(q, at), [](float &y, float b) { y += b; }, vector);
   }
 }
-TILE void write(tile &x, const tile &extra, const moments &m, const lv &factor, const params &p, const place &at) {
-  finish(x, extra, m, factor, p, at);
-  keep(p.out, x, p.problem, at);
-}
-// In e4m3. The largest of LONG lines is found in a read more.
-TILE void quantise(inputs &in, const moments &m, const lv &factor, lv &descale, const params &p, const place &at,
-                   shared &s, summer &who) {
-  const norm_problem &q = p.problem;
+// What a line in e4m3 is divided by. The largest number is found in a read more.
+TILE void choose_descale(lv &descale, const statistics &of, const params &p, const place &at, shared &s, summer &who) {
   lsum most;
   clear(most);
-  if (!LONG) finish(in.x, in.extra, m, factor, p, at);
-  if (!LONG && !p.out_scale) add_most(in.x, q, at, most);
-  ROLLED for (int col = 0; LONG && !p.out_scale && col < q.dim; col += WIDTH) {
+  ROLLED for (int col = 0; col < p.problem.dim; col += WIDTH) {
+    inputs in;
     place here = moved(at, col);
-    begin(in, p, here);
-    end(in, p, here);
-    finish(in.x, in.extra, m, factor, p, here);
-    add_most(in.x, q, here, most);
+    read(in, p, here);
+    finish(in, of, p, here);
+    add_most(in.x, p.problem, here, most);
   }
-  if (!p.out_scale) descale_of(descale, most, q, s.sums, who);
-  keep_descale(descale, p, at);
-  if (!LONG) return keep_e4m3(in.x, descale, p, at);
-  ROLLED for (int col = 0; col < q.dim; col += WIDTH) {
-    place here = moved(at, col);
-    begin(in, p, here);
-    end(in, p, here);
-    keep(p.sum, in.x, q, here);
-    finish(in.x, in.extra, m, factor, p, here);
-    keep_e4m3(in.x, descale, p, here);
-  }
+  descale_of(descale, most, p.problem, s.sums, who);
 }
-
-// The lines that `in` has begun to read.
-TILE void normalise(inputs &in, const params &p, const place &at, shared &s, summer &who) {
-  const norm_problem &q = p.problem;
-  moments m;
-  lv factor, descale;
-  float inverse = q.inverse, root_eps = p.root_eps, least = p.least_squares;
-  if (!LONG) {
-    end(in, p, at);
-    keep(p.sum, in.x, q, at);
-  }
-  if (QUANT) begin_descale(descale, p);
-  fill(m.scale, 1.f);
-  ROLLED for (int turn = 0; turn < 2; turn++) {
-    measure(m, in.x, p, at, s, who);
-    if (turn == 1 || precise(m, q, least)) break;
-    choose_scale(m, in.x, p, at, s, who);
-  }
-  factor_of(factor, m, inverse, root_eps);
-  keep_statistics(m, factor, q, at);
-  if (QUANT) return quantise(in, m, factor, descale, p, at, s, who);
-  if (!LONG) return write(in.x, in.extra, m, factor, p, at);
-  ROLLED for (int col = 0; col < q.dim; col += WIDTH) {
+TILE void write(const statistics &of, const lv &descale, const params &p, const place &at) {
+  ROLLED for (int col = 0; col < p.problem.dim; col += WIDTH) {
+    inputs in;
     place here = moved(at, col);
-    begin(in, p, here);
-    end(in, p, here);
-    keep(p.sum, in.x, q, here);
-    write(in.x, in.extra, m, factor, p, here);
+    read(in, p, here);
+    keep(p.sum, in.x, p.problem, here);
+    finish(in, of, p, here);
+    if (QUANT) keep_e4m3(in.x, descale, p, here);
+    else keep(p.out, in.x, p.problem, here);
   }
 }
 
 TILE void compute(const params &p, shared &s, int warpgroup) {
+  const norm_problem &q = p.problem;
+  place at = place_of(q, block_index(), warpgroup);
   summer who = {warpgroup, 0};
-  if (LONG) {
-    inputs in;
-    ROLLED for (int i = block_index(); i < p.tiles; i += block_count())
-      normalise(in, p, place_of(p.problem, i, warpgroup), s, who);
-    return;
+  statistics of;
+  lv descale;
+  float least = p.least_squares;
+  fill(of.scale, 1.f);
+  ROLLED for (int turn = 0; turn < 2; turn++) {
+    measure(of.m, of.scale, p, at, s, who);
+    if (turn == 1 || precise(of.m, q, least)) break;
+    choose_scale(of.scale, p, at, s, who);
   }
-  inputs now, next;                            // the one is read while the other is normalised
-  begin(next, p, place_of(p.problem, block_index(), warpgroup));
-  ROLLED for (int i = block_index(); i < p.tiles; i += block_count()) {
-    copy(now.x, next.x);
-    if (p.extra.data) copy(now.extra, next.extra);
-    if (i + block_count() < p.tiles) begin(next, p, place_of(p.problem, i + block_count(), warpgroup));
-    normalise(now, p, place_of(p.problem, i, warpgroup), s, who);
+  factor_of(of.factor, of.m, of.scale, q.inverse, p.root_eps);
+  keep_statistics(of.m, of.factor, of.scale, q, at);
+  if (QUANT) {
+    begin_descale(descale, p);
+    if (!p.out_scale) choose_descale(descale, of, p, at, s, who);
+    keep_descale(descale, p, at);
   }
+  write(of, descale, p, at);
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<BLOCKS>> kernel;

@@ -7,58 +7,75 @@
 // stays in registers.
 enum { WIDTH = 1024 * J * GROUPS, ACCESS = LONG ? SINGLES : EIGHTS };
 typedef lt<J> tile;
-// SPAN: warpgroups that share a line, which is the only one they have; 0: what the problem says
-TILE int lines_of(const norm_problem &p) { return SPAN ? 1 : p.lines; }
-TILE int span_of(const norm_problem &p) { return SPAN ? SPAN : p.span; }
+// LINES: lines of a warpgroup, or of the SPAN warpgroups that share one; 0: what the problem says
+TILE int lines_of(const norm_problem &p) { return LINES ? LINES : p.lines; }
+TILE int span_of(const norm_problem &p) { return LINES ? SPAN : p.span; }
+// Lines with GROUPS == SPAN have a barrier whose number is a constant. Of the others a block reserves all 16, and four
+// blocks are as many as a multiprocessor has barriers for.
+TILE int member_of(const norm_problem &p, int warpgroup) {
+  return LINES && GROUPS == SPAN ? 0 : warpgroup / span_of(p);
+}
+TILE int slots_of(const norm_problem &p) { return LINES ? GROUPS / SPAN * LINES : p.slots; }
 
 // A warpgroup's lines: the first is row `row` of group `group`; columns from col on. There may be none.
 struct place { int row, group, col; };
 TILE place place_of(const norm_problem &p, int i, int warpgroup) {
-  int block = i / p.groups, member = warpgroup / span_of(p), row = block * p.slots + member * lines_of(p);
+  int block = (int)((uint64_t)(uint32_t)i * p.inverse_groups >> 32), group = i - block * p.groups;
+  if (group >= p.groups) {                     // the quotient may be less by 1
+    block++;
+    group -= p.groups;
+  }
+  int member = member_of(p, warpgroup), row = block * slots_of(p) + member * lines_of(p);
   int col = (warpgroup - member * span_of(p)) * (1024 * J);
-  return {row, i - block * p.groups, col};
+  return {row, group, col};
 }
 TILE int rows_left(const norm_problem &p, const place &at) { return p.rows - at.row; }
 TILE int columns_left(const norm_problem &p, const place &at) { return p.dim - at.col; }
 TILE place moved(const place &at, int columns) { return {at.row, at.group, at.col + columns}; }
 
+// Strides of lines that are not LONG are from 0 to 2^31 - 1: products with them are one instruction.
+TILE int64_t stride_of(int64_t stride) { return LONG ? stride : (int64_t)(uint32_t)stride; }
 TILE int64_t offset_of(const norm_stream &g, const place &at) {
-  return (int64_t)at.row * g.row + (int64_t)at.group * g.group + at.col;
+  return (uint32_t)at.row * stride_of(g.row) + (uint32_t)at.group * stride_of(g.group) + at.col;
 }
 template<typename T> TILE void begin_lines(tile &t, const T *g, int64_t ld, const norm_problem &p, int m, int n) {
-  if (LONG && !p.eights) load_begin<SINGLES>(t, g, ld, p.lines, m, n);
-  else load_begin<EIGHTS>(t, g, ld, p.lines, m, n);
+  if (LONG && !p.eights) load_begin<SINGLES>(t, g, ld, lines_of(p), m, n);
+  else load_begin<EIGHTS>(t, g, ld, lines_of(p), m, n);
 }
 template<typename T> TILE void save_lines(T *g, int64_t ld, const tile &t, const norm_problem &p, int m, int n) {
-  if (LONG && !p.eights) save<SINGLES>(g, ld, t, p.lines, m, n);
-  else save<EIGHTS>(g, ld, t, p.lines, m, n);
+  if (LONG && !p.eights) save<SINGLES>(g, ld, t, lines_of(p), m, n);
+  else save<EIGHTS>(g, ld, t, lines_of(p), m, n);
+}
+TILE void begin_given(tile &t, const norm_stream &g, const norm_problem &p, const place &at) {
+  int64_t first = offset_of(g, at);
+  if (!HALVES && g.is_float) begin_lines(t, (const float *)g.data + first, stride_of(g.row), p, rows_left(p, at), columns_left(p, at));
+  else begin_lines(t, (const elem *)g.data + first, stride_of(g.row), p, rows_left(p, at), columns_left(p, at));
 }
 TILE void begin(tile &t, const norm_stream &g, const norm_problem &p, const place &at) {
-  int64_t first = offset_of(g, at);
-  if (!g.data) return;
-  if (g.is_float) begin_lines(t, (const float *)g.data + first, g.row, p, rows_left(p, at), columns_left(p, at));
-  else begin_lines(t, (const elem *)g.data + first, g.row, p, rows_left(p, at), columns_left(p, at));
+  if (g.data) begin_given(t, g, p, at);
+}
+TILE void end_given(tile &t, const norm_stream &g) {
+  if (!HALVES && g.is_float) load_end<float>(t);
+  else load_end<elem>(t);
 }
 TILE void end(tile &t, const norm_stream &g) {
-  if (!g.data) return;
-  if (g.is_float) load_end<float>(t);
-  else load_end<elem>(t);
+  if (g.data) end_given(t, g);
 }
 TILE void keep(const norm_stream &g, const tile &t, const norm_problem &p, const place &at) {
   int64_t first = offset_of(g, at);
   if (!g.data) return;
-  if (g.is_float) save_lines((float *)g.data + first, g.row, t, p, rows_left(p, at), columns_left(p, at));
-  else save_lines((elem *)g.data + first, g.row, t, p, rows_left(p, at), columns_left(p, at));
+  if (!HALVES && g.is_float) save_lines((float *)g.data + first, stride_of(g.row), t, p, rows_left(p, at), columns_left(p, at));
+  else save_lines((elem *)g.data + first, stride_of(g.row), t, p, rows_left(p, at), columns_left(p, at));
 }
 // The same for all lines. Zeros where there is none.
 TILE void load_vector(tile &t, const void *v, int is_float, const norm_problem &p, const place &at) {
   int64_t first = (int64_t)at.group * p.dim + at.col;
   int n = v ? columns_left(p, at) : 0;
   if (is_float) {
-    begin_lines(t, (const float *)v + first, 0, p, p.lines, n);
+    begin_lines(t, (const float *)v + first, 0, p, lines_of(p), n);
     load_end<float>(t);
   } else {
-    begin_lines(t, (const elem *)v + first, 0, p, p.lines, n);
+    begin_lines(t, (const elem *)v + first, 0, p, lines_of(p), n);
     load_end<elem>(t);
   }
 }
@@ -76,7 +93,7 @@ TILE void sum_up(lv &a, const lsum &part_a, lv &b, const lsum &part_b, const nor
   }
   put_sums(s.a[who.turn][who.warpgroup], part_a);
   put_sums(s.b[who.turn][who.warpgroup], part_b);
-  int line = who.warpgroup / span, first = line * span;
+  int line = member_of(p, who.warpgroup), first = line * span;
   bar_sync(1 + line, 128 * span);
   take_sums(a, s.a[who.turn][first], lines);
   take_sums(b, s.b[who.turn][first], lines);
@@ -89,13 +106,27 @@ TILE void sum_up(lv &a, const lsum &part_a, lv &b, const lsum &part_b, const nor
   }
   who.turn ^= 1;
 }
+TILE void sum_up(lv &a, const lsum &part, const norm_problem &p, sums_room &s, summer &who) {
+  int lines = lines_of(p), span = span_of(p);
+  if (lines > 2) return reduce(a, part, lines);
+  put_sums(s.a[who.turn][who.warpgroup], part);
+  int line = member_of(p, who.warpgroup), first = line * span;
+  bar_sync(1 + line, 128 * span);
+  take_sums(a, s.a[who.turn][first], lines);
+  for (int i = first + 1; i < first + span; i++) {
+    lv more;
+    take_sums(more, s.a[who.turn][i], lines);
+    map(a, a, more, [](float x, float y) { return x + y; });
+  }
+  who.turn ^= 1;
+}
 
 // The largest number of a line, none of them negative.
 TILE void most_up(lv &a, const lsum &part, const norm_problem &p, sums_room &s, summer &who) {
   int lines = lines_of(p), span = span_of(p);
   if (lines > 2) return reduce_most(a, part, lines);
   put_most(s.a[who.turn][who.warpgroup], part);
-  int line = who.warpgroup / span, first = line * span;
+  int line = member_of(p, who.warpgroup), first = line * span;
   bar_sync(1 + line, 128 * span);
   take_most(a, s.a[who.turn][first], lines);
   for (int i = first + 1; i < first + span; i++) {
@@ -135,3 +166,4 @@ template<int N> TILE void drop(lt<N> &t, const norm_problem &p, const place &at)
 }
 
 TILE float sigmoid(float a) { return fast_rcp(1.f + fast_exp2(a * -1.4426950408889634f)); }
+TILE float silu(float z) { return z * sigmoid(z); }

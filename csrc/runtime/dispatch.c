@@ -43,9 +43,9 @@ static inline bool stands_beside(const mg_kernel *row, mg_op main, const mg_prob
 #undef UNPACK_SIZE
 
 // What rows do not have among their constants is 0: theirs hide these.
-enum { D = 0, DV = 0, FEATURES = 0 };
+enum { D = 0, DV = 0, FEATURES = 0, LINES = 0 };
 #define KERNEL(name, op, source, dtype, where, condition, ...) \
-  static mg_constants name##_constant(void) { enum { __VA_ARGS__ }; return (mg_constants){D, DV, FEATURES}; }
+  static mg_constants name##_constant(void) { enum { __VA_ARGS__ }; return (mg_constants){D, DV, FEATURES, LINES}; }
 #include "kernel_rows.def"
 #undef KERNEL
 

@@ -114,7 +114,7 @@ typedef struct mg_problem {   // what the `when` column of kernels.def may ask; 
 // AVX512: F, BW, VL, DQ and BF16
 typedef enum mg_isa { MG_ISA_BASE, MG_ISA_AVX2, MG_ISA_AVX512, MG_ISA_COUNT } mg_isa;
 typedef enum mg_where { MG_ANY, MG_CPU_ONLY, MG_GPU_ONLY } mg_where;
-typedef struct mg_constants { int D, DV, FEATURES; } mg_constants;
+typedef struct mg_constants { int D, DV, FEATURES, LINES; } mg_constants;
 typedef struct mg_kernel {
   const char *name, *source, *when_text, *constants;
   mg_op op;

@@ -7,6 +7,8 @@
 //   lv      a float of each line: one register
 //   lsum    sums along lines, or largest numbers, in the making, partial per thread
 //   sl<T,C> C neighbouring T of a line in shared memory, as a bulk copy brings them
+//   begun<T, J>   a tile between the halves of a load of T, as an argument of each(): every number is unpacked where it is
+//           used, and 16 bits take half of a register until then
 //   pl<J>   a tile of one line in shared memory, in an order of its own
 //
 // All operations are a warpgroup's. `lines` is the same in all that belong together. T is float or 16 bits, and of what
@@ -15,12 +17,13 @@
 #pragma once
 #include "tile/tile.h"
 #define LINE_RULES(J) static_assert((J) >= 1 && (J) <= 4, "tile of lines lt<J>: J is 1 to 4")
-enum line_access { EIGHTS, SINGLES };
+enum line_access { EIGHTS, SINGLES, WHOLE };
 template<int J> struct lt;
 struct lv;
 struct lsum;
 template<typename T, int C> struct sl;
 template<int J> struct pl;
+template<typename T, int J> struct begun { lt<J> &t; };
 
 // Line i begins at g + i * ld. Lines >= m and columns >= n are not read and become 0. A load has two halves, so that
 // several are under way at a time: load_begin, and load_end<T> of the same T, before which nothing may use the tile.
@@ -50,11 +53,13 @@ template<class F> TILE void map(lv &d, const lv &a, F f);                       
 template<class F> TILE void map(lv &d, const lv &a, const lv &b, F f);               // d = f(a, b)
 template<class F> TILE void map(lv &d, const lv &a, const lv &b, const lv &c, F f);  // d = f(a, b, c)
 // f(t, ...) for every element of t in columns < n, with what each further argument has in its place or its line. f may
-// change t, sums and other tiles: f(float &t, float line, float &sum).
+// change t, sums and other tiles: f(float &t, float line, float &sum). WHOLE: f may see columns >= n too, which is
+// cheaper than to ask.
 template<int A, int J, class F, class... X> TILE void each(lt<J> &t, int lines, int n, F f, X &...x);
-// f(float *x, int line, int column) of every 8 neighbouring columns from a multiple of 8 on that are not all >= n.
+// f(float *x, int line, int column) of every 8 neighbouring columns from a multiple of 8 on; may see columns >= n too.
 template<int J, class F> TILE void each_eight(lt<J> &t, int lines, int n, F f);
-// Some line's element has f. Everybody gets the same answer. More than one line: it is a wg_sync().
+// Some line's element has f. Everybody gets the same answer, of 4 lines or more everybody in a warp. Of two lines it is a
+// wg_sync().
 template<class F> TILE bool any(const lv &v, int lines, F f);
 
 // Sums of 4 lines or more stay in a warp.

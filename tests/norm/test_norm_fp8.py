@@ -307,7 +307,7 @@ def test_opcheck(device):
 def test_explain():
     x = torch.zeros(4, 4096, dtype=torch.bfloat16)
     said = mg.explain(mg.rms_norm, x, torch.ones(4096), out_dtype=E4M3, out_scale=torch.ones(1))
-    assert said.kernels == ["norm_fp8_bf16_r4096"] and "out_scale [1] float32" in said
+    assert said.kernels == ["norm_fp8_bf16_s4096"] and "out_scale [1] float32" in said
     assert mg.explain(mg.layer_norm, x, residual=x.float(), out_dtype=E4M3).kernels == ["norm_fp8_bf16_d4096"]
     assert mg.explain(mg.layer_norm, x.float(), out_dtype=E4M3).kernels == ["norm_fp8_fp32_any"]
     with torch._subclasses.fake_tensor.FakeTensorMode():

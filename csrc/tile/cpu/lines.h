@@ -126,11 +126,13 @@ template<class F> __attribute__((flatten)) TILE void map(lv &d, const lv &a, con
 
 template<int J> TILE float &line_at(lt<J> &t, int, int i, int) { return t.d[i]; }
 template<int J> TILE float line_at(const lt<J> &t, int, int i, int) { return t.d[i]; }
+template<typename T, int J> TILE float line_at(const begun<T, J> &b, int, int i, int) { return b.t.d[i]; }
 TILE float line_at(const lv &v, int r, int, int) { return v.d[r]; }
 TILE float &line_at(lsum &s, int r, int, int part) { return s.d[r][part]; }
 template<class X> TILE void seen_by_each(X &x) { changes(x); }
 template<class X> TILE void seen_by_each(const X &x) { reads(x); }
 TILE void seen_by_each(lv &x) { reads(x); }
+template<typename T, int J> TILE void seen_by_each(begun<T, J> &x) { reads(x.t); }
 template<int, int J, class F, class... X>
 __attribute__((flatten)) TILE void each(lt<J> &t, int lines, int n, F f, X &...x) {
   seen_by_each(t);
@@ -157,7 +159,7 @@ template<class F> TILE bool any(const lv &v, int lines, F f) {
   reads(v);
   bool some = false;
   for (int r = 0; r < lines; r++) some = some || f(v.d[r]);
-  if (lines > 1) wg_sync();
+  if (lines == 2) wg_sync();
   return some;
 }
 

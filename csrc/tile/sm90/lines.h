@@ -61,13 +61,20 @@ template<typename T, int J> TILE void load_end(lt<J> &t) {
 #pragma unroll
   for (int j = 0; j < J; j++) all_end<T>(t.d[j]);
 }
+// ptxas makes four of all_store()'s where that spares it moves.
+template<typename T> TILE void store_eight(T *g, const float (&d)[8]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+    ::"l"(g), "r"(pack<T>(d[0], d[1])), "r"(pack<T>(d[2], d[3])), "r"(pack<T>(d[4], d[5])), "r"(pack<T>(d[6], d[7]))
+    : "memory");
+}
 template<int A, typename T, int J> TILE void save(T *g, int64_t ld, const lt<J> &t, int lines, int m, int n) {
   int line = thread_line(lines), col = line_column(lines), step = 8 << line_bits(lines);
   T *to = g + line * ld + col;
 #pragma unroll
   for (int j = 0; j < J; j++, col += step, to += step)
     if (line < m && col < n) {
-      if constexpr (A == EIGHTS) all_store(to, t.d[j]);
+      if constexpr (A == EIGHTS && sizeof(T) == 2) store_eight(to, t.d[j]);
+      else if constexpr (A == EIGHTS) all_store(to, t.d[j]);
       else some_store(to, t.d[j], n - col);
     }
 }
@@ -106,26 +113,31 @@ template<class F> TILE void map(lv &d, const lv &a, const lv &b, const lv &c, F 
 
 template<int J> TILE float &line_at(lt<J> &t, int j, int e) { return t.d[j][e]; }
 template<int J> TILE float line_at(const lt<J> &t, int j, int e) { return t.d[j][e]; }
+template<int J> TILE float line_at(const begun<float, J> &b, int j, int e) { return b.t.d[j][e]; }
+template<typename T, int J> TILE float line_at(const begun<T, J> &b, int j, int e) {
+  float2 x = unpack<T>(__float_as_uint(b.t.d[j][e / 2]));
+  return e & 1 ? x.y : x.x;
+}
 TILE float line_at(const lv &v, int, int) { return v.d; }
 TILE float &line_at(lsum &s, int, int) { return s.d; }
 template<int A, int J, class F, class... X> TILE void each(lt<J> &t, int lines, int n, F f, X &...x) {
   int col = line_column(lines), step = 8 << line_bits(lines);
 #pragma unroll
   for (int j = 0; j < J; j++, col += step)
-    if (col < n) {
+    if (A == WHOLE || col < n) {
 #pragma unroll
       for (int e = 0; e < 8; e++)
-        if (A == EIGHTS || col + e < n) f(t.d[j][e], line_at(x, j, e)...);
+        if (A != SINGLES || col + e < n) f(t.d[j][e], line_at(x, j, e)...);
     }
 }
-template<int J, class F> TILE void each_eight(lt<J> &t, int lines, int n, F f) {
+template<int J, class F> TILE void each_eight(lt<J> &t, int lines, int, F f) {
   int line = thread_line(lines), col = line_column(lines), step = 8 << line_bits(lines);
 #pragma unroll
-  for (int j = 0; j < J; j++, col += step)
-    if (col < n) f(t.d[j], line, col);
+  for (int j = 0; j < J; j++, col += step) f(t.d[j], line, col);
 }
 template<class F> TILE bool any(const lv &v, int lines, F f) {
   if (lines == 1) return f(v.d);
+  if (lines > 2) return __any_sync(~0u, f(v.d));
   trace(TRACE_WG_SYNC, nullptr, 0);
   uint32_t mine = f(v.d), all;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}\n"

@@ -763,9 +763,11 @@ NORMS = (("16 lines", 150, 1, 40, "residual"), ("4 lines", 40, 1, 200, "gate fir
 def norm(row, large):
     c = constants(row)
     whole = 1024 * c.get("J", 1) * c["GROUPS"]
-    if c.get("SPAN", 0):                   # each member has a line or more, the last ones of some have none
-        members, columns = c["GROUPS"] // c["SPAN"], 1024 * c["J"] * c["SPAN"]
-        for label, rows, kind in (("with what is added", 9 * members + 1, "residual of 16 bits"), ("plain", 2, "")):
+    if c.get("LINES"):                     # each member has a line or more, the last ones of some have none
+        members, columns = c["GROUPS"] // c["SPAN"] * c["LINES"], 1024 * c["J"] * c["SPAN"] // c["LINES"]
+        gates = [] if "STAGES" in c else [("gate first", 2 * members + 1, "gate first"), ("gate last", 3, "gate last")]
+        for label, rows, kind in [("with what is added", 9 * members + 1, "residual of 16 bits"), ("plain", 2, ""),
+                                  *gates]:
             yield label, lambda x=(row["dtype"], row["op"] != "norm_fwd", rows, 1, columns - 8, kind): call_norm(*x)
         return
     shapes = [("large", 3000, 1, 4096, "residual"), ("few blocks", 600, 1, 4096, "")] if large else []
@@ -800,12 +802,12 @@ def norm_fp8(row, large):
     """As `norm`, with a scale for each row and with one that is given. Columns are multiples of four: words of four
     bytes belong to one warpgroup."""
     c = constants(row)
-    ring, whole = c["SPAN"], 1024 * c["J"] * (c["SPAN"] or c["GROUPS"])
-    shapes = ([(9 * c["GROUPS"] // ring + 1, whole - 8), (2, whole - 64)] if ring else
+    lines, whole = c["LINES"], 1024 * c["J"] * (c["SPAN"] if c["LINES"] else c["GROUPS"])
+    shapes = ([(9 * c["GROUPS"] // c["SPAN"] + 1, whole - 8), (2, whole - 64)] if lines else
               [(150, 40), (5, 2 * whole + 20)] if c["LONG"] else
               [(150, 40), (40, 200), (20, 512), (9, 1000), (5, whole - 64)])
     for i, (rows, columns) in enumerate([(3000, 4096), (600, 4096)] * large + shapes):
-        kind = "" if i % 2 else "residual of 16 bits" if ring else "residual"
+        kind = "" if i % 2 else "residual of 16 bits" if lines else "residual"
         label = ("large", "few blocks")[i] if large and i < 2 else f"{rows}x{columns}" + f" {kind}" * bool(kind)
         for given in (False, True):
             yield (label + ", scale given" * given,
