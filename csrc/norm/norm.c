@@ -97,8 +97,7 @@ static mg_status forward(mg_call *c, const call *a) {
   p.least_squares = a->eps < 1e-20f ? 1e-30f : -1;
   p.most_scale = p.root_eps > 0x1p-60f ? 1e18f / p.root_eps : 1e37f;
   p.rounds = (a->kind == NORM_ADD || a->dropout_p > 0) && !is_float(a->kind == NORM_ADD ? a->extra : a->x);
-  p.tiles = tiles_of(c, &p.problem);
-  return c->status ? c->status : mg_run(c, &p, p.tiles);
+  return mg_run(c, &p, tiles_of(c, &p.problem));
 }
 
 // Blocks: a multiple of the groups, so that each has lines of one; no more than partials has room for.

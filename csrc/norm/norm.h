@@ -35,7 +35,6 @@ typedef struct norm_problem {
 typedef struct norm_fwd_params {
   norm_problem problem;
   norm_stream x, extra, out, sum;      // sum: x behind dropout, with what is added
-  int tiles;
   int rounds;                          // the sum is rounded to the kernel's element type, whether it is stored or not
   float root_eps, most_scale;          // sqrt(eps), 1e18 / sqrt(eps)
   float least_squares;                 // sums of squares that are not more are not precise enough beside eps

@@ -31,7 +31,7 @@ TILE void measure_part(moments &m, tile &x, const norm_problem &p, const place &
     float left = fused(-sum * inverse, sum, squares);
     return left < 0.f ? 0.f : left;
   });
-  map(m.mean, m.mean, rest, [=](float mean, float sum) {       // sum / n exactly rounded: a constant row's mean is exact
+  map(m.mean, m.mean, rest, [=](float mean, float sum) {       // exactly rounded: a constant row's mean is exact
     float rest = sum * inverse;
     return mean + fused(fused(-rest, n, sum), inverse, rest);
   });

@@ -48,7 +48,8 @@ template<typename T> TILE void save_lines(T *g, int64_t ld, const tile &t, const
 }
 TILE void begin_given(tile &t, const norm_stream &g, const norm_problem &p, const place &at) {
   int64_t first = offset_of(g, at);
-  if (!HALVES && g.is_float) begin_lines(t, (const float *)g.data + first, stride_of(g.row), p, rows_left(p, at), columns_left(p, at));
+  if (!HALVES && g.is_float)
+    begin_lines(t, (const float *)g.data + first, stride_of(g.row), p, rows_left(p, at), columns_left(p, at));
   else begin_lines(t, (const elem *)g.data + first, stride_of(g.row), p, rows_left(p, at), columns_left(p, at));
 }
 TILE void begin(tile &t, const norm_stream &g, const norm_problem &p, const place &at) {
@@ -64,7 +65,8 @@ TILE void end(tile &t, const norm_stream &g) {
 TILE void keep(const norm_stream &g, const tile &t, const norm_problem &p, const place &at) {
   int64_t first = offset_of(g, at);
   if (!g.data) return;
-  if (!HALVES && g.is_float) save_lines((float *)g.data + first, stride_of(g.row), t, p, rows_left(p, at), columns_left(p, at));
+  if (!HALVES && g.is_float)
+    save_lines((float *)g.data + first, stride_of(g.row), t, p, rows_left(p, at), columns_left(p, at));
   else save_lines((elem *)g.data + first, stride_of(g.row), t, p, rows_left(p, at), columns_left(p, at));
 }
 // The same for all lines. Zeros where there is none.

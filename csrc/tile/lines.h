@@ -7,8 +7,8 @@
 //   lv      a float of each line: one register
 //   lsum    sums along lines, or largest numbers, in the making, partial per thread
 //   sl<T,C> C neighbouring T of a line in shared memory, as a bulk copy brings them
-//   begun<T, J>   a tile between the halves of a load of T, as an argument of each(): every number is unpacked where it is
-//           used, and 16 bits take half of a register until then
+//   begun<T, J>   a tile between the halves of a load of T, as an argument of each(): every number is unpacked where it
+//           is used, and 16 bits take half of a register until then
 //   pl<J>   a tile of one line in shared memory, in an order of its own
 //
 // All operations are a warpgroup's. `lines` is the same in all that belong together. T is float or 16 bits, and of what
@@ -58,8 +58,8 @@ template<class F> TILE void map(lv &d, const lv &a, const lv &b, const lv &c, F 
 template<int A, int J, class F, class... X> TILE void each(lt<J> &t, int lines, int n, F f, X &...x);
 // f(float *x, int line, int column) of every 8 neighbouring columns from a multiple of 8 on; may see columns >= n too.
 template<int J, class F> TILE void each_eight(lt<J> &t, int lines, int n, F f);
-// Some line's element has f. Everybody gets the same answer, of 4 lines or more everybody in a warp. Of two lines it is a
-// wg_sync().
+// Some line's element has f. Everybody gets the same answer, of 4 lines or more everybody in a warp. Of two lines it is
+// a wg_sync().
 template<class F> TILE bool any(const lv &v, int lines, F f);
 
 // Sums of 4 lines or more stay in a warp.
