@@ -110,6 +110,7 @@ TILE void prepare(const params &p, shared &s, int index) {
       mma_commit();
       mma_wait<0>(products);
       make_writes(products, decays, v);
+      weigh(products, v);
       ring_release(s.inputs, at);
     }
     rt<float, Q> inverse;

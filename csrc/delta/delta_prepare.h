@@ -135,6 +135,16 @@ TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
   map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
   map(up, down, [](float m) { return fast_rcp(m); });
 }
+// The same, but rows of which that is 2^-10 to 16 stay as they are: what of such a row is below fp16's range is nothing
+// beside its largest value.
+TILE void few_factors(rv &up, rv &down, const rt<float, Q> &x) {
+  rsum most;
+  fill(most, 0.f);
+  each<Q>([](int, int, float x, float &most) { most = fmaxf(most, fabsf(x)); }, x, most);
+  reduce(down, most);
+  map(down, down, [](float m) { return m >= 0x1p-10f && m <= 16.f ? 1.f : (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
+  map(up, down, [](float m) { return m == 1.f ? 1.f : fast_rcp(m); });
+}
 
 // ---- the matrices of a chunk (warpgroup)
 
@@ -150,18 +160,23 @@ TILE void make_reads(rt<float, Q> &p, const rt<float, Q> &decays, const chunk_ve
   map_col(p, decays, v.norm_q, [](float x, float d, float r) { return x * d * r; });
 }
 TILE void make_writes(rt<float, Q> &a, const rt<float, Q> &decays, const chunk_vectors &v) {
+  map_col(a, decays, v.norm_k, [](float x, float d, float r) { return x * d * r; });
+}
+// beta_j to row j
+TILE void weigh(rt<float, Q> &x, const chunk_vectors &v) {
   rv beta;
   load(beta, v.beta);
-  map_col(a, decays, v.norm_k, [](float x, float d, float r) { return x * d * r; });
-  map_row(a, beta, [](float x, float b) { return x * b; });
+  map_row(x, beta, [](float x, float b) { return x * b; });
 }
 
 // M^T of A^T, which is upper triangular. The warpgroup has scratch to itself from here to the next wg_sync() behind it.
 // Doubling over all 64 steps gives errors of 10^7 for equal keys. Doubling over blocks of 16 does not; but with factors
 // of 16 bits its errors were up to 34 times those of substitution in fp32 with one rounding behind it. In two parts
-// nothing of that is left. Registers: two tiles of 32, four words of each part of two factors.
+// nothing of that is left. Registers: two tiles of 32, four words of each part of two factors, sums of 16.
 TILE void invert(rt<float, Q> &inverse, const rt<float, Q> &a, tri<inner> &scratch) {
   invert_diagonal(inverse, scratch, a);
+  wg_sync();
+  invert_pairs(inverse, scratch);
   wg_sync();
   invert_rest(inverse, scratch);
 }

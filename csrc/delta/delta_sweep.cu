@@ -5,8 +5,8 @@
 //   S^T = e^(l_e) S^T + (u_i e^(l_e - l_i))^T k
 // R_i is what the state before step i lacks of v_i. All products of the state have it, or what came out of one, as
 // their register operand: nothing of them goes through shared memory. M^T and P^T do not depend on the state. PREPS
-// warpgroups make those of later chunks meanwhile; without any, a kernel before this one has made them
-// (delta_prepare.cu).
+// warpgroups make those of later chunks meanwhile, and P^T with beta_j in row j, so that R stands where u would;
+// without any, a kernel before this one has made them (delta_prepare.cu).
 // CHANNELS, a decay for each channel: e^(l_i) k, scale e^(l_i) q, e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
 // The kernel that makes them may run at the same time, on other multiprocessors: who reads of them waits for it then.
 // CUT: only what segments of a row begin with is written (delta.h). A turn is what becomes of the unit matrix where v
@@ -16,7 +16,7 @@
 // Where heads are few, two blocks share the work (PAIR): the first carries the state. The second makes o of what the
 // first sends it of each chunk: the state's operands, and u as an operand.
 // R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
-// value.
+// value, with PREPS only where that is not within fp16's range.
 // Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups
 // of 64 columns of v.
 //
@@ -222,6 +222,7 @@ TILE void prepare(const params &p, shared &s, int index) {
       mma_commit();
       ring_wait(s.vec_ring, at);
       pair_decays(decays, v);
+      weigh(decays, v);                   // of P too: the state's warpgroups leave it out
       ring_acquire(s.ready, to);
       mma_wait<0>(products);
       make_reads(products, decays, v);
@@ -328,8 +329,13 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   else if (b.turns) map_col(x, v.decay, [](float a, float e) { return -a * e; });
   else if (CHANNELS) map_col(x, part, v.beta, [](float a, float b, float) { return b - a; });
   else map_col(x, part, v.decay, [](float a, float b, float e) { return b - a * e; });
-  row_factors(up, down, x);
-  map_row(x, up, [](float f, float m) { return f * m; });
+  if (PREPS) {
+    few_factors(up, down, x);
+    scale_rows(x, up);
+  } else {
+    row_factors(up, down, x);
+    map_row(x, up, [](float f, float m) { return f * m; });
+  }
   convert(factor, x);
   ring_wait(s.ready, from);
   mma_fence();
@@ -348,10 +354,10 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
   } else {
-    map_col(x, v.beta, [](float f, float b) { return f * b; });
+    if (!PREPS) map_col(x, v.beta, [](float f, float b) { return f * b; });
     convert(factor, x);
     map_row(x, down, [](float f, float m) { return f * m; });
-    if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
+    if (!CHANNELS) map_col(x, PREPS ? v.write : v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
     mma_fence();
     mma_AB<ZERO>(x, factor, s.p[from.stage]);   // u^T P^T

@@ -1,22 +1,25 @@
 // Inverses of triangular tiles (warpgroup). Contracts; bodies in sm90/ and cpu/. tile.h does not include this file: the
 // kernels that want it do.
 //
-// Of I + R, R the strict upper triangle of a tile, rows w of blocks X_w of the inverse follow from the left to the
-// right:
-//   X_ww = (I + R_ww)^-1,  X_wv = -(sum over u < v of X_wu R_uv) X_vv for v > w
-// Blocks on the diagonal come from substitution in fp32. In the others every factor is the sum of two parts of type T,
-// x = hi + lo, hi x rounded, lo what is left; of the four products the one of lo and lo is left out, sums are fp32.
+// Of I + R, R the strict upper triangle of a tile, in blocks of 16 x 16, a warp has a row of blocks X_w of the inverse:
+//   X_ww = (I + R_ww)^-1,  X_01 = -X_00 R_01 X_11,  X_23 = -X_22 R_23 X_33,
+//   X_wv = -(sum over u, v' of X_wu R_uv' X_v'v) for w, u < 2 <= v', v
+// Blocks on the diagonal come of blocks of 8 x 8: those on the diagonal, and R beside them times the inverse, by
+// substitution in fp32, and then one product. In products every factor is the sum of two parts of type T, x = hi + lo,
+// hi x rounded, lo what is left; of the four products the one of lo and lo is left out, sums are fp32.
 //
-//   tri<T>   the blocks R_uv and X_vv of column v = 1 to 3 of blocks, u < v, each in two parts
+//   tri<T>   the blocks R_uv and X_vv of column v = 1 to 3 of blocks, u < v, each in two parts, and room for a block
 #pragma once
 #include "tile/tile.h"
 template<typename T> struct tri;
-TILE constexpr int block_of(int u, int v) { return v * (v + 1) / 2 - 1 + u; }   // u <= v, v > 0
+TILE constexpr int block_of(int u, int v) { return v * (v + 1) / 2 + u; }   // u <= v; (0, 0): the room
 
-// x: the blocks on the diagonal, and 0 elsewhere. s is for invert_rest(). What stands on the diagonal of t or below is
-// not looked at.
+// These three one after the other, between them a wg_sync(), and another before s is written again.
+// x: the blocks on the diagonal, and 0 elsewhere. What stands on the diagonal of t or below is not looked at.
 template<typename T> TILE void invert_diagonal(rt<float, 64> &x, tri<T> &s, const rt<float, 64> &t);
-// x: the blocks right of the diagonal. Between the two stands a wg_sync(), and another before s is written again.
+// x: the blocks (0, 1) and (2, 3), and what block (0, 0) adds to the sums of row 0. s: X_23 in the room
+template<typename T> TILE void invert_pairs(rt<float, 64> &x, tri<T> &s);
+// x: all blocks
 template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s);
 // store(), but what rounding takes from an element goes to the next one of its row that lies in the same fourth of each
 // eight columns, unless it is more than 2^-10 of that one. So errors of a row's sums do not grow with its length where

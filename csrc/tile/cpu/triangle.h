@@ -1,6 +1,6 @@
 // Bodies of tile/triangle.h.
 #pragma once
-template<typename T> struct alignas(1024) tri { T d[9][2][16 * 16]; };
+template<typename T> struct alignas(1024) tri { T d[10][2][16 * 16]; };
 // Of float, hi is all of x.
 template<typename T> TILE void split_row(T *hi, T *lo, const float *x, int n) {
   alignas(64) float rounded[16 * 16];
@@ -10,23 +10,53 @@ template<typename T> TILE void split_row(T *hi, T *lo, const float *x, int n) {
   for (int i = 0; i < n; i++) rounded[i] = x[i] - rounded[i];
   narrow_row(lo, rounded, n);
 }
+// V (I + R) = the block at row r and column b of t, R the strict upper triangle at b, b
+TILE void solve_rows(float (&v)[8][8], const rt<float, 64> &t, int r, int b) {
+  for (int i = 0; i < 8; i++)
+    for (int c = 0; c < 8; c++) v[i][c] = r + i < b + c ? t.d[r + i][b + c] : 0.f;
+  for (int i = 0; i < 8; i++)
+    for (int k = 0; k < 7; k++)
+      for (int c = k + 1; c < 8; c++) v[i][c] = fused(-v[i][k], t.d[b + k][b + c], v[i][c]);
+}
+// The inverse of the block of 16 x 16 at b, b
+template<typename T> TILE void invert_corners(rt<float, 64> &x, const rt<float, 64> &t, int b) {
+  float first[8][8], second[8][8], corner[8][8];
+  T part[8], rest[8];
+  solve_rows(first, t, b, b);
+  solve_rows(second, t, b + 8, b + 8);
+  solve_rows(corner, t, b, b + 8);
+  alignas(64) float hi[2][8][8], lo[2][8][8] = {};
+  for (int i = 0; i < 16; i++) {
+    split_row(part, rest, i < 8 ? first[i] : corner[i - 8], 8);
+    widen_row(hi[i / 8][i % 8], part, 8);
+    if (sizeof(T) == 2) widen_row(lo[i / 8][i % 8], rest, 8);
+  }
+  for (int i = 0; i < 8; i++)
+    for (int c = 0; c < 8; c++) {
+      float sum = -corner[i][c];
+      for (int k = 0; k < 8; k++) {
+        sum = fused(hi[0][i][k], hi[1][k][c], sum);
+        if (sizeof(T) == 2) sum = fused(hi[0][i][k], lo[1][k][c], fused(lo[0][i][k], hi[1][k][c], sum));
+      }
+      x.d[b + i][b + 8 + c] = sum;
+      x.d[b + i][b + c] -= first[i][c];
+      x.d[b + 8 + i][b + 8 + c] -= second[i][c];
+    }
+}
+template<typename T> TILE void put_row(tri<T> &s, int u, int v, int r, const float *x) {
+  T(&to)[2][256] = s.d[block_of(u, v)];
+  split_row(to[0] + 16 * r, to[1] + 16 * r, x, 16);
+}
 template<typename T> TILE void invert_diagonal(rt<float, 64> &x, tri<T> &s, const rt<float, 64> &t) {
   reads(t);
   writes(x);
   writes_shared(s, whole(s));
   for (int r = 0; r < 64; r++)
     for (int c = 0; c < 64; c++) x.d[r][c] = r == c ? 1.f : 0.f;
-  for (int b = 0; b < 64; b += 16)
-    for (int j = 15; j >= 1; j--)
-      for (int i = 0; i < j; i++)
-        for (int c = j; c < 16; c++)
-          x.d[b + i][b + c] = fused(-t.d[b + i][b + j], x.d[b + j][b + c], x.d[b + i][b + c]);
+  for (int b = 0; b < 64; b += 16) invert_corners<T>(x, t, b);
   for (int v = 1; v < 4; v++)
     for (int u = 0; u <= v; u++)
-      for (int r = 0; r < 16; r++) {
-        T(&to)[2][256] = s.d[block_of(u, v)];
-        split_row(to[0] + 16 * r, to[1] + 16 * r, (u == v ? x : t).d[16 * u + r] + 16 * v, 16);
-      }
+      for (int r = 0; r < 16; r++) put_row(s, u, v, r, (u == v ? x : t).d[16 * u + r] + 16 * v);
 }
 // d (+)= a block; its rows are 64 floats apart.
 template<int A, typename T> TILE void add_product(float *d, const float *a, const T (&b)[2][256]) {
@@ -49,18 +79,37 @@ template<int A, typename T> TILE void add_product(float *d, const float *a, cons
     memcpy(d, row, sizeof row);
   }
 }
+// n columns of 16 rows
+TILE void negate(float *x, int n) {
+  for (int r = 0; r < 16; r++)
+    for (int c = 0; c < n; c++) x[64 * r + c] = -x[64 * r + c];
+}
+template<typename T> TILE void invert_pairs(rt<float, 64> &x, tri<T> &s) {
+  reads_shared({s.d[1], 1, 0, (int)sizeof s.d - (int)sizeof s.d[0]});
+  writes_shared(s, {s.d[0], 1, 0, (int)sizeof s.d[0]});
+  changes(x);
+  for (int w = 0; w < 4; w += 2) {
+    alignas(64) float sum[16][64];
+    float *to = x.d[16 * w] + 16 * (w + 1);
+    add_product<ZERO>(sum[0], x.d[16 * w] + 16 * w, s.d[block_of(w, w + 1)]);
+    add_product<ZERO>(to, sum[0], s.d[block_of(w + 1, w + 1)]);
+    negate(to, 16);
+    for (int r = 0; r < 16 && w == 2; r++) put_row(s, 0, 0, r, to + 64 * r);
+  }
+}
 template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s) {
   reads_shared(whole(s));
   changes(x);
-  for (int v = 1; v < 4; v++)
-    for (int w = 0; w < v; w++) {
-      for (int u = v; u < 4; u++)
-        add_product<ACC>(x.d[16 * w] + 16 * u, x.d[16 * w] + 16 * (v - 1), s.d[block_of(v - 1, u)]);
-      alignas(64) float sum[16][64];
-      add_product<ZERO>(sum[0], x.d[16 * w] + 16 * v, s.d[block_of(v, v)]);
-      for (int r = 0; r < 16; r++)
-        for (int c = 0; c < 16; c++) x.d[16 * w + r][16 * v + c] = -sum[r][c];
-    }
+  for (int w = 0; w < 2; w++) {
+    alignas(64) float sum[16][64] = {};
+    for (int v = 2; v < 4; v++)
+      for (int u = w; u < 2; u++) add_product<ACC>(sum[0] + 16 * v, x.d[16 * w] + 16 * u, s.d[block_of(u, v)]);
+    float *to = x.d[16 * w];
+    add_product<ZERO>(to + 32, sum[0] + 32, s.d[block_of(2, 2)]);
+    add_product<ZERO>(to + 48, sum[0] + 32, s.d[block_of(0, 0)]);
+    add_product<ACC>(to + 48, sum[0] + 48, s.d[block_of(3, 3)]);
+    negate(to + 32, 32);
+  }
 }
 template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
   reads(t);

@@ -2,7 +2,7 @@
 #pragma once
 // Rows of a block are 32 bytes. Their halves change places in rows 4 to 7 of each eight: so eight rows of a half lie in
 // all banks.
-template<typename T> struct alignas(1024) tri { T d[9][2][16 * 16]; };
+template<typename T> struct alignas(1024) tri { T d[10][2][16 * 16]; };
 template<typename T> TILE uint32_t part_address(const tri<T> &s, int block) {
   int r = lane() & 15, half = (lane() >> 4) ^ (r >> 2 & 1);
   return shared_address(&s) + block * 1024 + r * 32 + half * 16;
@@ -39,85 +39,162 @@ TILE void load_block_t(uint32_t (&d)[4], uint32_t a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a) : "memory");
 }
-// d += (hi + lo) times a block
+// d += (hi + lo) times a block. rest: what has a lo, summed apart so that fewer products wait for others
 template<typename T>
-TILE void add_product(float (&d)[8], const uint32_t (&hi)[4], const uint32_t (&lo)[4], const tri<T> &s, int block) {
+TILE void add_product(float (&d)[8], float (&rest)[8], const uint32_t (&hi)[4], const uint32_t (&lo)[4],
+                      const tri<T> &s, int block) {
   uint32_t x[4], y[4], from = part_address(s, block);
   load_block_t(x, from);
   load_block_t(y, from + 512);
 #pragma unroll
   for (int c = 0; c < 2; c++) {
-    warp_mma<T>(d + 4 * c, lo, x[2 * c], x[2 * c + 1]);
-    warp_mma<T>(d + 4 * c, hi, y[2 * c], y[2 * c + 1]);
+    warp_mma<T>(rest + 4 * c, lo, x[2 * c], x[2 * c + 1]);
     warp_mma<T>(d + 4 * c, hi, x[2 * c], x[2 * c + 1]);
+    warp_mma<T>(rest + 4 * c, hi, y[2 * c], y[2 * c + 1]);
   }
 }
-template<int V> TILE void get_block(float (&x)[8], const rt<float, 64> &t) {
+// An operand that is the sum of d and rest
+template<typename T> TILE void split_sum(uint32_t (&hi)[4], uint32_t (&lo)[4], const float *d, const float (&rest)[8]) {
+  float x[8];
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = t.d[8 * V + i];
+  for (int i = 0; i < 8; i++) x[i] = d[i] + rest[i];
+  split<T>(hi, lo, x);
 }
+template<int V> TILE float (&block_at(rt<float, 64> &d))[8] { return *(float (*)[8])(d.d + 8 * V); }
 
 // Warp w has the rows 16 w .. 16 w + 15, of block v its values 8 v .. 8 v + 7. Value 4 ch + 2 rh + e of a thread's
-// eight is in row 8 rh + lane / 4, column 8 ch + 2 (lane % 4) + e. From the last row up, row j of the inverse is whole
-// when those below it have been taken off; then it is taken off the rows above.
+// eight is in row 8 rh + lane / 4, column 8 ch + 2 (lane % 4) + e.
+// The warp's block on the diagonal goes to where the parts of its inverse will be, as blocks of 8 x 8 of fp32, 00, 11
+// and 01.
+template<int V> TILE void put_corners(float *own, const rt<float, 64> &t) {
+  int l = lane(), row = l >> 2, col = (l & 3) * 2;
+  float2 *to = (float2 *)own + l;
+  const float *x = t.d + 8 * V;
+  to[0] = make_float2(col > row ? x[0] : 0.f, col + 1 > row ? x[1] : 0.f);
+  to[32] = make_float2(col > row ? x[6] : 0.f, col + 1 > row ? x[7] : 0.f);
+  to[64] = make_float2(x[4], x[5]);
+}
+template<typename T> TILE void split(uint32_t &hi, uint32_t &lo, float x, float y) {
+  hi = pack<T>(x, y);
+  float2 z = unpack<T>(hi);
+  lo = pack<T>(x - z.x, y - z.y);
+}
+// V (I + R) = the block, R the block on the diagonal below it or itself. A lane has a row of V, from the left to the
+// right. Of (I + R)^-1 the corners on the diagonal are I - V, and 01 is -V_01 + V_00 V_01.
+template<typename T> TILE void invert_corners(float (&x)[8], float *own) {
+  int l = lane(), row = l >> 2, col = (l & 3) * 2, block = l < 24 ? l >> 3 : 2;
+  float4 *mine = (float4 *)own + 16 * block + 2 * (l & 7);
+  const float4 *r = (const float4 *)own + (l < 8 ? 0 : 16);
+  __syncwarp();
+  float4 begin = mine[0], end = mine[1];
+  float v[8] = {begin.x, begin.y, begin.z, begin.w, end.x, end.y, end.z, end.w};
+#pragma unroll
+  for (int k = 0; k < 7; k++) {
+    float4 f = r[2 * k], g = r[2 * k + 1];
+    float of[8] = {f.x, f.y, f.z, f.w, g.x, g.y, g.z, g.w};
+#pragma unroll
+    for (int c = k + 1; c < 8; c++) v[c] = fused(-v[k], of[c], v[c]);
+  }
+  __syncwarp();
+  mine[0] = make_float4(v[0], v[1], v[2], v[3]);
+  mine[1] = make_float4(v[4], v[5], v[6], v[7]);
+  __syncwarp();
+  const float2 *from = (const float2 *)own + l;
+  float2 first = from[0], second = from[32], corner = from[64];
+  const float *down = own + 128 + 8 * col + row;
+  uint32_t hi[4] = {}, lo[4] = {}, y, z;
+  float sum[4] = {-corner.x, -corner.y, 0.f, 0.f}, rest[4] = {};
+  split<T>(y, z, down[0], down[8]);
+  split<T>(hi[0], lo[0], first.x, first.y);
+  warp_mma<T>(rest, lo, y, 0u);
+  warp_mma<T>(rest, hi, z, 0u);
+  warp_mma<T>(sum, hi, y, 0u);
+  x[0] = (col == row ? 1.f : 0.f) - first.x;
+  x[1] = (col + 1 == row ? 1.f : 0.f) - first.y;
+  x[2] = x[3] = 0.f;
+  x[4] = sum[0] + rest[0];
+  x[5] = sum[1] + rest[1];
+  x[6] = (col == row ? 1.f : 0.f) - second.x;
+  x[7] = (col + 1 == row ? 1.f : 0.f) - second.y;
+  __syncwarp();
+}
 template<typename T> TILE void invert_diagonal(rt<float, 64> &d, tri<T> &s, const rt<float, 64> &t) {
-  int w = warp_in_group(), l = lane(), row = l >> 2, col = (l & 3) * 2;
-  float a[8], x[8];
-#pragma unroll
-  for (int e = 0; e < 8; e++) {
-    a[e] = w == 0 ? t.d[e] : w == 1 ? t.d[8 + e] : w == 2 ? t.d[16 + e] : t.d[24 + e];
-    x[e] = (e >> 1 & 1) * 8 + row == (e >> 2) * 8 + col + (e & 1) ? 1.f : 0.f;
-  }
-#pragma unroll
-  for (int j = 15; j >= 1; j--) {
-    int from = (j & 7) * 4 + (l & 3), at = (l & ~3) | (j & 7) >> 1;   // lanes with row j of x, and with column j of a
-    const int ch = j >> 3, e = j & 1;
-#pragma unroll
-    for (int rh = 0; rh <= ch; rh++) {
-      float f = __shfl_sync(~0u, a[4 * ch + 2 * rh + e], at);
-      f = rh * 8 + row < j ? f : 0.f;
-#pragma unroll
-      for (int c = ch; c < 2; c++)
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          float y = __shfl_sync(~0u, x[4 * c + 2 * ch + k], from);
-          x[4 * c + 2 * rh + k] = fused(-f, y, x[4 * c + 2 * rh + k]);
-        }
-    }
-  }
+  int w = __shfl_sync(~0u, warp_in_group(), 0);   // else ptxas asks for the thread again and again, and waits
+  float x[8], *own = (float *)s.d[block_of(w, w)][0];
+  if (w == 0) put_corners<0>(own, t);
+  if (w == 1) put_corners<1>(own, t);
+  if (w == 2) put_corners<2>(own, t);
+  if (w == 3) put_corners<3>(own, t);
 #pragma unroll
   for (int v = 1; v < 4; v++) {
     float y[8];
-    if (w <= v) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) y[i] = w == v ? x[i] : t.d[8 * v + i];
-      put_block(s, block_of(0, v) + w, y);
-    }
+    for (int i = 0; i < 8; i++) y[i] = t.d[8 * v + i];
+    if (w < v) put_block(s, block_of(0, v) + w, y);
   }
+  invert_corners<T>(x, own);
+  if (w > 0) put_block(s, block_of(w, w), x);
 #pragma unroll
   for (int i = 0; i < 32; i++) d.d[i] = i / 8 == w ? x[i % 8] : 0.f;
 }
-// Block V is what its row has of the sum; where the warp's row ends before it, nothing.
-template<typename T, int V> TILE void finish_block(rt<float, 64> &d, const tri<T> &s) {
+// Block V of d = -(x + rest) times block (V, V)
+template<typename T, int V>
+TILE void finish_block(rt<float, 64> &d, const float (&x)[8], const float (&rest)[8], const tri<T> &s) {
   uint32_t hi[4], lo[4];
-  float x[8];
-  get_block<V - 1>(x, d);
-  split<T>(hi, lo, x);
+  float y[8] = {}, last[8] = {};
+  split_sum<T>(hi, lo, x, rest);
+  add_product<T>(y, last, hi, lo, s, block_of(V, V));
 #pragma unroll
-  for (int v = V; v < 4; v++) add_product<T>(*(float (*)[8])(d.d + 8 * v), hi, lo, s, block_of(V - 1, v));
-  get_block<V>(x, d);
-  split<T>(hi, lo, x);
+  for (int i = 0; i < 8; i++) d.d[8 * V + i] = -y[i] - last[i];
+}
+template<typename T> TILE void invert_pairs(rt<float, 64> &d, tri<T> &s) {
+  int w = warp_in_group();
+  uint32_t hi[4], lo[4];
+  float x[8] = {}, rest[8] = {};
+  if (w == 0) {                           // and what block 0 adds to the sums of the others
+    float next[8] = {}, last[8] = {};
+    split<T>(hi, lo, block_at<0>(d));
+    add_product<T>(x, rest, hi, lo, s, block_of(0, 1));
+    add_product<T>(block_at<2>(d), next, hi, lo, s, block_of(0, 2));
+    add_product<T>(block_at<3>(d), last, hi, lo, s, block_of(0, 3));
+    finish_block<T, 1>(d, x, rest, s);
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = 0.f;
-  add_product<T>(x, hi, lo, s, block_of(V, V));
-#pragma unroll
-  for (int i = 0; i < 8; i++) d.d[8 * V + i] = -x[i];
+    for (int i = 0; i < 8; i++) {
+      d.d[16 + i] += next[i];
+      d.d[24 + i] += last[i];
+    }
+  }
+  if (w == 2) {
+    split<T>(hi, lo, block_at<2>(d));
+    add_product<T>(x, rest, hi, lo, s, block_of(2, 3));
+    finish_block<T, 3>(d, x, rest, s);
+    put_block(s, block_of(0, 0), block_at<3>(d));
+  }
 }
 template<typename T> TILE void invert_rest(rt<float, 64> &d, const tri<T> &s) {
-  int w = warp_in_group();
-  if (w < 1) finish_block<T, 1>(d, s);
-  if (w < 2) finish_block<T, 2>(d, s);
-  if (w < 3) finish_block<T, 3>(d, s);
+  if (warp_in_group() > 1) return;
+  uint32_t hi[4], lo[4];
+  float x[8], rest[8] = {}, last[8] = {}, less[8] = {};
+  split<T>(hi, lo, block_at<1>(d));
+  add_product<T>(block_at<2>(d), rest, hi, lo, s, block_of(1, 2));
+  add_product<T>(block_at<3>(d), last, hi, lo, s, block_of(1, 3));
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    x[i] = d.d[24 + i];
+    d.d[24 + i] = 0.f;
+  }
+  split_sum<T>(hi, lo, block_at<2>(d), rest);
+#pragma unroll
+  for (int i = 0; i < 8; i++) d.d[16 + i] = rest[i] = 0.f;
+  add_product<T>(block_at<2>(d), rest, hi, lo, s, block_of(2, 2));
+  add_product<T>(block_at<3>(d), less, hi, lo, s, block_of(0, 0));
+  split_sum<T>(hi, lo, x, last);
+  add_product<T>(block_at<3>(d), less, hi, lo, s, block_of(3, 3));
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    d.d[16 + i] = -d.d[16 + i] - rest[i];
+    d.d[24 + i] = -d.d[24 + i] - less[i];
+  }
 }
 template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
   float left[2] = {0.f, 0.f};
