@@ -73,14 +73,16 @@ static int64_t filter_tiles(const mg_call *c, const filter *f) {
 }
 static float *factors_of(const mg_call *c, const filter *f) { return tiles_of(f) + filter_tiles(c, f) * FFT_BLOCK; }
 
-static void make_filter(mg_call *c, const call *a, const filter *f) {
+// backward: for fft_conv_bwd
+static void make_filter(mg_call *c, const call *a, const filter *f, bool backward) {
   const int64_t heads = c->n.H;
   if (!heads) return;
   if (f->fast) {
     fft_filters_params p = {
       .k = a->k->data, .k_type = type_of(a->k), .skip = mg_data(a->skip), .skip_type = a->skip ? type_of(a->skip) : 0,
       .taps = (int)c->n.LK, .heads = (int)heads << f->log_parts, .log_rows = f->log_rows, .log_parts = f->log_parts,
-      .quarter = a->causal, .plain = !a->causal || f->log_parts, .tables = f->spectrum,
+      .quarter = a->causal, .plain = !a->causal || f->log_parts,
+      .accumulators = backward || f->log_parts, .tables = f->spectrum,
       .out = tiles_of(f), .factors = factors_of(c, f), .tasks = mg_tasks(c, filter_tiles(c, f), "tiles")};
     if (choose(c, MG_OP_fft_conv_filters, c->problem.dtype == MG_FP16 || f->log_parts)) run(c, &p, p.tasks);
     return;
@@ -291,7 +293,7 @@ mg_status mg_fft_conv_spectrum(const mg_fft_conv_spectrum_args *a) {
   if (!mg_begin(&c, MG_OP_fft_conv_spectrum, a)) return c.status;
   const call asked = {.k = a->k, .skip = a->skip, .causal = a->causal, .precise = a->precise};
   const filter f = filter_of(&c, &asked, a->spectrum);
-  make_filter(&c, &asked, &f);
+  make_filter(&c, &asked, &f, false);
   return c.status;
 }
 
@@ -307,7 +309,7 @@ mg_status mg_fft_conv(const mg_fft_conv_args *a) {
                       .spectrum_is_given = a->spectrum != NULL, .rows = {a->u, a->pregate, a->postgate, a->out}};
   const filter f = filter_of(&c, &asked, a->spectrum ? a->spectrum : a->made);
   if (!choose_main(&c, &asked, &f, wants_pieces(&c, &asked))) return c.status;
-  if (!a->spectrum) make_filter(&c, &asked, &f);
+  if (!a->spectrum) make_filter(&c, &asked, &f, false);
   return convolve(&c, &asked, &f, a->u, a->pregate, a->postgate, a->out, a->blocks, false);
 }
 
@@ -323,11 +325,11 @@ mg_status mg_fft_conv_bwd(const mg_fft_conv_bwd_args *a) {
   if (f.fast && !f.log_parts) {
     c.problem.size.SPLIT = 1;
     if (!mg_is_empty(a->u) && !mg_choose(&c)) return c.status;
-    make_filter(&c, &asked, &f);
+    make_filter(&c, &asked, &f, true);
     return gradients_fast(&c, a, &f);
   }
   if (!choose_main(&c, &asked, &f, wants_pieces(&c, &asked))) return c.status;
-  if (f.fast || a->du || a->dpregate || a->dpostgate) make_filter(&c, &asked, &f);
+  if (f.fast || a->du || a->dpregate || a->dpostgate) make_filter(&c, &asked, &f, false);
   const bool both = f.fast && a->du && a->dpregate && !mg_is_empty(a->u);
   if (both)
     convolve_fast(&c, &asked, &f, a->dout, a->postgate, a->pregate, a->du, a->u, a->dpregate, true);

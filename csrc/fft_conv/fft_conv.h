@@ -4,13 +4,13 @@
 #include "tile/gmap.h"
 
 // The host fills `spectrum` of the row like this, in floats. Rows of one pass: tables (fft_conv_tiles.h: L and F as re,
-// im, -im, T as re, im, then E and O), the filters' spectra, tiles of 4096 numbers of which each is two fp16, re and
-// im, and a factor for every row of 64 of them. Else fft_complex[heads][blocks of the filter][4096] behind the tables,
-// which are not used.
+// im, -im, T as re, im, E and O, the folded L's halves, the folded T), the filters' spectra, tiles of 4096 numbers of
+// which each is two fp16, re and im, and a factor for every row of 64 of them. Else fft_complex[heads][blocks of the
+// filter][4096] behind the tables, which are not used.
 enum {
-  FFT_BLOCK = 4096, FFT_TABLES = 10, FFT_TABLE_FLOATS = FFT_TABLES * 64 * 64 / 2, FFT_UNIT_FLOATS = 2 * FFT_BLOCK
+  FFT_BLOCK = 4096, FFT_TABLES = 14, FFT_TABLE_FLOATS = FFT_TABLES * 64 * 64 / 2, FFT_UNIT_FLOATS = 2 * FFT_BLOCK
 };
-enum { FFT_LEFT = 0, FFT_RIGHT = 3, FFT_TWISTS = 6, FFT_HALVES = 8 };      // tables' numbers
+enum { FFT_LEFT = 0, FFT_RIGHT = 3, FFT_TWISTS = 6, FFT_HALVES = 8, FFT_FOLDED_LEFT = 10, FFT_FOLDED_TWISTS = 12 };
 enum { FFT_FP32, FFT_BF16, FFT_FP16 };
 typedef struct fft_complex { MG_ALIGNAS(8) float re; float im; } fft_complex;
 
@@ -38,6 +38,7 @@ typedef struct fft_spectra_params {
 typedef struct fft_filters_params {
   const void *k, *skip;       // [heads, taps]; [heads] or NULL: added to element 0
   int k_type, skip_type, taps, heads, log_rows, plain, tasks;
+  int accumulators;           // in that order, not in store_columns()'s: not for fft_conv.cu
   int log_parts, quarter;     // of rows of fft_conv_long.cu: tile h 2^log_parts + j is p_j of filter h
   void *tables;               // as `spectrum`
   float *out, *factors;

@@ -68,7 +68,9 @@ TILE void compute(const params &p, shared &s, int wg) {
     acc t;
     if (i >= FFT_HALVES) {
       fill(t, 0.f);
-      half_table(t, i - FFT_HALVES);
+      if (i < FFT_FOLDED_LEFT) half_table(t, i - FFT_HALVES);
+      else if (i < FFT_FOLDED_TWISTS) folded_left_table(t, p.log_rows, i - FFT_FOLDED_LEFT);
+      else folded_twist_table(t, p.log_rows, i - FFT_FOLDED_TWISTS);
     } else
       load(t, i < FFT_RIGHT ? s.left[i][0] : i < FFT_TWISTS ? s.right[i - FFT_RIGHT][0] : s.twists[i - FFT_TWISTS][0]);
     store_rows<fp16>(t, [=](int r) { return (fp16 *)p.tables + 4096 * i + 64 * r; }, 64);
@@ -103,7 +105,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     } else to_spectrum(re, im, x, s.left, s.right, s.twists);
     scale_both(re, im, factor, s.rows[wg], p.log_rows, 64.f);
     each<64>([](int, int, float &y, float z) { y = halves(y, z); }, re, im);
-    store_acc(p.out + (int64_t)64 * 64 * task, re);
+    if (p.accumulators) store_acc(p.out + (int64_t)64 * 64 * task, re);
+    else store_columns(p.out + (int64_t)64 * 64 * task, re, p.plain);
     map(factor, factor, up, [=](float y, float z) { return y * z * root; });
     store(p.factors + 64 * task, factor, smaller(64, (p.heads << p.log_rows) - 64 * task));
     wg_sync();                                                 // `rows` has been read

@@ -314,9 +314,10 @@ TILE void compute(const params &p, shared &s, int wg) {
       subtract(re, s, ni, x[1]);
       product<ACC>(im, lr, x[1]);
       mma_commit();
-      wait_for_left(re, im, lr, li, ni);
-      pass_spectrum<strip>(x, re, im, s.twists, s.halves, p.filter + (int64_t)64 * 64 * (head * R + j), p.conjugate,
-                          [] { wg_sync(); });
+      const float *k = p.filter + (int64_t)64 * 64 * (head * R + j);
+      pass_spectrum<0, 0, strip>(x, re, im, s.twists, s.halves, p.conjugate,
+                                 [&] { wait_for_left(re, im, lr, li, ni); },
+                                 [=](auto &even, auto &odd) { load_acc(even, odd, k); }, [] { wg_sync(); });
       fence_async();
       wg_sync();
       mma_fence();

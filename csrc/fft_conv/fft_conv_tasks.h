@@ -17,6 +17,11 @@ template<int N> TILE void load_tables(table (&t)[N][PIECES], const gmap &tables,
 TILE void multiply(acc &x, const st<elem, 64, 64> &gate) {
   each<64>([](int, int, float &a, float g) { a *= g; }, x, gate);
 }
+TILE void multiply_folded(acc &x, const st<elem, 64, 64> &gate, int log) {
+  acc g;
+  load_folded(g, gate, 0, log);
+  map(x, g, [](float a, float b) { return a * b; });
+}
 
 // ---- gradients: sums over the batch of G conj(X), of which a task makes some batch entries'
 TILE range batches_of(const fft_grads_params &p, int task) {

@@ -21,9 +21,16 @@
 // The factor of odd makes O symmetric, and the way back undoes it: conj(x) comes of conj(S) by the same two tables.
 // A complex number's parts lie side by side, re in columns 0 to 31, im in the others, so that products have 64 columns:
 // (re + i im) E = re [E_re | E_im] + im [-E_im | E_re].
+//
+// At frequencies k / N, where the operand is complex, so may L be: `folded`. With a < 32, k < 32
+//   S[2 k] = sum over a of (x_a + x_(a + 32)) e^(-2 pi i 2 a k / 64) / 8
+//   e^(-2 pi i k / 64) S[2 k + 1] = sum over a of (x_a - x_(a + 32)) e^(-2 pi i (2 a k + a + k) / 64) / 8
+// Both matrices are symmetric, and the folded T has the factor of the second one, so that the way back takes the same
+// two tables: of conj(S T^*) comes conj(x), as sums and differences. Eight rows of re lie above eight of im (folds.h):
+// so a product has 64 rows and columns, and both parts of a number are in one thread. A row of m rows of a tile has
+// halves of m / 2; one of a single row has none, and the tables are 1 there.
 #pragma once
-#include "tile/halves.h"
-#include "tile/numbers.h"
+#include "tile/folds.h"
 #include "fft_conv/fft_conv.h"
 
 typedef st<fp16, 64, 64> table;
@@ -82,6 +89,27 @@ TILE void half_table(acc &t, int odd) {
     int b = r & 31, k = c & 31;
     turn(re, im, 2 * b * k + (odd ? b + k : 0), 6);
     y = 0.125f * ((r ^ c) & 32 ? (r & 32 ? -im : im) : re);
+  }, t);
+}
+// What tables FFT_FOLDED_LEFT and the next have: L's halves, re and im of rows and of columns in turn.
+TILE void folded_left_table(acc &t, int log_rows, int odd) {
+  int half = log_rows ? log_rows - 1 : 0;
+  float size = (log_rows & 1 ? 0.707106781f : 1.f) / (float)(1 << log_rows / 2);
+  each<64>([=](int r, int c, float &y) {
+    float re, im;
+    int j = fold_of(r), i = fold_of(c), k = j & ((1 << half) - 1), a = i & ((1 << half) - 1);
+    turn(re, im, (2 * k * a + (odd ? k + a : 0)) << (6 - log_rows), 6);
+    float part = (r ^ c) & 8 ? (r & 8 ? im : -im) : re;
+    y = (j ^ i) >> half ? 0.f : size * part;
+  }, t);
+}
+// What the next two have: re and im of the folded T, whose rows 2 k + h are h = 0 and 1 of row k of L's halves.
+TILE void folded_twist_table(acc &t, int log_rows, int im) {
+  each<64>([=](int r, int b, float &y) {
+    float re, other;
+    int odd = log_rows ? r >> 3 & 1 : 0, k = log_rows ? fold_of(r) & ((1 << (log_rows - 1)) - 1) : 0;
+    turn(re, other, (2 * k + odd) * b - odd * 64 * k, 6 + log_rows);
+    y = im ? other : re;
   }, t);
 }
 // 16 columns of each. plain: at frequencies k / N. There the product of spectra is the circular convolution.
@@ -276,8 +304,8 @@ template<int FLOATS> struct columns { typedef rt<fp16, 32> type; };
 template<> struct columns<1> { typedef rt<float, 32> type; };
 // f(number, ...) for every place of 64 x 32, the numbers as arithmetic wants them
 template<class F, class... X> TILE void every(F f, rt<fp16, 32> &x, X &...rest) { each_half<32>(f, x, rest...); }
-template<class F, class... X> TILE void every(F f, rt<float, 32> &x, X &...rest) {
-  each<32>([=](int, int, auto &&...v) { f(v...); }, x, rest...);
+template<int N, class F, class... X> TILE void every(F f, rt<float, N> &x, X &...rest) {
+  each<N>([=](int, int, auto &&...v) { f(v...); }, x, rest...);
 }
 TILE half like(half, float x) { return half_of(x); }
 TILE float like(float, float x) { return x; }
@@ -338,25 +366,37 @@ template<class P> TILE void take_parts(P &a, P &b, P &c, P &d, const acc &even, 
   convert_part(c, odd, 0);
   convert_part(d, odd, 32);
 }
-// From L X, re and im, through K back to what L^H comes in front of: x = ((((L X) T) F) K F^H) T^*. P says which
-// arithmetic. free() comes when nothing but the store is left: it waits until all have read x.
-template<class P, class F>
+// re and im of columns from c0 of two accumulators, which these are. FOLDED: L's even half and its odd one.
+template<int FOLDED, class P> TILE void take_columns(P &re, P &im, const acc &a, const acc &b, int c0) {
+  convert_part(re, a, c0);
+  convert_part(im, b, c0);
+  if (FOLDED) trade_rows(re, im);
+}
+// From L X, re and im, through K back to what L^H comes in front of: x = ((((L X) T) F) K F^H) T^*. FOLDED: from L's
+// even half and its odd one, to conj(x). wait() waits for the products that make them, EARLY: behind the loads of a
+// half of T. ask() loads K's even and odd columns. P says which arithmetic. free() comes when nothing but the store is
+// left: it waits until all have read x.
+template<int FOLDED, int EARLY, class P, class W, class A, class F>
 TILE void pass_spectrum(table (&x)[2][PIECES], acc &re, acc &im, const table (&t)[2][PIECES],
-                        const table (&f)[2][PIECES], const float *k, bool conjugate, F free) {
+                        const table (&f)[2][PIECES], bool conjugate, W wait, A ask, F free) {
   acc &even = re, &odd = im;
-  P a, b, c, d, kr, ki;
-  convert_part(a, re, 0);
-  convert_part(b, im, 0);
-  twist_part<0>(a, b, t, 0);
-  convert_part(c, re, 32);
-  convert_part(d, im, 32);
+  P a, b, c, d, kr, ki, tr, ti;
+  rt<float, 32> k_even, k_odd;
+  if (EARLY) {
+    load(tr, t[0][0], 0);
+    load(ti, t[1][0], 0);
+  }
+  wait();
+  take_columns<FOLDED>(a, b, re, im, 0);
+  if (EARLY) times<0>(a, b, tr, ti);
+  else twist_part<0>(a, b, t, 0);
+  take_columns<FOLDED>(c, d, re, im, 32);
   twist_part<0>(c, d, t, 32);
   cross(a, c);
   cross(b, d);
   half_products(even, odd, a, b, c, d, f);
   take_parts(a, b, c, d, even, odd);
-  rt<float, 32> k_even, k_odd;
-  load_acc(k_even, k_odd, k);
+  ask(k_even, k_odd);
   unpack(kr, ki, k_even, conjugate);
   times<1>(a, b, kr, ki);
   unpack(kr, ki, k_odd, conjugate);
@@ -365,8 +405,12 @@ TILE void pass_spectrum(table (&x)[2][PIECES], acc &re, acc &im, const table (&t
   take_parts(a, b, c, d, even, odd);
   cross(a, c);
   cross(b, d);
-  twist_part<1>(a, b, t, 0);
-  twist_part<1>(c, d, t, 32);
+  twist_part<!FOLDED>(a, b, t, 0);
+  twist_part<!FOLDED>(c, d, t, 32);
+  if (FOLDED) {
+    trade_rows(a, b);
+    trade_rows(c, d);
+  }
   free();
   store(x[0][0], a, 0);
   store(x[1][0], b, 0);

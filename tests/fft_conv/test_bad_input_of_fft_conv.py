@@ -118,7 +118,7 @@ def test_bad_14_sizes():
 
 
 def test_bad_15_16_17_outputs_of_the_raw_layer():
-    u, k, made = torch.randn(1, 2, 64), torch.randn(2, 64), torch.empty(20480 + 2 * 8192)
+    u, k, made = torch.randn(1, 2, 64), torch.randn(2, 64), torch.empty(28672 + 2 * 8192)
     blocks = torch.empty(2 * 8192)
     call = lambda out, u=u: _C.fft_conv(out, made, blocks, u, k)  # noqa: E731
     refused(BufferError, "fft_conv: out is written, but shares memory with u", call, u)

@@ -3,6 +3,7 @@
 #include "tile/tile.h"
 #include "tile/channels.h"
 #include "tile/dots.h"
+#include "tile/folds.h"
 #include "tile/halves.h"
 #include "tile/levels.h"
 #include "tile/mail.h"
@@ -25,6 +26,7 @@ SHAPE struct tiles {
   st<elem, RA, CA> a;
   st<elem, RB, CB> b;
   sv<N> v;
+  sv<64> rows;
   sem full;
   int value;
 };
@@ -522,6 +524,33 @@ SHAPE TILE void half_form(const op_params &p, TILES &s, int) {
   convert(odd, second);
   store(p.out, N, even, 64, 32);
   store(p.out + 32, N, odd, 64, 32);
+}
+// Groups of 1 << I rows. b: t behind the trade; out: what it traded with.
+SHAPE TILE void fold_form(const op_params &p, TILES &s, int) {
+  enum { LOG = I ? I : 1 };
+  rt<float, 64> t, u;
+  rv y, z;
+  sem_wait(s.full, 0);
+  load_folded(t, s.a, 0, LOG);
+  fill(u, 0.f);
+  map(u, t, [](float, float a) { return 2.f * a; });
+  trade_rows(t, u);
+  store_folded(s.b, t, 0, LOG);
+  row_largest(s.rows, u);
+  wg_sync();
+  group_largest_folded(y, s.rows, I);
+  map(z, y, [](float a) { return -a; });
+  trade_rows(y, z);
+  map_row(u, y, [](float a, float b) { return a + b; });
+  map_row(u, z, [](float a, float b) { return a + 4.f * b; });
+  store_columns(p.out + 64 * N, u, true);
+  wg_sync();
+  rt<float, 32> even, odd;
+  load_columns(even, p.out + 64 * N, 0);
+  load_columns(odd, p.out + 64 * N, 1);
+  store(p.out, N, even, 64, 32);
+  store(p.out + 32, N, odd, 64, 32);
+  put_b(p, s);
 }
 SHAPE TILE void float_rows(const op_params &p, TILES &s, int) {
   rt<float, N> t, u;

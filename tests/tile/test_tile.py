@@ -415,6 +415,29 @@ def check_halves(c):
     close(c.matrix(), 4 * (t * row - t * col) + 2 + t - row, 10 + 9 * size * (np.abs(row) + np.abs(col)) + size, 2**-10)
 
 
+def check_folds(c):
+    """Twice the tile takes the place of its lower rows, and gives its upper ones for them."""
+    r, log = np.arange(64), c.I or 1
+    low, high = r[r & 8 == 0], r[r & 8 > 0]
+    j, half = r // 16 * 8 + r % 8, r // 8 % 2
+    place = (j >> log - 1 << log) + (half << log - 1) + (j & (1 << log - 1) - 1)
+    t = c.a[place]
+    u = 2 * t
+    t[high], u[low] = u[low], t[high].copy()
+    tile = np.empty_like(t)
+    tile[place] = t
+    c.check_stored(tile)
+    group = place >> c.I
+    rows = np.abs(u).max(1)
+    most = np.array([rows[group == g].max() for g in group])
+    y, z = most.copy(), -most
+    y[high], z[low] = z[low], y[high].copy()
+    u = (u + y[:, None]) + 4 * z[:, None]
+    moved = np.empty_like(u)
+    moved[r] = u[2 * j + half]
+    same(c.matrix(), np.hstack((moved[:, ::2], moved[:, 1::2])))
+
+
 def check_float_rows(c):
     want = c.t()
     want[50:], want[:, -3:] = 0, 0
@@ -465,7 +488,7 @@ def carried(t, elem):
 CHECKS = {"slice_form": check_slices, "inverse_form": check_inverse, "map_scalar": check_scalar,
           "map_form": check_form, "map_elem": check_elem, "row_reduction": check_reduction,
           "scattered_rows": check_scattered, "vectors": check_vectors, "columns": check_columns, "sliced": check_sliced,
-          "accumulators": check_accumulators, "half_form": check_halves,
+          "accumulators": check_accumulators, "half_form": check_halves, "fold_form": check_folds,
           "scalars": check_scalars, "float_rows": check_float_rows}
 
 
