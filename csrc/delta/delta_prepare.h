@@ -125,23 +125,24 @@ TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates 
 
 // ---- fp16 operands (warpgroup)
 
-// Of rows of x: four times the largest value at most, and no less than that, is 16 down; up = 1 / down. A product of an
-// operand x up with M may grow by 4000 before it leaves fp16's range.
-TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
+// Of each row of x the sum of its four threads' largest values: from the row's largest one to four times that
+TILE void row_maxima(rv &d, const rt<float, Q> &x) {
   rsum most;
   fill(most, 0.f);
   each<Q>([](int, int, float x, float &most) { most = fmaxf(most, fabsf(x)); }, x, most);
-  reduce(down, most);                     // the sum of the four threads' maxima
+  reduce(d, most);
+}
+// Of rows of x: four times the largest value at most, and no less than that, is 16 down; up = 1 / down. A product of an
+// operand x up with M may grow by 4000 before it leaves fp16's range.
+TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
+  row_maxima(down, x);
   map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
   map(up, down, [](float m) { return fast_rcp(m); });
 }
 // The same, but rows of which that is 2^-10 to 16 stay as they are: what of such a row is below fp16's range is nothing
 // beside its largest value.
 TILE void few_factors(rv &up, rv &down, const rt<float, Q> &x) {
-  rsum most;
-  fill(most, 0.f);
-  each<Q>([](int, int, float x, float &most) { most = fmaxf(most, fabsf(x)); }, x, most);
-  reduce(down, most);
+  row_maxima(down, x);
   map(down, down, [](float m) { return m >= 0x1p-10f && m <= 16.f ? 1.f : (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
   map(up, down, [](float m) { return m == 1.f ? 1.f : fast_rcp(m); });
 }

@@ -306,7 +306,11 @@ SHAPE TILE void inverse_form(const op_params &p, TILES &s, int) {
   map_rc(t, [](float x, int row, int col) { return col > row ? 0.25f * x : infinity(); });
   invert_diagonal(d, scratch, t);
   wg_sync();
-  if (I == 1) invert_rest(d, scratch);
+  if (I == 1) {
+    invert_pairs(d, scratch);
+    wg_sync();
+    invert_rest(d, scratch);
+  }
   store(p.out, N, d, 64, N);
 }
 
