@@ -26,14 +26,14 @@ TILE vf multiply_add(uint32_t a, vf b, vf c) {
 }
 #endif
 // c[MR][V * VW] (+)= a[MR][k] b[k][V * VW]; AR, AK: strides of a between rows and between k. A panel holds PANEL
-// columns.
+// columns. What is added to c is summed first: c, which may be the sum of a long sequence, is rounded once.
 template<int A, int MR, int V, int PANEL, int AR, int AK, class Word>
 TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
   vf x[MR][V];
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; v++) x[r][v] = A ? vload(c + r * ldc + v * VW) : vf{};
+    for (int v = 0; v < V; v++) x[r][v] = vf{};
   for (; k; k--, a += AK, b += PANEL) {
     vf y[V];
 #pragma GCC unroll 2
@@ -46,7 +46,7 @@ TILE void micro(float *c, int ldc, const Word *a, const Word *b, int k) {
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; v++) vstore(c + r * ldc + v * VW, x[r][v]);
+    for (int v = 0; v < V; v++) vstore(c + r * ldc + v * VW, A ? vload(c + r * ldc + v * VW) + x[r][v] : x[r][v]);
 }
 // The first operand: as stored (64 rows of LD words), or 64 columns of panels that are `depth` words deep.
 template<class Word, int LD> struct flat_a {
