@@ -4,6 +4,8 @@ from margay._shared import dtype_name, functions, is_torch, of_row, rows_library
 
 
 _ONE_PASS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# float16 of at most so many elements and rows is computed as precise: each row takes a block of 4096 numbers there.
+_FEW_ELEMENTS, _FEW_ROWS = 4096, 512
 
 
 def _dense(t):
@@ -15,6 +17,15 @@ def _dense(t):
 def _computed(u):
     """The name of the dtype of u in the computation, which autocast chooses where it is on."""
     return str(rows_library(is_torch("fft_conv", "u", u)).dtype_in_autocast(u)).removeprefix("torch.")
+
+
+def _wants_precision(u):
+    """Errors of one pass go by a row's largest number, those of torch.fft's rounding by each number. In float16, whose
+    bits are all in use, the first are 3 times the second where many numbers are averaged, up to 5.5 times of few."""
+    if len(getattr(u, "shape", ())) != 3:
+        return False
+    rows, length = u.shape[0] * u.shape[1], u.shape[2]
+    return rows <= _FEW_ROWS and rows * length <= _FEW_ELEMENTS and _computed(u) == "float16"
 
 
 def _padded_length(u, causal, precise):
@@ -52,7 +63,8 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
     k: also what `fft_conv_filter` returns, whose spectrum is then used again. Options that differ from its own are
         refused.
     precise: products of two parts, some 21 bits, where 11 are used otherwise, for gradients of k and skip too. float32
-        is always computed so, and so are these gradients of rows that do not take one pass.
+        is always computed so, and so are these gradients of rows that do not take one pass, and float16 of at most
+        4096 elements in 512 rows, unless the filter has been made before.
         Errors are in proportion to the norms |x| |k|. Where results are much smaller than these allow, as differences
         of a smooth row are, or causal rows of a filter that is largest at its end, only `precise` makes them exact.
 
@@ -69,6 +81,7 @@ def fft_conv(u, k, *, causal=True, pregate=None, postgate=None, skip=None, preci
         _check_filter(k, u, causal, skip, precise)
         k, skip, spectrum, causal, precise = k.k, k.skip, k.spectrum, k.causal, k.precise
     call = functions.get("fft_conv") or of_row("fft_conv")
+    precise = precise or spectrum is None and _wants_precision(u)
     if getattr(u, "ndim", 0) == 3 and not precise and is_torch("fft_conv", "u", u):
         length, padded = u.shape[2], _padded_length(u, causal, precise)
         if length != padded and _fits(k, length) and all(t is None or t.shape == u.shape for t in (pregate, postgate)):
@@ -129,6 +142,8 @@ def _explained(op, library, named, given):
     u, k = given["u"], given["k"]
     if isinstance(k, LongFilter):
         given |= {"k": k.k, "skip": k.skip, "causal": k.causal, "precise": k.precise}
+    elif not given.get("precise") and _wants_precision(u):
+        given |= {"precise": True}
     notes, copied, calls = explain_row(op, library, named, given)
     length = u.shape[2]
     if not given.get("precise") and is_torch(op, "u", u):
