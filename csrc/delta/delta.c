@@ -53,7 +53,7 @@ mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, 
 }
 
 // Segments of a row that take the least time, in hundredths of that of a chunk of the pass over whole rows, of which a
-// multiprocessor has 64 columns of v; two of them take four fifths of it. Of segments it has all columns: a chunk takes
+// multiprocessor has 64 columns of v; a pair of them takes four fifths. Of segments it has all columns: a chunk takes
 // 1.8 times as long, and 1.2 times where it is made into what segments begin with (measured). `heads`: of all rows.
 static int64_t segments_of(const mg_call *c, int64_t chunks, int64_t heads, int64_t most) {
   const int64_t parts = mg_ceil_div(c->n.V, 64) * c->desc->cluster, sms = c->context.sms;

@@ -132,15 +132,15 @@ TILE void row_maxima(rv &d, const rt<float, Q> &x) {
   each<Q>([](int, int, float x, float &most) { most = fmaxf(most, fabsf(x)); }, x, most);
   reduce(d, most);
 }
-// Of rows of x: four times the largest value at most, and no less than that, is 16 down; up = 1 / down. A product of an
+// Of each row of x, 16 down is at least the largest value, and at most four times that; up = 1 / down. A product of an
 // operand x up with M may grow by 4000 before it leaves fp16's range.
 TILE void row_factors(rv &up, rv &down, const rt<float, Q> &x) {
   row_maxima(down, x);
   map(down, down, [](float m) { return (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
   map(up, down, [](float m) { return fast_rcp(m); });
 }
-// The same, but rows of which that is 2^-10 to 16 stay as they are: what of such a row is below fp16's range is nothing
-// beside its largest value.
+// The same, but a row of which that is from 2^-10 to 16 stays as it is: what falls below fp16's range is nothing beside
+// its largest value.
 TILE void few_factors(rv &up, rv &down, const rt<float, Q> &x) {
   row_maxima(down, x);
   map(down, down, [](float m) { return m >= 0x1p-10f && m <= 16.f ? 1.f : (m > 1e-30f ? m : 1e-30f) * 0.0625f; });
@@ -163,7 +163,7 @@ TILE void make_reads(rt<float, Q> &p, const rt<float, Q> &decays, const chunk_ve
 TILE void make_writes(rt<float, Q> &a, const rt<float, Q> &decays, const chunk_vectors &v) {
   map_col(a, decays, v.norm_k, [](float x, float d, float r) { return x * d * r; });
 }
-// beta_j to row j
+// Row j times beta_j
 TILE void weigh(rt<float, Q> &x, const chunk_vectors &v) {
   rv beta;
   load(beta, v.beta);
@@ -171,9 +171,9 @@ TILE void weigh(rt<float, Q> &x, const chunk_vectors &v) {
 }
 
 // M^T of A^T, which is upper triangular. The warpgroup has scratch to itself from here to the next wg_sync() behind it.
-// Doubling over all 64 steps gives errors of 10^7 for equal keys. Doubling over blocks of 16 does not; but with factors
-// of 16 bits its errors were up to 34 times those of substitution in fp32 with one rounding behind it. In two parts
-// nothing of that is left. Registers: two tiles of 32, four words of each part of two factors, sums of 16.
+// Doubling over all 64 steps gives errors of 10^7 for equal keys. Products of blocks of 16 do not; but with factors of
+// 16 bits their errors were up to 34 times those of substitution in fp32 with one rounding behind it. With factors in
+// two parts nothing of that is left. Registers: two tiles of 32, four words of each part of two factors, sums of 16.
 TILE void invert(rt<float, Q> &inverse, const rt<float, Q> &a, tri<inner> &scratch) {
   invert_diagonal(inverse, scratch, a);
   wg_sync();

@@ -16,12 +16,12 @@
 // Where heads are few, two blocks share the work (PAIR): the first carries the state. The second makes o of what the
 // first sends it of each chunk: the state's operands, and u as an operand.
 // R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
-// value, with PREPS only where that is not within fp16's range.
+// value; with PREPS only where fp16 would not hold it.
 // Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups
 // of 64 columns of v.
 //
 // Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, two rows' factors, with AHEAD two more
-// operands of S. Prepare: three tiles of 32, an operand of 12.
+// operands of S. Prepare: two tiles of 32, and what invert() has beside them (delta_prepare.h).
 #include "tile/order.h"
 #include "tile/mail.h"
 #include "delta/delta_prepare.h"
@@ -50,10 +50,11 @@ struct shared {
   tri<inner> scratch[PREPS];
   chunk_vectors vec[STAGES];              // CHANNELS: beta only
   sv<D> ends[CHANNELS ? STAGES : 0];
-  ring<STAGES, ASYNC_READS> k_ring;       // k, q, w, ends. PAIR: all, and a fence in front of its release
+  ring<STAGES, ASYNC_READS> k_ring;       // k, q, w, ends. PAIR: all that a block reads of a chunk. v is read through
+                                          // registers: who does that fences before the release
   ring<STAGES, ASYNC_READS> vec_ring;     // refilled by plain stores only, which need no fence
   ring<READY, ASYNC_READS> ready;         // m and p
-  ring<2> v_ring;
+  ring<2> v_ring;                         // this one and the two before it: not of a PAIR
   letter letters[PAIR ? READY : 0];
   ring<READY> mail_ring;                  // in step with k_ring
   sem last;                               // the tiles of a last chunk that runs over are there, and to be cleared
@@ -199,7 +200,7 @@ TILE void scan(const params &p, shared &s, int) {
       put_vectors(v, next, p.gates, t.head, p.scale);
       load_given(next, p.rows, p.gates, t, step + Q);
     }
-    if (PAIR && !makes_o()) ring_acquire(s.mail_ring, at);   // the letter's place. The state has one phase to wait for
+    if (PAIR && !makes_o()) ring_acquire(s.mail_ring, at);   // room for the letter: the state waits for one phase
     sem_arrive<WARP>(made.full[at.stage]);
     if (runs_over(p.rows, step, t.end)) clear_behind(s, at, in, t.end - step);
     ring_next(s.vec_ring, at);
@@ -487,6 +488,7 @@ TILE void split_state(chunk_ahead &a, const rt<float, D> &state) {
   convert_part(a.low, state, 0);
   if (PANELS == 2) convert_part(a.high, state, 64);
 }
+// any: what map_col() wants. Nobody looks at it.
 TILE void take_value(rt<float, Q> &value, const tile &v, const chunk_vectors &any) {
   rt<elem, 64> part;
   load_t(part, v);
@@ -494,8 +496,9 @@ TILE void take_value(rt<float, Q> &value, const tile &v, const chunk_vectors &an
   map_col(value, part, any.beta, [](float, float x, float) { return x; });
 }
 
-// One chunk, and what the next one has ahead. Every product's result is waited for, so that all else stands under one
-// of the three. Letters leave a part under each: a warp that sends faster than others take waits for its registers.
+// One chunk, and what the next one has ahead. Every product is waited for before the next one is issued; all other work
+// stands under one of the three. A part of the letter leaves under each: a warp that sends faster than others take
+// waits for its registers.
 TILE void send_chunk(rt<float, D> &state, chunk_ahead &a, shared &s, ring_pos at, bool more) {
   int i = at.stage;
   const chunk_vectors &v = s.vec[i];

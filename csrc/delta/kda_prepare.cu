@@ -1,22 +1,23 @@
 // Kimi delta attention (2025): what the steps of a chunk are to the state, for all chunks at once. With l_i the sum of
 // the log decays up to step i of a chunk of 64 steps whose last is e, a vector of channels as k_i and q_i, and m a
-// vector for each group of 16 steps, the mean of l of the two in its middle:
+// vector for each group of 16 steps, the mean of l at the two steps in its middle:
 //   L_ij = sum over channels of k_i e^(l_i - m) k_j e^(m - l_j) for j < i, m of i's group
 //   P_ij = the same of scale q_i and k_j for j <= i;   M = (I + L diag(beta))^-1
 // and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the
 // gates. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to middle, by a
 // factor that all steps of a group share. That may be e^-168: then its square root is multiplied with twice. No
 // exponent is above 79, and e^79 |k| fits into bf16. Where one would be, a log decay counts, in L and P, as -10.5 where
-// it is less. It is wrong by e^-10.5 at most, less than what rounding leaves, and the tiles have the true decays from
-// another sum. Else the tiles are what the products have, times the e^ of what lies before and behind a group.
+// it is less. It is wrong by e^-10.5 at most, less than what rounding to 16 bits leaves (float32, which the CPU has, is
+// no more exact there), and the tiles have the true decays from another sum. Else the tiles are what the products have,
+// times the e^ of what lies before and behind a group.
 // Keys in fp16 have more bits than a factor in bf16, and where |k|^2 in L is over theirs, beta |k|^2 may be over 2:
 // then a state that equal keys reflect grows from step to step. So such factors are two bf16, and three products are
 // added.
-// Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has all of its panel's
-// gates, factors and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the
-// other warpgroup: the first makes L and M, the last P. Tiles leave while products are made, then the next task's k and
-// q come; its gates are in the L2, and the last warpgroup sums them while the first one inverts. Without PAIRS, the
-// tiles and the vector alone: what a caller lacks who has M and P.
+// Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has its panel's factors
+// and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the other warpgroup:
+// the first makes L and M, the last P. Tiles leave while products are made, then the next task's k and q come; its
+// gates are in the L2, and the last warpgroup sums them while the first one inverts. Without PAIRS, the tiles and the
+// vector alone: what a caller lacks who has M and P.
 //
 // Registers of a thread. Gates: two columns of a group, 32. Pairs: what becomes the right operand 32, an operand 16, a
 // group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32, three of 8.
@@ -35,8 +36,9 @@ template<> struct parts_of<fp16> { enum { COUNT = 2 }; };
 // PARTS: of a factor, whose sum it is. EARLY: tiles are made beside the factors, unless gates are steep.
 // LAST_SUMS: the last warpgroup sums all panels' gates, while the first one inverts
 enum { PARTS = parts_of<elem>::COUNT, EARLY = PAIRS && PARTS == 1, LAST_SUMS = EARLY && PANELS == 2 };
-// A group's sums are FAR from its middle at most, to base 2, or count as steep. Where they are CLOSE, what lies between
-// two middles is above 2^-126. A log decay counts as LEAST where it is less: 2^-128, and sums stay exact enough.
+// Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2. Where all are
+// CLOSE, the factor between two middles is above 2^-126. A log decay counts as LEAST where it is less: 2^-128, and sums
+// stay exact enough.
 #define CLOSE 62.f
 #define FAR 113.8f
 #define LEAST -88.7228391f
@@ -58,7 +60,7 @@ struct chunk {
   words tasks[TASKS];
   ring<1> inputs;
   sem added;                        // what was handed over has been read
-  sem left;                         // what the first warpgroup has in place of the sums
+  sem left;                         // what the first warpgroup has in place of the sums has been read
   sem given[TASKS];                 // tasks; that their places are free follows from the ring of k and q
 };
 struct shared { chunk chunks[TEAMS]; };
@@ -306,8 +308,8 @@ TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const param
   carry_to_group(r, between[2], 3, reach);
   make_group<3>(a, r, p, s, h);
 }
-// What the warpgroup stored is in memory, as are the vectors, and what of it is of this part of the places is told, if
-// somebody waits for it.
+// Waits until all that the warpgroup stored is in memory, vectors too, and counts it for this part of the places;
+// nothing where nobody waits for that.
 TILE void tell(const params &p, int part) {
   if (!p.done || part < 0) return;
   tma_store_wait<0>();

@@ -73,7 +73,7 @@ static int64_t filter_tiles(const mg_call *c, const filter *f) {
 }
 static float *factors_of(const mg_call *c, const filter *f) { return tiles_of(f) + filter_tiles(c, f) * FFT_BLOCK; }
 
-// backward: for fft_conv_bwd
+// backward: for the kernel fft_conv_bwd.cu
 static void make_filter(mg_call *c, const call *a, const filter *f, bool backward) {
   const int64_t heads = c->n.H;
   if (!heads) return;

@@ -90,7 +90,7 @@ TILE void gate_loader(const params &p, shared &s, int) {
   }
 }
 
-// Groups of rows of pairs. Of log_rows 0 two heads are one, of which no sums are made.
+// Log of a folded group's rows. Rows of 64 elements (log_rows 0) are folded as two heads, whose sums are not made.
 TILE int fold_log(const params &p) { return p.log_rows ? p.log_rows : 1; }
 TILE void multiply_gate(const params &p, shared &s, acc &re, acc &im, int wg, int which, ring_pos at) {
   const tile *gate = s.group[wg].gates + which;

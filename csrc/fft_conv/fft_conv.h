@@ -38,7 +38,7 @@ typedef struct fft_spectra_params {
 typedef struct fft_filters_params {
   const void *k, *skip;       // [heads, taps]; [heads] or NULL: added to element 0
   int k_type, skip_type, taps, heads, log_rows, plain, tasks;
-  int accumulators;           // in that order, not in store_columns()'s: not for fft_conv.cu
+  int accumulators;           // `out` in the order of store_acc(); 0: of store_columns(), for fft_conv.cu
   int log_parts, quarter;     // of rows of fft_conv_long.cu: tile h 2^log_parts + j is p_j of filter h
   void *tables;               // as `spectrum`
   float *out, *factors;

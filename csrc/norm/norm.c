@@ -52,7 +52,8 @@ static bool in_halves(const call *a) {
   return fit && a->x->shape[a->x->dims - 1] % 8 == 0;
 }
 
-// Chooses the kernel, whose blocks have as many warpgroups as its tile has rows, each of as many columns as that has.
+// Chooses the kernel. Of a row with LINES its tile is the lines of a block by their most columns, and the kernel reads
+// neither lines nor span; else the warpgroups of a block by the columns of each.
 static norm_problem problem_of(mg_call *c, const call *a, mg_op op) {
   const int64_t groups = c->n.G > 0 ? c->n.G : 1;
   const bool fit = fits(c, a), halves = fit && in_halves(a), gate = a->kind != NORM_PLAIN && a->kind != NORM_ADD,
@@ -83,7 +84,8 @@ static norm_problem problem_of(mg_call *c, const call *a, mg_op op) {
 static int tiles_of(mg_call *c, const norm_problem *p) {
   if (c->status) return 0;
   // The row of a place (norm_tile.h) is an int, also of the last block's lines behind the last row.
-  const int64_t most = ((int64_t)INT32_MAX + 1) / p->slots * p->slots;
+  // Tiles are at most 2^30.
+  const int64_t most = mg_min(((int64_t)INT32_MAX + 1) / p->slots, ((int64_t)1 << 30) / p->groups) * p->slots;
   if (p->rows > most) mg_refuse(c, MG_VALUE, "x has %d rows, expected at most %lld (of %d columns)", p->rows,
                                 (long long)most, p->dim);
   return c->status ? 0 : mg_tasks(c, mg_ceil_div(p->rows, p->slots) * p->groups, "tiles");
@@ -113,7 +115,8 @@ static mg_status backward(mg_call *c, const call *a) {
     p.dextra = stream_of(a->dextra);
     p.tiles = tiles_of(c, &p.problem);
     if (c->status) return c->status;
-    // blocks with a loader have warpgroups beside those of their lines, and add up their sums themselves
+    // Blocks with a loader have warpgroups beside those of their lines, and add up their sums themselves. A block of
+    // norm_bwd.cu with LINES has one line.
     const int64_t sums = (int)c->desc->threads > 128 * c->desc->tile_m ? 1 : p.problem.slots;
     blocks = mg_min(p.tiles / p.problem.groups, c->n.PARTS / sums);
     blocks = mg_max(mg_resident(c, blocks * p.problem.groups) / p.problem.groups, 1);

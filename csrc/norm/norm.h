@@ -16,7 +16,7 @@ enum norm_extra { NORM_PLAIN, NORM_ADD, NORM_GATE_FIRST, NORM_GATE_LAST };
 // What both directions know of a problem.
 typedef struct norm_problem {
   int rows, groups, dim;
-  uint32_t inverse_groups;     // 2^32 / groups, rounded down
+  uint32_t inverse_groups;     // 2^32 / groups, rounded down; at most 2^32 - 1
   // Each warpgroup of a block has `lines` lines at a time; or `span` warpgroups share one. slots: lines of a block
   int lines, span, slots;
   int eights;                  // everything lies at multiples of 16 bytes

@@ -10,6 +10,8 @@
 // those of all blocks, always in the same order. Of LONG lines the sums are in memory, where nobody else touches them.
 #include "norm/norm_tile.h"
 
+// norm.c takes the sums of a block with more warpgroups than lines for one part.
+static_assert(!LINES || (GROUPS == SPAN && LINES == 1), "a block of known lines has one");
 struct shared { sums_room sums; };
 typedef norm_bwd_params params;
 TILE void init(shared &) {}

@@ -1,6 +1,6 @@
 // norm_fwd.cu's formulas of lines that stay in registers between their one read and their one write. A block has a few
-// lines and ends: what a multiprocessor reads while others compute is what other blocks read, many of them, and who is
-// slow is given less. So instructions count, and registers, and barriers.
+// lines and ends. Many small blocks hide each other's reads, and slow multiprocessors get fewer of them. So the numbers
+// of instructions, registers and barriers matter.
 #include "norm/norm_fp8.h"
 #include "norm/norm_moments.h"
 
@@ -98,5 +98,5 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<BLOCKS>> kernel;
-// Of LINES the host knows how many lines a block has, and their columns at most; else as of norm_fwd.cu.
+// With LINES: the lines of a block, and their most columns. Else as in norm_fwd.cu.
 ENTRY(kernel, LINES ? GROUPS / SPAN * LINES : GROUPS, LINES ? 1024 * J * SPAN / LINES : 1024 * J)

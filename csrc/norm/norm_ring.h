@@ -1,5 +1,5 @@
-// What the norms' kernels with rings share: lines of 16 bits at multiples of 16 bytes. A loader copies them into rings
-// in shared memory, one for each member of a block, which is SPAN warpgroups that share a line.
+// What norm_bwd_ring.cu has beside its formulas: lines of 16 bits at multiples of 16 bytes. A loader copies them into
+// rings in shared memory, one for each member of a block, which is SPAN warpgroups that share a line.
 #pragma once
 #include "norm/norm_tile.h"
 

@@ -10,8 +10,8 @@ typedef lt<J> tile;
 // LINES: lines of a warpgroup, or of the SPAN warpgroups that share one; 0: what the problem says
 TILE int lines_of(const norm_problem &p) { return LINES ? LINES : p.lines; }
 TILE int span_of(const norm_problem &p) { return LINES ? SPAN : p.span; }
-// Lines with GROUPS == SPAN have a barrier whose number is a constant. Of the others a block reserves all 16, and four
-// blocks are as many as a multiprocessor has barriers for.
+// Where GROUPS == SPAN the barrier's number is a constant. Else a block reserves all 16 barriers, and a multiprocessor
+// has 64: four blocks.
 TILE int member_of(const norm_problem &p, int warpgroup) {
   return LINES && GROUPS == SPAN ? 0 : warpgroup / span_of(p);
 }

@@ -123,7 +123,7 @@ void mg_map_stack(mg_call *c, gmap *m, const mg_tensor *t, int box_rows, int box
 }
 
 int mg_tasks(mg_call *c, int64_t tasks, const char *what) {
-  if (tasks > INT32_MAX / 2) mg_refuse(c, MG_VALUE, "%lld %s, at most 2^30 are accepted", (long long)tasks, what);
+  if (tasks > (int64_t)1 << 30) mg_refuse(c, MG_VALUE, "%lld %s, at most 2^30 are accepted", (long long)tasks, what);
   return (int)tasks;
 }
 

@@ -20,7 +20,8 @@ TILE void trade_rows(rv &a, rv &b);
 // becomes row 16 w + 8 h + i.
 TILE void store_columns(float *g, const rt<float, 64> &t, bool folded);
 TILE void load_columns(rt<float, 32> &t, const float *g, int odd);
-// Of row_largest()'s rows of a folded tile: the largest of a row's group of 1 << log rows. 0: of log 1, each row alone
+// Of row_largest()'s rows of a folded tile: the largest of a row's group of 1 << log rows. log 0: the tile is folded as
+// for log 1, and each row is a group.
 TILE void group_largest_folded(rv &d, const sv<64> &rows, int log);
 #ifdef __CUDACC__
 #include "tile/sm90/folds.h"

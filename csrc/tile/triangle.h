@@ -4,9 +4,9 @@
 // Of I + R, R the strict upper triangle of a tile, in blocks of 16 x 16, a warp has a row of blocks X_w of the inverse:
 //   X_ww = (I + R_ww)^-1,  X_01 = -X_00 R_01 X_11,  X_23 = -X_22 R_23 X_33,
 //   X_wv = -(sum over u, v' of X_wu R_uv' X_v'v) for w, u < 2 <= v', v
-// Blocks on the diagonal come of blocks of 8 x 8: those on the diagonal, and R beside them times the inverse, by
-// substitution in fp32, and then one product. In products every factor is the sum of two parts of type T, x = hi + lo,
-// hi x rounded, lo what is left; of the four products the one of lo and lo is left out, sums are fp32.
+// A block on the diagonal comes of blocks of 8 x 8: the inverses of its two on the diagonal, and R_01 (I + R_11)^-1, by
+// substitution in fp32; then one product gives the third. In products every factor is the sum of two parts of type T, x
+// = hi + lo, hi x rounded, lo what is left; of the four products the one of lo and lo is left out, sums are fp32.
 //
 //   tri<T>   the blocks R_uv and X_vv of column v = 1 to 3 of blocks, u < v, each in two parts, and room for a block
 #pragma once

@@ -56,10 +56,10 @@ def clean(seeds, pattern):
 
 def test_library_is_clean():
     """Every kernel, at least three problems each that wrap their rings. Rows of fp16 are twins of rows of bf16, but for
-    those whose constants say that they compute otherwise (FLOATS), or that teams or blocks may be others (TEAMS,
-    LINES): elements of the same size, the same source and constants, and so the same calls in the same order. They are
-    run at few seeds, and of those with the same operations only the last, the largest: FEATURES, TA, TB and PAIRS
-    choose operations."""
+    those whose constants say that they compute otherwise (FLOATS) or that another number of teams or blocks fits
+    (TEAMS, LINES): elements of the same size, the same source and constants, and so the same calls in the same order.
+    They are run at few seeds, and of those with the same operations only the last, the largest: FEATURES, TA, TB and
+    PAIRS choose operations."""
     what = lambda row: tuple(row[field] for field in ("op", "source", "where", "constants", "shared_bytes", "threads"))
     halves = {dtype: {name: row for name, row in rows().items() if row["dtype"] == dtype}
               for dtype in ("bfloat16", "float16")}
@@ -67,7 +67,7 @@ def test_library_is_clean():
     twins = {name: (row["source"], re.findall(r"\b(?:FEATURES|T[AB]|PAIRS) *= *\d+", row["constants"]))
              for name, row in halves["float16"].items() if what(row) in found}
     otherwise = [row for name, row in halves["float16"].items() if name not in twins]
-    assert twins and all(re.search("(FLOATS|TEAMS|LINES)=1", row["constants"]) for row in otherwise)
+    assert twins and all(re.search(r"\b(FLOATS|TEAMS|LINES)=1\b", row["constants"]) for row in otherwise)
     last = {str(kind): name for name, kind in twins.items()}
     chosen = list(twins) if FULL else list(last.values())
     assert {twins[name][0] for name in chosen} == {source for source, _ in twins.values()}

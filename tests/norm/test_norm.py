@@ -39,9 +39,9 @@ def test_many_rows(device, shape):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ("layer", "rms"))
-def test_lines_in_rings(device, dtype, kind):
-    """Streams of 16 bits only, with dropout and without, plain and with a sum: few lines, more than the blocks' rings
-    have stages, rows that are not neighbours in memory."""
+def test_whole_lines(device, dtype, kind):
+    """Streams of 16 bits only, with dropout and without, plain and with a sum: few lines, more than the blocks
+    have at a time, rows that are not neighbours in memory."""
     for seed, (rows, width) in enumerate(((1, 2056), (5, 3000), (1700, 4096), (13, 4096), (2000, 2304), (1200, 8192))):
         rows = rows // 4 if device == "cpu" and rows > 100 else rows
         problem = Problem(seed, device, (rows, width), dtype, kind)
@@ -421,13 +421,13 @@ def test_refusals_of_gates():
 
 
 def test_bad_13_rows_that_an_int_does_not_hold():
-    """Three lines of a block of the backward's ring: those behind the last row would have numbers from 2^31 on. The
-    forward's blocks have one: they are too many."""
+    """A block of the backward's ring has three lines, and lines behind the last row would have numbers from 2^31 on. A
+    block of the forward has one line, and there would be too many blocks."""
     rows, columns = 2**31 - 1, 2056
     x, out, dout, dx = (Fake((rows, columns), device=(1, 0), data=i << 44) for i in range(1, 5))
     rstd = Fake((rows,), device=(1, 0), data=5 << 44, code=2, bits=32)
     partials = torch.empty(264, 2 * columns)
-    for message, call in (("rms_norm: 2147483647 tiles, at most 2^30 are accepted",
+    for message, call in (("rms_norm: x has 2147483647 rows, expected at most 1073741824 (of 2056 columns)",
                            lambda: _C.rms_norm(out, rstd, x, None, None, 1e-6, False)),
                           ("rms_norm_bwd: x has 2147483647 rows, expected at most 2147483646 (of 2056 columns)",
                            lambda: _C.rms_norm_bwd(dx, None, None, partials, dout, x, None, None, rstd, False))):

@@ -90,8 +90,8 @@ def test_widths(device, kind, given):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_lines_in_rings_and_many_rows(device, kind):
-    """Streams of 16 bits only, more lines than the blocks' rings have stages; rows that are not neighbours in memory;
+def test_whole_lines_and_many_rows(device, kind):
+    """Streams of 16 bits only, more lines than the blocks have at a time; rows that are not neighbours in memory;
     more short ones than the blocks have at a time."""
     for seed, (rows, width) in enumerate(((1, 2056), (5, 3000), (1700, 4096), (13, 4096), (2000, 2304), (1200, 8192),
                                           (20000, 24), (3001, 136))):
