@@ -554,6 +554,14 @@ SHAPE TILE void fold_form(const op_params &p, TILES &s, int) {
   load_columns(odd, p.out + 64 * N, 1);
   store(p.out, N, even, 64, 32);
   store(p.out + 32, N, odd, 64, 32);
+  wg_sync();
+  store_columns(p.out + 64 * N, u, false);
+  wg_sync();
+  load_columns(even, p.out + 64 * N, 0);
+  load_columns(odd, p.out + 64 * N, 1);
+  wg_sync();
+  store(p.out + 64 * N, N, even, 64, 32);
+  store(p.out + 64 * N + 32, N, odd, 64, 32);
   put_b(p, s);
 }
 SHAPE TILE void float_rows(const op_params &p, TILES &s, int) {
@@ -898,6 +906,7 @@ struct channels_shared {
   ct l;
   cg groups;
   st<elem, 32, 64> left[4];
+  st<elem, 64, 64> own;
   handed sums;
 };
 TILE void channels_init(channels_shared &) {}
@@ -982,6 +991,19 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
   fill(a, 2.f);
   add(a, s.sums);
   store(out + 6 * 4096, 64, a, 64, 64);
+  for (int c = 0; c < 64; c += 16) {
+    each_part(c, [](int, int, float &t, float b) { t = b; }, t, (const rt<float, 64> &)b);
+    store_own(s.own, t, c);
+  }
+  const own_rows<elem> own = own_rows_of(s.own);
+  for (int c = 0; c < 64; c += 16)
+    each_part(c, [](int, int, float &a, float own) { a = 2.f * own; }, a, own);
+  store(out + 7 * 4096, 64, a, 64, 64);
+  fill(v, infinity() - infinity());
+  map(x, v, p.m, [](float x, float v) { return x + v; });
+  at_least(x, -1.f);
+  fill(v, (float)sum_down(s.l, s.groups, all, x, 1.f, 1e30f, 1e30f, false, half, same));
+  store(out + 8 * 4096, v, 64);
   for (int g = 0; g < 4; g++) tma_store(p.c, s.left[g], 32 * g, 0, 0, 0);
   tma_store_wait();
 }
@@ -1246,8 +1268,8 @@ TILE void exchange_compute(const op_params &p, exchange_shared &s, int) {
   }
 }
 
-// ---- the blocks of a pair send each other a tile and a vector from their registers; each writes out the product of the
-// other's
+// ---- the blocks of a pair send each other a tile and a vector from their registers; each writes out the product of
+// what the other sent
 struct mail_shared {
   st<elem, 64, 64> tile;
   mail<elem, 64> box;

@@ -436,6 +436,7 @@ def check_folds(c):
     moved = np.empty_like(u)
     moved[r] = u[2 * j + half]
     same(c.matrix(), np.hstack((moved[:, ::2], moved[:, 1::2])))
+    same(c.result["out"][4096:8192].reshape(64, 64), np.hstack((u[:, ::2], u[:, 1::2])))
 
 
 def check_float_rows(c):
@@ -665,7 +666,7 @@ def test_channels(ops, m, n):
     e, ld = random(rng, ops.elem, 64 * 90), 80
     x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(64 * 3).astype(np.float32)
     stored = random(rng, ops.elem, 1, 1, 128, 64)
-    out = np.full(256 + 7 * 4096, np.nan, np.float32)
+    out = np.full(256 + 8 * 4096 + 64, np.nan, np.float32)
     r = ops.run("channels", {"c": (stored, 32)}, {"x": x, "y": y, "e": e, "out": out}, row=0, col=ld, m=m, n=n)
     place = ld * np.arange(64)[:, None] + np.arange(64)[None, :]
     given, bias = decode(e, ops.elem)[place], np.where(np.arange(64) < n, x, 0)
@@ -678,7 +679,8 @@ def test_channels(ops, m, n):
     steps = got[128:256].reshape(64, 2)
     same(steps[:m, 0], y[::3][:m])
     assert np.isnan(steps[m:]).all() and np.isnan(steps[:, 1]).all()
-    tiles = got[256:].reshape(-1, 64, 64)
+    tiles = got[256:-64].reshape(-1, 64, 64)
+    same(got[-64:], np.full(64, 2, np.float32))           # beyond: NaN
     tolerance = {"bf16": 2.0**-8, "fp16": 2.0**-11, "float": 1e-6}[ops.elem]
     middles = (l[7::16] + l[8::16]) / 2
     near = l - np.repeat(middles, 16, 0)
@@ -701,6 +703,7 @@ def test_channels(ops, m, n):
     want = 2 + np.concatenate((halves[0],) * 3 + (halves[1],), 1)
     there = np.arange(64)[None, :] // 16 >= rows // 16
     close(tiles[6] * there, want * there, bound, 1)
+    same(tiles[7], 2 * tiles[4])
 
 
 @pytest.mark.parametrize("m, n", ((64, 64), (50, 40), (1, 3)))
