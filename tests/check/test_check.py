@@ -170,7 +170,7 @@ def nvcc():
 @pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
 def test_refused_by_the_build(path, backend, tmp_path):
     dtype, constants = options_in(path.read_text())
-    define = [f"-I{csrc()}", "-DKERNEL=refused", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}", path]
+    define = [f"-I{csrc()}", "-DKERNEL=refused", f"-DELEM={dtype}", f"-DCONSTANTS={constants}", path]
     command = (["c++", "-x", "c++", "-std=c++17", "-fsyntax-only", "-DISA=base"] if backend == "cpu"
                else [nvcc(), *NVCC_FLAGS, "-o", tmp_path / "out.cubin"])
     result = subprocess.run([*map(str, command), *map(str, define)], capture_output=True, text=True)

@@ -152,7 +152,7 @@ def build(source, dtype, constants):
         with tempfile.TemporaryDirectory(dir=out.parent) as work:
             run([tool("CXX"), "-std=gnu++17", *flags, "-fno-exceptions", "-fno-rtti",
                  "-shared", "-x", "c++", f"-I{csrc()}", "-DCHECK",
-                 "-DKERNEL=checked", "-DISA=check", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}",
+                 "-DKERNEL=checked", "-DISA=check", f"-DELEM={dtype}", f"-DCONSTANTS={constants}",
                  f"-DFIELDS={fields}", source, "-x", "none",
                  runtime_object(), "-Wl,-Bsymbolic", "-o", f"{work}/out.so"],
                 f"{source.name} ({dtype}, {constants}) does not compile:")
