@@ -11,6 +11,7 @@ Environment
   MARGAY_ROWS   regular expression: build only the kernels whose whole name matches, for work on one of them
 """
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -169,19 +170,27 @@ def written_out(row):
 
 # ---- what a compilation depends on
 
+@functools.cache                                  # thousands of jobs ask for the same files
+def includes(file):
+    """What it includes in quotes, where that is a file of ours."""
+    names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', (ROOT / file).read_text(), re.M)
+    places = ((file.parent / name, CSRC / name, GENERATED / name) for name in names)
+    found = (next((path for path in paths if (ROOT / path).is_file()), None) for paths in places)
+    return [Path(os.path.normpath(path)) for path in found if path]
+
+
+@functools.cache
+def digest(file):
+    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+
+
 def dependencies(source, *skip):
     """The file and all files it includes in quotes, transitively, but for the folders `skip` (the other backends')."""
     seen, todo = set(), [source]
     while todo:
         file = todo.pop()
         seen.add(file)
-        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', (ROOT / file).read_text(), re.M):
-            for found in (file.parent / name, CSRC / name, GENERATED / name):
-                if (ROOT / found).is_file():
-                    found = Path(os.path.normpath(found))
-                    if found not in seen and not set(skip) & set(found.parents):
-                        todo.append(found)
-                    break
+        todo += [found for found in includes(file) if found not in seen and not set(skip) & set(found.parents)]
     return sorted(seen)
 
 
@@ -199,7 +208,7 @@ class Job:
     def __post_init__(self):
         content = [self.tool, json.dumps(self.commands), self.extra]
         for file in self.sources:
-            content += [str(file), hashlib.sha256((ROOT / file).read_bytes()).hexdigest()]
+            content += [str(file), digest(file)]
         self.key = hashlib.sha256("\0".join(content).encode()).hexdigest()[:24]
 
     def path(self, suffix=None):
@@ -293,6 +302,7 @@ def probe_nvcc():
     return Cuda(nvcc, f"{top}/bin/fatbinary", version)
 
 
+@functools.cache
 def host_compiler(variable, default):
     compiler = os.environ.get(variable, default).split()
     if not shutil.which(compiler[0]):
