@@ -11,6 +11,7 @@ Environment
   MARGAY_ROWS   regular expression: build only the kernels whose whole name matches, for work on one of them
 """
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -71,7 +72,7 @@ class Row:
     constants: str
 
     def defines(self):
-        return [f"-DKERNEL={self.name}", f"-DTYPE={self.dtype}", f"-DCONSTANTS={self.constants}"]
+        return [f"-DKERNEL={self.name}", f"-DELEM={self.dtype}", f"-DCONSTANTS={self.constants}"]
 
     def nvcc_defines(self):
         # nvcc takes a plain comma for the start of another macro
@@ -169,19 +170,27 @@ def written_out(row):
 
 # ---- what a compilation depends on
 
+@functools.cache                                  # thousands of jobs ask for the same files
+def includes(file):
+    """What it includes in quotes, where that is a file of ours."""
+    names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', (ROOT / file).read_text(), re.M)
+    places = ((file.parent / name, CSRC / name, GENERATED / name) for name in names)
+    found = (next((path for path in paths if (ROOT / path).is_file()), None) for paths in places)
+    return [Path(os.path.normpath(path)) for path in found if path]
+
+
+@functools.cache
+def digest(file):
+    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+
+
 def dependencies(source, *skip):
     """The file and all files it includes in quotes, transitively, but for the folders `skip` (the other backends')."""
     seen, todo = set(), [source]
     while todo:
         file = todo.pop()
         seen.add(file)
-        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', (ROOT / file).read_text(), re.M):
-            for found in (file.parent / name, CSRC / name, GENERATED / name):
-                if (ROOT / found).is_file():
-                    found = Path(os.path.normpath(found))
-                    if found not in seen and not set(skip) & set(found.parents):
-                        todo.append(found)
-                    break
+        todo += [found for found in includes(file) if found not in seen and not set(skip) & set(found.parents)]
     return sorted(seen)
 
 
@@ -199,7 +208,7 @@ class Job:
     def __post_init__(self):
         content = [self.tool, json.dumps(self.commands), self.extra]
         for file in self.sources:
-            content += [str(file), hashlib.sha256((ROOT / file).read_bytes()).hexdigest()]
+            content += [str(file), digest(file)]
         self.key = hashlib.sha256("\0".join(content).encode()).hexdigest()[:24]
 
     def path(self, suffix=None):
@@ -227,21 +236,24 @@ def excerpt(log, lines=60, columns=400):
     return "\n".join(line[:columns] for line in log.splitlines()[:lines])
 
 
-def compile_all(jobs):
-    stale = {job.key: job for job in jobs if not job.done()}.values()
-    done = len(jobs) - len(stale)
-    print(f"{done} of {len(jobs)} up to date", flush=True)
+def compile_all(*stages):
+    """The jobs of a stage side by side, and all of them before those of the next."""
+    stale = [{job.key: job for job in jobs if not job.done()} for jobs in stages]
+    total = sum(map(len, stages))
+    done = total - sum(map(len, stale))
+    print(f"{done} of {total} up to date", flush=True)
     workers = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(job.run): job for job in stale}
-        try:
-            for future in as_completed(running):
-                done += 1
-                print(f"[{done}/{len(jobs)}] {running[future].label} {future.result():.1f} s{spills(running[future])}",
-                      flush=True)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    for jobs in stale:
+        with ThreadPoolExecutor(workers) as pool:
+            running = {pool.submit(job.run): job for job in jobs.values()}
+            try:
+                for future in as_completed(running):
+                    done += 1
+                    print(f"[{done}/{total}] {running[future].label} {future.result():.1f} s{spills(running[future])}",
+                          flush=True)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
 
 def spills(job):
@@ -290,6 +302,7 @@ def probe_nvcc():
     return Cuda(nvcc, f"{top}/bin/fatbinary", version)
 
 
+@functools.cache
 def host_compiler(variable, default):
     compiler = os.environ.get(variable, default).split()
     if not shutil.which(compiler[0]):
@@ -307,12 +320,32 @@ def gpu_job(row, cuda):
                [compile_, pack], [".cubin", ".fatbin"], cuda.version)
 
 
-def cpu_job(row, isa):
-    cxx, version = host_compiler("CXX", "c++")
+def cpu_flags(row, isa):
     # What describes the GPU's kernel is data; beside AVX2 the baseline is for machines that nobody has: small.
     seldom_runs = ["-Os"] if row.where == "GPU_ONLY" or (X86 and isa == "base") else []
-    command = [*cxx, *CPU_FLAGS, *seldom_runs, *ISAS[isa], f"-I{CSRC}", *row.defines(),
-               f"-DISA={isa}", "-c", "-o", "{out}.o", str(row.file())]
+    return (*CPU_FLAGS, *seldom_runs, *ISAS[isa], f"-I{CSRC}")
+
+
+def vocabulary_job(flags):
+    """The tile vocabulary as a precompiled header, because it would take more than half of most rows' compilations.
+    Where it does not fit, GCC reads the text beside it. Other compilers do without: None."""
+    cxx, version = host_compiler("CXX", "c++")
+    if "Free Software Foundation" not in version:
+        return None
+    text = GENERATED / "vocabulary.h"
+    if not (ROOT / text).exists():
+        write(text, '#include "tile/vocabulary.h"\n')
+    isa = next(isa for isa in reversed(ISAS) if {*ISAS[isa]} <= {*flags})
+    commands = [["cp", str(text), "{out}.h"], [*cxx, *flags, "-x", "c++-header", "-c", "-o", "{out}.h.gch", str(text)]]
+    return Job(f"tile vocabulary {isa}", dependencies(text, CSRC / "tile" / "sm90", CSRC / "tile" / "check"),
+               commands, [".h", ".h.gch"], version)
+
+
+def cpu_job(row, isa, vocabulary=None):
+    cxx, version = host_compiler("CXX", "c++")
+    known = ["-include", str(vocabulary.path(".h"))] if vocabulary else []
+    command = [*cxx, *cpu_flags(row, isa), *known, *row.defines(), f"-DISA={isa}", "-c", "-o", "{out}.o",
+               str(row.file())]
     return Job(f"{row.name} {isa}", dependencies(row.file(), CSRC / "tile" / "sm90", CSRC / "tile" / "check"),
                [command], [".o"], version)
 
@@ -405,17 +438,27 @@ def compile_everything(cuda, python_include):
         raise SystemExit(f"MARGAY_ROWS={wanted.pattern} matches no kernel (it has to match a whole name)")
     write(GENERATED / "kernel_rows.def", "".join(f"KERNEL({', '.join(dataclasses.astuple(row))})\n" for row in rows))
     images = [] if cuda.reason else [(row, gpu_job(row, cuda)) for row in rows if row.where != "CPU_ONLY"]
-    cpu = [cpu_job(row, isa) for row in rows for isa in ISAS if isa == "base" or row.where != "GPU_ONLY"]
+    on_cpu = [(row, isa) for row in rows for isa in ISAS if isa == "base" or row.where != "GPU_ONLY"]
+    vocabularies = {flags: vocabulary_job(flags) for flags in dict.fromkeys(cpu_flags(*choice) for choice in on_cpu)}
+    cpu = [cpu_job(*choice, vocabularies[cpu_flags(*choice)]) for choice in on_cpu]
     sources = sorted(path.relative_to(ROOT) for folder in ("runtime", *families())
                      for path in (ROOT / CSRC / folder).glob("*.c"))
     library = [c_job(source, cuda) for source in sources]
     module = c_job(CSRC / "module.c", cuda, python_include)
-    compile_all([*library, module, *(job for _, job in images), *cpu])
+    headers = [job for job in vocabularies.values() if job]
+    compile_all([*headers, *library, module], [*(job for _, job in images), *cpu])
+    forget_headers(headers)
     tables = images_job(images)
     if not tables.done():
         tables.run()
     write_report(rows, images, [*library, module], cuda)
     return [job.path() for job in [*library, *cpu, tables]], module.path()
+
+
+def forget_headers(current):
+    """Precompiled headers of earlier sources: 40 MB each."""
+    for path in {*(ROOT / CACHE).glob("*.h.gch")} - {ROOT / job.path() for job in current}:
+        path.unlink(missing_ok=True)
 
 
 # glibc 2.34 moved these from libpthread and libdl into libc, under new versions beside the old ones. A link against

@@ -30,5 +30,5 @@ constexpr int registers_at_launch(int threads, int blocks_per_sm) {
                 registers_at_launch(128 * ((WARPGROUPS) + ((OTHERS) > 0)), BLOCKS_PER_SM), \
                 "register pool: the roles ask for more registers than the block is launched with, " \
                 "setmaxnreg would hang"); \
-  static_assert(sizeof(TYPE) == 4 || sizeof(SHARED) <= BLOCK_SHARED_BYTES, \
+  static_assert(sizeof(elem) == 4 || sizeof(SHARED) <= BLOCK_SHARED_BYTES, \
                 "shared memory: a block has 227 KB (232448 bytes), struct shared is larger")

@@ -1,6 +1,6 @@
 // The one include of a kernel file. The build supplies, from the kernel's row in kernels.def:
 //   KERNEL     the row's name
-//   TYPE       the row's element type
+//   ELEM       the row's element type
 //   CONSTANTS  NAME=value, ...  become enumerators
 //   ISA        base, avx2 or avx512; of the host compiler only. nvcc is known by __CUDACC__
 //
@@ -17,27 +17,13 @@
 // EXAMPLE(kernel, blocks, statements that fill p) after ENTRY gives margay.check a problem for a file that is no row of
 // kernels.def.
 #pragma once
-#include "tile/gmap.h"
-#include "tile/kernel_desc.h"
-#include "tile/types.h"
-#include "tile/rules.h"
-// UNROLLED stands in front of a loop over parts of register tiles, whose index must become a constant. ROLLED stands in
-// front of one that must stay a loop, CONSTANT_INDEX in front of one over an array of vectors, whose index must be a
-// constant for nvcc only: to unroll it for the CPU would only take time.
-#ifdef __CUDACC__
-#define UNROLLED _Pragma("unroll")
-#define CONSTANT_INDEX _Pragma("unroll")
-#define ROLLED _Pragma("unroll 1")
-#include "tile/sm90/backend.h"
-#else
-#define UNROLLED _Pragma("GCC unroll 16")
-#define CONSTANT_INDEX _Pragma("GCC unroll 1")
-#define ROLLED _Pragma("GCC unroll 1")
-#ifdef CHECK   // the protocol checker's build
-#include "tile/check/backend.h"
-#else
-#include "tile/cpu/backend.h"
-#endif
-#endif
+#include "tile/vocabulary.h"
 enum { CONSTANTS };
-typedef TYPE elem;
+typedef ELEM elem;
+#ifdef __CUDACC__
+#include "tile/sm90/block.h"
+#elif defined(CHECK)
+#include "tile/check/block.h"
+#else
+#include "tile/cpu/block.h"
+#endif

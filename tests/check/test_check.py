@@ -16,7 +16,7 @@ if not (shutil.which("g++") or shutil.which("c++")) or not shutil.which("addr2li
     pytest.skip("needs a C++ compiler and addr2line", allow_module_level=True)
 
 from margay.check import __main__ as command
-from margay.check.compiled import MUTATIONS, OPS, RULES, Kernel, csrc, options_in
+from margay.check.compiled import MUTATIONS, OPS, RULES, Kernel, checking, csrc, options_in, tool, vocabulary
 from margay.check.device import NVCC_FLAGS, TRACED
 from margay.check.mutants import read_harmless
 from margay.check.problems import OPS as OPS_WITH_PROBLEMS
@@ -170,7 +170,7 @@ def nvcc():
 @pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
 def test_refused_by_the_build(path, backend, tmp_path):
     dtype, constants = options_in(path.read_text())
-    define = [f"-I{csrc()}", "-DKERNEL=refused", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}", path]
+    define = [f"-I{csrc()}", "-DKERNEL=refused", f"-DELEM={dtype}", f"-DCONSTANTS={constants}", path]
     command = (["c++", "-x", "c++", "-std=c++17", "-fsyntax-only", "-DISA=base"] if backend == "cpu"
                else [nvcc(), *NVCC_FLAGS, "-o", tmp_path / "out.cubin"])
     result = subprocess.run([*map(str, command), *map(str, define)], capture_output=True, text=True)
@@ -313,6 +313,17 @@ def test_one_thread():
 def test_wrong_arguments(arguments, message):
     code, out, err = run(*arguments)
     assert code not in (0, None) and message in out + err and "Traceback" not in err
+
+
+def test_kernels_use_the_precompiled_vocabulary():
+    """GCC leaves one that does not fit aside: everything would only take twice as long."""
+    if not vocabulary():
+        pytest.skip("the compiler is not GCC")
+    row = "-DKERNEL=checked -DISA=check -DELEM=bf16 -DCONSTANTS=STAGES=2 -DFIELDS=FIELD(inputs)".split()
+    result = subprocess.run([tool("CXX"), *checking(), "-Winvalid-pch", "-fsyntax-only", "-x", "c++",
+                             "-include", vocabulary(), *row, csrc() / "scaled_add" / "scaled_add.cu"],
+                            capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr == ""
 
 
 def released_early(text):

@@ -65,7 +65,7 @@ def build(target, elem, folder):
     if not compiler:
         pytest.skip("no compiler for " + target)
     subprocess.run([compiler, "-std=c++17", *flags, "-shared", f"-I{CSRC}",
-                    f"-DTYPE={elem}", "-DCONSTANTS=UNUSED=0", "-o", str(out),
+                    f"-DELEM={elem}", "-DCONSTANTS=UNUSED=0", "-o", str(out),
                     str(HERE / "ops.cu")], check=True)
     return out
 

@@ -7,8 +7,11 @@
 #include <math.h>
 #include <sched.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <type_traits>
 #include "check/check.h"
 #include "tile/check/types.h"
 #include "tile/cpu/vector.h"
@@ -26,4 +29,3 @@
 #include "tile/cpu/scan.h"
 #include "tile/pipe.h"
 #include "tile/sched.h"
-#include "tile/check/block.h"

@@ -1,9 +1,6 @@
 // From a kernel's roles to a ck_kernel, and what the tool finds in the compiled file: mg_check_run, mg_check_fields,
 // mg_check_desc.
 #pragma once
-#include <stdio.h>
-#include <sys/mman.h>
-#include <type_traits>
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct role {
   ROLE_RULES(REGISTERS);
   enum : int { MEMBERS = COUNT, GROUPS = WIDTH == WARPGROUP ? COUNT : 0, OTHERS = COUNT - GROUPS, BUDGET = REGISTERS,

@@ -30,4 +30,3 @@ TILE int atomic_next(int *counter) { return __atomic_fetch_add(counter, 1, __ATO
 #include "tile/cpu/scan.h"
 #include "tile/pipe.h"
 #include "tile/sched.h"
-#include "tile/cpu/block.h"

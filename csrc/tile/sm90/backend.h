@@ -21,4 +21,3 @@ extern __shared__ __align__(1024) char block_memory[];   // the shared struct; a
 #include "tile/sm90/scan.h"
 #include "tile/pipe.h"
 #include "tile/sched.h"
-#include "tile/sm90/block.h"

@@ -194,8 +194,9 @@ def start_cheaply():
     """Fail here, once, if tools are missing, instead of in every process."""
     for variable in TOOLS:
         tool(variable)
-    from margay.check.compiled import runtime_object
+    from margay.check.compiled import runtime_object, vocabulary
     runtime_object()
+    vocabulary()
 
 
 def count_of(names):

@@ -140,19 +140,47 @@ def included(source):
     return sorted(seen)
 
 
+def checking():
+    """Flags of every kernel's compilation."""
+    native = ["-march=native"] if platform.machine() == "x86_64" else []
+    return ["-std=gnu++17", *FLAGS, *native, "-fno-exceptions", "-fno-rtti", f"-I{csrc()}", "-DCHECK"]
+
+
+@functools.cache
+def vocabulary():
+    """What to include for the tile vocabulary as a precompiled header, because it would take more than half of a
+    kernel's compilation. Where it does not fit, GCC reads the text beside it. Other compilers do without: None."""
+    if "Free Software Foundation" not in run([tool("CXX"), "--version"]):
+        return None
+    source = csrc() / "tile" / "vocabulary.h"
+    key = hashlib.sha256(repr((tool("CXX"), checking())).encode() + b"".join(map(Path.read_bytes, included(source))))
+    out = cache() / f"vocabulary-{key.hexdigest()[:16]}.h"
+    precompiled = out.with_name(f"{out.name}.gch")
+    if not precompiled.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for older in out.parent.glob("vocabulary-*.gch"):      # 40 MB each
+            older.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent) as work:
+            text = Path(work) / out.name
+            text.write_text('#include "tile/vocabulary.h"\n')
+            run([tool("CXX"), *checking(), "-x", "c++-header", text, "-o", f"{work}/out.gch"])
+            os.replace(text, out)
+            os.replace(f"{work}/out.gch", precompiled)
+    return out
+
+
 def build(source, dtype, constants):
     """Path of the library; compiled unless it was before."""
     text = source.read_text()
-    flags = [*FLAGS, *(["-march=native"] if platform.machine() == "x86_64" else [])]
-    key = hashlib.sha256(repr((flags, dtype, constants)).encode() + b"".join(map(Path.read_bytes, included(source))) +
-                         runtime_object().name.encode())
+    key = hashlib.sha256(repr((checking(), dtype, constants)).encode() +
+                         b"".join(map(Path.read_bytes, included(source))) + runtime_object().name.encode())
     out = cache() / f"{source.stem}-{key.hexdigest()[:16]}.so"
     if not out.exists():
         fields = " ".join(f"FIELD({name})" for name in members(text))
+        known = ["-include", vocabulary()] if vocabulary() else []
         with tempfile.TemporaryDirectory(dir=out.parent) as work:
-            run([tool("CXX"), "-std=gnu++17", *flags, "-fno-exceptions", "-fno-rtti",
-                 "-shared", "-x", "c++", f"-I{csrc()}", "-DCHECK",
-                 "-DKERNEL=checked", "-DISA=check", f"-DTYPE={dtype}", f"-DCONSTANTS={constants}",
+            run([tool("CXX"), *checking(), "-shared", "-x", "c++", *known,
+                 "-DKERNEL=checked", "-DISA=check", f"-DELEM={dtype}", f"-DCONSTANTS={constants}",
                  f"-DFIELDS={fields}", source, "-x", "none",
                  runtime_object(), "-Wl,-Bsymbolic", "-o", f"{work}/out.so"],
                 f"{source.name} ({dtype}, {constants}) does not compile:")

@@ -57,7 +57,7 @@ def cubin_of(kernel, dtype, constants, traced):
             raise SystemExit(f"margay.check --device: needs nvcc, or {out} built elsewhere by `margay.check --device`")
         out.parent.mkdir(parents=True, exist_ok=True)
         plain = constants.replace(",", "\\,")
-        command = [nvcc, *flags, f"-I{csrc()}", "-DKERNEL=traced", f"-DTYPE={dtype}",
+        command = [nvcc, *flags, f"-I{csrc()}", "-DKERNEL=traced", f"-DELEM={dtype}",
                    f"-DCONSTANTS={plain}", "-o", f"{out}.new", str(kernel.source)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
