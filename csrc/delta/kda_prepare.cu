@@ -84,8 +84,8 @@ typedef kda_prepare_params params;
 TILE void init(shared &s) {
   for (int i = 0; i < TEAMS; i++) {
     ring_init(s.chunks[i].inputs, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
-    sem_init(s.chunks[i].added, arrivals(0, 0, PANELS));
-    sem_init(s.chunks[i].left, arrivals(0, 0, 1));
+    if (LAST_SUMS) sem_init(s.chunks[i].added, arrivals(0, 0, PANELS));
+    if (LAST_SUMS) sem_init(s.chunks[i].left, arrivals(0, 0, 1));
     for (sem &given : s.chunks[i].given) sem_init(given, arrivals(1, 0, 0));
   }
 }
@@ -468,7 +468,7 @@ TILE void compute(const params &p, shared &all, int wg) {
       if (PANELS == 2) {
         team_sync(team);
         add(a, handed_by(s, 1 - h));
-        if (EARLY) sem_arrive<WARPGROUP>(s.added);
+        if (LAST_SUMS) sem_arrive<WARPGROUP>(s.added);
         else wg_sync();                       // everybody has what was handed over
       }
       if (EARLY && !steep) {
@@ -481,10 +481,12 @@ TILE void compute(const params &p, shared &all, int wg) {
       if (PANELS == 1) {
         fill(a, 0.f);
         add(a, handed_by(s, 0));
-        wg_sync();
+        if (!EARLY) wg_sync();                // P goes where it lay
         put_reads(a, s);
       }
     }
+    // Only sums of steep gates take the place of what was handed over; but who waits at all has to see every phase.
+    if (LAST_SUMS) sem_wait(s.added, n & 1);
     t = given_task(s, n);
     const int row = t.place * Q;
     part = t.place / DELTA_PART;
@@ -496,7 +498,6 @@ TILE void compute(const params &p, shared &all, int wg) {
         hm g;
         take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
         at_least(g, LEAST);
-        if (EARLY && PANELS == 2) sem_wait(s.added, n & 1);
         put_sums(p, s, t, g, h, true);
         wg_sync();
         t = given_task(s, n);
@@ -509,7 +510,7 @@ TILE void compute(const params &p, shared &all, int wg) {
       tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
       tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
       if (LAST_SUMS && h == 0) {
-        tma_store_wait_read();
+        tma_store_wait_read<1>();             // the last one lies in an area
         sem_arrive<WARPGROUP>(s.left);
       }
     }
