@@ -29,7 +29,7 @@ ONE_DTYPE = ".*_(bf16|e4m3)(_.*)?"    # other element types are the same protoco
 FULL = os.environ.get("MARGAY_TEST_FULL") == "1"    # repetitions too: `make test FULL=1`
 
 
-def run(*arguments, timeout=2400, env=()):      # the library at 20 seeds takes 900 s where two cores are slow
+def run(*arguments, timeout=900, env=()):
     result = subprocess.run([sys.executable, "-m", "margay.check", *map(str, arguments)],
                             capture_output=True, text=True, timeout=timeout, cwd=csrc().parent,
                             env={**os.environ, **dict(env)})
