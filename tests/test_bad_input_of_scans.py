@@ -3,6 +3,7 @@ to say about."""
 
 import mmap
 import math
+import random
 
 import numpy
 import pytest
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import margay as mg
 from cases import DEVICES
-from margay import _C
+from margay import _C, _op
 from refusals import SPREADS, Wrapped, probe_sizes, refused, run_python, tensors
 
 OPS = ("ssd", "linear_attention", "causal_conv1d")
@@ -182,6 +183,27 @@ def test_bad_14_sizes(op):
               for name, t in problem(op).items()}
     with pytest.raises((ValueError, RuntimeError, MemoryError)):
         run(op, inputs)
+
+
+@pytest.mark.parametrize("op", ("linear_attention", "causal_conv1d", "based"))
+def test_bad_14_steps(op):
+    """One step, as often as there are numbers for: no count of blocks or chunks may wrap."""
+    shapes = SHAPES["causal_conv1d" if op == "causal_conv1d" else "linear_attention"]
+    for steps in (2**30 + 1, 2**31 - 1):
+        given = {name: t if name == "weight" else t[:1, :1].expand(1, steps, *t.shape[2:])
+                 for name, t in zip(shapes, tensors(*shapes.values()))}
+        refused(ValueError, f"{op}: T = {steps} (dimension 1 of {next(iter(given))}), expected at most 2^30 steps",
+                run, op, given)
+
+
+@pytest.mark.parametrize("end", ("", "_bwd"))
+@pytest.mark.parametrize("op", (*OPS, "causal_conv1d_packed", "based", "hedgehog", "gated_delta_rule", "kda"))
+def test_bad_14_steps_of_rows(op, end):
+    """The same of every function whose memory would be too much for a test."""
+    row = _op.Row(op + end)
+    known = row.problem(random.Random(1), 1, 2)
+    needs = lambda steps: (row.derive(known | {"T": steps}) or {"text": None})["text"]  # noqa: E731
+    assert needs(2**30) != needs(2**30 + 1) == "at most 2^30 steps"
 
 
 CUTS = lambda p, n: (torch.empty(2, 0, 4 if p == 24 else 3, p, n), torch.empty(2, 0, 4 if p == 24 else 3))
