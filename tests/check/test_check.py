@@ -24,12 +24,12 @@ from margay.check.problems import problems, rows
 
 HERE = Path(__file__).resolve().parent
 BAD = sorted((HERE / "known_bad").glob("*.cu"))
-CLEAN_SEEDS, TWIN_SEEDS, BAD_SEEDS = 20, 2, 20
 ONE_DTYPE = ".*_(bf16|e4m3)(_.*)?"    # other element types are the same protocol
 FULL = os.environ.get("MARGAY_TEST_FULL") == "1"    # repetitions too: `make test FULL=1`
+CLEAN_SEEDS, FEW_SEEDS, BAD_SEEDS = 20 if FULL else 8, 2, 20
 
 
-def run(*arguments, timeout=900, env=()):
+def run(*arguments, timeout=2400, env=()):
     result = subprocess.run([sys.executable, "-m", "margay.check", *map(str, arguments)],
                             capture_output=True, text=True, timeout=timeout, cwd=csrc().parent,
                             env={**os.environ, **dict(env)})
@@ -58,21 +58,21 @@ def test_library_is_clean():
     """Every kernel, at least three problems each that wrap their rings. Rows of fp16 are twins of rows of bf16, but for
     those whose constants say that they compute otherwise (FLOATS) or that another number of teams or blocks fits
     (TEAMS, LINES): elements of the same size, the same source and constants, and so the same calls in the same order.
-    They are run at few seeds, and of those with the same operations only the last, the largest: FEATURES, TA, TB and
-    PAIRS choose operations."""
+    Rows of fp32 are computed on the CPU alone, where nothing is asynchronous. Both are run at few seeds, and of those
+    with the same operations only the last, the largest: FEATURES, TA, TB and PAIRS choose operations."""
     what = lambda row: tuple(row[field] for field in ("op", "source", "where", "constants", "shared_bytes", "threads"))
-    halves = {dtype: {name: row for name, row in rows().items() if row["dtype"] == dtype}
-              for dtype in ("bfloat16", "float16")}
-    found = [what(row) for row in halves["bfloat16"].values()]
-    twins = {name: (row["source"], re.findall(r"\b(?:FEATURES|T[AB]|PAIRS) *= *\d+", row["constants"]))
-             for name, row in halves["float16"].items() if what(row) in found}
-    otherwise = [row for name, row in halves["float16"].items() if name not in twins]
+    of_type = lambda dtype: {name: row for name, row in rows().items() if row["dtype"] == dtype}
+    found = [what(row) for row in of_type("bfloat16").values()]
+    twins = {name: row for name, row in of_type("float16").items() if what(row) in found}
+    otherwise = [row for name, row in of_type("float16").items() if name not in twins]
     assert twins and all(re.search(r"\b(FLOATS|TEAMS|LINES)=1\b", row["constants"]) for row in otherwise)
-    last = {str(kind): name for name, kind in twins.items()}
-    chosen = list(twins) if FULL else list(last.values())
-    assert {twins[name][0] for name in chosen} == {source for source, _ in twins.values()}
-    assert clean(CLEAN_SEEDS, f"(?!({'|'.join(twins)})$).*") == len(rows()) - len(twins)
-    assert clean(TWIN_SEEDS, "|".join(chosen)) == len(chosen)
+    few = twins | {name: row for name, row in of_type("float32").items() if row["where"] == "cpu"}
+    choices = r"\b(?:FEATURES|T[AB]|PAIRS) *= *\d+"
+    last = {(row["source"], row["dtype"], *re.findall(choices, row["constants"])): name for name, row in few.items()}
+    chosen = list(few) if FULL else list(last.values())
+    assert {few[name]["source"] for name in chosen} == {row["source"] for row in few.values()}
+    assert clean(CLEAN_SEEDS, f"(?!({'|'.join(few)})$).*") == len(rows()) - len(few)
+    assert clean(FEW_SEEDS, "|".join(chosen)) == len(chosen)
 
 
 def test_mutants():
