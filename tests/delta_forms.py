@@ -71,7 +71,8 @@ def of_sequences(form, q, k, v, g, beta, scale, state, starts, *size):
 
 def by_chunks(q, k, v, g, beta, scale=None, state=None, starts=None, size=64, least=None):
     """By chunks: products in the inputs' precision, the state, the decays and the inverse in float32; of float64 all of
-    it, which is exact. What needs no state is done of all chunks at once. least: of by_channel()."""
+    it, which is exact. What needs no state is done of all chunks at once. least: of by_channel(). Where channels have
+    decays, rows of q are multiplied anyway, and the scale is in what is rounded then."""
     if starts is not None:
         return of_sequences(by_chunks, q, k, v, g, beta, scale, state, starts, size, least)
     dtype, (b, steps, h, dv), d = q.dtype, v.shape, q.shape[3]
@@ -82,12 +83,15 @@ def by_chunks(q, k, v, g, beta, scale=None, state=None, starts=None, size=64, le
         return v.to(dtype), s
     size = min(size, steps)
     g = torch.zeros(b, steps, h, device=q.device) if g is None else g
-    g = (g[..., None] if g.ndim == 3 else g).to(wide)
+    channels = g.ndim == 4
+    g = (g if channels else g[..., None]).to(wide)
     g = g.clamp(min=FORGOTTEN if dtype == torch.float64 else -100.0)
 
     def chunks(t):                       # [B, HV, chunks, size, ...]; steps that only fill a chunk change nothing
         filled = torch.nn.functional.pad(t.transpose(1, 2), (0, 0) * (t.ndim - 3) + (0, -steps % size))
         return filled.unflatten(2, (-1, size))
+    if channels:
+        q, scale = q.to(wide) * scale, 1.0
     q, k, v, g, beta = map(chunks, (spread(q, v), spread(k, v), v, g, beta.to(wide)))
     p, m = by_head(q, k, g) if g.shape[4] == 1 and d > 1 else by_channel(q, k, g, least)
     identity, l = torch.eye(size, dtype=wide, device=q.device), g.cumsum(3)
@@ -97,8 +101,8 @@ def by_chunks(q, k, v, g, beta, scale=None, state=None, starts=None, size=64, le
     taken = k.mT if l.shape[4] == 1 else (k.to(wide) * left).to(dtype).mT
     out = []
     for x, y, z, l, left, inverse, p, taken in zip(*(t.unbind(2) for t in (q, k, v, l, left, inverse, p, taken))):
-        u = inverse @ (z.to(wide) - read(y, l, s, dtype)).to(dtype)
-        out.append(scale * (read(x, l, s, dtype) + (p @ u).to(wide)))
+        u = inverse @ (z.to(wide) - read(y, l, s, dtype, channels)).to(dtype)
+        out.append(scale * (read(x, l, s, dtype, channels) + (p @ u).to(wide)))
         added = taken @ ((u.to(wide) * left).to(dtype) if l.shape[3] == 1 else u)
         s = s * l[:, :, -1, :, None].exp() + added.to(wide)
     return torch.cat(out, 2)[:, :, :steps].transpose(1, 2).to(dtype), s
@@ -111,9 +115,9 @@ def exactly(q, k, v, g, beta, scale=None, state=None, starts=None):
     return by_chunks(q, k, v, g, beta, scale, state, starts, 16 if g is not None and g.ndim == 4 else 64)
 
 
-def read(x, l, s, dtype):
+def read(x, l, s, dtype, channels):
     """e^l x times the state."""
-    if l.shape[3] == 1:
+    if not channels:
         return l.exp() * (x @ s.to(dtype)).to(s.dtype)
     return ((x.to(s.dtype) * l.exp()).to(dtype) @ s.to(dtype)).to(s.dtype)
 
@@ -133,8 +137,8 @@ def by_channel(q, k, g, least=None, rows=16):
     m of the middle row: within 8 steps of it no exponent of either is above 8 * 10.5, as g is not below -10.5 here,
     where an error of e^-10.5 is left. float16 has not this range: its factors are float32, and their sums are rounded;
     or they are of the type `least`."""
-    n, least = g.shape[-2], least or (torch.float32 if q.dtype == torch.float16 else q.dtype)
-    exact = q.dtype == torch.float64
+    n, least = g.shape[-2], least or (torch.float32 if k.dtype == torch.float16 else k.dtype)
+    exact = k.dtype == torch.float64
     l = (g if exact else g.clamp(min=-10.5)).cumsum(-2)
     results = [], []
     for i in range(0, n, rows):
@@ -150,7 +154,7 @@ def by_channel(q, k, g, least=None, rows=16):
             column = (k[..., :end, :].to(g.dtype) * (middle - before).exp()).to(least)
             made = [(t[..., i:end, :].to(g.dtype) * (at - middle).exp()).to(least) @ column.mT for t in (q, k)]
             made = [torch.where(later, t, 0.0) for t in made]
-            made = [(t.to(q.dtype) if least == torch.float32 else t).to(g.dtype) for t in made]
+            made = [(t.to(k.dtype) if least == torch.float32 else t).to(g.dtype) for t in made]
         for result, t in zip(results, made):
             result.append(torch.nn.functional.pad(t, (0, n - end)))
     return tuple(torch.cat(result, -2) for result in results)
@@ -173,6 +177,20 @@ def rounding(name, found, plain_error, dtype, g=None, products=0.0):
         independent = float(sizes.sum()) ** 2 / max(float(sizes.square().sum()), 1e-300)  # fewer where few are large
         absolute += 4 * float(sizes.mean()) / max(1.0, independent) ** 0.5
     return 2.0 ** -23 * (16 + longest), absolute
+
+
+def remainder_rounding(g, state, starts=None):
+    """Absolute, of a final state: what is left of the initial one has e^l, where a sequence is cut into segments of a
+    sum over its chunks in float32. n chunks' roundings of 2^-25 l on average are below 2^-24 sqrt(n) l together."""
+    worst = 0.0
+    if g is None or state is None or not state.numel():
+        return worst
+    for n, (i, j) in enumerate(zip(starts, starts[1:]) if starts else ((0, g.shape[1]),)):
+        l = g[:, i:j].double().sum(1).clamp(min=FORGOTTEN)
+        s = (state[n:n + 1] if starts else state).detach().abs().amax(3).double()
+        left = -l * l.exp() * (s if l.ndim == 3 else s.amax(2))
+        worst = max(worst, 2.0 ** -24 * (-(-(j - i) // 64)) ** 0.5 * float(left.max()))
+    return worst
 
 
 def chance(name, plain_error, exact, eps, *states):

@@ -9,7 +9,7 @@ import delta_cases
 import margay as mg
 from cases import DEVICES
 from delta_cases import AROUND, DTYPES, REFLECTED, SHAPES, random_tests, skip, with_other_keys
-from delta_forms import GATES, HARD, by_chunks, exactly, gates, hard, normal, normalised, strength
+from delta_forms import GATES, HARD, by_chunks, exactly, gates, hard, normal, normalised, remainder_rounding, strength
 from margay._shared import of_row
 
 STEPS = (1, 15, 16, 17, 63, 64, 65, 300)
@@ -34,8 +34,9 @@ def zeros(q, v):
     return torch.zeros(*v.shape[:3], q.shape[3], device=q.device)
 
 
-def check(ours, plain, exact, dtype, g, other=None, size=0.0):
-    delta_cases.check(ours, plain, exact, dtype, g, other, factors(dtype), 4 * size if factors(dtype) else size)
+def check(ours, plain, exact, dtype, g, other=None, size=0.0, remainder=0.0):
+    delta_cases.check(ours, plain, exact, dtype, g, other, factors(dtype), 4 * size if factors(dtype) else size,
+                      remainder)
 
 
 def factors(dtype):
@@ -321,7 +322,8 @@ def check_random(p):
     if p.norms:
         q, k = normalised(q), normalised(k)
     plain = by_chunks(q, k, v, g, beta, p.scale, state, p.starts)
-    check((out, last.mT if p.v_first else last), plain, exact, p.dtype, g, other, size_of(q, k, v, p.scale))
+    check((out, last.mT if p.v_first else last), plain, exact, p.dtype, g, other, size_of(q, k, v, p.scale),
+          remainder_rounding(g, state, p.starts))
 
 
 SOME = (0, *AROUND, 200, 257)
