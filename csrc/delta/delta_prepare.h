@@ -97,30 +97,39 @@ TILE void put_beta(sv<Q> &d, const wv<Q> &given, const delta_gates &p) {
 // l_i, and with r_i the norms' factors: l_j - log r_j of k; r_i of k, scale r_i of q; r_i e^(l_i) of k, scale r_i
 // e^(l_i) of q; r_i e^(l_e - l_i) of k, e the chunk's last step, and the same times beta. Logarithms to base 2
 struct chunk_vectors { sv<Q> l, from, beta, norm_k, norm_q, decay, read, weight, write; };
-TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates &p, int head, float scale) {
-  wv<Q> l, out, beta;
+TILE void sum_decays(wv<Q> &l, const given_steps &x, const delta_gates &p, int head) {
   if (p.a_log) {
     float a = -fast_exp2(p.a_log[head] * 1.4426950408889634f), bias = p.dt_bias ? p.dt_bias[head] : 0.f;
     map(l, x.g, x.g, [=](float g, float) { return log_decay(a * softplus(g + bias)); });
   } else map(l, x.g, x.g, [](float g, float) { return log_decay(g); });
   cumsum(l);
-  float end = last(l);
+}
+// before, behind: what the state that these are of is to be multiplied with, before and behind the chunk.
+TILE void put_vectors(chunk_vectors &v, const wv<Q> &l, const given_steps &x, const delta_gates &p, float scale,
+                      float before = 1.f, float behind = 1.f) {
+  wv<Q> out, beta;
+  float end = last(l), less = behind == 1.f ? 1.f : fast_rcp(behind);
   store(v.l, l);
   map(out, l, x.norm_k, [](float l, float r) { return l - fast_log2(r); });
   store(v.from, out);
   make_beta(beta, x.beta, p);
   store(v.beta, beta);
   store(v.norm_k, x.norm_k);
-  map(out, l, x.norm_k, [](float l, float r) { return r * fast_exp2(l); });
+  map(out, l, x.norm_k, [=](float l, float r) { return r * fast_exp2(l) * before; });
   store(v.decay, out);
-  map(out, l, x.norm_k, [=](float l, float r) { return r * fast_exp2(end - l); });
+  map(out, l, x.norm_k, [=](float l, float r) { return r * fast_exp2(end - l) * less; });
   store(v.weight, out);
   map(out, out, beta, [](float w, float b) { return w * b; });
   store(v.write, out);
   map(out, x.norm_q, l, [=](float r, float) { return r * scale; });
   store(v.norm_q, out);
-  map(out, out, l, [](float r, float l) { return r * fast_exp2(l); });
+  map(out, out, l, [=](float r, float l) { return r * fast_exp2(l) * before; });
   store(v.read, out);
+}
+TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates &p, int head, float scale) {
+  wv<Q> l;
+  sum_decays(l, x, p, head);
+  put_vectors(v, l, x, p, scale);
 }
 
 // ---- fp16 operands (warpgroup)

@@ -13,10 +13,11 @@
 // is 0: its columns stand where those of v would.
 // Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
 // clears its steps before products read them, and the last chunk's o is stored from registers.
-// Where heads are few, two blocks share the work (PAIR): the first carries the state. The second makes o of what the
-// first sends it of each chunk: the state's operands, and u as an operand.
+// Where heads are few, two blocks share the work (PAIR): the first carries the state, divided by decays that it saves
+// up. The second makes o of what the first sends it of each chunk: the state's operands, and u as an operand.
 // R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
-// value; with PREPS only where fp16 would not hold it.
+// value; with PREPS only where fp16 would not hold it. In a pair the product begins with rows as they are. Whether they
+// are within fp16's range shows meanwhile; where some are not it is made again.
 // Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups
 // of 64 columns of v.
 //
@@ -49,6 +50,7 @@ struct shared {
   square m[READY], p[ALL ? READY : 0];
   tri<inner> scratch[PREPS];
   chunk_vectors vec[STAGES];              // CHANNELS: beta only
+  sv<Q> limits[PAIR ? STAGES : 0];        // of put_pair()
   sv<D> ends[CHANNELS ? STAGES : 0];
   ring<STAGES, ASYNC_READS> k_ring;       // k, q, w, ends. PAIR: all that a block reads of a chunk. v is read through
                                           // registers: who does that fences before the release
@@ -177,6 +179,28 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
   if (!PAIR) sem_arrive<WARP>(s.v_ring.full[in.stage]);
 }
 
+// A pair's state is S / held. e^(l_e) goes into held, and from there into the vectors of later chunks, until held would
+// be below this or the row ends; only then the state is multiplied. fp16 has no room for a state larger than S.
+template<typename T> constexpr float least_held = 0x1p-20f;
+template<> constexpr float least_held<fp16> = 1.f;
+// limits: first what the largest values of x have to be, of a thread's part of a row, so that the row may be an operand
+// of fp16 as it stands. What is lost there is below 2^-25, nothing beside these, nor in u beside what becomes of them.
+// Then by what the state is multiplied.
+TILE void put_pair(chunk_vectors &v, sv<Q> &limits, float &held, const given_steps &x, const delta_gates &p, int head,
+                   float scale, bool ends) {
+  wv<Q> l, size;
+  sum_decays(l, x, p, head);
+  float whole = held * fast_exp2(last(l));
+  bool holds = whole >= least_held<elem> && !ends;
+  put_vectors(v, l, x, p, scale, held, holds ? whole : 1.f);
+  make_beta(size, x.beta, p);
+  map(size, size, size, [](float b, float) { return fabsf(b); });
+  float most = max_of(size), least = most > 0.25f ? 0x1p-12f : most > 0x1p-16f ? 0x1p-14f * fast_rcp(most) : 4.f;
+  map_index(size, [=](int i) { return i == 0 ? least : holds ? 1.f : whole; });
+  store(limits, size);
+  held = holds ? whole : 1.f;
+}
+
 // The next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
   begin<WARP>(p);
@@ -185,6 +209,7 @@ TILE void scan(const params &p, shared &s, int) {
   ring<STAGES, ASYNC_READS> &made = PAIR ? s.k_ring : s.vec_ring;
   ring_pos at = {}, in = {};
   given_steps next;
+  float held = 1.f;
   if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, t.first);
   else load_given(next, p.rows, p.gates, t, t.first);
   for (int chunk = 0; chunk < t.chunks; chunk++) {
@@ -197,7 +222,8 @@ TILE void scan(const params &p, shared &s, int) {
       if (begins_part(p, place) && chunk + 1 < t.chunks) wait_for_place<WARP>(p, place);
       load_beta(next.beta, p.rows, p.gates, t, step + Q);
     } else {
-      put_vectors(v, next, p.gates, t.head, p.scale);
+      if (PAIR) put_pair(v, s.limits[at.stage], held, next, p.gates, t.head, p.scale, chunk + 1 == t.chunks);
+      else put_vectors(v, next, p.gates, t.head, p.scale);
       load_given(next, p.rows, p.gates, t, step + Q);
     }
     if (PAIR && !makes_o()) ring_acquire(s.mail_ring, at);   // room for the letter: the state waits for one phase
@@ -515,24 +541,33 @@ TILE void send_chunk(rt<float, D> &state, chunk_ahead &a, shared &s, ring_pos at
   mma_ABt_part<ZERO>(x, a.low, s.k[i], 0);
   if (PANELS == 2) mma_ABt_part<ACC>(x, a.high, s.k[i], 64);
   mma_commit();
-  float decay = fast_exp2(get(v.l, Q - 1));
   load(decays, v.decay);
   load(writes, v.write);
   mail_send(to.low, a.low, full, 1);
   if (PANELS == 2) mma_wait<0>(x, a.low, a.high);
   else mma_wait<0>(x, a.low);
-  map(state, [=](float f) { return f * decay; });   // under the shuffles below; above, ptxas would wait for x
   map_col(x, a.value, decays, [](float a, float b, float e) { return b - a * e; });
-  row_factors(up, down, x);
-  map_row(x, up, [](float f, float m) { return f * m; });
   convert(factor, x);
   mma_fence();
   mma_AB<ZERO>(error, factor, s.m[i]);    // R^T
   mma_commit();
   if (PANELS == 2) mail_send(to.high, a.high, full, 1);
+  bool fits = rows_within(x, get(s.limits[i], 0), 16.f);   // under the product
+  float decay = get(s.limits[i], 1);
   mma_wait<0>(error, factor);
+  fill(down, 1.f);
+  if (decay != 1.f) map(state, [=](float f) { return f * decay; });
+  if (!fits) {
+    row_factors(up, down, x);
+    map_row(x, up, [](float f, float m) { return f * m; });
+    convert(factor, x);
+    mma_fence();
+    mma_AB<ZERO>(error, factor, s.m[i]);
+    mma_commit();
+    mma_wait<0>(error, factor);
+  }
   map_col(x, error, writes, [](float, float f, float w) { return f * w; });
-  map_row(x, down, [](float f, float m) { return f * m; });
+  if (!fits) map_row(x, down, [](float f, float m) { return f * m; });
   convert(u, x);
   mma_fence();
   mma_AB<ACC>(state, u, s.k[i]);

@@ -86,6 +86,9 @@ TILE void scale(rsum &l, const rv &f);
 TILE void add(rsum &l, const rsum &m);
 // warp: some row's sum, or one thread's part of it, is above x or NaN
 TILE bool exceeds(const rsum &l, float x);
+// With a barrier of the warpgroup: of every row, of each thread's part of it, the largest value is from `least` to
+// `most`, or 0. NaN may be lost
+template<int N> TILE bool rows_within(const rt<float, N> &t, float least, float most);
 // warp: some element is 448 or NaN; none is negative
 template<int N> TILE bool saturated(const rt<e4m3, N> &t);
 TILE void reduce(rv &v, const rsum &l);

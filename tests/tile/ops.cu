@@ -444,6 +444,16 @@ SHAPE TILE void row_reduction(const op_params &p, TILES &s, int) {
     bool after = saturated(e);
     map_rows(y, [=](int) { return before ? 2.f : after ? 1.f : 0.f; });
   }
+  if constexpr (I == 8 || I == 9) {   // of row 20 a value is too large, or one thread's part all too small
+    fill(t, 4.f);
+    map_rc(t, [](float a, int row, int col) { return row == 21 ? 0.f : row == 20 && col % 8 == 2 ? 0x1p-13f : a; });
+    bool before = rows_within(t, 0x1p-12f, 4.f);
+    map_rc(t, [](float a, int row, int col) {
+      return row != 20 ? a : I == 8 && col == 37 ? -5.f : I == 9 && col % 8 == 3 ? -0x1p-13f : a;
+    });
+    bool after = rows_within(t, 0x1p-12f, 4.f);
+    map_rows(y, [=](int) { return !before ? 2.f : after ? 0.f : 1.f; });
+  }
   store(p.out, y, 64);
 }
 SHAPE TILE void vectors(const op_params &p, TILES &s, int) {

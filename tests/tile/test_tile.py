@@ -357,6 +357,8 @@ def check_reduction(c):
     got = c.run()[:64]
     if c.I == 0:
         return same(got, np.maximum(c.y, c.t().max(1)))
+    if c.I > 7:
+        return same(got, np.ones(64, np.float32))
     if c.I > 3:
         others = int(c.ops.target != "sm90")   # one warp has all rows there
         return same(got, np.where(np.arange(64) // 16 == 1, 1, others).astype(np.float32))

@@ -265,6 +265,23 @@ TILE bool exceeds(const rsum &l, float x) {
   }
   return false;
 }
+template<int N> TILE bool rows_within(const rt<float, N> &t, float least, float most) {
+  reads(t);
+  bool within = true;
+  for (int r = 0; r < 64; r++) {
+    float part[8] = {};                   // columns 8 i + 2 thread + e, and of e its own
+    for (int c = 0; c < N; c++) {
+      float x = __builtin_fabsf(t.d[r][c]);
+      part[c % 8] = x > part[c % 8] ? x : part[c % 8];
+    }
+    for (int i = 0; i < 8; i += 2) {
+      float x = part[i] > part[i + 1] ? part[i] : part[i + 1];
+      within = within && x <= most && (x >= least || x == 0.f);
+    }
+  }
+  wg_sync();
+  return within;
+}
 template<int N> TILE bool saturated(const rt<e4m3, N> &t) {
   reads(t);
   uint8_t most = 0;

@@ -194,6 +194,24 @@ template<int N> TILE void row_dot_add(rsum &l, const rt<float, N> &x, const rt<f
   for (int i = 0; i < N / 2; i++) l.d[(i >> 1) & 1] = fused(x.d[i], y.d[i], l.d[(i >> 1) & 1]);
 }
 TILE bool exceeds(const rsum &l, float x) { return __any_sync(~0u, !(l.d[0] <= x) || !(l.d[1] <= x)); }
+template<int N> TILE bool rows_within(const rt<float, N> &t, float least, float most) {
+  uint32_t outside = 0, some;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float a = fabsf(t.d[2 * h]), b = fabsf(t.d[2 * h + 1]);
+#pragma unroll
+    for (int i = 1; i < N / 8; i++) {
+      a = fmaxf(a, fabsf(t.d[4 * i + 2 * h]));
+      b = fmaxf(b, fabsf(t.d[4 * i + 2 * h + 1]));
+    }
+    a = fmaxf(a, b);
+    outside |= a > most || (a < least && a != 0.f);
+  }
+  trace(TRACE_WG_SYNC, nullptr, 0);
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}\n"
+               : "=r"(some) : "r"(outside), "r"(8 + (int)(threadIdx.x >> 7)) : "memory");
+  return !some;
+}
 TILE void scale(rsum &l, const rv &f) { l.d[0] *= f.d[0]; l.d[1] *= f.d[1]; }
 TILE void reduce(rv &v, const rsum &l) {
 #pragma unroll
