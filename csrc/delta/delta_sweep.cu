@@ -14,7 +14,7 @@
 // Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
 // clears its steps before products read them, and the last chunk's o is stored from registers.
 // Where heads are few, two blocks share the work (PAIR): the first carries the state, divided by decays that it saves
-// up. The second makes o of what the first sends it of each chunk: the state's operands, and u as an operand.
+// up. The second makes o of what the first sends it of each chunk: the state's operands, and R as an operand.
 // R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
 // value; with PREPS only where fp16 would not hold it. In a pair the product begins with rows as they are. Whether they
 // are within fp16's range shows meanwhile; where some are not it is made again.
@@ -41,7 +41,7 @@ static_assert(!PAIR || (GROUPS == 1 && PREPS == 0 && READY == STAGES && !CHANNEL
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
 typedef st<elem, Q, 64> tile;
-// What a pair's second block wants of a chunk: the state's halves, and u as an operand with the factors of its rows
+// What a pair's second block wants of a chunk: the state's halves, and R as an operand with the factors of its rows
 struct letter { mail<elem, 64> low, high; mail<inner, Q> factor; mail_rows down; };
 struct shared {
   wide k[STAGES], q[ALL ? STAGES : 0], w[CHANNELS ? STAGES : 0];
@@ -577,8 +577,7 @@ TILE void send_chunk(rt<float, D> &state, chunk_ahead &a, shared &s, ring_pos at
     take_value(a.value, s.v[next.stage][0], s.vec[next.stage]);
     fence_async();                        // v has been read
   }
-  map_col(error, v.beta, [](float f, float b) { return f * b; });
-  convert(factor, error);
+  convert(factor, error);                 // without beta, for which the other block has the time
   mail_send(to.factor, factor, full, 1);
   mail_send(to.down, down, full, 1);
   mma_wait<0>(state, u);
@@ -610,12 +609,14 @@ TILE void run_second(const params &p, shared &s, const task &b, int wg) {
     ring_wait(s.mail_ring, at);
     mail_take(low, m.low);
     if (PANELS == 2) mail_take(high, m.high);
-    mail_take(c.factor, m.factor);
-    mail_take(c.down, m.down);
     mma_fence();
     mma_ABt_part<ZERO>(c.reads, low, s.k[i], 0);
     if (PANELS == 2) mma_ABt_part<ACC>(c.reads, high, s.k[i], 64);
     mma_commit();
+    mail_take(c.factor, m.factor);
+    mail_take(c.down, m.down);
+    map_col(c.factor, s.vec[i].beta, [](float r, float b) { return r * b; });
+    mma_fence();
     mma_AB<ZERO>(c.sums, c.factor, s.m[i]);
     mma_commit();
     if (chunk) {
