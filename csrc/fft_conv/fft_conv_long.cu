@@ -64,6 +64,15 @@ TILE void load_inputs(const params &p, shared &s, int wg, ring_pos &at, int task
              task % p.batches);
   ring_next(s.inputs[wg], at);
 }
+// What there is no room for yet, and what is waited for as soon as there is some, comes into the L2: the second gate's
+// last block, the next row's first gate, a filter's K in front of its first row.
+TILE void prefetch(const params &p, int task, int end) {
+  int next = task + NC, head = next / p.batches, batch = next % p.batches;
+  if (p.has_post) tma_prefetch_rows<64>(p.of.post, 64 * (task / p.batches * R + R - 1), 0, 0, task % p.batches);
+  if (next >= end) return;
+  for (int r = 0; r < R && p.has_pre; r++) tma_prefetch_rows<64>(p.of.pre, 64 * (head * R + r), 0, 0, batch);
+  if (batch == 0) tma_prefetch(p.filter + (int64_t)64 * 64 * R * head, 64 * 64 * R);
+}
 // The next row comes as soon as there is room for it. The second gate's last block waits for that: its others are on
 // the way by then.
 TILE void loader(const params &p, shared &s, int wg) {
@@ -83,6 +92,7 @@ TILE void loader(const params &p, shared &s, int wg) {
   for (; task < own.end; task += NC) {
     if (p.has_pre) load_gate(p, s, p.of.pre, wg, gate_at, task, 0, R);
     if (p.has_post) load_gate(p, s, p.of.post, wg, gate_at, task, 0, R - 1);
+    prefetch(p, task, own.end);
     if (task + NC < own.end) load_inputs(p, s, wg, at, task + NC);
     if (p.has_post) load_gate(p, s, p.of.post, wg, gate_at, task, R - 1, R);
     if (p.has_other) load_gate(p, s, p.factor, wg, gate_at, task, 0, R);
