@@ -243,12 +243,51 @@ TILE void leave(own_tiles &t, ring<GATES> &gates, ring_pos &at, bool has_gate, c
   for (int r = 0; r < R; r++) tma_store(to, (tile &)t.x[r][0][0], row + 64 * r, 0, 0, batch);
 }
 
+// L's halves times what is in x
+TILE void times_left(acc &re, acc &im, const operands (&even)[PIECES], const operands (&odd)[PIECES],
+                     const table (&x)[2][PIECES]) {
+  product<ZERO>(re, even, x[0]);
+  product<ZERO>(im, odd, x[1]);
+  mma_commit();
+}
 // K of p_j, tile i of all. It comes from the L2, and is asked for a turn ahead: so it stays where it is written, where
 // ptxas would move it behind the product that it should come under.
 TILE void ask(rt<float, 32> &even, rt<float, 32> &odd, const params &p, int i) {
   const float *k = p.filter + (int64_t)64 * 64 * i;
   load_columns(even, k, 0);
   load_columns(odd, k, 1);
+}
+// From L X of p_j, whose products run, to y_j in its place. NEXT: those of the next one run under what is left to
+// do behind its last one.
+template<int NEXT> TILE void pass_part(const params &p, shared &s, own_tiles &t, acc &re, acc &im,
+                                       rt<float, 32> &k_even, rt<float, 32> &k_odd, operands (&even)[PIECES],
+                                       operands (&odd)[PIECES], int j, int head, float size) {
+  table(&x)[2][PIECES] = t.x[j];
+  acc v, w;
+  pass_spectrum<1, !FLOATS, strip>(x, re, im, s.twists, s.halves, p.conjugate,
+                                   [&] { mma_wait<0>(re, im, even[0], odd[0]); },
+                                   [&](auto &a, auto &b) { a = k_even; b = k_odd; }, [] { wg_sync(); });
+  fence_async();
+  wg_sync();
+  mma_fence();
+  times_left(v, w, even, odd, x);
+  if (NEXT) {
+    times_left(re, im, even, odd, t.x[j + NEXT]);
+    if (!FLOATS) ask(k_even, k_odd, p, head * R + j + 1);
+    mma_wait<1>(v, w);
+  } else mma_wait<0>(v, w, even[0], odd[0]);
+  wg_sync();                                                   // all its products have read x
+  UNROLLED for (int i = 0; i < 2; i++) {
+    strip y, z;
+    convert_part(y, v, 32 * i);
+    convert_part(z, w, 32 * i);
+    cross(y, z);
+    trade_rows(y, z);
+    weigh<1>(y, z, s.w[j], size, 32 * i);
+    store(x[0][0], y, 32 * i);
+    store(x[1][0], z, 32 * i);
+  }
+  if (NEXT && FLOATS) ask(k_even, k_odd, p, head * R + j + 1);
 }
 TILE void compute(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
@@ -313,39 +352,14 @@ TILE void compute(const params &p, shared &s, int wg) {
       load(even[0], s.left[0][0]);
       load(odd[0], s.left[FLOATS][0]);
     }
+    acc re, im;
     rt<float, 32> k_even, k_odd;
+    mma_fence();
+    times_left(re, im, even, odd, t.x[0]);
     ask(k_even, k_odd, p, head * R);
-    ROLLED for (int j = 0; j < R; j++) {
-      table(&x)[2][PIECES] = t.x[j];
-      acc re, im;
-      float size = scale * f[64 * j];
-      mma_fence();
-      product<ZERO>(re, even, x[0]);
-      product<ZERO>(im, odd, x[1]);
-      mma_commit();
-      pass_spectrum<1, !FLOATS, strip>(x, re, im, s.twists, s.halves, p.conjugate,
-                                       [&] { mma_wait<0>(re, im, even[0], odd[0]); },
-                                       [&](auto &a, auto &b) { a = k_even; b = k_odd; }, [] { wg_sync(); });
-      fence_async();
-      wg_sync();
-      mma_fence();
-      product<ZERO>(re, even, x[0]);
-      product<ZERO>(im, odd, x[1]);
-      mma_commit();
-      if (j + 1 < R) ask(k_even, k_odd, p, head * R + j + 1);
-      mma_wait<0>(re, im, even[0], odd[0]);
-      wg_sync();                                               // all products have read x
-      UNROLLED for (int i = 0; i < 2; i++) {
-        strip y, z;
-        convert_part(y, re, 32 * i);
-        convert_part(z, im, 32 * i);
-        cross(y, z);
-        trade_rows(y, z);
-        weigh<1>(y, z, s.w[j], size, 32 * i);
-        store(x[0][0], y, 32 * i);
-        store(x[1][0], z, 32 * i);
-      }
-    }
+    ROLLED for (int j = 0; j < R - 1; j++)
+      pass_part<1>(p, s, t, re, im, k_even, k_odd, even, odd, j, head, scale * f[64 * j]);
+    pass_part<0>(p, s, t, re, im, k_even, k_odd, even, odd, R - 1, head, scale * f[64 * (R - 1)]);
     rt<fp16, 32> out[R][2];
     rv up;
     wg_sync();                                                 // y_j have been written
