@@ -43,4 +43,4 @@ TILE void mail_take(rv &v, const mail_rows &box) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.d[0]), "=f"(v.d[1])
     : "r"(shared_address(&box.d[thread_in_group()])) : "memory");
 }
-TILE void mail_done(sem &empty, int rank) { sem_arrive_at<WARPGROUP>(empty, rank); }
+TILE void mail_done(sem &empty, int rank) { sem_arrive_at<WARPGROUP, ORDERED>(empty, rank); }
