@@ -86,8 +86,8 @@ __attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, co
     for (int i = 0; i < 16; i++)
       for (int c = 0; c < 64; c++) s.d[(16 * n + i) * CT_ROW + c] = sum[i][c] - middle[c];
   }
-  wg_sync();
-  if (!all_near && !steep) wg_sync();
+  // One vote or two, in one call: what is behind them wants one of them to be a sync.
+  for (int votes = all_near || steep ? 1 : 2; votes > 0; votes--) wg_sync();
   if (!all_within && !steep) return BEYOND;
   for (int n = 0; n < 4; n++)
     for (int c = 0; c < 64; c++) {
