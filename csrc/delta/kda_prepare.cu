@@ -509,7 +509,7 @@ TILE void compute(const params &p, shared &all, int wg) {
       tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
       tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
       if (LAST_SUMS && h == 0) {
-        tma_store_wait_read();
+        tma_store_wait_read<1>();             // the last one lies in an area
         sem_arrive<WARPGROUP>(s.left);
       }
     }
