@@ -468,7 +468,7 @@ TILE void compute(const params &p, shared &all, int wg) {
       if (PANELS == 2) {
         team_sync(team);
         add(a, handed_by(s, 1 - h));
-        if (EARLY) sem_arrive<WARPGROUP>(s.added);
+        if (LAST_SUMS) sem_arrive<WARPGROUP>(s.added);
         else wg_sync();                       // everybody has what was handed over
       }
       if (EARLY && !steep) {
@@ -485,6 +485,8 @@ TILE void compute(const params &p, shared &all, int wg) {
         put_reads(a, s);
       }
     }
+    // Only sums of steep gates take the place of what was handed over; but who waits at all has to see every phase.
+    if (LAST_SUMS) sem_wait(s.added, n & 1);
     t = given_task(s, n);
     const int row = t.place * Q;
     part = t.place / DELTA_PART;
@@ -496,7 +498,6 @@ TILE void compute(const params &p, shared &all, int wg) {
         hm g;
         take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
         at_least(g, LEAST);
-        if (EARLY && PANELS == 2) sem_wait(s.added, n & 1);
         put_sums(p, s, t, g, h, true);
         wg_sync();
         t = given_task(s, n);

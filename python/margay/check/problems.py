@@ -463,11 +463,12 @@ def call_linear_attention_bwd(dtype, steps, heads, n, given):
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
-# label, steps, what is given besides. Gates are steep in some chunks and mild in others.
+# label, steps, what is given besides. Decays are strong in some chunks and mild in others.
 KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias")),
        ("packed", 300, ("a_log", "cu_seqlens", "initial_state", "final_state")))
 
 KDA_CUT = ("kda_segments", "kda_cuts")
+KDA_STEEP = ("steep", 560, ("steep",))           # of kda_prepare.cu: what it does with steep gates is a way of its own
 KDA_BESIDE = ("beside", 1200, ("a_log",))         # of one head: the pass leaves a multiprocessor to the preparation
 
 
@@ -482,6 +483,8 @@ def kda(row, large):
     tiles = ("inverses", "reads") if row["op"] == "kda_tiles" else ()
     if row["op"] in ("kda", "kda_prepare") and "v128" not in row["name"]:
         shapes.append(KDA_BESIDE)
+    if row["source"] == "kda_prepare":
+        shapes.append(KDA_STEEP)
     for label, *problem in [*shapes, *KDA * (not cut)]:
         problem[1] += tiles
         # Where rows are few, a GPU splits the columns of v, or it cuts the rows.
@@ -509,7 +512,11 @@ def call_kda(name, dtype, k, v, heads, steps, given):
         op.derive(known)
     known |= dict(S1=k, S2=v)
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
-    values = dict(g=np.where(np.arange(steps) % 128 == 5, -20.0, -0.1)[None, :, None, None], a_log=-1.0,
+    step, channel = np.arange(steps)[:, None, None], np.arange(k)
+    strong = step % 128 == 5
+    if "steep" in given:    # in both panels of 64 channels, in none, or in one; a team has several of these in turn
+        strong = (step % 64 < 8) & (step // 128 % np.where(channel < 64, 2, 3) == 0)
+    values = dict(g=np.where(strong, -20.0, -0.1)[None], a_log=-1.0,
                   beta=-4.6 if known["beta_form"] else 0.01, cu_seqlens=starts)    # beta |k|^2 < 2: no state runs off
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
