@@ -84,8 +84,8 @@ typedef kda_prepare_params params;
 TILE void init(shared &s) {
   for (int i = 0; i < TEAMS; i++) {
     ring_init(s.chunks[i].inputs, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
-    sem_init(s.chunks[i].added, arrivals(0, 0, PANELS));
-    sem_init(s.chunks[i].left, arrivals(0, 0, 1));
+    if (LAST_SUMS) sem_init(s.chunks[i].added, arrivals(0, 0, PANELS));
+    if (LAST_SUMS) sem_init(s.chunks[i].left, arrivals(0, 0, 1));
     for (sem &given : s.chunks[i].given) sem_init(given, arrivals(1, 0, 0));
   }
 }
@@ -481,7 +481,7 @@ TILE void compute(const params &p, shared &all, int wg) {
       if (PANELS == 1) {
         fill(a, 0.f);
         add(a, handed_by(s, 0));
-        wg_sync();
+        if (!EARLY) wg_sync();                // P goes where it lay
         put_reads(a, s);
       }
     }
