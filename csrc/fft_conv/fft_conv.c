@@ -81,8 +81,7 @@ static void make_filter(mg_call *c, const call *a, const filter *f, bool backwar
     fft_filters_params p = {
       .k = a->k->data, .k_type = type_of(a->k), .skip = mg_data(a->skip), .skip_type = a->skip ? type_of(a->skip) : 0,
       .taps = (int)c->n.LK, .heads = (int)heads << f->log_parts, .log_rows = f->log_rows, .log_parts = f->log_parts,
-      .quarter = a->causal, .plain = !a->causal || f->log_parts,
-      .accumulators = backward || f->log_parts, .tables = f->spectrum,
+      .quarter = a->causal, .plain = !a->causal || f->log_parts, .accumulators = backward, .tables = f->spectrum,
       .out = tiles_of(f), .factors = factors_of(c, f), .tasks = mg_tasks(c, filter_tiles(c, f), "tiles")};
     if (choose(c, MG_OP_fft_conv_filters, c->problem.dtype == MG_FP16 || f->log_parts)) run(c, &p, p.tasks);
     return;

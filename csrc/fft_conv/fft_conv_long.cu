@@ -236,6 +236,13 @@ TILE void wait_for_left(acc &re, acc &im, operands (&lr)[PIECES], operands (&li)
   if constexpr (FLOATS) mma_wait<0>(re, im, lr[0], li[0]);
   else mma_wait<0>(re, im, lr[0], li[0], ni[0]);
 }
+// K of p_j, tile i of all. It comes from the L2, and is asked for a turn ahead: so it stays where it is written, where
+// ptxas would move it behind the product that it should come under.
+TILE void ask(rt<float, 32> &even, rt<float, 32> &odd, const params &p, int i) {
+  const float *k = p.filter + (int64_t)64 * 64 * i;
+  load_columns(even, k, 0);
+  load_columns(odd, k, 1);
+}
 TILE void compute(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
   own_tiles &t = s.group[wg];
@@ -304,6 +311,8 @@ TILE void compute(const params &p, shared &s, int wg) {
       load(lr[0], s.left[0][0]);
       load(li[0], s.left[FLOATS][0]);
     }
+    rt<float, 32> k_even, k_odd;
+    ask(k_even, k_odd, p, head * R);
     ROLLED for (int j = 0; j < R; j++) {
       table(&x)[2][PIECES] = t.x[j];
       acc re, im;
@@ -314,10 +323,9 @@ TILE void compute(const params &p, shared &s, int wg) {
       subtract(re, s, ni, x[1]);
       product<ACC>(im, lr, x[1]);
       mma_commit();
-      const float *k = p.filter + (int64_t)64 * 64 * (head * R + j);
-      pass_spectrum<0, 0, strip>(x, re, im, s.twists, s.halves, p.conjugate,
-                                 [&] { wait_for_left(re, im, lr, li, ni); },
-                                 [=](auto &even, auto &odd) { load_acc(even, odd, k); }, [] { wg_sync(); });
+      pass_spectrum<0, !FLOATS, strip>(x, re, im, s.twists, s.halves, p.conjugate,
+                                       [&] { wait_for_left(re, im, lr, li, ni); },
+                                       [&](auto &even, auto &odd) { even = k_even; odd = k_odd; }, [] { wg_sync(); });
       fence_async();
       wg_sync();
       mma_fence();
@@ -326,6 +334,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       product<ACC>(re, li, x[1]);
       subtract(im, s, ni, x[0]);
       mma_commit();
+      if (j + 1 < R) ask(k_even, k_odd, p, head * R + j + 1);
       wait_for_left(re, im, lr, li, ni);
       wg_sync();                                               // all products have read x
       UNROLLED for (int i = 0; i < 2; i++) {
