@@ -106,7 +106,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     scale_both(re, im, factor, s.rows[wg], p.log_rows, 64.f);
     each<64>([](int, int, float &y, float z) { y = halves(y, z); }, re, im);
     if (p.accumulators) store_acc(p.out + (int64_t)64 * 64 * task, re);
-    else store_columns(p.out + (int64_t)64 * 64 * task, re, p.plain && (PIECES == 1 || !p.log_parts));
+    else store_columns(p.out + (int64_t)64 * 64 * task, re, p.plain);
     map(factor, factor, up, [=](float y, float z) { return y * z * root; });
     store(p.factors + 64 * task, factor, smaller(64, (p.heads << p.log_rows) - 64 * task));
     wg_sync();                                                 // `rows` has been read

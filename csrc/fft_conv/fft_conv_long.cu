@@ -4,6 +4,7 @@
 //   p_j = w_j^n sum over r of c_j^r x_r,   w_j = c_j^(1 / 4096),   y_j = k * p_j by spectra at frequencies k / 4096
 //   out_r = 1 / R Re sum over j of c_j^-r w_j^-n y_j
 // c_(j + R / 2) is -c_j, and of R = 4 c_1 is -i c_0: both sums are a transform of R numbers, in registers.
+// The p_j are complex, so L is folded, and their rows are, from the loads of a row to the stores of the result.
 // The gradient of a first gate is another product of the same convolution: `other`.
 // A row is scaled by a power of two first, so that no number is too large or small for fp16.
 // Roles: NC = 2 warpgroups, each with a row and tiles of its own, so that they never meet; for each a thread that loads
@@ -14,7 +15,8 @@
 
 // From the row: R, FLOATS, NC, COMPUTE_REGS, LOAD_REGS, PIECES = 1
 typedef columns<FLOATS>::type strip;            // 32 columns
-enum { LOG = R == 4 ? 2 : 1, GATES = 3 - FLOATS };      // GATES: stages. Of floats L does not stay in registers
+// GATES: stages. Of floats L does not stay in registers. FOLD: 64 rows are one group
+enum { LOG = R == 4 ? 2 : 1, GATES = 3 - FLOATS, FOLD = 6 };
 typedef st<elem, 64, 64> tile;
 struct weights { sv<64> row_re, row_im, col_re, col_im; };      // w_j^(64 a), w_j^b
 struct own_tiles {                              // a warpgroup's
@@ -26,7 +28,7 @@ struct own_tiles {                              // a warpgroup's
 };
 struct shared {
   own_tiles group[NC];
-  table twists[2][PIECES], halves[2][PIECES], left[1 + 2 * FLOATS][PIECES];     // left: of floats
+  table twists[2][PIECES], halves[2][PIECES], left[1 + FLOATS][PIECES];         // left: of floats
   weights w[R];
   ring<1> inputs[NC];
   ring<GATES> gates[NC];                        // blocks of the first one, then of the second one, as far as given
@@ -69,11 +71,11 @@ TILE void loader(const params &p, shared &s, int wg) {
   own_tiles &t = s.group[wg];
   ring_pos at = {}, gate_at = {};
   grid_wait();
-  sem_expect(s.constants, ((wg ? 0 : 4) + (FLOATS ? wg ? 0 : 3 : 2)) * tile_bytes(s.halves[0][0]));
-  for (int i = 0; i < 2 && !FLOATS; i++) tma_load(t.x[i][0][0], p.of.tables, s.constants, 0, 0, FFT_LEFT + i, 0);
-  if (FLOATS && wg == 0) load_tables(s.left, p.of.tables, s.constants, FFT_LEFT);
+  sem_expect(s.constants, ((wg ? 0 : 4) + (FLOATS && wg ? 0 : 2)) * tile_bytes(s.halves[0][0]));
+  for (int i = 0; i < 2 && !FLOATS; i++) tma_load(t.x[i][0][0], p.of.tables, s.constants, 0, 0, FFT_FOLDED_LEFT + i, 0);
+  if (FLOATS && wg == 0) load_tables(s.left, p.of.tables, s.constants, FFT_FOLDED_LEFT);
   for (int i = 0; i < 2 && wg == 0; i++) {
-    tma_load(s.twists[i][0], p.of.tables, s.constants, 0, 0, FFT_TWISTS + i, 0);
+    tma_load(s.twists[i][0], p.of.tables, s.constants, 0, 0, FFT_FOLDED_TWISTS + i, 0);
     tma_load(s.halves[i][0], p.of.tables, s.constants, 0, 0, FFT_HALVES + i, 0);
   }
   int task = own.first + wg;
@@ -87,27 +89,39 @@ TILE void loader(const params &p, shared &s, int wg) {
   }
 }
 
-// e^(-2 pi i n (j + q) / (4096 R)), n = step row
-TILE void make_weights(sv<64> &re, sv<64> &im, int j, int q, int step) {
+// e^(-2 pi i n (j + q) / (4096 R)): n = 64 row of folded rows, n = column
+TILE void make_weights(weights &w, int j, int q) {
+  int turns = 4 * j + q;
   rv x, y;
-  turns_of_rows(x, y, (4 * j + q) * step, 14 + LOG);
-  store(re, x);
-  store(im, y);
+  map_rows(x, [=](int r) { float a, b; turn(a, b, 64 * turns * folded_row(r, FOLD), 14 + LOG); return a; });
+  map_rows(y, [=](int r) { float a, b; turn(a, b, 64 * turns * folded_row(r, FOLD), 14 + LOG); return b; });
+  store(w.row_re, x);
+  store(w.row_im, y);
+  turns_of_rows(x, y, turns, 14 + LOG);
+  store(w.col_re, x);
+  store(w.col_im, y);
 }
-// Columns from c0 of (re + i im) w_j^n, or of size w_j^-n where BACK
+// Columns from c0 of (re + i im) w_j^n, or where BACK, of size (re - i im) w_j^-n
 template<int BACK> TILE void weigh(strip &re, strip &im, const weights &w, float size, int c0) {
   rv a, b;
   load(a, w.row_re);
   load(b, w.row_im);
   if (BACK) {
     map(a, a, [=](float x) { return x * size; });
-    map(b, b, [=](float x) { return x * -size; });
+    map(b, b, [=](float x) { return x * size; });
   }
   every([](auto &x, auto &y, auto c, auto d, auto e, auto f) {
     complex_product<0>(x, y, c, d);
-    if (BACK) f = -f;
-    complex_product<0>(x, y, e, f);
+    complex_product<BACK>(x, y, e, f);
   }, re, im, a, b, slice<32>(w.col_re, c0), slice<32>(w.col_im, c0));
+}
+// p_j, from its columns c0, as what L's halves want: sums and differences of its folded rows
+TILE void put_part(table (&x)[2][PIECES], strip &re, strip &im, const weights &w, int c0) {
+  weigh<0>(re, im, w, 1.f, c0);
+  trade_rows(re, im);
+  cross(re, im);
+  store(x[0][0], re, c0);
+  store(x[1][0], im, c0);
 }
 
 TILE void widened(rt<float, 32> &d, const rt<fp16, 32> &s) { convert(d, s); }
@@ -133,12 +147,8 @@ TILE void transform(own_tiles &t, const rt<fp16, 32> (&a)[R][2], const weights (
       q = h;
       g = -h;
     }, x, y, z, v);
-    weigh<0>(x, y, w[0], 1.f, c0);
-    weigh<0>(z, v, w[R - 1], 1.f, c0);
-    store(t.x[0][0][0], x, c0);
-    store(t.x[0][1][0], y, c0);
-    store(t.x[R - 1][0][0], z, c0);
-    store(t.x[R - 1][1][0], v, c0);
+    put_part(t.x[0], x, y, w[0], c0);
+    put_part(t.x[R - 1], z, v, w[R - 1], c0);
   } else UNROLLED for (int j = 0; j < 2; j++) {                // of x_0 + s G x_2 and x_1 + s G x_3, s = 1 or -1
     strip p, q, f, g;
     float s = j ? -1.f : 1.f;
@@ -155,12 +165,8 @@ TILE void transform(own_tiles &t, const rt<fp16, 32> (&a)[R][2], const weights (
       f = er - fr;
       g = ei - fi;
     }, p, q, f, g);
-    weigh<0>(p, q, w[j], 1.f, c0);
-    weigh<0>(f, g, w[j + R / 2], 1.f, c0);
-    store(t.x[j][0][0], p, c0);
-    store(t.x[j][1][0], q, c0);
-    store(t.x[j + R / 2][0][0], f, c0);
-    store(t.x[j + R / 2][1][0], g, c0);
+    put_part(t.x[j], p, q, w[j], c0);
+    put_part(t.x[j + R / 2], f, g, w[j + R / 2], c0);
   }
 }
 // Columns from 32 i of the R blocks of the result, of y_j in t.x
@@ -215,10 +221,10 @@ TILE void leave(own_tiles &t, ring<GATES> &gates, ring_pos &at, bool has_gate, c
       widened(y, out[r][i]);
       map_row(y, up, [](float v, float f) { return v * f; });
       if (has_gate) {
-        load(g, t.gates[at.stage], 32 * i);
+        load_folded(g, t.gates[at.stage], 32 * i, FOLD);
         map(y, g, [](float v, float f) { return v * f; });
       }
-      store((tile &)t.x[r][0][0], y, 32 * i);
+      store_folded((tile &)t.x[r][0][0], y, 32 * i, FOLD);
     }
     if (has_gate) ring_done(gates, at);
   }
@@ -227,15 +233,6 @@ TILE void leave(own_tiles &t, ring<GATES> &gates, ring_pos &at, bool has_gate, c
   for (int r = 0; r < R; r++) tma_store(to, (tile &)t.x[r][0][0], row + 64 * r, 0, 0, batch);
 }
 
-// d -= (im of L) x
-TILE void subtract(acc &d, const shared &s, const operands (&ni)[PIECES], const table (&x)[PIECES]) {
-  if constexpr (FLOATS) product<ACC>(d, s.left[2 * FLOATS], x);
-  else product<ACC>(d, ni, x);
-}
-TILE void wait_for_left(acc &re, acc &im, operands (&lr)[PIECES], operands (&li)[PIECES], operands (&ni)[PIECES]) {
-  if constexpr (FLOATS) mma_wait<0>(re, im, lr[0], li[0]);
-  else mma_wait<0>(re, im, lr[0], li[0], ni[0]);
-}
 // K of p_j, tile i of all. It comes from the L2, and is asked for a turn ahead: so it stays where it is written, where
 // ptxas would move it behind the product that it should come under.
 TILE void ask(rt<float, 32> &even, rt<float, 32> &odd, const params &p, int i) {
@@ -248,22 +245,17 @@ TILE void compute(const params &p, shared &s, int wg) {
   own_tiles &t = s.group[wg];
   int q = p.quarter, head = -1;
   ring_pos at = {}, gate_at = {};
-  operands lr[PIECES], li[PIECES], ni[PIECES];                 // ni = -li
+  operands even[PIECES], odd[PIECES];                          // L's halves
   fft_complex C, G;
   turn(C.re, C.im, q, 2 + LOG);
   turn(G.re, G.im, 2 * q, 2 + LOG);
-  for (int j = wg; j < R; j += NC) {
-    make_weights(s.w[j].row_re, s.w[j].row_im, j, q, 64);
-    make_weights(s.w[j].col_re, s.w[j].col_im, j, q, 1);
-  }
+  for (int j = wg; j < R; j += NC) make_weights(s.w[j], j, q);
   bar_sync(START, 128 * NC);
   grid_wait();
   sem_wait(s.constants, 0);
   if (!FLOATS) {
-    load(lr[0], t.x[0][0][0]);
-    load(li[0], t.x[1][0][0]);
-    load(ni[0], t.x[1][0][0]);
-    each_half<64>([](half &x) { x = -x; }, ni[0]);
+    load(even[0], t.x[0][0][0]);
+    load(odd[0], t.x[1][0][0]);
   }
   float scale = 0.f, most = 0.f;                               // of a head: spectra have factors of their own
   for (int task = own.first + wg; task < own.end; task += NC) {
@@ -281,10 +273,10 @@ TILE void compute(const params &p, shared &s, int wg) {
       rv bound, down, up;
       ring_wait(s.inputs[wg], at);
       UNROLLED for (int r = 0; r < R; r++) {
-        load(a[r], (tile &)t.x[r][1][0]);
+        load_folded(a[r], (tile &)t.x[r][1][0], 0, FOLD);
         if (p.has_pre) {
           ring_wait(s.gates[wg], gate_at);
-          multiply(a[r], t.gates[gate_at.stage]);
+          multiply_folded(a[r], t.gates[gate_at.stage], FOLD);
           ring_done(s.gates[wg], gate_at);
         }
         row_largest(t.rows[r], a[r]);
@@ -308,8 +300,8 @@ TILE void compute(const params &p, shared &s, int wg) {
       wg_sync();
     }
     if (FLOATS) {
-      load(lr[0], s.left[0][0]);
-      load(li[0], s.left[FLOATS][0]);
+      load(even[0], s.left[0][0]);
+      load(odd[0], s.left[FLOATS][0]);
     }
     rt<float, 32> k_even, k_odd;
     ask(k_even, k_odd, p, head * R);
@@ -318,29 +310,27 @@ TILE void compute(const params &p, shared &s, int wg) {
       acc re, im;
       float size = scale * f[64 * j];
       mma_fence();
-      product<ZERO>(re, lr, x[0]);
-      product<ZERO>(im, li, x[0]);
-      subtract(re, s, ni, x[1]);
-      product<ACC>(im, lr, x[1]);
+      product<ZERO>(re, even, x[0]);
+      product<ZERO>(im, odd, x[1]);
       mma_commit();
-      pass_spectrum<0, !FLOATS, strip>(x, re, im, s.twists, s.halves, p.conjugate,
-                                       [&] { wait_for_left(re, im, lr, li, ni); },
-                                       [&](auto &even, auto &odd) { even = k_even; odd = k_odd; }, [] { wg_sync(); });
+      pass_spectrum<1, !FLOATS, strip>(x, re, im, s.twists, s.halves, p.conjugate,
+                                       [&] { mma_wait<0>(re, im, even[0], odd[0]); },
+                                       [&](auto &a, auto &b) { a = k_even; b = k_odd; }, [] { wg_sync(); });
       fence_async();
       wg_sync();
       mma_fence();
-      product<ZERO>(re, lr, x[0]);
-      product<ZERO>(im, lr, x[1]);
-      product<ACC>(re, li, x[1]);
-      subtract(im, s, ni, x[0]);
+      product<ZERO>(re, even, x[0]);
+      product<ZERO>(im, odd, x[1]);
       mma_commit();
       if (j + 1 < R) ask(k_even, k_odd, p, head * R + j + 1);
-      wait_for_left(re, im, lr, li, ni);
+      mma_wait<0>(re, im, even[0], odd[0]);
       wg_sync();                                               // all products have read x
       UNROLLED for (int i = 0; i < 2; i++) {
         strip y, z;
         convert_part(y, re, 32 * i);
         convert_part(z, im, 32 * i);
+        cross(y, z);
+        trade_rows(y, z);
         weigh<1>(y, z, s.w[j], size, 32 * i);
         store(x[0][0], y, 32 * i);
         store(x[1][0], z, 32 * i);
