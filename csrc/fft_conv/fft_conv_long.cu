@@ -240,6 +240,13 @@ TILE void ask(rt<float, 32> &even, rt<float, 32> &odd, const params &p, int i) {
   load_columns(even, k, 0);
   load_columns(odd, k, 1);
 }
+// From registers. Were it a load from memory, K's loads behind it would count on the same scoreboard, and be waited for
+// with it.
+TILE float one_of(const float (&x)[R], int j) {
+  float y = x[0];
+  UNROLLED for (int i = 1; i < R; i++) y = j == i ? x[i] : y;
+  return y;
+}
 TILE void compute(const params &p, shared &s, int wg) {
   range own = block_tasks(p);
   own_tiles &t = s.group[wg];
@@ -257,16 +264,22 @@ TILE void compute(const params &p, shared &s, int wg) {
     load(even[0], t.x[0][0][0]);
     load(odd[0], t.x[1][0][0]);
   }
-  float scale = 0.f, most = 0.f;                               // of a head: spectra have factors of their own
+  float sizes[R], most = 0.f;                                  // of a head: spectra have factors of their own
+  for (float &x : sizes) x = 0.f;
   for (int task = own.first + wg; task < own.end; task += NC) {
     int batch = task % p.batches;
-    const float *f = p.factors + 64 * R * (task / p.batches);
     if (task / p.batches != head) {
       head = task / p.batches;
-      float a = f[0], b = f[64], c = R == 4 ? f[64 * (R - 2)] : a, d = R == 4 ? f[64 * (R - 1)] : b;
-      float largest = fmaxf(fmaxf(a, b), fmaxf(c, d));
-      scale = largest > 0.f ? 1.f / largest : 0.f;
-      most = (largest + (a - a) + (b - b) + (c - c) + (d - d)) / (float)R;        // NaN stays
+      const float *f = p.factors + 64 * R * head;
+      float largest = 0.f, spoiled = 0.f;
+      UNROLLED for (int j = 0; j < R; j++) {
+        sizes[j] = f[64 * j];
+        largest = fmaxf(largest, sizes[j]);
+        spoiled += sizes[j] - sizes[j];                        // NaN stays
+      }
+      float scale = largest > 0.f ? 1.f / largest : 0.f;
+      UNROLLED for (int j = 0; j < R; j++) sizes[j] *= scale;
+      most = (largest + spoiled) / (float)R;
     }
     {
       acc a[R];
@@ -308,7 +321,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     ROLLED for (int j = 0; j < R; j++) {
       table(&x)[2][PIECES] = t.x[j];
       acc re, im;
-      float size = scale * f[64 * j];
+      float size = one_of(sizes, j);
       mma_fence();
       product<ZERO>(re, even, x[0]);
       product<ZERO>(im, odd, x[1]);
