@@ -6,7 +6,7 @@
 delta_rows delta_rows_of(const mg_call *c, const mg_tensor *starts) {
   return (delta_rows){.starts = mg_data(starts), .rows = (int)c->n.R, .steps = (int)c->n.T, .to = (int)c->n.T,
                       .places = (int)c->n.CHUNKS, .heads = (int)c->n.HV,
-                      .group_heads = c->n.H ? (int)(c->n.HV / c->n.H) : 1};
+                      .group_heads = c->n.H ? (int)(c->n.HV / c->n.H) : 1, .key_heads = (int)c->n.H};
 }
 
 delta_gates delta_gates_of(const mg_call *c, const mg_tensor *g, const mg_tensor *beta, const mg_tensor *a_log,

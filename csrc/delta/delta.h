@@ -11,6 +11,7 @@ typedef struct delta_rows {
                               // has place 0
   int places;                 // of chunks, of a batch
   int heads, group_heads;     // heads of v, and how many of them share q and k
+  int key_heads;              // heads / group_heads
 } delta_rows;
 
 // What acts on a step and head: the log decay g, and beta. With a_log they are given as models have them:

@@ -18,9 +18,12 @@ TILE void scan_chunk(chunk_vectors &v, sv<Q> &gains, given_steps &x, const delta
     load_gates(x, r, p, t, then);
     load(gain, v.beta);
   } else {
-    wv<Q> weight;
-    put_vectors(v, x, p, t.head, scale);
+    wv<Q> l, weight;
+    given_steps given = x;
     load_gates(x, r, p, t, then);
+    sum_decays(l, given, p, t.head);
+    put_state_vectors(v, given, l, p);
+    put_read(v, given, l, scale);
     load(gain, v.beta);
     load(weight, v.weight);
     map(gain, gain, weight, [](float b, float w) { return b * w; });

@@ -75,7 +75,7 @@ TILE void load_beta(wv<Q> &beta, const delta_rows &r, const delta_gates &p, cons
 TILE void load_given(given_steps &v, const delta_rows &r, const delta_gates &p, const row_task &t, int step) {
   int n = t.end - step;
   int64_t at = ((int64_t)t.batch * r.steps + step) * r.heads + t.head;
-  int64_t key = ((int64_t)t.batch * (r.heads / r.group_heads) + t.key_head) * r.steps + step;
+  int64_t key = ((int64_t)t.batch * r.key_heads + t.key_head) * r.steps + step;
   if (p.g) load(v.g, p.g + at, r.heads, n, p.a_log ? -infinity() : 0.f);
   else fill(v.g, 0.f);
   load_beta(v.beta, r, p, t, step);
@@ -97,30 +97,43 @@ TILE void put_beta(sv<Q> &d, const wv<Q> &given, const delta_gates &p) {
 // l_i, and with r_i the norms' factors: l_j - log r_j of k; r_i of k, scale r_i of q; r_i e^(l_i) of k, scale r_i
 // e^(l_i) of q; r_i e^(l_e - l_i) of k, e the chunk's last step, and the same times beta. Logarithms to base 2
 struct chunk_vectors { sv<Q> l, from, beta, norm_k, norm_q, decay, read, weight, write; };
-TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates &p, int head, float scale) {
-  wv<Q> l, out, beta;
+// l of chunk_vectors
+TILE void sum_decays(wv<Q> &l, const given_steps &x, const delta_gates &p, int head) {
   if (p.a_log) {
     float a = -fast_exp2(p.a_log[head] * 1.4426950408889634f), bias = p.dt_bias ? p.dt_bias[head] : 0.f;
     map(l, x.g, x.g, [=](float g, float) { return log_decay(a * softplus(g + bias)); });
   } else map(l, x.g, x.g, [](float g, float) { return log_decay(g); });
   cumsum(l);
+}
+// What the state wants: l, beta, decay, weight, write
+TILE void put_state_vectors(chunk_vectors &v, const given_steps &x, const wv<Q> &l, const delta_gates &p) {
+  wv<Q> out, beta;
   float end = last(l);
   store(v.l, l);
-  map(out, l, x.norm_k, [](float l, float r) { return l - fast_log2(r); });
-  store(v.from, out);
   make_beta(beta, x.beta, p);
   store(v.beta, beta);
-  store(v.norm_k, x.norm_k);
   map(out, l, x.norm_k, [](float l, float r) { return r * fast_exp2(l); });
   store(v.decay, out);
   map(out, l, x.norm_k, [=](float l, float r) { return r * fast_exp2(end - l); });
   store(v.weight, out);
   map(out, out, beta, [](float w, float b) { return w * b; });
   store(v.write, out);
+}
+TILE void put_read(chunk_vectors &v, const given_steps &x, const wv<Q> &l, float scale) {
+  wv<Q> out;
+  map(out, x.norm_q, l, [=](float r, float l) { return r * scale * fast_exp2(l); });
+  store(v.read, out);
+}
+TILE void put_vectors(chunk_vectors &v, const given_steps &x, const delta_gates &p, int head, float scale) {
+  wv<Q> l, out;
+  sum_decays(l, x, p, head);
+  map(out, l, x.norm_k, [](float l, float r) { return l - fast_log2(r); });
+  store(v.from, out);
+  store(v.norm_k, x.norm_k);
   map(out, x.norm_q, l, [=](float r, float) { return r * scale; });
   store(v.norm_q, out);
-  map(out, out, l, [](float r, float l) { return r * fast_exp2(l); });
-  store(v.read, out);
+  put_state_vectors(v, x, l, p);
+  put_read(v, x, l, scale);
 }
 
 // ---- fp16 operands (warpgroup)

@@ -17,7 +17,7 @@
 // first sends it of each chunk: the state's operands, and u as an operand.
 // R and u are fp16 operands. A row of theirs, a column of v, is first multiplied with the reciprocal of its largest
 // value; with PREPS only where fp16 would not hold it.
-// Roles: a loader thread; a scan warp: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups
+// Roles: a loader thread; SCANS warps: gates -> vectors; PREPS warpgroups, each every PREPS-th chunk; GROUPS warpgroups
 // of 64 columns of v.
 //
 // Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, two rows' factors, with AHEAD two more
@@ -36,6 +36,9 @@ enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || 
 // TOLD: chunks may be prepared meanwhile, by a warpgroup a panel
 enum { TOLD = CHANNELS && !CUT && GROUPS == 1 };
 enum { LATE = PREPS == 0 && !CUT && !PAIR && (GROUPS == 1 || !CHANNELS) };
+// SCANS: a pair takes less time for a chunk than a scan warp does. A stage has one of them: another might take a phase
+// of its semaphore for the one after next
+enum { SCANS = PAIR ? STAGES : 1 };
 static_assert(!PAIR || (GROUPS == 1 && PREPS == 0 && READY == STAGES && !CHANNELS && !CUT), "what a pair can do");
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
@@ -177,34 +180,42 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
   if (!PAIR) sem_arrive<WARP>(s.v_ring.full[in.stage]);
 }
 
-// The next chunk's gates are under way while this one's are worked on.
-TILE void scan(const params &p, shared &s, int) {
+// One of SCANS warps, each every SCANS-th chunk. Its next chunk's gates are under way while this one's are worked on.
+TILE void scan(const params &p, shared &s, int index) {
   begin<WARP>(p);
   task b = block_task(p);
   const row_task &t = b.r;
   ring<STAGES, ASYNC_READS> &made = PAIR ? s.k_ring : s.vec_ring;
-  ring_pos at = {}, in = {};
   given_steps next;
-  if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, t.first);
-  else load_given(next, p.rows, p.gates, t, t.first);
-  for (int chunk = 0; chunk < t.chunks; chunk++) {
-    int step = t.first + chunk * Q;
-    ring_acquire(made, at);
+  int first = t.first + index * Q;
+  if (CHANNELS) load_beta(next.beta, p.rows, p.gates, t, first);
+  else load_given(next, p.rows, p.gates, t, first);
+  for (int chunk = index; chunk < t.chunks; chunk += SCANS) {
+    int step = t.first + chunk * Q, then = step + SCANS * Q;
+    ring_pos at = ring_at<STAGES>(chunk);
     chunk_vectors &v = s.vec[at.stage];
     if (CHANNELS) {
+      ring_acquire(made, at);
       put_beta(v.beta, next.beta, p.gates);
       int place = t.place + chunk + 1;
       if (begins_part(p, place) && chunk + 1 < t.chunks) wait_for_place<WARP>(p, place);
-      load_beta(next.beta, p.rows, p.gates, t, step + Q);
-    } else {
+      load_beta(next.beta, p.rows, p.gates, t, then);
+    } else if (PREPS) {
+      ring_acquire(made, at);
       put_vectors(v, next, p.gates, t.head, p.scale);
-      load_given(next, p.rows, p.gates, t, step + Q);
+      load_given(next, p.rows, p.gates, t, then);
+    } else {                              // the loads come first, and have until the next turn
+      given_steps given = next;
+      wv<Q> l;
+      load_given(next, p.rows, p.gates, t, then);
+      sum_decays(l, given, p.gates, t.head);
+      ring_acquire(made, at);
+      if (!makes_o()) put_state_vectors(v, given, l, p.gates);
+      if (PAIR ? makes_o() : !CUT) put_read(v, given, l, p.scale);
     }
     if (PAIR && !makes_o()) ring_acquire(s.mail_ring, at);   // room for the letter: the state waits for one phase
     sem_arrive<WARP>(made.full[at.stage]);
-    if (runs_over(p.rows, step, t.end)) clear_behind(s, at, in, t.end - step);
-    ring_next(s.vec_ring, at);
-    ring_next(s.v_ring, in);
+    if (runs_over(p.rows, step, t.end)) clear_behind(s, at, ring_at<2>(chunk), t.end - step);
   }
 }
 
@@ -694,5 +705,5 @@ TILE void run_state(const params &p, shared &s, int wg) {
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, 1, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>, CLUSTER<BLOCKS>> kernel;
+              role<scan, WARP, SCANS, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>, CLUSTER<BLOCKS>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)

@@ -541,7 +541,8 @@ def gated_delta_rule(row, large):
     op = "gated_delta_rule_bwd" if row["op"] in DELTA_BWD else "gated_delta_rule"
     given = ("g", "l2norm")
     whole = ("cu_seqlens",) if "prepare" in row["name"] else ()      # packed rows are not cut
-    shapes = [("large", 2000, 33, 132, given), ("few blocks", 3000, 1, 2, given + whole)] if large else []
+    many = (8, 16) if row["name"].endswith("_prepared") else (33, 132)       # rows of many heads are cut
+    shapes = [("large", 2000, *many, given), ("few blocks", 3000, 1, 2, given + whole)] if large else []
     cut = row["op"] in DELTA_CUT
     if cut:
         shapes = [("large", 20000, 2, 2, ("g",))] if large else []
@@ -552,8 +553,9 @@ def gated_delta_rule(row, large):
         if label == "few blocks" and op == "gated_delta_rule_bwd" and "v128" in row["name"]:
             problem[1:3] = 17, 34                        # below, a GPU splits the columns of v
         if row["op"] != "delta_norms" or "l2norm" in problem[3]:
-            yield label, lambda x=problem: call_gated_delta_rule(op, row["dtype"], *x, n,
-                                                                 128 if "v128" in row["name"] else 72, form)
+            # A pair has five roles a block, and the checker runs 64 at once: of four packed rows one half of v
+            v = 128 if "v128" in row["name"] else 64 if "_prepared" in row["name"] and label == "packed" else 72
+            yield label, lambda x=problem, v=v: call_gated_delta_rule(op, row["dtype"], *x, n, v, form)
 
 
 def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form):
