@@ -58,6 +58,8 @@ def make(family, options, device="cpu", dtype=None):
     torch.manual_seed(0)
     kind = getattr(transformers, family + "ForCausalLM")
     model = kind(kind.config_class(**options))
+    if options.get("attn_logit_softcapping"):
+        model.set_attn_implementation("eager")            # older releases have sdpa, which forgets it
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.rsplit(".", 1)[-1] in ("D", "dt_bias") or "conv1d" in name:

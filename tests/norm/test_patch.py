@@ -172,7 +172,10 @@ def test_generation(family):
     model, ids = model_of(family), tokens(2, 9)
     options = [{}, dict(num_beams=3)] + [dict(attention_mask=padding(2, 9, "left"))] * (family != "Mamba2")
     run = lambda: [model.generate(ids, max_new_tokens=8, do_sample=False, **more) for more in options]  # noqa: E731
-    expected = run()
+    try:
+        expected = run()
+    except RuntimeError as error:
+        pytest.skip(f"transformers {hf_models.transformers.__version__} does not generate {family}: {error}")
     mg.patch(model)
     assert all(map(torch.equal, run(), expected))
     with torch.no_grad():

@@ -100,8 +100,9 @@ def _modules(is_one, replace):
 
 def _eps(module):
     for name in ("variance_epsilon", "eps", "epsilon"):
-        if isinstance(getattr(module, name, None), float):
-            return getattr(module, name)
+        value = getattr(module, name, None)
+        if isinstance(value, (float, int)) and not isinstance(value, bool):
+            return float(value)
     raise Stays("has no eps that is known")
 
 
