@@ -19,10 +19,12 @@ def silu(z):
 
 
 def formula(x, weight=None, bias=None, residual=None, z=None, *, rms, eps, zero_centred=False, keep=None, p=0.0,
-            size=None, before=True):
-    """out and what was normalised, in the arguments' own precision. keep: which elements dropout does not drop."""
+            size=None, before=True, sums=None):
+    """out and what was normalised, in the arguments' own precision. keep: which elements dropout does not drop. sums:
+    the dtype to which sums are rounded, if another."""
     u = x if keep is None else torch.where(keep, x / (1 - p) if p < 1 else x, torch.zeros((), dtype=x.dtype))
     u = u if residual is None else u + residual
+    u = u if sums is None else u + (u.to(sums) - u).detach()         # gradients may leave its range
     u = u * silu(z) if z is not None and not before else u
     parts = u if size is None else u.unflatten(-1, (-1, size))
     mean = 0 if rms else parts.mean(-1, keepdim=True)
@@ -94,11 +96,11 @@ class Problem:
         function = {"layer": mg.layer_norm, "rms": mg.rms_norm, "gated": mg.gated_rms_norm}[self.kind]
         return self.results(lambda given: function(**given, **self.options))
 
-    def in_dtype(self, dtype, keep):
+    def in_dtype(self, dtype, keep, sums=None):
         o = self.options
         call = lambda given: formula(**given, rms=self.kind != "layer", eps=o["eps"], keep=keep, p=self.p,  # noqa: E731
                                      zero_centred=o.get("zero_centred", False), size=o.get("group_size"),
-                                     before=o.get("norm_before_gate", True))
+                                     before=o.get("norm_before_gate", True), sums=sums)
         return self.results(call, lambda t: t.to(dtype))
 
     def check(self):
@@ -106,7 +108,7 @@ class Problem:
         keep = self.kept()
         ours, plain, exact = self.ours(), self.in_dtype(self.dtype, keep), self.in_dtype(torch.float64, keep)
         if not all(t.isfinite().all() for t in plain.values()):        # squares leave float16's range, not ours
-            plain = self.in_dtype(torch.float32, keep)
+            plain = self.in_dtype(torch.float32, keep, self.tensors.get("residual", self.tensors["x"]).dtype)
         for name, found in ours.items():
             of = self.tensors.get(name[1:])
             size = float(exact[name].abs().max())
