@@ -126,8 +126,8 @@ def check_kernel(name, options):
             found = problem.run(seed, rules_off=rules_off(options))
             runs += 1
             if found and found["rule"] == "limit":      # what no place has
-                text = f"{name}: {problem.label}: {found['text']}"
-                return runs, (text, {"kernel": name, "rule": "limit", "text": text})
+                said = f"{name}: {problem.label}: {found['text']}"
+                return runs, (said, {"kernel": name, "rule": "limit", "text": said})
             if found:
                 arguments = problem.reported, problem.label, found, command(name, problem.label, seed, options)
                 return runs, (text.report(*arguments), text.as_json(*arguments))
