@@ -198,21 +198,25 @@ static word *word_at(const int *g) {
 }
 // ---- what a kernel tells the one behind it
 enum { MAX_TOLD = 1 << 16 };
-static struct { ck_told part; int fiber; } written[MAX_TOLD];   // mark NULL: not told yet. What is more is not known
+// mark NULL: not told yet. Who knows `who` up to `value` knows that it is written. What is more is not known
+static struct { ck_told part; int who, value; } written[MAX_TOLD];
 static int written_count;
 static int passed[MAX_FIBERS][MAX_WORDS];        // what the fiber has seen of a counter
-static void note_written(const void *p, size_t bytes) {
-  ck_told *last = written_count ? &written[written_count - 1].part : NULL;
-  if (last && !last->mark && written[written_count - 1].fiber == ck.current && last->p + last->bytes == p)
-    last->bytes += bytes;
+static void note_written(const void *p, size_t bytes, int who, int value) {
+  const int last = written_count - 1;
+  if (last >= 0 && !written[last].part.mark && written[last].who == who && written[last].value == value &&
+      written[last].part.p + written[last].part.bytes == p)
+    written[last].part.bytes += bytes;
   else if (written_count < MAX_TOLD) {
-    written[written_count].fiber = ck.current;
+    written[written_count].who = who;
+    written[written_count].value = value;
     written[written_count++].part = (ck_told){p, bytes, NULL};
   }
 }
+// All that the elected thread knows of, whoever wrote it.
 static void tell_written(const int *mark) {
   for (int i = 0; i < written_count; i++)
-    if (written[i].fiber == ck.current && !written[i].part.mark) written[i].part.mark = mark;
+    if (!written[i].part.mark && self()->leader_seen[written[i].who] >= written[i].value) written[i].part.mark = mark;
 }
 static int by_address(const void *a, const void *b) {
   const ck_told *x = a, *y = b;
@@ -220,16 +224,15 @@ static int by_address(const void *a, const void *b) {
 }
 int ck_told_of(ck_told *told, int most) {
   int n = 0;
-  for (int i = 0; i < written_count; i++) {
-    if (!written[i].part.mark) continue;
+  bool any = false;
+  for (int i = 0; i < written_count; i++) any = any || written[i].part.mark;
+  for (int i = 0; i < written_count && any; i++, n++)     // what nobody told of, too: only the kernel's end tells that
     if (n < most) told[n] = written[i].part;
-    n++;
-  }
   qsort(told, (size_t)(n < most ? n : most), sizeof *told, by_address);
   return n;
 }
-// The counter of the first told part of these bytes that the fiber has not waited for, or NULL.
-static const int *untold(const char *p, size_t bytes) {
+// Whether the fiber has not waited for what is told of some of these bytes, or nothing is.
+static bool untold(const char *p, size_t bytes) {
   const ck_request *q = ck.request;
   int low = 0;
   for (int high = q->told_count; low < high;) {    // the first that ends behind p
@@ -239,9 +242,9 @@ static const int *untold(const char *p, size_t bytes) {
   }
   for (; low < q->told_count && q->told[low].p < p + bytes; low++) {
     const int *mark = q->told[low].mark;
-    if (passed[ck.current][word_at(mark) - words] < *mark) return mark;
+    if (!mark || passed[ck.current][word_at(mark) - words] < *mark) return true;
   }
-  return NULL;
+  return false;
 }
 static bool is_told(const void *pc, const void *p, size_t bytes) {
   if (ck.failed || self()->grid_over || !rule_on(CK_GLOBAL_RACE) || !untold(p, bytes)) return !ck.failed;
@@ -320,7 +323,7 @@ static bool grid_over(const void *pc) {
 void ck_global(const void *pc, const void *p, size_t bytes, enum ck_global kind) {
   const int who = component(ck.current, GENERIC);
   if (!bytes || !grid_over(pc) || (kind == CK_GLOBAL_READ && !is_told(pc, p, bytes))) return;
-  if (kind == CK_GLOBAL_WRITE) note_written(p, bytes);
+  if (kind == CK_GLOBAL_WRITE) note_written(p, bytes, who, self()->seen[who]);
   shadow_global(pc, p, bytes, kind, who, self()->seen[who]);
 }
 void ck_global_load(const void *pc, const void *p, size_t bytes, const void *at) {
@@ -329,8 +332,9 @@ void ck_global_load(const void *pc, const void *p, size_t bytes, const void *at)
 }
 void ck_global_store(const void *pc, const void *p, size_t bytes) {
   if (!grid_over(pc)) return;
-  note_written(p, bytes);
-  shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, component(ck.current, WRITTEN), self()->stores_committed + 1);
+  const int who = component(ck.current, WRITTEN), value = self()->stores_committed + 1;
+  note_written(p, bytes, who, value);
+  shadow_global(pc, p, bytes, CK_GLOBAL_WRITE, who, value);
 }
 
 // ---- shared memory through registers
