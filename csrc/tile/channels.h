@@ -25,6 +25,9 @@ TILE void store(float *g, const hv &v, int n);                  // elements >= n
 template<class F> TILE void map(hv &d, const hv &a, F f);       // d = f(a)
 // Row i at g + i * ld, floats or 16 bits. Rows >= m and columns >= n become 0 and are not read.
 template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n);
+// Of a shared tile, rows < m; the others become 0.
+TILE void load(hm &x, const sm<64, 64> &s, int m);
+template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m);
 // Brings what such a load of any number of columns would read into the L2. It hands nothing to anybody.
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 // x = f(x, v[column]) in rows < m; the others stay.

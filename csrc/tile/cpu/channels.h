@@ -42,6 +42,14 @@ template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n)
     widen_row(x.d[i], g + i * ld, n);
   }
 }
+template<typename T, class Tile> TILE void load_whole(hm &x, const Tile &s, const T *from, int m) {
+  reads_shared(whole(s));
+  writes(x);
+  memset((void *)x.d, 0, sizeof x.d);
+  for (int i = 0; i < 64 && i < m; i++) widen_row(x.d[i], from + i * 64, 64);
+}
+TILE void load(hm &x, const sm<64, 64> &s, int m) { load_whole(x, s, s.d, m); }
+template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m) { load_whole(x, s, s.d, m); }
 template<typename T> TILE void prefetch(const T *, int64_t, int, int) {}
 template<class F> __attribute__((flatten)) TILE void map(hm &x, const hv &v, int m, F f) {
   reads(v);

@@ -45,6 +45,27 @@ template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n)
     x.d[1][i] = i < second ? to_float(from[1]) : 0.f;
   }
 }
+// Where a thread reads is worked out anew each time: kept, it would cost registers.
+TILE void load(hm &x, const sm<64, 64> &s, int m) {
+  int thread = parking_place(), w = thread >> 5;
+  const float2 *from = (const float2 *)s.d + 16 * w * 32 + thread % 32;
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    float2 y = from[32 * i];
+    x.d[0][i] = 16 * w + i < m ? y.x : 0.f;
+    x.d[1][i] = 16 * w + i < m ? y.y : 0.f;
+  }
+}
+template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m) {
+  int thread = parking_place(), w = thread >> 5, chunk = thread % 32 >> 2;
+  const char *from = (const char *)&s + 16 * w * 128 + thread % 4 * 4;
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    float2 y = unpack<T>(*(const uint32_t *)(from + i * 128 + ((chunk ^ i & 7) << 4)));
+    x.d[0][i] = 16 * w + i < m ? y.x : 0.f;
+    x.d[1][i] = 16 * w + i < m ? y.y : 0.f;
+  }
+}
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
   enum { LINE = 128 / sizeof(T) };
   int t = thread_in_group();
