@@ -55,7 +55,7 @@ mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, 
 // Segments of a row that take the least time, in hundredths of that of a chunk of the pass over whole rows, of which a
 // multiprocessor has 64 columns of v; a pair of them takes four fifths. Of segments it has all columns: a chunk takes
 // 1.8 times as long, and 1.2 times where it is made into what segments begin with (measured). `heads`: of all rows.
-static int64_t segments_of(const mg_call *c, int64_t chunks, int64_t heads, int64_t most) {
+static int64_t segments_of(const mg_call *c, int64_t chunks, int64_t heads, int64_t most, int64_t *time_of_all) {
   const int64_t parts = mg_ceil_div(c->n.V, 64) * c->desc->cluster, sms = c->context.sms;
   int64_t best = 1, least = (c->desc->cluster > 1 ? 80 : 100) * chunks * mg_ceil_div(heads * parts, sms);
   for (int64_t n = 2; n <= most && n <= chunks; n++) {
@@ -66,14 +66,17 @@ static int64_t segments_of(const mg_call *c, int64_t chunks, int64_t heads, int6
       best = n;
     }
   }
+  *time_of_all = least;
   return best;
 }
 
 delta_pieces delta_pieces_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, bool all) {
   const int64_t heads = c->n.R * c->n.HV, most = rows->starts || !cuts ? 1 : c->n.CUTS + 1;
   const int64_t whole = mg_ceil_div(rows->to - rows->from, 64);
-  const int64_t some = all ? most : segments_of(c, whole, heads, most), chunks = mg_ceil_div(whole, some);
-  return (delta_pieces){mg_ceil_div(whole, chunks + !chunks), chunks};
+  int64_t time = 0;
+  const int64_t best = segments_of(c, whole, heads, most, &time), some = all ? most : best;
+  const int64_t chunks = mg_ceil_div(whole, some);
+  return (delta_pieces){mg_ceil_div(whole, chunks + !chunks), chunks, time};
 }
 
 mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,

@@ -25,10 +25,8 @@ typedef struct delta_gates {
   float most;                 // times this
 } delta_gates;
 
-// Kda's chunks that are prepared while the pass over the sequence is under way: of each DELTA_PART places of all rows
-// and heads a counter of those that are in memory, 0 at first, once for each warpgroup that makes a part of a chunk.
-// NULL: all are there before the pass begins.
-enum { DELTA_PART = 4 };
+// Kda's chunks that are prepared while the pass over the sequence is under way, one wave of heads after another: of
+// each wave and place a counter of those that are in memory, 0 at first. NULL: all are there before the pass begins.
 
 // delta_norms.cu: 1 / sqrt(x.x + 1e-6) of rows x of q and of k
 typedef struct delta_norms_params {
@@ -59,6 +57,7 @@ typedef struct delta_sweep_params {
   gmap v, o;                  // [batch, head, step, value_dim]; CUT: o is absent
   gmap m, p;                  // as above, where the kernel has no prepare role; CUT: p is absent
   const int *done;            // as above, of dense rows that are not cut, or NULL
+  int wave;                   // heads of all rows in one; the last may have less
   gmap turns;                 // CUT: [row heads, cut, 2 D, D], bf16, or fp32 as the call: turns, transposed; of
                               // each the leading 8 bits, then the rest
   gmap states;                // delta_keep.cu: [batch heads, place, value_dim, key_dim]: S^T in front of chunks

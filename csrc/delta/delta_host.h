@@ -26,6 +26,6 @@ mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, 
 typedef struct delta_parts { mg_op segments, cuts; } delta_parts;
 mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *parts, const mg_tensor *cuts,
                           const mg_tensor *turns, bool all);
-// Segments of a row that it takes, and chunks of one.
-typedef struct delta_pieces { int64_t n, chunks; } delta_pieces;
+// Segments of a row that it takes, and chunks of one. time: of all, in hundredths of that of a chunk of 64 columns.
+typedef struct delta_pieces { int64_t n, chunks, time; } delta_pieces;
 delta_pieces delta_pieces_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, bool all);

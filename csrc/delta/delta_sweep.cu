@@ -22,6 +22,7 @@
 //
 // Registers of a thread. State: S D / 2, x and y 32 each, two operands of 16, two rows' factors, with AHEAD two more
 // operands of S. Prepare: two tiles of 32, and what invert() has beside them (delta_prepare.h).
+#include "tile/l2.h"
 #include "tile/order.h"
 #include "tile/mail.h"
 #include "delta/delta_prepare.h"
@@ -33,8 +34,8 @@
 // of a chunk
 enum { PAIR = BLOCKS == 2, ALL = !PAIR && !CUT };   // ALL: q and P are beside k and M
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
-// TOLD: chunks may be prepared meanwhile, by a warpgroup a panel
-enum { TOLD = CHANNELS && !CUT && GROUPS == 1 };
+// TOLD: chunks may be prepared meanwhile
+enum { TOLD = CHANNELS && !CUT };
 enum { LATE = PREPS == 0 && !CUT && !PAIR && (GROUPS == 1 || !CHANNELS) };
 // SCANS: a pair takes less time for a chunk than a scan warp does. A stage has one of them: another might take a phase
 // of its semaphore for the one after next
@@ -103,18 +104,23 @@ TILE task block_task(const params &p) {
 
 TILE bool makes_o() { return PAIR && cluster_rank() == 1; }   // a pair's second block
 
-// Chunks of places up to the end of this one's part are there.
-template<int W> TILE void wait_for_place(const params &p, int place) {
-  int part = place / DELTA_PART, places = p.rows.places - part * DELTA_PART;
-  if (places > DELTA_PART) places = DELTA_PART;
-  grid_wait_part<W>(p.done + part, places * p.rows.rows * p.rows.heads * PANELS);
+// The chunks of the head's wave in this place are there.
+template<int W> TILE void wait_for_place(const params &p, const row_task &t, int place) {
+  int wave = (t.row * p.rows.heads + t.head) / p.wave, heads = p.rows.rows * p.rows.heads - wave * p.wave;
+  if (heads > p.wave) heads = p.wave;
+  grid_wait_part<W>(p.done + wave * p.rows.places + place, heads);
 }
 // Nothing is read or written before.
 template<int W> TILE void begin(const params &p) {
-  if (TOLD && p.done) wait_for_place<W>(p, 0);
+  if (TOLD && p.done) wait_for_place<W>(p, block_task(p).r, 0);
   else grid_wait();
 }
-TILE bool begins_part(const params &p, int place) { return TOLD && p.done && place && place % DELTA_PART == 0; }
+// What is prepared meanwhile is in the L2 when it is read, if what nobody wants again leaves it.
+template<class Tile>
+TILE void read_once(Tile &x, const params &p, const gmap &m, sem &full, int row, int col, const row_task &t) {
+  if (TOLD) tma_load(x, m, full, row, col, t.head, t.batch, p.done ? LEAVES : USUAL);
+  else tma_load(x, m, full, row, col, t.head, t.batch);
+}
 
 TILE void loader(const params &p, shared &s, int) {
   begin<THREAD>(p);
@@ -136,12 +142,12 @@ TILE void loader(const params &p, shared &s, int) {
       continue;
     }
     if (CHANNELS) {
-      if (begins_part(p, place)) wait_for_place<THREAD>(p, place);
+      if (TOLD && p.done && chunk) wait_for_place<THREAD>(p, t, place);
       sem &full = s.k_ring.full[i];
       sem_expect(full, (3 - CUT) * tile_bytes(s.k[0]) + D * 4);
-      tma_load(s.k[i], p.k, full, place * Q, 0, t.head, t.batch);
-      if (!CUT) tma_load(s.q[i], p.q, full, place * Q, 0, t.head, t.batch);
-      tma_load(s.w[i], p.w, full, place * Q, 0, t.head, t.batch);
+      read_once(s.k[i], p, p.k, full, place * Q, 0, t);
+      if (!CUT) read_once(s.q[i], p, p.q, full, place * Q, 0, t);
+      read_once(s.w[i], p, p.w, full, place * Q, 0, t);
       tma_load(s.ends[i], p.ends + (((int64_t)t.batch * p.rows.heads + t.head) * p.rows.places + place) * D, full);
     } else {
       sem &full = over ? s.last : s.k_ring.full[i];
@@ -155,15 +161,15 @@ TILE void loader(const params &p, shared &s, int) {
       ring_acquire(s.v_ring, in);
       sem_expect(full, GROUPS * tile_bytes(s.v[0][0]));
       ROLLED for (int g = 0; g < GROUPS; g++)
-        tma_load(s.v[in.stage][g], p.v, full, step, b.col + 64 * g, t.head, t.batch);
+        read_once(s.v[in.stage][g], p, p.v, full, step, b.col + 64 * g, t);
       ring_next(s.v_ring, in);
     }
     if (PREPS) continue;
     ring_acquire(s.ready, to);
     ring_expect(s.ready, to, (1 + ALL) * tile_bytes(s.m[0]));
     sem &full = s.ready.full[to.stage];
-    tma_load(s.m[to.stage], p.m, full, place * Q, 0, t.head, t.batch);
-    if (ALL) tma_load(s.p[to.stage], p.p, full, place * Q, 0, t.head, t.batch);
+    read_once(s.m[to.stage], p, p.m, full, place * Q, 0, t);
+    if (ALL) read_once(s.p[to.stage], p, p.p, full, place * Q, 0, t);
     ring_next(s.ready, to);
   }
 }
@@ -198,7 +204,7 @@ TILE void scan(const params &p, shared &s, int index) {
       ring_acquire(made, at);
       put_beta(v.beta, next.beta, p.gates);
       int place = t.place + chunk + 1;
-      if (begins_part(p, place) && chunk + 1 < t.chunks) wait_for_place<WARP>(p, place);
+      if (TOLD && p.done && chunk + 1 < t.chunks) wait_for_place<WARP>(p, t, place);
       load_beta(next.beta, p.rows, p.gates, t, then);
     } else if (PREPS) {
       ring_acquire(made, at);
@@ -269,7 +275,9 @@ TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part,
 // o of a chunk, which the warpgroup has stored and fenced
 TILE void send_o(const params &p, shared &s, const task &b, int chunk, int wg) {
   wg_sync();
-  tma_store(p.o, s.o[wg], b.r.first + chunk * Q, b.col + 64 * wg, b.r.head, b.r.batch);
+  int row = b.r.first + chunk * Q, col = b.col + 64 * wg;
+  if (TOLD) tma_store(p.o, s.o[wg], row, col, b.r.head, b.r.batch, p.done ? LEAVES : USUAL);
+  else tma_store(p.o, s.o[wg], row, col, b.r.head, b.r.batch);
 }
 TILE void send_last_o(const params &p, shared &s, const task &b, int wg) {
   const row_task &t = b.r;
@@ -700,7 +708,8 @@ TILE void run_state(const params &p, shared &s, int wg) {
   end_state(p, s, b, state, wg);
   if (ALL) clear_rest(p, b, wg);
   if (ALL) tma_store_wait_read();
-  if (TOLD && p.done) grid_wait();        // what is behind this kernel is behind the one beside which it runs
+  // What is behind this kernel is behind the one beside which it runs. One block says so: others may begin before that.
+  if (TOLD && p.done && block_index() + 1 == block_count()) grid_wait();
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,

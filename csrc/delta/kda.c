@@ -13,39 +13,57 @@ kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tenso
                      .gate = !a_log ? KDA_LOG : lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = l2norm};
 }
 
-mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const kda_gates *gates,
-                          const delta_sweep_params *s, float *betas, const kda_plan *plan) {
+mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const mg_tensor *g,
+                          const kda_gates *gates, const delta_sweep_params *s, float *betas, const kda_plan *plan) {
   kda_prepare_params p = {.ends = (float *)s->ends, .betas = betas, .rows = s->rows, .scale = s->scale, .gates = *gates,
                           .m = s->m, .p = s->p, .read_k = s->k, .read_q = s->q, .write_k = s->w, .batches = (int)c->n.B,
-                          .key_dim = (int)c->n.K};
+                          .key_dim = (int)c->n.K, .wave = (int)(c->n.B * c->n.HV)};
+  if (plan) p.next = plan->next;
   if (plan && plan->done) {
     p.done = plan->done;
-    p.ending = plan->blocks;
-    p.shared = plan->first * p.batches * p.rows.heads;
+    p.wave = plan->wave;
+    p.ending = plan->ending;
   }
   if (!mg_choose_other(c, part)) return c->status;
   mg_map_bthd(c, &p.q, q, 64, 64);
   mg_map_bthd(c, &p.k, k, 64, 64);
+  p.copied = ((uintptr_t)g->data | (uint64_t)c->n.K * mg_dtype_size(g->dtype)) % 16 == 0;
+  if (p.copied) mg_map_bthd(c, &p.g, g, 64, 64);
   const int tasks = mg_tasks(c, c->n.B * c->n.HV * s->rows.places, "chunks of heads");
   return p.done ? mg_run(c, &p, c->context.sms) : mg_run_resident(c, &p, tasks);
 }
 
-// While both run, `rest` multiprocessors prepare. Where they fall behind the pass, all prepare first what they would
-// lack at its end. That saves what is prepared meanwhile, at the price of zeros for the marks and of the first chunks'
-// way through memory: 8 us. made, passed: nanoseconds that a chunk of a head takes on a multiprocessor where it is
-// prepared, and in the pass, whose kernel has been chosen. It knows of marks where its blocks have 64 columns.
-static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, bool all,
-                        const mg_tensor *done) {
-  enum { made = 5500, passed = 1200 };
-  const kda_plan none = {NULL, 0, 0};
-  if (c->status) return none;
-  const int64_t heads = c->n.R * c->n.HV, blocks = heads * mg_ceil_div(c->n.V, c->desc->tile_n);
-  const int64_t sms = c->context.sms, rest = sms - blocks, places = p->rows.places;
-  if (!c->context.persistent || p->rows.starts || c->desc->tile_n > 64 || 2 * blocks > sms) return none;
-  const int64_t work = heads * made, meanwhile = rest * passed, first = mg_max(0, places - places * meanwhile / work);
-  if (delta_pieces_of(c, &p->rows, cuts, all).n > 1 || (places - first) * work < 8000 * sms) return none;
-  mg_set(c, done->data, 0, sizeof(int), mg_ceil_div(places, DELTA_PART));
-  return (kda_plan){done->data, (int)blocks, (int)first};
+// marks: room for a counter of tasks, and for those of chunks. The former is worth its zero where a multiprocessor has
+// some tasks.
+static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
+  if (!c->context.persistent || tasks < 16 * (int64_t)c->context.sms) return (kda_plan){NULL};
+  mg_set(c, marks, 0, sizeof(int), 1);
+  return (kda_plan){.next = marks};
+}
+// Whether chunks are prepared beside the pass, whose kernel has been chosen. It pays where they stay in the L2 until
+// the pass reads them, so the pass must not fall behind: a block of it keeps up with 1.5 multiprocessors that prepare,
+// whatever its columns, and of few heads the rest has no work. Many heads are worked on in waves of about as many as
+// fit.
+// Nanoseconds of a chunk of a head on a multiprocessor, measured on an H100. made, passed: where it is prepared beside
+// the pass, and there; made_alone, passed_alone: one behind the other, the latter of 64 columns; and `moved` of the
+// whole device, which has tiles, v and o to move then. slow: the preparation makes decays, or factors in two parts, and
+// has no warpgroup left that waits for memory.
+static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, bool all, bool slow,
+                        const mg_tensor *marks) {
+  enum { passed = 1500, passed_alone = 1500, moved = 33 };
+  const int64_t made = slow ? 8500 : 4500, made_alone = slow ? 8700 : 6900;
+  const int64_t heads = c->n.R * c->n.HV, parts = mg_ceil_div(c->n.V, c->desc->tile_n), sms = c->context.sms;
+  const int64_t places = p->rows.places, chunks = c->n.B * c->n.HV * places, fit = mg_max(1, sms * 2 / 5);
+  int *next = marks->data;
+  if (c->status || !c->context.persistent || p->rows.starts || all) return apart(c, next, chunks);
+  const int64_t waves = mg_max(1, (heads * parts + fit / 2) / fit), wave = mg_ceil_div(heads, waves);
+  const int64_t ending = mg_max(wave * parts, waves > 1 ? fit : sms - heads * parts * 3 / 2);
+  const delta_pieces pieces = delta_pieces_of(c, &p->rows, cuts, false);
+  const int64_t beside = mg_max(chunks * made / mg_max(1, sms - ending), places * passed) + 8000;
+  const int64_t behind = chunks * made_alone / sms + mg_max(pieces.time * passed_alone / 100, chunks * moved);
+  if (ending >= sms || beside > behind) return apart(c, next, chunks);
+  mg_set(c, next, 0, sizeof(int), 1 + mg_ceil_div(heads, wave) * places);
+  return (kda_plan){next, next + 1, (int)wave, (int)ending};
 }
 
 mg_status mg_kda(const mg_kda_args *a) {
@@ -74,6 +92,7 @@ mg_status mg_kda(const mg_kda_args *a) {
   const ssd_order between = delta_order_of(&c, false);
   const mg_tensor *inverses = a->keep ? a->inverses : a->own_inverses, *reads = a->keep ? a->reads : a->own_reads;
   const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
+  const bool slow = a->a_log || (a->q->dtype == MG_FP16 && c.n.K > 64);
   bool last = false;
   for (int64_t first = 0; !last && !c.status; first += each) {
     last = first + each >= chunks;
@@ -90,12 +109,13 @@ mg_status mg_kda(const mg_kda_args *a) {
       delta_map_matrices(&c, &p.m, inverses, a->keep ? first : 0);
       delta_map_matrices(&c, &p.p, reads, a->keep ? first : 0);
       mg_use(&c, sweep);
-      const kda_plan plan = plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form == 3, a->done);
+      const kda_plan plan = plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form == 3, slow, a->marks);
       p.done = plan.done;
-      kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, &gates, &p, betas, &plan);
+      p.wave = plan.wave;
+      kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, a->g, &gates, &p, betas, &plan);
     }
     mg_use(&c, sweep);
-    if (!c.status) delta_run_sweep(&c, &p, &parts, c.n.CUTS ? a->cuts : NULL, a->turns, a->form == 3);
+    if (!c.status) delta_run_sweep(&c, &p, &parts, c.n.CUTS && !p.done ? a->cuts : NULL, a->turns, a->form == 3);
   }
   return c.status;
 }

@@ -31,6 +31,7 @@ typedef struct kda_gates {
 // reads in place of q, k and the decays.
 typedef struct kda_prepare_params {
   gmap q, k;                  // [batch, key head, step, key_dim]
+  gmap g;                     // [batch, head, step, key_dim]: what gates.g has, where it is `copied`
   gmap m, p;                  // [batch, head, 64 place + row, 64]
   gmap read_k, read_q;        // [batch, head, 64 place + row, D], D the row's: k e^l, scale q e^l
   gmap write_k;               // the same: k e^(l_e - l)
@@ -40,6 +41,9 @@ typedef struct kda_prepare_params {
   kda_gates gates;
   float scale;
   int batches, key_dim;
+  int copied;                 // gates.g lies as copies want it, and is read by them where the kernel has room for that
   int *done;                  // as in delta.h, or NULL
-  int shared, ending;         // tasks that all blocks share; of the rest, the first `ending` blocks have none
+  int wave;                   // heads of all batches that are worked on at a time, those of a batch side by side
+  int ending;                 // the first so many blocks have no task
+  int *next;                  // 0 at first: tasks are drawn from it, as some multiprocessors are faster; or NULL
 } kda_prepare_params;

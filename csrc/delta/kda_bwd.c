@@ -66,7 +66,8 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
   mg_map_rows(c, &p.k, a->read_k, 64, 64);
   mg_map_rows(c, &p.q, a->read_q, 64, 64);
   mg_map_rows(c, &p.w, a->write_k, 64, 64);
-  kda_run_prepare(c, c->n.KEPT > 0 ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, &x->gates, &p, x->betas, NULL);
+  kda_run_prepare(c, c->n.KEPT > 0 ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, a->g, &x->gates, &p, x->betas,
+                  NULL);
   if (c->status || !mg_choose_other(c, MG_OP_kda_keep)) return c->status;
   mg_map_bthd(c, &p.v, a->v, 64, 64);
   mg_map_stack(c, &p.states, a->states, 64, 64);

@@ -10,29 +10,36 @@ template<typename T> TILE const T *first_of(const kda_given &g, const head_steps
   return (const T *)g.data + t.batch * g.batch + t.step * g.step + t.head * g.head;
 }
 // What was given of the channels from c0 on, as many as a tile has, and dt_bias.
-template<class Tile, class Vector> TILE void take_given(Tile &x, Vector &bias, const kda_gates &p, const head_steps &t,
-                                                        int key_dim, int c0) {
+template<class Tile> TILE void take_given(Tile &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
   int n = key_dim - c0;
   if (p.g.is_float) load(x, first_of<float>(p.g, t) + c0, p.g.step, t.steps, n);
   else load(x, first_of<elem>(p.g, t) + c0, p.g.step, t.steps, n);
-  if (p.dt_bias) load(bias, p.dt_bias + t.head * key_dim + c0, n);
+}
+template<class Vector> TILE void take_bias(Vector &bias, const kda_gates &p, int head, int key_dim, int c0) {
+  if (p.dt_bias) load(bias, p.dt_bias + head * key_dim + c0, key_dim - c0);
   else fill(bias, 0.f);
+}
+template<class Tile, class Vector> TILE void take_given(Tile &x, Vector &bias, const kda_gates &p, const head_steps &t,
+                                                        int key_dim, int c0) {
+  take_given(x, p, t, key_dim, c0);
+  take_bias(bias, p, t.head, key_dim, c0);
 }
 TILE float rate_of(const kda_gates &p, int head) {
   return p.gate == KDA_LOG ? 0.f : fast_exp2(p.a_log[head] * 1.4426950408889634f);
 }
-// f of log decays.
-template<class Vector, class Tile, class F>
-TILE void take_gates_of(Tile &x, const kda_gates &p, const head_steps &t, int key_dim, int c0, F f) {
-  Vector bias;
-  take_given(x, bias, p, t, key_dim, c0);
+// f of the log decays that what was given makes.
+template<class Tile, class Vector, class F>
+TILE void make_gates(Tile &x, const Vector &bias, const kda_gates &p, const head_steps &t, F f) {
   if (p.gate == KDA_LOG) return map(x, bias, t.steps, [=](float y, float) { return f(y); });
   float rate = rate_of(p, t.head), bound = p.lower_bound;
   if (p.gate == KDA_SOFTPLUS) map(x, bias, t.steps, [=](float y, float b) { return f(-rate * softplus(y + b)); });
   else map(x, bias, t.steps, [=](float y, float b) { return f(bound * sigmoid(rate * (y + b))); });
 }
-TILE void take_gates(hm &x, const kda_gates &p, const head_steps &t, int key_dim, int c0) {
-  take_gates_of<hv>(x, p, t, key_dim, c0, [](float y) { return y; });
+template<class Vector, class Tile, class F>
+TILE void take_gates_of(Tile &x, const kda_gates &p, const head_steps &t, int key_dim, int c0, F f) {
+  Vector bias;
+  take_given(x, bias, p, t, key_dim, c0);
+  make_gates(x, bias, p, t, f);
 }
 TILE void take_beta(rv &beta, const kda_gates &p, const head_steps &t) {
   float most = p.most;

@@ -15,26 +15,27 @@
 // added.
 // Teams take a task each: a loader thread, and a warpgroup for each panel of 64 channels, which has its panel's factors
 // and tiles. Products over all channels are sums of both panels' ones, and half of them goes to the other warpgroup:
-// the first makes L and M, the last P. Tiles leave while products are made, then the next task's k and q come; its
-// gates are in the L2, and the last warpgroup sums them while the first one inverts. Without PAIRS, the tiles and the
-// vector alone: what a caller lacks who has M and P.
+// the first makes L and M, the last P. Tiles leave while products are made, then the next task's k, q and gates come,
+// and the last warpgroup sums these while the first one inverts. Without PAIRS, the tiles and the vector alone: what a
+// caller lacks who has M and P.
 //
 // Registers of a thread. Gates: two columns of a group, 32. Pairs: what becomes the right operand 32, an operand 16, a
 // group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32, three of 8.
+#include "tile/l2.h"
 #include "tile/order.h"
 #include "delta/kda_gates.h"
 
 // D: columns of q and k. PAIRS, TEAMS, LOAD_REGS, COMPUTE_REGS
-// TASKS: whose places are known at a time. LATER: of a task, a warpgroup's stores behind those of what is in place of
-// the sums
-enum { PANELS = D / 64, LATER = !PAIRS ? 1 : PANELS == 1 ? 3 : 2, TASKS = 4 };
+// TASKS: whose places are known at a time. LATER: of a task, each warpgroup's stores behind those of what is in place
+// of the sums
+enum { PANELS = D / 64, LATER = PAIRS && PANELS == 1 ? 3 : 1, TASKS = 4 };
 template<typename T> struct factor_of { typedef bf16 type; };
 template<> struct factor_of<float> { typedef float type; };
 typedef factor_of<elem>::type factor;
 template<typename T> struct parts_of { enum { COUNT = 1 }; };
 template<> struct parts_of<fp16> { enum { COUNT = 2 }; };
 // PARTS: of a factor, whose sum it is. EARLY: tiles are made beside the factors, unless gates are steep.
-// LAST_SUMS: the last warpgroup sums all panels' gates, while the first one inverts
+// LAST_SUMS: the last warpgroup sums all panels' gates, while the first one inverts. They come to where the sums go
 enum { PARTS = parts_of<elem>::COUNT, EARLY = PAIRS && PARTS == 1, LAST_SUMS = EARLY && PANELS == 2 };
 // Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2. Where all are
 // CLOSE, the factor between two middles is above 2^-126. A log decay counts as LEAST where it is less: 2^-128, and sums
@@ -47,8 +48,10 @@ union sums {                        // the others when nobody reads the sums any
   ct l;                             // to base 2
   panel tiles[2];
   struct { panel write; handed sums; } early;
+  sm<64, 64> given;                 // gates, as floats or
+  panel given_short;
 };
-struct words { int place, batch, head, step, steps; };
+struct words { int place, mark, batch, head, step, steps; };
 struct area { st<factor, 32, 64> left[4]; };
 struct chunk {
   panel k[PANELS], q[PANELS];
@@ -59,8 +62,9 @@ struct chunk {
   sv<Q> beta[2];                    // of tasks in turn
   words tasks[TASKS];
   ring<1> inputs;
+  sem gates;                        // they are in place of the sums, or, where not copied, there is room for sums
   sem added;                        // what was handed over has been read
-  sem left;                         // what the first warpgroup has in place of the sums has been read
+  sem made;                         // P is there, and what else the last warpgroup stored is in memory
   sem given[TASKS];                 // tasks; that their places are free follows from the ring of k and q
 };
 struct shared { chunk chunks[TEAMS]; };
@@ -85,24 +89,31 @@ TILE void init(shared &s) {
   for (int i = 0; i < TEAMS; i++) {
     ring_init(s.chunks[i].inputs, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
     if (LAST_SUMS) sem_init(s.chunks[i].added, arrivals(0, 0, PANELS));
-    if (LAST_SUMS) sem_init(s.chunks[i].left, arrivals(0, 0, 1));
+    if (PAIRS && PANELS == 2) sem_init(s.chunks[i].made, arrivals(0, 0, 1));
+    if (LAST_SUMS) sem_init(s.chunks[i].gates, arrivals(1, 0, 0));
     for (sem &given : s.chunks[i].given) sem_init(given, arrivals(1, 0, 0));
   }
 }
 
 // A chunk of a head: its steps, or more than a chunk has; none where its place is empty, and behind the last task.
-struct task { int place; head_steps at; };
+// A wave of heads has its first chunks in front. mark: which counter of `done` is the chunk's.
+struct task { int place, mark; head_steps at; };
 TILE int task_count(const params &p) { return p.rows.places * p.batches * p.rows.heads; }
 TILE task task_at(const params &p, int index) {
-  int unit = index / p.rows.heads, place = unit / p.batches;
+  int places = p.rows.places, wave = index / (p.wave * places), first = wave * p.wave;
+  int width = p.batches * p.rows.heads - first;
+  if (width > p.wave) width = p.wave;
+  index -= first * places;
+  int place = index / width, unit = first + index - place * width, batch = unit / p.rows.heads;
   chunk_steps c = steps_at(p.rows, place);
-  return {place, {unit - place * p.batches, index - unit * p.rows.heads, c.step, c.end - c.step}};
+  return {place, wave * places + place, {batch, unit - batch * p.rows.heads, c.step, c.end - c.step}};
 }
 // The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked
 // for, everybody has done with those of the task before that, and with all of the one before.
 TILE void give_task(chunk &s, uint32_t n, const task &t) {
   words &w = s.tasks[n % TASKS];
   put(w.place, t.place);
+  put(w.mark, t.mark);
   put(w.batch, t.at.batch);
   put(w.head, t.at.head);
   put(w.step, t.at.step);
@@ -112,30 +123,41 @@ TILE void give_task(chunk &s, uint32_t n, const task &t) {
 TILE void wait_for_task(chunk &s, uint32_t n) { sem_wait(s.given[n % TASKS], n / TASKS & 1); }
 TILE task given_task(const chunk &s, uint32_t n) {
   const words &w = s.tasks[n % TASKS];
-  return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
+  return {get(w.place), get(w.mark), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
 }
 
-// Where there are few tasks, blocks have one each. Blocks that end early leave their multiprocessors to the pass.
+// Where the pass is beside, what is made for it stays in the L2 until it has been read there, and what is read leaves.
+TILE enum l2 once(const params &p) { return p.done ? LEAVES : USUAL; }
+TILE enum l2 soon(const params &p) { return p.done ? STAYS : USUAL; }
+
+TILE void load_gates(const params &p, chunk &s, const task &t) {
+  if (!p.copied) return sem_arrive<THREAD>(s.gates);
+  bool floats = p.gates.g.is_float;
+  sem_expect(s.gates, PANELS * (floats ? (int)sizeof s.sums[0].given : tile_bytes(s.sums[0].given_short)));
+  ROLLED for (int h = 0; h < PANELS; h++)
+    if (floats) tma_load(s.sums[h].given, p.g, s.gates, t.at.step, 64 * h, t.at.head, t.at.batch, once(p));
+    else tma_load(s.sums[h].given_short, p.g, s.gates, t.at.step, 64 * h, t.at.head, t.at.batch, once(p));
+}
+
+// Where there are few tasks, blocks have one each. Blocks that have none leave their multiprocessors to the pass.
 TILE void loader(const params &p, shared &all, int team) {
   chunk &s = all.chunks[team];
   uint32_t n = 0;
-  ROLLED for (int rest = 0; rest < 2; rest++) {
-    int ended = rest ? p.ending : 0, blocks = block_count() - ended, block = block_index() - ended;
-    int end = rest ? task_count(p) : p.shared;
-    if (block < 0) break;
-    for (int i = (rest ? p.shared : 0) + block + team * blocks; i < end; i += TEAMS * blocks) {
-      task t = task_at(p, i);
-      if (t.at.steps <= 0) continue;
-      int head = t.at.head / p.rows.group_heads;
-      give_task(s, n, t);
-      ring_acquire(s.inputs, ring_at<1>(n));
-      ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
-      ROLLED for (int h = 0; h < PANELS; h++) {
-        tma_load(s.k[h], p.k, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
-        tma_load(s.q[h], p.q, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch);
-      }
-      n++;
+  int blocks = block_count() - p.ending, block = block_index() - p.ending, teams = TEAMS * blocks;
+  int end = task_count(p), first = block < 0 ? end : block + team * blocks;
+  ROLLED for (int i = first; i < end; i = p.next ? teams + atomic_next(p.next) : i + teams) {
+    task t = task_at(p, i);
+    if (t.at.steps <= 0) continue;
+    int head = t.at.head / p.rows.group_heads;
+    give_task(s, n, t);
+    ring_acquire(s.inputs, ring_at<1>(n));
+    if (LAST_SUMS) load_gates(p, s, t);
+    ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
+    ROLLED for (int h = 0; h < PANELS; h++) {
+      tma_load(s.k[h], p.k, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch, once(p));
+      tma_load(s.q[h], p.q, s.inputs.full[0], t.at.step, 64 * h, head, t.at.batch, once(p));
     }
+    n++;
   }
   give_task(s, n, {});
 }
@@ -308,17 +330,16 @@ TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const param
   carry_to_group(r, between[2], 3, reach);
   make_group<3>(a, r, p, s, h);
 }
-// Waits until all that the warpgroup stored is in memory, vectors too, and counts it for this part of the places;
-// nothing where nobody waits for that.
-TILE void tell(const params &p, int part) {
-  if (!p.done || part < 0) return;
+// Counts the last of the team's first n tasks when it is in memory; nothing where nobody waits for that. By the first
+// warpgroup, who has the time, and knows of the last one.
+TILE void tell(const params &p, const chunk &s, uint32_t n) {
+  if (!p.done || n == 0) return;
   tma_store_wait<0>();
-  order_tell(p.done + part);
+  order_tell(p.done + get(s.tasks[(n - 1) % TASKS].mark));
 }
 // This panel's part of L^T in the first warpgroup, of P^T in the last; and, handed over, of the other one. Where j is
 // behind i the products are anything, also infinite.
-TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, enum reach reach,
-                     int part) {
+TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, enum reach reach) {
   const bool early = EARLY && reach != BEYOND;
   rt<float, 64> right;
   make_factors(right, p, s, h, early);
@@ -328,12 +349,11 @@ TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int
   }
   fence_async();
   wg_sync();
-  if (EARLY) tell(p, part);                 // of the task before, whose last store has been on its way for long
   if (early) {
     task t = given_task(s, n);
-    tma_store(p.read_k, s.k[h], t.place * Q, 64 * h, t.at.head, t.at.batch);
-    tma_store(p.read_q, s.q[h], t.place * Q, 64 * h, t.at.head, t.at.batch);
-    tma_store(p.write_k, s.sums[h].early.write, t.place * Q, 64 * h, t.at.head, t.at.batch);
+    tma_store(p.read_k, s.k[h], t.place * Q, 64 * h, t.at.head, t.at.batch, soon(p));
+    tma_store(p.read_q, s.q[h], t.place * Q, 64 * h, t.at.head, t.at.batch, soon(p));
+    tma_store(p.write_k, s.sums[h].early.write, t.place * Q, 64 * h, t.at.head, t.at.batch, soon(p));
   }
   fill(a, 0.f);
   if (PARTS == 2) return make_pairs_of_parts(a, right, p, s, h, reach);
@@ -390,6 +410,15 @@ template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
   }
 }
 
+// A panel's gates, from where they were copied to if they were, and nothing stands there now.
+TILE void take_gates(hm &g, const params &p, const chunk &s, const task &t, int h, bool there) {
+  hv bias;
+  if (there && p.gates.g.is_float) load(g, s.sums[h].given, t.at.steps);
+  else if (there) load(g, s.sums[h].given_short, t.at.steps);
+  else take_given(g, p.gates, t.at, p.key_dim, 64 * h);
+  take_bias(bias, p.gates, t.at.head, p.key_dim, 64 * h);
+  make_gates(g, bias, p.gates, t.at, [](float x) { return x; });
+}
 // Gates of a task come into the L2.
 TILE void bring_gates(const params &p, const task &t) {
   if (t.at.steps <= 0) return;
@@ -417,19 +446,20 @@ TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, 
 TILE void compute(const params &p, shared &all, int wg) {
   const int team = wg / PANELS, h = wg % PANELS;
   chunk &s = all.chunks[team];
-  int part = -1;
-  for (uint32_t n = 0;; n++) {
+  uint32_t n = 0;
+  for (;; n++) {
     wait_for_task(s, n);
     task t = given_task(s, n);
     if (t.at.steps <= 0) break;
+    if (h == 0) tell(p, s, n);
     const int first = !LAST_SUMS ? h : h == 0 ? PANELS : 0, end = LAST_SUMS ? PANELS : h + 1;
     ROLLED for (int i = first; i < end; i++) {
       bool steep = false, again = true;
       ROLLED while (again) {
         hm g;
-        take_gates(g, p.gates, t.at, p.key_dim, 64 * i);
-        tma_store_wait_read<LATER>();       // before the sync in sum_down(): what is in place of the sums has left
-        if (LAST_SUMS) sem_wait(s.left, n & 1 ^ 1);
+        if (LAST_SUMS) sem_wait(s.gates, n & 1);
+        take_gates(g, p, s, t, i, LAST_SUMS && p.copied && !steep);
+        if (!LAST_SUMS) tma_store_wait_read<LATER>();   // before the sync in sum_down(): the sums' place is free
         if (steep) at_least(g, PAIRS ? -10.5f : LEAST);
         again = put_sums(p, s, t, g, i, steep) == BEYOND && !steep;
         steep = again;
@@ -453,18 +483,17 @@ TILE void compute(const params &p, shared &all, int wg) {
       put_squares(s.squares[0][h], s.k[h]);
       put_squares(s.squares[1][h], s.q[h]);
     }
-    if (!EARLY) tell(p, part);
     tma_store_wait_read();
-    team_sync(team);                        // all has left, and all have written squares; l, too
-    const enum reach reach = reach_of(s.groups[h]);
-    const bool steep = reach == BEYOND;
-    if (h == PANELS - 1) {
+    if (h == 0) {                           // the other one is later here
       wait_for_task(s, n + 1);
       bring_gates(p, given_task(s, n + 1));
     }
+    team_sync(team);                        // all has left, and all have written squares; l, too
+    const enum reach reach = reach_of(s.groups[h]);
+    const bool steep = reach == BEYOND;
     if (PAIRS) {
       rt<float, Q> a;
-      make_pairs(a, p, s, n, h, reach, part);
+      make_pairs(a, p, s, n, h, reach);
       if (PANELS == 2) {
         team_sync(team);
         add(a, handed_by(s, 1 - h));
@@ -474,7 +503,6 @@ TILE void compute(const params &p, shared &all, int wg) {
       if (EARLY && !steep) {
         tma_store_wait_read();
         ring_release(s.inputs, ring_at<1>(n));
-        if (LAST_SUMS && h == 0) sem_arrive<WARPGROUP>(s.left);
       }
       if (h == 0) put_inverse(a, s, s.beta[n % 2]);
       else put_reads(a, s);
@@ -489,14 +517,13 @@ TILE void compute(const params &p, shared &all, int wg) {
     if (LAST_SUMS) sem_wait(s.added, n & 1);
     t = given_task(s, n);
     const int row = t.place * Q;
-    part = t.place / DELTA_PART;
     if (EARLY && !steep) {
       fence_async();
       wg_sync();
     } else {
       if (PAIRS && steep) {
         hm g;
-        take_gates(g, p.gates, t.at, p.key_dim, 64 * h);
+        take_gates(g, p, s, t, h, false);
         at_least(g, LEAST);
         put_sums(p, s, t, g, h, true);
         wg_sync();
@@ -504,20 +531,28 @@ TILE void compute(const params &p, shared &all, int wg) {
       }
       if (PAIRS || PARTS == 2 || steep) make_tiles<true>(p, s, h);
       else make_tiles<false>(p, s, h);
-      ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
+      if (!LAST_SUMS) ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
+      else fence_async();
       wg_sync();
-      tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch);
-      tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch);
-      tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch);
-      if (LAST_SUMS && h == 0) {
+      tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch, soon(p));
+      tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch, soon(p));
+      tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch, soon(p));
+      if (LAST_SUMS) {
         tma_store_wait_read<1>();             // the last one lies in an area
-        sem_arrive<WARPGROUP>(s.left);
+        ring_release(s.inputs, ring_at<1>(n));
       }
     }
-    if (PAIRS && h == PANELS - 1) tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch);
-    if (PAIRS && h == 0) tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch);
+    if (PAIRS && PANELS == 2 && h == 1) {
+      if (p.done) tma_store_wait<0>();        // they have been on their way for long
+      sem_arrive<WARPGROUP>(s.made);
+    }
+    if (PAIRS && h == 0) {
+      if (PANELS == 2) sem_wait(s.made, n & 1);
+      tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch, soon(p));
+      tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch, soon(p));
+    }
   }
-  tell(p, part);
+  if (h == 0) tell(p, s, n);
   tma_store_wait_read();
 }
 

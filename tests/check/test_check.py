@@ -347,9 +347,9 @@ def test_file_in_the_place_of_a_row(tmp_path):
 
 
 def test_a_pass_beside_what_it_reads(tmp_path):
-    """Chunks after the first four are not waited for, which the kernel in front prepares meanwhile."""
+    """Chunks after the first are not waited for, which the kernel in front prepares meanwhile."""
     text, row = (csrc() / "delta" / "delta_sweep.cu").read_text(), "kda_bf16_k64_v64"
-    wait = "      if (begins_part(p, place)) wait_for_place<THREAD>(p, place);\n"
+    wait = "      if (TOLD && p.done && chunk) wait_for_place<THREAD>(p, t, place);\n"
     assert wait in text
     bad = tmp_path / "delta_sweep.cu"
     bad.write_text(text.replace(wait, ""))

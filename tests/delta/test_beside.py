@@ -29,15 +29,32 @@ def multiprocessors(count, launches):
         _C.intercept(0, 0)
 
 
-def problem(heads, dtype, device, raw):
-    q, k, v, g, beta, state = hard("usual", 11, 2, STEPS, heads // 2, heads, 128, 100, channels=True, dtype=dtype,
+def problem(heads, dtype, device, raw, steps=STEPS):
+    """What is slowly prepared is prepared before: raw gates, and float16 with more than 64 channels."""
+    channels = 64 if dtype == torch.float16 else 128
+    q, k, v, g, beta, state = hard("usual", 11, 2, steps, heads // 2, heads, channels, 100, channels=True, dtype=dtype,
                                    device=device)[:6]
-    gate = ((torch.linspace(-1, 1, heads, device=device), torch.zeros(heads, 128, device=device)) if raw else
+    gate = ((torch.linspace(-1, 1, heads, device=device), torch.zeros(heads, channels, device=device)) if raw else
             (None, None))
 
     def run(q, k, v, g, beta, state, starts):
         return of_row("kda")(q, k, v, g.float(), beta.float(), *gate, state, starts, 0.0, 0.0, int(raw), raw, False, 0)
     return run, (q, k, v, g, beta), state
+
+
+def check(run, tensors, state, calls, count, device):
+    """Launches of the last call; on the CPU, of `count` multiprocessors."""
+    there = (lambda to: multiprocessors(count, to)) if device == "cpu" else (lambda to: contextlib.nullcontext())
+    starts = torch.tensor([0, tensors[0].shape[1]], dtype=torch.int32, device=device)
+    launches, packed = [], []
+    with there(launches):
+        found = [run(*tensors, state, None) for _ in range(calls)]
+    with there(packed):
+        right = [run(*(t[i:i + 1] for t in tensors), state[i:i + 1], starts) for i in range(2)]
+    for out, last in found:
+        for i, (packed_out, packed_last) in enumerate(right):
+            assert torch.equal(out[i:i + 1], packed_out) and torch.equal(last[i:i + 1], packed_last)
+    return launches[-2:], packed[-2:]
 
 
 @pytest.mark.parametrize("raw", (False, True), ids=GATES)
@@ -47,19 +64,24 @@ def test_beside(device, dtype, raw):
     skip(device, dtype)
     on_cpu = device == "cpu"
     run, tensors, state = problem(2 if on_cpu else 16, getattr(torch, dtype), device, raw)
-    starts = torch.tensor([0, STEPS], dtype=torch.int32, device=device)
-    launches, packed = [], []
-    with multiprocessors(16, launches) if on_cpu else contextlib.nullcontext():
-        found = [run(*tensors, state, None) for _ in range(1 if on_cpu else 30)]
-    with multiprocessors(16, packed) if on_cpu else contextlib.nullcontext():
-        right = [run(*(t[i:i + 1] for t in tensors), state[i:i + 1], starts) for i in range(2)]
+    launches, packed = check(run, tensors, state, 1 if on_cpu else 30, 16, device)
     if on_cpu:                                    # the pass has 8 of 16: four rows of heads, two blocks for columns
-        (prepare, prepared_by), (sweep, blocks) = launches[-2:]
+        (prepare, prepared_by), (sweep, blocks) = launches
         assert "prepare" in prepare and prepared_by == 16 and blocks == 8
-        assert packed[-2][1] == 16
-    for out, last in found:
-        for i, (packed_out, packed_last) in enumerate(right):
-            assert torch.equal(out[i:i + 1], packed_out) and torch.equal(last[i:i + 1], packed_last)
+        assert packed[0][1] == 16
+
+
+# On the CPU 16 multiprocessors: 28 heads are waves of 6, of all columns, and 8 of 3, of 64 columns. The last has less.
+@pytest.mark.parametrize("heads, blocks", ((14, 28), (4, 16)))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_waves(device, dtype, heads, blocks):
+    skip(device, dtype)
+    on_cpu = device == "cpu"
+    run, tensors, state = problem(heads if on_cpu else 10 * heads, getattr(torch, dtype), device, False, 64 * 9 + 7)
+    launches, _ = check(run, tensors, state, 1 if on_cpu else 30, 16, device)
+    if on_cpu:
+        assert [n for _, n in launches] == [16, blocks]
 
 
 @pytest.mark.gpu

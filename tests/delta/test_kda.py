@@ -127,7 +127,7 @@ def test_reflected_for_thousands_of_steps(device, gate, length, d):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_segments(device):
-    """Scratch is that of 8 + 4096 / (heads + 1) chunks of a head: of 1023 heads, 12."""
+    """Scratch is that of 8 + 16384 / (heads + 1) chunks of a head: of 1023 heads, 24."""
     q, k, v, g, beta, state = problem("mild", 23, 1, 64 * 25 + 3, 1, 1023, 8, 8, device=device)
     heads = slice(0, None, 400)
     ours = run(q, k, v, g, beta, state=state)
