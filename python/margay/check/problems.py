@@ -469,7 +469,7 @@ KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a
 
 KDA_CUT = ("kda_segments", "kda_cuts")
 KDA_STEEP = ("steep", 560, ("steep",))           # of kda_prepare.cu: what it does with steep gates is a way of its own
-KDA_BESIDE = ("beside", 1400, ())         # of one head: the pass leaves a multiprocessor to the preparation
+KDA_BESIDE = ("beside", 1400, ())                # of one head: the pass leaves a multiprocessor to the preparation
 
 
 def kda(row, large):
