@@ -14,13 +14,24 @@ from margay import _C
 from margay._shared import of_row
 
 STEPS = 64 * 21 + 7                               # the last four chunks are two, the last chunk is not whole
+IN_FRONT = 7 * 128                                # bytes of the pass's parameters: seven maps, then `done` and `wave`
 GATES = ("given", "raw")
+
+
+def wave_of(row, params):
+    """Heads of a wave, of the pass's parameters; 0: all chunks have been prepared before, or this is not the pass."""
+    if "prepare" in row or "_v" not in row:
+        return 0
+    done = ctypes.c_void_p.from_address(params + IN_FRONT).value
+    return ctypes.c_int.from_address(params + IN_FRONT + 8).value if done else 0
 
 
 @contextlib.contextmanager
 def multiprocessors(count, launches):
     """On the CPU, launches as on a GPU of `count` multiprocessors."""
-    note = lambda row, params, blocks: launches.append((row.decode(), blocks)) or False  # noqa: E731
+    def note(row, params, blocks):
+        launches.append((row.decode(), blocks, wave_of(row.decode(), params)))
+        return False
     take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)(note)
     _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, count)
     try:
@@ -66,22 +77,23 @@ def test_beside(device, dtype, raw):
     run, tensors, state = problem(2 if on_cpu else 16, getattr(torch, dtype), device, raw)
     launches, packed = check(run, tensors, state, 1 if on_cpu else 30, 16, device)
     if on_cpu:                                    # the pass has 8 of 16: four rows of heads, two blocks for columns
-        (prepare, prepared_by), (sweep, blocks) = launches
-        assert "prepare" in prepare and prepared_by == 16 and blocks == 8
-        assert packed[0][1] == 16
+        (prepare, prepared_by, _), (sweep, blocks, wave) = launches
+        assert "prepare" in prepare and prepared_by == 16
+        assert "prepare" not in sweep and blocks == 8 and wave == (0 if raw else 4)
+        assert packed[0][1] == 16 and packed[1][2] == 0
 
 
 # On the CPU 16 multiprocessors: 28 heads are waves of 6, of all columns, and 8 of 3, of 64 columns. The last has less.
-@pytest.mark.parametrize("heads, blocks", ((14, 28), (4, 16)))
+@pytest.mark.parametrize("heads, blocks, wave", ((14, 28, 6), (4, 16, 3)))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("device", DEVICES)
-def test_waves(device, dtype, heads, blocks):
+def test_waves(device, dtype, heads, blocks, wave):
     skip(device, dtype)
     on_cpu = device == "cpu"
     run, tensors, state = problem(heads if on_cpu else 10 * heads, getattr(torch, dtype), device, False, 64 * 9 + 7)
     launches, _ = check(run, tensors, state, 1 if on_cpu else 30, 16, device)
     if on_cpu:
-        assert [n for _, n in launches] == [16, blocks]
+        assert [n for _, n, _ in launches] == [16, blocks] and launches[1][2] == wave
 
 
 @pytest.mark.gpu
