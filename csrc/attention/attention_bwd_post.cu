@@ -43,6 +43,6 @@ TILE void compute(const attention_bwd_post_params &p, shared &s, int) {
   for (int i = 0; i < 3; i++) clear_behind<elem>(p.behind[i], nullptr, block_index(), block_count());
 }
 
-typedef block<attention_bwd_post_params, shared, init, role<compute, WARPGROUP, 1, 0>, OCCUPANCY<BLOCKS>,
+typedef block<attention_bwd_post_params, shared, init, role<compute, WARPGROUP, 1, 0>, OCCUPANCY<PER_SM>,
               DEPENDENT> kernel;
 ENTRY(kernel, 64, D)

@@ -7,7 +7,7 @@
 #include "tile/tile.h"
 #include "attention/attention_rows.h"
 
-enum { DQ_TILES = D / 64 };   // D (of q and k), DV (of v and o), STAGES, BLOCKS
+enum { DQ_TILES = D / 64 };   // D (of q and k), DV (of v and o), STAGES, PER_SM
 
 struct shared {
   st<elem, 64, DV> o[STAGES], dout[STAGES];
@@ -86,5 +86,5 @@ TILE void compute(const attention_bwd_pre_params &p, shared &s, int) {
 }
 
 typedef block<attention_bwd_pre_params, shared, init, role<compute, WARPGROUP, 1, 0>, role<loader, THREAD, 1, 0>,
-              OCCUPANCY<BLOCKS>> kernel;
+              OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, 64, D)

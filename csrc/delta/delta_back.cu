@@ -19,17 +19,17 @@
 #include "delta/delta_gains.h"
 #include "delta/delta_bwd.h"
 
-// N (columns of D^T, those of K), GROUPS, CHANNELS, EARLY, LATE and *_REGS come from the row.
+// N (columns of D^T, those of K), GROUPS, CHANNELS, STAGES, SOON and *_REGS come from the row.
 enum { WIDE = CHANNELS ? 3 : 2, VECTORS = 3 };
 struct shared {
-  st<elem, Q, N> k[LATE], q[LATE], w[CHANNELS ? LATE : 0], d[GROUPS];
-  st<elem, Q, 64> dout[EARLY][GROUPS], dv[GROUPS];
-  square m[LATE], p[EARLY];
+  st<elem, Q, N> k[STAGES], q[STAGES], w[CHANNELS ? STAGES : 0], d[GROUPS];
+  st<elem, Q, 64> dout[SOON][GROUPS], dv[GROUPS];
+  square m[STAGES], p[SOON];
   chunk_vectors v[VECTORS];                      // CHANNELS: beta only
   sv<Q> gains[VECTORS];                          // of D^T k^T in z: beta, and the weight
-  sv<N> ends[CHANNELS ? LATE : 0];
-  ring<EARLY, ASYNC_READS> early;                // dout, p. Read into registers too, in front of a fence
-  ring<LATE, ASYNC_READS> late;                  // k, q, w, m, ends. The same
+  sv<N> ends[CHANNELS ? STAGES : 0];
+  ring<SOON, ASYNC_READS> early;                // dout, p. Read into registers too, in front of a fence
+  ring<STAGES, ASYNC_READS> late;                  // k, q, w, m, ends. The same
   ring<VECTORS, ASYNC_READS> v_ring;             // plain stores only, which need no fence
   sem last;                                      // tiles of a chunk that runs over are there, and to be cleared
 };

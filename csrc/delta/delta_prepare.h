@@ -55,6 +55,9 @@ TILE chunk_steps steps_at(const delta_rows &p, int place) {
 // Steps of the next packed row are in this chunk.
 TILE bool runs_over(const delta_rows &p, int step, int end) { return p.starts && end - step < Q; }
 
+// Heads of a wave whose first is `first` of `all`: p.wave in kda.h and delta.h, or what is left.
+TILE int wave_width(int wave, int first, int all) { return all - first > wave ? wave : all - first; }
+
 // ---- gates (warp)
 
 // To base 2. Below 2^-128 a decay is 0, as in float32; sums of a chunk's stay exact enough. NaN stays.

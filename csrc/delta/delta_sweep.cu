@@ -32,7 +32,7 @@
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 // PAIR: a cluster of two blocks. The second has q and P in the places of k and M. One ring has all that a block reads
 // of a chunk
-enum { PAIR = BLOCKS == 2, ALL = !PAIR && !CUT };   // ALL: q and P are beside k and M
+enum { PAIR = CLUSTER_SIZE == 2, ALL = !PAIR && !CUT };   // ALL: q and P are beside k and M
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
 // TOLD: chunks may be prepared meanwhile
 enum { TOLD = CHANNELS && !CUT };
@@ -81,7 +81,7 @@ struct task { row_task r; int segment, segments, col; bool turns; };
 TILE task block_task(const params &p) {
   enum { WIDTH = 64 * GROUPS };
   int segments = p.segments > 1 ? p.segments : 1, parts = (p.value_dim + WIDTH - 1) / WIDTH;
-  int i = block_index() / BLOCKS;
+  int i = block_index() / CLUSTER_SIZE;
   int cuts = CUT ? segments - 1 : segments, first = p.rows.rows * p.rows.heads * cuts * parts;
   bool turns = CUT && i >= first;
   if (turns) {                            // segment 0 has none
@@ -106,8 +106,8 @@ TILE bool makes_o() { return PAIR && cluster_rank() == 1; }   // a pair's second
 
 // The chunks of the head's wave in this place are there.
 template<int W> TILE void wait_for_place(const params &p, const row_task &t, int place) {
-  int wave = (t.row * p.rows.heads + t.head) / p.wave, heads = p.rows.rows * p.rows.heads - wave * p.wave;
-  if (heads > p.wave) heads = p.wave;
+  int wave = (t.row * p.rows.heads + t.head) / p.wave;
+  int heads = wave_width(p.wave, wave * p.wave, p.rows.rows * p.rows.heads);
   grid_wait_part<W>(p.done + wave * p.rows.places + place, heads);
 }
 // Nothing is read or written before.
@@ -714,5 +714,5 @@ TILE void run_state(const params &p, shared &s, int wg) {
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, SCANS, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>, CLUSTER<BLOCKS>> kernel;
+              role<scan, WARP, SCANS, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>, CLUSTER<CLUSTER_SIZE>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)

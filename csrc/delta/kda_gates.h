@@ -4,6 +4,11 @@
 #include "tile/channels.h"
 #include "delta/kda.h"
 
+// Of a product between steps, what has a decay in it: its range is not fp16's.
+template<typename T> struct factor_of { typedef bf16 type; };
+template<> struct factor_of<float> { typedef float type; };
+typedef factor_of<elem>::type factor;
+
 // `steps` steps of a head, from `step` on.
 struct head_steps { int batch, head, step, steps; };
 template<typename T> TILE const T *first_of(const kda_given &g, const head_steps &t) {

@@ -34,9 +34,6 @@
 
 // D: columns of q and k; VALUES: of v. PER_SM, LOAD_REGS, COMPUTE_REGS
 enum { PANELS = D / 64, ROWS = 64, GROUP = 16, HALVES = 2, GROUPS = PANELS * HALVES };
-template<typename T> struct factor_of { typedef bf16 type; };
-template<> struct factor_of<float> { typedef float type; };
-typedef factor_of<elem>::type factor;      // fp16 has not the range of A
 typedef st<elem, Q, 64> panel;
 enum { Q_DOT, K_DOT, BETA, DOTS };
 struct words { int place, batch, head, step, steps, rows; };

@@ -29,9 +29,6 @@
 // TASKS: whose places are known at a time. LATER: of a task, each warpgroup's stores behind those of what is in place
 // of the sums
 enum { PANELS = D / 64, LATER = PAIRS && PANELS == 1 ? 3 : 1, TASKS = 4 };
-template<typename T> struct factor_of { typedef bf16 type; };
-template<> struct factor_of<float> { typedef float type; };
-typedef factor_of<elem>::type factor;
 template<typename T> struct parts_of { enum { COUNT = 1 }; };
 template<> struct parts_of<fp16> { enum { COUNT = 2 }; };
 // PARTS: of a factor, whose sum it is. EARLY: tiles are made beside the factors, unless gates are steep.
@@ -101,8 +98,7 @@ struct task { int place, mark; head_steps at; };
 TILE int task_count(const params &p) { return p.rows.places * p.batches * p.rows.heads; }
 TILE task task_at(const params &p, int index) {
   int places = p.rows.places, wave = index / (p.wave * places), first = wave * p.wave;
-  int width = p.batches * p.rows.heads - first;
-  if (width > p.wave) width = p.wave;
+  int width = wave_width(p.wave, first, p.batches * p.rows.heads);
   index -= first * places;
   int place = index / width, unit = first + index - place * width, batch = unit / p.rows.heads;
   chunk_steps c = steps_at(p.rows, place);

@@ -202,5 +202,5 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
   store_sums(d, p, first, sums_line(p.problem, warpgroup));
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<BLOCKS>> kernel;
+typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, LINES ? GROUPS / SPAN * LINES : GROUPS, LINES ? 1024 * J * SPAN / LINES : 1024 * J)

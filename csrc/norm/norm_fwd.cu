@@ -130,5 +130,5 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
   write(of, descale, p, at);
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<BLOCKS>> kernel;
+typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, GROUPS, 1024 * J)

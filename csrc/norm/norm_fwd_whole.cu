@@ -97,6 +97,6 @@ TILE void compute(const params &p, shared &s, int warpgroup) {
   write(in, descale, p, at, s, who);
 }
 
-typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<BLOCKS>> kernel;
+typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, 0>, OCCUPANCY<PER_SM>> kernel;
 // With LINES: the lines of a block, and their most columns. Else as in norm_fwd.cu.
 ENTRY(kernel, LINES ? GROUPS / SPAN * LINES : GROUPS, LINES ? 1024 * J * SPAN / LINES : 1024 * J)
