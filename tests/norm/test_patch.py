@@ -175,7 +175,10 @@ def test_generation(family):
     try:
         expected = run()
     except RuntimeError as error:
-        pytest.skip(f"transformers {hf_models.transformers.__version__} does not generate {family}: {error}")
+        version = hf_models.transformers.__version__
+        if family != "FalconH1" or not version.startswith("5.17."):
+            raise
+        pytest.skip(f"transformers {version} does not generate {family}: {error}")
     mg.patch(model)
     assert all(map(torch.equal, run(), expected))
     with torch.no_grad():
