@@ -28,8 +28,8 @@ struct shared {
   chunk_vectors v[VECTORS];                      // CHANNELS: beta only
   sv<Q> gains[VECTORS];                          // of D^T k^T in z: beta, and the weight
   sv<N> ends[CHANNELS ? STAGES : 0];
-  ring<SOON, ASYNC_READS> early;                // dout, p. Read into registers too, in front of a fence
-  ring<STAGES, ASYNC_READS> late;                  // k, q, w, m, ends. The same
+  ring<SOON, ASYNC_READS> early;                 // dout, p. Read into registers too, in front of a fence
+  ring<STAGES, ASYNC_READS> late;                // k, q, w, m, ends. The same
   ring<VECTORS, ASYNC_READS> v_ring;             // plain stores only, which need no fence
   sem last;                                      // tiles of a chunk that runs over are there, and to be cleared
 };
