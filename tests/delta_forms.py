@@ -39,7 +39,8 @@ def strength(beta, negative=False):
 
 
 def recurrence(q, k, v, g, beta, scale=None, state=None, starts=None):
-    """out and the last states in float64, step by step, differentiable. Steps behind the last start are 0."""
+    """out and the last states in float64, step by step, differentiable. Steps behind the last start are 0. beta may be
+    of each column of v: its gradient is then the addends of that of a beta."""
     if starts is not None:
         return of_sequences(recurrence, q, k, v, g, beta, scale, state, starts)
     q, k, v, beta = (t.double() for t in (q, k, v, beta))
@@ -53,7 +54,7 @@ def recurrence(q, k, v, g, beta, scale=None, state=None, starts=None):
             decay = g[:, t].double().clamp(min=FORGOTTEN).exp()
             s = s * (decay[..., None] if decay.ndim == 3 else decay[..., None, None])
         error = v[:, t] - (k[:, t, :, None] @ s)[:, :, 0]
-        s = s + k[:, t, :, :, None] * (beta[:, t, :, None] * error)[:, :, None]
+        s = s + k[:, t, :, :, None] * (beta[:, t].reshape(b, h, -1) * error)[:, :, None]
         rows.append(scale * (q[:, t, :, None] @ s).transpose(1, 2))
     return torch.cat(rows, 1), s
 
@@ -193,7 +194,7 @@ def remainder_rounding(g, state, starts=None):
     return worst
 
 
-def chance(name, plain_error, exact, eps, *states):
+def chance(name, plain_error, exact, eps, *states, addends=None):
     """Allowed besides of a gradient, of the worst error, of its mean and of its mean away from zero.
 
     Where few elements are large, the worst error is that of one of them, a product of two factors that are rounded, and
@@ -201,13 +202,18 @@ def chance(name, plain_error, exact, eps, *states):
     before it, as those of dbeta share one inverse. So the mean of n chunks' errors is below 4 / sqrt(n) of their size.
     The kernels take <S, dS> of 16-bit copies, at both ends of a sequence too, where the plain form has float32: a
     rounding of either has a deviation of 0.3 eps, and three of both are 5/4 eps. Of KDA, whose g has channels, both
-    sums are over the columns of v alone. states: pairs of S and dS at ends of sequences, or of None."""
+    sums are over the columns of v alone. states: pairs of S and dS at ends of sequences, or of None. addends: of
+    dbeta, the norm of each one's. They are products of two factors that are rounded, too. Of one step the plain form's
+    error may be small by chance, and so may the sum; of n steps what that takes away is 1 / sqrt(n) of their size."""
     worst = mean = bias = 0.0
     if float(exact.abs().sum()) ** 2 < 500 * float(exact.square().sum()):
         worst = eps * float(exact.abs().max())
     if name in ("dg", "dbeta"):
         chunks = exact.shape[0] * -(-exact.shape[1] // 64) * exact.shape[2]
         bias = 4 * float(plain_error.abs().mean()) / chunks ** 0.5
+        if name == "dbeta" and addends is not None:
+            sizes = 5 / 4 * eps * addends / addends.numel() ** 0.5
+            worst, mean, bias = worst + float(sizes.max()), mean + float(sizes.mean()), bias + float(sizes.mean())
         for state, dstate in states:
             if name == "dg" and state is not None and state.numel():
                 sizes = 5 / 4 * eps * (state.detach().double() * dstate).norm(dim=(2, 3) if exact.ndim == 3 else 3)

@@ -7,7 +7,8 @@ import torch
 import margay as mg
 from cases import DEVICES, check_error
 from delta_cases import AROUND, DTYPES, GRADIENTS, REFLECTED, SHAPES, random_tests, skip, with_and_without
-from delta_forms import HARD, by_chunks, chance, exactly, gates, hard, normalised, rounding, strength, worst_products
+from delta_forms import (HARD, by_chunks, chance, exactly, gates, hard, normalised, recurrence, rounding, strength,
+                         worst_products)
 from margay import _op
 
 STEPS = (1, 15, 16, 17, 63, 64, 65, 200)
@@ -41,10 +42,10 @@ def run(q, k, v, g, beta, state, *gate, scale=None, starts=None, v_first=False, 
     return out, last.mT if v_first else last
 
 
-def check(ours, plain, exact, dtype, given, other=None, equal=False, last=(None, None)):
+def check(ours, plain, exact, dtype, given, other=None, equal=False, last=(None, None), addends=None):
     """last: the final state and its gradient. other: exact gradients of keys that differ by half of an eps, of inputs
     that make much of such a difference. equal: all keys are one, or nearly. Then dq of a step lies along it, and has
-    one error."""
+    one error. addends: of chance()."""
     q, k, _, g, _, state = given[:6]
     products = worst_products(q, k, *exact[:2])
     for i, (name, *three) in enumerate(zip(GRADIENTS, ours, plain, exact)):
@@ -54,7 +55,8 @@ def check(ours, plain, exact, dtype, given, other=None, equal=False, last=(None,
         if three[0].numel() < 500:                 # the plain form's errors are small by chance
             absolute += 2 * torch.finfo(dtype).eps * float(three[2].abs().max())
         absolute += 2.0**-126                      # kernels may make 0 of what is subnormal
-        more = chance(name, three[1] - three[2], three[2], torch.finfo(dtype).eps, (state, exact[5]), last)
+        more = chance(name, three[1] - three[2], three[2], torch.finfo(dtype).eps, (state, exact[5]), last,
+                      addends=addends)
         absolute = [absolute + x for x in more]
         if q.shape[3] < 4:                         # weights of few columns are alike, and so is their rounding
             absolute[2] += torch.finfo(dtype).eps / 4 * float(three[2].abs().mean())
@@ -69,7 +71,7 @@ def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v
     dtype = given[0].dtype
     norm = normalised if norms else lambda t: t
 
-    def of(form, change=1.0):
+    def of(form, change=1.0, given=given):
         q, k, v, g, beta, state = (t if t is None or form is by_chunks else t.detach().double().requires_grad_()
                                    for t in given)
         turned = [q, k, v, g, beta, state]
@@ -80,8 +82,12 @@ def compare(given, dout, dlast, name="", scale=None, starts=None, norms=False, v
     assert all(found is None or found.dtype == t.dtype for found, t in zip(ours, given))
     other = of(exactly, 1 + torch.finfo(dtype).eps / 2)[0] if name in REFLECTED else None
     exact, last = of(exactly)
+    addends = None
+    if 0 < given[4].numel() < 500:
+        columns = [*given[:4], given[4][..., None].expand(given[2].shape), given[5]]
+        addends = of(recurrence, given=columns)[0][4].norm(dim=3)
     check(ours, of(by_chunks)[0], exact, dtype, given, other, name.startswith(("equal keys", "near keys")),
-          (last, dlast))
+          (last, dlast), addends)
     return ours
 
 
