@@ -1,5 +1,5 @@
 // Host half of Kimi delta attention: what does not depend on the state, of all chunks, then, or meanwhile, the pass
-// over the sequence; of SEG chunks at a time.
+// over the sequence, or one kernel for both; of SEG chunks at a time.
 #include "delta/kda_host.h"
 
 static kda_given given(const mg_tensor *t) {
@@ -11,6 +11,10 @@ kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tenso
   return (kda_gates){.g = given(g), .beta = given(beta), .a_log = mg_data(a_log), .dt_bias = mg_data(dt_bias),
                      .lower_bound = lower_bound, .most = (float)beta_form,
                      .gate = !a_log ? KDA_LOG : lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = l2norm};
+}
+
+static bool copied(const mg_call *c, const mg_tensor *g) {
+  return ((uintptr_t)g->data | (uint64_t)c->n.K * mg_dtype_size(g->dtype)) % 16 == 0;
 }
 
 mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const mg_tensor *g,
@@ -27,7 +31,7 @@ mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_t
   if (!mg_choose_other(c, part)) return c->status;
   mg_map_bthd(c, &p.q, q, 64, 64);
   mg_map_bthd(c, &p.k, k, 64, 64);
-  p.copied = ((uintptr_t)g->data | (uint64_t)c->n.K * mg_dtype_size(g->dtype)) % 16 == 0;
+  p.copied = copied(c, g);
   if (p.copied) mg_map_bthd(c, &p.g, g, 64, 64);
   const int tasks = mg_tasks(c, c->n.B * c->n.HV * s->rows.places, "chunks of heads");
   return p.done ? mg_run(c, &p, c->context.sms) : mg_run_resident(c, &p, tasks);
@@ -44,26 +48,42 @@ static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
 // the pass reads them, so the pass must not fall behind: a block of it keeps up with 1.5 multiprocessors that prepare,
 // whatever its columns, and of few heads the rest has no work. Many heads are worked on in waves of about as many as
 // fit, with some room: 52 of 132 multiprocessors are 3 % faster than 56 in some runs and 8 % slower in most.
-// Nanoseconds of a chunk of a head on a multiprocessor, measured on an H100. made, passed: where it is prepared beside
-// the pass, and there; made_alone, passed_alone: one behind the other, the latter of 64 columns; and `moved` of the
-// whole device, which has tiles, v and o to move then. slow: the preparation makes decays, or factors in two parts, and
-// has no warpgroup left that waits for memory.
-static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, bool all, bool slow,
+// Where heads are about as many as multiprocessors, or many times that, one kernel does both, a head on each.
+// Nanoseconds of a chunk of a head on a multiprocessor, measured on an H100, `both` on an H200. made, passed: where it
+// is prepared beside the pass, and there; made_alone, passed_alone: one behind the other, the latter of 64 columns;
+// both: in one kernel; and `moved` of the whole device, which has tiles, v and o to move then. slow: the preparation
+// makes decays, or factors in two parts, and has no warpgroup left that waits for memory. whole: there is one kernel.
+static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, int form, bool slow, bool whole,
                         const mg_tensor *marks) {
-  enum { passed = 1500, passed_alone = 1500, moved = 33 };
+  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 6800 };
   const int64_t made = slow ? 8500 : 4500, made_alone = slow ? 8700 : 6900;
   const int64_t heads = c->n.R * c->n.HV, parts = mg_ceil_div(c->n.V, c->desc->tile_n), sms = c->context.sms;
   const int64_t places = p->rows.places, chunks = c->n.B * c->n.HV * places, fit = mg_max(1, sms * 3 / 7);
   int *next = marks->data;
-  if (c->status || !c->context.persistent || p->rows.starts || all) return apart(c, next, chunks);
+  if (whole && form == 1) return (kda_plan){.whole = true};
+  if (c->status || !c->context.persistent || p->rows.starts || form == 3) return apart(c, next, chunks);
   const int64_t waves = mg_max(1, (heads * parts + fit / 2) / fit), wave = mg_ceil_div(heads, waves);
   const int64_t ending = mg_max(wave * parts, waves > 1 ? fit : sms - heads * parts * 3 / 2);
   const delta_pieces pieces = delta_pieces_of(c, &p->rows, cuts, false);
   const int64_t beside = mg_max(chunks * made / mg_max(1, sms - ending), places * passed) + 8000;
   const int64_t behind = chunks * made_alone / sms + mg_max(pieces.time * passed_alone / 100, chunks * moved);
+  const int64_t together = mg_ceil_div(heads, sms) * places * both + 8000;
+  if (whole && !slow && together < behind && (ending >= sms || together < beside)) return (kda_plan){.whole = true};
   if (ending >= sms || beside > behind) return apart(c, next, chunks);
   mg_set(c, next, 0, sizeof(int), 1 + mg_ceil_div(heads, wave) * places);
-  return (kda_plan){next, next + 1, (int)wave, (int)ending};
+  return (kda_plan){next, next + 1, (int)wave, (int)ending, false};
+}
+
+static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_gates *gates) {
+  kda_whole_params p = {.m = s->m, .p = s->p, .v = s->v, .o = s->o, .initial = s->initial, .final = s->final,
+                        .initial_order = s->initial_order, .final_order = s->final_order, .rows = s->rows,
+                        .gates = *gates, .scale = s->scale, .batches = (int)c->n.B, .key_dim = s->key_dim,
+                        .value_dim = s->value_dim, .copied = copied(c, a->g), .keep = a->keep};
+  if (!mg_choose_other(c, MG_OP_kda_whole)) return c->status;
+  mg_map_bthd(c, &p.q, a->q, 64, 64);
+  mg_map_bthd(c, &p.k, a->k, 64, 64);
+  if (p.copied) mg_map_bthd(c, &p.g, a->g, 64, 64);
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV, "heads"));
 }
 
 mg_status mg_kda(const mg_kda_args *a) {
@@ -92,6 +112,7 @@ mg_status mg_kda(const mg_kda_args *a) {
   const ssd_order between = delta_order_of(&c, false);
   const mg_tensor *inverses = a->keep ? a->inverses : a->own_inverses, *reads = a->keep ? a->reads : a->own_reads;
   const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
+  const bool whole = a->q->dtype == MG_BF16 && c.n.K > 64 && c.n.V > 64 && !a->cu_seqlens;
   const bool slow = a->a_log || (a->q->dtype == MG_FP16 && c.n.K > 64);
   bool last = false;
   for (int64_t first = 0; !last && !c.status; first += each) {
@@ -109,7 +130,11 @@ mg_status mg_kda(const mg_kda_args *a) {
       delta_map_matrices(&c, &p.m, inverses, a->keep ? first : 0);
       delta_map_matrices(&c, &p.p, reads, a->keep ? first : 0);
       mg_use(&c, sweep);
-      const kda_plan plan = plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form == 3, slow, a->marks);
+      const kda_plan plan = plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form, slow, whole, a->marks);
+      if (plan.whole) {
+        run_whole(&c, a, &p, &gates);
+        continue;
+      }
       p.done = plan.done;
       p.wave = plan.wave;
       kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, a->g, &gates, &p, betas, &plan);

@@ -47,3 +47,19 @@ typedef struct kda_prepare_params {
   int ending;                 // the first so many blocks have no task
   int *next;                  // 0 at first: tasks are drawn from it, as some multiprocessors are faster; or NULL
 } kda_prepare_params;
+
+// kda_whole.cu, of dense rows
+typedef struct kda_whole_params {
+  gmap q, k, g;               // as above
+  gmap m, p;                  // the same; written where `keep`
+  gmap v, o;                  // [batch, head, step, value_dim]
+  const float *initial;       // as of delta_sweep_params
+  float *final;
+  ssd_order initial_order, final_order;
+  delta_rows rows;
+  kda_gates gates;
+  float scale;
+  int batches, key_dim, value_dim;
+  int copied;                 // as above
+  int keep;
+} kda_whole_params;

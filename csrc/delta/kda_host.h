@@ -11,6 +11,7 @@ typedef struct kda_plan {
   int *done;                  // as in delta.h, zeros; NULL: the pass begins when all is prepared
   int wave;                   // heads of all rows that are worked on at a time
   int ending;                 // multiprocessors that do not prepare: those of the pass, or more
+  bool whole;                 // one kernel does both
 } kda_plan;
 // What a pass with CHANNELS reads: s has the rows, the scale, ends, and the maps of m, p, k, q and w. beta as it acts
 // goes to `betas`, where that is not NULL. By kda_prepare, or by kda_tiles where m and p are there. plan NULL: before

@@ -1,10 +1,11 @@
 // Kimi delta attention (2025): what the steps of a chunk are to the state, for all chunks at once. With l_i the sum of
 // the log decays up to step i of a chunk of 64 steps whose last is e, a vector of channels as k_i and q_i, and m a
-// vector for each group of 16 steps, the mean of l at the two steps in its middle:
+// vector for each group of 16 steps, the mean of l at the two steps in its middle or, where decays allow it, for each
+// two groups the sum between them:
 //   L_ij = sum over channels of k_i e^(l_i - m) k_j e^(m - l_j) for j < i, m of i's group
 //   P_ij = the same of scale q_i and k_j for j <= i;   M = (I + L diag(beta))^-1
 // and tiles of k e^l, scale q e^l and k e^(l_e - l), and the vector e^(l_e). The state needs no more of q, k and the
-// gates. k_j e^(m - l_j) is made with the middle of j's own group. From there it goes from middle to middle, by a
+// gates. k_j e^(m - l_j) is made with the m of j's own group. From there it goes from middle to middle, by a
 // factor that all steps of a group share. That may be e^-168: then its square root is multiplied with twice. No
 // exponent is above 79, and e^79 |k| fits into bf16. Where one would be, a log decay counts, in L and P, as -10.5 where
 // it is less. It is wrong by e^-10.5 at most, less than what rounding to 16 bits leaves (float32, which the CPU has, is
@@ -19,37 +20,25 @@
 // and the last warpgroup sums these while the first one inverts. Without PAIRS, the tiles and the vector alone: what a
 // caller lacks who has M and P.
 //
-// Registers of a thread. Gates: two columns of a group, 32. Pairs: what becomes the right operand 32, an operand 16, a
-// group's products 8 + 8, L or P 32. Inverse: two tiles of 32. Tiles: 32, three of 8.
-#include "tile/l2.h"
+// Registers of a thread. Gates: two columns of a group, 32. Pairs: what becomes the right operand 32, an operand 16,
+// two groups' products 16 + 16, L or P 32. Inverse: two tiles of 32. Tiles: 32, three of 8.
 #include "tile/order.h"
-#include "delta/kda_gates.h"
+#include "delta/kda_chunk.h"
 
 // D: columns of q and k. PAIRS, TEAMS, LOAD_REGS, COMPUTE_REGS
-// TASKS: whose places are known at a time. LATER: of a task, each warpgroup's stores behind those of what is in place
-// of the sums
-enum { PANELS = D / 64, LATER = PAIRS && PANELS == 1 ? 3 : 1, TASKS = 4 };
+// LATER: of a task, each warpgroup's stores behind those of what is in place of the sums
+enum { LATER = PAIRS && PANELS == 1 ? 3 : 1 };
 template<typename T> struct parts_of { enum { COUNT = 1 }; };
 template<> struct parts_of<fp16> { enum { COUNT = 2 }; };
 // PARTS: of a factor, whose sum it is. EARLY: tiles are made beside the factors, unless gates are steep.
 // LAST_SUMS: the last warpgroup sums all panels' gates, while the first one inverts. They come to where the sums go
 enum { PARTS = parts_of<elem>::COUNT, EARLY = PAIRS && PARTS == 1, LAST_SUMS = EARLY && PANELS == 2 };
-// Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2. Where all are
-// CLOSE, the factor between two middles is above 2^-126. A log decay counts as LEAST where it is less: 2^-128, and sums
-// stay exact enough.
-#define CLOSE 62.f
-#define FAR 113.8f
-#define LEAST -88.7228391f
-typedef st<elem, Q, 64> panel;
 union sums {                        // the others when nobody reads the sums any more
   ct l;                             // to base 2
   panel tiles[2];
   struct { panel write; handed sums; } early;
-  sm<64, 64> given;                 // gates, as floats or
-  panel given_short;
+  given_gates given;
 };
-struct words { int place, mark, batch, head, step, steps; };
-struct area { st<factor, 32, 64> left[4]; };
 struct chunk {
   panel k[PANELS], q[PANELS];
   area areas[2];
@@ -57,17 +46,16 @@ struct chunk {
   cg groups[PANELS];
   sv<Q> squares[2][PANELS];         // of k's rows and of q's
   sv<Q> beta[2];                    // of tasks in turn
-  words tasks[TASKS];
+  task_list todo;
   ring<1> inputs;
   sem gates;                        // they are in place of the sums, or, where not copied, there is room for sums
   sem added;                        // what was handed over has been read
   sem made;                         // P is there, and what else the last warpgroup stored is in memory
-  sem given[TASKS];                 // tasks; that their places are free follows from the ring of k and q
 };
 struct shared { chunk chunks[TEAMS]; };
-// An area has, one after another: of its panel's products, for each group of 16 steps i, k e^(l - m) and scale q e^(l -
-// m), in that order in the first panel's; of factors in two parts, the sums that the other warpgroup makes whole; then
-// the reader's results. The last warpgroup's are P and a tile, the first one's what it inverts with, M and a tile.
+// An area has, one after another: its panel's factors; of factors in two parts, the sums that the other warpgroup makes
+// whole; then the reader's results. The last warpgroup's are P and a tile, the first one's what it inverts with, M and
+// a tile.
 TILE handed &handed_by(chunk &s, int h) {
   if (EARLY) return in_place_of<handed>(s.sums[h].early.sums);
   return in_place_of<handed>(s.areas[h]);
@@ -88,13 +76,11 @@ TILE void init(shared &s) {
     if (LAST_SUMS) sem_init(s.chunks[i].added, arrivals(0, 0, PANELS));
     if (PAIRS && PANELS == 2) sem_init(s.chunks[i].made, arrivals(0, 0, 1));
     if (LAST_SUMS) sem_init(s.chunks[i].gates, arrivals(1, 0, 0));
-    for (sem &given : s.chunks[i].given) sem_init(given, arrivals(1, 0, 0));
+    init_tasks(s.chunks[i].todo);
   }
 }
 
-// A chunk of a head: its steps, or more than a chunk has; none where its place is empty, and behind the last task.
-// A wave of heads has its first chunks in front. mark: which counter of `done` is the chunk's.
-struct task { int place, mark; head_steps at; };
+// A wave of heads has its first chunks in front.
 TILE int task_count(const params &p) { return p.rows.places * p.batches * p.rows.heads; }
 TILE task task_at(const params &p, int index) {
   int places = p.rows.places, wave = index / (p.wave * places), first = wave * p.wave;
@@ -104,24 +90,6 @@ TILE task task_at(const params &p, int index) {
   chunk_steps c = steps_at(p.rows, place);
   return {place, wave * places + place, {batch, unit - batch * p.rows.heads, c.step, c.end - c.step}};
 }
-// The n-th of a team. The loader gives them one ahead of its copies: when k and q of the one before have been asked
-// for, everybody has done with those of the task before that, and with all of the one before.
-TILE void give_task(chunk &s, uint32_t n, const task &t) {
-  words &w = s.tasks[n % TASKS];
-  put(w.place, t.place);
-  put(w.mark, t.mark);
-  put(w.batch, t.at.batch);
-  put(w.head, t.at.head);
-  put(w.step, t.at.step);
-  put(w.steps, t.at.steps);
-  sem_arrive<THREAD>(s.given[n % TASKS]);
-}
-TILE void wait_for_task(chunk &s, uint32_t n) { sem_wait(s.given[n % TASKS], n / TASKS & 1); }
-TILE task given_task(const chunk &s, uint32_t n) {
-  const words &w = s.tasks[n % TASKS];
-  return {get(w.place), get(w.mark), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
-}
-
 // Where the pass is beside, what is made for it stays in the L2 until it has been read there, and what is read leaves.
 TILE enum l2 once(const params &p) { return p.done ? LEAVES : USUAL; }
 TILE enum l2 soon(const params &p) { return p.done ? STAYS : USUAL; }
@@ -129,13 +97,13 @@ TILE enum l2 soon(const params &p) { return p.done ? STAYS : USUAL; }
 TILE void load_gates(const params &p, chunk &s, const task &t) {
   if (!p.copied) return sem_arrive<THREAD>(s.gates);
   bool floats = p.gates.g.is_float;
-  sem_expect(s.gates, PANELS * (floats ? (int)sizeof s.sums[0].given : tile_bytes(s.sums[0].given_short)));
-  ROLLED for (int h = 0; h < PANELS; h++)
-    if (floats) tma_load(s.sums[h].given, p.g, s.gates, t.at.step, 64 * h, t.at.head, t.at.batch, once(p));
-    else tma_load(s.sums[h].given_short, p.g, s.gates, t.at.step, 64 * h, t.at.head, t.at.batch, once(p));
+  sem_expect(s.gates, PANELS * given_bytes(floats));
+  ROLLED for (int h = 0; h < PANELS; h++) load_gates(s.sums[h].given, p.g, floats, s.gates, t, 64 * h, once(p));
 }
 
 // Where there are few tasks, blocks have one each. Blocks that have none leave their multiprocessors to the pass.
+// Tasks are given one ahead of their copies: when k and q of the one before have been asked for, everybody has done
+// with those of the task before that, and with all of the one before.
 TILE void loader(const params &p, shared &all, int team) {
   chunk &s = all.chunks[team];
   uint32_t n = 0;
@@ -145,7 +113,7 @@ TILE void loader(const params &p, shared &all, int team) {
     task t = task_at(p, i);
     if (t.at.steps <= 0) continue;
     int head = t.at.head / p.rows.group_heads;
-    give_task(s, n, t);
+    give_task(s.todo, n, t);
     ring_acquire(s.inputs, ring_at<1>(n));
     if (LAST_SUMS) load_gates(p, s, t);
     ring_expect(s.inputs, ring_at<1>(n), 2 * PANELS * tile_bytes(s.k[0]));
@@ -155,7 +123,7 @@ TILE void loader(const params &p, shared &all, int team) {
     }
     n++;
   }
-  give_task(s, n, {});
+  give_task(s.todo, n, {});
 }
 
 TILE void team_sync(int team) {
@@ -163,92 +131,8 @@ TILE void team_sync(int team) {
   else bar_sync(1 + team, 128 * PANELS);
 }
 
-// Factors that make rows of length 1.
-TILE void put_squares(sv<Q> &d, const panel &x) {
-  rsum sum;
-  rv squares;
-  fill(sum, 0.f);
-  each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x, sum);
-  reduce(squares, sum);
-  store(d, squares);
-}
-TILE void take_norm(rv &norm, const sv<Q> (&squares)[PANELS]) {
-  load(norm, squares[0]);
-  if (PANELS == 2) {
-    rv more;
-    load(more, squares[PANELS - 1]);
-    map(norm, norm, more, [](float x, float y) { return x + y; });
-  }
-  map(norm, norm, [](float x) { return fast_rsqrt(x + 1e-6f); });
-}
-// Of k's rows and of q's, the scale in the latter. They are made anew, not kept.
 TILE void take_factors(rv &k, rv &q, const params &p, const chunk &s) {
-  float scale = p.scale;
-  fill(k, 1.f);
-  fill(q, scale);
-  if (!p.gates.norm) return;
-  take_norm(k, s.squares[0]);
-  take_norm(q, s.squares[1]);
-  map(q, q, [=](float x) { return x * scale; });
-}
-
-// The factors of columns i of L^T and P^T, and those of rows j, for their own groups. Early: of the first ones also the
-// tiles, in place of k and q. A block of these has been read before it is written, and by its warp alone, as has l.
-TILE void make_factors(rt<float, 64> &right, const params &p, chunk &s, int h, bool early) {
-  st<factor, 32, 64> (&left)[4] = s.areas[h].left;
-  const by_group middle = {s.groups[h].middle};
-  const own_rows<elem> k = own_rows_of(s.k[h]), q = own_rows_of(s.q[h]);
-  rv norm_k, norm_q;
-  fill(right, 0.f);
-  take_factors(norm_k, norm_q, p, s);
-  UNROLLED for (int c = 0; c < 64; c += 16) {
-    rt<float, 16> x, y;
-    fill(x, 0.f);
-    fill(y, 0.f);
-    each_part(c, [](int, int, float &x, float &y, float &right, float l, float k, float q, float norm_k, float norm_q) {
-      float e = fast_exp2(l);
-      k *= norm_k;
-      right = k * fast_exp2(-l);
-      x = k * e;
-      y = q * norm_q * e;
-    }, x, y, right, s.sums[h].l, k, q, norm_k, norm_q);
-    store_groups(left, h, x, c);
-    store_groups(left, 1 - h, y, c);
-    if (early) {
-      each_part(c, [](int, int, float &x, float &y, float middle) {
-        x *= middle;
-        y *= middle;
-      }, x, y, middle);
-      store_own(s.k[h], x, c);
-      store_own(s.q[h], y, c);
-    }
-  }
-}
-TILE void put_write(chunk &s, const rt<float, 64> &right, int h) {
-  const by_group end = {s.groups[h].end};
-  UNROLLED for (int c = 0; c < 64; c += 16) {
-    rt<float, 16> x;
-    fill(x, 0.f);
-    each_part(c, [](int, int, float &x, float right, float end) { x = right * end; }, x, right, end);
-    store(s.sums[h].early.write, x, c);
-  }
-}
-TILE void carry(rt<float, 64> &right, const sv<64> &between, int group, enum reach reach) {
-  carry_to_group(right, between, group);
-  if (reach != NEAR) carry_to_group(right, between, group);
-}
-// A group of columns of both products; meanwhile rows are carried to the next group.
-template<int GROUP> TILE void make_group(rt<float, Q> &a, rt<float, 64> &right, chunk &s, int h, enum reach reach) {
-  rt<factor, 64> r;
-  rt<float, 16> own, other;
-  convert_group(r, right, GROUP);
-  mma_fence();
-  mma_ABt_halves<ZERO>(own, other, r, s.areas[h].left[GROUP]);
-  mma_commit();
-  if (GROUP < 3) carry(right, s.groups[h].between[GROUP < 3 ? GROUP : 0], GROUP + 1, reach);
-  mma_wait<0>(own, other, r);
-  put_group(a, own, GROUP);
-  hand_over(handed_by(s, h), other, GROUP);
+  take_factors(k, q, p.gates.norm, p.scale, s.squares);
 }
 
 // ---- factors in two parts: what is rounded, and what rounding has left, rounded too. Of a group, the left factors'
@@ -265,13 +149,13 @@ TILE void split(parts &d, rt<float, 64> &x) {   // x is lost
     each_part(c, [](int, int, float &x, float rounded) { x -= rounded; }, x, (const rt<factor, 64> &)d.most);
   convert(d.rest, x);
 }
-TILE void carry_to_group(parts &d, const sv<64> &f, int group, enum reach reach) {
+TILE void carry_to_group(parts &d, const sv<64> &f, int group) {
   rt<float, 64> x;
   fill(x, 0.f);
   UNROLLED for (int c = 0; c < 64; c += 16)
     each_part(c, [](int, int, float &x, float most, float rest) { x = most + rest; }, x,
               (const rt<factor, 64> &)d.most, (const rt<factor, 64> &)d.rest);
-  carry(x, f, group, reach);
+  carry(x, f, group);
   split(d, x);
 }
 // ptxas spills if both halves are made at once, or columns unrolled.
@@ -313,17 +197,16 @@ template<int GROUP> TILE void make_group(rt<float, Q> &a, parts &right, const pa
   wg_sync();                                // ... and their rests
   hand_over(handed_by(s, h), other, GROUP);
 }
-TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const params &p, chunk &s, int h,
-                              enum reach reach) {
+TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const params &p, chunk &s, int h) {
   const sv<64> *between = s.groups[h].between;
   parts r;
   split(r, right);
   make_group<0>(a, r, p, s, h);
-  carry_to_group(r, between[0], 1, reach);
+  carry_to_group(r, between[0], 1);
   make_group<1>(a, r, p, s, h);
-  carry_to_group(r, between[1], 2, reach);
+  carry_to_group(r, between[1], 2);
   make_group<2>(a, r, p, s, h);
-  carry_to_group(r, between[2], 3, reach);
+  carry_to_group(r, between[2], 3);
   make_group<3>(a, r, p, s, h);
 }
 // Counts the last of the team's first n tasks when it is in memory; nothing where nobody waits for that. By the first
@@ -331,41 +214,36 @@ TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const param
 TILE void tell(const params &p, const chunk &s, uint32_t n) {
   if (!p.done || n == 0) return;
   tma_store_wait<0>();
-  order_tell(p.done + get(s.tasks[(n - 1) % TASKS].mark));
+  order_tell(p.done + get(s.todo.tasks[(n - 1) % TASKS].mark));
 }
-// This panel's part of L^T in the first warpgroup, of P^T in the last; and, handed over, of the other one. Where j is
-// behind i the products are anything, also infinite.
+// As make_products().
 TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, enum reach reach) {
   const bool early = EARLY && reach != BEYOND;
   rt<float, 64> right;
-  make_factors(right, p, s, h, early);
+  {
+    rv norm_k, norm_q;
+    take_factors(norm_k, norm_q, p, s);
+    make_factors(right, s.areas[h], s.k[h], s.q[h], s.sums[h].l, s.groups[h], norm_k, norm_q, h, early);
+  }
   if (early) {
     wg_sync();                              // everybody has read the sums
-    put_write(s, right, h);
+    put_write(s.sums[h].early.write, 0, right, s.groups[h]);
   }
   fence_async();
   wg_sync();
   if (early) {
-    task t = given_task(s, n);
+    task t = given_task(s.todo, n);
     tma_store(p.read_k, s.k[h], t.place * Q, 64 * h, t.at.head, t.at.batch, soon(p));
     tma_store(p.read_q, s.q[h], t.place * Q, 64 * h, t.at.head, t.at.batch, soon(p));
     tma_store(p.write_k, s.sums[h].early.write, t.place * Q, 64 * h, t.at.head, t.at.batch, soon(p));
   }
+  if (PARTS == 1) return make_products(a, right, s.areas[h], s.groups[h], handed_by(s, h), false, reach);
   fill(a, 0.f);
-  if (PARTS == 2) return make_pairs_of_parts(a, right, p, s, h, reach);
-  make_group<0>(a, right, s, h, reach);
-  make_group<1>(a, right, s, h, reach);
-  make_group<2>(a, right, s, h, reach);
-  make_group<3>(a, right, s, h, reach);
+  make_pairs_of_parts(a, right, p, s, h);
 }
-// L^T and P^T, of which anything stands where nothing should, to M and P.
 TILE void put_inverse(rt<float, Q> &a, chunk &s, const sv<Q> &factors) {
   rt<float, Q> inverse;
-  rv beta;
-  load(beta, factors);
-  triu(a, 1, 0.f);
-  map_row(a, beta, [](float x, float y) { return x * y; });
-  invert(inverse, a, scratch_of(s));
+  make_inverse(inverse, a, factors, scratch_of(s));
   wg_sync();                                // everybody has read scratch
   store_carried(m_of(s), inverse);
 }
@@ -380,7 +258,8 @@ template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
   rt<float, 64> l;
   rv norm_k, norm_q;
   load(l, s.sums[h].l);
-  take_factors(norm_k, norm_q, p, s);
+  take_factors(norm_k, norm_q, p.gates.norm > 0, p.scale, s.squares);   // another question than elsewhere: no answer is
+                                                                        // kept
   wg_sync();                                // everybody has read the sums
   UNROLLED for (int c = 0; c < 64; c += 16) {
     rt<float, 16> x, y, z;
@@ -406,32 +285,19 @@ template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
   }
 }
 
-// A panel's gates, from where they were copied to if they were, and nothing stands there now.
-TILE void take_gates(hm &g, const params &p, const chunk &s, const task &t, int h, bool there) {
-  hv bias;
-  if (there && p.gates.g.is_float) load(g, s.sums[h].given, t.at.steps);
-  else if (there) load(g, s.sums[h].given_short, t.at.steps);
-  else take_given(g, p.gates, t.at, p.key_dim, 64 * h);
-  take_bias(bias, p.gates, t.at.head, p.key_dim, 64 * h);
-  make_gates(g, bias, p.gates, t.at, [](float x) { return x; });
-}
 // Gates of a task come into the L2.
 TILE void bring_gates(const params &p, const task &t) {
   if (t.at.steps <= 0) return;
   if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
   else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
 }
-// Sums of this panel's gates, and what is left at the end; not if a sum is too far from its group's middle and gates do
-// not count as steep.
+TILE void take_gates(hm &g, const params &p, const chunk &s, const task &t, int h, bool there) {
+  take_gates(g, p.gates, p.key_dim, s.sums[h].given, t, h, there);
+}
+// Sums of panel h's gates, and what is left at the end, unless put_sums() says that they are BEYOND.
 TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, bool steep) {
   hv end;
-  enum reach reach = sum_down(
-    s.sums[h].l, s.groups[h], end, g, 1.4426950408889634f, CLOSE, FAR, steep,
-    [](float x, bool near) { return fast_exp2(near ? x : 0.5f * x); },
-    [=](float x) {
-      float root = fast_exp2(0.5f * x);     // its square may be a subnormal number
-      return PARTS == 1 && !steep ? root * root : x;
-    });
+  enum reach reach = put_sums(s.sums[h].l, s.groups[h], end, g, steep, PARTS == 2 || steep);
   if (reach == BEYOND && !steep) return reach;
   int64_t place = (int64_t)(t.at.batch * p.rows.heads + t.at.head) * p.rows.places + t.place;
   map(end, end, [](float x) { return fast_exp2(x); });
@@ -444,8 +310,8 @@ TILE void compute(const params &p, shared &all, int wg) {
   chunk &s = all.chunks[team];
   uint32_t n = 0;
   for (;; n++) {
-    wait_for_task(s, n);
-    task t = given_task(s, n);
+    wait_for_task(s.todo, n);
+    task t = given_task(s.todo, n);
     if (t.at.steps <= 0) break;
     if (h == 0) tell(p, s, n);
     const int first = !LAST_SUMS ? h : h == 0 ? PANELS : 0, end = LAST_SUMS ? PANELS : h + 1;
@@ -481,8 +347,8 @@ TILE void compute(const params &p, shared &all, int wg) {
     }
     tma_store_wait_read();
     if (h == 0) {                           // the other one is later here
-      wait_for_task(s, n + 1);
-      bring_gates(p, given_task(s, n + 1));
+      wait_for_task(s.todo, n + 1);
+      bring_gates(p, given_task(s.todo, n + 1));
     }
     team_sync(team);                        // all has left, and all have written squares; l, too
     const enum reach reach = reach_of(s.groups[h]);
@@ -511,7 +377,7 @@ TILE void compute(const params &p, shared &all, int wg) {
     }
     // Only sums of steep gates take the place of what was handed over; but who waits at all has to see every phase.
     if (LAST_SUMS) sem_wait(s.added, n & 1);
-    t = given_task(s, n);
+    t = given_task(s.todo, n);
     const int row = t.place * Q;
     if (EARLY && !steep) {
       fence_async();
@@ -523,7 +389,7 @@ TILE void compute(const params &p, shared &all, int wg) {
         at_least(g, LEAST);
         put_sums(p, s, t, g, h, true);
         wg_sync();
-        t = given_task(s, n);
+        t = given_task(s.todo, n);
       }
       if (PAIRS || PARTS == 2 || steep) make_tiles<true>(p, s, h);
       else make_tiles<false>(p, s, h);

@@ -22,6 +22,7 @@ struct handed;
 TILE void fill(hv &v, float x);
 TILE void load(hv &v, const float *g, int n);                   // elements >= n become 0 and are not read
 TILE void store(float *g, const hv &v, int n);                  // elements >= n are not written
+template<int N> TILE void store(sv<N> &d, int c0, const hv &v); // 64 elements from c0
 template<class F> TILE void map(hv &d, const hv &a, F f);       // d = f(a)
 // Row i at g + i * ld, floats or 16 bits. Rows >= m and columns >= n become 0 and are not read.
 template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n);
@@ -34,10 +35,11 @@ template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 template<class F> TILE void map(hm &x, const hv &v, int m, F f);
 TILE void at_least(hm &x, float low);                           // what is less becomes `low`; NaN stays
 // Sums down the columns of x, times `unit`; end of all rows. Tells how far a group's first or last sum is from its
-// middle: at most `near`; at most `most`; further, or NaN: then nothing else is worked out. Gates that are `steep` are
-// told to be BEYOND in any case, and all is worked out. Everybody gets the same answer, others from reach_of().
-// between[g] = f(what lies between the middles of groups g and g + 1, whether all are NEAR); g of the groups' middles
-// and ends. In it is a wg_sync(), behind which s is written; others want one before they read.
+// middle: at most `near`, as is half of what a group adds; at most `most`; further, or NaN: then nothing else is worked
+// out. Where all are NEAR, groups 0 and 1 have one middle instead, the sum between them, and groups 2 and 3. Gates that
+// are `steep` are told to be BEYOND in any case, and all is worked out. Everybody gets the same answer, others from
+// reach_of(). between[g] = f(what lies between the middles of groups g and g + 1); g of the groups' middles and ends.
+// In it is a wg_sync(), behind which s is written; others want one before they read.
 enum reach { NEAR, WITHIN, BEYOND };
 template<class F, class G>
 TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, bool steep, F f,
@@ -46,11 +48,11 @@ TILE enum reach reach_of(const cg &groups);
 TILE void load(rt<float, 64> &t, const ct &s);
 // What each_part() also takes, beside a ct, of which comes the element: of v[row / 16] the column's.
 struct by_group { const sv<64> (&v)[4]; };
-// What each_part() also takes: a shared tile each of whose rows is read, and written by store_own(), by the warp alone
-// that has this row of register tiles. So it needs no sync in between.
+// What each() and each_part() also take: a shared tile each of whose rows is read, and written by store_own(), by the
+// warp alone that has this row of register tiles. So it needs no sync in between.
 template<typename T> struct own_rows { st<T, 64, 64> &s; };
 template<typename T> TILE own_rows<T> own_rows_of(st<T, 64, 64> &s) { return {s}; }
-template<typename T> TILE void store_own(st<T, 64, 64> &d, const rt<float, 16> &t, int c0);
+template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt<float, N> &t, int c0);
 // Rows in groups before `group`: x *= f[col].
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group);
 // x, rounded, in the rows of the groups 0 to `group`; 0 below.

@@ -96,6 +96,53 @@ def test_waves(device, dtype, heads, blocks, wave):
         assert [n for _, n, _ in launches] == [16, blocks] and launches[1][2] == wave
 
 
+# One kernel for both, asked for by `form`: heads are more than blocks, and those that share keys lie in different ones.
+@pytest.mark.parametrize("kind", ("usual", "steep", "mixed", "none"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_whole(device, kind):
+    skip(device, "bfloat16")
+    heads = 3 if device == "cpu" else 100
+    run, tensors, state = problem(2 * heads, torch.bfloat16, device, False, 64 * 5 + 7)
+    g = tensors[3]
+    if kind == "steep":
+        g.mul_(60)
+    if kind == "mixed":                           # in both panels of channels, in one, in none; and a step that forgets
+        g[:, 64:128].mul_(60)
+        g[:, 128:192, :, :40].mul_(20)
+        g[:, 200] = -90
+    if kind == "none":
+        g.zero_()
+    args = tensors[0], tensors[1], tensors[2], g.float(), tensors[4].float(), None, None, state
+    launches = []
+    with multiprocessors(5, launches) if device == "cpu" else contextlib.nullcontext():
+        found = of_row("kda")(*args, None, 0.0, 0.0, 0, False, False, 1)
+    starts = torch.tensor([0, g.shape[1]], dtype=torch.int32, device=device)
+    for i, (out, last) in enumerate(zip(*found, strict=True)):
+        right = run(*(t[i:i + 1] for t in tensors), state[i:i + 1], starts)
+        assert torch.equal(out[None], right[0]) and torch.equal(last[None], right[1])
+    if device == "cpu":
+        assert [(row, blocks) for row, blocks, _ in launches] == [("kda_whole_bf16_k128", 5)]
+
+
+@pytest.mark.parametrize("raw", (False, True), ids=GATES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_whole_keeps_matrices(device, raw):
+    """M and P, from which the backward makes gradients: those that are prepared."""
+    skip(device, "bfloat16")
+    _, tensors, state = problem(4, torch.bfloat16, device, raw, 64 * 3 + 40)
+    q, k, v, g, beta = tensors
+    heads, channels = g.shape[2:]
+    gate = ((torch.linspace(-1, 1, heads, device=device), torch.zeros(heads, channels, device=device)) if raw else
+            (None, None))
+    given = [t.float().requires_grad_() if t is g or t is beta else t.requires_grad_() for t in (q, k, v, g, beta)]
+    grads = []
+    for form in (0, 1):
+        out, last = of_row("kda")(*given, *gate, state, None, 0.0, 0.0, int(raw), raw, False, form, True)
+        grads.append(torch.autograd.grad((out.float() ** 2).sum() + last.sum(), given))
+    for two, one in zip(*grads, strict=True):
+        assert torch.equal(one, two)
+
+
 @pytest.mark.gpu
 def test_beside_in_a_graph():
     """Each replay begins with marks of zero, and sees what its inputs are by then."""

@@ -666,7 +666,7 @@ def test_channels(ops, m, n):
     e, ld = random(rng, ops.elem, 64 * 90), 80
     x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(64 * 3).astype(np.float32)
     stored = random(rng, ops.elem, 1, 1, 128, 64)
-    out = np.full(256 + 8 * 4096 + 64, np.nan, np.float32)
+    out = np.full(256 + 9 * 4096 + 64, np.nan, np.float32)
     r = ops.run("channels", {"c": (stored, 32)}, {"x": x, "y": y, "e": e, "out": out}, row=0, col=ld, m=m, n=n)
     place = ld * np.arange(64)[:, None] + np.arange(64)[None, :]
     given, bias = decode(e, ops.elem)[place], np.where(np.arange(64) < n, x, 0)
@@ -679,10 +679,12 @@ def test_channels(ops, m, n):
     steps = got[128:256].reshape(64, 2)
     same(steps[:m, 0], y[::3][:m])
     assert np.isnan(steps[m:]).all() and np.isnan(steps[:, 1]).all()
+    got, within = got[:-4096], got[-4096:].reshape(64, 64)
+    close(within, 2 * (l - np.repeat((l[7::16] + l[8::16]) / 2, 16, 0)), 512, 1e-6)
     tiles = got[256:-64].reshape(-1, 64, 64)
     same(got[-64:], np.full(64, 2, np.float32))           # beyond: NaN
     tolerance = {"bf16": 2.0**-8, "fp16": 2.0**-11, "float": 1e-6}[ops.elem]
-    middles = (l[7::16] + l[8::16]) / 2
+    middles = l[[15, 15, 47, 47]]
     near = l - np.repeat(middles, 16, 0)
     close(tiles[0], near, 256, 1e-6)
     close(tiles[1], l, 256, 1e-6)

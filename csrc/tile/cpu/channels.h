@@ -28,6 +28,11 @@ TILE void store(float *g, const hv &v, int n) {
   touches_global(g, n * sizeof(float), GLOBAL_WRITE);
   memcpy(g, v.d, n * sizeof(float));
 }
+template<int N> TILE void store(sv<N> &d, int c0, const hv &v) {
+  reads(v);
+  writes_shared(d, {d.d + c0, 1, 0, 64 * (int)sizeof(float)});
+  memcpy(d.d + c0, v.d, sizeof v.d);
+}
 template<class F> __attribute__((flatten)) TILE void map(hv &d, const hv &a, F f) {
   reads(a);
   writes(d);
@@ -68,40 +73,44 @@ template<class F, class G>
 __attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near,
                                                   float most, bool steep, F f, G g) {
   bool all_near = !steep, all_within = true;
+  float sum[64][64], middle[4][64];         // sums from a group's first row on; what is taken off them
   reads(x);
   writes(end);
   writes_shared(groups.sum[0], whole(groups.sum));
   writes_shared(groups.sum[0], whole(groups.between));
-  for (int c = 0; c < 64; c++) end.d[c] = 0.f;
-  for (int n = 0; n < 4; n++) {
-    float sum[16][64], middle[64];
-    for (int i = 0; i < 16; i++)
-      for (int c = 0; c < 64; c++) sum[i][c] = i ? sum[i - 1][c] + x.d[16 * n + i][c] : x.d[16 * n][c];
-    for (int i = 0; i < 16; i++)
-      for (int c = 0; c < 64; c++) sum[i][c] *= unit;
+  for (int i = 0; i < 64; i++)
+    for (int c = 0; c < 64; c++) sum[i][c] = i % 16 ? sum[i - 1][c] + x.d[i][c] : x.d[i][c];
+  for (int i = 0; i < 64; i++)
+    for (int c = 0; c < 64; c++) sum[i][c] *= unit;
+  for (int n = 0; n < 4; n++)
     for (int c = 0; c < 64; c++) {
-      middle[c] = 0.5f * (sum[7][c] + sum[8][c]);
-      float first = fabsf(sum[0][c] - middle[c]), last = fabsf(sum[15][c] - middle[c]);
-      all_near = all_near && first <= near && last <= near;
+      middle[n][c] = 0.5f * (sum[16 * n + 7][c] + sum[16 * n + 8][c]);
+      float all = sum[16 * n + 15][c], first = fabsf(sum[16 * n][c] - middle[n][c]), last = fabsf(all - middle[n][c]);
+      all_near = all_near && first <= near && last <= near && 0.5f * fabsf(all) <= near;
       all_within = all_within && first <= most && last <= most;
-      groups.middle[n].d[c] = end.d[c] + middle[c];
-      end.d[c] += sum[15][c];
-      groups.end[n].d[c] = sum[15][c] - middle[c];
-      for (int b = 0; b < n; b++) groups.end[b].d[c] += sum[15][c];
-      if (n > 0) groups.between[n - 1].d[c] += middle[c];
-      if (n < 3) groups.between[n].d[c] = sum[15][c] - middle[c];
     }
-    for (int i = 0; i < 16; i++)
-      for (int c = 0; c < 64; c++) s.d[(16 * n + i) * CT_ROW + c] = sum[i][c] - middle[c];
-  }
   // One vote or two, in one call: what is behind them wants one of them to be a sync.
   for (int votes = all_near || steep ? 1 : 2; votes > 0; votes--) wg_sync();
   if (!all_within && !steep) return BEYOND;
+  for (int c = 0; c < 64; c++) end.d[c] = 0.f;
+  for (int n = 0; n < 4; n++)
+    for (int c = 0; c < 64; c++) {
+      float all = sum[16 * n + 15][c];
+      if (all_near) middle[n][c] = n & 1 ? 0.f : all;
+      groups.middle[n].d[c] = end.d[c] + middle[n][c];
+      end.d[c] += all;
+      groups.end[n].d[c] = all - middle[n][c];
+      for (int b = 0; b < n; b++) groups.end[b].d[c] += all;
+      if (n > 0) groups.between[n - 1].d[c] += middle[n][c];
+      if (n < 3) groups.between[n].d[c] = all - middle[n][c];
+    }
+  for (int i = 0; i < 64; i++)
+    for (int c = 0; c < 64; c++) s.d[i * CT_ROW + c] = sum[i][c] - middle[i / 16][c];
   for (int n = 0; n < 4; n++)
     for (int c = 0; c < 64; c++) {
       groups.middle[n].d[c] = g(groups.middle[n].d[c]);
       groups.end[n].d[c] = g(groups.end[n].d[c]);
-      if (n < 3) groups.between[n].d[c] = f(groups.between[n].d[c], all_near);
+      if (n < 3) groups.between[n].d[c] = f(groups.between[n].d[c]);
     }
   writes_shared(*(const sv<32> *)&s, whole(s));
   writes_shared(groups.sum[0], whole(groups));
@@ -128,10 +137,14 @@ TILE void part_uses(const by_group &g, int c0) {
 TILE own_places<const float> part_row(const by_group &g, int r, int c0) { return {g.v[r / 16].d + c0}; }
 template<typename T> TILE void part_uses(const own_rows<T> &t, int c0) { reads_own(part(t.s, 0, 64, c0, 16)); }
 template<typename T> TILE row_buffer<16> part_row(const own_rows<T> &t, int r, int c0) { return part_row(t.s, r, c0); }
-template<typename T> TILE void store_own(st<T, 64, 64> &d, const rt<float, 16> &t, int c0) {
+template<typename T> TILE void each_uses(const own_rows<T> &t) { reads_own(whole(t.s)); }
+template<int N, typename T> TILE auto each_row(const own_rows<T> &t, int r) {
+  return each_row<N>((const st<T, 64, 64> &)t.s, r);
+}
+template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt<float, N> &t, int c0) {
   reads(t);
-  writes_own(d, part(d, 0, 64, c0, 16));
-  for (int r = 0; r < 64; r++) narrow_row(d.d + r * 64 + c0, t.d[r], 16);
+  writes_own(d, part(d, 0, 64, c0, N));
+  for (int r = 0; r < 64; r++) narrow_row(d.d + r * C + c0, t.d[r], N);
 }
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group) {
   reads_shared(whole(f));

@@ -1,5 +1,6 @@
 // Decays of channels on sm_90a.
 #pragma once
+#include "tile/sm90/anew.h"
 // Rows have 8 floats more than channels. Then the rows of a register tile lie in all banks.
 enum { CT_ROW = 64 + 8 };
 struct alignas(128) ct { float d[64 * CT_ROW]; };
@@ -19,6 +20,9 @@ TILE void store(float *g, const hv &v, int n) {
   for (int k = 0; k < 2; k++)
     if (2 * lane() + k < n) g[2 * lane() + k] = v.d[k];
 }
+template<int N> TILE void store(sv<N> &d, int c0, const hv &v) {
+  if (warp_in_group() == 0) ((float2 *)(d.d + c0))[lane()] = make_float2(v.d[0], v.d[1]);
+}
 template<class F> TILE void map(hv &d, const hv &a, F f) {
   d.d[0] = f(a.d[0]);
   d.d[1] = f(a.d[1]);
@@ -26,8 +30,9 @@ template<class F> TILE void map(hv &d, const hv &a, F f) {
 TILE float2 pair_at(const float *g) { return *(const float2 *)g; }
 template<typename T> TILE float2 pair_at(const T *g) { return unpack<T>(*(const uint32_t *)g); }
 template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n) {
-  m -= 16 * warp_in_group();
-  const T *from = g + 16 * warp_in_group() * ld + 2 * lane();
+  int thread = parking_place(), w = thread >> 5;
+  m -= 16 * w;
+  const T *from = g + 16 * w * ld + 2 * (thread % 32);
   bool pairs = ((uintptr_t)from & (2 * sizeof(T) - 1)) == 0 && (ld & 1) == 0 && (uint64_t)ld < 1 << 24;
   if (m >= 16 && n >= 64 && pairs) {
 #pragma unroll
@@ -38,7 +43,7 @@ template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n)
     }
     return;
   }
-  int first = 2 * lane() < n ? m : 0, second = 2 * lane() + 1 < n ? m : 0;
+  int first = 2 * (thread % 32) < n ? m : 0, second = 2 * (thread % 32) + 1 < n ? m : 0;
 #pragma unroll
   for (int i = 0; i < 16; i++, from += ld) {
     x.d[0][i] = i < first ? to_float(from[0]) : 0.f;
@@ -101,9 +106,9 @@ TILE float2 &pair_of(sv<64> &v) { return ((float2 *)v.d)[lane()]; }
 template<class F, class G>
 TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, bool steep, F f,
                          G g) {
-  int w = warp_in_group();
+  int w = parking_place() / 32;
   float y[2][16], middle[2], sum[2], behind[2];
-  float far = 0.f;
+  float far = 0.f, wide = 0.f;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     y[k][0] = x.d[k][0];
@@ -113,11 +118,18 @@ TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, fl
     sum[k] = y[k][15] * unit;
     behind[k] = fused(y[k][15], unit, -middle[k]);
     far = further(further(far, fused(y[k][0], unit, -middle[k])), behind[k]);
+    wide = further(wide, 0.5f * sum[k]);
   }
   pair_of(groups.sum[w]) = make_float2(sum[0], sum[1]);
   if (w < 3) pair_of(groups.between[w]) = make_float2(behind[0], behind[1]);
-  bool all_near = !any_of_group(steep || !(far <= near));
-  if (!all_near && !steep && any_of_group(!(far <= most))) return BEYOND;
+  enum reach reach = any_of_group(steep || !(far <= near && wide <= near)) ? steep ? BEYOND : WITHIN : NEAR;
+  if (reach == WITHIN && any_of_group(!(far <= most))) return BEYOND;
+  if (thread_in_group() == 0) groups.reach.d[0] = __int_as_float(reach);
+#pragma unroll
+  for (int k = 0; k < 2 && reach == NEAR; k++) {
+    middle[k] = w & 1 ? 0.f : sum[k];
+    behind[k] = sum[k] - middle[k];
+  }
   float2 before = make_float2(0.f, 0.f), all = before, rest = make_float2(behind[0], behind[1]);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -133,8 +145,9 @@ TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, fl
   end.d[0] = all.x;
   end.d[1] = all.y;
   if (w > 0) {
-    float2 last = pair_of(groups.between[w - 1]);
-    pair_of(groups.between[w - 1]) = make_float2(f(last.x + middle[0], all_near), f(last.y + middle[1], all_near));
+    float2 last = pair_of(reach == NEAR ? groups.sum[w - 1] : groups.between[w - 1]);
+    if (reach == NEAR && w % 2 == 1) last = make_float2(0.f, 0.f);
+    pair_of(groups.between[w - 1]) = make_float2(f(last.x + middle[0]), f(last.y + middle[1]));
   }
   pair_of(groups.middle[w]) = make_float2(g(before.x + middle[0]), g(before.y + middle[1]));
   pair_of(groups.end[w]) = make_float2(g(rest.x), g(rest.y));
@@ -142,8 +155,6 @@ TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, fl
 #pragma unroll
   for (int i = 0; i < 16; i++)
     *(float2 *)(to + i * CT_ROW) = make_float2(fused(y[0][i], unit, -middle[0]), fused(y[1][i], unit, -middle[1]));
-  enum reach reach = steep ? BEYOND : all_near ? NEAR : WITHIN;
-  if (thread_in_group() == 0) groups.reach.d[0] = __int_as_float(reach);
   return reach;
 }
 TILE enum reach reach_of(const cg &groups) { return (enum reach)__float_as_int(groups.reach.d[0]); }
@@ -171,8 +182,19 @@ TILE block_sums each_block(const ct &s, int k) {
 TILE block_sums each_block(ct &s, int k) { return each_block((const ct &)s, k); }
 TILE float each_at(const block_sums &b, int, int j) { return j & 1 ? b.x[j >> 1].y : b.x[j >> 1].x; }
 TILE block_pairs each_block(const by_group &g, int k) { return each_block(g.v[warp_in_group()], k); }
-template<typename T> TILE block_words<T> each_block(const own_rows<T> &t, int k) { return each_block(t.s, k); }
-template<typename T> TILE void store_own(st<T, 64, 64> &d, const rt<float, 16> &t, int c0) { store(d, t, c0); }
+template<typename T> TILE block_words<T> each_block(const own_rows<T> &t, int k) {
+  block_words<T> b;
+  load_block(b.w, block_address_anew(t.s, 16 * k));
+  return b;
+}
+template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt<float, N> &t, int c0) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) {
+    const float *x = t.d + 8 * k;
+    store_block(block_address_anew(d, c0 + 16 * k), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
+                pack<T>(x[6], x[7]));
+  }
+}
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group) {
   if (warp_in_group() < group) map_col(x, f, [](float x, float f) { return x * f; });
 }
@@ -184,10 +206,11 @@ template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &
     for (int j = 0; j < 4; j++) d.d[k][j] = in ? pack<W>(x.d[8 * k + 2 * j], x.d[8 * k + 2 * j + 1]) : 0;
 }
 template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, const rt<float, 16> &t, int c0) {
-  int r = 16 * half + (lane() & 15), chunk = c0 / 8 + (lane() >> 4) ^ r & 7;
+  int r = lane() & 15, chunk = (lane() >> 4) ^ r & 7;
   const float *x = t.d;
-  store_block(shared_address(&d[0]) + warp_in_group() * (uint32_t)sizeof d[0] + r * 128 + (chunk << 4),
-              pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+  uint32_t first = shared_address(&d[0]) + warp_in_group() * (uint32_t)sizeof d[0] + r * 128 + (chunk << 4);
+  store_block(anew_word(first + half * 16 * 128) ^ c0 / 8 << 4, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
+              pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
 template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<float, 16> &t, int c0, int group) {
   int r = 16 * half + (lane() & 15), chunk = c0 / 8 + (lane() >> 4) ^ r & 7;

@@ -1,5 +1,6 @@
 // Inverses of triangular tiles on sm_90a.
 #pragma once
+#include "tile/sm90/anew.h"
 // Rows of a block are 32 bytes. Their halves change places in rows 4 to 7 of each eight: so eight rows of a half lie in
 // all banks.
 template<typename T> struct alignas(1024) tri { T d[10][2][16 * 16]; };
@@ -82,7 +83,7 @@ template<typename T> TILE void split(uint32_t &hi, uint32_t &lo, float x, float 
 // V (I + R) = the block, R the block on the diagonal below it or itself. A lane has a row of V, from the left to the
 // right. Of (I + R)^-1 the corners on the diagonal are I - V, and 01 is -V_01 + V_00 V_01.
 template<typename T> TILE void invert_corners(float (&x)[8], float *own) {
-  int l = lane(), row = l >> 2, col = (l & 3) * 2, block = l < 24 ? l >> 3 : 2;
+  int l = (int)anew_word((uint32_t)lane()), row = l >> 2, col = (l & 3) * 2, block = l < 24 ? l >> 3 : 2;
   float4 *mine = (float4 *)own + 16 * block + 2 * (l & 7);
   const float4 *r = (const float4 *)own + (l < 8 ? 0 : 16);
   __syncwarp();
@@ -213,6 +214,6 @@ template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 6
       }
       w[j] = pack<T>(y[0], y[1]);
     }
-    store_block(block_address(d, 16 * k), w[0], w[1], w[2], w[3]);
+    store_block(block_address_anew(d, 16 * k), w[0], w[1], w[2], w[3]);
   }
 }

@@ -470,12 +470,20 @@ KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a
 KDA_CUT = ("kda_segments", "kda_cuts")
 KDA_STEEP = ("steep", 560, ("steep",))           # of kda_prepare.cu: what it does with steep gates is a way of its own
 KDA_BESIDE = ("beside", 1400, ())                # of one head: the pass leaves a multiprocessor to the preparation
+# In one kernel a block has two heads or one
+KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias", "keep")),
+             ("steep", 560, ("steep",)), ("one chunk", 40, ("final_state",)))
 
 
 def kda(row, large):
     cut = row["op"] in KDA_CUT
     name = "kda" if cut or row["op"] in ("kda", "kda_prepare") else "kda_bwd"
     columns = constants(row)
+    if row["op"] == "kda_whole":
+        for label, steps, given in [*KDA_WHOLE, *[("large", 900, ("a_log",))] * large]:
+            yield label, lambda steps=steps, given=given, heads=40 if label == "large" else 3: call_kda(
+                "kda", row["dtype"], columns["D"] - 8, 104, heads, steps, (*given, "whole"))
+        return
     shapes = [("large", 3000, ("a_log",)), ("few blocks", 640, ("a_log",))] if large else []
     if cut:
         shapes = [("large", 8200, ())] if large else []
@@ -502,7 +510,7 @@ def call_kda(name, dtype, k, v, heads, steps, given):
                                                HH=heads if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
     known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False,
-                  form=3 * ("form" in given), keep=False)
+                  form=3 * ("form" in given) + ("whole" in given), keep="keep" in given)
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
@@ -969,8 +977,8 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
-       **dict.fromkeys(("kda", "kda_prepare", "kda_segments", "kda_cuts", "kda_bwd", "kda_keep", "kda_back",
-                        "kda_tiles"), kda),
+       **dict.fromkeys(("kda", "kda_prepare", "kda_whole", "kda_segments", "kda_cuts", "kda_bwd", "kda_keep",
+                        "kda_back", "kda_tiles"), kda),
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
        **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,

@@ -1,0 +1,218 @@
+// What kda's kernels make of a chunk's panel of 64 channels (warpgroup): sums of its gates, factors of its steps, and
+// both products of pairs. The formulas are kda_prepare.cu's.
+#pragma once
+#include "tile/l2.h"
+#include "delta/kda_gates.h"
+
+// TASKS: whose places are known at a time
+enum { PANELS = D / 64, TASKS = 4 };
+// Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2. Where all are
+// CLOSE, a group's sums are no further than that from the sum in front of it, nor from its own last one. A log decay
+// counts as LEAST where it is less: 2^-128, and sums stay exact enough.
+#define CLOSE 56.9f
+#define FAR 113.8f
+#define LEAST -88.7228391f
+typedef st<elem, Q, 64> panel;
+// Of each group of 16 steps i: k e^(l - m) and scale q e^(l - m), in that order in the first panel's
+struct area { st<factor, 32, 64> left[4]; };
+
+// ---- tasks
+
+// A chunk of a head: its steps, or more than a chunk has; none where its place is empty, and behind the last task.
+// mark: which counter of `done` is the chunk's
+struct task { int place, mark; head_steps at; };
+struct words { int place, mark, batch, head, step, steps; };
+struct task_list {
+  words tasks[TASKS];
+  sem given[TASKS];                 // that a place is free follows from the ring of k and q
+};
+TILE void init_tasks(task_list &s) {
+  for (sem &given : s.given) sem_init(given, arrivals(1, 0, 0));
+}
+// The n-th (thread)
+TILE void give_task(task_list &s, uint32_t n, const task &t) {
+  words &w = s.tasks[n % TASKS];
+  put(w.place, t.place);
+  put(w.mark, t.mark);
+  put(w.batch, t.at.batch);
+  put(w.head, t.at.head);
+  put(w.step, t.at.step);
+  put(w.steps, t.at.steps);
+  sem_arrive<THREAD>(s.given[n % TASKS]);
+}
+TILE void wait_for_task(task_list &s, uint32_t n) { sem_wait(s.given[n % TASKS], n / TASKS & 1); }
+TILE task given_task(const task_list &s, uint32_t n) {
+  const words &w = s.tasks[n % TASKS];
+  return {get(w.place), get(w.mark), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
+}
+
+// ---- gates and their sums
+
+// A panel's gates as they were given
+union given_gates { sm<64, 64> floats; panel shorts; };
+TILE int given_bytes(bool floats) {
+  return floats ? (int)sizeof(sm<64, 64>) : (int)sizeof(panel);
+}
+TILE void load_gates(given_gates &d, const gmap &g, bool floats, sem &full, const task &t, int col, enum l2 hint) {
+  if (floats) tma_load(d.floats, g, full, t.at.step, col, t.at.head, t.at.batch, hint);
+  else tma_load(d.shorts, g, full, t.at.step, col, t.at.head, t.at.batch, hint);
+}
+// The log decays of panel h, from where its gates were copied to if they were, and nothing stands there now.
+TILE void take_gates(hm &g, const kda_gates &p, int key_dim, const given_gates &given, const task &t, int h,
+                     bool there) {
+  hv bias;
+  if (there && p.g.is_float) load(g, given.floats, t.at.steps);
+  else if (there) load(g, given.shorts, t.at.steps);
+  else take_given(g, p, t.at, key_dim, 64 * h);
+  take_bias(bias, p, t.at.head, key_dim, 64 * h);
+  make_gates(g, bias, p, t.at, [](float x) { return x; });
+}
+// Sums of a panel's gates, to base 2, and of all; not if a sum is too far from its group's middle and gates do not
+// count as steep. logs: of the groups' middles and ends the logarithms, not what they are to multiply with.
+TILE enum reach put_sums(ct &l, cg &groups, hv &all, const hm &g, bool steep, bool logs) {
+  return sum_down(
+    l, groups, all, g, 1.4426950408889634f, CLOSE, FAR, steep, [](float x) { return fast_exp2(0.5f * x); },
+    [=](float x) {
+      float root = fast_exp2(0.5f * x);     // its square may be a subnormal number
+      return logs ? x : root * root;
+    });
+}
+
+// ---- factors
+
+// Factors that make rows of length 1.
+TILE void put_squares(sv<Q> &d, panel &y) {
+  const own_rows<elem> x = own_rows_of(y);
+  rsum sum;
+  rv squares;
+  fill(sum, 0.f);
+  each<64>([](int, int, float y, float &z) { z = fused(y, y, z); }, x, sum);
+  reduce(squares, sum);
+  store(d, squares);
+}
+TILE void take_norm(rv &norm, const sv<Q> (&squares)[PANELS]) {
+  load(norm, squares[0]);
+  if (PANELS == 2) {
+    rv more;
+    load(more, squares[PANELS - 1]);
+    map(norm, norm, more, [](float x, float y) { return x + y; });
+  }
+  map(norm, norm, [](float x) { return fast_rsqrt(x + 1e-6f); });
+}
+// Of k's rows and of q's, the scale in the latter, of their squares. They are made anew, not kept.
+TILE void take_factors(rv &k, rv &q, bool norm, float scale, const sv<Q> (&squares)[2][PANELS]) {
+  fill(k, 1.f);
+  fill(q, scale);
+  if (!norm) return;
+  take_norm(k, squares[0]);
+  take_norm(q, squares[1]);
+  map(q, q, [=](float x) { return x * scale; });
+}
+// The factors of columns i of L^T and P^T, and those of rows j, for their own groups, of panel h. Early: of the first
+// ones also the tiles, in place of k and q. A block of these has been read before it is written, and by its warp alone,
+// as has l.
+TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l, const cg &groups,
+                       const rv &norm_k, const rv &norm_q, int h, bool early) {
+  const by_group middle = {groups.middle};
+  const own_rows<elem> own_k = own_rows_of(k), own_q = own_rows_of(q);
+  fill(right, 0.f);
+  UNROLLED for (int c = 0; c < 64; c += 16) {
+    rt<float, 16> x, y;
+    fill(x, 0.f);
+    fill(y, 0.f);
+    each_part(c, [](int, int, float &x, float &y, float &right, float l, float k, float q, float norm_k, float norm_q) {
+      float e = fast_exp2(l);
+      k *= norm_k;
+      right = k * fast_exp2(-l);
+      x = k * e;
+      y = q * norm_q * e;
+    }, x, y, right, l, own_k, own_q, norm_k, norm_q);
+    store_groups(to.left, h, x, c);
+    store_groups(to.left, 1 - h, y, c);
+    if (early) {
+      each_part(c, [](int, int, float &x, float &y, float middle) {
+        x *= middle;
+        y *= middle;
+      }, x, y, middle);
+      store_own(k, x, c);
+      store_own(q, y, c);
+    }
+  }
+}
+// k e^(l_e - l), columns of d from col on
+template<int C> TILE void put_write(st<elem, Q, C> &d, int col, const rt<float, 64> &right, const cg &groups) {
+  const by_group end = {groups.end};
+  UNROLLED for (int c = 0; c < 64; c += 16) {
+    rt<float, 16> x;
+    fill(x, 0.f);
+    each_part(c, [](int, int, float &x, float right, float end) { x = right * end; }, x, right, end);
+    store_own(d, x, col + c);
+  }
+}
+
+// ---- products
+
+TILE void carry(rt<float, 64> &right, const sv<64> &between, int group) {
+  carry_to_group(right, between, group);
+  carry_to_group(right, between, group);
+}
+// `to` is in place of left factors, which everybody has to have read then: a group's factors are 4 KB, and of groups 0
+// and 1 the first 3 KB are taken, of 2 and 3 the next 7.
+TILE void hand_over_in_turn(handed &to, const rt<float, 16> &t, int group, bool in_place) {
+  if (in_place && group % 2 == 0) wg_sync();
+  hand_over(to, t, group);
+}
+// A half of the columns of both products, where its groups have one middle; meanwhile rows are carried to the next.
+template<int HALF>
+TILE void make_half(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to, bool in_place) {
+  rt<factor, 64> r;
+  rt<float, 16> own, other, next, next_other;
+  convert_group(r, right, 2 * HALF + 1);
+  mma_fence();
+  mma_ABt_halves<ZERO>(own, other, r, from.left[2 * HALF]);
+  mma_ABt_halves<ZERO>(next, next_other, r, from.left[2 * HALF + 1]);
+  mma_commit();
+  if (HALF == 0) carry(right, groups.between[1], 2);
+  mma_wait<0>(own, other, next, next_other, r);
+  put_group(a, own, 2 * HALF);
+  put_group(a, next, 2 * HALF + 1);
+  hand_over_in_turn(to, other, 2 * HALF, in_place);
+  hand_over_in_turn(to, next_other, 2 * HALF + 1, in_place);
+}
+// A group of columns; meanwhile rows are carried to the next group.
+template<int GROUP>
+TILE void make_group(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to, bool in_place) {
+  rt<factor, 64> r;
+  rt<float, 16> own, other;
+  convert_group(r, right, GROUP);
+  mma_fence();
+  mma_ABt_halves<ZERO>(own, other, r, from.left[GROUP]);
+  mma_commit();
+  if (GROUP < 3) carry(right, groups.between[GROUP < 3 ? GROUP : 0], GROUP + 1);
+  mma_wait<0>(own, other, r);
+  put_group(a, own, GROUP);
+  hand_over_in_turn(to, other, GROUP, in_place);
+}
+// This panel's part of L^T in the first warpgroup, of P^T in the last; and, handed over, of the other one. Where j is
+// behind i the products are anything, also infinite.
+TILE void make_products(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to, bool in_place,
+                        enum reach reach) {
+  fill(a, 0.f);
+  if (reach == NEAR && PANELS == 2) {       // ptxas lacks registers for halves where there are three teams
+    make_half<0>(a, right, from, groups, to, in_place);
+    make_half<1>(a, right, from, groups, to, in_place);
+    return;
+  }
+  make_group<0>(a, right, from, groups, to, in_place);
+  make_group<1>(a, right, from, groups, to, in_place);
+  make_group<2>(a, right, from, groups, to, in_place);
+  make_group<3>(a, right, from, groups, to, in_place);
+}
+// M^T of L^T, of which anything stands where nothing should.
+TILE void make_inverse(rt<float, Q> &inverse, rt<float, Q> &a, const sv<Q> &factors, tri<inner> &scratch) {
+  rv beta;
+  load(beta, factors);
+  triu(a, 1, 0.f);
+  map_row(a, beta, [](float x, float y) { return x * y; });
+  invert(inverse, a, scratch);
+}

@@ -1,0 +1,323 @@
+// Kimi delta attention (2025), forward, of heads that fill the device: one kernel that prepares a head's chunks one
+// after the other and passes over them, so that nothing of what kda_prepare.cu makes goes through memory. The formulas
+// are kda_prepare.cu's and delta_sweep.cu's, and so is the result, bit by bit.
+// A block takes a head. Two warpgroups, one for each panel of 64 channels, make a chunk's tiles, M and P; a third one
+// has the state, both halves of v's columns in turn, and is a chunk behind. The last of the two sums the next chunk's
+// gates while the first one inverts. Tiles stand where k and q came, and o leaves from where v did.
+//
+// Registers of a thread. Chunks: as kda_prepare.cu. State: two halves of 64; of one, x and y 32 each, an operand 16,
+// then u as two operands. The state's product is over before that of P is issued: both in flight would be too many.
+#include "delta/kda_chunk.h"
+
+// D: columns of q and k. LOAD_REGS, COMPUTE_REGS, STATE_REGS
+static_assert(D == 128, "two panels");
+enum { AHEAD = 4 };             // what is made with the sums, while the state has the chunk before the last one
+typedef st<elem, Q, D> wide;
+union sums {
+  ct l;                             // to base 2
+  given_gates given;
+};
+struct shared {
+  panel k[2][PANELS], q[2][PANELS]; // of chunks in turn; then k e^l, scale q e^l
+  wide w[2];                        // k e^(l_e - l)
+  area areas[PANELS];               // then what is handed over, then in the last one what the inverse works with
+  union sums sums[PANELS];
+  square m, p[2];
+  panel v[2];                       // both halves of the columns; then o
+  cg groups[PANELS];
+  sv<Q> squares[2][PANELS];         // of k's rows and of q's
+  sv<D> ends[AHEAD];                // e^(l_e)
+  sv<Q> beta[AHEAD];
+  task_list todo;
+  ring<2, ASYNC_READS> inputs;      // k and q
+  ring<1> gates;                    // in place of the sums
+  ring<1> values;                   // v
+  sem tiles[2], pairs[2];           // a chunk's are there: k, q, w, ends, beta; M and P
+  sem inverted;                     // the state has read M
+  sem done[2];                      // ... and all of a chunk
+};
+typedef kda_whole_params params;
+TILE handed &handed_by(shared &s, int h) { return in_place_of<handed>(s.areas[h]); }
+TILE tri<inner> &scratch_of(shared &s) { return in_place_of<tri<inner>>(s.areas[PANELS - 1]); }
+
+TILE void init(shared &s) {
+  init_tasks(s.todo);
+  ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, 1));
+  ring_init(s.gates, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
+  ring_init(s.values, arrivals(1, 0, 0), arrivals(0, 0, 1));
+  for (int i = 0; i < 2; i++) {
+    sem_init(s.tiles[i], arrivals(0, 0, PANELS));
+    sem_init(s.pairs[i], arrivals(0, 0, PANELS));
+    sem_init(s.done[i], arrivals(0, 0, 1));
+  }
+  sem_init(s.inverted, arrivals(0, 0, 1));
+}
+
+// ---- loaders
+
+TILE void load_gates(const params &p, shared &s, const task &t, ring_pos at) {
+  ring_acquire(s.gates, at);
+  if (!p.copied) return sem_arrive<THREAD>(s.gates.full[0]);
+  bool floats = p.gates.g.is_float;
+  ring_expect(s.gates, at, PANELS * given_bytes(floats));
+  ROLLED for (int h = 0; h < PANELS; h++)
+    load_gates(s.sums[h].given, p.g, floats, s.gates.full[0], t, 64 * h, LEAVES);
+}
+TILE void loader(const params &p, shared &s, int) {
+  uint32_t n = 0;
+  int heads = p.batches * p.rows.heads;
+  ROLLED for (int i = block_index(); i < heads; i += block_count()) {
+    int batch = i / p.rows.heads, head = i - batch * p.rows.heads, key_head = head / p.rows.group_heads;
+    ROLLED for (int place = 0; place < p.rows.places; place++, n++) {
+      int step = p.rows.from + place * Q;
+      task t = {place, 0, {batch, head, step, p.rows.to - step}};
+      ring_pos at = ring_at<2>(n);
+      give_task(s.todo, n, t);
+      load_gates(p, s, t, ring_at<1>(n));
+      ring_acquire(s.inputs, at);
+      ring_expect(s.inputs, at, 2 * PANELS * tile_bytes(s.k[0][0]));
+      ROLLED for (int h = 0; h < PANELS; h++) {
+        tma_load(s.k[at.stage][h], p.k, s.inputs.full[at.stage], step, 64 * h, key_head, batch, LEAVES);
+        tma_load(s.q[at.stage][h], p.q, s.inputs.full[at.stage], step, 64 * h, key_head, batch, LEAVES);
+      }
+    }
+  }
+  give_task(s.todo, n, {});
+}
+TILE void value_loader(const params &p, shared &s, int) {
+  for (uint32_t n = 0;; n++) {
+    wait_for_task(s.todo, n);
+    task t = given_task(s.todo, n);
+    if (t.at.steps <= 0) break;
+    ring_acquire(s.values, ring_at<1>(n));
+    ring_expect(s.values, ring_at<1>(n), 2 * tile_bytes(s.v[0]));
+    ROLLED for (int g = 0; g < 2; g++)
+      tma_load(s.v[g], p.v, s.values.full[0], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
+  }
+}
+
+// ---- chunks
+
+TILE void team_sync() { bar_sync(1, 128 * PANELS); }
+TILE void take_factors(rv &k, rv &q, const params &p, const shared &s) {
+  take_factors(k, q, p.gates.norm, p.scale, s.squares);
+}
+// A chunk's tiles are there, and there is room for the next gates.
+TILE void tell_tiles(shared &s, int i) {
+  sem_arrive<WARPGROUP>(s.tiles[i]);
+  sem_arrive<WARPGROUP>(s.gates.empty[0]);
+}
+TILE void make_pairs(rt<float, Q> &a, const params &p, shared &s, int i, int h, enum reach reach) {
+  const bool early = reach != BEYOND;
+  rt<float, 64> right;
+  {
+    rv norm_k, norm_q;
+    take_factors(norm_k, norm_q, p, s);
+    make_factors(right, s.areas[h], s.k[i][h], s.q[i][h], s.sums[h].l, s.groups[h], norm_k, norm_q, h, early);
+  }
+  if (early) put_write(s.w[i], 64 * h, right, s.groups[h]);
+  fence_async();
+  wg_sync();
+  if (early) tell_tiles(s, i);
+  make_products(a, right, s.areas[h], s.groups[h], handed_by(s, h), true, reach);
+}
+// Of any gates, whose sums are true ones: in L and P they were not.
+TILE void make_tiles(const params &p, shared &s, int i, int h) {
+  const by_group middle = {s.groups[h].middle}, end = {s.groups[h].end};
+  const own_rows<elem> k = own_rows_of(s.k[i][h]), q = own_rows_of(s.q[i][h]);
+  rv norm_k, norm_q;
+  take_factors(norm_k, norm_q, p.gates.norm > 0, p.scale, s.squares);   // another question than elsewhere: no answer is
+                                                                        // kept
+  ROLLED for (int c = 0; c < 64; c += 16) {
+    rt<float, 16> x, y, z;
+    fill(x, 0.f);
+    fill(y, 0.f);
+    fill(z, 0.f);
+    each_part(c, [](int, int, float &x, float &y, float &z, float l, float k, float q, float middle, float end,
+                    float norm_k, float norm_q) {
+      float e = fast_exp2(middle + l);
+      k *= norm_k;
+      x = k * e;
+      y = q * norm_q * e;
+      z = k * fast_exp2(end - l);
+    }, x, y, z, s.sums[h].l, k, q, middle, end, norm_k, norm_q);
+    store_own(s.k[i][h], x, c);
+    store_own(s.q[i][h], y, c);
+    store_own(s.w[i], z, 64 * h + c);
+  }
+}
+TILE void take_gates(hm &g, const params &p, const shared &s, const task &t, int h, bool there) {
+  take_gates(g, p.gates, p.key_dim, s.sums[h].given, t, h, there);
+}
+TILE enum reach put_sums(shared &s, const hm &g, uint32_t n, int h, bool steep) {
+  hv end;
+  enum reach reach = put_sums(s.sums[h].l, s.groups[h], end, g, steep, steep);
+  if (reach == BEYOND && !steep) return reach;
+  map(end, end, [](float x) { return fast_exp2(x); });
+  store(s.ends[n % AHEAD], 64 * h, end);
+  return reach;
+}
+// By the last warpgroup, of both panels. Sums of steep gates are for L and P.
+TILE void sum_gates(const params &p, shared &s, const task &t, uint32_t n) {
+  ROLLED for (int h = 0; h < PANELS; h++) {
+    ROLLED for (int steep = 0; steep < 2; steep++) {
+      hm g;
+      ring_wait(s.gates, ring_at<1>(n));
+      take_gates(g, p, s, t, h, p.copied && !steep);
+      if (steep) at_least(g, -10.5f);
+      if (put_sums(s, g, n, h, steep) != BEYOND) break;
+    }
+  }
+}
+
+TILE void prepare(const params &p, shared &s, int h) {
+  for (uint32_t n = 0;; n++) {
+    wait_for_task(s.todo, n);
+    task t = given_task(s.todo, n);
+    if (t.at.steps <= 0) break;
+    const int i = n % 2;
+    if (h == 1) {
+      rv beta;
+      sum_gates(p, s, t, n);
+      take_beta(beta, p.gates, t.at);
+      store(s.beta[n % AHEAD], beta);
+    }
+    sem_wait(s.done[i], n / 2 & 1 ^ 1);     // with the chunk before the last one
+    ring_wait(s.inputs, ring_at<2>(n));
+    if (p.gates.norm) {
+      put_squares(s.squares[0][h], s.k[i][h]);
+      put_squares(s.squares[1][h], s.q[i][h]);
+    }
+    team_sync();
+    const enum reach reach = reach_of(s.groups[h]);
+    rt<float, Q> a;
+    make_pairs(a, p, s, i, h, reach);
+    tma_store_wait_read();                  // M and P have left
+    team_sync();
+    add(a, handed_by(s, 1 - h));
+    wg_sync();                              // everybody has what was handed over: the inverse works there
+    if (h == 0) {
+      rt<float, Q> inverse;
+      make_inverse(inverse, a, s.beta[n % AHEAD], scratch_of(s));
+      sem_wait(s.inverted, n & 1 ^ 1);
+      store_carried(s.m, inverse);
+    } else {
+      triu(a, 0, 0.f);
+      store_own(s.p[i], a, 0);
+    }
+    if (reach == BEYOND) {
+      hm g;
+      t = given_task(s.todo, n);
+      take_gates(g, p, s, t, h, false);
+      at_least(g, LEAST);
+      put_sums(s, g, n, h, true);
+      wg_sync();
+      make_tiles(p, s, i, h);
+      fence_async();
+      tell_tiles(s, i);
+    }
+    fence_async();
+    sem_arrive<WARPGROUP>(s.pairs[i]);
+    if (p.keep) {
+      wg_sync();
+      t = given_task(s.todo, n);
+      tma_store(h ? p.p : p.m, h ? s.p[i] : s.m, t.place * Q, 0, t.at.head, t.at.batch);
+    }
+  }
+  tma_store_wait_read();
+}
+
+// ---- the state
+
+// One chunk, of half g of v's columns.
+TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t, uint32_t n, int g) {
+  const int i = n % 2;
+  rt<float, Q> x, y;
+  rt<inner, Q> factor;
+  rt<elem, 64> part;
+  rv up, down;
+  convert_part(part, state, 0);
+  mma_fence();
+  mma_ABt_part<ZERO>(x, part, s.k[i][0], 0);
+  mma_ABt_part<ZERO>(y, part, s.q[i][0], 0);
+  mma_commit();
+  mma_wait<0>(x, y, part);
+  convert_part(part, state, 64);
+  mma_fence();
+  mma_ABt_part<ACC>(x, part, s.k[i][1], 0);
+  mma_ABt_part<ACC>(y, part, s.q[i][1], 0);
+  mma_commit();
+  if (g == 0) ring_wait(s.values, ring_at<1>(n));
+  mma_wait<0>(x, y, part);
+  if (g == 1) ring_release(s.inputs, ring_at<2>(n));
+  load_t(part, s.v[g]);
+  map_col(x, part, s.beta[n % AHEAD], [](float a, float b, float) { return b - a; });
+  row_factors(up, down, x);
+  map_row(x, up, [](float f, float m) { return f * m; });
+  convert(factor, x);
+  if (g == 0) sem_wait(s.pairs[i], n / 2 & 1);
+  mma_fence();
+  mma_AB<ZERO>(x, factor, s.m);             // R^T
+  mma_commit();
+  map_col(state, s.ends[n % AHEAD], [](float f, float e) { return f * e; });
+  mma_wait<0>(x, factor);
+  if (g == 1) sem_arrive<WARPGROUP>(s.inverted);
+  map_col(x, s.beta[n % AHEAD], [](float f, float b) { return f * b; });
+  convert(factor, x);
+  map_row(x, down, [](float f, float m) { return f * m; });
+  convert(part, x);
+  mma_fence();
+  mma_AB<ACC>(state, part, s.w[i]);
+  mma_commit();
+  mma_wait<0>(state, part);
+  mma_fence();                              // for ptxas, which else lacks registers; no tile was touched since the last
+  mma_AB<ZERO>(x, factor, s.p[i]);          // u^T P^T
+  mma_commit();
+  mma_wait<0>(x, factor);
+  each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, y, (const rt<float, Q> &)x, down);
+  wg_sync();                                // everybody has v
+  store_t(s.v[g], y);
+  fence_async();
+  wg_sync();
+  tma_store(p.o, s.v[g], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
+}
+TILE int64_t first_of(const params &p, const task &t, int g, ssd_order o) {
+  return ((int64_t)t.at.batch * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
+}
+TILE void begin_state(rt<float, D> &state, const params &p, const task &t, int g) {
+  ssd_order o = p.initial_order;
+  fill(state, 0.f);
+  if (p.initial) load(state, p.initial + first_of(p, t, g, o), o.row, o.col, p.value_dim - 64 * g, p.key_dim);
+}
+TILE void end_state(const rt<float, D> &state, const params &p, const task &t, int g) {
+  ssd_order o = p.final_order;
+  if (p.final) store(p.final + first_of(p, t, g, o), o.row, o.col, state, p.value_dim - 64 * g, p.key_dim);
+}
+TILE void run_state(const params &p, shared &s, int) {
+  rt<float, D> first, second;               // S^T: 64 columns of v each by K
+  for (uint32_t n = 0;; n++) {
+    wait_for_task(s.todo, n);
+    task t = given_task(s.todo, n);
+    if (t.at.steps <= 0) break;
+    if (t.place == 0) {
+      begin_state(first, p, t, 0);
+      begin_state(second, p, t, 1);
+    }
+    sem_wait(s.tiles[n % 2], n / 2 & 1);
+    advance(first, p, s, t, n, 0);
+    advance(second, p, s, t, n, 1);
+    sem_arrive<WARPGROUP>(s.done[n % 2]);
+    tma_store_wait_read();                  // o
+    sem_arrive<WARPGROUP>(s.values.empty[0]);
+    t = given_task(s.todo, n);
+    if (t.place + 1 == p.rows.places) {
+      end_state(first, p, t, 0);
+      end_state(second, p, t, 1);
+    }
+  }
+}
+
+typedef block<params, shared, init, role<prepare, WARPGROUP, PANELS, COMPUTE_REGS>,
+              role<run_state, WARPGROUP, 1, STATE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<value_loader, THREAD, 1, LOAD_REGS>> kernel;
+ENTRY(kernel, Q, D)
