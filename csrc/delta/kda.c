@@ -112,7 +112,7 @@ mg_status mg_kda(const mg_kda_args *a) {
   const ssd_order between = delta_order_of(&c, false);
   const mg_tensor *inverses = a->keep ? a->inverses : a->own_inverses, *reads = a->keep ? a->reads : a->own_reads;
   const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
-  const bool whole = a->q->dtype == MG_BF16 && c.n.K > 64 && c.n.V > 64 && !a->cu_seqlens;
+  const bool whole = a->q->dtype == MG_BF16 && c.n.K > 64 && c.n.V > 64 && !a->cu_seqlens && a->form != 2;
   const bool slow = a->a_log || (a->q->dtype == MG_FP16 && c.n.K > 64);
   bool last = false;
   for (int64_t first = 0; !last && !c.status; first += each) {

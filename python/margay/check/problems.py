@@ -510,7 +510,7 @@ def call_kda(name, dtype, k, v, heads, steps, given):
                                                HH=heads if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
     known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False,
-                  form=3 * ("form" in given) + ("whole" in given), keep="keep" in given)
+                  form=3 if "form" in given else 1 if "whole" in given else 2 * (name == "kda"), keep="keep" in given)
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
