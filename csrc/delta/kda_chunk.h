@@ -150,6 +150,28 @@ template<int C> TILE void put_write(st<elem, Q, C> &d, int col, const rt<float, 
   }
 }
 
+// 16 columns from c on of k e^l, scale q e^l and k e^(l_e - l). STEEP: the groups' middles and ends are logarithms, of
+// any gates. Else they are, bit by bit, those that are made with the factors.
+template<bool STEEP, class L, class X>
+TILE void make_tile_part(rt<float, 16> (&d)[3], int c, L &l, X &k, X &q, const cg &groups, const rv &norm_k,
+                         const rv &norm_q) {
+  const by_group middle = {groups.middle}, end = {groups.end};
+  CONSTANT_INDEX for (rt<float, 16> &x : d) fill(x, 0.f);
+  each_part(c, [](int, int, float &x, float &y, float &z, float l, float k, float q, float middle, float end,
+                  float norm_k, float norm_q) {
+    float e = fast_exp2(STEEP ? middle + l : l);
+    k *= norm_k;
+    x = k * e;
+    y = q * norm_q * e;
+    z = k * fast_exp2(STEEP ? end - l : -l);
+    if (!STEEP) {
+      x *= middle;
+      y *= middle;
+      z *= end;
+    }
+  }, d[0], d[1], d[2], l, k, q, middle, end, norm_k, norm_q);
+}
+
 // ---- products
 
 TILE void carry(rt<float, 64> &right, const sv<64> &between, int group) {

@@ -251,10 +251,8 @@ TILE void put_reads(rt<float, Q> &a, chunk &s) {
   triu(a, 0, 0.f);
   store(reads_of(s), a);
 }
-// STEEP: of any gates. Else they are, bit by bit, those that are made early.
 template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
   panel &read_k = tile_of(s, h, 0), &read_q = tile_of(s, h, 1), &write_k = tile_of(s, h, 2);
-  const by_group middle = {s.groups[h].middle}, end = {s.groups[h].end};
   rt<float, 64> l;
   rv norm_k, norm_q;
   load(l, s.sums[h].l);
@@ -262,26 +260,11 @@ template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
                                                                         // kept
   wg_sync();                                // everybody has read the sums
   UNROLLED for (int c = 0; c < 64; c += 16) {
-    rt<float, 16> x, y, z;
-    fill(x, 0.f);
-    fill(y, 0.f);
-    fill(z, 0.f);
-    each_part(c, [](int, int, float &x, float &y, float &z, float l, float k, float q, float middle, float end,
-                    float norm_k, float norm_q) {
-      float e = fast_exp2(STEEP ? middle + l : l);
-      k *= norm_k;
-      x = k * e;
-      y = q * norm_q * e;
-      z = k * fast_exp2(STEEP ? end - l : -l);
-      if (!STEEP) {
-        x *= middle;
-        y *= middle;
-        z *= end;
-      }
-    }, x, y, z, (const rt<float, 64> &)l, s.k[h], s.q[h], middle, end, norm_k, norm_q);
-    store(read_k, x, c);
-    store(read_q, y, c);
-    store(write_k, z, c);
+    rt<float, 16> part[3];
+    make_tile_part<STEEP>(part, c, (const rt<float, 64> &)l, s.k[h], s.q[h], s.groups[h], norm_k, norm_q);
+    store(read_k, part[0], c);
+    store(read_q, part[1], c);
+    store(write_k, part[2], c);
   }
 }
 

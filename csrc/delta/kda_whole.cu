@@ -123,27 +123,16 @@ TILE void make_pairs(rt<float, Q> &a, const params &p, shared &s, int i, int h, 
 }
 // Of any gates, whose sums are true ones: in L and P they were not.
 TILE void make_tiles(const params &p, shared &s, int i, int h) {
-  const by_group middle = {s.groups[h].middle}, end = {s.groups[h].end};
   const own_rows<elem> k = own_rows_of(s.k[i][h]), q = own_rows_of(s.q[i][h]);
   rv norm_k, norm_q;
   take_factors(norm_k, norm_q, p.gates.norm > 0, p.scale, s.squares);   // another question than elsewhere: no answer is
                                                                         // kept
   ROLLED for (int c = 0; c < 64; c += 16) {
-    rt<float, 16> x, y, z;
-    fill(x, 0.f);
-    fill(y, 0.f);
-    fill(z, 0.f);
-    each_part(c, [](int, int, float &x, float &y, float &z, float l, float k, float q, float middle, float end,
-                    float norm_k, float norm_q) {
-      float e = fast_exp2(middle + l);
-      k *= norm_k;
-      x = k * e;
-      y = q * norm_q * e;
-      z = k * fast_exp2(end - l);
-    }, x, y, z, s.sums[h].l, k, q, middle, end, norm_k, norm_q);
-    store_own(s.k[i][h], x, c);
-    store_own(s.q[i][h], y, c);
-    store_own(s.w[i], z, 64 * h + c);
+    rt<float, 16> part[3];
+    make_tile_part<true>(part, c, s.sums[h].l, k, q, s.groups[h], norm_k, norm_q);
+    store_own(s.k[i][h], part[0], c);
+    store_own(s.q[i][h], part[1], c);
+    store_own(s.w[i], part[2], 64 * h + c);
   }
 }
 TILE void take_gates(hm &g, const params &p, const shared &s, const task &t, int h, bool there) {
