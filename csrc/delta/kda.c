@@ -55,7 +55,7 @@ static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
 // makes decays, or factors in two parts, and has no warpgroup left that waits for memory. whole: there is one kernel.
 static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, int form, bool slow, bool whole,
                         const mg_tensor *marks) {
-  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 6800 };
+  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5800 };
   const int64_t made = slow ? 8500 : 4500, made_alone = slow ? 8700 : 6900;
   const int64_t heads = c->n.R * c->n.HV, parts = mg_ceil_div(c->n.V, c->desc->tile_n), sms = c->context.sms;
   const int64_t places = p->rows.places, chunks = c->n.B * c->n.HV * places, fit = mg_max(1, sms * 3 / 7);
@@ -78,7 +78,7 @@ static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_p
   kda_whole_params p = {.m = s->m, .p = s->p, .v = s->v, .o = s->o, .initial = s->initial, .final = s->final,
                         .initial_order = s->initial_order, .final_order = s->final_order, .rows = s->rows,
                         .gates = *gates, .scale = s->scale, .batches = (int)c->n.B, .key_dim = s->key_dim,
-                        .value_dim = s->value_dim, .copied = copied(c, a->g), .keep = a->keep};
+                        .value_dim = s->value_dim, .copied = copied(c, a->g) && !a->a_log, .keep = a->keep};
   if (!mg_choose_other(c, MG_OP_kda_whole)) return c->status;
   mg_map_bthd(c, &p.q, a->q, 64, 64);
   mg_map_bthd(c, &p.k, a->k, 64, 64);

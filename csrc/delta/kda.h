@@ -60,6 +60,6 @@ typedef struct kda_whole_params {
   kda_gates gates;
   float scale;
   int batches, key_dim, value_dim;
-  int copied;                 // as above
+  int copied;                 // gates.g has log decays, and copies read them
   int keep;
 } kda_whole_params;

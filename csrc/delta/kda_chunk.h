@@ -1,15 +1,14 @@
 // What kda's kernels make of a chunk's panel of 64 channels (warpgroup): sums of its gates, factors of its steps, and
 // both products of pairs. The formulas are kda_prepare.cu's.
 #pragma once
+#include "tile/cold.h"
 #include "tile/l2.h"
 #include "delta/kda_gates.h"
 
 // TASKS: whose places are known at a time
 enum { PANELS = D / 64, TASKS = 4 };
-// Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2. Where all are
-// CLOSE, a group's sums are no further than that from the sum in front of it, nor from its own last one. A log decay
-// counts as LEAST where it is less: 2^-128, and sums stay exact enough.
-#define CLOSE 56.9f
+// Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2. A log decay counts
+// as LEAST where it is less: 2^-128, and sums stay exact enough.
 #define FAR 113.8f
 #define LEAST -88.7228391f
 typedef st<elem, Q, 64> panel;
@@ -57,12 +56,15 @@ TILE void load_gates(given_gates &d, const gmap &g, bool floats, sem &full, cons
   if (floats) tma_load(d.floats, g, full, t.at.step, col, t.at.head, t.at.batch, hint);
   else tma_load(d.shorts, g, full, t.at.step, col, t.at.head, t.at.batch, hint);
 }
+TILE void take_copied(hm &g, const given_gates &given, bool floats, const task &t) {
+  if (floats) load(g, given.floats, t.at.steps);
+  else load(g, given.shorts, t.at.steps);
+}
 // The log decays of panel h, from where its gates were copied to if they were, and nothing stands there now.
 TILE void take_gates(hm &g, const kda_gates &p, int key_dim, const given_gates &given, const task &t, int h,
                      bool there) {
   hv bias;
-  if (there && p.g.is_float) load(g, given.floats, t.at.steps);
-  else if (there) load(g, given.shorts, t.at.steps);
+  if (there) take_copied(g, given, p.g.is_float, t);
   else take_given(g, p, t.at, key_dim, 64 * h);
   take_bias(bias, p, t.at.head, key_dim, 64 * h);
   make_gates(g, bias, p, t.at, [](float x) { return x; });
@@ -71,7 +73,7 @@ TILE void take_gates(hm &g, const kda_gates &p, int key_dim, const given_gates &
 // count as steep. logs: of the groups' middles and ends the logarithms, not what they are to multiply with.
 TILE enum reach put_sums(ct &l, cg &groups, hv &all, const hm &g, bool steep, bool logs) {
   return sum_down(
-    l, groups, all, g, 1.4426950408889634f, CLOSE, FAR, steep, [](float x) { return fast_exp2(0.5f * x); },
+    l, groups, all, g, 1.4426950408889634f, FAR, steep, [](float x) { return fast_exp2(0.5f * x); },
     [=](float x) {
       float root = fast_exp2(0.5f * x);     // its square may be a subnormal number
       return logs ? x : root * root;
@@ -108,16 +110,28 @@ TILE void take_factors(rv &k, rv &q, bool norm, float scale, const sv<Q> (&squar
   take_norm(q, squares[1]);
   map(q, q, [=](float x) { return x * scale; });
 }
+struct factor_part {
+  rt<float, 16> l;
+  rt<elem, 16> k, q;
+};
+TILE void take_part(factor_part &d, panel &k, panel &q, const ct &l, int c) {
+  load_part(d.k, own_rows_of(k), c);
+  load_part(d.q, own_rows_of(q), c);
+  load_part(d.l, l, c);
+}
 // The factors of columns i of L^T and P^T, and those of rows j, for their own groups, of panel h. Early: of the first
 // ones also the tiles, in place of k and q. A block of these has been read before it is written, and by its warp alone,
 // as has l.
 TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l, const cg &groups,
                        const rv &norm_k, const rv &norm_q, int h, bool early) {
   const by_group middle = {groups.middle};
-  const own_rows<elem> own_k = own_rows_of(k), own_q = own_rows_of(q);
+  factor_part parts[2];
   fill(right, 0.f);
+  take_part(parts[0], k, q, l, 0);
   UNROLLED for (int c = 0; c < 64; c += 16) {
     rt<float, 16> x, y;
+    const factor_part &now = parts[c / 16 % 2];
+    if (c < 48) take_part(parts[1 - c / 16 % 2], k, q, l, c + 16);   // loads wait for no store of the part before
     fill(x, 0.f);
     fill(y, 0.f);
     each_part(c, [](int, int, float &x, float &y, float &right, float l, float k, float q, float norm_k, float norm_q) {
@@ -126,7 +140,7 @@ TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l
       right = k * fast_exp2(-l);
       x = k * e;
       y = q * norm_q * e;
-    }, x, y, right, l, own_k, own_q, norm_k, norm_q);
+    }, x, y, right, now.l, now.k, now.q, norm_k, norm_q);
     store_groups(to.left, h, x, c);
     store_groups(to.left, 1 - h, y, c);
     if (early) {
@@ -215,20 +229,41 @@ TILE void make_group(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg
   put_group(a, own, GROUP);
   hand_over_in_turn(to, other, GROUP, in_place);
 }
+// By warps; see mma_ABt_halves_by_warps().
+template<int GROUP>
+TILE void make_group_by_warps(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to) {
+  rt<factor, 64> r;
+  rt<float, 16> own, other;
+  convert_group(r, right, GROUP);
+  mma_ABt_halves_by_warps(own, other, r, from.left[GROUP]);
+  if (GROUP < 3) carry(right, groups.between[GROUP < 3 ? GROUP : 0], GROUP + 1);
+  put_group(a, own, GROUP);
+  hand_over_in_turn(to, other, GROUP, true);
+}
 // This panel's part of L^T in the first warpgroup, of P^T in the last; and, handed over, of the other one. Where j is
 // behind i the products are anything, also infinite.
+TILE void make_products_of_halves(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to,
+                                  bool in_place) {
+  fill(a, 0.f);
+  make_half<0>(a, right, from, groups, to, in_place);
+  make_half<1>(a, right, from, groups, to, in_place);
+}
 TILE void make_products(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to, bool in_place,
                         enum reach reach) {
+  if (reach == NEAR && PANELS == 2)         // ptxas lacks registers for halves where there are three teams
+    return make_products_of_halves(a, right, from, groups, to, in_place);
   fill(a, 0.f);
-  if (reach == NEAR && PANELS == 2) {       // ptxas lacks registers for halves where there are three teams
-    make_half<0>(a, right, from, groups, to, in_place);
-    make_half<1>(a, right, from, groups, to, in_place);
-    return;
-  }
   make_group<0>(a, right, from, groups, to, in_place);
   make_group<1>(a, right, from, groups, to, in_place);
   make_group<2>(a, right, from, groups, to, in_place);
   make_group<3>(a, right, from, groups, to, in_place);
+}
+TILE void make_products_by_warps(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to) {
+  fill(a, 0.f);
+  make_group_by_warps<0>(a, right, from, groups, to);
+  make_group_by_warps<1>(a, right, from, groups, to);
+  make_group_by_warps<2>(a, right, from, groups, to);
+  make_group_by_warps<3>(a, right, from, groups, to);
 }
 // M^T of L^T, of which anything stands where nothing should.
 TILE void make_inverse(rt<float, Q> &inverse, rt<float, Q> &a, const sv<Q> &factors, tri<inner> &scratch) {

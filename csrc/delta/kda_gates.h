@@ -46,10 +46,13 @@ TILE void take_gates_of(Tile &x, const kda_gates &p, const head_steps &t, int ke
   take_given(x, bias, p, t, key_dim, c0);
   make_gates(x, bias, p, t, f);
 }
+TILE void take_beta_as_given(rv &beta, const kda_gates &p, const head_steps &t) {
+  load_steps(beta, first_of<float>(p.beta, t), p.beta.step, t.steps);
+}
 TILE void take_beta(rv &beta, const kda_gates &p, const head_steps &t) {
   float most = p.most;
   int steps = t.steps;
-  if (p.beta.is_float) load_steps(beta, first_of<float>(p.beta, t), p.beta.step, steps);
+  if (p.beta.is_float) take_beta_as_given(beta, p, t);
   else load_steps(beta, first_of<elem>(p.beta, t), p.beta.step, steps);
   if (most == 0.f) return;
   rv inside;

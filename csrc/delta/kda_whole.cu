@@ -5,6 +5,9 @@
 // has the state, both halves of v's columns in turn, and is a chunk behind. The last of the two sums the next chunk's
 // gates while the first one inverts. Tiles stand where k and q came, and o leaves from where v did.
 //
+// What few chunks or calls want is in functions that are called (tile/cold.h): in between it cost a tenth of all time.
+// There products are those of warps, as ptxas takes no others across a call.
+//
 // Registers of a thread. Chunks: as kda_prepare.cu. State: two halves of 64; of one, x and y 32 each, an operand 16,
 // then u as two operands. The state's product is over before that of P is issued: both in flight would be too many.
 #include "delta/kda_chunk.h"
@@ -55,10 +58,12 @@ TILE void init(shared &s) {
 
 // ---- loaders
 
+// What chunks have in place of their sums: log decays as they were given, or, made of anything else, as floats.
+TILE bool are_floats(const params &p) { return !p.copied || p.gates.g.is_float; }
 TILE void load_gates(const params &p, shared &s, const task &t, ring_pos at) {
   ring_acquire(s.gates, at);
   if (!p.copied) return sem_arrive<THREAD>(s.gates.full[0]);
-  bool floats = p.gates.g.is_float;
+  bool floats = are_floats(p);
   ring_expect(s.gates, at, PANELS * given_bytes(floats));
   ROLLED for (int h = 0; h < PANELS; h++)
     load_gates(s.sums[h].given, p.g, floats, s.gates.full[0], t, 64 * h, LEAVES);
@@ -107,9 +112,7 @@ TILE void tell_tiles(shared &s, int i) {
   sem_arrive<WARPGROUP>(s.tiles[i]);
   sem_arrive<WARPGROUP>(s.gates.empty[0]);
 }
-TILE void make_pairs(rt<float, Q> &a, const params &p, shared &s, int i, int h, enum reach reach) {
-  const bool early = reach != BEYOND;
-  rt<float, 64> right;
+TILE void make_right(rt<float, 64> &right, const params &p, shared &s, int i, int h, bool early) {
   {
     rv norm_k, norm_q;
     take_factors(norm_k, norm_q, p, s);
@@ -119,10 +122,61 @@ TILE void make_pairs(rt<float, Q> &a, const params &p, shared &s, int i, int h, 
   fence_async();
   wg_sync();
   if (early) tell_tiles(s, i);
-  make_products(a, right, s.areas[h], s.groups[h], handed_by(s, h), true, reach);
 }
-// Of any gates, whose sums are true ones: in L and P they were not.
-TILE void make_tiles(const params &p, shared &s, int i, int h) {
+// Sums of both panels; then M by the first warpgroup, P by the last.
+TILE void put_pairs(rt<float, Q> &a, shared &s, uint32_t n, int h) {
+  tma_store_wait_read();                    // M and P have left
+  team_sync();
+  add(a, handed_by(s, 1 - h));
+  wg_sync();                                // everybody has what was handed over: the inverse works there
+  if (h == 0) {
+    rt<float, Q> inverse;
+    make_inverse(inverse, a, s.beta[n % AHEAD], scratch_of(s));
+    sem_wait(s.inverted, n & 1 ^ 1);
+    store_carried(s.m, inverse);
+  } else {
+    triu(a, 0, 0.f);
+    store_own(s.p[n % 2], a, 0);
+  }
+}
+COLD void put_squares(shared &s, int i, int h) {
+  put_squares(s.squares[0][h], s.k[i][h]);
+  put_squares(s.squares[1][h], s.q[i][h]);
+}
+TILE enum reach put_sums(shared &s, const hm &g, uint32_t n, int h, bool steep) {
+  hv end;
+  enum reach reach = put_sums(s.sums[h].l, s.groups[h], end, g, steep, steep);
+  if (reach == BEYOND && !steep) return reach;
+  map(end, end, [](float x) { return fast_exp2(x); });
+  store(s.ends[n % AHEAD], 64 * h, end);
+  return reach;
+}
+TILE void take_gates(hm &g, const params &p, shared &s, const task &t, int h) {
+  take_gates(g, p.gates, p.key_dim, s.sums[h].given, t, h, false);
+}
+COLD void put_gates(const params &p, shared &s, uint32_t n, int h) {
+  hm g;
+  take_gates(g, p, s, given_task(s.todo, n), h);
+  store(s.sums[h].given.floats, g);
+  wg_sync();
+}
+// For L and P.
+COLD void sum_steep(const params &p, shared &s, uint32_t n, int h) {
+  hm g;
+  take_copied(g, s.sums[h].given, are_floats(p), given_task(s.todo, n));
+  at_least(g, -10.5f);
+  put_sums(s, g, n, h, true);
+}
+// Of any gates, with true sums: in L and P they were not, and these are made.
+TILE void make_tiles(const params &p, shared &s, uint32_t n, int h) {
+  const int i = n % 2;
+  {
+    hm g;
+    take_gates(g, p, s, given_task(s.todo, n), h);
+    at_least(g, LEAST);
+    put_sums(s, g, n, h, true);
+  }
+  wg_sync();
   const own_rows<elem> k = own_rows_of(s.k[i][h]), q = own_rows_of(s.q[i][h]);
   rv norm_k, norm_q;
   take_factors(norm_k, norm_q, p.gates.norm > 0, p.scale, s.squares);   // another question than elsewhere: no answer is
@@ -135,27 +189,39 @@ TILE void make_tiles(const params &p, shared &s, int i, int h) {
     store_own(s.w[i], part[2], 64 * h + c);
   }
 }
-TILE void take_gates(hm &g, const params &p, const shared &s, const task &t, int h, bool there) {
-  take_gates(g, p.gates, p.key_dim, s.sums[h].given, t, h, there);
+// Where groups have a middle each, of one panel: then both warpgroups run this code.
+COLD void make_far_chunk(const params &p, shared &s, uint32_t n, int h) {
+  const int i = n % 2;
+  rt<float, Q> a;
+  {
+    rt<float, 64> right;
+    make_right(right, p, s, i, h, reach_of(s.groups[h]) != BEYOND);
+    make_products_by_warps(a, right, s.areas[h], s.groups[h], handed_by(s, h));
+  }
+  put_pairs(a, s, n, h);
+  if (reach_of(s.groups[h]) != BEYOND) return;
+  make_tiles(p, s, n, h);
+  fence_async();
+  tell_tiles(s, i);
 }
-TILE enum reach put_sums(shared &s, const hm &g, uint32_t n, int h, bool steep) {
-  hv end;
-  enum reach reach = put_sums(s.sums[h].l, s.groups[h], end, g, steep, steep);
-  if (reach == BEYOND && !steep) return reach;
-  map(end, end, [](float x) { return fast_exp2(x); });
-  store(s.ends[n % AHEAD], 64 * h, end);
-  return reach;
+COLD void keep_pairs(const params &p, shared &s, uint32_t n, int h) {
+  wg_sync();
+  task t = given_task(s.todo, n);
+  tma_store(h ? p.p : p.m, h ? s.p[n % 2] : s.m, t.place * Q, 0, t.at.head, t.at.batch);
 }
-// By the last warpgroup, of both panels. Sums of steep gates are for L and P.
+COLD void put_beta(const params &p, shared &s, uint32_t n) {
+  rv beta;
+  take_beta(beta, p.gates, given_task(s.todo, n).at);
+  store(s.beta[n % AHEAD], beta);
+}
+// By the last warpgroup, of both panels.
 TILE void sum_gates(const params &p, shared &s, const task &t, uint32_t n) {
+  ring_wait(s.gates, ring_at<1>(n));
   ROLLED for (int h = 0; h < PANELS; h++) {
-    ROLLED for (int steep = 0; steep < 2; steep++) {
-      hm g;
-      ring_wait(s.gates, ring_at<1>(n));
-      take_gates(g, p, s, t, h, p.copied && !steep);
-      if (steep) at_least(g, -10.5f);
-      if (put_sums(s, g, n, h, steep) != BEYOND) break;
-    }
+    hm g;
+    if (!p.copied) put_gates(p, s, n, h);
+    take_copied(g, s.sums[h].given, are_floats(p), t);
+    if (put_sums(s, g, n, h, false) == BEYOND) sum_steep(p, s, n, h);
   }
 }
 
@@ -167,51 +233,30 @@ TILE void prepare(const params &p, shared &s, int h) {
     const int i = n % 2;
     if (h == 1) {
       rv beta;
+      const bool given = p.gates.beta.is_float && p.gates.most == 0.f;
+      if (given) take_beta_as_given(beta, p.gates, t.at);   // it comes meanwhile
       sum_gates(p, s, t, n);
-      take_beta(beta, p.gates, t.at);
-      store(s.beta[n % AHEAD], beta);
+      if (given) store(s.beta[n % AHEAD], beta);
+      else put_beta(p, s, n);
     }
     sem_wait(s.done[i], n / 2 & 1 ^ 1);     // with the chunk before the last one
     ring_wait(s.inputs, ring_at<2>(n));
-    if (p.gates.norm) {
-      put_squares(s.squares[0][h], s.k[i][h]);
-      put_squares(s.squares[1][h], s.q[i][h]);
-    }
+    if (p.gates.norm) put_squares(s, i, h);
     team_sync();
-    const enum reach reach = reach_of(s.groups[h]);
-    rt<float, Q> a;
-    make_pairs(a, p, s, i, h, reach);
-    tma_store_wait_read();                  // M and P have left
-    team_sync();
-    add(a, handed_by(s, 1 - h));
-    wg_sync();                              // everybody has what was handed over: the inverse works there
-    if (h == 0) {
-      rt<float, Q> inverse;
-      make_inverse(inverse, a, s.beta[n % AHEAD], scratch_of(s));
-      sem_wait(s.inverted, n & 1 ^ 1);
-      store_carried(s.m, inverse);
+    if (reach_of(s.groups[h]) == NEAR && reach_of(s.groups[1 - h]) == NEAR) {
+      rt<float, Q> a;
+      {
+        rt<float, 64> right;
+        make_right(right, p, s, i, h, true);
+        make_products_of_halves(a, right, s.areas[h], s.groups[h], handed_by(s, h), true);
+      }
+      put_pairs(a, s, n, h);
     } else {
-      triu(a, 0, 0.f);
-      store_own(s.p[i], a, 0);
-    }
-    if (reach == BEYOND) {
-      hm g;
-      t = given_task(s.todo, n);
-      take_gates(g, p, s, t, h, false);
-      at_least(g, LEAST);
-      put_sums(s, g, n, h, true);
-      wg_sync();
-      make_tiles(p, s, i, h);
-      fence_async();
-      tell_tiles(s, i);
+      make_far_chunk(p, s, n, h);
     }
     fence_async();
     sem_arrive<WARPGROUP>(s.pairs[i]);
-    if (p.keep) {
-      wg_sync();
-      t = given_task(s.todo, n);
-      tma_store(h ? p.p : p.m, h ? s.p[i] : s.m, t.place * Q, 0, t.at.head, t.at.batch);
-    }
+    if (p.keep) keep_pairs(p, s, n, h);
   }
   tma_store_wait_read();
 }
@@ -284,25 +329,26 @@ TILE void end_state(const rt<float, D> &state, const params &p, const task &t, i
 }
 TILE void run_state(const params &p, shared &s, int) {
   rt<float, D> first, second;               // S^T: 64 columns of v each by K
-  for (uint32_t n = 0;; n++) {
+  uint32_t n = 0;
+  while (true) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
     if (t.at.steps <= 0) break;
-    if (t.place == 0) {
-      begin_state(first, p, t, 0);
-      begin_state(second, p, t, 1);
+    begin_state(first, p, t, 0);
+    begin_state(second, p, t, 1);
+    for (bool last = false; !last; n++) {
+      wait_for_task(s.todo, n);
+      t = given_task(s.todo, n);
+      sem_wait(s.tiles[n % 2], n / 2 & 1);
+      advance(first, p, s, t, n, 0);
+      advance(second, p, s, t, n, 1);
+      sem_arrive<WARPGROUP>(s.done[n % 2]);
+      tma_store_wait_read();                // o
+      sem_arrive<WARPGROUP>(s.values.empty[0]);
+      last = t.place + 1 == p.rows.places;
     }
-    sem_wait(s.tiles[n % 2], n / 2 & 1);
-    advance(first, p, s, t, n, 0);
-    advance(second, p, s, t, n, 1);
-    sem_arrive<WARPGROUP>(s.done[n % 2]);
-    tma_store_wait_read();                  // o
-    sem_arrive<WARPGROUP>(s.values.empty[0]);
-    t = given_task(s.todo, n);
-    if (t.place + 1 == p.rows.places) {
-      end_state(first, p, t, 0);
-      end_state(second, p, t, 1);
-    }
+    end_state(first, p, t, 0);
+    end_state(second, p, t, 1);
   }
 }
 

@@ -29,21 +29,21 @@ template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n)
 // Of a shared tile, rows < m; the others become 0.
 TILE void load(hm &x, const sm<64, 64> &s, int m);
 template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m);
+TILE void store(sm<64, 64> &d, const hm &x);                    // others see it behind a sync
 // Brings what such a load of any number of columns would read into the L2. It hands nothing to anybody.
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 // x = f(x, v[column]) in rows < m; the others stay.
 template<class F> TILE void map(hm &x, const hv &v, int m, F f);
 TILE void at_least(hm &x, float low);                           // what is less becomes `low`; NaN stays
-// Sums down the columns of x, times `unit`; end of all rows. Tells how far a group's first or last sum is from its
-// middle: at most `near`, as is half of what a group adds; at most `most`; further, or NaN: then nothing else is worked
-// out. Where all are NEAR, groups 0 and 1 have one middle instead, the sum between them, and groups 2 and 3. Gates that
-// are `steep` are told to be BEYOND in any case, and all is worked out. Everybody gets the same answer, others from
+// Sums down the columns of x, times `unit`; end of all rows. NEAR: of each group the first sum, the middle and the last
+// one are at most `most` from the sum in front of it, and from the last one. WITHIN: a group's first and last sum are
+// so from its middle. BEYOND: further, or NaN: then nothing else is worked out. Where all are NEAR, groups 0 and 1 have
+// one middle instead, the sum between them, and groups 2 and 3. Gates that are `steep` are told to be BEYOND in any case, and all is worked out. Everybody gets the same answer, others from
 // reach_of(). between[g] = f(what lies between the middles of groups g and g + 1); g of the groups' middles and ends.
 // In it is a wg_sync(), behind which s is written; others want one before they read.
 enum reach { NEAR, WITHIN, BEYOND };
 template<class F, class G>
-TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, bool steep, F f,
-                         G g);
+TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float most, bool steep, F f, G g);
 TILE enum reach reach_of(const cg &groups);
 TILE void load(rt<float, 64> &t, const ct &s);
 // What each_part() also takes, beside a ct, of which comes the element: of v[row / 16] the column's.
@@ -53,6 +53,9 @@ struct by_group { const sv<64> (&v)[4]; };
 template<typename T> struct own_rows { st<T, 64, 64> &s; };
 template<typename T> TILE own_rows<T> own_rows_of(st<T, 64, 64> &s) { return {s}; }
 template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt<float, N> &t, int c0);
+// Columns c0 .. c0 + 15, ahead of an each_part() that takes them, behind what the parts before have stored.
+template<typename T> TILE void load_part(rt<T, 16> &d, const own_rows<T> &s, int c0);
+TILE void load_part(rt<float, 16> &d, const ct &s, int c0);
 // Rows in groups before `group`: x *= f[col].
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group);
 // x, rounded, in the rows of the groups 0 to `group`; 0 below.
@@ -65,6 +68,9 @@ template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<
 // d = a times the transpose of rows 0 to 15 of b, e of rows 16 to 31: products as in mma.h.
 template<int A, typename T>
 TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b);
+// ZERO, by products of each warp, which are done behind it: where no other ones may be, in a function that is called.
+template<typename T>
+TILE void mma_ABt_halves_by_warps(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b);
 // t becomes columns 16 group .. of d. group: a constant
 TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group);
 TILE void hand_over(handed &d, const rt<float, 16> &t, int group);

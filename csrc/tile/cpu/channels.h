@@ -55,6 +55,11 @@ template<typename T, class Tile> TILE void load_whole(hm &x, const Tile &s, cons
 }
 TILE void load(hm &x, const sm<64, 64> &s, int m) { load_whole(x, s, s.d, m); }
 template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m) { load_whole(x, s, s.d, m); }
+TILE void store(sm<64, 64> &d, const hm &x) {
+  reads(x);
+  writes_shared(d, whole(d));
+  memcpy(d.d, x.d, sizeof x.d);
+}
 template<typename T> TILE void prefetch(const T *, int64_t, int, int) {}
 template<class F> __attribute__((flatten)) TILE void map(hm &x, const hv &v, int m, F f) {
   reads(v);
@@ -70,8 +75,8 @@ TILE void at_least(hm &x, float low) {
     for (int c = 0; c < 64; c++) x.d[i][c] = x.d[i][c] < low ? low : x.d[i][c];
 }
 template<class F, class G>
-__attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near,
-                                                  float most, bool steep, F f, G g) {
+__attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float most,
+                                                  bool steep, F f, G g) {
   bool all_near = !steep, all_within = true;
   float sum[64][64], middle[4][64];         // sums from a group's first row on; what is taken off them
   reads(x);
@@ -85,9 +90,10 @@ __attribute__((flatten)) TILE enum reach sum_down(ct &s, cg &groups, hv &end, co
   for (int n = 0; n < 4; n++)
     for (int c = 0; c < 64; c++) {
       middle[n][c] = 0.5f * (sum[16 * n + 7][c] + sum[16 * n + 8][c]);
-      float all = sum[16 * n + 15][c], first = fabsf(sum[16 * n][c] - middle[n][c]), last = fabsf(all - middle[n][c]);
-      all_near = all_near && first <= near && last <= near && 0.5f * fabsf(all) <= near;
-      all_within = all_within && first <= most && last <= most;
+      float all = sum[16 * n + 15][c], first = sum[16 * n][c], from = middle[n][c];
+      all_within = all_within && fabsf(first - from) <= most && fabsf(all - from) <= most;
+      all_near = all_near && all_within && fabsf(all) <= most && fabsf(from) <= most && fabsf(first) <= most &&
+                 fabsf(first - all) <= most;
     }
   // One vote or two, in one call: what is behind them wants one of them to be a sync.
   for (int votes = all_near || steep ? 1 : 2; votes > 0; votes--) wg_sync();
@@ -146,6 +152,16 @@ template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt
   writes_own(d, part(d, 0, 64, c0, N));
   for (int r = 0; r < 64; r++) narrow_row(d.d + r * C + c0, t.d[r], N);
 }
+template<typename T> TILE void load_part(rt<T, 16> &d, const own_rows<T> &s, int c0) {
+  reads_own(part(s.s, 0, 64, c0, 16));
+  writes(d);
+  for (int r = 0; r < 64; r++) memcpy((void *)d.d[r], s.s.d + r * 64 + c0, sizeof d.d[r]);
+}
+TILE void load_part(rt<float, 16> &d, const ct &s, int c0) {
+  reads_shared({s.d + c0, 64, CT_ROW * (int)sizeof(float), 16 * (int)sizeof(float)});
+  writes(d);
+  for (int r = 0; r < 64; r++) memcpy(d.d[r], s.d + r * CT_ROW + c0, sizeof d.d[r]);
+}
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group) {
   reads_shared(whole(f));
   changes(x);
@@ -185,6 +201,21 @@ TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a,
     }
   });
   issue_product<A>(e, a, part(b, 16, 16, 0, 64), [] {});
+}
+template<typename T>
+TILE void mma_ABt_halves_by_warps(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
+  alignas(64) float scratch[scratch_floats<T, 64>()];
+  rt<float, 32> both;
+  enum { DEPTH = 64 / word_of<T>::ELEMENTS };
+  reads(a);
+  reads_shared(whole(b));
+  writes(d);
+  writes(e);
+  product<ZERO, VW>(both, operand(a, scratch), packed<PACK_COLS>(b), DEPTH, DEPTH);
+  for (int r = 0; r < 64; r++) {
+    memcpy(d.d[r], both.d[r], sizeof d.d[r]);
+    memcpy(e.d[r], both.d[r] + 16, sizeof e.d[r]);
+  }
 }
 TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
   reads(t);

@@ -71,6 +71,11 @@ template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m) {
     x.d[1][i] = 16 * w + i < m ? y.y : 0.f;
   }
 }
+TILE void store(sm<64, 64> &d, const hm &x) {
+  float2 *to = (float2 *)d.d + 16 * warp_in_group() * 32 + lane();
+#pragma unroll
+  for (int i = 0; i < 16; i++) to[32 * i] = make_float2(x.d[0][i], x.d[1][i]);
+}
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n) {
   enum { LINE = 128 / sizeof(T) };
   int t = thread_in_group();
@@ -104,8 +109,7 @@ TILE float further(float a, float b) {      // NaN stays
 // thread with these channels of the next group has taken it.
 TILE float2 &pair_of(sv<64> &v) { return ((float2 *)v.d)[lane()]; }
 template<class F, class G>
-TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float near, float most, bool steep, F f,
-                         G g) {
+TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float most, bool steep, F f, G g) {
   int w = parking_place() / 32;
   float y[2][16], middle[2], sum[2], behind[2];
   float far = 0.f, wide = 0.f;
@@ -118,11 +122,13 @@ TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, fl
     sum[k] = y[k][15] * unit;
     behind[k] = fused(y[k][15], unit, -middle[k]);
     far = further(further(far, fused(y[k][0], unit, -middle[k])), behind[k]);
-    wide = further(wide, 0.5f * sum[k]);
+    wide = further(further(wide, sum[k]), middle[k]);
+    wide = further(further(wide, y[k][0] * unit), fused(y[k][0], unit, -sum[k]));
   }
   pair_of(groups.sum[w]) = make_float2(sum[0], sum[1]);
   if (w < 3) pair_of(groups.between[w]) = make_float2(behind[0], behind[1]);
-  enum reach reach = any_of_group(steep || !(far <= near && wide <= near)) ? steep ? BEYOND : WITHIN : NEAR;
+  wide = further(wide, far);
+  enum reach reach = any_of_group(steep || !(wide <= most)) ? steep ? BEYOND : WITHIN : NEAR;
   if (reach == WITHIN && any_of_group(!(far <= most))) return BEYOND;
   if (thread_in_group() == 0) groups.reach.d[0] = __int_as_float(reach);
 #pragma unroll
@@ -195,6 +201,17 @@ template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt
                 pack<T>(x[6], x[7]));
   }
 }
+template<typename T> TILE void load_part(rt<T, 16> &d, const own_rows<T> &s, int c0) {
+  load_block(d.d[0], block_address_anew(s.s, c0));
+}
+TILE void load_part(rt<float, 16> &d, const ct &s, int c0) {
+  block_sums b = each_block(s, c0 / 16);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    d.d[2 * j] = b.x[j].x;
+    d.d[2 * j + 1] = b.x[j].y;
+  }
+}
 TILE void carry_to_group(rt<float, 64> &x, const sv<64> &f, int group) {
   if (warp_in_group() < group) map_col(x, f, [](float x, float f) { return x * f; });
 }
@@ -206,10 +223,10 @@ template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &
     for (int j = 0; j < 4; j++) d.d[k][j] = in ? pack<W>(x.d[8 * k + 2 * j], x.d[8 * k + 2 * j + 1]) : 0;
 }
 template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, const rt<float, 16> &t, int c0) {
-  int r = lane() & 15, chunk = (lane() >> 4) ^ r & 7;
+  int r = warp_in_group() * 16 + (lane() & 15), chunk = (lane() >> 4) ^ r & 7;
   const float *x = t.d;
-  uint32_t first = shared_address(&d[0]) + warp_in_group() * (uint32_t)sizeof d[0] + r * 128 + (chunk << 4);
-  store_block(anew_word(first + half * 16 * 128) ^ c0 / 8 << 4, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
+  uint32_t first = anew_word(r * 128 + (chunk << 4));      // as in block_address_anew()
+  store_block((first ^ c0 / 8 << 4) + (shared_address(&d[0]) + (warp_in_group() + half) * 16 * 128), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
               pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
 template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<float, 16> &t, int c0, int group) {
@@ -223,11 +240,29 @@ template<int A, typename T>
 TILE void mma_ABt_halves(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
 #pragma unroll
   for (int i = 0; i < 8 && A == ZERO; i++) asm volatile("" : "=f"(d.d[i]), "=f"(e.d[i]));   // as mma_begin()
-  uint32_t db = desc(&b, 16);
+  uint32_t db = anew_word(desc(&b, 16));
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     wgmma<T, 0>(d.d, a.d[k], db + along<32>(k), A || k);
     wgmma<T, 0>(e.d, a.d[k], db + (16 * 128 >> 4) + along<32>(k), A || k);
+  }
+}
+template<typename T>
+TILE void mma_ABt_halves_by_warps(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
+  int r = lane() & 15, chunk = (lane() >> 4) ^ r & 7;
+  uint32_t first = shared_address(&b) + r * 128 + (chunk << 4);
+#pragma unroll
+  for (int i = 0; i < 8; i++) d.d[i] = e.d[i] = 0.f;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    uint32_t x[4], y[4];
+    load_block(x, first ^ k << 5);
+    load_block(y, (first ^ k << 5) + 16 * 128);
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      warp_mma<T>(d.d + 4 * c, a.d[k], x[c], x[c + 2]);
+      warp_mma<T>(e.d + 4 * c, a.d[k], y[c], y[c + 2]);
+    }
   }
 }
 TILE void put_group(rt<float, 64> &d, const rt<float, 16> &t, int group) {
