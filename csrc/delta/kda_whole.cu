@@ -192,14 +192,15 @@ TILE void make_tiles(const params &p, shared &s, uint32_t n, int h) {
 // Where groups have a middle each, of one panel: then both warpgroups run this code.
 COLD void make_far_chunk(const params &p, shared &s, uint32_t n, int h) {
   const int i = n % 2;
+  const bool steep = reach_of(s.groups[h]) == BEYOND;     // once all are told of, the next sums take the place of these
   rt<float, Q> a;
   {
     rt<float, 64> right;
-    make_right(right, p, s, i, h, reach_of(s.groups[h]) != BEYOND);
+    make_right(right, p, s, i, h, !steep);
     make_products_by_warps(a, right, s.areas[h], s.groups[h], handed_by(s, h));
   }
   put_pairs(a, s, n, h);
-  if (reach_of(s.groups[h]) != BEYOND) return;
+  if (!steep) return;
   make_tiles(p, s, n, h);
   fence_async();
   tell_tiles(s, i);

@@ -472,7 +472,7 @@ KDA_STEEP = ("steep", 560, ("steep",))           # of kda_prepare.cu: what it do
 KDA_BESIDE = ("beside", 1400, ())                # of one head: the pass leaves a multiprocessor to the preparation
 # In one kernel a block has two heads or one
 KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias", "keep")),
-             ("steep", 560, ("steep",)), ("one chunk", 40, ("final_state",)))
+             ("steep", 560, ("steep", "keep")), ("far", 560, ("far", "keep")), ("one chunk", 40, ("final_state",)))
 
 
 def kda(row, large):
@@ -522,9 +522,11 @@ def call_kda(name, dtype, k, v, heads, steps, given):
     numbers = [f["name"] for f in op.arguments if f["role"] == "num"]
     step, channel = np.arange(steps)[:, None, None], np.arange(k)
     strong = step % 128 == 5
-    if "steep" in given:    # in both panels of 64 channels, in none, or in one; a team has several of these in turn
+    if "steep" in given or "far" in given:
+        # in both panels of 64 channels, in none, or in one; a team has several of these in turn
         strong = (step % 64 < 8) & (step // 128 % np.where(channel < 64, 2, 3) == 0)
-    values = dict(g=np.where(strong, -20.0, -0.1)[None], a_log=-1.0,
+    # far: a group's steps are too far from those around it for one middle, and not so from its own
+    values = dict(g=np.where(strong, -10.5 if "far" in given else -20.0, -0.1)[None], a_log=-1.0,
                   beta=-4.6 if known["beta_form"] else 0.01, cu_seqlens=starts)    # beta |k|^2 < 2: no state runs off
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
