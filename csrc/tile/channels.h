@@ -38,9 +38,10 @@ TILE void at_least(hm &x, float low);                           // what is less 
 // Sums down the columns of x, times `unit`; end of all rows. NEAR: of each group the first sum, the middle and the last
 // one are at most `most` from the sum in front of it, and from the last one. WITHIN: a group's first and last sum are
 // so from its middle. BEYOND: further, or NaN: then nothing else is worked out. Where all are NEAR, groups 0 and 1 have
-// one middle instead, the sum between them, and groups 2 and 3. Gates that are `steep` are told to be BEYOND in any case, and all is worked out. Everybody gets the same answer, others from
-// reach_of(). between[g] = f(what lies between the middles of groups g and g + 1); g of the groups' middles and ends.
-// In it is a wg_sync(), behind which s is written; others want one before they read.
+// one middle instead, the sum between them, and groups 2 and 3. Gates that are `steep` are told to be BEYOND in any
+// case, and all is worked out. Everybody gets the same answer, others from reach_of(). between[g] = f(what lies between
+// the middles of groups g and g + 1); g of the groups' middles and ends. In it is a wg_sync(), behind which s is
+// written; others want one before they read.
 enum reach { NEAR, WITHIN, BEYOND };
 template<class F, class G>
 TILE enum reach sum_down(ct &s, cg &groups, hv &end, const hm &x, float unit, float most, bool steep, F f, G g);

@@ -83,7 +83,7 @@ def test_beside(device, dtype, raw):
         assert packed[0][1] == 16 and packed[1][2] == 0
 
 
-# On the CPU 16 multiprocessors: 36 heads are waves of 6, of all columns, and 8 of 3, of 64 columns. The last has less of the latter.
+# On the CPU 16 multiprocessors: 36 heads are waves of 6, of all columns, and 8 of 3, of 64 columns, the last of 2.
 @pytest.mark.parametrize("heads, blocks, wave", ((18, 36, 6), (4, 16, 3)))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("device", DEVICES)
