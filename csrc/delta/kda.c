@@ -49,13 +49,14 @@ static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
 // whatever its columns, and of few heads the rest has no work. Many heads are worked on in waves of about as many as
 // fit, with some room: 52 of 132 multiprocessors are 3 % faster than 56 in some runs and 8 % slower in most.
 // Where heads are about as many as multiprocessors, or many times that, one kernel does both, a head on each.
-// Nanoseconds of a chunk of a head on a multiprocessor, measured on an H100, `both` on an H200. made, passed: where it
-// is prepared beside the pass, and there; made_alone, passed_alone: one behind the other, the latter of 64 columns;
-// both: in one kernel; and `moved` of the whole device, which has tiles, v and o to move then. slow: the preparation
-// makes decays, or factors in two parts, and has no warpgroup left that waits for memory. whole: there is one kernel.
+// Nanoseconds of a chunk of a head on a multiprocessor, measured on an H100. made, passed: where it is prepared beside
+// the pass, and there; made_alone, passed_alone: one behind the other, the latter of 64 columns; both: in one kernel,
+// on an H200 5500 to 6200, where `made` is a tenth more, too; and `moved` of the whole device, which has tiles, v and o
+// to move then. slow: the preparation makes decays, or factors in two parts, and has no warpgroup left that waits for
+// memory. whole: there is one kernel.
 static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, int form, bool slow, bool whole,
                         const mg_tensor *marks) {
-  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5800 };
+  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300 };
   const int64_t made = slow ? 8500 : 4500, made_alone = slow ? 8700 : 6900;
   const int64_t heads = c->n.R * c->n.HV, parts = mg_ceil_div(c->n.V, c->desc->tile_n), sms = c->context.sms;
   const int64_t places = p->rows.places, chunks = c->n.B * c->n.HV * places, fit = mg_max(1, sms * 3 / 7);

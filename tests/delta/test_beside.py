@@ -40,7 +40,7 @@ def multiprocessors(count, launches):
         _C.intercept(0, 0)
 
 
-def problem(heads, dtype, device, raw, steps=STEPS):
+def problem(heads, dtype, device, raw, steps=STEPS, form=0):
     """What is slowly prepared is prepared before: raw gates, and float16 with more than 64 channels."""
     channels = 64 if dtype == torch.float16 else 128
     q, k, v, g, beta, state = hard("usual", 11, 2, steps, heads // 2, heads, channels, 100, channels=True, dtype=dtype,
@@ -49,7 +49,7 @@ def problem(heads, dtype, device, raw, steps=STEPS):
             (None, None))
 
     def run(q, k, v, g, beta, state, starts):
-        return of_row("kda")(q, k, v, g.float(), beta.float(), *gate, state, starts, 0.0, 0.0, int(raw), raw, False, 0)
+        return of_row("kda")(q, k, v, g.float(), beta.float(), *gate, state, starts, 0.0, 0.0, int(raw), raw, False, form)
     return run, (q, k, v, g, beta), state
 
 
@@ -83,14 +83,14 @@ def test_beside(device, dtype, raw):
         assert packed[0][1] == 16 and packed[1][2] == 0
 
 
-# On the CPU 16 multiprocessors: 36 heads are waves of 6, of all columns, and 8 of 3, of 64 columns, the last of 2.
-@pytest.mark.parametrize("heads, blocks, wave", ((18, 36, 6), (4, 16, 3)))
+# On the CPU 16 multiprocessors: 28 heads are waves of 6, of all columns, and 8 of 3, of 64 columns. The last has less.
+@pytest.mark.parametrize("heads, blocks, wave", ((14, 28, 6), (4, 16, 3)))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("device", DEVICES)
 def test_waves(device, dtype, heads, blocks, wave):
     skip(device, dtype)
     on_cpu = device == "cpu"
-    run, tensors, state = problem(heads if on_cpu else 10 * heads, getattr(torch, dtype), device, False, 64 * 9 + 7)
+    run, tensors, state = problem(heads if on_cpu else 10 * heads, getattr(torch, dtype), device, False, 64 * 9 + 7, 2)
     launches, _ = check(run, tensors, state, 1 if on_cpu else 30, 16, device)
     if on_cpu:
         assert [n for _, n, _ in launches] == [16, blocks] and launches[1][2] == wave
