@@ -907,6 +907,7 @@ struct channels_shared {
   cg groups;
   st<elem, 32, 64> left[4];
   st<elem, 64, 64> own;
+  sm<64, 64> given;
   handed sums;
 };
 TILE void channels_init(channels_shared &) {}
@@ -917,25 +918,30 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
   rv steps;
   rt<float, 64> a, b;
   rt<elem, 64> d;
-  rt<float, 16> t, u;
+  rt<elem, 16> own_part;
+  rt<float, 16> t, u, of_warps, others;
   float *out = p.out;
+  const float most = p.y[1];                // groups' sums are within this, and not near
   auto half = [](float x) { return 0.5f * x; };
   auto same = [](float x) { return x; };
   load(x, p.e, p.col, p.m, p.n);
   load(v, p.x, p.n);
   map(x, v, p.m, [](float x, float v) { return x + v; });
-  int reaches = sum_down(s.l, s.groups, all, x, 1.f, -1.f, -1.f, false, half, same);
+  int reaches = sum_down(s.l, s.groups, all, x, 1.f, -1.f, false, half, same);
   wg_sync();
   at_least(x, -1.f);
-  reaches = 10 * reaches + sum_down(s.l, s.groups, all, x, 1.f, 1e30f, 1e30f, true, half, same);
+  store(s.given, x);
   wg_sync();
-  reaches = 10 * reaches + sum_down(s.l, s.groups, all, x, 1.f, -1.f, 1e30f, false, half, same);
+  load(x, s.given, 64);
+  reaches = 10 * reaches + sum_down(s.l, s.groups, all, x, 1.f, 1e30f, true, half, same);
+  wg_sync();
+  reaches = 10 * reaches + sum_down(s.l, s.groups, all, x, 1.f, most, false, half, same);
   wg_sync();
   reaches = 10 * reaches + reach_of(s.groups);
   load(a, s.l);
   store(out + 256 + 8 * 4096 + 64, 64, a, 64, 64);
   wg_sync();
-  reaches = 10 * reaches + sum_down(s.l, s.groups, all, x, 0.5f, 1e30f, 1e30f, false, half, same);
+  reaches = 10 * reaches + sum_down(s.l, s.groups, all, x, 0.5f, 1e30f, false, half, same);
   wg_sync();
   store(out, all, 61);
   fill(v, (float)reaches);
@@ -954,7 +960,8 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
       b = l + middle;
     }, t, b, s.l, middle);
     store_groups(s.left, 0, t, c);
-    each_part(c, [](int, int, float &t, float l) { t = 2.f * l; }, t, s.l);
+    load_part(u, s.l, c);
+    each_part(c, [](int, int, float &t, float l) { t = 2.f * l; }, t, (const rt<float, 16> &)u);
     store_groups(s.left, 1, t, c);
   }
   wg_sync();
@@ -982,7 +989,10 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
   mma_ABt_halves<ACC>(t, u, d, s.left[1]);
   mma_commit();
   mma_wait<0>(t, u, d);
+  mma_ABt_halves_by_warps(of_warps, others, d, s.left[1]);
   fill(a, 1.f);
+  put_group(a, of_warps, 1);
+  put_group(a, others, 2);
   put_group(a, t, 3);
   store(out + 5 * 4096, 64, a, 64, 64);
   hand_over(s.sums, t, 0);
@@ -998,13 +1008,16 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
     store_own(s.own, t, c);
   }
   const own_rows<elem> own = own_rows_of(s.own);
-  for (int c = 0; c < 64; c += 16)
-    each_part(c, [](int, int, float &a, float own) { a = 2.f * own; }, a, own);
+  for (int c = 0; c < 32; c += 16) each_part(c, [](int, int, float &a, float own) { a = 2.f * own; }, a, own);
+  for (int c = 32; c < 64; c += 16) {
+    load_part(own_part, own, c);
+    each_part(c, [](int, int, float &a, float own) { a = 2.f * own; }, a, (const rt<elem, 16> &)own_part);
+  }
   store(out + 7 * 4096, 64, a, 64, 64);
   fill(v, infinity() - infinity());
   map(x, v, p.m, [](float x, float v) { return x + v; });
   at_least(x, -1.f);
-  fill(v, (float)sum_down(s.l, s.groups, all, x, 1.f, 1e30f, 1e30f, false, half, same));
+  fill(v, (float)sum_down(s.l, s.groups, all, x, 1.f, 1e30f, false, half, same));
   store(out + 8 * 4096, v, 64);
   for (int g = 0; g < 4; g++) tma_store(p.c, s.left[g], 32 * g, 0, 0, 0);
   tma_store_wait();
