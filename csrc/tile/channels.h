@@ -11,6 +11,7 @@
 //            warpgroup to another: 10 KB, those of group g in front of KB 4 (g + 1)
 #pragma once
 #include "tile/own.h"
+#include "tile/triangle.h"         // products of warps
 #define IN_PLACE_RULES(Tile, Other) \
   static_assert(alignof(Tile) <= alignof(Other), "as aligned as the tile whose memory it takes")
 struct hv;
