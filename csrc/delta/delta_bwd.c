@@ -91,7 +91,7 @@ static mg_status run_grads(const problem *x, int segment) {
   mg_call *c = x->c;
   const mg_gated_delta_rule_bwd_args *a = x->a;
   delta_grads_params p = {
-    .dq = a->dq->data, .dk = a->dk->data, .dg = a->g ? mg_data(a->dg) : NULL, .dbeta = mg_data(a->dbeta),
+    .dq_data = a->dq->data, .dk_data = a->dk->data, .dg = a->g ? mg_data(a->dg) : NULL, .dbeta = mg_data(a->dbeta),
     .sums = a->a_log ? mg_data(a->sums) : NULL, .rows = segment_of(x, segment), .gates = x->gates, .scale = x->scale,
     .key_heads = (int)c->n.H,
     .panels = (int)mg_ceil_div(c->n.V, 64), .all_places = (int)c->n.CHUNKS, .key_dim = (int)c->n.K};
@@ -104,6 +104,8 @@ static mg_status run_grads(const problem *x, int segment) {
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   mg_map_bthd(c, &p.dout, a->dout, 64, 64);
   mg_map_bthd(c, &p.dv, a->dv, 64, 64);
+  mg_map_bthd(c, &p.dq, a->dq, 64, 64);
+  mg_map_bthd(c, &p.dk, a->dk, 64, 64);
   map_errors(x, &p.errors);
   mg_map_stack(c, &p.states, a->states, 64, 64);
   mg_map_stack(c, &p.dstates, a->dstates, 64, 64);

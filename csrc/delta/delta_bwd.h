@@ -25,7 +25,8 @@ typedef struct delta_grads_params {
   gmap q, k, dout, dv;        // [batch, head, step, dim]
   gmap errors;                // of delta_sweep.cu
   gmap states, dstates;       // in front of the chunks, and behind
-  void *dq, *dk;              // strides of batch, step, head in elements
+  gmap dq, dk;                // as q and k
+  void *dq_data, *dk_data;    // again, for where packed rows end: strides of batch, step, head in elements
   int64_t dq_stride[3], dk_stride[3];
   float *dg, *dbeta;          // [batch, steps, head], of what was given, or NULL
   float *sums;                // [batch, 3 all_places, heads]: shares of da_log come first, of ddt_bias last; or NULL

@@ -12,15 +12,19 @@
 // A pair is in row and col with the same number, so where it does not cross t it cancels; N's diagonal would be in both
 // and is in neither: with a strong decay it is all there is. <S, D> is the sum of the diagonal of S D^T.
 // Factors of the norms of q and k are in the chunk's vectors. The part of a gradient along its row is taken out last.
-// A block works on one chunk of the heads of a group after another, and on 64 columns of v at a time (a panel).
+// A block works on one chunk of the heads of a group after another, and on 64 columns of v at a time (a panel). What
+// waits here is instructions: each role goes through its own once a head, and all of them are more than their cache
+// holds. So F and E go through the same ones, the loader works out for all where a chunk lies, and gradients leave by
+// copies; what few chunks want is called (tile/cold.h).
 // Roles: a loader thread; a scan warp: gates -> a head's vectors; a trim warp: clears what is another sequence's; a
 // collect warp: what the others found -> dg, dbeta, shares of da_log and ddt_bias; a warpgroup for pairs of steps; one
 // for dQ, one for dK.
 //
 // Registers of a thread, N = 128          tiles that live together            vectors and the rest
-//   pairs, 176                            F 32, E 32, S D^T or scores 32      column sums 16, rows 10, 40
-//   give_dq, give_dk, 152                 product 64, dQ or dK 64             rows 6, a tile's words 4, 14
+//   pairs, 160                            F 32, E 32, S D^T or scores 32      column sums 16, rows 10, 40
+//   give_dq, give_dk, 160                 product 64, dQ or dK 64             rows 6, a tile's words 4, 14
 //   loader, scan, trim, collect, 32       -                                   vectors of two each
+#include "tile/cold.h"
 #include "delta/delta_prepare.h"
 #include "delta/delta_bwd.h"
 
@@ -28,16 +32,27 @@
 // Parts of N's column sums, without its diagonal; the diagonal; the sums of its rows times beta; of in, what is q's and
 // what is k's; out; rows of <S, D>
 struct found { sv<4 * Q> col; sv<Q> own, row, of_q, of_k, out, kept; };
+// step: the chunk's first, end: its row's, stop: of what is written. heads: 0 in an empty place
+struct task { int batch, chunk, group, heads, step, end, stop; };
+enum { TASKS = 3 };             // whose places are known at a time
+union behind {                  // give_dk has both to itself, from the last pairs of a task to the next task's
+  st<elem, Q, Q> e;             // -E diag(beta)
+  st<elem, Q, N> dk;
+};
 struct shared {
   st<elem, Q, N> q[2], k[2], state[2], dstate[2];
   st<elem, Q, 64> errors[2], dout[2], dv[2];
-  st<elem, Q, Q> f, e;                            // F diag(beta), -E diag(beta)
+  st<elem, Q, Q> f;                               // F diag(beta)
+  behind last;
+  st<elem, Q, N> dq;
   chunk_vectors v[2];
   found found_of[2];
+  task tasks[TASKS];
   ring<2, ASYNC_READS> qk_ring;                   // give_dq and give_dk read it into registers too, and fence
   ring<2, ASYNC_READS> later, earlier;            // of panels: R and D; dO, dV and S
   ring<1, ASYNC_READS> weights;
   ring<2, ASYNC_READS> v_ring, found_ring;        // plain stores only, which need no fence
+  ring<TASKS, ASYNC_READS> todo;
   sem qk_last[2], later_last[2], earlier_last[2]; // tiles of a chunk that runs over are there, and to be cleared
 };
 typedef delta_grads_params params;
@@ -49,6 +64,7 @@ TILE void init(shared &s) {
   ring_init(s.earlier, arrivals(1, 0, 0), arrivals(0, 0, 3));
   ring_init(s.weights, arrivals(0, 0, 1), arrivals(0, 0, 2));
   ring_init(s.found_ring, arrivals(0, 0, 3), arrivals(0, 1, 0));
+  ring_init(s.todo, arrivals(1, 0, 0), arrivals(0, 3, 3));
   for (int i = 0; i < 2; i++) {
     sem_init(s.qk_last[i], arrivals(1, 0, 0));
     sem_init(s.later_last[i], arrivals(1, 0, 0));
@@ -56,14 +72,31 @@ TILE void init(shared &s) {
   }
 }
 
-// step: the chunk's first, end: its row's, stop: of what is written. An empty place has no heads.
-struct task { int batch, chunk, group, head0, heads, step, end, stop; };
 TILE task task_at(const params &p, int index) {
   int at = index / p.key_heads, group = index - at * p.key_heads, batch = at / p.chunks, chunk = at - batch * p.chunks;
   chunk_steps steps = steps_at(p.rows, chunk);
   bool last = p.rows.starts && chunk >= row_place(p.rows, p.rows.rows - 1);
-  return {batch, chunk, group, group * p.rows.group_heads, steps.end > steps.step ? p.rows.group_heads : 0, steps.step,
-          steps.end, last ? p.rows.steps : steps.end};
+  return {batch, chunk, group, steps.end > steps.step ? p.rows.group_heads : 0, steps.step, steps.end,
+          last ? p.rows.steps : steps.end};
+}
+// The n-th (thread)
+TILE void give_task(shared &s, uint32_t n, const task &t) {
+  ring_pos at = ring_at<TASKS>(n);
+  task &to = s.tasks[at.stage];
+  ring_acquire(s.todo, at);
+  put(to.batch, t.batch);
+  put(to.chunk, t.chunk);
+  put(to.group, t.group);
+  put(to.heads, t.heads);
+  put(to.step, t.step);
+  put(to.end, t.end);
+  put(to.stop, t.stop);
+  sem_arrive<THREAD>(s.todo.full[at.stage]);
+}
+// Until its place is released.
+TILE task given_task(const shared &s, uint32_t n) {
+  const task &t = s.tasks[n % TASKS];
+  return {get(t.batch), get(t.chunk), get(t.group), get(t.heads), get(t.step), get(t.end), get(t.stop)};
 }
 // Of a head, as the gates' functions want it.
 TILE row_task row_of(const task &t, int head) {
@@ -73,8 +106,10 @@ TILE bool runs_over(const params &p, const task &t) { return runs_over(p.rows, t
 
 TILE void loader(const params &p, shared &s, int) {
   ring_pos qk = {}, at = {};
-  for (int index = block_index(); index < p.tasks; index += block_count()) {
+  uint32_t n = 0;
+  for (int index = block_index(); index < p.tasks; index += block_count(), n++) {
     task t = task_at(p, index);
+    give_task(s, n, t);
     if (!t.heads) continue;
     bool over = runs_over(p, t);
     sem &full = over ? s.qk_last[qk.stage] : s.qk_ring.full[qk.stage];
@@ -83,8 +118,9 @@ TILE void loader(const params &p, shared &s, int) {
     tma_load(s.q[qk.stage], p.q, full, t.step, 0, t.group, t.batch);
     tma_load(s.k[qk.stage], p.k, full, t.step, 0, t.group, t.batch);
     ring_next(s.qk_ring, qk);
-    for (int head = t.head0; head < t.head0 + t.heads; head++) {
-      int first = p.rows.starts ? 0 : p.rows.from, matrix = t.batch * p.rows.heads + head;
+    for (int u = 0; u < t.heads; u++) {
+      int head = t.group * t.heads + u, matrix = t.batch * p.rows.heads + head;
+      int first = p.rows.starts ? 0 : p.rows.from;
       for (int panel = 0; panel < p.panels; panel++) {
         int i = at.stage, col = panel * 64;
         sem &later = over ? s.later_last[i] : s.later.full[i], &earlier = over ? s.earlier_last[i] : s.earlier.full[i];
@@ -111,8 +147,11 @@ TILE void wait_last(sem (&last)[2], int stage, int &phases) {
 TILE void trim(const params &p, shared &s, int) {
   ring_pos qk = {}, at = {};
   int qk_phases = 0, later_phases = 0, earlier_phases = 0;
-  for (int index = block_index(); index < p.tasks && p.rows.starts; index += block_count()) {
-    task t = task_at(p, index);
+  uint32_t i = 0;
+  for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
+    ring_wait(s.todo, ring_at<TASKS>(i));
+    task t = given_task(s, i);
+    ring_release<WARP>(s.todo, ring_at<TASKS>(i));
     if (!t.heads) continue;
     bool over = runs_over(p, t);
     int steps = t.end - t.step;
@@ -144,9 +183,13 @@ TILE void trim(const params &p, shared &s, int) {
 TILE void scan(const params &p, shared &s, int) {
   ring_pos at = {};
   given_steps given;
-  for (int index = block_index(); index < p.tasks; index += block_count()) {
-    task t = task_at(p, index);
-    for (int head = t.head0; head < t.head0 + t.heads; head++) {
+  uint32_t i = 0;
+  for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
+    ring_wait(s.todo, ring_at<TASKS>(i));
+    task t = given_task(s, i);
+    ring_release<WARP>(s.todo, ring_at<TASKS>(i));
+    for (int u = 0; u < t.heads; u++) {
+      int head = t.group * t.heads + u;
       load_given(given, p.rows, p.gates, row_of(t, head), t.step);
       ring_acquire(s.v_ring, at);
       put_vectors(s.v[at.stage], given, p.gates, head, p.scale);
@@ -192,9 +235,13 @@ TILE void put_share(const params &p, const task &t, int kind, int head, float x)
 TILE void collect(const params &p, shared &s, int) {
   ring_pos at = {}, vs = {};
   wv<Q> beta, x, dg, dbeta;
-  for (int index = block_index(); index < p.tasks; index += block_count()) {
-    task t = task_at(p, index);
-    for (int head = t.head0; head < t.head0 + t.heads; head++) {
+  uint32_t i = 0;
+  for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
+    ring_wait(s.todo, ring_at<TASKS>(i));
+    task t = given_task(s, i);
+    ring_release<WARP>(s.todo, ring_at<TASKS>(i));
+    for (int u = 0; u < t.heads; u++) {
+      int head = t.group * t.heads + u;
       found &f = s.found_of[at.stage];
       ring_wait(s.v_ring, vs);
       load(beta, s.v[vs.stage].beta);
@@ -235,8 +282,9 @@ TILE void collect(const params &p, shared &s, int) {
     if (t.heads) continue;
     fill(x, 0.f);
     for (int i = 0; i < p.rows.group_heads; i++) {
-      put(p, t, p.dg, t.head0 + i, x);
-      put(p, t, p.dbeta, t.head0 + i, x);
+      int head = t.group * p.rows.group_heads + i;
+      put(p, t, p.dg, head, x);
+      put(p, t, p.dbeta, head, x);
     }
   }
 }
@@ -248,8 +296,11 @@ struct counts { uint32_t task, head, panel; };
 TILE void pairs(const params &p, shared &s, int) {
   counts n = {};
   rt<float, Q> f, e, both;
-  for (int index = block_index(); index < p.tasks; index += block_count()) {
-    task t = task_at(p, index);
+  uint32_t i = 0;
+  for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
+    ring_wait(s.todo, ring_at<TASKS>(i));
+    task t = given_task(s, i);
+    ring_release(s.todo, ring_at<TASKS>(i));
     if (!t.heads) continue;
     for (int u = 0; u < t.heads; u++, n.head++) {
       rsum kept, own, row;
@@ -277,56 +328,31 @@ TILE void pairs(const params &p, shared &s, int) {
       ring_pos qk = ring_at<2>(n.task), with = ring_at<2>(n.head), to = ring_at<1>(n.head);
       const chunk_vectors &v = s.v[with.stage];
       ring_wait(s.qk_ring, qk);
-      mma_fence();
-      mma_ABt<ZERO>(both, s.q[qk.stage], s.k[qk.stage]);
-      mma_commit();
-      ring_wait(s.v_ring, with);
-      load(l, v.l);
-      load(factor, v.norm_q);
       fill(own, 0.f);
       fill(row, 0.f);
       clear(col);
-      mma_wait<0>(both);
-      each_of_triangles<Q>([](int, int, float &x, float, float &, float &, float &, float, float, float, float) {
-        x = 0.f;
-      }, [](int i, int j, float &x, float score, float &col, float &row, float &own, float l, float r, float from,
-            float b) {
-        x *= j > i ? 0.f : r * fast_exp2(l - from);
-        float n = x * score, pair = i == j ? 0.f : n;
-        own += i == j ? n : 0.f;
-        col += pair;
-        row = fused(pair, b, row);
-        x *= b;
-      }, [](int, int, float &x, float score, float &col, float &row, float &, float l, float r, float from, float b) {
-        x *= r * fast_exp2(l - from);
-        float n = x * score;
-        col += n;
-        row = fused(n, b, row);
-        x *= b;
-      }, f, (const rt<float, Q> &)both, col, row, own, l, factor, v.from, v.beta);
-      mma_fence();
-      mma_ABt<ZERO>(both, s.k[qk.stage], s.k[qk.stage]);
-      mma_commit();
-      ring_acquire(s.weights, to);
-      store(s.f, f);
-      load(factor, v.norm_k);
-      mma_wait<0>(both);
-      each_of_triangles<Q>([](int, int, float &x, float, float &, float &, float, float, float, float) {
-        x = 0.f;
-      }, [](int i, int j, float &x, float score, float &col, float &row, float l, float r, float from, float b) {
-        x *= j >= i ? 0.f : -r * fast_exp2(l - from);
-        float n = x * score;
-        col += n;
-        row = fused(n, b, row);
-        x *= b;
-      }, [](int, int, float &x, float score, float &col, float &row, float l, float r, float from, float b) {
-        x *= -r * fast_exp2(l - from);
-        float n = x * score;
-        col += n;
-        row = fused(n, b, row);
-        x *= b;
-      }, e, (const rt<float, Q> &)both, col, row, l, factor, v.from, v.beta);
-      store(s.e, e);
+      ROLLED for (int kind = 0; kind < 2; kind++) {     // F, then -E, which has no diagonal
+        mma_fence();
+        mma_ABt<ZERO>(both, kind ? s.k[qk.stage] : s.q[qk.stage], s.k[qk.stage]);
+        mma_commit();
+        if (kind == 0) ring_wait(s.v_ring, with);
+        load(l, v.l);
+        load(factor, kind ? v.norm_k : v.norm_q);
+        map(factor, factor, [=](float x) { return kind ? -x : x; });
+        mma_wait<0>(both);
+        each<Q>([=](int i, int j, float &x, float score, float &col, float &row, float &own, float l, float r,
+                    float from, float b) {
+          x = j + kind > i ? 0.f : x * (r * fast_exp2(l - from));
+          float n = x * score, pair = i == j ? 0.f : n;
+          own += i == j ? n : 0.f;
+          col += pair;
+          row = fused(pair, b, row);
+          x *= b;
+        }, f, (const rt<float, Q> &)both, col, row, own, l, factor, v.from, v.beta);
+        if (kind == 0) ring_acquire(s.weights, to);
+        store(kind ? s.last.e : s.f, f);
+        map(f, e, [](float, float x) { return x; });
+      }
       ring_fill(s.weights, to);
       ring_release(s.v_ring, with);
       ring_acquire(s.found_ring, with);
@@ -345,11 +371,32 @@ TILE void pairs(const params &p, shared &s, int) {
 }
 
 // ---- the gradients of rows
-TILE void put_rows(const params &p, const task &t, void *to, const int64_t *stride, rt<float, N> &d) {
+// Where a packed row ends, and, zeros, where no steps are.
+COLD void put_last_rows(const params &p, const shared &s, uint32_t i, bool of_k) {
+  task t = given_task(s, i);
+  const int64_t *stride = of_k ? p.dk_stride : p.dq_stride;
   int64_t ld = stride[1];
-  elem *out = (elem *)to + t.batch * stride[0] + t.step * ld + t.group * stride[2];
+  elem *to = (elem *)(of_k ? p.dk_data : p.dq_data) + t.batch * stride[0] + t.step * ld + t.group * stride[2];
   int rows = t.stop - t.step;
-  store_rows<elem>(d, [=](int i) { return i < rows ? out + i * ld : (elem *)nullptr; }, p.key_dim);
+  ROLLED for (int c = 0; c < N; c += 64) {
+    rt<float, 64> x;
+    if (t.heads) load(x, of_k ? s.last.dk : s.dq, c);
+    else fill(x, 0.f);
+    store_rows<elem>(x, [=](int i) { return i < rows ? to + i * ld + c : (elem *)nullptr; }, p.key_dim - c);
+  }
+}
+// Everybody knows that nothing is read there.
+TILE void put_rows(st<elem, Q, N> &to, const rt<float, N> &d) {
+  wg_sync();
+  store(to, d);
+  fence_async();
+  wg_sync();
+}
+TILE void send_rows(const params &p, shared &s, uint32_t i, bool of_k) {
+  task t = given_task(s, i);
+  if (!t.heads || (p.rows.starts && t.stop - t.step < Q)) put_last_rows(p, s, i, of_k);
+  else if (of_k) tma_store(p.dk, s.last.dk, t.step, 0, t.group, t.batch);
+  else tma_store(p.dq, s.dq, t.step, 0, t.group, t.batch);
 }
 // Takes out the part along the given rows, whose factors are norm / scale.
 TILE void take_along(rt<float, N> &d, const st<elem, Q, N> &given, const sv<Q> &norms, float scale) {
@@ -384,7 +431,7 @@ TILE void scale_and_dot(sv<Q> &to, rt<float, N> &product, const st<elem, Q, N> &
   load(factor, by);
   fill(dot, 0.f);
   each<N>([=](int, int, float &x, float y, float &dot, float f) {
-    x *= f * sign;
+    x = fused(x, f * sign, 0.f);
     dot = fused(x, y, dot);
   }, product, given, dot, (const rv &)factor);
   reduce(factor, dot);
@@ -410,11 +457,17 @@ TILE void add_and_dot(sv<Q> &to, rt<float, N> &sum, const rt<float, N> &product,
 TILE void give_dq(const params &p, shared &s, int) {
   counts n = {};
   rt<float, N> product, sum;
-  for (int index = block_index(); index < p.tasks; index += block_count()) {
-    task t = task_at(p, index);
+  uint32_t i = 0;
+  for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
+    ring_wait(s.todo, ring_at<TASKS>(i));
+    if (!given_task(s, i).heads) {
+      send_rows(p, s, i, false);
+      ring_release(s.todo, ring_at<TASKS>(i));
+      continue;
+    }
     ring_pos qk = ring_at<2>(n.task);
     fill(sum, 0.f);
-    for (int u = 0; u < t.heads; u++, n.head++, n.panel += p.panels) {
+    for (int u = 0; u < p.rows.group_heads; u++, n.head++, n.panel += p.panels) {
       ring_pos with = ring_at<2>(n.head), from = ring_at<1>(n.head);
       const chunk_vectors &v = s.v[with.stage];
       sum_panels(p, product, s.earlier, s.dout, s.state, n.panel);
@@ -423,7 +476,7 @@ TILE void give_dq(const params &p, shared &s, int) {
       ring_acquire(s.found_ring, with);
       scale_and_dot(s.found_of[with.stage].of_q, product, s.q[qk.stage], v.read, 1.f);
       sem_arrive(s.found_ring.full[with.stage]);
-      if (u + 1 < t.heads) ring_release(s.v_ring, with);
+      if (u + 1 < p.rows.group_heads) ring_release(s.v_ring, with);
       ring_wait(s.weights, from);
       mma_fence();
       mma_AB<ACC>(product, s.f, s.k[qk.stage]);
@@ -432,30 +485,42 @@ TILE void give_dq(const params &p, shared &s, int) {
       ring_release(s.weights, from);
       map(sum, product, [](float x, float y) { return x + y; });
     }
-    if (t.heads) {
-      ring_pos last = ring_at<2>(n.head - 1);
-      if (p.gates.norm_k) take_along(sum, s.q[qk.stage], s.v[last.stage].norm_q, p.scale);
-      ring_release(s.v_ring, last);
-      fence_async();
-      ring_release(s.qk_ring, qk);
-      n.task++;
-    }
-    put_rows(p, t, p.dq, p.dq_stride, sum);
+    ring_pos last = ring_at<2>(n.head - 1);
+    if (p.gates.norm_k) take_along(sum, s.q[qk.stage], s.v[last.stage].norm_q, p.scale);
+    ring_release(s.v_ring, last);
+    fence_async();
+    ring_release(s.qk_ring, qk);
+    n.task++;
+    tma_store_wait_read();                    // that of the task before has left
+    put_rows(s.dq, sum);
+    send_rows(p, s, i, false);
+    ring_release(s.todo, ring_at<TASKS>(i));
   }
+  tma_store_wait_read();
 }
 
 TILE void give_dk(const params &p, shared &s, int) {
   counts n = {};
   rt<float, N> product, sum;
-  for (int index = block_index(); index < p.tasks; index += block_count()) {
-    task t = task_at(p, index);
+  uint32_t i = 0;
+  for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
+    ring_wait(s.todo, ring_at<TASKS>(i));
+    if (!given_task(s, i).heads) {
+      send_rows(p, s, i, true);
+      ring_release(s.todo, ring_at<TASKS>(i));
+      continue;
+    }
     ring_pos qk = ring_at<2>(n.task);
     fill(sum, 0.f);
-    for (int u = 0; u < t.heads; u++, n.head++, n.panel += p.panels) {
+    for (int u = 0; u < p.rows.group_heads; u++, n.head++, n.panel += p.panels) {
       ring_pos with = ring_at<2>(n.head), from = ring_at<1>(n.head);
       const chunk_vectors &v = s.v[with.stage];
       found &f = s.found_of[with.stage];
       sum_panels(p, product, s.later, s.errors, s.dstate, n.panel);
+      if (u == 0 && n.head) {
+        tma_store_wait_read();                // dK of the task before has left from where E was
+        ring_release(s.weights, ring_at<1>(n.head - 1));
+      }
       ring_wait(s.qk_ring, qk);
       ring_wait(s.v_ring, with);
       ring_acquire(s.found_ring, with);
@@ -463,27 +528,28 @@ TILE void give_dk(const params &p, shared &s, int) {
       sum_panels(p, product, s.earlier, s.dv, s.state, n.panel);
       scale_and_dot(f.of_k, product, s.k[qk.stage], v.decay, -1.f);
       sem_arrive(s.found_ring.full[with.stage]);
-      if (u + 1 < t.heads) ring_release(s.v_ring, with);
+      if (u + 1 < p.rows.group_heads) ring_release(s.v_ring, with);
       ring_wait(s.weights, from);
       mma_fence();
       mma_AtB<ACC>(product, s.f, 0, s.q[qk.stage], 0);
-      mma_AtB<ACC>(product, s.e, 0, s.k[qk.stage], 0);
-      mma_AB<ACC>(product, s.e, s.k[qk.stage]);
+      mma_AtB<ACC>(product, s.last.e, 0, s.k[qk.stage], 0);
+      mma_AB<ACC>(product, s.last.e, s.k[qk.stage]);
       mma_commit();
       mma_wait<0>(product);
-      ring_release(s.weights, from);
+      if (u + 1 < p.rows.group_heads) ring_release(s.weights, from);
       map(sum, product, [](float x, float y) { return x + y; });
     }
-    if (t.heads) {
-      ring_pos last = ring_at<2>(n.head - 1);
-      if (p.gates.norm_k) take_along(sum, s.k[qk.stage], s.v[last.stage].norm_k, 1.f);
-      ring_release(s.v_ring, last);
-      fence_async();
-      ring_release(s.qk_ring, qk);
-      n.task++;
-    }
-    put_rows(p, t, p.dk, p.dk_stride, sum);
+    ring_pos last = ring_at<2>(n.head - 1);
+    if (p.gates.norm_k) take_along(sum, s.k[qk.stage], s.v[last.stage].norm_k, 1.f);
+    ring_release(s.v_ring, last);
+    fence_async();
+    ring_release(s.qk_ring, qk);
+    n.task++;
+    put_rows(s.last.dk, sum);
+    send_rows(p, s, i, true);
+    ring_release(s.todo, ring_at<TASKS>(i));
   }
+  tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<pairs, WARPGROUP, 1, PAIR_REGS>, role<give_dq, WARPGROUP, 1, ROW_REGS>,
