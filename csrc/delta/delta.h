@@ -58,6 +58,7 @@ typedef struct delta_sweep_params {
   gmap m, p;                  // as above, where the kernel has no prepare role; CUT: p is absent
   const int *done;            // as above, of dense rows that are not cut, or NULL
   int wave;                   // heads of all rows in one; the last may have less
+  const float *taken;         // as of kda_prepare_params
   gmap turns;                 // CUT: [row heads, cut, 2 D, D], bf16, or fp32 as the call: turns, transposed; of
                               // each the leading 8 bits, then the rest
   gmap states;                // delta_keep.cu: [batch heads, place, value_dim, key_dim]: S^T in front of chunks

@@ -115,6 +115,8 @@ template<int W> TILE void begin(const params &p) {
   if (TOLD && p.done) wait_for_place<W>(p, block_task(p).r, 0);
   else grid_wait();
 }
+// Another kernel has done all.
+TILE bool is_taken(const params &p) { return CHANNELS && p.taken && *p.taken > 0.f; }
 // What is prepared meanwhile is in the L2 when it is read, if what nobody wants again leaves it.
 template<class Tile>
 TILE void read_once(Tile &x, const params &p, const gmap &m, sem &full, int row, int col, const row_task &t) {
@@ -124,6 +126,7 @@ TILE void read_once(Tile &x, const params &p, const gmap &m, sem &full, int row,
 
 TILE void loader(const params &p, shared &s, int) {
   begin<THREAD>(p);
+  if (is_taken(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {}, to = {};
@@ -189,6 +192,7 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
 // One of SCANS warps, each every SCANS-th chunk. Its next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int index) {
   begin<WARP>(p);
+  if (is_taken(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring<STAGES, ASYNC_READS> &made = PAIR ? s.k_ring : s.vec_ring;
@@ -686,6 +690,7 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 
 TILE void run_state(const params &p, shared &s, int wg) {
   begin<WARPGROUP>(p);
+  if (is_taken(p)) return;
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
   if (makes_o()) {

@@ -17,11 +17,47 @@ static bool copied(const mg_call *c, const mg_tensor *g) {
   return ((uintptr_t)g->data | (uint64_t)c->n.K * mg_dtype_size(g->dtype)) % 16 == 0;
 }
 
-mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const mg_tensor *g,
-                          const kda_gates *gates, const delta_sweep_params *s, float *betas, const kda_plan *plan) {
-  kda_prepare_params p = {.ends = (float *)s->ends, .betas = betas, .rows = s->rows, .scale = s->scale, .gates = *gates,
-                          .m = s->m, .p = s->p, .read_k = s->k, .read_q = s->q, .write_k = s->w, .batches = (int)c->n.B,
-                          .key_dim = (int)c->n.K, .wave = (int)(c->n.B * c->n.HV)};
+mg_status kda_run_decays(mg_call *c, kda_acting *acting, const mg_tensor *g, const kda_gates *given_gates,
+                         const mg_tensor *decays, const mg_tensor *betas, const delta_rows *rows) {
+  const bool raw = given_gates->gate != KDA_LOG, weighed = given_gates->most > 0 || !given_gates->beta.is_float;
+  *acting = (kda_acting){*g, *given_gates};
+  if (c->status || !(raw || weighed)) return c->status;
+  kda_decays_params p = {.gates = *given_gates, .decays = raw ? mg_data(decays) : NULL,
+                         .betas = weighed ? mg_data(betas) : NULL, .rows = *rows, .batches = (int)c->n.B,
+                         .key_dim = (int)c->n.K};
+  kda_gates *made = &acting->gates;
+  if (raw) {                          // those of step `from` come first
+    mg_tensor *m = &acting->g;
+    const int64_t row = decays->shape[3], step = decays->shape[2] * row;
+    *m = *decays;
+    m->shape[1] = rows->to;
+    m->shape[3] = c->n.K;
+    m->data = (void *)((uintptr_t)decays->data - (uintptr_t)(rows->from * step) * sizeof(float));
+    p.batch = decays->stride[0] / row;
+    made->g = given(m);
+    made->gate = KDA_LOG;
+    made->a_log = made->dt_bias = NULL;
+  }
+  if (weighed) {
+    made->beta = given(betas);
+    made->most = 0;
+  }
+  const int size = (int)mg_dtype_size(g->dtype);
+  const int64_t strides = g->stride[0] | g->stride[1] | g->stride[2];
+  p.eights = ((uintptr_t)g->data | (uint64_t)(strides * size)) % 16 == 0 && c->n.K % 8 == 0;
+  if (!mg_choose_other(c, MG_OP_kda_decays)) return c->status;
+  p.tasks = mg_tasks(c, c->n.B * mg_ceil_div(rows->to - rows->from, c->desc->tile_m) *
+                        mg_ceil_div(c->n.HV, c->desc->tile_n), "tasks");
+  return mg_run_resident(c, &p, p.tasks);
+}
+
+mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const kda_acting *acting,
+                          const delta_sweep_params *s, const kda_plan *plan) {
+  const mg_tensor *g = &acting->g;
+  kda_prepare_params p = {.ends = (float *)s->ends, .taken = s->taken, .rows = s->rows, .scale = s->scale,
+                          .gates = acting->gates, .m = s->m, .p = s->p, .read_k = s->k, .read_q = s->q,
+                          .write_k = s->w, .batches = (int)c->n.B, .key_dim = (int)c->n.K,
+                          .wave = (int)(c->n.B * c->n.HV)};
   if (plan) p.next = plan->next;
   if (plan && plan->done) {
     p.done = plan->done;
@@ -52,17 +88,22 @@ static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
 // Nanoseconds of a chunk of a head on a multiprocessor, measured on an H100. made, passed: where it is prepared beside
 // the pass, and there; made_alone, passed_alone: one behind the other, the latter of 64 columns; both: in one kernel,
 // on an H200 5500 to 6200, where `made` is a tenth more, too; and `moved` of the whole device, which has tiles, v and o
-// to move then. slow: the preparation makes decays, or factors in two parts, and has no warpgroup left that waits for
-// memory. whole: there is one kernel.
+// to move then. slow: the preparation makes factors in two parts, and has no warpgroup left that waits for memory.
+// whole: there is one kernel. Of packed rows the lengths are not known here: it is tried where it would be faster if
+// all were as long, packed being what two kernels take at least for a chunk of the whole device.
 static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, int form, bool slow, bool whole,
                         const mg_tensor *marks) {
-  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300 };
+  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300, packed = 60 };
   const int64_t made = slow ? 8500 : 4500, made_alone = slow ? 8700 : 6900;
   const int64_t heads = c->n.R * c->n.HV, parts = mg_ceil_div(c->n.V, c->desc->tile_n), sms = c->context.sms;
   const int64_t places = p->rows.places, chunks = c->n.B * c->n.HV * places, fit = mg_max(1, sms * 3 / 7);
   int *next = marks->data;
   if (whole && form == 1) return (kda_plan){.whole = true};
-  if (c->status || !c->context.persistent || p->rows.starts || form == 3) return apart(c, next, chunks);
+  if (c->status || !c->context.persistent || p->rows.starts || form == 3) {
+    kda_plan plan = apart(c, next, chunks);
+    if (whole && p->rows.starts && both < packed * mg_min(heads, sms)) plan.taken = (float *)next + 1;
+    return plan;
+  }
   const int64_t waves = mg_max(1, (heads * parts + fit / 2) / fit), wave = mg_ceil_div(heads, waves);
   const int64_t ending = mg_max(wave * parts, waves > 1 ? fit : sms - heads * parts * 3 / 2);
   const delta_pieces pieces = delta_pieces_of(c, &p->rows, cuts, false);
@@ -75,16 +116,18 @@ static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor
   return (kda_plan){next, next + 1, (int)wave, (int)ending, false};
 }
 
-static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_gates *gates) {
+static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_acting *acting,
+                           float *taken) {
   kda_whole_params p = {.m = s->m, .p = s->p, .v = s->v, .o = s->o, .initial = s->initial, .final = s->final,
                         .initial_order = s->initial_order, .final_order = s->final_order, .rows = s->rows,
-                        .gates = *gates, .scale = s->scale, .batches = (int)c->n.B, .key_dim = s->key_dim,
-                        .value_dim = s->value_dim, .copied = copied(c, a->g) && !a->a_log, .keep = a->keep};
+                        .gates = acting->gates, .scale = s->scale, .key_dim = s->key_dim, .value_dim = s->value_dim,
+                        .copied = copied(c, &acting->g), .keep = a->keep, .o_data = s->o_data, .o_step = s->o_step,
+                        .o_head = s->o_head, .taken = taken};
   if (!mg_choose_other(c, MG_OP_kda_whole)) return c->status;
   mg_map_bthd(c, &p.q, a->q, 64, 64);
   mg_map_bthd(c, &p.k, a->k, 64, 64);
-  if (p.copied) mg_map_bthd(c, &p.g, a->g, 64, 64);
-  return mg_run_resident(c, &p, mg_tasks(c, c->n.B * c->n.HV, "heads"));
+  if (p.copied) mg_map_bthd(c, &p.g, &acting->g, 64, 64);
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.R * c->n.HV, "heads"));
 }
 
 mg_status mg_kda(const mg_kda_args *a) {
@@ -94,11 +137,10 @@ mg_status mg_kda(const mg_kda_args *a) {
   if (!mg_choose(&c)) return c.status;
   const mg_kernel *sweep = c.kernel;
   const ssd_order order = delta_order_of(&c, a->state_v_first);
-  float *betas = kda_makes_beta(a->beta, a->beta_form) ? mg_data(a->betas) : NULL;
   const kda_gates gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form, a->l2norm);
   delta_sweep_params p = {
     .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .initial_order = order,
-    .rows = delta_rows_of(&c, a->cu_seqlens), .gates = {.beta = betas ? betas : mg_data(a->beta), .most = 1},
+    .rows = delta_rows_of(&c, a->cu_seqlens), .gates = kda_beta_of(a->beta, a->beta_form, a->betas),
     .scale = delta_scale_of(&c, a->scale),
     .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
     .value_dim = (int)c.n.V};
@@ -113,8 +155,8 @@ mg_status mg_kda(const mg_kda_args *a) {
   const ssd_order between = delta_order_of(&c, false);
   const mg_tensor *inverses = a->keep ? a->inverses : a->own_inverses, *reads = a->keep ? a->reads : a->own_reads;
   const int64_t chunks = c.n.CHUNKS, each = c.n.SEG;
-  const bool whole = a->q->dtype == MG_BF16 && c.n.K > 64 && c.n.V > 64 && !a->cu_seqlens && a->form != 2;
-  const bool slow = a->a_log || (a->q->dtype == MG_FP16 && c.n.K > 64);
+  const bool whole = a->q->dtype == MG_BF16 && c.n.K > 64 && c.n.V > 64 && a->form != 2;
+  const bool slow = a->q->dtype == MG_FP16 && c.n.K > 64;
   bool last = false;
   for (int64_t first = 0; !last && !c.status; first += each) {
     last = first + each >= chunks;
@@ -128,17 +170,21 @@ mg_status mg_kda(const mg_kda_args *a) {
     p.rows.to = last ? (int)c.n.T : (int)((first + each) * 64);
     p.rows.places = (int)(last ? chunks - first : each);
     if (c.n.T && c.n.R && c.n.HV) {
+      kda_acting acting;
+      kda_run_decays(&c, &acting, a->g, &gates, a->decays, a->betas, &p.rows);
       delta_map_matrices(&c, &p.m, inverses, a->keep ? first : 0);
       delta_map_matrices(&c, &p.p, reads, a->keep ? first : 0);
       mg_use(&c, sweep);
       const kda_plan plan = plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form, slow, whole, a->marks);
       if (plan.whole) {
-        run_whole(&c, a, &p, &gates);
+        run_whole(&c, a, &p, &acting, NULL);
         continue;
       }
+      if (plan.taken) run_whole(&c, a, &p, &acting, plan.taken);
+      p.taken = plan.taken;
       p.done = plan.done;
       p.wave = plan.wave;
-      kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, a->g, &gates, &p, betas, &plan);
+      kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, &acting, &p, &plan);
     }
     mg_use(&c, sweep);
     if (!c.status) delta_run_sweep(&c, &p, &parts, c.n.CUTS && !p.done ? a->cuts : NULL, a->turns, a->form == 3);

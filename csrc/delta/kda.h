@@ -27,6 +27,17 @@ typedef struct kda_gates {
   int norm;                   // rows of q and k become ones of length 1
 } kda_gates;
 
+// kda_decays.cu: of raw gates, and of betas that are not as they act, floats that are.
+typedef struct kda_decays_params {
+  kda_gates gates;
+  float *decays;              // [batch, step - from, head, D], D the row's: log decays; or NULL
+  int64_t batch;              // rows of D of a batch
+  float *betas;               // [batch, steps, heads], or NULL
+  delta_rows rows;
+  int tasks, batches, key_dim;
+  int eights;                 // eight channels of a head are one access
+} kda_decays_params;
+
 // kda_prepare.cu: what delta_prepare.cu makes, with a decay for each channel, and what delta_sweep.cu with CHANNELS
 // reads in place of q, k and the decays.
 typedef struct kda_prepare_params {
@@ -36,19 +47,19 @@ typedef struct kda_prepare_params {
   gmap read_k, read_q;        // [batch, head, 64 place + row, D], D the row's: k e^l, scale q e^l
   gmap write_k;               // the same: k e^(l_e - l)
   float *ends;                // [batch, heads, places, D]: e^(l_e)
-  float *betas;               // [batch, steps, heads]: beta as it acts, or NULL
   delta_rows rows;
-  kda_gates gates;
+  kda_gates gates;            // KDA_LOG, and beta floats that act
   float scale;
   int batches, key_dim;
   int copied;                 // gates.g lies as copies want it, and is read by them where the kernel has room for that
   int *done;                  // as in delta.h, or NULL
   int wave;                   // heads of all batches that are worked on at a time, those of a batch side by side
   int ending;                 // the first so many blocks have no task
+  const float *taken;         // 1: kda_whole has passed over all rows; or NULL
   int *next;                  // 0 at first: tasks are drawn from it, as some multiprocessors are faster; or NULL
 } kda_prepare_params;
 
-// kda_whole.cu, of dense rows
+// kda_whole.cu
 typedef struct kda_whole_params {
   gmap q, k, g;               // as above
   gmap m, p;                  // the same; written where `keep`
@@ -57,9 +68,12 @@ typedef struct kda_whole_params {
   float *final;
   ssd_order initial_order, final_order;
   delta_rows rows;
-  kda_gates gates;
+  kda_gates gates;            // as of kda_prepare_params, and so is `copied`
   float scale;
-  int batches, key_dim, value_dim;
-  int copied;                 // gates.g has log decays, and copies read them
+  int key_dim, value_dim;
+  int copied;
   int keep;
+  void *o_data;               // o again, for where packed rows end: strides in elements
+  int64_t o_step, o_head;
+  float *taken;               // packed rows: becomes 1 where this kernel takes them, 0 where it leaves them to the two
 } kda_whole_params;

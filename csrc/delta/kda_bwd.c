@@ -10,7 +10,6 @@ typedef struct problem {
   const mg_kda_bwd_args *a;
   delta_rows rows;
   kda_gates gates;
-  float *betas;               // beta as it acts, to be made; NULL: it is what is given
   float scale;
   ssd_order given, kept;      // of the caller's states, and of those between segments
 } problem;
@@ -37,9 +36,7 @@ static void map_errors(const problem *x, gmap *m) {
 
 static int64_t sweep_blocks(mg_call *c) { return c->n.R * c->n.HV * mg_ceil_div(c->n.V, c->desc->tile_n); }
 
-static delta_gates beta_of(const problem *x) {
-  return (delta_gates){.beta = x->betas ? x->betas : mg_data(x->a->beta), .most = 1};
-}
+static delta_gates beta_of(const problem *x) { return kda_beta_of(x->a->beta, x->a->beta_form, x->a->betas); }
 
 // M and P of a segment's chunks: of all chunks, or own ones of the segment.
 static void map_matrices(const problem *x, int segment, gmap *m, gmap *p) {
@@ -66,8 +63,9 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
   mg_map_rows(c, &p.k, a->read_k, 64, 64);
   mg_map_rows(c, &p.q, a->read_q, 64, 64);
   mg_map_rows(c, &p.w, a->write_k, 64, 64);
-  kda_run_prepare(c, c->n.KEPT > 0 ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, a->g, &x->gates, &p, x->betas,
-                  NULL);
+  kda_acting acting;
+  kda_run_decays(c, &acting, a->g, &x->gates, a->decays, a->betas, &p.rows);
+  kda_run_prepare(c, c->n.KEPT > 0 ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, &acting, &p, NULL);
   if (c->status || !mg_choose_other(c, MG_OP_kda_keep)) return c->status;
   mg_map_bthd(c, &p.v, a->v, 64, 64);
   mg_map_stack(c, &p.states, a->states, 64, 64);
@@ -155,7 +153,6 @@ mg_status mg_kda_bwd(const mg_kda_bwd_args *a) {
   const problem x = {.c = &c, .a = a, .rows = delta_rows_of(&c, a->cu_seqlens),
                      .gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form,
                                             a->l2norm),
-                     .betas = kda_makes_beta(a->beta, a->beta_form) ? mg_data(a->betas) : NULL,
                      .scale = delta_scale_of(&c, a->scale), .given = delta_order_of(&c, a->state_v_first),
                      .kept = {(int)c.n.K, 1, (int)(c.n.K * c.n.V)}};
   const int64_t state = c.n.R * c.n.HV * c.n.V * c.n.K;

@@ -3,6 +3,7 @@
 #pragma once
 #include "tile/cold.h"
 #include "tile/l2.h"
+#include "tile/slices.h"
 #include "delta/kda_gates.h"
 
 // TASKS: whose places are known at a time
@@ -59,15 +60,6 @@ TILE void load_gates(given_gates &d, const gmap &g, bool floats, sem &full, cons
 TILE void take_copied(hm &g, const given_gates &given, bool floats, const task &t) {
   if (floats) load(g, given.floats, t.at.steps);
   else load(g, given.shorts, t.at.steps);
-}
-// The log decays of panel h, from where its gates were copied to if they were, and nothing stands there now.
-TILE void take_gates(hm &g, const kda_gates &p, int key_dim, const given_gates &given, const task &t, int h,
-                     bool there) {
-  hv bias;
-  if (there) take_copied(g, given, p.g.is_float, t);
-  else take_given(g, p, t.at, key_dim, 64 * h);
-  take_bias(bias, p, t.at.head, key_dim, 64 * h);
-  make_gates(g, bias, p, t.at, [](float x) { return x; });
 }
 // Sums of a panel's gates, to base 2, and of all; not if a sum is too far from its group's middle and gates do not
 // count as steep. logs: of the groups' middles and ends the logarithms, not what they are to multiply with.
@@ -231,14 +223,15 @@ TILE void make_group(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg
 }
 // By warps; see mma_ABt_halves_by_warps().
 template<int GROUP>
-TILE void make_group_by_warps(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to) {
+TILE void make_group_by_warps(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to,
+                              bool in_place) {
   rt<factor, 64> r;
   rt<float, 16> own, other;
   convert_group(r, right, GROUP);
   mma_ABt_halves_by_warps(own, other, r, from.left[GROUP]);
   if (GROUP < 3) carry(right, groups.between[GROUP < 3 ? GROUP : 0], GROUP + 1);
   put_group(a, own, GROUP);
-  hand_over_in_turn(to, other, GROUP, true);
+  hand_over_in_turn(to, other, GROUP, in_place);
 }
 // This panel's part of L^T in the first warpgroup, of P^T in the last; and, handed over, of the other one. Where j is
 // behind i the products are anything, also infinite.
@@ -258,12 +251,30 @@ TILE void make_products(rt<float, Q> &a, rt<float, 64> &right, area &from, const
   make_group<2>(a, right, from, groups, to, in_place);
   make_group<3>(a, right, from, groups, to, in_place);
 }
-TILE void make_products_by_warps(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to) {
+TILE void make_products_by_warps(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg &groups, handed &to,
+                                 bool in_place) {
   fill(a, 0.f);
-  make_group_by_warps<0>(a, right, from, groups, to);
-  make_group_by_warps<1>(a, right, from, groups, to);
-  make_group_by_warps<2>(a, right, from, groups, to);
-  make_group_by_warps<3>(a, right, from, groups, to);
+  make_group_by_warps<0>(a, right, from, groups, to, in_place);
+  make_group_by_warps<1>(a, right, from, groups, to, in_place);
+  make_group_by_warps<2>(a, right, from, groups, to, in_place);
+  make_group_by_warps<3>(a, right, from, groups, to, in_place);
+}
+// What a function that is called has made of it, for the thread that called.
+struct kept { pt parts[4]; };
+TILE void put(kept &d, const rt<float, Q> &a) {
+  UNROLLED for (int i = 0; i < 4; i++) {
+    rt<float, 16> part;
+    copy_part(part, a, 16 * i);
+    store(d.parts[i], part);
+  }
+}
+TILE void take(rt<float, Q> &a, const kept &s) {
+  fill(a, 0.f);
+  UNROLLED for (int i = 0; i < 4; i++) {
+    rt<float, 16> part;
+    load(part, s.parts[i]);
+    put_group(a, part, i);
+  }
 }
 // M^T of L^T, of which anything stands where nothing should.
 TILE void make_inverse(rt<float, Q> &inverse, rt<float, Q> &a, const sv<Q> &factors, tri<inner> &scratch) {

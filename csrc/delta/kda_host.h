@@ -12,11 +12,19 @@ typedef struct kda_plan {
   int wave;                   // heads of all rows that are worked on at a time
   int ending;                 // multiprocessors that do not prepare: those of the pass, or more
   bool whole;                 // one kernel does both
+  float *taken;               // one is tried first: as of kda_whole_params; or NULL
 } kda_plan;
-// What a pass with CHANNELS reads: s has the rows, the scale, ends, and the maps of m, p, k, q and w. beta as it acts
-// goes to `betas`, where that is not NULL. By kda_prepare, or by kda_tiles where m and p are there. plan NULL: before
-// the pass.
-mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const mg_tensor *g,
-                          const kda_gates *gates, const delta_sweep_params *s, float *betas, const kda_plan *plan);
-// The passes cannot read what is given.
-static inline bool kda_makes_beta(const mg_tensor *beta, int beta_form) { return beta_form || beta->dtype != MG_FP32; }
+// Log decays and betas as they act, of rows' steps `from` to `to` - 1.
+typedef struct kda_acting { mg_tensor g; kda_gates gates; } kda_acting;
+// They are what was given, unless that is raw, or a beta not float: then they are made, in `decays` and `betas`.
+mg_status kda_run_decays(mg_call *c, kda_acting *acting, const mg_tensor *g, const kda_gates *given,
+                         const mg_tensor *decays, const mg_tensor *betas, const delta_rows *rows);
+// What a pass with CHANNELS reads: s has the rows, the scale, ends, and the maps of m, p, k, q and w. By kda_prepare,
+// or by kda_tiles where m and p are there. plan NULL: before the pass.
+mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const kda_acting *acting,
+                          const delta_sweep_params *s, const kda_plan *plan);
+// A pass reads of beta what acts.
+static inline delta_gates kda_beta_of(const mg_tensor *beta, int beta_form, const mg_tensor *betas) {
+  const bool made = beta_form || beta->dtype != MG_FP32;
+  return (delta_gates){.beta = mg_data(made ? betas : beta), .most = 1};
+}

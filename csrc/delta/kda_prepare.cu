@@ -53,13 +53,15 @@ struct chunk {
   sem made;                         // P is there, and what else the last warpgroup stored is in memory
 };
 struct shared { chunk chunks[TEAMS]; };
-// An area has, one after another: its panel's factors; of factors in two parts, the sums that the other warpgroup makes
+// An area has, one after another: its panel's factors; what their products are, if they were called; of factors in two
+// parts, the sums that the other warpgroup makes
 // whole; then the reader's results. The last warpgroup's are P and a tile, the first one's what it inverts with, M and
 // a tile.
 TILE handed &handed_by(chunk &s, int h) {
   if (EARLY) return in_place_of<handed>(s.sums[h].early.sums);
   return in_place_of<handed>(s.areas[h]);
 }
+TILE kept &kept_by(chunk &s, int h) { return in_place_of<kept>(s.areas[h]); }
 TILE square &reads_of(chunk &s) { return in_place_of<square>(s.areas[0]); }
 TILE tri<inner> &scratch_of(chunk &s) { return in_place_of<tri<inner>>(s.areas[1]); }
 TILE square &m_of(chunk &s) { return in_place_of<square>(s.areas[1]); }
@@ -108,7 +110,7 @@ TILE void loader(const params &p, shared &all, int team) {
   chunk &s = all.chunks[team];
   uint32_t n = 0;
   int blocks = block_count() - p.ending, block = block_index() - p.ending, teams = TEAMS * blocks;
-  int end = task_count(p), first = block < 0 ? end : block + team * blocks;
+  int end = p.taken && *p.taken > 0.f ? 0 : task_count(p), first = block < 0 ? end : block + team * blocks;
   ROLLED for (int i = first; i < end; i = p.next ? teams + atomic_next(p.next) : i + teams) {
     task t = task_at(p, i);
     if (t.at.steps <= 0) continue;
@@ -200,6 +202,7 @@ template<int GROUP> TILE void make_group(rt<float, Q> &a, parts &right, const pa
 TILE void make_pairs_of_parts(rt<float, Q> &a, rt<float, 64> &right, const params &p, chunk &s, int h) {
   const sv<64> *between = s.groups[h].between;
   parts r;
+  fill(a, 0.f);
   split(r, right);
   make_group<0>(a, r, p, s, h);
   carry_to_group(r, between[0], 1);
@@ -216,10 +219,8 @@ TILE void tell(const params &p, const chunk &s, uint32_t n) {
   tma_store_wait<0>();
   order_tell(p.done + get(s.todo.tasks[(n - 1) % TASKS].mark));
 }
-// As make_products().
-TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int h, enum reach reach) {
-  const bool early = EARLY && reach != BEYOND;
-  rt<float, 64> right;
+// This panel's factors, and, early, its tiles, which leave.
+TILE void make_right(rt<float, 64> &right, const params &p, chunk &s, uint32_t n, int h, bool early) {
   {
     rv norm_k, norm_q;
     take_factors(norm_k, norm_q, p, s);
@@ -237,9 +238,6 @@ TILE void make_pairs(rt<float, Q> &a, const params &p, chunk &s, uint32_t n, int
     tma_store(p.read_q, s.q[h], t.place * Q, 64 * h, t.at.head, t.at.batch, soon(p));
     tma_store(p.write_k, s.sums[h].early.write, t.place * Q, 64 * h, t.at.head, t.at.batch, soon(p));
   }
-  if (PARTS == 1) return make_products(a, right, s.areas[h], s.groups[h], handed_by(s, h), false, reach);
-  fill(a, 0.f);
-  make_pairs_of_parts(a, right, p, s, h);
 }
 TILE void put_inverse(rt<float, Q> &a, chunk &s, const sv<Q> &factors) {
   rt<float, Q> inverse;
@@ -268,14 +266,36 @@ template<bool STEEP> TILE void make_tiles(const params &p, chunk &s, int h) {
   }
 }
 
+// Of both panels' products M by the first warpgroup, P by the last. Early: k and q have left.
+TILE void put_pairs(rt<float, Q> &a, chunk &s, uint32_t n, int h, int team, bool early) {
+  if (PANELS == 2) {
+    team_sync(team);
+    add(a, handed_by(s, 1 - h));
+    if (LAST_SUMS) sem_arrive<WARPGROUP>(s.added);
+    else wg_sync();                           // everybody has what was handed over
+  }
+  if (early) {
+    tma_store_wait_read();
+    ring_release(s.inputs, ring_at<1>(n));
+  }
+  if (h == 0) put_inverse(a, s, s.beta[n % 2]);
+  else put_reads(a, s);
+  if (PANELS == 1) {
+    fill(a, 0.f);
+    add(a, handed_by(s, 0));
+    if (!EARLY) wg_sync();                    // P goes where it lay
+    put_reads(a, s);
+  }
+}
+
 // Gates of a task come into the L2.
 TILE void bring_gates(const params &p, const task &t) {
   if (t.at.steps <= 0) return;
   if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
   else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
 }
-TILE void take_gates(hm &g, const params &p, const chunk &s, const task &t, int h, bool there) {
-  take_gates(g, p.gates, p.key_dim, s.sums[h].given, t, h, there);
+TILE void take_gates(hm &g, const params &p, const task &t, int h) {
+  take_given(g, p.gates, t.at, p.key_dim, 64 * h);
 }
 // Sums of panel h's gates, and what is left at the end, unless put_sums() says that they are BEYOND.
 TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, bool steep) {
@@ -287,6 +307,88 @@ TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, 
   store(p.ends + place * D + 64 * h, end, 64);
   return reach;
 }
+// The panel's own gates, by its warpgroup.
+TILE void sum_own_gates(const params &p, chunk &s, const task &t, int h) {
+  bool steep = false, again = true;
+  ROLLED while (again) {
+    hm g;
+    take_gates(g, p, t, h);
+    tma_store_wait_read<LATER>();             // before the sync in sum_down(): the sums' place is free
+    if (steep) at_least(g, PAIRS ? -10.5f : LEAST);
+    again = put_sums(p, s, t, g, h, steep) == BEYOND && !steep;
+    steep = again;
+  }
+}
+// Where no copy brings them, as floats.
+TILE bool are_floats(const params &p) { return !p.copied || p.gates.g.is_float; }
+COLD void put_gates(const params &p, chunk &s, uint32_t n, int h) {
+  hm g;
+  take_gates(g, p, given_task(s.todo, n), h);
+  store(s.sums[h].given.floats, g);
+  wg_sync();
+}
+COLD void sum_steep(const params &p, chunk &s, uint32_t n, int h) {
+  task t = given_task(s.todo, n);
+  hm g;
+  take_copied(g, s.sums[h].given, are_floats(p), t);
+  at_least(g, -10.5f);
+  put_sums(p, s, t, g, h, true);
+}
+// Of all panels, by the last warpgroup.
+TILE void sum_gates(const params &p, chunk &s, const task &t, uint32_t n) {
+  sem_wait(s.gates, n & 1);
+  ROLLED for (int h = 0; h < PANELS; h++) {
+    hm g;
+    if (!p.copied) put_gates(p, s, n, h);
+    take_copied(g, s.sums[h].given, are_floats(p), t);
+    if (put_sums(p, s, t, g, h, false) == BEYOND) sum_steep(p, s, n, h);
+  }
+}
+// Tiles that are not made with the factors, and leave.
+TILE void put_tiles(const params &p, chunk &s, uint32_t n, int h, bool steep) {
+  task t = given_task(s.todo, n);
+  if (PAIRS && steep) {
+    hm g;
+    take_gates(g, p, t, h);
+    at_least(g, LEAST);
+    put_sums(p, s, t, g, h, true);
+    wg_sync();
+    t = given_task(s.todo, n);
+  }
+  if (PAIRS || PARTS == 2 || steep) make_tiles<true>(p, s, h);
+  else make_tiles<false>(p, s, h);
+  if (!LAST_SUMS) ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
+  else fence_async();
+  wg_sync();
+  const int row = t.place * Q;
+  tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch, soon(p));
+  tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch, soon(p));
+  tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch, soon(p));
+  if (LAST_SUMS) {
+    tma_store_wait_read<1>();                 // the last one lies in an area
+    ring_release(s.inputs, ring_at<1>(n));
+  }
+}
+// Where groups have a middle each, of one panel: then both warpgroups run this code.
+COLD void make_far_products(const params &p, chunk &s, uint32_t n, int h) {
+  rt<float, Q> a;
+  rt<float, 64> right;
+  make_right(right, p, s, n, h, reach_of(s.groups[h]) != BEYOND);
+  make_products_by_warps(a, right, s.areas[h], s.groups[h], handed_by(s, h), false);
+  wg_sync();                                  // everybody's products have read the left factors
+  put(kept_by(s, h), a);
+}
+COLD void put_steep_tiles(const params &p, chunk &s, uint32_t n, int h) { put_tiles(p, s, n, h, true); }
+COLD void clear_rows(const params &p, chunk &s, uint32_t n, int h) {
+  int steps = given_task(s.todo, n).at.steps;
+  clear_rows(s.k[h], 0, steps);
+  clear_rows(s.q[h], 0, steps);
+  wg_sync();
+}
+COLD void put_squares(chunk &s, int h) {
+  put_squares(s.squares[0][h], s.k[h]);
+  put_squares(s.squares[1][h], s.q[h]);
+}
 
 TILE void compute(const params &p, shared &all, int wg) {
   const int team = wg / PANELS, h = wg % PANELS;
@@ -297,37 +399,16 @@ TILE void compute(const params &p, shared &all, int wg) {
     task t = given_task(s.todo, n);
     if (t.at.steps <= 0) break;
     if (h == 0) tell(p, s, n);
-    const int first = !LAST_SUMS ? h : h == 0 ? PANELS : 0, end = LAST_SUMS ? PANELS : h + 1;
-    ROLLED for (int i = first; i < end; i++) {
-      bool steep = false, again = true;
-      ROLLED while (again) {
-        hm g;
-        if (LAST_SUMS) sem_wait(s.gates, n & 1);
-        take_gates(g, p, s, t, i, LAST_SUMS && p.copied && !steep);
-        if (!LAST_SUMS) tma_store_wait_read<LATER>();   // before the sync in sum_down(): the sums' place is free
-        if (steep) at_least(g, PAIRS ? -10.5f : LEAST);
-        again = put_sums(p, s, t, g, i, steep) == BEYOND && !steep;
-        steep = again;
-      }
-    }
+    if (!LAST_SUMS) sum_own_gates(p, s, t, h);
+    else if (h == PANELS - 1) sum_gates(p, s, t, n);
     if (h == (LAST_SUMS ? PANELS - 1 : 0)) {
       rv beta;
-      take_beta(beta, p.gates, t.at);
+      take_beta_as_given(beta, p.gates, t.at);
       store(s.beta[n % 2], beta);
-      if (p.betas)
-        store_steps(p.betas + ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head, beta,
-                    p.rows.heads, t.at.steps);
     }
     ring_wait(s.inputs, ring_at<1>(n));
-    if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) {
-      clear_rows(s.k[h], 0, t.at.steps);
-      clear_rows(s.q[h], 0, t.at.steps);
-      wg_sync();
-    }
-    if (p.gates.norm) {
-      put_squares(s.squares[0][h], s.k[h]);
-      put_squares(s.squares[1][h], s.q[h]);
-    }
+    if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) clear_rows(p, s, n, h);
+    if (p.gates.norm) put_squares(s, h);
     tma_store_wait_read();
     if (h == 0) {                           // the other one is later here
       wait_for_task(s.todo, n + 1);
@@ -335,57 +416,29 @@ TILE void compute(const params &p, shared &all, int wg) {
     }
     team_sync(team);                        // all has left, and all have written squares; l, too
     const enum reach reach = reach_of(s.groups[h]);
-    const bool steep = reach == BEYOND;
+    const bool steep = reach == BEYOND, early = EARLY && !steep;
     if (PAIRS) {
       rt<float, Q> a;
-      make_pairs(a, p, s, n, h, reach);
-      if (PANELS == 2) {
-        team_sync(team);
-        add(a, handed_by(s, 1 - h));
-        if (LAST_SUMS) sem_arrive<WARPGROUP>(s.added);
-        else wg_sync();                       // everybody has what was handed over
+      if (LAST_SUMS && (reach != NEAR || reach_of(s.groups[PANELS - 1 - h]) != NEAR)) {
+        make_far_products(p, s, n, h);
+        take(a, kept_by(s, h));
+      } else {
+        rt<float, 64> right;
+        make_right(right, p, s, n, h, LAST_SUMS || early);
+        if (PARTS == 2) make_pairs_of_parts(a, right, p, s, h);
+        else make_products(a, right, s.areas[h], s.groups[h], handed_by(s, h), false, LAST_SUMS ? NEAR : reach);
       }
-      if (EARLY && !steep) {
-        tma_store_wait_read();
-        ring_release(s.inputs, ring_at<1>(n));
-      }
-      if (h == 0) put_inverse(a, s, s.beta[n % 2]);
-      else put_reads(a, s);
-      if (PANELS == 1) {
-        fill(a, 0.f);
-        add(a, handed_by(s, 0));
-        if (!EARLY) wg_sync();                // P goes where it lay
-        put_reads(a, s);
-      }
+      put_pairs(a, s, n, h, team, early);
     }
     // Only sums of steep gates take the place of what was handed over; but who waits at all has to see every phase.
     if (LAST_SUMS) sem_wait(s.added, n & 1);
-    t = given_task(s.todo, n);
-    const int row = t.place * Q;
-    if (EARLY && !steep) {
+    if (early) {
       fence_async();
       wg_sync();
+    } else if (LAST_SUMS) {
+      put_steep_tiles(p, s, n, h);
     } else {
-      if (PAIRS && steep) {
-        hm g;
-        take_gates(g, p, s, t, h, false);
-        at_least(g, LEAST);
-        put_sums(p, s, t, g, h, true);
-        wg_sync();
-        t = given_task(s.todo, n);
-      }
-      if (PAIRS || PARTS == 2 || steep) make_tiles<true>(p, s, h);
-      else make_tiles<false>(p, s, h);
-      if (!LAST_SUMS) ring_release(s.inputs, ring_at<1>(n));  // its fence is that of the stores, too
-      else fence_async();
-      wg_sync();
-      tma_store(p.read_q, tile_of(s, h, 1), row, 64 * h, t.at.head, t.at.batch, soon(p));
-      tma_store(p.write_k, tile_of(s, h, 2), row, 64 * h, t.at.head, t.at.batch, soon(p));
-      tma_store(p.read_k, tile_of(s, h, 0), row, 64 * h, t.at.head, t.at.batch, soon(p));
-      if (LAST_SUMS) {
-        tma_store_wait_read<1>();             // the last one lies in an area
-        ring_release(s.inputs, ring_at<1>(n));
-      }
+      put_tiles(p, s, n, h, steep);
     }
     if (PAIRS && PANELS == 2 && h == 1) {
       if (p.done) tma_store_wait<0>();        // they have been on their way for long
@@ -393,8 +446,9 @@ TILE void compute(const params &p, shared &all, int wg) {
     }
     if (PAIRS && h == 0) {
       if (PANELS == 2) sem_wait(s.made, n & 1);
-      tma_store(p.p, reads_of(s), row, 0, t.at.head, t.at.batch, soon(p));
-      tma_store(p.m, m_of(s), row, 0, t.at.head, t.at.batch, soon(p));
+      t = given_task(s.todo, n);
+      tma_store(p.p, reads_of(s), t.place * Q, 0, t.at.head, t.at.batch, soon(p));
+      tma_store(p.m, m_of(s), t.place * Q, 0, t.at.head, t.at.batch, soon(p));
     }
   }
   if (h == 0) tell(p, s, n);

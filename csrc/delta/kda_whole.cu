@@ -1,6 +1,8 @@
 // Kimi delta attention (2025), forward, of heads that fill the device: one kernel that prepares a head's chunks one
 // after the other and passes over them, so that nothing of what kda_prepare.cu makes goes through memory. The formulas
 // are kda_prepare.cu's and delta_sweep.cu's, and so is the result, bit by bit.
+// Of packed rows the host does not know the lengths: here is seen whether they leave too many blocks without work, and
+// then two kernels behind this one do all.
 // A block takes a head. Two warpgroups, one for each panel of 64 channels, make a chunk's tiles, M and P; a third one
 // has the state, both halves of v's columns in turn, and is a chunk behind. The last of the two sums the next chunk's
 // gates while the first one inverts. Tiles stand where k and q came, and o leaves from where v did.
@@ -19,6 +21,7 @@ typedef st<elem, Q, D> wide;
 union sums {
   ct l;                             // to base 2
   given_gates given;
+  kept products;                    // of a far chunk
 };
 struct shared {
   panel k[2][PANELS], q[2][PANELS]; // of chunks in turn; then k e^l, scale q e^l
@@ -31,6 +34,7 @@ struct shared {
   sv<Q> squares[2][PANELS];         // of k's rows and of q's
   sv<D> ends[AHEAD];                // e^(l_e)
   sv<Q> beta[AHEAD];
+  sv<32> leaves;                    // not 0: nothing is done
   task_list todo;
   ring<2, ASYNC_READS> inputs;      // k and q
   ring<1> gates;                    // in place of the sums
@@ -38,6 +42,7 @@ struct shared {
   sem tiles[2], pairs[2];           // a chunk's are there: k, q, w, ends, beta; M and P
   sem inverted;                     // the state has read M
   sem done[2];                      // ... and all of a chunk
+  sem chosen;                       // `leaves` is there
 };
 typedef kda_whole_params params;
 TILE handed &handed_by(shared &s, int h) { return in_place_of<handed>(s.areas[h]); }
@@ -54,11 +59,12 @@ TILE void init(shared &s) {
     sem_init(s.done[i], arrivals(0, 0, 1));
   }
   sem_init(s.inverted, arrivals(0, 0, 1));
+  sem_init(s.chosen, arrivals(0, 1, 0));
 }
 
 // ---- loaders
 
-// What chunks have in place of their sums: log decays as they were given, or, made of anything else, as floats.
+// Where no copy brings log decays, they are put there as floats.
 TILE bool are_floats(const params &p) { return !p.copied || p.gates.g.is_float; }
 TILE void load_gates(const params &p, shared &s, const task &t, ring_pos at) {
   ring_acquire(s.gates, at);
@@ -68,14 +74,50 @@ TILE void load_gates(const params &p, shared &s, const task &t, ring_pos at) {
   ROLLED for (int h = 0; h < PANELS; h++)
     load_gates(s.sums[h].given, p.g, floats, s.gates.full[0], t, 64 * h, LEAVES);
 }
+// A block takes the units block_index(), + block_count(), ...: the heads of a row, one row after another. An empty row
+// has a chunk of no steps, which leaves the state as it is. A task's mark: twice its row, and 1 in its last chunk.
+enum { NO_TASK = -1 };              // the place of the one behind the last
+TILE int unit_count(const params &p) { return p.rows.rows * p.rows.heads; }
+TILE bool is_last(const task &t) { return t.mark & 1; }
+TILE int row_of(const task &t) { return t.mark >> 1; }
+// Nanoseconds, as in kda.c: of this kernel at most, and of two.
+TILE bool leaves(const params &p) {
+  float longest = 0.f, all = 0.f;
+  ROLLED for (int first = 0; first < p.rows.rows; first += Q) {
+    wv<Q> chunks;
+    map_index(chunks, [=](int i) {
+      return first + i < p.rows.rows ? (float)task_of(p.rows, first + i, 0).chunks : 0.f;
+    });
+    longest = fmaxf(longest, max_of(chunks));
+    all += sum_of(chunks);
+  }
+  all *= (float)p.rows.heads;
+  float turns = (float)((unit_count(p) + block_count() - 1) / block_count());
+  float one = 5500.f * fminf(turns * longest, all / (float)block_count() + longest);
+  float two = 33.f * all + fmaxf(2100.f * longest, 27.f * all);
+  return one > two;
+}
+TILE void choose(const params &p, shared &s, int) {
+  bool leave = p.rows.starts && p.taken && leaves(p);
+  wv<32> x;
+  fill(x, leave ? 1.f : 0.f);
+  store(s.leaves, x);
+  sem_arrive<WARP>(s.chosen);
+  if (!p.taken || block_index() > 0) return;
+  fill(x, leave ? 0.f : 1.f);
+  store(p.taken, 1, x, 1);
+}
 TILE void loader(const params &p, shared &s, int) {
   uint32_t n = 0;
-  int heads = p.batches * p.rows.heads;
-  ROLLED for (int i = block_index(); i < heads; i += block_count()) {
-    int batch = i / p.rows.heads, head = i - batch * p.rows.heads, key_head = head / p.rows.group_heads;
-    ROLLED for (int place = 0; place < p.rows.places; place++, n++) {
-      int step = p.rows.from + place * Q;
-      task t = {place, 0, {batch, head, step, p.rows.to - step}};
+  sem_wait(s.chosen, 0);
+  int units = get(s.leaves, 0) > 0.f ? 0 : unit_count(p);
+  ROLLED for (int i = block_index(); i < units; i += block_count()) {
+    int row = i / p.rows.heads;
+    row_task r = task_of(p.rows, row, i - row * p.rows.heads);
+    int chunks = r.chunks > 0 ? r.chunks : 1, head = r.head, key_head = r.key_head, batch = r.batch;
+    ROLLED for (int chunk = 0; chunk < chunks; chunk++, n++) {
+      int step = r.first + chunk * Q;
+      task t = {r.place + chunk, 2 * row + (chunk + 1 == chunks), {batch, head, step, r.end - step}};
       ring_pos at = ring_at<2>(n);
       give_task(s.todo, n, t);
       load_gates(p, s, t, ring_at<1>(n));
@@ -87,13 +129,13 @@ TILE void loader(const params &p, shared &s, int) {
       }
     }
   }
-  give_task(s.todo, n, {});
+  give_task(s.todo, n, {NO_TASK, 0, {0, 0, 0, 0}});
 }
 TILE void value_loader(const params &p, shared &s, int) {
   for (uint32_t n = 0;; n++) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
-    if (t.at.steps <= 0) break;
+    if (t.place == NO_TASK) break;
     ring_acquire(s.values, ring_at<1>(n));
     ring_expect(s.values, ring_at<1>(n), 2 * tile_bytes(s.v[0]));
     ROLLED for (int g = 0; g < 2; g++)
@@ -112,16 +154,16 @@ TILE void tell_tiles(shared &s, int i) {
   sem_arrive<WARPGROUP>(s.tiles[i]);
   sem_arrive<WARPGROUP>(s.gates.empty[0]);
 }
-TILE void make_right(rt<float, 64> &right, const params &p, shared &s, int i, int h, bool early) {
+TILE void make_right(rt<float, 64> &right, const params &p, shared &s, int i, int h, bool early, bool tell) {
   {
     rv norm_k, norm_q;
     take_factors(norm_k, norm_q, p, s);
     make_factors(right, s.areas[h], s.k[i][h], s.q[i][h], s.sums[h].l, s.groups[h], norm_k, norm_q, h, early);
   }
   if (early) put_write(s.w[i], 64 * h, right, s.groups[h]);
-  fence_async();
+  if (tell) fence_async();
   wg_sync();
-  if (early) tell_tiles(s, i);
+  if (tell) tell_tiles(s, i);
 }
 // Sums of both panels; then M by the first warpgroup, P by the last.
 TILE void put_pairs(rt<float, Q> &a, shared &s, uint32_t n, int h) {
@@ -139,6 +181,12 @@ TILE void put_pairs(rt<float, Q> &a, shared &s, uint32_t n, int h) {
     store_own(s.p[n % 2], a, 0);
   }
 }
+COLD void clear_keys(shared &s, uint32_t n, int h) {
+  int steps = given_task(s.todo, n).at.steps;
+  clear_rows(s.k[n % 2][h], 0, steps);
+  clear_rows(s.q[n % 2][h], 0, steps);
+  wg_sync();
+}
 COLD void put_squares(shared &s, int i, int h) {
   put_squares(s.squares[0][h], s.k[i][h]);
   put_squares(s.squares[1][h], s.q[i][h]);
@@ -151,12 +199,12 @@ TILE enum reach put_sums(shared &s, const hm &g, uint32_t n, int h, bool steep) 
   store(s.ends[n % AHEAD], 64 * h, end);
   return reach;
 }
-TILE void take_gates(hm &g, const params &p, shared &s, const task &t, int h) {
-  take_gates(g, p.gates, p.key_dim, s.sums[h].given, t, h, false);
+TILE void take_gates(hm &g, const params &p, const task &t, int h) {
+  take_given(g, p.gates, t.at, p.key_dim, 64 * h);
 }
 COLD void put_gates(const params &p, shared &s, uint32_t n, int h) {
   hm g;
-  take_gates(g, p, s, given_task(s.todo, n), h);
+  take_gates(g, p, given_task(s.todo, n), h);
   store(s.sums[h].given.floats, g);
   wg_sync();
 }
@@ -172,7 +220,7 @@ TILE void make_tiles(const params &p, shared &s, uint32_t n, int h) {
   const int i = n % 2;
   {
     hm g;
-    take_gates(g, p, s, given_task(s.todo, n), h);
+    take_gates(g, p, given_task(s.todo, n), h);
     at_least(g, LEAST);
     put_sums(s, g, n, h, true);
   }
@@ -190,30 +238,22 @@ TILE void make_tiles(const params &p, shared &s, uint32_t n, int h) {
   }
 }
 // Where groups have a middle each, of one panel: then both warpgroups run this code.
-COLD void make_far_chunk(const params &p, shared &s, uint32_t n, int h) {
-  const int i = n % 2;
-  const bool steep = reach_of(s.groups[h]) == BEYOND;     // once all are told of, the next sums take the place of these
+COLD void make_far_products(const params &p, shared &s, uint32_t n, int h) {
   rt<float, Q> a;
-  {
-    rt<float, 64> right;
-    make_right(right, p, s, i, h, !steep);
-    make_products_by_warps(a, right, s.areas[h], s.groups[h], handed_by(s, h));
-  }
-  put_pairs(a, s, n, h);
-  if (!steep) return;
+  rt<float, 64> right;
+  make_right(right, p, s, n % 2, h, reach_of(s.groups[h]) != BEYOND, false);
+  make_products_by_warps(a, right, s.areas[h], s.groups[h], handed_by(s, h), true);
+  put(s.sums[h].products, a);
+}
+COLD void put_steep_tiles(const params &p, shared &s, uint32_t n, int h) {
   make_tiles(p, s, n, h);
   fence_async();
-  tell_tiles(s, i);
+  tell_tiles(s, n % 2);
 }
 COLD void keep_pairs(const params &p, shared &s, uint32_t n, int h) {
   wg_sync();
   task t = given_task(s.todo, n);
   tma_store(h ? p.p : p.m, h ? s.p[n % 2] : s.m, t.place * Q, 0, t.at.head, t.at.batch);
-}
-COLD void put_beta(const params &p, shared &s, uint32_t n) {
-  rv beta;
-  take_beta(beta, p.gates, given_task(s.todo, n).at);
-  store(s.beta[n % AHEAD], beta);
 }
 // By the last warpgroup, of both panels.
 TILE void sum_gates(const params &p, shared &s, const task &t, uint32_t n) {
@@ -230,31 +270,37 @@ TILE void prepare(const params &p, shared &s, int h) {
   for (uint32_t n = 0;; n++) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
-    if (t.at.steps <= 0) break;
+    if (t.place == NO_TASK) break;
     const int i = n % 2;
     if (h == 1) {
       rv beta;
-      const bool given = p.gates.beta.is_float && p.gates.most == 0.f;
-      if (given) take_beta_as_given(beta, p.gates, t.at);   // it comes meanwhile
+      take_beta_as_given(beta, p.gates, t.at);              // it comes meanwhile
       sum_gates(p, s, t, n);
-      if (given) store(s.beta[n % AHEAD], beta);
-      else put_beta(p, s, n);
+      store(s.beta[n % AHEAD], beta);
     }
     sem_wait(s.done[i], n / 2 & 1 ^ 1);     // with the chunk before the last one
     ring_wait(s.inputs, ring_at<2>(n));
+    if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) clear_keys(s, n, h);
     if (p.gates.norm) put_squares(s, i, h);
     team_sync();
-    if (reach_of(s.groups[h]) == NEAR && reach_of(s.groups[1 - h]) == NEAR) {
+    const enum reach reach = reach_of(s.groups[h]);
+    {
       rt<float, Q> a;
-      {
+      if (reach == NEAR && reach_of(s.groups[1 - h]) == NEAR) {
         rt<float, 64> right;
-        make_right(right, p, s, i, h, true);
+        make_right(right, p, s, i, h, true, true);
         make_products_of_halves(a, right, s.areas[h], s.groups[h], handed_by(s, h), true);
+      } else {
+        make_far_products(p, s, n, h);
+        take(a, s.sums[h].products);
+        if (reach != BEYOND) {
+          fence_async();
+          tell_tiles(s, i);                               // then the next gates take the place of these
+        }
       }
       put_pairs(a, s, n, h);
-    } else {
-      make_far_chunk(p, s, n, h);
     }
+    if (reach == BEYOND) put_steep_tiles(p, s, n, h);
     fence_async();
     sem_arrive<WARPGROUP>(s.pairs[i]);
     if (p.keep) keep_pairs(p, s, n, h);
@@ -263,6 +309,31 @@ TILE void prepare(const params &p, shared &s, int h) {
 }
 
 // ---- the state
+
+// o where a packed row ends. Everybody has stored it.
+COLD void put_last_rows(const params &p, shared &s, uint32_t n, int g) {
+  task t = given_task(s.todo, n);
+  elem *to = (elem *)p.o_data + t.at.step * p.o_step + t.at.head * p.o_head + 64 * g;
+  int64_t ld = p.o_step;
+  int steps = t.at.steps;
+  rt<float, Q> o;
+  load(o, s.v[g]);
+  fence_async();                            // then v comes there
+  store_rows<elem>(o, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - 64 * g);
+}
+// Steps behind the last packed row are in no sequence.
+COLD void clear_rest(const params &p, const shared &s, uint32_t n) {
+  task t = given_task(s.todo, n);
+  int64_t ld = p.o_step;
+  rt<float, 64> zero;
+  fill(zero, 0.f);
+  ROLLED for (int step = t.at.step + t.at.steps; step < p.rows.steps; step += Q)
+    ROLLED for (int col = 0; col < p.value_dim; col += 64) {
+      elem *to = (elem *)p.o_data + step * ld + t.at.head * p.o_head + col;
+      int steps = p.rows.steps - step;
+      store_rows<elem>(zero, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - col);
+    }
+}
 
 // One chunk, of half g of v's columns.
 TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t, uint32_t n, int g) {
@@ -283,6 +354,11 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   mma_ABt_part<ACC>(y, part, s.q[i][1], 0);
   mma_commit();
   if (g == 0) ring_wait(s.values, ring_at<1>(n));
+  const bool over = runs_over(p.rows, t.at.step, t.at.step + t.at.steps);
+  if (over) {
+    clear_rows(s.v[g], 0, t.at.steps);
+    wg_sync();
+  }
   mma_wait<0>(x, y, part);
   if (g == 1) ring_release(s.inputs, ring_at<2>(n));
   load_t(part, s.v[g]);
@@ -314,10 +390,11 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   store_t(s.v[g], y);
   fence_async();
   wg_sync();
-  tma_store(p.o, s.v[g], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
+  if (over) put_last_rows(p, s, n, g);
+  else tma_store(p.o, s.v[g], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
 }
 TILE int64_t first_of(const params &p, const task &t, int g, ssd_order o) {
-  return ((int64_t)t.at.batch * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
+  return ((int64_t)row_of(t) * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
 }
 TILE void begin_state(rt<float, D> &state, const params &p, const task &t, int g) {
   ssd_order o = p.initial_order;
@@ -334,7 +411,7 @@ TILE void run_state(const params &p, shared &s, int) {
   while (true) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
-    if (t.at.steps <= 0) break;
+    if (t.place == NO_TASK) break;
     begin_state(first, p, t, 0);
     begin_state(second, p, t, 1);
     for (bool last = false; !last; n++) {
@@ -346,14 +423,15 @@ TILE void run_state(const params &p, shared &s, int) {
       sem_arrive<WARPGROUP>(s.done[n % 2]);
       tma_store_wait_read();                // o
       sem_arrive<WARPGROUP>(s.values.empty[0]);
-      last = t.place + 1 == p.rows.places;
+      last = is_last(t);
     }
     end_state(first, p, t, 0);
     end_state(second, p, t, 1);
+    if (p.rows.starts && row_of(t) + 1 == p.rows.rows) clear_rest(p, s, n - 1);
   }
 }
 
 typedef block<params, shared, init, role<prepare, WARPGROUP, PANELS, COMPUTE_REGS>,
               role<run_state, WARPGROUP, 1, STATE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<value_loader, THREAD, 1, LOAD_REGS>> kernel;
+              role<value_loader, THREAD, 1, LOAD_REGS>, role<choose, WARP, 1, LOAD_REGS>> kernel;
 ENTRY(kernel, Q, D)

@@ -79,6 +79,7 @@ TILE void hand_over(handed &d, const rt<float, 16> &t, int group);
 TILE void add(rt<float, 64> &t, const handed &s);                     // t += s; others' are seen behind a sync
 // Element i at g[i * stride], a float or 16 bits; rows >= n are not read and become 0.
 template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int n);
+template<typename T, int N> TILE void load_steps(wv<N> &v, const T *g, int64_t stride, int n);      // warp
 // Element i to g[i * stride]; rows >= n are not written.
 TILE void store_steps(float *g, const rv &v, int64_t stride, int n);
 

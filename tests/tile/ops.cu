@@ -745,6 +745,8 @@ TILE void warp_vectors(const op_params &p, warp_shared &s, int) {
   copy_row((elem *)(p.out + 384), p.e, p.m);
   cumsum_down(v);
   store(p.out + 512, 3, v, p.n);
+  load_steps(w, p.e, 2, p.m / 2);
+  store(p.out + 704, w, 64);
 }
 
 // ---- channels along the rows: steps of e, whose rows begin 64 apart; levels of pairs

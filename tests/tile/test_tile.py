@@ -643,7 +643,7 @@ def test_zeros(ops):
 def test_warp(ops):
     rng = np.random.default_rng(5)
     x, e = rng.standard_normal(200).astype(np.float32), random(rng, ops.elem, 64)
-    out = np.full(704, np.nan, np.float32)
+    out = np.full(768, np.nan, np.float32)
     r = ops.run("warp", {}, {"x": x, "e": e, "out": out.copy()}, m=43, n=50)["out"]
     v = np.where(np.arange(64) < 50, x[np.minimum(3 * np.arange(64), 199)], -2).astype(np.float32)
     same(r[:64], v)
@@ -656,7 +656,9 @@ def test_warp(ops):
         same(decode(r[at:at + 128].view(e.dtype), ops.elem), decode(want, ops.elem))
     down = np.cumsum(v[::-1], dtype=np.float64)[::-1]
     close(r[512:662:3], down[:50], 64, 1e-6)
-    assert np.isnan(np.delete(r[512:], np.arange(0, 150, 3))).all()
+    assert np.isnan(np.delete(r[512:704], np.arange(0, 150, 3))).all()
+    same(r[704:725], decode(e, ops.elem)[:42:2])
+    same(r[725:], 0)
 
 
 @pytest.mark.parametrize("m, n", ((64, 64), (50, 60), (1, 3)))

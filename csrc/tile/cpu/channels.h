@@ -242,6 +242,11 @@ template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int
   writes(v);
   for (int r = 0; r < 64; r++) v.d[r] = r < n ? widen(g[r * stride]) : 0.f;
 }
+template<typename T, int N> TILE void load_steps(wv<N> &v, const T *g, int64_t stride, int n) {
+  writes(v);
+  for (int i = 0; i < N && i < n; i++) touches_global(g + i * stride, sizeof(T), GLOBAL_READ);
+  for (int i = 0; i < N; i++) v.d[i] = i < n ? widen(g[i * stride]) : 0.f;
+}
 TILE void store_steps(float *g, const rv &v, int64_t stride, int n) {
   for (int r = 0; r < 64 && r < n; r++) touches_global(g + r * stride, sizeof(float), GLOBAL_WRITE);
   reads(v);

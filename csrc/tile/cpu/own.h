@@ -7,13 +7,13 @@ template<typename T> struct qt { alignas(64) T d[16][16]; };
 #endif
 struct alignas(128) pt { float d[64][16]; };
 TILE void load(rt<float, 16> &t, const pt &s) {
-  reads_shared(whole(s));
+  reads_own(whole(s));
   writes(t);
   memcpy((void *)t.d, s.d, sizeof s.d);
 }
 TILE void store(pt &d, const rt<float, 16> &t) {
   reads(t);
-  writes_shared(d, whole(d));
+  writes_own(d, whole(d));
   memcpy(d.d, t.d, sizeof d.d);
 }
 template<typename T, int R, int C> TILE void load(qt<T> &d, const st<T, R, C> &s, int r0, int c0) {

@@ -297,6 +297,10 @@ template<typename T> TILE void load_steps(rv &v, const T *g, int64_t stride, int
   v.d[0] = r < n ? to_float(g[r * stride]) : 0.f;
   v.d[1] = r + 8 < n ? to_float(g[(r + 8) * stride]) : 0.f;
 }
+template<typename T, int N> TILE void load_steps(wv<N> &v, const T *g, int64_t stride, int n) {
+#pragma unroll
+  for (int k = 0; k < N / 32; k++) v.d[k] = lane() + 32 * k < n ? to_float(g[(lane() + 32 * k) * stride]) : 0.f;
+}
 TILE void store_steps(float *g, const rv &v, int64_t stride, int n) {
   int r = thread_row();
   if ((threadIdx.x & 3) == 0) {

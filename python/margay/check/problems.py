@@ -472,12 +472,13 @@ KDA_STEEP = ("steep", 560, ("steep",))           # of kda_prepare.cu: what it do
 KDA_BESIDE = ("beside", 1400, ())                # of one head: the pass leaves a multiprocessor to the preparation
 # In one kernel a block has two heads or one
 KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias", "keep")),
-             ("steep", 560, ("steep", "keep")), ("far", 560, ("far", "keep")), ("one chunk", 40, ("final_state",)))
+             ("steep", 560, ("steep", "keep")), ("far", 560, ("far", "keep")), ("one chunk", 40, ("final_state",)),
+             ("packed", 300, ("a_log", "cu_seqlens", "initial_state", "final_state")))
 
 
 def kda(row, large):
     cut = row["op"] in KDA_CUT
-    name = "kda" if cut or row["op"] in ("kda", "kda_prepare") else "kda_bwd"
+    name = "kda" if cut or row["op"] in ("kda", "kda_prepare", "kda_decays") else "kda_bwd"
     columns = constants(row)
     if row["op"] == "kda_whole":
         for label, steps, given in [*KDA_WHOLE, *[("large", 900, ("a_log",))] * large]:
@@ -493,7 +494,7 @@ def kda(row, large):
         shapes.append(KDA_BESIDE)
     if row["source"] == "kda_prepare":
         shapes.append(KDA_STEEP)
-    for label, *problem in [*shapes, *KDA * (not cut)]:
+    for label, *problem in [*shapes, *(KDA[1:] if row["op"] == "kda_decays" else KDA * (not cut))]:
         problem[1] += tiles
         # Where rows are few, a GPU splits the columns of v, or it cuts the rows.
         many = label in ("large", "few blocks") and (row["op"] == "kda" or "v128" in row["name"])
@@ -979,8 +980,8 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d_step": causal_conv1d_step, "linear_attention_forth": linear_attention_sweep,
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
-       **dict.fromkeys(("kda", "kda_prepare", "kda_whole", "kda_segments", "kda_cuts", "kda_bwd", "kda_keep",
-                        "kda_back", "kda_tiles"), kda),
+       **dict.fromkeys(("kda", "kda_decays", "kda_prepare", "kda_whole", "kda_segments", "kda_cuts", "kda_bwd",
+                        "kda_keep", "kda_back", "kda_tiles"), kda),
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
        **dict.fromkeys(DELTA_CUT, gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,
