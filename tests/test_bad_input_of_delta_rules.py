@@ -133,7 +133,8 @@ def test_bad_02_shape_of_gates_and_states(op):
     kda = op == "kda"
     for name, size, message in (
             ("g", (2, 70, 4, 25) if kda else (2, 70, 5), "g has size"),
-            ("A_log", (3,), "A_log has size 3 in dimension 0, expected 4 (HV of v)"),
+            ("A_log", (3,), "HV = 4 (dimension 2 of v), HH = 3 (dimension 0 of A_log), expected A_log of a number for "
+                            "each head of v" if kda else "A_log has size 3 in dimension 0, expected 4 (HV of v)"),
             ("A_log", (1, 1, 4, 1), "A_log has 4 dimensions, expected 1"),
             ("dt_bias", (95,), "dt_bias has shape [95], expected [HV, K] or [HV K], with HV = 4" if kda else
              "dt_bias has size 95 in dimension 0, expected 4 (HV of v)"),

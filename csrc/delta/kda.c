@@ -113,7 +113,7 @@ static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor
   if (whole && !slow && together < behind && (ending >= sms || together < beside)) return (kda_plan){.whole = true};
   if (ending >= sms || beside > behind) return apart(c, next, chunks);
   mg_set(c, next, 0, sizeof(int), 1 + mg_ceil_div(heads, wave) * places);
-  return (kda_plan){next, next + 1, (int)wave, (int)ending, false};
+  return (kda_plan){.next = next, .done = next + 1, .wave = (int)wave, .ending = (int)ending};
 }
 
 static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_acting *acting,
