@@ -98,6 +98,14 @@ TILE task given_task(const shared &s, uint32_t n) {
   const task &t = s.tasks[n % TASKS];
   return {get(t.batch), get(t.chunk), get(t.group), get(t.heads), get(t.step), get(t.end), get(t.stop)};
 }
+// The whole of what a warp wants of it.
+TILE task take_task(shared &s, uint32_t n) {
+  ring_wait(s.todo, ring_at<TASKS>(n));
+  task t = given_task(s, n);
+  ring_release<WARP>(s.todo, ring_at<TASKS>(n));
+  return t;
+}
+TILE int head_of(const task &t, int u) { return t.group * t.heads + u; }
 // Of a head, as the gates' functions want it.
 TILE row_task row_of(const task &t, int head) {
   return {t.batch, t.batch, head, t.group, t.step, t.end, t.chunk, 1};
@@ -119,7 +127,7 @@ TILE void loader(const params &p, shared &s, int) {
     tma_load(s.k[qk.stage], p.k, full, t.step, 0, t.group, t.batch);
     ring_next(s.qk_ring, qk);
     for (int u = 0; u < t.heads; u++) {
-      int head = t.group * t.heads + u, matrix = t.batch * p.rows.heads + head;
+      int head = head_of(t, u), matrix = t.batch * p.rows.heads + head;
       int first = p.rows.starts ? 0 : p.rows.from;
       for (int panel = 0; panel < p.panels; panel++) {
         int i = at.stage, col = panel * 64;
@@ -149,9 +157,7 @@ TILE void trim(const params &p, shared &s, int) {
   int qk_phases = 0, later_phases = 0, earlier_phases = 0;
   uint32_t i = 0;
   for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
-    ring_wait(s.todo, ring_at<TASKS>(i));
-    task t = given_task(s, i);
-    ring_release<WARP>(s.todo, ring_at<TASKS>(i));
+    task t = take_task(s, i);
     if (!t.heads) continue;
     bool over = runs_over(p, t);
     int steps = t.end - t.step;
@@ -185,11 +191,9 @@ TILE void scan(const params &p, shared &s, int) {
   given_steps given;
   uint32_t i = 0;
   for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
-    ring_wait(s.todo, ring_at<TASKS>(i));
-    task t = given_task(s, i);
-    ring_release<WARP>(s.todo, ring_at<TASKS>(i));
+    task t = take_task(s, i);
     for (int u = 0; u < t.heads; u++) {
-      int head = t.group * t.heads + u;
+      int head = head_of(t, u);
       load_given(given, p.rows, p.gates, row_of(t, head), t.step);
       ring_acquire(s.v_ring, at);
       put_vectors(s.v[at.stage], given, p.gates, head, p.scale);
@@ -237,11 +241,9 @@ TILE void collect(const params &p, shared &s, int) {
   wv<Q> beta, x, dg, dbeta;
   uint32_t i = 0;
   for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
-    ring_wait(s.todo, ring_at<TASKS>(i));
-    task t = given_task(s, i);
-    ring_release<WARP>(s.todo, ring_at<TASKS>(i));
+    task t = take_task(s, i);
     for (int u = 0; u < t.heads; u++) {
-      int head = t.group * t.heads + u;
+      int head = head_of(t, u);
       found &f = s.found_of[at.stage];
       ring_wait(s.v_ring, vs);
       load(beta, s.v[vs.stage].beta);

@@ -12,6 +12,8 @@ enum { PANELS = D / 64, TASKS = 4 };
 // as LEAST where it is less: 2^-128, and sums stay exact enough.
 #define FAR 113.8f
 #define LEAST -88.7228391f
+// What a steep one counts as in L and P
+#define STEEPEST -10.5f
 typedef st<elem, Q, 64> panel;
 // Of each group of 16 steps i: k e^(l - m) and scale q e^(l - m), in that order in the first panel's
 struct area { st<factor, 32, 64> left[4]; };
@@ -60,6 +62,21 @@ TILE void load_gates(given_gates &d, const gmap &g, bool floats, sem &full, cons
 TILE void take_copied(hm &g, const given_gates &given, bool floats, const task &t) {
   if (floats) load(g, given.floats, t.at.steps);
   else load(g, given.shorts, t.at.steps);
+}
+// What no copy brings lies there as floats.
+TILE bool are_floats(const kda_gates &p, bool copied) { return !copied || p.g.is_float; }
+TILE void take_panel(hm &g, const kda_gates &p, int key_dim, const task &t, int h) {
+  take_given(g, p, t.at, key_dim, 64 * h);
+}
+TILE void put_panel(given_gates &d, const kda_gates &p, int key_dim, const task &t, int h) {
+  hm g;
+  take_panel(g, p, key_dim, t, h);
+  store(d.floats, g);
+  wg_sync();
+}
+TILE void take_steep(hm &g, const given_gates &given, bool floats, const task &t) {
+  take_copied(g, given, floats, t);
+  at_least(g, STEEPEST);
 }
 // Sums of a panel's gates, to base 2, and of all; not if a sum is too far from its group's middle and gates do not
 // count as steep. logs: of the groups' middles and ends the logarithms, not what they are to multiply with.

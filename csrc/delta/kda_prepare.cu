@@ -294,9 +294,6 @@ TILE void bring_gates(const params &p, const task &t) {
   if (p.gates.g.is_float) prefetch(first_of<float>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
   else prefetch(first_of<elem>(p.gates.g, t.at), p.gates.g.step, t.at.steps, p.key_dim);
 }
-TILE void take_gates(hm &g, const params &p, const task &t, int h) {
-  take_given(g, p.gates, t.at, p.key_dim, 64 * h);
-}
 // Sums of panel h's gates, and what is left at the end, unless put_sums() says that they are BEYOND.
 TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, int h, bool steep) {
   hv end;
@@ -312,26 +309,20 @@ TILE void sum_own_gates(const params &p, chunk &s, const task &t, int h) {
   bool steep = false, again = true;
   ROLLED while (again) {
     hm g;
-    take_gates(g, p, t, h);
+    take_panel(g, p.gates, p.key_dim, t, h);
     tma_store_wait_read<LATER>();             // before the sync in sum_down(): the sums' place is free
-    if (steep) at_least(g, PAIRS ? -10.5f : LEAST);
+    if (steep) at_least(g, PAIRS ? STEEPEST : LEAST);
     again = put_sums(p, s, t, g, h, steep) == BEYOND && !steep;
     steep = again;
   }
 }
-// Where no copy brings them, as floats.
-TILE bool are_floats(const params &p) { return !p.copied || p.gates.g.is_float; }
 COLD void put_gates(const params &p, chunk &s, uint32_t n, int h) {
-  hm g;
-  take_gates(g, p, given_task(s.todo, n), h);
-  store(s.sums[h].given.floats, g);
-  wg_sync();
+  put_panel(s.sums[h].given, p.gates, p.key_dim, given_task(s.todo, n), h);
 }
 COLD void sum_steep(const params &p, chunk &s, uint32_t n, int h) {
   task t = given_task(s.todo, n);
   hm g;
-  take_copied(g, s.sums[h].given, are_floats(p), t);
-  at_least(g, -10.5f);
+  take_steep(g, s.sums[h].given, are_floats(p.gates, p.copied), t);
   put_sums(p, s, t, g, h, true);
 }
 // Of all panels, by the last warpgroup.
@@ -340,7 +331,7 @@ TILE void sum_gates(const params &p, chunk &s, const task &t, uint32_t n) {
   ROLLED for (int h = 0; h < PANELS; h++) {
     hm g;
     if (!p.copied) put_gates(p, s, n, h);
-    take_copied(g, s.sums[h].given, are_floats(p), t);
+    take_copied(g, s.sums[h].given, are_floats(p.gates, p.copied), t);
     if (put_sums(p, s, t, g, h, false) == BEYOND) sum_steep(p, s, n, h);
   }
 }
@@ -349,7 +340,7 @@ TILE void put_tiles(const params &p, chunk &s, uint32_t n, int h, bool steep) {
   task t = given_task(s.todo, n);
   if (PAIRS && steep) {
     hm g;
-    take_gates(g, p, t, h);
+    take_panel(g, p.gates, p.key_dim, t, h);
     at_least(g, LEAST);
     put_sums(p, s, t, g, h, true);
     wg_sync();

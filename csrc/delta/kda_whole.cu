@@ -64,12 +64,10 @@ TILE void init(shared &s) {
 
 // ---- loaders
 
-// Where no copy brings log decays, they are put there as floats.
-TILE bool are_floats(const params &p) { return !p.copied || p.gates.g.is_float; }
 TILE void load_gates(const params &p, shared &s, const task &t, ring_pos at) {
   ring_acquire(s.gates, at);
   if (!p.copied) return sem_arrive<THREAD>(s.gates.full[0]);
-  bool floats = are_floats(p);
+  bool floats = are_floats(p.gates, p.copied);
   ring_expect(s.gates, at, PANELS * given_bytes(floats));
   ROLLED for (int h = 0; h < PANELS; h++)
     load_gates(s.sums[h].given, p.g, floats, s.gates.full[0], t, 64 * h, LEAVES);
@@ -199,20 +197,12 @@ TILE enum reach put_sums(shared &s, const hm &g, uint32_t n, int h, bool steep) 
   store(s.ends[n % AHEAD], 64 * h, end);
   return reach;
 }
-TILE void take_gates(hm &g, const params &p, const task &t, int h) {
-  take_given(g, p.gates, t.at, p.key_dim, 64 * h);
-}
 COLD void put_gates(const params &p, shared &s, uint32_t n, int h) {
-  hm g;
-  take_gates(g, p, given_task(s.todo, n), h);
-  store(s.sums[h].given.floats, g);
-  wg_sync();
+  put_panel(s.sums[h].given, p.gates, p.key_dim, given_task(s.todo, n), h);
 }
-// For L and P.
 COLD void sum_steep(const params &p, shared &s, uint32_t n, int h) {
   hm g;
-  take_copied(g, s.sums[h].given, are_floats(p), given_task(s.todo, n));
-  at_least(g, -10.5f);
+  take_steep(g, s.sums[h].given, are_floats(p.gates, p.copied), given_task(s.todo, n));
   put_sums(s, g, n, h, true);
 }
 // Of any gates, with true sums: in L and P they were not, and these are made.
@@ -220,7 +210,7 @@ TILE void make_tiles(const params &p, shared &s, uint32_t n, int h) {
   const int i = n % 2;
   {
     hm g;
-    take_gates(g, p, given_task(s.todo, n), h);
+    take_panel(g, p.gates, p.key_dim, given_task(s.todo, n), h);
     at_least(g, LEAST);
     put_sums(s, g, n, h, true);
   }
@@ -261,7 +251,7 @@ TILE void sum_gates(const params &p, shared &s, const task &t, uint32_t n) {
   ROLLED for (int h = 0; h < PANELS; h++) {
     hm g;
     if (!p.copied) put_gates(p, s, n, h);
-    take_copied(g, s.sums[h].given, are_floats(p), t);
+    take_copied(g, s.sums[h].given, are_floats(p.gates, p.copied), t);
     if (put_sums(s, g, n, h, false) == BEYOND) sum_steep(p, s, n, h);
   }
 }

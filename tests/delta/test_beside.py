@@ -14,7 +14,7 @@ from margay import _C
 from margay._shared import of_row
 
 STEPS = 64 * 21 + 7                               # the last four chunks are two, the last chunk is not whole
-IN_FRONT = 7 * 128                                # bytes of the pass's parameters: seven maps, then `done` and `wave`
+IN_FRONT = 7 * 128                     # bytes of the pass's parameters: seven maps, then `done`, `wave` and `taken`
 GATES = ("given", "raw")
 
 
@@ -26,11 +26,19 @@ def wave_of(row, params):
     return ctypes.c_int.from_address(params + IN_FRONT + 8).value if done else 0
 
 
+def taken_of(params):
+    """Whether one kernel has taken the packed rows, as the pass behind it sees; None: it was not tried."""
+    taken = ctypes.c_void_p.from_address(params + IN_FRONT + 16).value
+    return ctypes.c_float.from_address(taken).value > 0 if taken else None
+
+
 @contextlib.contextmanager
-def multiprocessors(count, launches):
-    """On the CPU, launches as on a GPU of `count` multiprocessors."""
+def multiprocessors(count, launches, taken=None):
+    """On the CPU, launches as on a GPU of `count` multiprocessors, and taken_of() of each pass."""
     def note(row, params, blocks):
         launches.append((row.decode(), blocks, wave_of(row.decode(), params)))
+        if taken is not None and row.startswith(b"kda_bf16"):
+            taken.append(taken_of(params))
         return False
     take = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)(note)
     _C.intercept(ctypes.cast(take, ctypes.c_void_p).value, count)
@@ -126,13 +134,14 @@ def test_whole(device, kind):
 
 # Packed rows; a few steps behind them are in none. Of as many heads of rows as multiprocessors one kernel is tried,
 # which leaves uneven rows to two.
-@pytest.mark.parametrize("lengths, form, rows", (
-    (25 * [40], 0, ["whole", "prepare", "kda_bf16"]), (24 * [1] + [900], 0, ["whole", "prepare", "kda_bf16"]),
-    (25 * [40], 1, ["whole"]), ([1, 64, 0, 63, 130, 65, 7, 0, 0], 1, ["whole"])),
+@pytest.mark.parametrize("lengths, form, rows, takes", (
+    (25 * [40], 0, ["whole", "prepare", "kda_bf16"], [True]),
+    (24 * [1] + [900], 0, ["whole", "prepare", "kda_bf16"], [False]),
+    (25 * [40], 1, ["whole"], []), ([1, 64, 0, 63, 130, 65, 7, 0, 0], 1, ["whole"], [])),
     ids=("even", "uneven", "asked", "ends"))
 @pytest.mark.parametrize("raw", (False, True), ids=GATES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_whole_of_packed_rows(device, raw, lengths, form, rows):
+def test_whole_of_packed_rows(device, raw, lengths, form, rows, takes):
     skip(device, "bfloat16")
     heads, starts = 4 if device == "cpu" else 8, torch.tensor([0, *lengths]).cumsum(0).int()
     _, tensors, state = problem(heads, torch.bfloat16, device, raw, sum(lengths) + 90)
@@ -145,11 +154,12 @@ def test_whole_of_packed_rows(device, raw, lengths, form, rows):
         given = [t.detach().requires_grad_() for t in (q, k, v, g.float(), beta.float())]
         out, last = of_row("kda")(*given, *gate, states, starts.to(device), 0.0, 0.0, int(raw), raw, False, form, keep)
         return out, last, *torch.autograd.grad((out.float() ** 2).sum() + last.sum(), given)
-    launches = []
-    with multiprocessors(100, launches) if device == "cpu" else contextlib.nullcontext():
+    launches, taken = [], []
+    with multiprocessors(100, launches, taken) if device == "cpu" else contextlib.nullcontext():
         found = run(form, False)[:2]
     if device == "cpu":
         rows = ["decays"] * raw + rows
+        assert taken[:1] == takes
         assert all(name in row for name, (row, _, _) in zip(rows, launches[:len(rows)], strict=True))
     for x, y in zip(found, run(2, False)[:2], strict=True):
         assert torch.equal(x, y) and not x.isnan().any()
