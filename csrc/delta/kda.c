@@ -19,7 +19,7 @@ static bool copied(const mg_call *c, const mg_tensor *g) {
 
 mg_status kda_run_decays(mg_call *c, kda_acting *acting, const mg_tensor *g, const kda_gates *given_gates,
                          const mg_tensor *decays, const mg_tensor *betas, const delta_rows *rows) {
-  const bool raw = given_gates->gate != KDA_LOG, weighed = given_gates->most > 0 || !given_gates->beta.is_float;
+  const bool raw = given_gates->gate != KDA_LOG, weighed = kda_makes_beta(given_gates);
   *acting = (kda_acting){*g, *given_gates};
   if (c->status || !(raw || weighed)) return c->status;
   kda_decays_params p = {.gates = *given_gates, .decays = raw ? mg_data(decays) : NULL,
@@ -90,10 +90,10 @@ static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
 // on an H200 5500 to 6200, where `made` is a tenth more, too; and `moved` of the whole device, which has tiles, v and o
 // to move then. slow: the preparation makes factors in two parts, and has no warpgroup left that waits for memory.
 // whole: there is one kernel. Of packed rows the lengths are not known here: it is tried where it would be faster if
-// all were as long, packed being what two kernels take at least for a chunk of the whole device.
+// all were as long.
 static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, int form, bool slow, bool whole,
                         const mg_tensor *marks) {
-  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300, packed = 60 };
+  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300 };
   const int64_t made = slow ? 8500 : 4500, made_alone = slow ? 8700 : 6900;
   const int64_t heads = c->n.R * c->n.HV, parts = mg_ceil_div(c->n.V, c->desc->tile_n), sms = c->context.sms;
   const int64_t places = p->rows.places, chunks = c->n.B * c->n.HV * places, fit = mg_max(1, sms * 3 / 7);
@@ -101,7 +101,7 @@ static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor
   if (whole && form == 1) return (kda_plan){.whole = true};
   if (c->status || !c->context.persistent || p->rows.starts || form == 3) {
     kda_plan plan = apart(c, next, chunks);
-    if (whole && p->rows.starts && both < packed * mg_min(heads, sms)) plan.taken = (float *)next + 1;
+    if (whole && p->rows.starts && both < (KDA_MADE + KDA_PASSED) * mg_min(heads, sms)) plan.taken = (float *)next + 1;
     return plan;
   }
   const int64_t waves = mg_max(1, (heads * parts + fit / 2) / fit), wave = mg_ceil_div(heads, waves);
@@ -140,7 +140,7 @@ mg_status mg_kda(const mg_kda_args *a) {
   const kda_gates gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form, a->l2norm);
   delta_sweep_params p = {
     .ends = mg_data(a->ends), .initial = mg_data(a->initial_state), .initial_order = order,
-    .rows = delta_rows_of(&c, a->cu_seqlens), .gates = kda_beta_of(a->beta, a->beta_form, a->betas),
+    .rows = delta_rows_of(&c, a->cu_seqlens), .gates = kda_beta_of(&gates, a->betas),
     .scale = delta_scale_of(&c, a->scale),
     .o_data = a->out->data, .o_step = a->out->stride[1], .o_head = a->out->stride[2], .key_dim = (int)c.n.K,
     .value_dim = (int)c.n.V};

@@ -59,6 +59,11 @@ typedef struct kda_prepare_params {
   int *next;                  // 0 at first: tasks are drawn from it, as some multiprocessors are faster; or NULL
 } kda_prepare_params;
 
+// Nanoseconds of packed rows on an H200, by which one kernel or two are chosen: in one, a chunk on its multiprocessor,
+// at most; in two, of a chunk of the whole device, its preparation and at least the pass, and of a chunk of the longest
+// row.
+enum { KDA_ONE = 5500, KDA_MADE = 33, KDA_PASSED = 27, KDA_LONGEST = 2100 };
+
 // kda_whole.cu
 typedef struct kda_whole_params {
   gmap q, k, g;               // as above

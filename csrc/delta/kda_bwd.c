@@ -36,7 +36,7 @@ static void map_errors(const problem *x, gmap *m) {
 
 static int64_t sweep_blocks(mg_call *c) { return c->n.R * c->n.HV * mg_ceil_div(c->n.V, c->desc->tile_n); }
 
-static delta_gates beta_of(const problem *x) { return kda_beta_of(x->a->beta, x->a->beta_form, x->a->betas); }
+static delta_gates beta_of(const problem *x) { return kda_beta_of(&x->gates, x->a->betas); }
 
 // M and P of a segment's chunks: of all chunks, or own ones of the segment.
 static void map_matrices(const problem *x, int segment, gmap *m, gmap *p) {

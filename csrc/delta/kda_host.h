@@ -23,8 +23,8 @@ mg_status kda_run_decays(mg_call *c, kda_acting *acting, const mg_tensor *g, con
 // or by kda_tiles where m and p are there. plan NULL: before the pass.
 mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_tensor *k, const kda_acting *acting,
                           const delta_sweep_params *s, const kda_plan *plan);
+static inline bool kda_makes_beta(const kda_gates *given) { return given->most > 0 || !given->beta.is_float; }
 // A pass reads of beta what acts.
-static inline delta_gates kda_beta_of(const mg_tensor *beta, int beta_form, const mg_tensor *betas) {
-  const bool made = beta_form || beta->dtype != MG_FP32;
-  return (delta_gates){.beta = mg_data(made ? betas : beta), .most = 1};
+static inline delta_gates kda_beta_of(const kda_gates *given, const mg_tensor *betas) {
+  return (delta_gates){.beta = kda_makes_beta(given) ? mg_data(betas) : given->beta.data, .most = 1};
 }

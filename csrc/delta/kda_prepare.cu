@@ -54,9 +54,8 @@ struct chunk {
 };
 struct shared { chunk chunks[TEAMS]; };
 // An area has, one after another: its panel's factors; what their products are, if they were called; of factors in two
-// parts, the sums that the other warpgroup makes
-// whole; then the reader's results. The last warpgroup's are P and a tile, the first one's what it inverts with, M and
-// a tile.
+// parts, the sums that the other warpgroup makes whole; then the reader's results. The last warpgroup's are P and a
+// tile, the first one's what it inverts with, M and a tile.
 TILE handed &handed_by(chunk &s, int h) {
   if (EARLY) return in_place_of<handed>(s.sums[h].early.sums);
   return in_place_of<handed>(s.areas[h]);
@@ -370,7 +369,7 @@ COLD void make_far_products(const params &p, chunk &s, uint32_t n, int h) {
   put(kept_by(s, h), a);
 }
 COLD void put_steep_tiles(const params &p, chunk &s, uint32_t n, int h) { put_tiles(p, s, n, h, true); }
-COLD void clear_rows(const params &p, chunk &s, uint32_t n, int h) {
+COLD void clear_keys(chunk &s, uint32_t n, int h) {
   int steps = given_task(s.todo, n).at.steps;
   clear_rows(s.k[h], 0, steps);
   clear_rows(s.q[h], 0, steps);
@@ -398,7 +397,7 @@ TILE void compute(const params &p, shared &all, int wg) {
       store(s.beta[n % 2], beta);
     }
     ring_wait(s.inputs, ring_at<1>(n));
-    if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) clear_rows(p, s, n, h);
+    if (runs_over(p.rows, t.at.step, t.at.step + t.at.steps)) clear_keys(s, n, h);
     if (p.gates.norm) put_squares(s, h);
     tma_store_wait_read();
     if (h == 0) {                           // the other one is later here

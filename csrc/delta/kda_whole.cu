@@ -78,7 +78,7 @@ enum { NO_TASK = -1 };              // the place of the one behind the last
 TILE int unit_count(const params &p) { return p.rows.rows * p.rows.heads; }
 TILE bool is_last(const task &t) { return t.mark & 1; }
 TILE int row_of(const task &t) { return t.mark >> 1; }
-// Nanoseconds, as in kda.c: of this kernel at most, and of two.
+// This kernel would be slower than two.
 TILE bool leaves(const params &p) {
   float longest = 0.f, all = 0.f;
   ROLLED for (int first = 0; first < p.rows.rows; first += Q) {
@@ -91,8 +91,8 @@ TILE bool leaves(const params &p) {
   }
   all *= (float)p.rows.heads;
   float turns = (float)((unit_count(p) + block_count() - 1) / block_count());
-  float one = 5500.f * fminf(turns * longest, all / (float)block_count() + longest);
-  float two = 33.f * all + fmaxf(2100.f * longest, 27.f * all);
+  float one = (float)KDA_ONE * fminf(turns * longest, all / (float)block_count() + longest);
+  float two = (float)KDA_MADE * all + fmaxf((float)KDA_LONGEST * longest, (float)KDA_PASSED * all);
   return one > two;
 }
 TILE void choose(const params &p, shared &s, int) {
