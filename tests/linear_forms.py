@@ -29,12 +29,13 @@ def plain(q, k, v, scale, state=None):
     return (out * scale).to(q.dtype), s
 
 
-def by_chunks(q, k, v, scale, state=None, g=None, starts=None, size=64):
+def by_chunks(q, k, v, scale, state=None, g=None, starts=None, size=64, kept=None):
     """By chunks, products in the inputs' precision, the state in float32; of float64 all of it, which is exact. With
-    starts of packed sequences `state` has one for each."""
+    starts of packed sequences `state` has one for each. kept: a list, which gets of every chunk the number of its
+    steps, the state in front of it, the decay over it, and the state behind it."""
     if starts is not None:
         parts = [by_chunks(q[:, i:j], k[:, i:j], v[:, i:j], scale, None if state is None else state[n:n + 1],
-                           g if g is None or g.ndim == 1 else g[:, i:j])
+                           g if g is None or g.ndim == 1 else g[:, i:j], kept=kept)
                  for n, (i, j) in enumerate(zip(starts, starts[1:]))]
         return torch.cat([out for out, _ in parts], 1), torch.cat([s for _, s in parts])
     dtype, (b, steps, h, d) = q.dtype, q.shape
@@ -52,29 +53,55 @@ def by_chunks(q, k, v, scale, state=None, g=None, starts=None, size=64):
         scores = ((x @ y.mT).to(wide) * weights).to(dtype)
         out.append(scale * ((scores @ z).to(wide) + l.exp()[..., None] * (x @ s.to(dtype)).to(wide)))
         taken = (z.to(wide) * (l[..., -1:] - l).exp()[..., None]).to(dtype)
-        s = s * l[..., -1, None, None].exp() + (y.mT @ taken).to(wide)
+        before, s = s, s * l[..., -1, None, None].exp() + (y.mT @ taken).to(wide)
+        if kept is not None:
+            kept.append((n, before, l[..., -1].exp(), s))
     return torch.cat(out, 2).transpose(1, 2).to(dtype), s
 
 
-def rounding(name, found, plain_error, dtype, scale, g=None, states=None, products=0.0):
-    """What check_error() allows besides the plain form's errors, relative and absolute, of a result by name.
+def through_chunks(q, k, v, scale, state, g, starts, dout, dlast=None):
+    """Of every chunk and head [chunks, b, h] the norm of e^l S G, of its elements: l the sum of g over the chunk, S the
+    state in front of it, G the gradient of the one behind it. <S, G> e^l is in dg of all steps of the chunk, whose
+    number [chunks, 1, 1] is the second result."""
+    q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
+    state, g = (t if t is None else t.detach().double() for t in (state, g))
+    kept = []
+    out, last = by_chunks(q, k, v, scale, state, g, starts, kept=kept)
+    if not kept:
+        return torch.zeros(0, q.shape[0], q.shape[2]), torch.zeros(0, 1, 1)
+    results, given = ((out,), (dout.double(),)) if dlast is None else ((out, last), (dout.double(), dlast.double()))
+    grads = torch.autograd.grad(results, [behind for *_, behind in kept], given, allow_unused=True)
+    norms = [0 * decay if G is None else decay * (S * G).norm(dim=(2, 3)) for (_, S, decay, _), G in zip(kept, grads)]
+    return torch.stack(norms).detach().cpu(), torch.tensor([n for n, *_ in kept])[:, None, None]
+
+
+def rounding(name, found, plain_error, dtype, scale, g=None, through=None, products=0.0):
+    """What check_error() allows besides the plain form's errors, relative and absolute, of a result by name; the
+    absolute one of the worst error, of its mean and of its mean away from zero.
 
     Relative: the exponent of a weight is the difference of two sums of g over a chunk, in float32. Absolute, of a
     float32 result, which has no rounding of its own: the mean of n independent errors is not 0, but below 4 /
     sqrt(n) of their size, and where elements are few the plain form's errors may be small by chance. A state's rows
-    are not independent with g: a decay of 1 - 2^-10 rounds every element of a head back to itself. Of dg: the
-    kernel that works on all chunks at once takes <G, S> of 16-bit copies of the states, also where these are given
-    and not of this precision. And dg is what is left of sums of q.dq and of k.dk, in float32. states: S_0, dS and
-    the decay between them; products: the largest sum of |q dq| or |k dk| of a step."""
+    are not independent with g: a decay of 1 - 2^-10 rounds every element of a head back to itself. Nor are the steps
+    of dg: those of a chunk share the error of its <S, G>. The kernel that works on all chunks at once takes it of
+    16-bit copies of both, where the plain form has float32: a rounding of either has a deviation of 0.3 eps, and three
+    of both are 5/4 eps. And dg is what is left of sums of q.dq and of k.dk, in float32. through: of through_chunks();
+    products: the largest sum of |q dq| or |k dk| of a step."""
     eps = torch.finfo(dtype).eps
     longest = 0.0 if g is None or not g.numel() else min(float(-g.detach().clamp(min=-64).min()) * 64, 4096.0)
-    absolute = 0.0
-    if name == "dg":
-        absolute += 2.0 ** -18 * products
+    worst = mean = away = 2.0 ** -18 * products if name == "dg" else 0.0
     if found.dtype == torch.float32 != dtype and found.numel():
         independent = found.shape[:2] if found.ndim == 4 and g is not None else found.shape[:-1]
-        absolute += 4 * float(plain_error.abs().mean()) / max(1, math.prod(independent)) ** 0.5
-        if name == "dg" and states is not None:
-            first, last, decay = states
-            absolute += 3 * eps / 2 * float(((first * last).double().norm(dim=(2, 3)) * decay).max())
-    return 2.0 ** -23 * (16 + longest), absolute
+        by_chance = lambda n: 4 * float(plain_error.abs().mean()) / max(1, n) ** 0.5  # noqa: E731
+        worst, mean, away = (x + by_chance(math.prod(independent)) for x in (worst, mean, away))
+        if name == "dg" and found.ndim == 3:
+            away += by_chance(found.shape[0] * -(-found.shape[1] // 64) * found.shape[2])
+        if name == "dg" and through is not None and through[0].numel():
+            sizes = 5 / 4 * eps * through[0]
+            if found.ndim == 1:                        # a head's decay, of all steps
+                sums = (through[1] * sizes).square().sum(dim=(0, 1)).sqrt()
+                worst, mean, away = worst + float(sums.max()), mean + float(sums.mean()), away + float(sums.mean())
+            else:
+                worst, mean = worst + float(sizes.max()), mean + float(sizes.mean())
+                away += float(sizes.square().sum().sqrt()) / sizes.numel()
+    return 2.0 ** -23 * (16 + longest), (worst, mean, away)

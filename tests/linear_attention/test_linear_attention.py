@@ -10,7 +10,7 @@ import torch
 
 import margay as mg
 from cases import DEVICES, check_error
-from linear_forms import by_chunks, plain, recurrence, rounding
+from linear_forms import by_chunks, plain, recurrence, rounding, through_chunks
 from margay import _C, _op
 
 SHAPES = (((1, 1, 1, 1, 1), (2, 63, 3, 64, 64), (1, 65, 2, 17, 40), (2, 200, 2, 128, 96), (1, 130, 1, 72, 128),
@@ -86,11 +86,10 @@ def test_decay(device, dtype, shape, kind, wanted):
                                                                       output_final_state=True))))
     exact = run(lambda: recurrence(q, k, v, scale, state, g))
     torchs = run(lambda: by_chunks(q, k, v, scale, state, g))
-    decay = g.detach().clamp(min=-64).expand(b, steps, h).sum(1).exp()
+    through = through_chunks(q, k, v, scale, state, g, None, dout, dlast)
     products = max(float((t.detach() * d).abs().sum(3).max()) for t, d in zip((q, k), exact[2:]))
     for name, *three in zip(names, ours, torchs, exact):
-        allowed = rounding(name, three[0], three[1] - three[2], dtype, scale, g,
-                           (state.detach(), dlast.detach(), decay), products)
+        allowed = rounding(name, three[0], three[1] - three[2], dtype, scale, g, through, products)
         check_error(name, *three, factor=3 if name[0] == "d" else 2, rounding=allowed)
 
 
