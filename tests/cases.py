@@ -153,6 +153,11 @@ def plain_gradients(case, q, k, v, dout):
 # ---- how far from exact
 
 
+def effective_count(sizes):
+    """How many independent errors of such sizes there are: fewer than numbers where few are large, and 1 at least."""
+    return max(1.0, float(sizes.sum()) ** 2 / max(float(sizes.square().sum()), 1e-300))
+
+
 def check_error(name, found, plain, exact, factor=2, rounding=(0.0, 0.0), independent=None):
     """Fail where `found` is further from `exact` than `factor` times the plain formulation. `rounding`: allowed besides
     the rounding of the result itself, relative and absolute, as `float32_rounding` gives it. The absolute one may be
@@ -175,8 +180,7 @@ def check_error(name, found, plain, exact, factor=2, rounding=(0.0, 0.0), indepe
     limit = factor * float(allowed.abs().mean()) + (eps / 2 + relative) * size + absolute_mean
     assert mean <= limit, f"{name}: mean error {mean:.3g}, allowed {limit:.3g}"
     # Elements of one row share the rounding of its weights. Rows count as they are large: dropout next to 1 leaves few.
-    sizes = exact.abs().sum(-1)
-    rows = max(1.0, float(sizes.sum()) ** 2 / max(float(sizes.square().sum()), 1e-300))
+    rows = effective_count(exact.abs().sum(-1))
     bias, limit = (abs(float((e * exact.sign()).mean())) for e in (error, allowed))
     # of few, the plain one's may be 0 by luck
     limit = max(limit, float(allowed.abs().mean()) / (independent or exact.numel())**0.5)

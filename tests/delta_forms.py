@@ -3,8 +3,9 @@
 q, k [B, T, H, K], v [B, T, HV, V], HV a multiple of H; g [B, T, HV] (gated delta rule), [B, T, HV, K] (KDA) or None;
 beta [B, T, HV]; states [R, HV, K, V], a row for each of the batch or, with starts, for each packed sequence."""
 
-
 import torch
+
+from cases import effective_count
 
 FORGOTTEN = -1000.0              # of float64, e^FORGOTTEN is 0; sums of it have differences, those of -inf have none
 
@@ -175,8 +176,7 @@ def rounding(name, found, plain_error, dtype, g=None, products=0.0):
         longest += g.shape[1] // 64
     if found.dtype == torch.float32 != dtype and found.numel():
         sizes = plain_error.double().abs().mean(dim=(2, 3) if found.ndim == 4 and g is not None else -1)
-        independent = float(sizes.sum()) ** 2 / max(float(sizes.square().sum()), 1e-300)  # fewer where few are large
-        absolute += 4 * float(sizes.mean()) / max(1.0, independent) ** 0.5
+        absolute += 4 * float(sizes.mean()) / effective_count(sizes) ** 0.5
     return 2.0 ** -23 * (16 + longest), absolute
 
 
@@ -206,7 +206,7 @@ def chance(name, plain_error, exact, eps, *states, addends=None):
     dbeta, the norm of each one's. They are products of two factors that are rounded, too. Of one step the plain form's
     error may be small by chance, and so may the sum; of n steps what that takes away is 1 / sqrt(n) of their size."""
     worst = mean = bias = 0.0
-    if float(exact.abs().sum()) ** 2 < 500 * float(exact.square().sum()):
+    if effective_count(exact.abs()) < 500:
         worst = eps * float(exact.abs().max())
     if name in ("dg", "dbeta"):
         chunks = exact.shape[0] * -(-exact.shape[1] // 64) * exact.shape[2]

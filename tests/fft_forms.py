@@ -73,7 +73,8 @@ class Problem:
             few = found.numel() < 10 and self.dtype in HALF and name not in ("dk", "dskip")
             # dskip is one of dk's sums, and those of a short filter are some of all sums that come at once. All of these
             # few may be small by chance.
-            size = self.size_of_sums() if name in ("dk", "dskip") else self.size_of_few(name) if few else 0.0
+            of_sums = as_rows or name == "dskip"
+            size = self.size_of_sums() if of_sums else self.size_of_few(name) if few else 0.0
             check_errors(f"{self.label}: {name}", found, plain[name].to(self.dtype) if as_rows else plain[name],
                          exact[name], size=size, eps=torch.finfo(self.dtype).eps if as_rows or few else None)
         return ours
