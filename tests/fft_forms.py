@@ -71,8 +71,8 @@ class Problem:
             assert found.dtype == of.dtype and found.shape == exact[name].shape
             as_rows = rough and name in ("dk", "dskip")
             few = found.numel() < 10 and self.dtype in HALF and name not in ("dk", "dskip")
-            # dskip is one of dk's sums, and those of a short filter are some of all sums that come at once. All of these
-            # few may be small by chance.
+            # dskip is one of dk's sums, and those of a short filter are some of all sums that come at once. All of
+            # these few may be small by chance.
             of_sums = as_rows or name == "dskip"
             size = self.size_of_sums() if of_sums else self.size_of_few(name) if few else 0.0
             check_errors(f"{self.label}: {name}", found, plain[name].to(self.dtype) if as_rows else plain[name],

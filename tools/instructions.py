@@ -2,10 +2,10 @@
 
     python tools/instructions.py ROW [MOST]     a row of a kernels.def; MOST kinds of instruction a line, 6
 
-The row is compiled as setup.py would, and with -lineinfo. A disassembler then names, for every instruction, the chain of
-lines that it was inlined from. Counted here is the line of the kernel's file that stands in a role's body, so a call of
-a function there has all that became of it. Instructions of called functions (tile/cold.h) and what belongs to no line
-come first.
+The row is compiled as setup.py would, and with -lineinfo. A disassembler then names, for every instruction, the chain
+of lines that it was inlined from. Counted here is the line of the kernel's file that stands in a role's body, so a call
+of a function there has all that became of it. Instructions of called functions (tile/cold.h) and what belongs to no
+line come first.
 
 A count is of what lies there: loops and branches not taken are not followed. Wants nvcc, and nvdisasm: $NVDISASM, or in
 the path (PyPI's nvidia-cuda-nvdisasm has one).
