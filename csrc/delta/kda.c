@@ -19,7 +19,7 @@ static bool copied(const mg_call *c, const mg_tensor *g) {
 
 mg_status kda_run_decays(mg_call *c, kda_acting *acting, const mg_tensor *g, const kda_gates *given_gates,
                          const mg_tensor *decays, const mg_tensor *betas, const delta_rows *rows) {
-  const bool raw = given_gates->gate != KDA_LOG, weighed = kda_makes_beta(given_gates);
+  const bool raw = given_gates->gate != KDA_LOG && decays, weighed = kda_makes_beta(given_gates);
   *acting = (kda_acting){*g, *given_gates};
   if (c->status || !(raw || weighed)) return c->status;
   kda_decays_params p = {.gates = *given_gates, .decays = raw ? mg_data(decays) : NULL,

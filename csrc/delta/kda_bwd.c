@@ -63,9 +63,10 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
   mg_map_rows(c, &p.k, a->read_k, 64, 64);
   mg_map_rows(c, &p.q, a->read_q, 64, 64);
   mg_map_rows(c, &p.w, a->write_k, 64, 64);
+  const bool kept = c->n.KEPT > 0;
   kda_acting acting;
-  kda_run_decays(c, &acting, a->g, &x->gates, a->decays, a->betas, &p.rows);
-  kda_run_prepare(c, c->n.KEPT > 0 ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, &acting, &p, NULL);
+  kda_run_decays(c, &acting, a->g, &x->gates, kept ? NULL : a->decays, a->betas, &p.rows);
+  kda_run_prepare(c, kept ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, &acting, &p, NULL);
   if (c->status || !mg_choose_other(c, MG_OP_kda_keep)) return c->status;
   mg_map_bthd(c, &p.v, a->v, 64, 64);
   mg_map_stack(c, &p.states, a->states, 64, 64);

@@ -16,7 +16,8 @@ typedef struct kda_plan {
 } kda_plan;
 // Log decays and betas as they act, of rows' steps `from` to `to` - 1.
 typedef struct kda_acting { mg_tensor g; kda_gates gates; } kda_acting;
-// They are what was given, unless that is raw, or a beta not float: then they are made, in `decays` and `betas`.
+// They are what was given, unless that is raw, or a beta not float: then they are made, in `decays` and `betas`. decays
+// NULL: raw gates stay raw, for kda_tiles.
 mg_status kda_run_decays(mg_call *c, kda_acting *acting, const mg_tensor *g, const kda_gates *given,
                          const mg_tensor *decays, const mg_tensor *betas, const delta_rows *rows);
 // What a pass with CHANNELS reads: s has the rows, the scale, ends, and the maps of m, p, k, q and w. By kda_prepare,

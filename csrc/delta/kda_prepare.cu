@@ -303,12 +303,17 @@ TILE enum reach put_sums(const params &p, chunk &s, const task &t, const hm &g, 
   store(p.ends + place * D + 64 * h, end, 64);
   return reach;
 }
+// Of few tasks' own panels: without PAIRS they may be raw, as this is what the caller waits for least.
+TILE void take_own(hm &g, const params &p, const task &t, int h) {
+  if (PAIRS) take_panel(g, p.gates, p.key_dim, t, h);
+  else take_gates_of<hv>(g, p.gates, t.at, p.key_dim, 64 * h, [](float x) { return x; });
+}
 // The panel's own gates, by its warpgroup.
 TILE void sum_own_gates(const params &p, chunk &s, const task &t, int h) {
   bool steep = false, again = true;
   ROLLED while (again) {
     hm g;
-    take_panel(g, p.gates, p.key_dim, t, h);
+    take_own(g, p, t, h);
     tma_store_wait_read<LATER>();             // before the sync in sum_down(): the sums' place is free
     if (steep) at_least(g, PAIRS ? STEEPEST : LEAST);
     again = put_sums(p, s, t, g, h, steep) == BEYOND && !steep;

@@ -300,16 +300,25 @@ TILE void prepare(const params &p, shared &s, int h) {
 
 // ---- the state
 
+// Rows of v behind a packed row's end.
+COLD void clear_values(shared &s, uint32_t n) {
+  int steps = given_task(s.todo, n).at.steps;
+  ring_wait(s.values, ring_at<1>(n));
+  ROLLED for (int g = 0; g < 2; g++) clear_rows(s.v[g], 0, steps);
+  wg_sync();
+}
 // o where a packed row ends. Everybody has stored it.
-COLD void put_last_rows(const params &p, shared &s, uint32_t n, int g) {
+COLD void put_last_rows(const params &p, shared &s, uint32_t n) {
   task t = given_task(s.todo, n);
-  elem *to = (elem *)p.o_data + t.at.step * p.o_step + t.at.head * p.o_head + 64 * g;
   int64_t ld = p.o_step;
   int steps = t.at.steps;
-  rt<float, Q> o;
-  load(o, s.v[g]);
+  ROLLED for (int g = 0; g < 2; g++) {
+    elem *to = (elem *)p.o_data + t.at.step * p.o_step + t.at.head * p.o_head + 64 * g;
+    rt<float, Q> o;
+    load(o, s.v[g]);
+    store_rows<elem>(o, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - 64 * g);
+  }
   fence_async();                            // then v comes there
-  store_rows<elem>(o, [=](int i) { return i < steps ? to + i * ld : (elem *)nullptr; }, p.value_dim - 64 * g);
 }
 // Steps behind the last packed row are in no sequence.
 COLD void clear_rest(const params &p, const shared &s, uint32_t n) {
@@ -325,8 +334,8 @@ COLD void clear_rest(const params &p, const shared &s, uint32_t n) {
     }
 }
 
-// One chunk, of half g of v's columns.
-TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t, uint32_t n, int g) {
+// One chunk, of half g of v's columns. leaves: o is stored.
+TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t, uint32_t n, int g, bool leaves) {
   const int i = n % 2;
   rt<float, Q> x, y;
   rt<inner, Q> factor;
@@ -344,11 +353,6 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   mma_ABt_part<ACC>(y, part, s.q[i][1], 0);
   mma_commit();
   if (g == 0) ring_wait(s.values, ring_at<1>(n));
-  const bool over = runs_over(p.rows, t.at.step, t.at.step + t.at.steps);
-  if (over) {
-    clear_rows(s.v[g], 0, t.at.steps);
-    wg_sync();
-  }
   mma_wait<0>(x, y, part);
   if (g == 1) ring_release(s.inputs, ring_at<2>(n));
   load_t(part, s.v[g]);
@@ -380,8 +384,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   store_t(s.v[g], y);
   fence_async();
   wg_sync();
-  if (over) put_last_rows(p, s, n, g);
-  else tma_store(p.o, s.v[g], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
+  if (leaves) tma_store(p.o, s.v[g], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
 }
 TILE int64_t first_of(const params &p, const task &t, int g, ssd_order o) {
   return ((int64_t)row_of(t) * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
@@ -408,9 +411,12 @@ TILE void run_state(const params &p, shared &s, int) {
       wait_for_task(s.todo, n);
       t = given_task(s.todo, n);
       sem_wait(s.tiles[n % 2], n / 2 & 1);
-      advance(first, p, s, t, n, 0);
-      advance(second, p, s, t, n, 1);
+      const bool over = runs_over(p.rows, t.at.step, t.at.step + t.at.steps);
+      if (over) clear_values(s, n);
+      advance(first, p, s, t, n, 0, !over);
+      advance(second, p, s, t, n, 1, !over);
       sem_arrive<WARPGROUP>(s.done[n % 2]);
+      if (over) put_last_rows(p, s, n);
       tma_store_wait_read();                // o
       sem_arrive<WARPGROUP>(s.values.empty[0]);
       last = is_last(t);
