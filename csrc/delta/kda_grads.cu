@@ -30,13 +30,15 @@
 #include "delta/kda_gates.h"
 #include "tile/levels.h"
 #include "tile/slices.h"
+#include "tile/cold.h"
 #include "delta/kda_bwd.h"
 
 // D: columns of q and k; VALUES: of v. PER_SM, LOAD_REGS, COMPUTE_REGS
 enum { PANELS = D / 64, ROWS = 64, GROUP = 16, HALVES = 2, GROUPS = PANELS * HALVES };
 typedef st<elem, Q, 64> panel;
 enum { Q_DOT, K_DOT, BETA, DOTS };
-struct words { int place, batch, head, step, steps, rows; };
+struct words { int place, batch, head, step, steps, rows, first; };
+enum { TASKS = 4 };                          // whose words are known at a time
 struct shared {
   panel q[PANELS], k[PANELS];
   st<elem, Q, VALUES> dout, dv, errors;
@@ -48,7 +50,8 @@ struct shared {
   sv<Q> turns[GROUPS][2];                  // what makes dq and dk right angled to q and k
   sv<64> kept[PANELS];                     // <S, D>
   sv<Q> norm_q, norm_k, beta, own;         // own: d
-  words now;                               // the task of q and k
+  words tasks[TASKS];
+  ring<TASKS, ASYNC_READS> todo;
   ring<1> rows, matrices;                  // q and k; and the rest
 };
 // Of the 16 steps before, until all have read l.
@@ -57,14 +60,17 @@ static_assert(sizeof(pt) <= 2 * sizeof(st<elem, GROUP, 64>), "what is parked fit
 typedef kda_grads_params params;
 
 TILE void init(shared &s) {
+  ring_init(s.todo, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   ring_init(s.rows, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   ring_init(s.matrices, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
 }
 
 // A chunk of a head: its steps, at most 64, none where its place is empty. `rows` are written: the last packed row's
-// places reach to the last step, and gradients of steps in no row are 0.
-struct task { int place; head_steps at; int rows; };
+// places reach to the last step, and gradients of steps in no row are 0. first: nobody had a chunk before, or it had no
+// steps.
+struct task { int place; head_steps at; int rows; bool first; };
 TILE int task_count(const params &p) { return p.places * p.batches * p.rows.heads; }
+TILE bool is_task(const params &p, uint32_t n) { return block_index() + (int)n * block_count() < task_count(p); }
 TILE task task_at(const params &p, int index) {
   int unit = index / p.rows.heads, place = unit / p.batches;
   chunk_steps c = steps_at(p.rows, place);
@@ -72,19 +78,45 @@ TILE task task_at(const params &p, int index) {
   if (p.rows.starts && place >= row_place(p.rows, p.rows.rows - 1)) rows = p.rows.steps - c.step;
   return {place,
           {unit - place * p.batches, index - unit * p.rows.heads, c.step, steps < Q ? steps : Q},
-          rows < Q ? rows : Q};
+          rows < Q ? rows : Q, true};
 }
 
-TILE task task_now(const shared &s) {
-  const words &w = s.now;
-  return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}, get(w.rows)};
+// The n-th (thread)
+TILE void give_task(shared &s, uint32_t n, const task &t) {
+  ring_pos at = ring_at<TASKS>(n);
+  words &w = s.tasks[at.stage];
+  ring_acquire(s.todo, at);
+  put(w.place, t.place);
+  put(w.batch, t.at.batch);
+  put(w.head, t.at.head);
+  put(w.step, t.at.step);
+  put(w.steps, t.at.steps);
+  put(w.rows, t.rows);
+  put(w.first, (int)t.first);
+  sem_arrive<THREAD>(s.todo.full[at.stage]);
+}
+// Until its place is released.
+TILE task given_task(const shared &s, uint32_t n) {
+  const words &w = s.tasks[n % TASKS];
+  return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}, get(w.rows), get(w.first) != 0};
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  ring_pos at = {};
-  for (int i = block_index(); i < task_count(p); i += block_count()) {
+  uint32_t n = 0;
+  bool first = true;
+  for (int i = block_index(); i < task_count(p); i += block_count(), n++) {
     task t = task_at(p, i);
-    if (t.at.steps <= 0) continue;
+    t.first = first;
+    first = t.at.steps <= 0;
+    ring_pos at = ring_at<1>(n);
+    give_task(s, n, t);
+    if (t.at.steps <= 0) {
+      ring_acquire(s.matrices, at);
+      sem_arrive<THREAD>(s.matrices.full[0]);
+      ring_acquire(s.rows, at);
+      sem_arrive<THREAD>(s.rows.full[0]);
+      continue;
+    }
     int head = t.at.head / p.rows.group_heads, matrix = t.at.batch * p.rows.heads + t.at.head;
     ring_acquire(s.matrices, at);
     ring_expect(s.matrices, at, 3 * tile_bytes(s.dout) + 2 * PANELS * tile_bytes(s.state[0]));
@@ -99,19 +131,11 @@ TILE void loader(const params &p, shared &s, int) {
       }
     }
     ring_acquire(s.rows, at);
-    words &now = s.now;
-    put(now.place, t.place);
-    put(now.batch, t.at.batch);
-    put(now.head, t.at.head);
-    put(now.step, t.at.step);
-    put(now.steps, t.at.steps);
-    put(now.rows, t.rows);
     ring_expect(s.rows, at, 2 * PANELS * tile_bytes(s.k[0]));
     for (int h = 0; h < PANELS; h++) {
       tma_load(s.q[h], p.q, s.rows.full[0], t.at.step, 64 * h, head, t.at.batch);
       tma_load(s.k[h], p.k, s.rows.full[0], t.at.step, 64 * h, head, t.at.batch);
     }
-    ring_next(s.rows, at);
   }
 }
 
@@ -211,16 +235,19 @@ TILE void begin(shared &s, grads &g, int n, int panel) {
   }, g.dq, g.c, g.q, g.k, q, k, s.own, s.beta);
 }
 // The part of D, and what all sums over steps >= t have; then that of S.
-TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
+TILE void take_states(shared &s, grads &g, float scale, uint32_t i, int n, int panel) {
   const tc &l = s.l[panel];
   block16 x, y;
   rsum sum;
   rv all, end;
-  int c0 = GROUP * n, last = get(s.now.steps) - 1;
-  fill(x, 0.f);
+  int c0 = GROUP * n, last = get(s.tasks[i % TASKS].steps) - 1;
+  mma_fence();
+  mma_AtBt_rows<ZERO>(x, s.dstate[panel], s.errors, c0);
+  mma_commit();
+  begin(s, g, n, panel);
   fill(sum, 0.f);
-  mma_own_AtBt(x, s.dstate[panel], s.errors, c0);
   load(end, l, 63);
+  mma_wait<0>(x);
   each_part(c0, [=](int, int j, float x, float &c, float &dl, float k, float &sum, float l, float end, float nk,
                     float beta) {
     x *= fast_exp2(end - l) * nk;
@@ -229,6 +256,10 @@ TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
     dl -= y;
     sum += y;
   }, (const block16 &)x, g.c, g.dl, (const block16 &)g.k, sum, l, (const rv &)end, s.norm_k, s.beta);
+  mma_fence();
+  mma_AtBt_rows<ZERO>(x, s.state[panel], s.dout, c0);
+  mma_AtBt_rows<ZERO>(y, s.state[panel], s.dv, c0);
+  mma_commit();
   reduce(all, sum);
   if (n == 3) {                             // and what goes through the whole chunk, of which D has its share
     rv kept;
@@ -237,10 +268,7 @@ TILE void take_states(shared &s, grads &g, float scale, int n, int panel) {
     map(all, all, end, [](float x, float y) { return x + y; });
   }
   store_sum(s.l[panel], n, all);
-  fill(x, 0.f);
-  fill(y, 0.f);
-  mma_own_AtBt(x, s.state[panel], s.dout, c0);
-  mma_own_AtBt(y, s.state[panel], s.dv, c0);
+  mma_wait<0>(x, y);
   each_part(c0, [=](int, int, float x, float y, float &dq, float &dk, float &dl, float q, float k, float l, float nq,
                     float nk) {
     float e = fast_exp2(l);
@@ -497,11 +525,12 @@ TILE void put_betas(const params &p, shared &s, const task &t) {
 }
 
 // dg from what each step has of it, and from that the gradients of what was given.
-TILE void put_gates(const params &p, shared &s, const task &t, int panel) {
+TILE void put_gates(const params &p, shared &s, const task &t, int panel, int kind) {
   ht dg, x;
   hc bias;
   hcsum rates;
   kda_gates g = p.gates;
+  g.gate = kind;
   g.g.step = anew(g.g.step);
   float rate = rate_of(g, t.at.head), bound = g.lower_bound;
   load(dg, s.l[panel]);
@@ -527,7 +556,7 @@ TILE void put_gates(const params &p, shared &s, const task &t, int panel) {
   int n = p.key_dim - 64 * panel;
   int64_t of_step = anew((int64_t)p.rows.heads * p.key_dim);
   if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * panel, of_step, dg, t.rows, n);
-  if (!p.sums) return;
+  if (kind == KDA_LOG || !p.sums) return;
   int place = p.rows.from / Q + t.place;
   float *sums = p.sums + ((int64_t)t.at.batch * 3 * p.all_places + place) * of_step;
   store(sums + (int64_t)64 * panel * p.rows.heads + t.at.head, p.rows.heads, rates, s.l[panel], 2, n);
@@ -557,6 +586,32 @@ TILE void put_none(const params &p, const task &t, int wg) {
   if (wg == 0) put_dbeta(p, t, none);
 }
 
+// Sums of log decays down.
+TILE void sum_gates(const params &p, shared &s, const task &t, int panel) {
+  ht x;
+  kda_gates given = p.gates;
+  given.g.step = anew(given.g.step);
+  take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * panel, log_decay);
+  sum_down(s.l[panel], x, -infinity());
+}
+// dg of a task, and the next one's sums, unless gates are raw: what was given comes meanwhile. Of a next one without
+// steps they are not read.
+TILE void put_gates_and_sum(const params &p, shared &s, uint32_t i, int panel) {
+  if (p.gates.gate != KDA_LOG) return put_gates(p, s, given_task(s, i), panel, p.gates.gate);
+  ht x;
+  task next = {};
+  if (is_task(p, i + 1)) next = given_task(s, i + 1);
+  kda_gates given = p.gates;
+  given.g.step = anew(given.g.step);
+  take_given(x, given, next.at, p.key_dim, 64 * panel);
+  put_gates(p, s, given_task(s, i), panel, KDA_LOG);
+  hc none;
+  fill(none, 0.f);
+  map(x, none, next.at.steps, [](float y, float) { return log_decay(y); });
+  wg_sync();                                // everybody has read what l's place had
+  sum_down(s.l[panel], x, -infinity());
+}
+
 // norm_q by the first warpgroup, norm_k by the last of its half.
 TILE void put_norms(const params &p, shared &s, int wg) {
   rv norm;
@@ -580,28 +635,30 @@ TILE void prefetch_given(const params &p, const task &t, int panel) {
 
 TILE void compute(const params &p, shared &s, int wg) {
   int panel = wg % PANELS, half = wg / PANELS;
-  ring_pos at = {};
-  for (int i = block_index(); i < task_count(p); i += block_count()) {
-    task t = task_at(p, i);
-    if (t.rows <= 0) continue;
+  for (uint32_t i = 0; is_task(p, i); i++) {
+    ring_wait(s.todo, ring_at<TASKS>(i));
+    task t = given_task(s, i);
+    ring_pos at = ring_at<1>(i);
     if (t.at.steps <= 0) {
-      if (half == 0) put_none(p, t, panel);
+      ring_wait(s.matrices, at);
+      ring_release(s.matrices, at);
+      ring_wait(s.rows, at);
+      if (half == 0 && t.rows > 0) put_none(p, t, panel);
+      ring_release(s.rows, at);
+      ring_release(s.todo, ring_at<TASKS>(i));
       continue;
     }
     if (half == 1) {
-      ht x;
-      kda_gates given = p.gates;
-      given.g.step = anew(given.g.step);
-      take_gates_of<hc>(x, given, t.at, p.key_dim, 64 * panel, log_decay);
-      sum_down(s.l[panel], x, -infinity());
+      if (t.first || p.gates.gate != KDA_LOG) sum_gates(p, s, t, panel);
     } else if (wg == 0) {
       rv beta;
       take_beta(beta, p.gates, t.at);
       store(s.beta, beta);
     }
     ring_wait(s.matrices, at);
-    if (t.at.steps < Q || p.gates.norm) ring_wait(s.rows, at);
-    if (t.at.steps < Q) clear_behind(s, t.at.steps, wg);
+    const int steps = given_task(s, i).at.steps;    // read again: kept, its registers lack in the gates
+    if (steps < Q || p.gates.norm) ring_wait(s.rows, at);
+    if (steps < Q) clear_behind(s, steps, wg);
     if (half == 0) {
       put_norms(p, s, wg);
       half_sync();
@@ -611,11 +668,14 @@ TILE void compute(const params &p, shared &s, int wg) {
     }
     ring_wait(s.rows, at);
     all_sync();
-    if (half == 1 && i + block_count() < task_count(p)) prefetch_given(p, task_at(p, i + block_count()), panel);
+    if (half == 1 && is_task(p, i + 1)) {
+      ring_wait(s.todo, ring_at<TASKS>(i + 1));
+      t = given_task(s, i + 1);
+      if (t.at.steps > 0) prefetch_given(p, t, panel);
+    }
     ROLLED for (int n = 2 * half; n < 2 * half + 2; n++) {
       grads g;
-      begin(s, g, n, panel);
-      take_states(s, g, p.scale, n, panel);
+      take_states(s, g, p.scale, i, n, panel);
       if (n & 1) ring_release(s.matrices, at);
       if (n > 0) take_earlier(s, g, n, panel);
       if (n < 3) take_later(s, g, n, panel);
@@ -624,17 +684,17 @@ TILE void compute(const params &p, shared &s, int wg) {
       take_dots(p, s, g, n, panel);
       if (n & 1 || p.gates.norm) all_sync();
       if (n & 1) put_parts(s, g, n, wg);
-      put(p, s, task_now(s), g, GROUP * n, wg);
+      put(p, s, given_task(s, i), g, GROUP * n, wg);
       if (n & 1) continue;
       wg_sync();
       store(dl_before(s, wg), g.dl);
     }
-    t = task_now(s);
+    t = given_task(s, i);
     ring_release(s.rows, at);
-    ring_next(s.rows, at);
     if (wg == 0) put_betas(p, s, t);
     panel_sync(panel);
-    if (half == 1) put_gates(p, s, t, panel);
+    if (half == 1) put_gates_and_sum(p, s, i, panel);
+    ring_release(s.todo, ring_at<TASKS>(i));
   }
 }
 

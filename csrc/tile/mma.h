@@ -30,6 +30,9 @@ TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K,
 // a^T b^T
 template<int A, typename T, int N, int K>
 TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b);
+// N rows of b from r0 (both multiples of 16)
+template<int A, typename T, int N, int K, int R>
+TILE void mma_AtBt_rows(rt<float, N> &d, const st<T, K, 64> &a, const st<T, R, K> &b, int r0);
 // K columns of b from column k0 (a multiple of 64): one panel of a longer product
 template<int A, typename T, int N, int K, int W>
 TILE void mma_ABt_part(rt<float, N> &d, const rt<T, K> &a, const st<T, N, W> &b, int k0);

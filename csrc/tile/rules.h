@@ -16,9 +16,9 @@ constexpr int registers_at_launch(int threads, int blocks_per_sm) {
   static_assert((N) == 256 || (N) == 512, "vector of a warpgroup gv<N>: N is 256 or 512")
 // The widths of tile/sm90/wgmma.h.
 #define PRODUCT_RULES(N) \
-  static_assert((N) == 32 || (N) == 64 || (N) == 80 || (N) == 96 || (N) == 128 || (N) == 160 || \
+  static_assert((N) == 16 || (N) == 32 || (N) == 64 || (N) == 80 || (N) == 96 || (N) == 128 || (N) == 160 || \
                 (N) == 176 || (N) == 192 || (N) == 256, \
-                "a product has 32, 64, 80, 96, 128, 160, 176, 192 or 256 columns")
+                "a product has 16, 32, 64, 80, 96, 128, 160, 176, 192 or 256 columns")
 #define ROLE_RULES(REGISTERS) \
   static_assert((REGISTERS) == 0 || ((REGISTERS) % 8 == 0 && (REGISTERS) >= 24 && (REGISTERS) <= 240), \
                 "registers of a role: 0, or a multiple of 8 from 24 to 240")

@@ -248,12 +248,19 @@ TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K,
     product<A, PW>(d, first, packed<PACK_ROWS>(b) + cb * DEPTH, DEPTH, DEPTH);
   });
 }
-template<int A, typename T, int N, int K>
-TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
+// From r0 on may be half of a packed panel.
+template<int A, typename T, int N, int K, int R>
+TILE void mma_AtBt_rows(rt<float, N> &d, const st<T, K, 64> &a, const st<T, R, K> &b, int r0) {
   typedef typename word_of<T>::type word;
   enum { DEPTH = K / word_of<T>::ELEMENTS };
-  issue_product<A>(d, whole(a), whole(b), [&d, &a, &b] {
+  static_assert(N == R || R % PW == 0, "a window lies in whole panels");
+  begins_at(b, r0, 16);
+  issue_product<A>(d, whole(a), part(b, r0, N, 0, K), [=, &d, &a, &b] {
     panel_a<word> first = {packed<PACK_ROWS>(a), DEPTH};
-    product<A, VW>(d, first, packed<PACK_COLS>(b), DEPTH, DEPTH);
+    product<A, N == R ? (int)VW : (int)PW>(d, first, packed<PACK_COLS>(b) + r0 / PW * PW * DEPTH + r0 % PW, DEPTH, DEPTH);
   });
+}
+template<int A, typename T, int N, int K>
+TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
+  mma_AtBt_rows<A>(d, a, b, 0);
 }

@@ -26,6 +26,12 @@ TILE void load(hc &v, const float *g, int n) { v.d = own_channel() < n ? g[own_c
 template<typename T> TILE void load(ht &x, const T *g, int64_t ld, int m, int n) {
   m = own_channel() < n ? m - 32 * own_half() : 0;
   const T *from = g + own_channel() + 32 * own_half() * ld;
+  if (m >= 32 && (uint64_t)ld < 1 << 24) {
+#pragma unroll
+    for (int i = 0; i < 32; i++)           // offsets of 32 bits: one instruction each
+      x.d[i] = to_float(*(const T *)((const char *)from + i * ((uint32_t)ld * (uint32_t)sizeof(T))));
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 32; i++, from += ld) x.d[i] = i < m ? to_float(*from) : 0.f;
 }
@@ -43,6 +49,11 @@ TILE void store(float *g, int64_t ld, const ht &x, int m, int n) {
   if (own_channel() >= n) return;
   m -= 32 * own_half();
   float *to = g + own_channel() + 32 * own_half() * ld;
+  if (m >= 32 && (uint64_t)ld < 1 << 24) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) *(float *)((char *)to + i * ((uint32_t)ld * 4)) = x.d[i];
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 32; i++, to += ld)
     if (i < m) *to = x.d[i];
@@ -56,12 +67,19 @@ TILE void store(float *g, int64_t stride, const hcsum &v, tc &by, int part, int 
 template<class F> TILE void map(ht &x, const hc &v, int m, F f) {
   m -= 32 * own_half();
 #pragma unroll
-  for (int i = 0; i < 32; i++) x.d[i] = i < m ? f(x.d[i], v.d) : x.d[i];
+  for (int i = 0; i < 32; i++) {
+    float y = f(x.d[i], v.d);              // of all: branches would be more, and their predicates too many
+    x.d[i] = i < m ? y : x.d[i];
+  }
 }
 template<class F> TILE void map(ht &x, const ht &y, const hc &v, hcsum &sum, int m, F f) {
   m -= 32 * own_half();
 #pragma unroll
-  for (int i = 0; i < 32; i++) x.d[i] = i < m ? f(x.d[i], y.d[i], v.d, sum.d) : 0.f;
+  for (int i = 0; i < 32; i++) {
+    float more = sum.d, z = f(x.d[i], y.d[i], v.d, more);
+    x.d[i] = i < m ? z : 0.f;
+    sum.d = i < m ? more : sum.d;
+  }
 }
 TILE void sum_add(hcsum &d, const ht &x) {
 #pragma unroll

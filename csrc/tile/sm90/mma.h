@@ -87,12 +87,16 @@ TILE void mma_AtB(rt<float, N> &d, const st<T, K, WA> &a, int ca, const st<T, K,
 #pragma unroll
   for (int k = 0; k < K / 16; k++) wgmma<T, 1, 1>(d.d, da + across(k), db + across(k), A || k);
 }
+template<int A, typename T, int N, int K, int R>
+TILE void mma_AtBt_rows(rt<float, N> &d, const st<T, K, 64> &a, const st<T, R, K> &b, int r0) {
+  mma_begin<A>(d);
+  uint32_t da = desc(&a, K * 128), db = desc(&b, 16) + r0 * 128 / 16;
+#pragma unroll
+  for (int k = 0; k < K / 16; k++) wgmma<T, 1, 0>(d.d, da + across(k), db + along<R>(k), A || k);
+}
 template<int A, typename T, int N, int K>
 TILE void mma_AtBt(rt<float, N> &d, const st<T, K, 64> &a, const st<T, N, K> &b) {
-  mma_begin<A>(d);
-  uint32_t da = desc(&a, K * 128), db = desc(&b, 16);
-#pragma unroll
-  for (int k = 0; k < K / 16; k++) wgmma<T, 1, 0>(d.d, da + across(k), db + along<N>(k), A || k);
+  mma_AtBt_rows<A>(d, a, b, 0);
 }
 template<int A, typename T, int N, int K, int R>
 TILE void mma_AB_rows(rt<float, N> &d, const rt<T, K> &a, const st<T, R, N> &b, int r0) {
