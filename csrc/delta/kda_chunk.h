@@ -5,9 +5,9 @@
 #include "tile/l2.h"
 #include "tile/slices.h"
 #include "delta/kda_gates.h"
+#include "delta/kda_tasks.h"
 
-// TASKS: whose places are known at a time
-enum { PANELS = D / 64, TASKS = 4 };
+enum { PANELS = D / 64 };
 // Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2. A log decay counts
 // as LEAST where it is less: 2^-128, and sums stay exact enough.
 #define FAR 113.8f
@@ -17,36 +17,6 @@ enum { PANELS = D / 64, TASKS = 4 };
 typedef st<elem, Q, 64> panel;
 // Of each group of 16 steps i: k e^(l - m) and scale q e^(l - m), in that order in the first panel's
 struct area { st<factor, 32, 64> left[4]; };
-
-// ---- tasks
-
-// A chunk of a head: its steps, or more than a chunk has; none where its place is empty, and behind the last task.
-// mark: which counter of `done` is the chunk's
-struct task { int place, mark; head_steps at; };
-struct words { int place, mark, batch, head, step, steps; };
-struct task_list {
-  words tasks[TASKS];
-  sem given[TASKS];                 // that a place is free follows from the ring of k and q
-};
-TILE void init_tasks(task_list &s) {
-  for (sem &given : s.given) sem_init(given, arrivals(1, 0, 0));
-}
-// The n-th (thread)
-TILE void give_task(task_list &s, uint32_t n, const task &t) {
-  words &w = s.tasks[n % TASKS];
-  put(w.place, t.place);
-  put(w.mark, t.mark);
-  put(w.batch, t.at.batch);
-  put(w.head, t.at.head);
-  put(w.step, t.at.step);
-  put(w.steps, t.at.steps);
-  sem_arrive<THREAD>(s.given[n % TASKS]);
-}
-TILE void wait_for_task(task_list &s, uint32_t n) { sem_wait(s.given[n % TASKS], n / TASKS & 1); }
-TILE task given_task(const task_list &s, uint32_t n) {
-  const words &w = s.tasks[n % TASKS];
-  return {get(w.place), get(w.mark), {get(w.batch), get(w.head), get(w.step), get(w.steps)}};
-}
 
 // ---- gates and their sums
 

@@ -27,18 +27,15 @@
 //                            two products 16, decays 8, factors 4 + 4, a block's 4
 //     A and B                two products 64
 //     its ends               dg 32, what was given 32 (half a channel a thread)
-#include "delta/kda_gates.h"
 #include "tile/levels.h"
 #include "tile/slices.h"
-#include "tile/cold.h"
+#include "delta/kda_tasks.h"
 #include "delta/kda_bwd.h"
 
 // D: columns of q and k; VALUES: of v. PER_SM, LOAD_REGS, COMPUTE_REGS
 enum { PANELS = D / 64, ROWS = 64, GROUP = 16, HALVES = 2, GROUPS = PANELS * HALVES };
 typedef st<elem, Q, 64> panel;
 enum { Q_DOT, K_DOT, BETA, DOTS };
-struct words { int place, batch, head, step, steps, rows, first; };
-enum { TASKS = 4 };                          // whose words are known at a time
 struct shared {
   panel q[PANELS], k[PANELS];
   st<elem, Q, VALUES> dout, dv, errors;
@@ -50,9 +47,9 @@ struct shared {
   sv<Q> turns[GROUPS][2];                  // what makes dq and dk right angled to q and k
   sv<64> kept[PANELS];                     // <S, D>
   sv<Q> norm_q, norm_k, beta, own;         // own: d
-  words tasks[TASKS];
-  ring<TASKS, ASYNC_READS> todo;
-  ring<1> rows, matrices;                  // q and k; and the rest
+  task_list todo;
+  ring<1> rows;                            // q and k
+  ring<1, ASYNC_READS> matrices;           // and the rest
 };
 // Of the 16 steps before, until all have read l.
 TILE pt &dl_before(shared &s, int wg) { return in_place_of<pt>(s.out[wg]); }
@@ -60,15 +57,16 @@ static_assert(sizeof(pt) <= 2 * sizeof(st<elem, GROUP, 64>), "what is parked fit
 typedef kda_grads_params params;
 
 TILE void init(shared &s) {
-  ring_init(s.todo, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
+  init_tasks(s.todo);
   ring_init(s.rows, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   ring_init(s.matrices, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
 }
 
-// A chunk of a head: its steps, at most 64, none where its place is empty. `rows` are written: the last packed row's
-// places reach to the last step, and gradients of steps in no row are 0. first: nobody had a chunk before, or it had no
-// steps.
-struct task { int place; head_steps at; int rows; bool first; };
+// A task has at most 64 steps, or none. Then `rows` may be written: the last packed row's places reach to the last step,
+// and gradients of steps in no row are 0. Its mark: twice these, and 1 if nobody has summed its gates, as the task
+// before has no steps, or there is none.
+TILE int rows_of(const task &t) { return t.mark >> 1; }
+TILE bool is_first(const task &t) { return t.mark & 1; }
 TILE int task_count(const params &p) { return p.places * p.batches * p.rows.heads; }
 TILE bool is_task(const params &p, uint32_t n) { return block_index() + (int)n * block_count() < task_count(p); }
 TILE task task_at(const params &p, int index) {
@@ -76,29 +74,8 @@ TILE task task_at(const params &p, int index) {
   chunk_steps c = steps_at(p.rows, place);
   int steps = c.end - c.step, rows = steps;
   if (p.rows.starts && place >= row_place(p.rows, p.rows.rows - 1)) rows = p.rows.steps - c.step;
-  return {place,
-          {unit - place * p.batches, index - unit * p.rows.heads, c.step, steps < Q ? steps : Q},
-          rows < Q ? rows : Q, true};
-}
-
-// The n-th (thread)
-TILE void give_task(shared &s, uint32_t n, const task &t) {
-  ring_pos at = ring_at<TASKS>(n);
-  words &w = s.tasks[at.stage];
-  ring_acquire(s.todo, at);
-  put(w.place, t.place);
-  put(w.batch, t.at.batch);
-  put(w.head, t.at.head);
-  put(w.step, t.at.step);
-  put(w.steps, t.at.steps);
-  put(w.rows, t.rows);
-  put(w.first, (int)t.first);
-  sem_arrive<THREAD>(s.todo.full[at.stage]);
-}
-// Until its place is released.
-TILE task given_task(const shared &s, uint32_t n) {
-  const words &w = s.tasks[n % TASKS];
-  return {get(w.place), {get(w.batch), get(w.head), get(w.step), get(w.steps)}, get(w.rows), get(w.first) != 0};
+  return {place, 2 * (rows < Q ? rows : Q),
+          {unit - place * p.batches, index - unit * p.rows.heads, c.step, steps < Q ? steps : Q}};
 }
 
 TILE void loader(const params &p, shared &s, int) {
@@ -106,10 +83,10 @@ TILE void loader(const params &p, shared &s, int) {
   bool first = true;
   for (int i = block_index(); i < task_count(p); i += block_count(), n++) {
     task t = task_at(p, i);
-    t.first = first;
+    t.mark += first;
     first = t.at.steps <= 0;
     ring_pos at = ring_at<1>(n);
-    give_task(s, n, t);
+    give_task(s.todo, n, t);
     if (t.at.steps <= 0) {
       ring_acquire(s.matrices, at);
       sem_arrive<THREAD>(s.matrices.full[0]);
@@ -240,7 +217,7 @@ TILE void take_states(shared &s, grads &g, float scale, uint32_t i, int n, int p
   block16 x, y;
   rsum sum;
   rv all, end;
-  int c0 = GROUP * n, last = get(s.tasks[i % TASKS].steps) - 1;
+  int c0 = GROUP * n, last = get(s.todo.tasks[i % TASKS].steps) - 1;
   mma_fence();
   mma_AtBt_rows<ZERO>(x, s.dstate[panel], s.errors, c0);
   mma_commit();
@@ -476,7 +453,7 @@ TILE void make_turns(shared &s, int c0, int wg) {
 }
 // dq and dk of 16 steps.
 TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int wg) {
-  int panel = wg % PANELS, head = t.at.head / p.rows.group_heads, rows = t.rows - c0, n = p.key_dim - 64 * panel;
+  int panel = wg % PANELS, head = t.at.head / p.rows.group_heads, rows = rows_of(t) - c0, n = p.key_dim - 64 * panel;
   if (p.gates.norm) {
     make_turns(s, c0, wg);
     each_part(c0, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
@@ -510,7 +487,7 @@ TILE int64_t first_of(const params &p, const task &t) {
   return ((int64_t)t.at.batch * p.rows.steps + t.at.step) * p.rows.heads + t.at.head;
 }
 TILE void put_dbeta(const params &p, const task &t, const rv &x) {
-  if (p.dbeta) store_steps(p.dbeta + first_of(p, t), x, p.rows.heads, t.rows);
+  if (p.dbeta) store_steps(p.dbeta + first_of(p, t), x, p.rows.heads, rows_of(t));
 }
 TILE void put_betas(const params &p, shared &s, const task &t) {
   rv dot, beta;
@@ -555,7 +532,7 @@ TILE void put_gates(const params &p, shared &s, const task &t, int panel, int ki
     });
   int n = p.key_dim - 64 * panel;
   int64_t of_step = anew((int64_t)p.rows.heads * p.key_dim);
-  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * panel, of_step, dg, t.rows, n);
+  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * panel, of_step, dg, rows_of(t), n);
   if (kind == KDA_LOG || !p.sums) return;
   int place = p.rows.from / Q + t.place;
   float *sums = p.sums + ((int64_t)t.at.batch * 3 * p.all_places + place) * of_step;
@@ -569,7 +546,7 @@ TILE void put_gates(const params &p, shared &s, const task &t, int panel, int ki
 TILE void put_none(const params &p, const task &t, int wg) {
   rt<float, 64> zero;
   rv none;
-  int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = t.rows;
+  int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = rows_of(t);
   fill(zero, 0.f);
   fill(none, 0.f);
   ROLLED for (int which = 0; which < 2; which++) {
@@ -582,7 +559,7 @@ TILE void put_none(const params &p, const task &t, int wg) {
     int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
     store_rows<elem>(zero, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
   }
-  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, (int64_t)p.rows.heads * p.key_dim, zero, t.rows, n);
+  if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, (int64_t)p.rows.heads * p.key_dim, zero, rows_of(t), n);
   if (wg == 0) put_dbeta(p, t, none);
 }
 
@@ -597,14 +574,14 @@ TILE void sum_gates(const params &p, shared &s, const task &t, int panel) {
 // dg of a task, and the next one's sums, unless gates are raw: what was given comes meanwhile. Of a next one without
 // steps they are not read.
 TILE void put_gates_and_sum(const params &p, shared &s, uint32_t i, int panel) {
-  if (p.gates.gate != KDA_LOG) return put_gates(p, s, given_task(s, i), panel, p.gates.gate);
+  if (p.gates.gate != KDA_LOG) return put_gates(p, s, given_task(s.todo, i), panel, p.gates.gate);
   ht x;
   task next = {};
-  if (is_task(p, i + 1)) next = given_task(s, i + 1);
+  if (is_task(p, i + 1)) next = given_task(s.todo, i + 1);
   kda_gates given = p.gates;
   given.g.step = anew(given.g.step);
   take_given(x, given, next.at, p.key_dim, 64 * panel);
-  put_gates(p, s, given_task(s, i), panel, KDA_LOG);
+  put_gates(p, s, given_task(s.todo, i), panel, KDA_LOG);
   hc none;
   fill(none, 0.f);
   map(x, none, next.at.steps, [](float y, float) { return log_decay(y); });
@@ -636,27 +613,26 @@ TILE void prefetch_given(const params &p, const task &t, int panel) {
 TILE void compute(const params &p, shared &s, int wg) {
   int panel = wg % PANELS, half = wg / PANELS;
   for (uint32_t i = 0; is_task(p, i); i++) {
-    ring_wait(s.todo, ring_at<TASKS>(i));
-    task t = given_task(s, i);
+    wait_for_task(s.todo, i);
+    task t = given_task(s.todo, i);
     ring_pos at = ring_at<1>(i);
     if (t.at.steps <= 0) {
       ring_wait(s.matrices, at);
-      ring_release(s.matrices, at);
+      sem_arrive<WARPGROUP>(s.matrices.empty[0]);
       ring_wait(s.rows, at);
-      if (half == 0 && t.rows > 0) put_none(p, t, panel);
-      ring_release(s.rows, at);
-      ring_release(s.todo, ring_at<TASKS>(i));
+      if (half == 0 && rows_of(t) > 0) put_none(p, t, panel);
+      sem_arrive<WARPGROUP>(s.rows.empty[0]);
       continue;
     }
     if (half == 1) {
-      if (t.first || p.gates.gate != KDA_LOG) sum_gates(p, s, t, panel);
+      if (is_first(t) || p.gates.gate != KDA_LOG) sum_gates(p, s, t, panel);
     } else if (wg == 0) {
       rv beta;
       take_beta(beta, p.gates, t.at);
       store(s.beta, beta);
     }
     ring_wait(s.matrices, at);
-    const int steps = given_task(s, i).at.steps;    // read again: kept, its registers lack in the gates
+    const int steps = given_task(s.todo, i).at.steps;    // read again: kept, its registers lack in the gates
     if (steps < Q || p.gates.norm) ring_wait(s.rows, at);
     if (steps < Q) clear_behind(s, steps, wg);
     if (half == 0) {
@@ -669,8 +645,8 @@ TILE void compute(const params &p, shared &s, int wg) {
     ring_wait(s.rows, at);
     all_sync();
     if (half == 1 && is_task(p, i + 1)) {
-      ring_wait(s.todo, ring_at<TASKS>(i + 1));
-      t = given_task(s, i + 1);
+      wait_for_task(s.todo, i + 1);
+      t = given_task(s.todo, i + 1);
       if (t.at.steps > 0) prefetch_given(p, t, panel);
     }
     ROLLED for (int n = 2 * half; n < 2 * half + 2; n++) {
@@ -684,17 +660,16 @@ TILE void compute(const params &p, shared &s, int wg) {
       take_dots(p, s, g, n, panel);
       if (n & 1 || p.gates.norm) all_sync();
       if (n & 1) put_parts(s, g, n, wg);
-      put(p, s, given_task(s, i), g, GROUP * n, wg);
+      put(p, s, given_task(s.todo, i), g, GROUP * n, wg);
       if (n & 1) continue;
       wg_sync();
       store(dl_before(s, wg), g.dl);
     }
-    t = given_task(s, i);
+    t = given_task(s.todo, i);
     ring_release(s.rows, at);
     if (wg == 0) put_betas(p, s, t);
     panel_sync(panel);
     if (half == 1) put_gates_and_sum(p, s, i, panel);
-    ring_release(s.todo, ring_at<TASKS>(i));
   }
 }
 
