@@ -426,39 +426,25 @@ TILE void sum_panels(const params &p, rt<float, N> &product, ring<2, R> &panels,
     ring_release(panels, at);
   }
 }
-// product *= factor, and for each row its dot product with the given one
-TILE void scale_and_dot(sv<Q> &to, rt<float, N> &product, const st<elem, Q, N> &given, const sv<Q> &by, float sign) {
-  rsum dot;
-  rv factor;
-  load(factor, by);
-  fill(dot, 0.f);
-  each<N>([=](int, int, float &x, float y, float &dot, float f) {
-    x = fused(x, f * sign, 0.f);
-    dot = fused(x, y, dot);
-  }, product, given, dot, (const rv &)factor);
-  reduce(factor, dot);
-  store(to, factor);
-}
-// The same, and sum += product beta
+// sum += product f weight, row by row, and to = f times the dot product with the given row. Rows come with them.
 TILE void add_and_dot(sv<Q> &to, rt<float, N> &sum, const rt<float, N> &product, const st<elem, Q, N> &given,
-                      const sv<Q> &by, const sv<Q> &betas) {
+                      const rv &f, const rv &weight) {
   rsum dot;
-  rv factor, beta;
-  load(factor, by);
-  load(beta, betas);
+  rv row;
   fill(dot, 0.f);
-  each<N>([](int, int, float &sum, float x, float y, float &dot, float f, float b) {
-    x *= f;
+  each<N>([](int, int, float &sum, float x, float y, float &dot, float w) {
     dot = fused(x, y, dot);
-    sum = fused(x, b, sum);
-  }, sum, product, given, dot, (const rv &)factor, (const rv &)beta);
-  reduce(factor, dot);
-  store(to, factor);
+    sum = fused(x, w, sum);
+  }, sum, product, given, dot, (const rv &)weight);
+  reduce(row, dot);
+  map(row, row, f, [](float x, float f) { return x * f; });
+  store(to, row);
 }
 
 TILE void give_dq(const params &p, shared &s, int) {
   counts n = {};
   rt<float, N> product, sum;
+  rv f;
   uint32_t i = 0;
   for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
     ring_wait(s.todo, ring_at<TASKS>(i));
@@ -476,16 +462,16 @@ TILE void give_dq(const params &p, shared &s, int) {
       ring_wait(s.qk_ring, qk);
       ring_wait(s.v_ring, with);
       ring_acquire(s.found_ring, with);
-      scale_and_dot(s.found_of[with.stage].of_q, product, s.q[qk.stage], v.read, 1.f);
+      load(f, v.read);
+      add_and_dot(s.found_of[with.stage].of_q, sum, product, s.q[qk.stage], f, f);
       sem_arrive(s.found_ring.full[with.stage]);
       if (u + 1 < p.rows.group_heads) ring_release(s.v_ring, with);
       ring_wait(s.weights, from);
       mma_fence();
-      mma_AB<ACC>(product, s.f, s.k[qk.stage]);
+      mma_AB<ACC>(sum, s.f, s.k[qk.stage]);
       mma_commit();
-      mma_wait<0>(product);
+      mma_wait<0>(sum);
       ring_release(s.weights, from);
-      map(sum, product, [](float x, float y) { return x + y; });
     }
     ring_pos last = ring_at<2>(n.head - 1);
     if (p.gates.norm_k) take_along(sum, s.q[qk.stage], s.v[last.stage].norm_q, p.scale);
@@ -504,6 +490,7 @@ TILE void give_dq(const params &p, shared &s, int) {
 TILE void give_dk(const params &p, shared &s, int) {
   counts n = {};
   rt<float, N> product, sum;
+  rv f, weight;
   uint32_t i = 0;
   for (int index = block_index(); index < p.tasks; index += block_count(), i++) {
     ring_wait(s.todo, ring_at<TASKS>(i));
@@ -517,7 +504,7 @@ TILE void give_dk(const params &p, shared &s, int) {
     for (int u = 0; u < p.rows.group_heads; u++, n.head++, n.panel += p.panels) {
       ring_pos with = ring_at<2>(n.head), from = ring_at<1>(n.head);
       const chunk_vectors &v = s.v[with.stage];
-      found &f = s.found_of[with.stage];
+      found &found = s.found_of[with.stage];
       sum_panels(p, product, s.later, s.errors, s.dstate, n.panel);
       if (u == 0 && n.head) {
         tma_store_wait_read();                // dK of the task before has left from where E was
@@ -526,20 +513,24 @@ TILE void give_dk(const params &p, shared &s, int) {
       ring_wait(s.qk_ring, qk);
       ring_wait(s.v_ring, with);
       ring_acquire(s.found_ring, with);
-      add_and_dot(f.out, sum, product, s.k[qk.stage], v.weight, v.beta);
+      load(f, v.weight);
+      load(weight, v.beta);
+      map(weight, weight, f, [](float beta, float f) { return beta * f; });
+      add_and_dot(found.out, sum, product, s.k[qk.stage], f, weight);
       sum_panels(p, product, s.earlier, s.dv, s.state, n.panel);
-      scale_and_dot(f.of_k, product, s.k[qk.stage], v.decay, -1.f);
+      load(f, v.decay);
+      map(f, f, [](float x) { return -x; });
+      add_and_dot(found.of_k, sum, product, s.k[qk.stage], f, f);
       sem_arrive(s.found_ring.full[with.stage]);
       if (u + 1 < p.rows.group_heads) ring_release(s.v_ring, with);
       ring_wait(s.weights, from);
       mma_fence();
-      mma_AtB<ACC>(product, s.f, 0, s.q[qk.stage], 0);
-      mma_AtB<ACC>(product, s.last.e, 0, s.k[qk.stage], 0);
-      mma_AB<ACC>(product, s.last.e, s.k[qk.stage]);
+      mma_AtB<ACC>(sum, s.f, 0, s.q[qk.stage], 0);
+      mma_AtB<ACC>(sum, s.last.e, 0, s.k[qk.stage], 0);
+      mma_AB<ACC>(sum, s.last.e, s.k[qk.stage]);
       mma_commit();
-      mma_wait<0>(product);
+      mma_wait<0>(sum);
       if (u + 1 < p.rows.group_heads) ring_release(s.weights, from);
-      map(sum, product, [](float x, float y) { return x + y; });
     }
     ring_pos last = ring_at<2>(n.head - 1);
     if (p.gates.norm_k) take_along(sum, s.k[qk.stage], s.v[last.stage].norm_k, 1.f);
