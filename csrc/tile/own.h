@@ -20,10 +20,6 @@ template<typename T, int R, int C> TILE void load_t(qt<T> &d, const st<T, R, C> 
 // 16 columns of d from d0 += 16 columns of a from a0, times b. d0, a0: constants, multiples of 16
 template<typename T, int N, int K>
 TILE void mma_own(rt<float, N> &d, int d0, const rt<T, K> &a, int a0, const qt<T> &b);
-// d += a^T times the transpose of 16 rows of b from r0, a multiple of 16. The shared tiles hold what was written before
-// a sync, or copied.
-template<typename T, int K, int R> TILE void mma_own_AtBt(rt<float, 16> &d, const st<T, K, 64> &a, const st<T, R, K> &b,
-                                                          int r0);
 // f(row, col, ...) as each(), for 16 columns from c0. Of tiles and sums of 16 columns they are all these have; with any
 // others, c0 is a constant. Register tiles of 16 bits may be read.
 template<class F, class... X> TILE void each_part(int c0, F f, X &...x);

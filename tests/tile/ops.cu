@@ -98,6 +98,12 @@ SHAPE TILE void mma_AtBt_shared(const op_params &p, TILES &s, int) {
   mma_wait<0>(d);
   store(p.out, N, d, 64, N);
 }
+SHAPE TILE void mma_AtBt_rows_shared(const op_params &p, TILES &s, int) {
+  sem_wait(s.full, 0);
+  PRODUCT(mma_AtBt_rows<ZERO>(d, s.a, s.b, I), mma_AtBt_rows<ACC>(d, s.a, s.b, I))
+  mma_wait<0>(d);
+  store(p.out, N, d, 64, N);
+}
 SHAPE TILE void mma_ABt_register(const op_params &p, TILES &s, int) {
   rt<elem, CA> a;
   sem_wait(s.full, 0);
@@ -868,6 +874,7 @@ TILE void own_group(const op_params &p, own_shared &s, int) {
   store(s.c, y);
   load(v, p.y, 64, 0.f);
   store(s.sums, v);
+  fence_async();
   wg_sync();
   fill(t, 0.f);
   load(d, s.a, 16, 32);
@@ -882,7 +889,10 @@ TILE void own_group(const op_params &p, own_shared &s, int) {
   out += 3 * 1024;
   for (int c = 0; c < 64; c += 16, out += 2 * 1024) {
     fill(t, 1.f);
-    mma_own_AtBt(t, s.b, s.c, c);
+    mma_fence();
+    mma_AtBt_rows<ACC>(t, s.b, s.c, c);
+    mma_commit();
+    mma_wait<0>(t);
     store(out, 16, t, 64, 16);
     clear(sum);
     each_part(c, [](int, int, float t, float a, float &sum) { sum += t + a; }, (const rt<float, 16> &)t, a, sum);

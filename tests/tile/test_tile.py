@@ -227,7 +227,7 @@ def check_product(c):
         a, b = a[:, ca:ca + 64], b[:, cb:cb + c.N]
     if name == "mma_ABt_part_register":
         b = b[:, 64 * I:64 * I + c.CA]
-    if name == "mma_ABt_rows_shared":
+    if name in ("mma_ABt_rows_shared", "mma_AtBt_rows_shared"):
         b = b[I:I + c.N]
     if name == "mma_AB_rows_register":
         b = b[I:I + c.CA]

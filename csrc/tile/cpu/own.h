@@ -49,29 +49,6 @@ TILE void mma_own(rt<float, N> &d, int d0, const rt<T, K> &a, int a0, const qt<T
     memcpy(d.d[r] + d0, sum, sizeof sum);
   }
 }
-template<typename T, int K, int R> TILE void mma_own_AtBt(rt<float, 16> &d, const st<T, K, 64> &a, const st<T, R, K> &b,
-                                                          int r0) {
-  begins_at(b, r0, 16);
-  reads_shared(whole(a));
-  reads_shared(part(b, r0, 16, 0, K));
-  changes(d);
-  alignas(64) float y[K][16];
-  for (int c = 0; c < 16; c++) {
-    alignas(64) float row[K];
-    widen_row(row, b.d + (r0 + c) * K, K);
-    for (int k = 0; k < K; k++) y[k][c] = row[k];
-  }
-  for (int k = 0; k < K; k += 4) {
-    alignas(64) float x[4][64];
-    for (int i = 0; i < 4; i++) widen_row(x[i], a.d + (k + i) * 64, 64);
-    for (int r = 0; r < 64; r++) {
-      float *sum = d.d[r];
-#pragma GCC ivdep
-      for (int c = 0; c < 16; c++)
-        sum[c] += x[0][r] * y[k][c] + x[1][r] * y[k + 1][c] + x[2][r] * y[k + 2][c] + x[3][r] * y[k + 3][c];
-    }
-  }
-}
 TILE void store(sv<4 * 64> &d, int c0, const csum<16> &c) {
   reads(c);
   writes_shared(d, {d.d + c0, 4, 64 * (int)sizeof(float), 16 * (int)sizeof(float)});

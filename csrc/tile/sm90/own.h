@@ -58,19 +58,6 @@ TILE void mma_own(rt<float, N> &d, int d0, const rt<T, K> &a, int a0, const qt<T
 #pragma unroll
   for (int n = 0; n < 2; n++) mma_16_8_16<T>(d.d + d0 / 2 + 4 * n, a.d[a0 / 16], b.d[2 * n], b.d[2 * n + 1]);
 }
-template<typename T, int K, int R> TILE void mma_own_AtBt(rt<float, 16> &d, const st<T, K, 64> &a, const st<T, R, K> &b,
-                                                          int r0) {
-#pragma unroll
-  for (int k = 0; k < K / 16; k++) {
-    uint32_t x[4];
-    qt<T> y;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(block_address_t(a, k)) : "memory");
-    load_t(y, b, r0, 16 * k);
-#pragma unroll
-    for (int n = 0; n < 2; n++) mma_16_8_16<T>(d.d + 4 * n, x, y.d[2 * n], y.d[2 * n + 1]);
-  }
-}
 template<typename T> struct own_words { const uint32_t *w; };
 template<typename T, int N> TILE own_words<T> each_words(const rt<T, N> &t, int k) { return {t.d[N == 16 ? 0 : k]}; }
 template<typename T> TILE float each_at(const own_words<T> &b, int, int j) {
