@@ -36,6 +36,7 @@
 enum { PANELS = D / 64, ROWS = 64, GROUP = 16, HALVES = 2, GROUPS = PANELS * HALVES };
 typedef st<elem, Q, 64> panel;
 enum { Q_DOT, K_DOT, BETA, DOTS };
+struct first_rows { int64_t dq, dk; };         // where the gradients of a task begin; elements
 struct shared {
   panel q[PANELS], k[PANELS];
   st<elem, Q, VALUES> dout, dv, errors;
@@ -48,6 +49,7 @@ struct shared {
   sv<64> kept[PANELS];                     // <S, D>
   sv<Q> norm_q, norm_k, beta, own;         // own: d
   task_list todo;
+  first_rows to[TASKS];
   ring<1> rows;                            // q and k
   ring<1, ASYNC_READS> matrices;           // and the rest
 };
@@ -78,6 +80,11 @@ TILE task task_at(const params &p, int index) {
           {unit - place * p.batches, index - unit * p.rows.heads, c.step, steps < Q ? steps : Q}};
 }
 
+// Where a task's rows begin in a gradient of q or k that a head has for itself.
+TILE int64_t first_row(const int64_t (&stride)[3], const task &t) {
+  return t.at.batch * stride[0] + t.at.step * stride[1] + t.at.head * stride[2];
+}
+
 TILE void loader(const params &p, shared &s, int) {
   uint32_t n = 0;
   bool first = true;
@@ -86,6 +93,8 @@ TILE void loader(const params &p, shared &s, int) {
     t.mark += first;
     first = t.at.steps <= 0;
     ring_pos at = ring_at<1>(n);
+    put(s.to[n % TASKS].dq, first_row(p.dq_stride, t));
+    put(s.to[n % TASKS].dk, first_row(p.dk_stride, t));
     give_task(s.todo, n, t);
     if (t.at.steps <= 0) {
       ring_acquire(s.matrices, at);
@@ -441,19 +450,21 @@ TILE float *share_of(const params &p, const task &t, int64_t ld, int head, int w
   int64_t row = ((member * p.batches + t.at.batch) * p.places + t.place) * Q;
   return p.parts + row * ld + (head * 2 + which) * p.key_dim + 64 * panel;
 }
-TILE elem *gradient_of(const params &p, const task &t, int head, int which, int panel) {
-  const int64_t *stride = which ? p.dk_stride : p.dq_stride;
-  return (elem *)(which ? p.dk : p.dq) + t.at.batch * stride[0] + t.at.step * stride[1] + head * stride[2] + 64 * panel;
-}
 TILE void make_turns(shared &s, int c0, int wg) {
   auto turn = [](float dot, float n) { return dot * n * n; };
   map_parts(s.turns[wg][0], c0, s.dots[Q_DOT], s.norm_q, turn);
   map_parts(s.turns[wg][1], c0, s.dots[K_DOT], s.norm_k, turn);
   wg_sync();
 }
+// Begins a loop's multiplications by `ld` anew: kept, its registers lack.
+TILE elem *gradient_of(const params &p, const shared &s, uint32_t i, int which, int panel, int64_t &ld) {
+  ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
+  return (elem *)(which ? p.dk : p.dq) + get(which ? s.to[i % TASKS].dk : s.to[i % TASKS].dq) + 64 * panel;
+}
 // dq and dk of 16 steps.
-TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int wg) {
-  int panel = wg % PANELS, head = t.at.head / p.rows.group_heads, rows = rows_of(t) - c0, n = p.key_dim - 64 * panel;
+TILE void put(const params &p, shared &s, uint32_t i, grads &g, int c0, int wg) {
+  int panel = wg % PANELS, rows = (get(s.todo.tasks[i % TASKS].mark) >> 1) - c0,
+      n = p.key_dim - 64 * panel;
   if (p.gates.norm) {
     make_turns(s, c0, wg);
     each_part(c0, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
@@ -462,7 +473,8 @@ TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int w
     }, g.dq, g.dk, (const block16 &)g.q, (const block16 &)g.k, s.turns[wg][0], s.turns[wg][1]);
   }
   if (p.parts) {
-    int ld = (int)anew(p.rows.heads / p.rows.group_heads * 2 * p.key_dim);
+    task t = given_task(s.todo, i);
+    int head = t.at.head / p.rows.group_heads, ld = (int)anew(p.rows.heads / p.rows.group_heads * 2 * p.key_dim);
     store(share_of(p, t, ld, head, 0, panel) + (int64_t)c0 * ld, 1, ld, g.dq, n, rows);
     return store(share_of(p, t, ld, head, 1, panel) + (int64_t)c0 * ld, 1, ld, g.dk, n, rows);
   }
@@ -470,8 +482,8 @@ TILE void put(const params &p, shared &s, const task &t, grads &g, int c0, int w
   store_t(s.out[wg][1], g.dk);
   wg_sync();
   ROLLED for (int which = 0; which < 2; which++) {
-    int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
-    elem *to = gradient_of(p, t, head, which, panel) + c0 * ld;
+    int64_t ld;
+    elem *to = gradient_of(p, s, i, which, panel, ld) + c0 * ld;
     store_rows(s.out[wg][which], [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
   }
 }
@@ -516,8 +528,9 @@ TILE void put_gates(const params &p, shared &s, const task &t, int panel, int ki
   clear(rates);
   fill(bias, 0.f);
   if (g.gate != KDA_LOG) take_given(x, bias, g, t.at, p.key_dim, 64 * panel);
-  if (g.gate == KDA_LOG) map(dg, dg, bias, rates, t.at.steps, [](float d, float, float, float &) { return d; });
-  else if (g.gate == KDA_SOFTPLUS)
+  if (g.gate == KDA_LOG) {
+    if (t.at.steps < Q) map(dg, dg, bias, rates, t.at.steps, [](float d, float, float, float &) { return d; });
+  } else if (g.gate == KDA_SOFTPLUS)
     map(dg, x, bias, rates, t.at.steps, [=](float d, float x, float b, float &sum) {
       d *= -rate;
       sum = fused(d, softplus(x + b), sum);
@@ -543,7 +556,8 @@ TILE void put_gates(const params &p, shared &s, const task &t, int panel, int ki
 }
 
 // Steps in no row have no gradients. A loader that goes ahead may fill the panels meanwhile.
-TILE void put_none(const params &p, const task &t, int wg) {
+TILE void put_none(const params &p, const shared &s, uint32_t i, int wg) {
+  task t = given_task(s.todo, i);
   rt<float, 64> zero;
   rv none;
   int head = t.at.head / p.rows.group_heads, n = p.key_dim - 64 * wg, rows = rows_of(t);
@@ -555,8 +569,8 @@ TILE void put_none(const params &p, const task &t, int wg) {
       store(share_of(p, t, ld, head, which, wg), ld, zero, rows, n);
       continue;
     }
-    elem *to = gradient_of(p, t, head, which, wg);
-    int64_t ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
+    int64_t ld;
+    elem *to = gradient_of(p, s, i, which, wg, ld);
     store_rows<elem>(zero, [=](int i) { return i < rows ? to + i * ld : (elem *)nullptr; }, n);
   }
   if (p.dg) store(p.dg + first_of(p, t) * p.key_dim + 64 * wg, (int64_t)p.rows.heads * p.key_dim, zero, rows_of(t), n);
@@ -584,7 +598,7 @@ TILE void put_gates_and_sum(const params &p, shared &s, uint32_t i, int panel) {
   put_gates(p, s, given_task(s.todo, i), panel, KDA_LOG);
   hc none;
   fill(none, 0.f);
-  map(x, none, next.at.steps, [](float y, float) { return log_decay(y); });
+  map(x, none, Q, [](float y, float) { return log_decay(y); });     // of nothing: nothing
   wg_sync();                                // everybody has read what l's place had
   sum_down(s.l[panel], x, -infinity());
 }
@@ -620,7 +634,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       ring_wait(s.matrices, at);
       sem_arrive<WARPGROUP>(s.matrices.empty[0]);
       ring_wait(s.rows, at);
-      if (half == 0 && rows_of(t) > 0) put_none(p, t, panel);
+      if (half == 0 && rows_of(t) > 0) put_none(p, s, i, panel);
       sem_arrive<WARPGROUP>(s.rows.empty[0]);
       continue;
     }
@@ -660,7 +674,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       take_dots(p, s, g, n, panel);
       if (n & 1 || p.gates.norm) all_sync();
       if (n & 1) put_parts(s, g, n, wg);
-      put(p, s, given_task(s.todo, i), g, GROUP * n, wg);
+      put(p, s, i, g, GROUP * n, wg);
       if (n & 1) continue;
       wg_sync();
       store(dl_before(s, wg), g.dl);

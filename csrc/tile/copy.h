@@ -67,6 +67,8 @@ TILE void put(int &s, int v);                           // thread: a scalar in s
 TILE void put_at(int &s, int v, sem &full, int rank);   // thread: put() in block `rank` of this cluster, and an arrival
                                                         // at its `full`
 TILE int get(const int &s);
+TILE void put(int64_t &s, int64_t v);
+TILE int64_t get(const int64_t &s);
 // Warp, through registers. 64 rows of d from k0, a multiple of 64, become s. Each call does one of `count` parts; the
 // parts of index 0 to count - 1 together are the whole.
 template<typename T, int K, int N>

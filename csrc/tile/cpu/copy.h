@@ -234,6 +234,15 @@ TILE int get(const int &s) {
   reads_shared(whole(s));
   return s;
 }
+TILE void put(int64_t &s, int64_t v) {
+  called_by<THREAD>();
+  writes_shared(s, whole(s));
+  s = v;
+}
+TILE int64_t get(const int64_t &s) {
+  reads_shared(whole(s));
+  return s;
+}
 template<typename T, int K, int N>
 TILE void transpose_part(tt<T, K, N> &d, int k0, const st<T, 64, N> &s, int index, int count) {
   called_by<WARP>();

@@ -400,6 +400,8 @@ TILE void put_at(int &s, int v, sem &full, int rank) {
   trace(TRACE_ARRIVE, &full, 1);
 }
 TILE int get(const int &s) { return *(const volatile int *)&s; }
+TILE void put(int64_t &s, int64_t v) { *(volatile int64_t *)&s = v; }
+TILE int64_t get(const int64_t &s) { return *(const volatile int64_t *)&s; }
 
 // ---- global <-> registers
 TILE void load(rv &v, const float *g, int n, float pad) {
