@@ -29,9 +29,16 @@ TILE void load_gates(given_gates &d, const gmap &g, bool floats, sem &full, cons
   if (floats) tma_load(d.floats, g, full, t.at.step, col, t.at.head, t.at.batch, hint);
   else tma_load(d.shorts, g, full, t.at.step, col, t.at.head, t.at.batch, hint);
 }
-TILE void take_copied(hm &g, const given_gates &given, bool floats, const task &t) {
-  if (floats) load(g, given.floats, t.at.steps);
-  else load(g, given.shorts, t.at.steps);
+// What is behind a packed row's last step is another row's.
+COLD void clear_given(given_gates &given, bool floats, int steps) {
+  if (floats) clear_behind(given.floats, steps);
+  else clear_rows(given.shorts, 0, steps);
+  wg_sync();
+}
+TILE void take_copied(hm &g, given_gates &given, bool floats, const task &t) {
+  if (t.at.steps < Q) clear_given(given, floats, t.at.steps);
+  if (floats) load(g, given.floats);
+  else load(g, given.shorts);
 }
 // What no copy brings lies there as floats.
 TILE bool are_floats(const kda_gates &p, bool copied) { return !copied || p.g.is_float; }
@@ -44,7 +51,7 @@ TILE void put_panel(given_gates &d, const kda_gates &p, int key_dim, const task 
   store(d.floats, g);
   wg_sync();
 }
-TILE void take_steep(hm &g, const given_gates &given, bool floats, const task &t) {
+TILE void take_steep(hm &g, given_gates &given, bool floats, const task &t) {
   take_copied(g, given, floats, t);
   at_least(g, STEEPEST);
 }

@@ -27,9 +27,9 @@ template<int N> TILE void store(sv<N> &d, int c0, const hv &v); // 64 elements f
 template<class F> TILE void map(hv &d, const hv &a, F f);       // d = f(a)
 // Row i at g + i * ld, floats or 16 bits. Rows >= m and columns >= n become 0 and are not read.
 template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n);
-// Of a shared tile, rows < m; the others become 0.
-TILE void load(hm &x, const sm<64, 64> &s, int m);
-template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m);
+TILE void load(hm &x, const sm<64, 64> &s);
+template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s);
+TILE void clear_behind(sm<64, 64> &s, int m);                   // rows >= m become 0; others see it behind a sync
 TILE void store(sm<64, 64> &d, const hm &x);                    // others see it behind a sync
 // Brings what such a load of any number of columns would read into the L2. It hands nothing to anybody.
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);

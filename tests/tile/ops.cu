@@ -944,7 +944,7 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
   at_least(x, -1.f);
   store(s.given, x);
   wg_sync();
-  load(x, s.given, 64);
+  load(x, s.given);
   reaches = 10 * reaches + sum_down(s.l, s.groups, all, x, 1.f, 1e30f, true, half, same);
   wg_sync();
   reaches = 10 * reaches + sum_down(s.l, s.groups, all, x, 1.f, most, false, half, same);

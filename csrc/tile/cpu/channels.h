@@ -47,14 +47,18 @@ template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n)
     widen_row(x.d[i], g + i * ld, n);
   }
 }
-template<typename T, class Tile> TILE void load_whole(hm &x, const Tile &s, const T *from, int m) {
+template<typename T, class Tile> TILE void load_whole(hm &x, const Tile &s, const T *from) {
   reads_shared(whole(s));
   writes(x);
-  memset((void *)x.d, 0, sizeof x.d);
-  for (int i = 0; i < 64 && i < m; i++) widen_row(x.d[i], from + i * 64, 64);
+  for (int i = 0; i < 64; i++) widen_row(x.d[i], from + i * 64, 64);
 }
-TILE void load(hm &x, const sm<64, 64> &s, int m) { load_whole(x, s, s.d, m); }
-template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m) { load_whole(x, s, s.d, m); }
+TILE void load(hm &x, const sm<64, 64> &s) { load_whole(x, s, s.d); }
+template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s) { load_whole(x, s, s.d); }
+TILE void clear_behind(sm<64, 64> &s, int m) {
+  called_by<WARPGROUP>();
+  writes_shared(s, whole(s));
+  for (int i = m > 0 ? m : 0; i < 64; i++) memset(s.d + i * 64, 0, 64 * sizeof *s.d);
+}
 TILE void store(sm<64, 64> &d, const hm &x) {
   reads(x);
   writes_shared(d, whole(d));

@@ -51,25 +51,30 @@ template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n)
   }
 }
 // Where a thread reads is worked out anew each time: kept, it would cost registers.
-TILE void load(hm &x, const sm<64, 64> &s, int m) {
+TILE void load(hm &x, const sm<64, 64> &s) {
   int thread = parking_place(), w = thread >> 5;
   const float2 *from = (const float2 *)s.d + 16 * w * 32 + thread % 32;
 #pragma unroll
   for (int i = 0; i < 16; i++) {
     float2 y = from[32 * i];
-    x.d[0][i] = 16 * w + i < m ? y.x : 0.f;
-    x.d[1][i] = 16 * w + i < m ? y.y : 0.f;
+    x.d[0][i] = y.x;
+    x.d[1][i] = y.y;
   }
 }
-template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s, int m) {
+template<typename T> TILE void load(hm &x, const st<T, 64, 64> &s) {
   int thread = parking_place(), w = thread >> 5, chunk = thread % 32 >> 2;
   const char *from = (const char *)&s + 16 * w * 128 + thread % 4 * 4;
 #pragma unroll
   for (int i = 0; i < 16; i++) {
     float2 y = unpack<T>(*(const uint32_t *)(from + i * 128 + ((chunk ^ i & 7) << 4)));
-    x.d[0][i] = 16 * w + i < m ? y.x : 0.f;
-    x.d[1][i] = 16 * w + i < m ? y.y : 0.f;
+    x.d[0][i] = y.x;
+    x.d[1][i] = y.y;
   }
+}
+TILE void clear_behind(sm<64, 64> &s, int m) {
+#pragma unroll 4
+  for (int i = thread_in_group(); i < 64 * 64 / 4; i += 128)
+    if (i / 16 >= m) ((float4 *)s.d)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 TILE void store(sm<64, 64> &d, const hm &x) {
   float2 *to = (float2 *)d.d + 16 * warp_in_group() * 32 + lane();
