@@ -57,8 +57,9 @@ static bool in_halves(const call *a) {
 static norm_problem problem_of(mg_call *c, const call *a, mg_op op) {
   const int64_t groups = c->n.G > 0 ? c->n.G : 1;
   const bool fit = fits(c, a), halves = fit && in_halves(a), gate = a->kind != NORM_PLAIN && a->kind != NORM_ADD,
-             adds = a->kind == NORM_ADD && a->rms && !(a->dropout_p > 0);
-  c->problem.size.FIT = fit + halves + (halves && !gate) + (halves && adds);
+             adds = a->kind == NORM_ADD && a->rms && !(a->dropout_p > 0),
+             scales = a->weight && !is_float(a->weight) && !a->zero_centred && !a->bias;
+  c->problem.size.FIT = fit + halves + (halves && !gate) + (halves && adds) + (halves && adds && scales);
   if (c->problem.gpu && c->problem.dtype == MG_FP32) c->problem.dtype = MG_BF16;    // whose kernels read both
   norm_problem p = {
     .rows = (int)c->n.B, .groups = (int)groups, .dim = (int)c->n.N,

@@ -36,9 +36,10 @@ TILE void measure_part(moments &m, tile &x, const norm_problem &p, const place &
     return mean + fused(fused(-rest, n, sum), inverse, rest);
   });
 }
-TILE bool precise(const moments &m, const norm_problem &p, float least) {
-  return !any(m.squares, lines_of(p), [=](float x) { return !(x < 1e37f && x > least); });
+TILE bool precise(const lv &squares, const norm_problem &p, float least) {
+  return !any(squares, lines_of(p), [=](float x) { return !(x < 1e37f && x > least); });
 }
+TILE bool precise(const moments &m, const norm_problem &p, float least) { return precise(m.squares, p, least); }
 
 // What is not precise is measured once more, times a power of two, which rounds nothing.
 // Sums of magnitudes: as they are, and divided by 2^17, so that one of them is in the range of float.
@@ -63,11 +64,14 @@ TILE void multiply(tile &x, const lv &scale, const norm_problem &p, const place 
 }
 
 // What is to be multiplied: 1 / sqrt(variance + eps), of what was multiplied with scale.
-TILE void factor_of(lv &factor, const moments &m, const lv &scale, float inverse, float root_eps) {
-  map(factor, m.squares, scale, [=](float squares, float scale) {
+TILE void factor_of(lv &factor, const lv &squares, const lv &scale, float inverse, float root_eps) {
+  map(factor, squares, scale, [=](float squares, float scale) {
     float e = root_eps * scale;
     return fast_rsqrt(fused(squares, inverse, e * e));
   });
+}
+TILE void factor_of(lv &factor, const moments &m, const lv &scale, float inverse, float root_eps) {
+  factor_of(factor, m.squares, scale, inverse, root_eps);
 }
 TILE void normalise(tile &x, const moments &m, const lv &factor, const norm_problem &p, const place &at) {
   if (p.rms) each<WHOLE>(x, lines_of(p), columns_left(p, at), [](float &x, float factor) { x *= factor; }, factor);

@@ -29,6 +29,10 @@ template<typename T, int J> struct begun { lt<J> &t; };
 // several are under way at a time: load_begin, and load_end<T> of the same T, before which nothing may use the tile.
 template<int A, typename T, int J> TILE void load_begin(lt<J> &t, const T *g, int64_t ld, int lines, int m, int n);
 template<typename T, int J> TILE void load_end(lt<J> &t);
+// T of 16 bits. Back to between the halves, rounded; and there: t + other, rounded, and save<EIGHTS>.
+template<typename T, int J> TILE void unend(lt<J> &t);
+template<typename T, int J> TILE void add_begun(lt<J> &t, const lt<J> &other);
+template<typename T, int J> TILE void save_begun(T *g, int64_t ld, const lt<J> &t, int lines, int m, int n);
 // Thread. The first n of a line's C numbers; the rest is as it was. g is a multiple of 16 bytes, and so is
 // line_bytes<T>(n), which counts on s.
 template<typename T> TILE uint32_t line_bytes(int n) { return (uint32_t)(n * sizeof(T)); }

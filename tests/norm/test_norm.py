@@ -61,6 +61,31 @@ def test_whole_lines(device, dtype, kind):
         problem.check()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("width", (520, 1000, 1024, 1032, 2048, 2056, 4096, 4104, 8192))
+def test_what_is_added_is_all_there_is_to_do(device, dtype, width):
+    """Before a root mean square norm, with a weight of 16 bits. The sum is that of float, rounded once. Also of numbers
+    whose squares float cannot hold, or that are nothing to it, and of a row of zeros."""
+    g = torch.Generator().manual_seed(width)
+    for rows, size, eps in ((1, 1.0, 1e-6), (67, 1.0, 1e-6), (1031, 1.0, 0.0), (5, 1e30, 1e-5), (5, 1e-22, 0.0),
+                            (5, 1e-25, 1e-30)):
+        if dtype == torch.float16 and size != 1:
+            continue
+        x = (torch.randn(rows, width + 8, generator=g) * size).to(device, dtype)[:, :width]
+        residual = (torch.randn(rows, width, generator=g) * size).to(device, dtype)
+        weight = torch.randn(width, generator=g).to(device, dtype)
+        if eps > 0:
+            x[0] = -residual[0]
+        with torch.no_grad():
+            out, total = mg.rms_norm(x, weight, residual=residual, prenorm=True, eps=eps)
+            assert torch.equal(out, mg.rms_norm(x, weight, residual=residual, eps=eps))
+        assert torch.equal(total, (x.float() + residual.float()).to(dtype))
+        exact, _ = formula(total.double(), weight.double(), rms=True, eps=eps)
+        close = torch.finfo(dtype).eps * exact.abs() + 1e-6
+        assert ((out.double() - exact).abs() <= close).all(), (rows, size, eps)
+
+
 @pytest.mark.parametrize("row", ("norm_fwd_bf16_any", "norm_fwd_fp16_any", "norm_bwd_bf16_any", "norm_bwd_fp16_any"))
 def test_kernels_that_take_everything(row):
     """Short lines too, which on the CPU others compute. Memory that nobody wrote is NaN."""

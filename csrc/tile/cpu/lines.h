@@ -32,6 +32,14 @@ template<int, typename T, int J> TILE void load_begin(lt<J> &t, const T *g, int6
   }
 }
 template<typename T, int J> TILE void load_end(lt<J> &t) { changes(t); }
+template<typename T, int J> TILE void round_lines(lt<J> &t);
+template<typename T, int J> TILE void unend(lt<J> &t) { round_lines<T>(t); }
+template<typename T, int J> TILE void add_begun(lt<J> &t, const lt<J> &other) {
+  reads(other);
+  changes(t);
+  for (int i = 0; i < 1024 * J; i++) t.d[i] += other.d[i];
+  round_lines<T>(t);
+}
 // What is looked at of it, in units of 32 bytes, as of tiles.
 template<typename T, int C> TILE region line_part(const sl<T, C> &s, int c0, int n) {
   return {s.d + c0, 1, 0, (n * (int)sizeof(T) + 31) / 32 * 32};
@@ -69,6 +77,9 @@ template<int, typename T, int J> TILE void save(T *g, int64_t ld, const lt<J> &t
     touches_global(g + r * ld, columns * sizeof(T), GLOBAL_WRITE);
     narrow_row(g + r * ld, t.d + r * width, columns);
   }
+}
+template<typename T, int J> TILE void save_begun(T *g, int64_t ld, const lt<J> &t, int lines, int m, int n) {
+  save<EIGHTS>(g, ld, t, lines, m, n);
 }
 TILE void load(lv &v, const float *g, int64_t stride, int lines, int m) {
   writes(v);

@@ -61,6 +61,39 @@ template<typename T, int J> TILE void load_end(lt<J> &t) {
 #pragma unroll
   for (int j = 0; j < J; j++) all_end<T>(t.d[j]);
 }
+template<typename T, int J> TILE void unend(lt<J> &t) {
+#pragma unroll
+  for (int j = 0; j < J; j++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) t.d[j][e] = __uint_as_float(pack<T>(t.d[j][2 * e], t.d[j][2 * e + 1]));
+}
+// A sum of two numbers of 16 bits that is rounded to 24 bits first is the same.
+TILE uint32_t add_pair(bf16, uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+TILE uint32_t add_pair(fp16, uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+template<typename T, int J> TILE void add_begun(lt<J> &t, const lt<J> &other) {
+#pragma unroll
+  for (int j = 0; j < J; j++)
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      t.d[j][e] = __uint_as_float(add_pair(T(), __float_as_uint(t.d[j][e]), __float_as_uint(other.d[j][e])));
+}
+template<typename T, int J> TILE void save_begun(T *g, int64_t ld, const lt<J> &t, int lines, int m, int n) {
+  int line = thread_line(lines), col = line_column(lines), step = 8 << line_bits(lines);
+  T *to = g + line * ld + col;
+#pragma unroll
+  for (int j = 0; j < J; j++, col += step, to += step)
+    if (line < m && col < n)
+      *(uint4 *)to = make_uint4(__float_as_uint(t.d[j][0]), __float_as_uint(t.d[j][1]), __float_as_uint(t.d[j][2]),
+                                __float_as_uint(t.d[j][3]));
+}
 // ptxas makes four of all_store()'s where that spares it moves.
 template<typename T> TILE void store_eight(T *g, const float (&d)[8]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
@@ -136,8 +169,7 @@ template<int J, class F> TILE void each_eight(lt<J> &t, int lines, int, F f) {
   for (int j = 0; j < J; j++, col += step) f(t.d[j], line, col);
 }
 template<class F> TILE bool any(const lv &v, int lines, F f) {
-  if (lines == 1) return f(v.d);
-  if (lines > 2) return __any_sync(~0u, f(v.d));
+  if (lines != 2) return __any_sync(~0u, f(v.d));      // of one line too: what depends on a vote lies out of the way
   trace(TRACE_WG_SYNC, nullptr, 0);
   uint32_t mine = f(v.d), all;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}\n"
