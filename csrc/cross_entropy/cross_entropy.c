@@ -1,4 +1,5 @@
-// Host half of cross_entropy's kernel, of logits of 16 bits and of float32 ones. Products are the caller's.
+// Host halves of cross_entropy's kernels: of logits of 16 bits and of float32 ones, and of gradients that wait for a
+// scale. Products are the caller's.
 #include "cross_entropy/cross_entropy.h"
 #include "runtime/runtime.h"
 
@@ -38,4 +39,21 @@ mg_status mg_cross_entropy_float_rows(const mg_cross_entropy_float_rows_args *a)
     .loss = a->loss, .lse = a->lse, .targets = a->targets, .scale = a->scale, .ignore_index = a->ignore_index,
     .label_smoothing = a->label_smoothing, .softcap = a->softcap, .z_loss = a->z_loss};
   return mg_begin(&c, MG_OP_cross_entropy_float_rows, a) ? run(&c, a->logits, &same) : c.status;
+}
+
+// Rows that lie one after the other are one.
+mg_status mg_cross_entropy_scaled(const mg_cross_entropy_scaled_args *a) {
+  mg_call c;
+  if (!mg_open(&c, MG_OP_cross_entropy_scaled, a)) return c.status;
+  const mg_tensor *out = a->out;
+  const int64_t stride = out->shape[0] > 1 ? out->stride[0] : c.n.N, size = (int64_t)mg_dtype_size(out->dtype);
+  const bool dense = stride == c.n.N;
+  const int64_t rows = dense ? 1 : c.n.M, columns = dense ? c.n.M * c.n.N : c.n.N,
+                parts = mg_ceil_div(columns, c.desc->tile_n);
+  const cross_entropy_scaled_params p = {
+    .out = out->data, .sums = mg_data(a->sums), .scale = a->scale->data, .columns = columns, .stride = stride,
+    .parts = mg_tasks(&c, parts, "parts"), .tasks = mg_tasks(&c, rows * parts, "parts of rows"),
+    .in_eights = (uintptr_t)out->data % 16 == 0 && (uintptr_t)mg_data(a->sums) % 16 == 0 &&
+                 (dense || (stride * size % 16 == 0 && (!a->sums || columns % 4 == 0)))};
+  return mg_run_resident(&c, &p, p.tasks);
 }

@@ -1,4 +1,4 @@
-// Parameters of the kernel of cross_entropy. Plain C: filled by cross_entropy.c, read by cross_entropy.cu.
+// Parameters of cross_entropy's kernels. Plain C: filled by cross_entropy.c, read by the .cu files.
 #pragma once
 #include <stdint.h>
 
@@ -12,3 +12,12 @@ typedef struct cross_entropy_params {
   int logits_are_float, in_eights, scale_of_rows;
   float smoothing, softcap, z_loss;
 } cross_entropy_params;
+
+typedef struct cross_entropy_scaled_params {
+  void *out;
+  const float *sums;          // NULL: out is scaled in place
+  const float *scale;
+  int64_t columns, stride;    // of out's rows; elements
+  int parts, tasks;           // parts of a row
+  int in_eights;
+} cross_entropy_scaled_params;

@@ -336,9 +336,32 @@ def test_logits_of_all_rows_never_exist(monkeypatch):
     assert max(made) <= max(chunk * v * 2, v * k * 4) < m * v * 2
     # 8192 rows of 4096 columns, 128256 words, bfloat16
     weight = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta")
-    rows = cross_entropy_torch.rows_of_chunk(weight, False)
+    rows = cross_entropy_torch.rows_of_chunk(8192, weight, False)
     assert rows >= 1024 and rows * 128256 * 2 <= 537e6
-    assert rows <= cross_entropy_torch.rows_of_chunk(weight, True) <= 4096
+    assert rows <= cross_entropy_torch.rows_of_chunk(8192, weight, True) <= 4096
+    # As many chunks as have to be, of one size in steps of 128: 5248 rows would fit.
+    weight = torch.empty(50304, 2048, dtype=torch.bfloat16, device="meta")
+    assert [cross_entropy_torch.rows_of_chunk(count, weight, True) for count in (1, 5000, 8192, 8193, 16000)] == [
+        128, 5120, 4096, 4224, 4096]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scaled(device):
+    """What the backward multiplies the forward's gradients with, in place or as it rounds float32; rows apart, too."""
+    g = torch.Generator().manual_seed(random.randrange(1 << 30))
+    for dtype in DTYPES[:2] if device == "cuda" else DTYPES:
+        for m, n, between in ((1, 1, 0), (3, 5, 0), (3, 5, 3), (2, 2048, 8), (7, 4099, 0), (5, 4104, 24), (2, 20000, 0)):
+            for scale in (1.0, 0.3):
+                of = torch.tensor([scale], device=device)
+                sums, x = (torch.randn(m, n, generator=g).to(device) for _ in range(2))
+                room = torch.full((m, n + between), float("nan"), dtype=dtype, device=device)
+                out = room[:, :n]
+                _C.cross_entropy_scaled(out, sums, of)
+                assert torch.equal(out, (sums * of).to(dtype)) and room[:, n:].isnan().all()
+                out.copy_(x)
+                expected = (out.float() * of).to(dtype)
+                _C.cross_entropy_scaled(out, None, of)
+                assert torch.equal(out, expected) and room[:, n:].isnan().all()
 
 
 @pytest.mark.gpu
@@ -445,3 +468,4 @@ def test_bad_01_02_03_15_39_refusals():
             logits, t.int())
     refused(ValueError, "expected a scale, or one a row", _C.cross_entropy_rows, loss, loss.clone(), logits, t.int(),
             torch.ones(3))
+    refused(ValueError, "expected a scale", _C.cross_entropy_scaled, logits, None, torch.ones(3))

@@ -774,6 +774,16 @@ def cross_entropy_rows(row, large):
         yield label or f"{m}x{n}", call
 
 
+def cross_entropy_scaled(row, large):
+    """In place and from sums, of parts that are whole and that are not."""
+    for label, m, n in (("in place", 3, 4100), ("sums", 3, 5000)):
+        def call(m=m, n=n, sums=label == "sums"):
+            out = new(m, n, dtype=row["dtype"])
+            _C.cross_entropy_scaled(out, new(m, n) if sums else None, new(1, values=0.5))
+            return (out,)
+        yield label, call
+
+
 # rows, groups, columns, what is read besides x. A block has 64 lines to one, which 1 to 16 warps share; of the last two
 # sums of a line cross warps and warpgroups.
 NORMS = (("16 lines", 150, 1, 40, "residual"), ("4 lines", 40, 1, 200, "gate first"),
@@ -785,6 +795,10 @@ def norm(row, large):
     whole = 1024 * c.get("J", 1) * c["GROUPS"]
     if c.get("LINES"):                     # each member has a line or more, the last ones of some have none
         members, columns = c["GROUPS"] // c["SPAN"] * c["LINES"], 1024 * c["J"] * c["SPAN"] // c["LINES"]
+        if "EARLY" in c:
+            for rows in (9 * members + 1, 2):
+                yield "alone", lambda rows=rows: call_norm(row["dtype"], False, rows, 1, columns - 8, "residual alone")
+            return
         gates = [] if "STAGES" in c else [("gate first", 2 * members + 1, "gate first"), ("gate last", 3, "gate last")]
         for label, rows, kind in [("with what is added", 9 * members + 1, "residual of 16 bits"), ("plain", 2, ""),
                                   *gates]:
@@ -803,17 +817,19 @@ def norm(row, large):
 
 
 def call_norm(dtype, backward, rows, groups, columns, kind):
+    alone = kind == "residual alone"           # but for a weight, and all of 16 bits
     name = "layer_norm_residual" if kind.startswith("residual") else "gated_rms_norm" if kind else "layer_norm"
-    name += "_bwd" * backward
+    name = "rms_norm_residual" if alone else name + "_bwd" * backward
     op = _op.Row(name)
     known = dict.fromkeys(op.sizes, -1) | dict(B=rows, G=groups, N=columns)
     known |= {f["name"]: f["role"] != "num" for f in op.inputs} | {f["name"]: _op.default(f) for f in op.numbers}
-    known |= dict(dropout_p=0.25, gate_first=kind == "gate first")
+    known |= dict(dropout_p=0.0 if alone else 0.25, gate_first=kind == "gate first")
     op.derive(known)
-    kinds = dict(half=dtype, real=dtype if kind.endswith("bits") else "float32", float32="float32", int32="int32")
+    kinds = dict(half=dtype, real=dtype if kind.endswith(("bits", "alone")) else "float32", float32="float32",
+                 int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
                               values=dict(rstd=1.0, seed=7).get(f["name"]))
-               for f in op.arguments if f["role"] != "num"}
+               for f in op.arguments if f["role"] != "num" and not (alone and f["name"] in ("bias", "seed"))}
     getattr(_C, name)(**tensors, **{f["name"]: known[f["name"]] for f in op.numbers})
     return [tensors[f["name"]] for f in op.results]
 
@@ -973,7 +989,7 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "causal_conv1d": causal_conv1d, "causal_conv1d_bwd": causal_conv1d, "causal_conv1d_bwd_post": causal_conv1d,
        "rotary": rotary, "rotary_ones": rotary, "qk_norm_rotary": qk_norm_rotary, "qk_norm_rotary_ones": qk_norm_rotary,
        "qk_norm_rotary_bwd": qk_norm_rotary_bwd, "qk_norm_rotary_bwd_ones": qk_norm_rotary_bwd,
-       "cross_entropy_rows": cross_entropy_rows,
+       "cross_entropy_rows": cross_entropy_rows, "cross_entropy_scaled": cross_entropy_scaled,
        "fft_conv": fft_conv, "fft_conv_bwd": fft_conv, "fft_conv_filters": fft_conv,
        "fft_conv_parts": fft_conv, "fft_conv_spectra": fft_conv, "fft_conv_sums": fft_conv,
        **dict.fromkeys(("norm_fwd", "norm_bwd", "norm_bwd_post"), norm), "norm_fp8": norm_fp8,
