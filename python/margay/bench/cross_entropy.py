@@ -1,4 +1,4 @@
-"""The last projection and its loss, forward and backward, against PyTorch, torch.compile and Liger (GPU).
+"""The last projection and its loss, forward and backward, against PyTorch, torch.compile, Liger and quack (GPU).
 
 Products are 3 x 2 M K V flops of a training step. Memory is a call's at its peak, gradients included.
 """
@@ -42,6 +42,8 @@ def build(m, k, v, direction, device="cuda", dtype=torch.bfloat16):
         calls["compiled"] = torch.compile(by_torch, dynamic=False)
         if call := peer("liger_kernel.transformers", "LigerFusedLinearCrossEntropyLoss"):
             calls["liger"] = by_liger(call)
+        if call := peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy"):
+            calls["quack"] = call
     of_direction = {"forward": functools.partial, "training step": step}[direction]
     runners = {name: of_direction(call, hidden, weight, targets) for name, call in calls.items()}
     products = 1 if direction == "forward" else 3
