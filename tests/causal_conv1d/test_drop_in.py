@@ -74,7 +74,7 @@ def test_names():
     import margay.causal_conv1d
     assert callable(mg.causal_conv1d) and margay.causal_conv1d is mg.causal_conv1d
     assert mg.causal_conv1d.causal_conv1d_fn is causal_conv1d_fn
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match="^activation must be None, silu, or swish$"):
         causal_conv1d_fn(torch.zeros(1, 8, 4), torch.zeros(8, 4), activation="relu")
 
 
