@@ -116,6 +116,10 @@ def check(ours, plain, exact, dtype, g, other=None, factors=None, size=0.0, rema
         few = rows < 64 or factors is not None
         largest, mean = eps / 2 * float(three[2].abs().max()), 2 * eps / rows**0.5 * float(three[2].abs().mean())
         absolute = [absolute + few * (x + eps / 16 / rows**0.5 * size) for x in (largest, largest / 32, mean)]
+        # Nor has a result in float32 a rounding of its own, and its largest number may be one product of two factors,
+        # of which the plain form's rounding is small by chance.
+        if not few and name == "final_state":
+            absolute[0] += largest
         # A weight is a sum over K of products of two such factors: a quarter of eps of each. The plain form, whose
         # weights are rounded too, does not show it where K is 1 and a product of two of them is 1 again.
         if factors is not None:
