@@ -1,5 +1,5 @@
 // A product of 48 columns, which no matrix instruction of the library has.
-// Refused: a product has 32, 64, 80, 96, 128, 160, 176, 192 or 256 columns
+// Refused: a product has 16, 32, 64, 80, 96, 128, 160, 176, 192 or 256 columns
 // margay.check: bf16 STAGES=2
 #include "tile/tile.h"
 
