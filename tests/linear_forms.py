@@ -32,7 +32,7 @@ def plain(q, k, v, scale, state=None):
 def by_chunks(q, k, v, scale, state=None, g=None, starts=None, size=64, kept=None):
     """By chunks, products in the inputs' precision, the state in float32; of float64 all of it, which is exact. With
     starts of packed sequences `state` has one for each. kept: a list, which gets of every chunk the number of its
-    steps, the state in front of it, the decay over it, and the state behind it."""
+    steps, the state in front of it, the decay over it, the state behind it, and the weights of its pairs."""
     if starts is not None:
         parts = [by_chunks(q[:, i:j], k[:, i:j], v[:, i:j], scale, None if state is None else state[n:n + 1],
                            g if g is None or g.ndim == 1 else g[:, i:j], kept=kept)
@@ -55,24 +55,32 @@ def by_chunks(q, k, v, scale, state=None, g=None, starts=None, size=64, kept=Non
         taken = (z.to(wide) * (l[..., -1:] - l).exp()[..., None]).to(dtype)
         before, s = s, s * l[..., -1, None, None].exp() + (y.mT @ taken).to(wide)
         if kept is not None:
-            kept.append((n, before, l[..., -1].exp(), s))
+            kept.append((n, before, l[..., -1].exp(), s, scores))
     return torch.cat(out, 2).transpose(1, 2).to(dtype), s
 
 
 def through_chunks(q, k, v, scale, state, g, starts, dout, dlast=None):
     """Of every chunk and head [chunks, b, h] the norm of e^l S G, of its elements: l the sum of g over the chunk, S the
     state in front of it, G the gradient of the one behind it. <S, G> e^l is in dg of all steps of the chunk, whose
-    number [chunks, 1, 1] is the second result."""
+    number [chunks, 1, 1] is the second result. The third, as the first, is the norm of (i - j) W dW, of the chunk's
+    pairs j < i, whose weight W decays over i - j steps: the sum of these is in dg of a head."""
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
     state, g = (t if t is None else t.detach().double() for t in (state, g))
     kept = []
     out, last = by_chunks(q, k, v, scale, state, g, starts, kept=kept)
     if not kept:
-        return torch.zeros(0, q.shape[0], q.shape[2]), torch.zeros(0, 1, 1)
+        none = torch.zeros(0, q.shape[0], q.shape[2])
+        return none, torch.zeros(0, 1, 1), none
     results, given = ((out,), (dout.double(),)) if dlast is None else ((out, last), (dout.double(), dlast.double()))
-    grads = torch.autograd.grad(results, [behind for *_, behind in kept], given, allow_unused=True)
-    norms = [0 * decay if G is None else decay * (S * G).norm(dim=(2, 3)) for (_, S, decay, _), G in zip(kept, grads)]
-    return torch.stack(norms).detach().cpu(), torch.tensor([n for n, *_ in kept])[:, None, None]
+    steps, before, decays, behind, weights = zip(*kept)
+    grads = torch.autograd.grad(results, [*behind, *weights], given, allow_unused=True)
+    norms = [0 * decay if G is None else decay * (S * G).norm(dim=(2, 3))
+             for S, decay, G in zip(before, decays, grads)]
+    pairs = []
+    for n, w, dw in zip(steps, weights, grads[len(steps):]):
+        i = torch.arange(n, device=w.device)
+        pairs.append(((i[:, None] - i) * w * dw).norm(dim=(2, 3)))
+    return torch.stack(norms).detach().cpu(), torch.tensor(steps)[:, None, None], torch.stack(pairs).detach().cpu()
 
 
 def rounding(name, found, plain_error, dtype, scale, g=None, through=None, products=0.0):
@@ -85,8 +93,9 @@ def rounding(name, found, plain_error, dtype, scale, g=None, through=None, produ
     are not independent with g: a decay of 1 - 2^-10 rounds every element of a head back to itself. Nor are the steps
     of dg: those of a chunk share the error of its <S, G>. The kernel that works on all chunks at once takes it of
     16-bit copies of both, where the plain form has float32: a rounding of either has a deviation of 0.3 eps, and three
-    of both are 5/4 eps. And dg is what is left of sums of q.dq and of k.dk, in float32. through: of through_chunks();
-    products: the largest sum of |q dq| or |k dk| of a step."""
+    of both are 5/4 eps. So are four of a pair's weight, which has one: both forms round it, but where heads are few
+    the plain form's sum may be small by chance. And dg is what is left of sums of q.dq and of k.dk, in float32.
+    through: of through_chunks(); products: the largest sum of |q dq| or |k dk| of a step."""
     eps = torch.finfo(dtype).eps
     longest = 0.0 if g is None or not g.numel() else min(float(-g.detach().clamp(min=-64).min()) * 64, 4096.0)
     worst = mean = away = 2.0 ** -18 * products if name == "dg" else 0.0
@@ -99,7 +108,8 @@ def rounding(name, found, plain_error, dtype, scale, g=None, through=None, produ
         if name == "dg" and through is not None and through[0].numel():
             sizes = 5 / 4 * eps * through[0]
             if found.ndim == 1:                        # a head's decay, of all steps
-                sums = (through[1] * sizes).square().sum(dim=(0, 1)).sqrt()
+                errors = (through[1] * sizes).square() + (5 / 4 * eps * through[2]).square()
+                sums = errors.sum(dim=(0, 1)).sqrt()
                 worst, mean, away = worst + float(sums.max()), mean + float(sums.mean()), away + float(sums.mean())
             else:
                 worst, mean = worst + float(sizes.max()), mean + float(sizes.mean())
