@@ -116,9 +116,10 @@ def test_both_checkers_say_the_same(row):
 def test_nothing_behind_a_tensor_is_touched():
     """By what both checkers take."""
     program = """
-import sys
+import os, random, sys
 sys.path.insert(0, sys.argv[1])
 import test_rows
+random.seed(int(os.environ["MARGAY_TEST_SEED"]))
 test_rows.zeros = test_rows.guarded
 for row in test_rows.IN_NUMPY:
     print(row.name, flush=True)
@@ -127,6 +128,25 @@ for row in test_rows.IN_NUMPY:
     result = subprocess.run([sys.executable, "-c", program, str(ROOT / "tests")], capture_output=True,
                             text=True)
     assert result.returncode == 0, f"{result.stdout[-100:]} {result.returncode} {result.stderr[-1000:]}"
+
+
+def test_a_page_table_without_pages_is_not_read():
+    """It may end where memory does. There is no room: the caches stay as they are."""
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from margay import _C
+from test_rows import guarded
+new = lambda *shape: np.ones(shape, np.float32)
+for pages, rows in ((0, 4), (3, 0)):
+    q_out, cache, table = new(1, 2, 3, 8), new(6, rows, 1, 8), guarded((1, pages), np.int32)
+    _C.qk_norm_rotary_append(q_out=q_out, k_cache=cache, v_cache=cache.copy(), q=new(1, 2, 3, 8), k=2 * new(1, 2, 1, 8),
+                             v=new(1, 2, 1, 8), cos=0 * new(1, 9, 4), sin=new(1, 9, 4), page_table=table)
+    assert (cache == 1).all() and not (q_out == 1).all()
+"""
+    result = subprocess.run([sys.executable, "-c", program, str(ROOT / "tests")], capture_output=True, text=True)
+    assert result.returncode == 0, f"{result.returncode} {result.stderr[-1000:]}"
 
 
 COMPUTED = {row.name: [(f, at) for f in row.inputs for at, size in enumerate(f["sizes"])

@@ -28,7 +28,8 @@ static mg_status run(mg_call *c, const call *a) {
     .cos = a->cos->data, .sin = a->sin->data, .cos_stride = {stride_of(a->cos, 0), stride_of(a->cos, 1)},
     .sin_stride = {stride_of(a->sin, 0), stride_of(a->sin, 1)}, .positions = mg_data(a->positions),
     .offsets = mg_data(a->offsets), .positions_stride = a->positions ? stride_of(a->positions, 0) : 0,
-    .lengths = mg_data(a->lengths), .page_table = mg_data(a->page_table), .cache_index = mg_data(a->cache_index),
+    .lengths = mg_data(a->lengths), .page_table = c->n.KEYS > 0 ? mg_data(a->page_table) : NULL,   // else there is none
+    .cache_index = mg_data(a->cache_index),
     .page_stride = a->page_table ? stride_of(a->page_table, 0) : 0, .length = a->length,
     .angles_are_float = a->cos->dtype == MG_FP32, .angle_rows = (int)mg_min(c->n.ROWS, INT32_MAX),
     .offset = a->offset, .steps = (int)c->n.T, .tokens = mg_tasks(c, c->n.BQ * c->n.T, "steps"), .eps = a->eps,
