@@ -108,9 +108,10 @@ def rounding(name, found, plain_error, dtype, scale, g=None, through=None, produ
         if name == "dg" and through is not None and through[0].numel():
             sizes = 5 / 4 * eps * through[0]
             if found.ndim == 1:                        # a head's decay, of all steps
-                errors = (through[1] * sizes).square() + (5 / 4 * eps * through[2]).square()
-                sums = errors.sum(dim=(0, 1)).sqrt()
-                worst, mean, away = worst + float(sums.max()), mean + float(sums.mean()), away + float(sums.mean())
+                shared, own = ((x * x).sum(dim=(0, 1)).sqrt() for x in (through[1] * sizes, 5 / 4 * eps * through[2]))
+                sums = (shared * shared + own * own).sqrt()
+                worst, mean = worst + float(sums.max()), mean + float(sums.mean())
+                away += float(shared.mean()) + float(own.norm()) / own.numel()       # weights' are independent
             else:
                 worst, mean = worst + float(sizes.max()), mean + float(sizes.mean())
                 away += float(sizes.square().sum().sqrt()) / sizes.numel()

@@ -64,10 +64,11 @@ TILE void init(shared &s) {
   ring_init(s.matrices, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
 }
 
-// A task has at most 64 steps, or none. Then `rows` may be written: the last packed row's places reach to the last step,
-// and gradients of steps in no row are 0. Its mark: twice these, and 1 if nobody has summed its gates, as the task
-// before has no steps, or there is none.
-TILE int rows_of(const task &t) { return t.mark >> 1; }
+// A task has at most 64 steps, or none. Then `rows` may be written: the last packed row's places reach to the last
+// step, and gradients of steps in no row are 0. Its mark: twice these, and 1 if nobody has summed its gates, as the
+// task before has no steps, or there is none.
+TILE int rows_of(int mark) { return mark >> 1; }
+TILE int rows_of(const task &t) { return rows_of(t.mark); }
 TILE bool is_first(const task &t) { return t.mark & 1; }
 TILE int task_count(const params &p) { return p.places * p.batches * p.rows.heads; }
 TILE bool is_task(const params &p, uint32_t n) { return block_index() + (int)n * block_count() < task_count(p); }
@@ -456,15 +457,14 @@ TILE void make_turns(shared &s, int c0, int wg) {
   map_parts(s.turns[wg][1], c0, s.dots[K_DOT], s.norm_k, turn);
   wg_sync();
 }
-// Begins a loop's multiplications by `ld` anew: kept, its registers lack.
+// Where a task's rows begin in the gradient of q (0) or k (1), and, worked out anew as its registers lack, the stride.
 TILE elem *gradient_of(const params &p, const shared &s, uint32_t i, int which, int panel, int64_t &ld) {
   ld = anew(which ? p.dk_stride[1] : p.dq_stride[1]);
   return (elem *)(which ? p.dk : p.dq) + get(which ? s.to[i % TASKS].dk : s.to[i % TASKS].dq) + 64 * panel;
 }
 // dq and dk of 16 steps.
 TILE void put(const params &p, shared &s, uint32_t i, grads &g, int c0, int wg) {
-  int panel = wg % PANELS, rows = (get(s.todo.tasks[i % TASKS].mark) >> 1) - c0,
-      n = p.key_dim - 64 * panel;
+  int panel = wg % PANELS, rows = rows_of(get(s.todo.tasks[i % TASKS].mark)) - c0, n = p.key_dim - 64 * panel;
   if (p.gates.norm) {
     make_turns(s, c0, wg);
     each_part(c0, [](int, int, float &dq, float &dk, float q, float k, float a, float b) {
