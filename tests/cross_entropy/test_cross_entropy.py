@@ -339,10 +339,28 @@ def test_logits_of_all_rows_never_exist(monkeypatch):
     rows = cross_entropy_torch.rows_of_chunk(8192, weight, False)
     assert rows >= 1024 and rows * 128256 * 2 <= 537e6
     assert rows <= cross_entropy_torch.rows_of_chunk(8192, weight, True) <= 4096
-    # As many chunks as have to be, of one size in steps of 128: 5248 rows would fit.
+    # As many chunks as have to be, of one size in steps of 128: 5248 rows would fit. More than 1024 rows are two.
     weight = torch.empty(50304, 2048, dtype=torch.bfloat16, device="meta")
-    assert [cross_entropy_torch.rows_of_chunk(count, weight, True) for count in (1, 5000, 8192, 8193, 16000)] == [
-        128, 5120, 4096, 4224, 4096]
+    expected = {0: 128, 1: 128, 1000: 1024, 1024: 1024, 1025: 640, 4096: 2048, 5000: 2560, 8192: 4096, 8193: 4224,
+                16000: 4096}
+    assert {n: cross_entropy_torch.rows_of_chunk(n, weight, True) for n in expected} == expected
+    assert [cross_entropy_torch.rows_of_chunk(n, torch.empty(1 << 24, 64, device="meta"), True)
+            for n in (5, 5000)] == [64, 64]
+
+
+@pytest.mark.gpu
+def test_peak_of_a_training_step():
+    """Less than the logits, beside what goes in and comes out; and of two chunks one gradient of weight."""
+    rows, columns, words = 4096, 1024, 32000
+    hidden, weight = (torch.randn(n, columns, device="cuda").bfloat16().requires_grad_() for n in (rows, words))
+    targets = torch.randint(0, words, (rows,), device="cuda")
+    torch.autograd.grad(mg.cross_entropy(hidden, weight, targets), (hidden, weight))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(mg.cross_entropy(hidden, weight, targets), (hidden, weight))
+    used = torch.cuda.max_memory_allocated() - before - (hidden.nbytes + weight.nbytes)
+    assert used < 0.6 * rows * words * 2, used
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,14 +21,13 @@ def cross_entropy(hidden, weight, targets, *, bias=None, ignore_index=-100, labe
     ignore_index: rows with this target do not count: loss and gradients 0. Another target that is no row of weight:
         `ValueError` on the CPU; on CUDA, where nobody waits for the targets, a loss of NaN and gradients of 0.
     chunk: rows whose logits are in memory together; None: as many as take 512 MiB, or as weight does where it wants a
-        gradient. That is K rows, and does not raise the peak, which comes when that gradient is rounded. Chunks are
-        then of one size.
+        gradient (that is K rows), but of more than 1,024 rows at most half. Chunks are then of one size.
 
     Where "mean" or "sum" want gradients, the forward computes them (Hsu et al., Liger Kernel, 2024): the backward only
     multiplies them. Another backward of the same graph, "none", and float16, whose range they would leave without what
-    the loss is scaled with, compute the logits once more. Beside inputs and
-    gradients there are then a chunk's logits and, where there is more than one chunk of 16 bits, the gradient of weight
-    in float32; before PyTorch 2.11, and on the CPU, also 128 MiB of a product.
+    the loss is scaled with, compute the logits once more. Beside inputs and gradients there are then a chunk's logits
+    and, of 16 bits, the gradient of weight in float32 where there are more than two chunks, in float16 or on the CPU
+    more than one; before PyTorch 2.11, and on the CPU, also 128 MiB of a product.
     """
     from margay.families.cross_entropy_torch import call
 

@@ -7,6 +7,7 @@ from margay._shared import dtype_name
 
 MEAN, SUM, NONE = range(3)
 CHUNK_BYTES = 1 << 29     # of logits, or as many as weight has where its gradient is wanted
+ALL_ROWS = 1024           # that may be one chunk: each chunk reads weight and its gradient
 PART_BYTES = 1 << 27      # of a product for the gradient of weight
 ADDS_IN_FLOAT32 = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)     # addmm of 16 bits on the GPU
 _OP = "cross_entropy"
@@ -54,13 +55,14 @@ def _check(hidden, weight, targets, bias):
 
 
 def rows_of_chunk(count, weight, gradient):
-    """The gradient of weight is in memory twice when it is rounded, and once before: then a chunk's logits may be as
-    large. Chunks are of one size, but for the last."""
+    """As many as CHUNK_BYTES hold. Where weight has a gradient, which takes as much once more when it is scaled or
+    rounded: as many as that holds. Chunks are of one size, but for the last, and more than ALL_ROWS are never one."""
     row = weight.shape[0] * weight.element_size()
-    rows = max(CHUNK_BYTES, weight.numel() * weight.element_size() if gradient else 0) // row
-    most = max(1, rows // 128 * 128 or rows)
-    even = -(-count // max(1, -(-count // most)))
-    return most if most < 128 else min(most, max(128, -(-even // 128) * 128))
+    most = max(1, max(CHUNK_BYTES, weight.numel() * weight.element_size() if gradient else 0) // row)
+    most = most // 128 * 128 or most
+    chunks = max(-(-count // most), 2 if count > ALL_ROWS else 1)
+    even = -(-count // chunks)
+    return min(most, max(128, -(-even // 128) * 128))
 
 
 def _scale(targets, ignored, reduction):
@@ -91,7 +93,7 @@ def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
         _torch.use_torch_threads()
     want = [scale is not None and one for one in want]
     drows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if want[0] else None
-    dweight = _WeightGradient(weight, count > chunk) if want[1] else None
+    dweight = _WeightGradient(weight, -(-count // chunk)) if want[1] else None
     dbias = torch.zeros(columns, dtype=torch.float32, device=rows.device) if want[2] else None
     # Rows of the kernel begin at multiples of 16 bytes; those of float32 lie one after the other. What is between rows
     # is zeros: torch's products of bfloat16 on the CPU multiply it with zeros.
@@ -122,12 +124,14 @@ def _loss(rows, weight, bias, targets, scale, numbers, reduction, chunk, want):
 
 
 class _WeightGradient:
-    """sum over chunks of x^T rows. Of several chunks of 16 bits it is one of float32, rounded once like a product of
-    all rows. The GPU's products add to it; elsewhere each is rounded first, and added in parts."""
+    """sum over chunks of x^T rows. It is one of float32, rounded once like a product of all rows, but for one chunk and
+    for two of bfloat16 on the GPU: the first one's sum is rounded once more, and weight's size is saved. The GPU's
+    products add to it; elsewhere each is rounded first, and added in parts."""
 
-    def __init__(self, weight, several):
+    def __init__(self, weight, chunks):
         self.dtype, self.empty = weight.dtype, True
-        self.sum = torch.empty(weight.shape, dtype=torch.float32 if several else weight.dtype, device=weight.device)
+        narrow = chunks < 2 or chunks == 2 and weight.is_cuda and weight.dtype is torch.bfloat16
+        self.sum = torch.empty(weight.shape, dtype=weight.dtype if narrow else torch.float32, device=weight.device)
 
     def add(self, x, rows):
         if self.sum.dtype == x.dtype:
