@@ -11,15 +11,19 @@
 // dO, where it meets P, and z are fp16 operands, as P and M are. A row of theirs is first multiplied with the
 // reciprocal of its largest value: gradients may be 1e-20 or 1e30.
 // Roles: a loader thread; a scan warp: gates -> vectors; a trim warp: clears what is another sequence's; GROUPS state
-// warpgroups, each with 64 columns of v.
+// warpgroups, each with 64 columns of v. The chunks follow each other by a warpgroup's instructions more than by its
+// products: where registers are left, AHEADS = 1, another warpgroup makes what does not wait for D.
 //
 // Registers of a thread, N = 128   tiles that live together                                     the rest
 //   state, 232 or 240              D 64, D^T k^T 32, dO^T P 32, copy of D 32, dO 16, dO or z 16   30
+//   ahead                          dO^T P 32, the same weighed 32, dO 16, as an operand 16        30
 //   loader, scan, trim             -                                                              vectors of two each
+#include "tile/mail.h"
 #include "delta/delta_gains.h"
 #include "delta/delta_bwd.h"
 
-// N (columns of D^T, those of K), GROUPS, CHANNELS, STAGES, SOON and *_REGS come from the row.
+// N (columns of D^T, those of K), GROUPS, AHEADS, CHANNELS, STAGES, SOON and *_REGS come from the row.
+static_assert(AHEADS == 0 || GROUPS == 1, "one for one");
 enum { WIDE = CHANNELS ? 3 : 2, VECTORS = 3 };
 struct shared {
   st<elem, Q, N> k[STAGES], q[STAGES], w[CHANNELS ? STAGES : 0], d[GROUPS];
@@ -31,6 +35,9 @@ struct shared {
   ring<SOON, ASYNC_READS> early;                 // dout, p. Read into registers too, in front of a fence
   ring<STAGES, ASYNC_READS> late;                // k, q, w, m, ends. The same
   ring<VECTORS, ASYNC_READS> v_ring;             // plain stores only, which need no fence
+  slip<float, Q> sum[AHEADS];
+  slip<elem, Q> weighed[AHEADS];                 // dO
+  ring<1, ASYNC_READS> aheads;                   // both, by plain stores
   sem last;                                      // tiles of a chunk that runs over are there, and to be cleared
 };
 typedef delta_back_params params;
@@ -38,7 +45,8 @@ typedef delta_back_params params;
 TILE void init(shared &s) {
   ring_init(s.early, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   ring_init(s.late, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
-  ring_init(s.v_ring, arrivals(0, 1, 0), arrivals(0, 0, GROUPS));
+  ring_init(s.v_ring, arrivals(0, 1, 0), arrivals(0, 0, GROUPS + AHEADS));
+  if (AHEADS) ring_init(s.aheads, arrivals(0, 0, 1), arrivals(0, 0, 1));
   sem_init(s.last, arrivals(2, 0, 0));
 }
 
@@ -144,12 +152,52 @@ struct ahead {
   rt<float, Q> sum;
   rt<elem, Q> dout;
 };
+TILE void make_ahead(ahead &a, shared &s, ring_pos soon, ring_pos with, int wg) {
+  const chunk_vectors &v = s.v[with.stage];
+  const st<elem, Q, 64> &dout = s.dout[soon.stage][wg];
+  rt<float, Q> y;
+  rt<inner, Q> z;
+  rv down;
+  ring_wait(s.v_ring, with);
+  ring_wait(s.early, soon);
+  look_ahead(z, down, dout, v.beta);
+  mma_fence();
+  mma_ABt<ZERO>(y, z, s.p[soon.stage]);
+  mma_commit();
+  load_dout(a.dout, dout, v);
+  mma_wait<0>(y, z);
+  finish(a.sum, y, down, v);
+}
+TILE void run_ahead(const params &p, shared &s, int wg) {
+  int chunks = block_task(p).r.chunks;
+  ring_pos soon = {}, with = {}, to = {};
+  for (int chunk = 0; chunk < chunks; chunk++) {
+    ahead a;
+    make_ahead(a, s, soon, with, wg);
+    fence_async();                        // dout has been read
+    ring_release(s.early, soon);
+    ring_release(s.v_ring, with);
+    ring_acquire(s.aheads, to);
+    slip_put(s.sum[0], a.sum);
+    slip_put(s.weighed[0], a.dout);
+    sem_arrive(s.aheads.full[to.stage]);
+    ring_next(s.early, soon);
+    ring_next(s.v_ring, with);
+    ring_next(s.aheads, to);
+  }
+}
+TILE void take_ahead(ahead &a, shared &s, ring_pos from) {
+  ring_wait(s.aheads, from);
+  slip_take(a.dout, s.weighed[0]);
+  slip_take(a.sum, s.sum[0]);
+  ring_release(s.aheads, from);
+}
 
 // One chunk. What does not wait for D is done under products: that of the chunk in front, too; the last one does its
 // own again. D is scaled while no product is in flight: ptxas would wait for it. ptxas leaves arithmetic under a
 // product where a branch stands behind it; a product with another behind it in the queue is waited for there.
 TILE void advance(rt<float, N> &d, ahead &a, const params &p, shared &s, const task &b, ring_pos soon, ring_pos at,
-                  ring_pos with, int chunk, int wg) {
+                  ring_pos with, ring_pos from, int chunk, int wg) {
   const row_task &t = b.r;
   int i = at.stage, step = t.first + chunk * Q;
   bool over = runs_over(p.rows, step, t.end), more = chunk > 0;
@@ -168,6 +216,7 @@ TILE void advance(rt<float, N> &d, ahead &a, const params &p, shared &s, const t
   convert_part(part, d, 0);
   if (N > 64) convert_part(rest, d, N - 64);
   ring_wait(s.late, at);
+  if (AHEADS) ring_wait(s.v_ring, with);  // else what is ahead has done so
   if (CHANNELS) map_col(d, s.ends[i], [](float x, float f) { return x * f; });
   else {
     float decay = fast_exp2(get(v.l, Q - 1));
@@ -179,11 +228,13 @@ TILE void advance(rt<float, N> &d, ahead &a, const params &p, shared &s, const t
   mma_commit();
   store(s.d[wg], part, 0);
   if (N > 64) store(s.d[wg], rest, N - 64);
+  if (AHEADS) take_ahead(a, s, from);
   fence_async();
   tma_store_wait_read();                  // dv of the chunk behind
   wg_sync();
   tma_store(p.dstates, s.d[wg], b.col + wg * 64, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
-  if (more) ring_release(s.early, soon);
+  if (AHEADS) mma_fence();
+  else if (more) ring_release(s.early, soon);
   mma_AB<ACC>(d, a.dout, s.q[i]);
   mma_commit();
   if (N > 64) mma_wait<1>(x, part, rest);
@@ -195,26 +246,29 @@ TILE void advance(rt<float, N> &d, ahead &a, const params &p, shared &s, const t
   mma_fence();
   mma_ABt<ZERO>(x, z, s.m[i]);
   mma_commit();
-  ring_wait(s.early, next);
-  look_ahead(ahead_z, ahead_down, s.dout[next.stage][wg], v.beta);
-  ring_wait(s.v_ring, later);
-  mma_fence();
-  mma_ABt<ZERO>(y, ahead_z, s.p[next.stage]);
-  mma_commit();
-  mma_wait<1>(x, z);
+  if (AHEADS) mma_wait<0>(x, z, d, a.dout);
+  else {
+    ring_wait(s.early, next);
+    look_ahead(ahead_z, ahead_down, s.dout[next.stage][wg], v.beta);
+    ring_wait(s.v_ring, later);
+    mma_fence();
+    mma_ABt<ZERO>(y, ahead_z, s.p[next.stage]);
+    mma_commit();
+    mma_wait<1>(x, z);
+  }
   map_row(x, down, [](float x, float f) { return x * f; });
   store_t(s.dv[wg], x);
   if (CHANNELS) map(x, [](float x) { return -x; });
   else map_col(x, v.decay, [](float x, float f) { return -x * f; });
   convert(back, x);
-  mma_wait<0>(d, a.dout, y, ahead_z);
+  if (!AHEADS) mma_wait<0>(d, a.dout, y, ahead_z);
   mma_fence();
   mma_AB<ACC>(d, back, s.k[i]);
   mma_commit();
-  load_dout(a.dout, s.dout[next.stage][wg], s.v[later.stage]);
+  if (!AHEADS) load_dout(a.dout, s.dout[next.stage][wg], s.v[later.stage]);
   fence_async();
   tma_store_wait_read();                  // D
-  finish(a.sum, y, ahead_down, s.v[later.stage]);
+  if (!AHEADS) finish(a.sum, y, ahead_down, s.v[later.stage]);
   wg_sync();
   if (!over) tma_store(p.dv, s.dv[wg], step, b.col + wg * 64, t.head, t.batch);
   mma_wait<0>(d, back);
@@ -250,29 +304,17 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 TILE void run_state(const params &p, shared &s, int wg) {
   task b = block_task(p);
   const row_task &t = b.r;
-  ring_pos soon = {}, at = {}, with = {};
+  ring_pos soon = {}, at = {}, with = {}, from = {};
   rt<float, N> d;
   ahead a;
   int rows = p.value_dim - b.col - wg * 64;
   ssd_order in = p.initial_order, out = p.final_order;
   if (p.initial) load(d, p.initial + first_of(p, b, wg, in), in.row, in.col, rows, p.key_dim);
   else fill(d, 0.f);
-  if (t.chunks) {
-    rt<float, Q> y;
-    rt<inner, Q> z;
-    rv down;
-    ring_wait(s.v_ring, with);
-    ring_wait(s.early, soon);
-    look_ahead(z, down, s.dout[0][wg], s.v[0].beta);
-    mma_fence();
-    mma_ABt<ZERO>(y, z, s.p[0]);
-    mma_commit();
-    load_dout(a.dout, s.dout[0][wg], s.v[0]);
-    mma_wait<0>(y, z);
-    finish(a.sum, y, down, s.v[0]);
-  }
+  if (!AHEADS && t.chunks) make_ahead(a, s, soon, with, wg);
   for (int chunk = t.chunks - 1; chunk >= 0; chunk--) {
-    advance(d, a, p, s, b, soon, at, with, chunk, wg);
+    advance(d, a, p, s, b, soon, at, with, from, chunk, wg);
+    ring_next(s.aheads, from);
     ring_next(s.early, soon);
     ring_done(s.v_ring, with);
     ring_done(s.late, at);
@@ -284,6 +326,6 @@ TILE void run_state(const params &p, shared &s, int wg) {
 }
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
-              role<loader, THREAD, 1, LOAD_REGS>, role<scan, WARP, 1, LOAD_REGS>,
-              role<trim, WARP, 1, LOAD_REGS>> kernel;
+              role<run_ahead, WARPGROUP, AHEADS, AHEAD_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
+              role<scan, WARP, 1, LOAD_REGS>, role<trim, WARP, 1, LOAD_REGS>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)

@@ -92,30 +92,20 @@ TILE void prepare(const params &p, shared &s, int index) {
     const row_task &t = b.t;
     ring_pos at = ring_at<STAGES>(n);
     chunk_vectors &v = s.vec[at.stage];
-    rt<float, Q> products;
-    {
-      rt<float, Q> decays;
-      ring_wait(s.inputs, at);
-      mma_fence();
-      mma_ABt<ZERO>(products, s.k[at.stage], s.q[at.stage]);
-      mma_commit();
-      pair_decays(decays, v);
-      tma_store_wait_read();
-      wg_sync();                          // m and p of the task before have left
-      mma_wait<0>(products);
-      make_reads(products, decays, v);
-      store(s.p[index], products);
-      mma_fence();
-      mma_ABt<ZERO>(products, s.k[at.stage], s.k[at.stage]);
-      mma_commit();
-      mma_wait<0>(products);
-      make_writes(products, decays, v);
-      weigh(products, v);
-      ring_release(s.inputs, at);
-    }
-    rt<float, Q> inverse;
+    rt<float, Q> reads, writes, inverse;
+    ring_wait(s.inputs, at);
+    mma_fence();
+    mma_ABt<ZERO>(reads, s.k[at.stage], s.q[at.stage]);
+    mma_ABt<ZERO>(writes, s.k[at.stage], s.k[at.stage]);
+    mma_commit();
+    tma_store_wait_read();
+    wg_sync();                            // m and p of the task before have left
+    mma_wait<0>(reads, writes);
+    make_pairs(reads, writes, v, false);
+    ring_release(s.inputs, at);
+    store(s.p[index], reads);
     fence_async();
-    invert(inverse, products, s.scratch[index]);
+    invert(inverse, writes, s.scratch[index]);
     tma_store(p.p, s.p[index], b.place * Q, 0, t.head, t.row);
     wg_sync();                            // everybody has read the scratch
     store_carried(m_of(s, index), inverse);

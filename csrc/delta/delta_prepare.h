@@ -165,25 +165,17 @@ TILE void few_factors(rv &up, rv &down, const rt<float, Q> &x) {
 
 // ---- the matrices of a chunk (warpgroup)
 
-// e^(l_i - l_j) r_j in row j, column i >= j, of k's norms; 0 elsewhere
-TILE void pair_decays(rt<float, Q> &d, const chunk_vectors &v) {
-  rv from;
+// P^T of k q^T, and A^T of k k^T, of which what stands on the diagonal is not looked at: row j, column i >= j times
+// e^(l_i - l_j), the norms' factors and, in A^T, beta_j. weighed: in P^T too.
+TILE void make_pairs(rt<float, Q> &reads, rt<float, Q> &writes, const chunk_vectors &v, bool weighed) {
+  rv from, beta;
   load(from, v.from);
-  fill(d, 0.f);
-  map_rc(d, from, v.l, [](float, float j, float i, int row, int col) { return col < row ? 0.f : fast_exp2(i - j); });
-}
-// P^T of k q^T, and A^T of k k^T, of which what stands on the diagonal is not looked at.
-TILE void make_reads(rt<float, Q> &p, const rt<float, Q> &decays, const chunk_vectors &v) {
-  map_col(p, decays, v.norm_q, [](float x, float d, float r) { return x * d * r; });
-}
-TILE void make_writes(rt<float, Q> &a, const rt<float, Q> &decays, const chunk_vectors &v) {
-  map_col(a, decays, v.norm_k, [](float x, float d, float r) { return x * d * r; });
-}
-// Row j times beta_j
-TILE void weigh(rt<float, Q> &x, const chunk_vectors &v) {
-  rv beta;
   load(beta, v.beta);
-  map_row(x, beta, [](float x, float b) { return x * b; });
+  each<Q>([=](int row, int col, float &read, float &write, float j, float b, float i, float norm_q, float norm_k) {
+    float d = col < row ? 0.f : fast_exp2(i - j), e = d * b;
+    read *= (weighed ? e : d) * norm_q;
+    write *= e * norm_k;
+  }, reads, writes, from, beta, v.l, v.norm_q, v.norm_k);
 }
 
 // M^T of A^T, which is upper triangular. The warpgroup has scratch to itself from here to the next wg_sync() behind it.

@@ -6,22 +6,33 @@
 // g is a head's or, with CHANNELS, one of each key. DOWN: keys are the rows of a tile, values its columns.
 #include "delta/delta_step_tile.h"
 
-struct shared { side::room k[2], q[2]; side::dot_room kk[2], qq[2], kq[2]; };      // of every other step
+struct shared {                           // of every other step
+  side::room k[2], q[2];
+  side::dot_room kk[2], qq[2], kq[2];
+  sv<KEYS> decays[CHANNELS ? 2 : 0];
+};
 typedef delta_step_params params;
 TILE void init(shared &) {}
 
 // A decay of the head is applied where the step is added. What is summed before has to be multiplied by it.
 struct of_head {
-  typedef float decays;
+  typedef float made, decays;
+  TILE void pass(decays &d, float made, shared &, int) { d = made; }
   TILE void forget(state_tile &, float) {}
   TILE float left(float decay) { return decay; }
   TILE void add(state_tile &state, const keys &k, const values &u, float decay) {
     each(state, [=](float &s, float k, float u) { s = fused(s, decay, k * u); }, k, u);
   }
 };
-// Decays of keys are applied first.
+// Decays of keys are applied first. Each is made by one thread.
 struct of_keys {
+  typedef ml<KEYS> made;
   typedef keys decays;
+  TILE void pass(decays &d, const made &m, shared &s, int turn) {
+    store(s.decays[turn], m);
+    wg_sync();
+    load(d, s.decays[turn]);
+  }
   TILE void forget(state_tile &state, const keys &decay) {
     each(state, [](float &s, float d) { s *= d; }, decay);
   }
@@ -33,7 +44,7 @@ struct of_keys {
 typedef choose<CHANNELS, of_keys, of_head>::type gate;
 
 // What a step reads.
-struct inputs { keys q, k; values v; gate::decays g, bias; float beta; };
+struct inputs { keys q, k; values v; gate::made g, bias; float beta; };
 
 TILE void begin(inputs &i, const params &p, const step_task &t, int step, int value) {
   int dim = DOWN ? p.states.rows : p.states.cols, dim_v = DOWN ? p.states.cols : p.states.rows;
@@ -55,7 +66,7 @@ TILE void end(inputs &i, const params &p) {
 TILE float natural_exp(float x) { return fast_exp2(x * 1.4426950408889634f); }
 TILE float sigmoid(float x) { return fast_rcp(1.f + natural_exp(-x)); }
 // g becomes the decay of a step. rate: e^a_log, 1 where there is none.
-TILE void to_decay(gate::decays &g, const gate::decays &bias, const params &p, float rate) {
+TILE void to_decay(gate::made &g, const gate::made &bias, const params &p, float rate) {
   const float low = p.lower_bound;
   if (low != 0.f) change(g, bias, [=](float g, float bias) { return natural_exp(low * sigmoid(rate * (g + bias))); });
   else if (p.a_log.data) change(g, bias, [=](float g, float bias) { return natural_exp(-rate * softplus(g + bias)); });
@@ -82,10 +93,14 @@ TILE void compute(const params &p, shared &s, int) {
   state_tile state;
   inputs now;
   float rate;
-  begin(now, p, t, 0, value);       // while the sample's place is read
+  // Vectors are asked for first: they are wanted first, and a place is read meanwhile. But where a thread has numbers
+  // of many keys, and blocks are few, the memory has nothing to do for as long as that takes.
+  const bool own = STATE_FIRST && !p.places && !p.accepted;
+  if (own) begin_state(state, p.states, state_at(p.states, t, row, col), row, col);
+  begin(now, p, t, 0, value);
   if (!has_state(p.states, t)) return no_state(p, t, value);
   int64_t at = state_at(p.states, t, row, col);
-  begin_state(state, p.states, at, row, col);
+  if (!own) begin_state(state, p.states, at, row, col);
   begin_numbers(rate, p.a_log, 0, 0, t.head, 1);
   end_numbers(rate, p.a_log);
   rate = natural_exp(rate);
@@ -93,12 +108,14 @@ TILE void compute(const params &p, shared &s, int) {
     if (step > 0) begin(now, p, t, step, value);
     const int turn = step % 2;
     values u, out;
+    gate::decays decays;
     side::sums sums;
     float kk, qq, kq;
     end(now, p);
     to_decay(now.g, now.bias, p, rate);
+    gate::pass(decays, now.g, s, turn);
     if (step == 0) end_state(state, p.states);
-    gate::forget(state, now.g);
+    gate::forget(state, decays);
     sum_over_keys(sums, state, now.k);
     side::put(s.k[turn], u, sums);
     sum_over_keys(sums, state, now.q);
@@ -113,13 +130,13 @@ TILE void compute(const params &p, shared &s, int) {
     side::take(kq, s.kq[turn]);
     load_end<elem>(now.v);
     end_numbers(now.beta, p.beta);
-    float beta = p.beta_form ? p.beta_form * sigmoid(now.beta) : now.beta, rest = gate::left(now.g);
+    float beta = p.beta_form ? p.beta_form * sigmoid(now.beta) : now.beta, rest = gate::left(decays);
     float k_length = p.l2norm ? fast_rsqrt(kk + 1e-6f) : 1.f;
     float q_length = p.l2norm ? p.scale * fast_rsqrt(qq + 1e-6f) : p.scale;
     // u: to be multiplied by k as it is
     float weight = beta * k_length, old = rest * k_length;
     map(u, now.v, u, [=](float v, float s) { return weight * (v - old * s); });
-    gate::add(state, now.k, u, now.g);
+    gate::add(state, now.k, u, decays);
     side::take(out, s.q[turn]);
     map(out, out, u, [=](float o, float u) { return q_length * fused(kq, u, rest * o); });
     save_side(vector_at(p.out, t.sample, step, t.head) + value, out, dim_v - value);

@@ -37,22 +37,22 @@ template<class A, class B> struct choose<false, A, B> { typedef B type; };
 typedef choose<DOWN, keys_down, keys_across>::type side;
 typedef side::keys keys;
 typedef side::values values;
-enum { VALUES = DOWN ? COLS : ROWS };
+enum { VALUES = DOWN ? COLS : ROWS, KEYS = DOWN ? ROWS : COLS };
 
 template<typename T, int R> TILE void begin_side(mr<R> &v, const T *g, int n) { load_begin(v, g, n); }
 template<typename T, int C> TILE void begin_side(mc<C> &v, const T *g, int n) { load_begin<ACCESS>(v, g, n); }
 template<int R> TILE void save_side(elem *g, const mr<R> &v, int n) { save(g, v, n); }
 template<int C> TILE void save_side(elem *g, const mc<C> &v, int n) { save<ACCESS>(g, v, n); }
 
-// A number of a head, or one of each of its keys.
+// A number of a head, or one of each of its keys, by one thread each.
 TILE void begin_numbers(float &x, const delta_numbers &d, int64_t at, int) {
   x = 0.f;
   if (d.data && d.is_float) load_begin(x, (const float *)d.data + at);
   else if (d.data) load_begin(x, (const elem *)d.data + at);
 }
-TILE void begin_numbers(keys &x, const delta_numbers &d, int64_t at, int n) {
-  if (d.is_float) begin_side(x, (const float *)d.data + at, d.data ? n : 0);
-  else begin_side(x, (const elem *)d.data + at, d.data ? n : 0);
+TILE void begin_numbers(ml<KEYS> &x, const delta_numbers &d, int64_t at, int n) {
+  if (d.is_float) load_begin(x, (const float *)d.data + at, d.data ? n : 0);
+  else load_begin(x, (const elem *)d.data + at, d.data ? n : 0);
 }
 template<class X> TILE void begin_numbers(X &x, const delta_numbers &d, int sample, int step, int head, int n) {
   begin_numbers(x, d, sample * d.batch + step * d.step + head * d.head, n);
@@ -63,7 +63,7 @@ template<class X> TILE void end_numbers(X &x, const delta_numbers &d) {
 }
 // x = f(x, y) of a number or of each of them.
 template<class F> TILE void change(float &x, float y, F f) { x = f(x, y); }
-template<class F> TILE void change(keys &x, const keys &y, F f) { map(x, x, y, f); }
+template<class F> TILE void change(ml<KEYS> &x, const ml<KEYS> &y, F f) { map(x, x, y, f); }
 
 // A block has one of `parts` parts of one value head's state of one sample.
 TILE step_task delta_task(const delta_step_params &p) {

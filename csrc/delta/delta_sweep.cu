@@ -235,30 +235,20 @@ TILE void prepare(const params &p, shared &s, int index) {
   for (int chunk = index; chunk < chunks; chunk += PREPS) {
     ring_pos at = ring_at<STAGES>(chunk), to = ring_at<READY>(chunk);
     chunk_vectors &v = s.vec[at.stage];
-    rt<float, Q> products;
-    {
-      rt<float, Q> decays;
-      ring_wait(s.k_ring, at);
-      mma_fence();
-      mma_ABt<ZERO>(products, s.k[at.stage], s.q[at.stage]);
-      mma_commit();
-      ring_wait(s.vec_ring, at);
-      pair_decays(decays, v);
-      weigh(decays, v);                   // of P too: the state's warpgroups leave it out
-      ring_acquire(s.ready, to);
-      mma_wait<0>(products);
-      make_reads(products, decays, v);
-      store(s.p[to.stage], products);     // before the next product: a third tile would not fit in PREP_REGS
-      mma_fence();
-      mma_ABt<ZERO>(products, s.k[at.stage], s.k[at.stage]);
-      mma_commit();
-      mma_wait<0>(products);
-      ring_release(s.k_ring, at);
-      make_writes(products, decays, v);
-      ring_release(s.vec_ring, at);
-    }
-    rt<float, Q> inverse;
-    invert(inverse, products, s.scratch[index]);
+    rt<float, Q> reads, writes, inverse;
+    ring_wait(s.k_ring, at);
+    mma_fence();
+    mma_ABt<ZERO>(reads, s.k[at.stage], s.q[at.stage]);
+    mma_ABt<ZERO>(writes, s.k[at.stage], s.k[at.stage]);
+    mma_commit();
+    ring_wait(s.vec_ring, at);
+    mma_wait<0>(reads, writes);
+    ring_release(s.k_ring, at);
+    make_pairs(reads, writes, v, true);   // the state's warpgroups leave beta out
+    ring_release(s.vec_ring, at);
+    ring_acquire(s.ready, to);
+    store(s.p[to.stage], reads);
+    invert(inverse, writes, s.scratch[index]);
     store_carried(s.m[to.stage], inverse);
     ring_fill(s.ready, to);
     wg_sync();                            // everybody has read scratch

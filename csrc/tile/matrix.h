@@ -5,6 +5,7 @@
 //               each of its rows, R C / 128 floats. No products
 //   mr<R>       R floats, one per row of such a tile: R / 16 registers of a thread
 //   mc<C>       C floats, one per column: C / 8 registers
+//   ml<N>       N floats, each in one thread alone, for what costs more to make than to pass on
 //   mrsum<R>    R sums along rows in the making, partial per thread until reduce()
 //   mcsum<C>    C sums down columns in the making, partial per thread until they are stored
 //
@@ -18,6 +19,7 @@ enum access { FOURS, ONES };
 template<int R, int C> struct mt;
 template<int R> struct mr;
 template<int C> struct mc;
+template<int N> struct ml;
 template<int R> struct mrsum;
 template<int C> struct mcsum;
 
@@ -26,10 +28,12 @@ template<int C> struct mcsum;
 template<int A, typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n);
 template<typename T, int R> TILE void load_begin(mr<R> &v, const T *g, int m);
 template<int A, typename T, int C> TILE void load_begin(mc<C> &v, const T *g, int n);
+template<typename T, int N> TILE void load_begin(ml<N> &v, const T *g, int n);
 template<typename T> TILE void load_begin(float &x, const T *g);        // the same number for everybody
 template<typename T, int R, int C> TILE void load_end(mt<R, C> &t);
 template<typename T, int R> TILE void load_end(mr<R> &v);
 template<typename T, int C> TILE void load_end(mc<C> &v);
+template<typename T, int N> TILE void load_end(ml<N> &v);
 template<typename T> TILE void load_end(float &x);
 // Rounds to T. Rows >= m and columns >= n are not written. A thread writes the places of a matrix that it reads.
 template<int A, typename T, int R, int C> TILE void save(T *g, int64_t ld, const mt<R, C> &t, int m, int n);
@@ -44,6 +48,11 @@ template<int R, class F> TILE void map(mr<R> &d, const mr<R> &a, F f);          
 template<int R, class F> TILE void map(mr<R> &d, const mr<R> &a, const mr<R> &b, F f);       // d = f(a, b)
 template<int C, class F> TILE void map(mc<C> &d, const mc<C> &a, F f);
 template<int C, class F> TILE void map(mc<C> &d, const mc<C> &a, const mc<C> &b, F f);
+template<int N, class F> TILE void map(ml<N> &d, const ml<N> &a, const ml<N> &b, F f);
+// Passed on: between the store and the load stands a wg_sync().
+template<int N> TILE void store(sv<N> &d, const ml<N> &v);
+template<int N> TILE void load(mr<N> &v, const sv<N> &s);
+template<int N> TILE void load(mc<N> &v, const sv<N> &s);
 // f(t, ...) for every element of t, with what each further argument has in its row, its column or its place. f may
 // change t, sums and other tiles: f(float &t, float row, float &sum).
 template<int R, int C, class F, class... X> TILE void each(mt<R, C> &t, F f, X &...x);

@@ -21,9 +21,10 @@ template<typename T> TILE void invert_diagonal(rt<float, 64> &x, tri<T> &s, cons
 template<typename T> TILE void invert_pairs(rt<float, 64> &x, tri<T> &s);
 // x: all blocks
 template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s);
-// store(), but what rounding takes from an element goes to the next one of its row that lies in the same fourth of each
-// eight columns, unless it is more than 2^-10 of that one. So errors of a row's sums do not grow with its length where
-// its elements are alike in size. T: fp16, or float.
+// store(), but what rounding takes from two neighbouring elements, the first in an even column, goes to the first of
+// those eight columns further, and in the last eight columns from the first to the second, unless it is more than 2^-10
+// of the one that it goes to. So errors of a row's sums do not grow with its length where its elements are alike in
+// size. T: fp16, or float.
 template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t);
 #ifdef __CUDACC__
 #include "tile/sm90/triangle.h"

@@ -1036,12 +1036,14 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
 }
 
 // ---- matrices of global memory: one of floats in `out`, one of elements in `e`, both at `row` with rows `col` apart
-struct matrix_shared { sv<4 * 64> sums; };
+struct matrix_shared { sv<4 * 64> sums; sv<32> y; sv<64> x; };
 TILE void matrix_init(matrix_shared &) {}
 template<int A> TILE void matrix_steps(const op_params &p, matrix_shared &s, int) {
   mt<32, 64> t, u;
   mr<32> r, e;
   mc<64> c, d;
+  ml<32> y, one;
+  ml<64> x, two;
   mrsum<32> rows;
   mcsum<64> cols;
   float k;
@@ -1049,6 +1051,10 @@ template<int A> TILE void matrix_steps(const op_params &p, matrix_shared &s, int
   elem *second = (elem *)p.e + p.row;
   load_begin<A>(t, first, p.col, p.m, p.n);
   load_begin<A>(u, second, p.col, p.m, p.n);
+  load_begin(y, p.y, p.m);
+  load_begin(one, p.e, p.m);
+  load_begin(x, p.x, p.n);
+  load_begin(two, p.e, p.n);
   load_begin(r, p.y, p.m);
   load_begin(e, p.e, p.m);
   load_begin<A>(c, p.x, p.n);
@@ -1081,6 +1087,19 @@ template<int A> TILE void matrix_steps(const op_params &p, matrix_shared &s, int
   load_sum(c, s.sums);
   save(p.out + 4000, r, p.m);
   save<A>(p.out + 4100, c, p.n);
+  load_end<float>(y);
+  load_end<elem>(one);
+  load_end<float>(x);
+  load_end<elem>(two);
+  map(y, y, one, [](float x, float y) { return x - y; });
+  map(x, x, two, [](float x, float y) { return x + y; });
+  store(s.y, y);
+  store(s.x, x);
+  wg_sync();
+  load(r, s.y);
+  load(c, s.x);
+  save(p.out + 4400, r, 32);
+  save<A>(p.out + 4500, c, 64);
   fill(e, 5.f);
   fill(d, 6.f);
   save(p.out + 4200, e, p.m);
@@ -1301,6 +1320,8 @@ struct mail_shared {
   st<elem, 64, 64> tile;
   mail<elem, 64> box;
   mail_rows rows;
+  slip<float, 64> numbers;
+  slip<elem, 64> words;
   ring<1> boxes;
 };
 TILE void mail_init(mail_shared &s) { ring_init(s.boxes, arrivals(0, 0, 2), arrivals(0, 0, 1)); }
@@ -1313,7 +1334,14 @@ TILE void mail_compute(const op_params &p, mail_shared &s, int) {
     rv rows;
     fill(t, 0.f);
     map_rc(t, [=](float, int row, int col) { return (float)(row + col + i - 64 * block); });
+    slip_put(s.numbers, t);
+    wg_sync();
+    fill(t, 0.f);
+    slip_take(t, s.numbers);
     convert(sent, t);
+    slip_put(s.words, sent);
+    wg_sync();
+    slip_take(sent, s.words);
     map_rows(rows, [=](int row) { return (float)(1000 * i + row); });
     ring_acquire(s.boxes, at);
     mail_send(s.box, sent, s.boxes.full[0], other);

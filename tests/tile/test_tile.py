@@ -477,13 +477,20 @@ def check_inverse(c):
 
 
 def carried(t, elem):
-    left, rounded = np.zeros((64, 4), np.float32), t.copy()
-    for i in range(64):
-        e, x = left[:, i // 2 % 4], t[:, i]
-        x = x + np.where(np.abs(e) <= np.abs(x) * np.float32(2**-10), e, np.float32(0))
-        rounded[:, i] = decode(encode(x, elem), elem)
-        left[:, i // 2 % 4] = x - rounded[:, i]
-    return rounded
+    def rounded(x):
+        return decode(encode(x, elem), elem)
+
+    def with_left(x, left):
+        return x + np.where(np.abs(left) <= np.abs(x) * np.float32(2**-10), left, np.float32(0))
+    left, out = np.zeros((64, 4), np.float32), t.copy()
+    for i in range(0, 64, 2):
+        x, y = with_left(t[:, i], left[:, i // 2 % 4]), t[:, i + 1]
+        out[:, i] = rounded(x)
+        if i >= 56:
+            y = with_left(y, x - out[:, i])
+        out[:, i + 1] = rounded(y)
+        left[:, i // 2 % 4] = x - out[:, i] + (y - out[:, i + 1])
+    return out
 
 
 CHECKS = {"slice_form": check_slices, "inverse_form": check_inverse, "map_scalar": check_scalar,
@@ -790,7 +797,7 @@ def test_matrices(ops, name, first, ld, m, n):
     """Elements inside of the limits; the others stay as they were."""
     rng = np.random.default_rng(m)
     x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(32).astype(np.float32)
-    out, e = rng.standard_normal(4400).astype(np.float32), random(rng, ops.elem, 4000)
+    out, e = rng.standard_normal(4600).astype(np.float32), random(rng, ops.elem, 4000)
     got = ops.run(name, {}, {"x": x, "y": y, "e": e, "out": out}, row=first, col=ld, m=m, n=n)
     m, n, small = min(m, 32), min(n, 64), decode(e, ops.elem)
     place = first + ld * np.arange(m)[:, None] + np.arange(n)[None, :]
@@ -808,7 +815,9 @@ def test_matrices(ops, name, first, ld, m, n):
     close(got["out"][4100:4100 + n], u.sum(0), 32 * 4, 1e-6)
     same(got["out"][4200:4200 + m], np.full(m, 5))
     same(got["out"][4300:4300 + n], np.full(n, 6))
-    for at, count in ((4000, m), (4100, n), (4200, m), (4300, n)):
+    for at, count, width, found in ((4400, m, 32, y[:m] - small[:m]), (4500, n, 64, x[:n] + small[:n])):
+        same(got["out"][at:at + width], np.pad(found, (0, width - count)))
+    for at, count in ((4000, m), (4100, n), (4200, m), (4300, n), (4400, 32), (4500, 64)):
         same(got["out"][at + count:at + 100], out[at + count:at + 100])
 
 

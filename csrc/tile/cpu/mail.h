@@ -22,3 +22,15 @@ template<class Box, class Tile> TILE void mail_read(Tile &t, const Box &box) {
 template<typename T, int N> TILE void mail_take(rt<T, N> &t, const mail<T, N> &box) { mail_read(t, box); }
 TILE void mail_take(rv &v, const mail_rows &box) { mail_read(v, box); }
 TILE void mail_done(sem &empty, int rank) { sem_arrive_at<WARPGROUP, ORDERED>(empty, rank); }
+
+template<typename T, int N> struct alignas(128) slip { T d[64][N]; };
+template<typename T, int N> TILE void slip_put(slip<T, N> &d, const rt<T, N> &t) {
+  called_by<WARPGROUP>();
+  reads(t);
+  writes_shared(d, whole(d));
+  memcpy(d.d, t.d, sizeof t.d);
+}
+template<typename T, int N> TILE void slip_take(rt<T, N> &t, const slip<T, N> &s) {
+  called_by<WARPGROUP>();
+  mail_read(t, s);
+}

@@ -9,6 +9,7 @@ enum { SUM_PARTS = 16 };          // of a row's sum, so that loops over columns 
 template<int R, int C> struct mt { MATRIX_RULES(R, C); alignas(64) float d[R][C]; MATRIX_STATE };
 template<int R> struct mr { MATRIX_RULES(R, 32); alignas(64) float d[R]; MATRIX_STATE };
 template<int C> struct mc { MATRIX_RULES(16, C); alignas(64) float d[C]; MATRIX_STATE };
+template<int N> struct ml { alignas(64) float d[N]; MATRIX_STATE };
 template<int R> struct mrsum { alignas(64) float d[R][SUM_PARTS]; MATRIX_STATE };
 template<int C> struct mcsum { alignas(64) float d[C]; MATRIX_STATE };
 #undef MATRIX_STATE
@@ -74,6 +75,7 @@ template<typename T, int R> TILE void load_begin(mr<R> &v, const T *g, int m) { 
 template<int, typename T, int C> TILE void load_begin(mc<C> &v, const T *g, int n) { begin_vector(v, g, n); }
 template<typename T, int R> TILE void save(T *g, const mr<R> &v, int m) { store_vector(g, v, m); }
 template<int, typename T, int C> TILE void save(T *g, const mc<C> &v, int n) { store_vector(g, v, n); }
+template<typename T, int N> TILE void load_begin(ml<N> &v, const T *g, int n) { begin_vector(v, g, n); }
 #define VECTOR(V) \
   template<typename T, int N> TILE void load_end(V<N> &v) { changes(v); } \
   template<int N> TILE void fill(V<N> &v, float x) { fill_vector(v, x); } \
@@ -81,7 +83,20 @@ template<int, typename T, int C> TILE void save(T *g, const mc<C> &v, int n) { s
   template<int N, class F> TILE void map(V<N> &d, const V<N> &a, const V<N> &b, F f) { map_vector(d, a, b, f); }
 VECTOR(mr)
 VECTOR(mc)
+VECTOR(ml)
 #undef VECTOR
+template<int N> TILE void store(sv<N> &d, const ml<N> &v) {
+  reads(v);
+  writes_shared(d, whole(d));
+  memcpy(d.d, v.d, sizeof v.d);
+}
+template<class V, int N> TILE void load_vector(V &v, const sv<N> &s) {
+  reads_shared(whole(s));
+  writes(v);
+  memcpy(v.d, s.d, sizeof v.d);
+}
+template<int N> TILE void load(mr<N> &v, const sv<N> &s) { load_vector(v, s); }
+template<int N> TILE void load(mc<N> &v, const sv<N> &s) { load_vector(v, s); }
 
 template<int R> TILE void clear(mrsum<R> &v) {
   writes(v);

@@ -111,17 +111,23 @@ template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s) {
     negate(to + 32, 32);
   }
 }
+// x += what is left over, where that is small beside it.
+TILE float carried(float x, float left) { return x + (fabsf(left) <= fabsf(x) * 0x1p-10f ? left : 0.f); }
 template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
   reads(t);
   writes_shared(d, whole(d));
   for (int r = 0; r < 64; r++) {
-    float left[4] = {}, y;
-    for (int c = 0; c < 64; c++) {
-      float &from = left[c / 2 % 4], x = t.d[r][c];
-      x += fabsf(from) <= fabsf(x) * 0x1p-10f ? from : 0.f;
-      narrow_row(d.d + 64 * r + c, &x, 1);
-      widen_row(&y, d.d + 64 * r + c, 1);
-      from = x - y;
+    float left[4] = {}, y[2];
+    for (int c = 0; c < 64; c += 2) {
+      T *to = d.d + 64 * r + c;
+      float &from = left[c / 2 % 4], x[2] = {carried(t.d[r][c], from), t.d[r][c + 1]};
+      narrow_row(to, x, 2);
+      widen_row(y, to, 2);
+      if (c >= 56) {                      // the row's last two of these
+        x[1] = carried(x[1], x[0] - y[0]);
+        narrow_row(to, x, 2);
+      }
+      from = x[0] - y[0] + (x[1] - y[1]);
     }
   }
 }

@@ -44,3 +44,35 @@ TILE void mail_take(rv &v, const mail_rows &box) {
     : "r"(shared_address(&box.d[thread_in_group()])) : "memory");
 }
 TILE void mail_done(sem &empty, int rank) { sem_arrive_at<WARPGROUP>(empty, rank); }
+
+template<typename T, int N> struct alignas(128) slip { uint4 d[N * sizeof(T) / 32][128]; };
+template<int N> TILE void slip_put(slip<float, N> &d, const rt<float, N> &t) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i++)
+    ((float4 *)d.d[i])[thread_in_group()] = make_float4(t.d[4 * i], t.d[4 * i + 1], t.d[4 * i + 2], t.d[4 * i + 3]);
+}
+template<int N> TILE void slip_take(rt<float, N> &t, const slip<float, N> &s) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) {
+    float4 x = ((const float4 *)s.d[i])[thread_in_group()];
+    t.d[4 * i] = x.x;
+    t.d[4 * i + 1] = x.y;
+    t.d[4 * i + 2] = x.z;
+    t.d[4 * i + 3] = x.w;
+  }
+}
+template<typename T, int N> TILE void slip_put(slip<T, N> &d, const rt<T, N> &t) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++)
+    d.d[k][thread_in_group()] = make_uint4(t.d[k][0], t.d[k][1], t.d[k][2], t.d[k][3]);
+}
+template<typename T, int N> TILE void slip_take(rt<T, N> &t, const slip<T, N> &s) {
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) {
+    uint4 x = s.d[k][thread_in_group()];
+    t.d[k][0] = x.x;
+    t.d[k][1] = x.y;
+    t.d[k][2] = x.z;
+    t.d[k][3] = x.w;
+  }
+}

@@ -5,6 +5,7 @@
 template<int R, int C> struct mt { MATRIX_RULES(R, C); float d[R / 16][C / 32][4]; };
 template<int R> struct mr { MATRIX_RULES(R, 32); float d[R / 16]; };      // the same in the eight threads of a row
 template<int C> struct mc { MATRIX_RULES(16, C); float d[C / 32][4]; };   // the same in the sixteen of a column
+template<int N> struct ml { float d[(N + 127) / 128]; };                  // element t + 128 i in thread t
 template<int R> struct mrsum { float d[R / 16]; };                        // this thread's columns only
 template<int C> struct mcsum { float d[C / 32][4]; };                     // this thread's rows only
 
@@ -78,6 +79,42 @@ template<int A, typename T, int C> TILE void save(T *g, const mc<C> &v, int n) {
   if (thread_in_group() >= 8) return;
 #pragma unroll
   for (int j = 0; j < C / 32; j++) save_of_row<A>(g + matrix_col() + 32 * j, v.d[j], n - matrix_col() - 32 * j);
+}
+
+template<typename T, int N> TILE void load_begin(ml<N> &v, const T *g, int n) {
+#pragma unroll
+  for (int i = 0; i < (N + 127) / 128; i++) {
+    int at = thread_in_group() + 128 * i;
+    v.d[i] = 0.f;
+    if (at < N && at < n) load_begin(v.d[i], g + at);
+  }
+}
+template<typename T, int N> TILE void load_end(ml<N> &v) {
+#pragma unroll
+  for (int i = 0; i < (N + 127) / 128; i++) load_end<T>(v.d[i]);
+}
+template<int N, class F> TILE void map(ml<N> &d, const ml<N> &a, const ml<N> &b, F f) {
+#pragma unroll
+  for (int i = 0; i < (N + 127) / 128; i++) d.d[i] = f(a.d[i], b.d[i]);
+}
+template<int N> TILE void store(sv<N> &d, const ml<N> &v) {
+#pragma unroll
+  for (int i = 0; i < (N + 127) / 128; i++)
+    if (N % 128 == 0 || thread_in_group() + 128 * i < N) d.d[thread_in_group() + 128 * i] = v.d[i];
+}
+template<int N> TILE void load(mr<N> &v, const sv<N> &s) {
+#pragma unroll
+  for (int i = 0; i < N / 16; i++) v.d[i] = s.d[matrix_row() + 16 * i];
+}
+template<int N> TILE void load(mc<N> &v, const sv<N> &s) {
+#pragma unroll
+  for (int j = 0; j < N / 32; j++) {
+    float4 x = *(const float4 *)(s.d + matrix_col() + 32 * j);
+    v.d[j][0] = x.x;
+    v.d[j][1] = x.y;
+    v.d[j][2] = x.z;
+    v.d[j][3] = x.w;
+  }
 }
 
 template<int R> TILE void fill(mr<R> &v, float x) {

@@ -197,6 +197,8 @@ template<typename T> TILE void invert_rest(rt<float, 64> &d, const tri<T> &s) {
     d.d[24 + i] = -d.d[24 + i] - less[i];
   }
 }
+// x += what is left over, where that is small beside it.
+TILE float carried(float x, float left) { return x + (fabsf(left) <= fabsf(x) * 0x1p-10f ? left : 0.f); }
 template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
   float left[2] = {0.f, 0.f};
 #pragma unroll
@@ -204,15 +206,11 @@ template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 6
     uint32_t w[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      float y[2];
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float x = t.d[8 * k + 2 * j + e];
-        x += fabsf(left[j & 1]) <= fabsf(x) * 0x1p-10f ? left[j & 1] : 0.f;
-        y[e] = unpack<T>(pack<T>(x, x)).x;
-        left[j & 1] = x - y[e];
-      }
-      w[j] = pack<T>(y[0], y[1]);
+      float x = carried(t.d[8 * k + 2 * j], left[j & 1]), y = t.d[8 * k + 2 * j + 1];
+      if (k == 3 && j > 1) y = carried(y, x - unpack<T>(pack<T>(x, x)).x);     // the row's last two
+      w[j] = pack<T>(x, y);
+      float2 rounded = unpack<T>(w[j]);
+      left[j & 1] = x - rounded.x + (y - rounded.y);
     }
     store_block(block_address_anew(d, 16 * k), w[0], w[1], w[2], w[3]);
   }
