@@ -21,7 +21,7 @@ def cross_entropy(hidden, weight, targets, *, bias=None, ignore_index=-100, labe
     ignore_index: rows with this target do not count: loss and gradients 0. Another target that is no row of weight:
         `ValueError` on the CPU; on CUDA, where nobody waits for the targets, a loss of NaN and gradients of 0.
     chunk: rows whose logits are in memory together; None: as many as take 512 MiB, or as weight does where it wants a
-        gradient (that is K rows), but of more than 1,024 rows at most half. Chunks are then of one size.
+        gradient (that is K rows), in chunks of one size. More than 1,024 rows are two chunks at least.
 
     Where "mean" or "sum" want gradients, the forward computes them (Hsu et al., Liger Kernel, 2024): the backward only
     multiplies them. Another backward of the same graph, "none", and float16, whose range they would leave without what
