@@ -35,8 +35,8 @@ struct shared {
   ring<SOON, ASYNC_READS> early;                 // dout, p. Read into registers too, in front of a fence
   ring<STAGES, ASYNC_READS> late;                // k, q, w, m, ends. The same
   ring<VECTORS, ASYNC_READS> v_ring;             // plain stores only, which need no fence
-  slip<float, Q> sum[AHEADS];
-  slip<elem, Q> weighed[AHEADS];                 // dO
+  mail<float, Q> sum[AHEADS];
+  mail<elem, Q> weighed[AHEADS];                 // dO
   ring<1, ASYNC_READS> aheads;                   // both, by plain stores
   sem last;                                      // tiles of a chunk that runs over are there, and to be cleared
 };
@@ -178,8 +178,8 @@ TILE void run_ahead(const params &p, shared &s, int wg) {
     ring_release(s.early, soon);
     ring_release(s.v_ring, with);
     ring_acquire(s.aheads, to);
-    slip_put(s.sum[0], a.sum);
-    slip_put(s.weighed[0], a.dout);
+    mail_put(s.sum[0], a.sum);
+    mail_put(s.weighed[0], a.dout);
     sem_arrive(s.aheads.full[to.stage]);
     ring_next(s.early, soon);
     ring_next(s.v_ring, with);
@@ -188,8 +188,8 @@ TILE void run_ahead(const params &p, shared &s, int wg) {
 }
 TILE void take_ahead(ahead &a, shared &s, ring_pos from) {
   ring_wait(s.aheads, from);
-  slip_take(a.dout, s.weighed[0]);
-  slip_take(a.sum, s.sum[0]);
+  mail_take(a.dout, s.weighed[0]);
+  mail_take(a.sum, s.sum[0]);
   ring_release(s.aheads, from);
 }
 

@@ -94,10 +94,7 @@ TILE void prepare(const params &p, shared &s, int index) {
     chunk_vectors &v = s.vec[at.stage];
     rt<float, Q> reads, writes, inverse;
     ring_wait(s.inputs, at);
-    mma_fence();
-    mma_ABt<ZERO>(reads, s.k[at.stage], s.q[at.stage]);
-    mma_ABt<ZERO>(writes, s.k[at.stage], s.k[at.stage]);
-    mma_commit();
+    begin_pairs(reads, writes, s.k[at.stage], s.q[at.stage]);
     tma_store_wait_read();
     wg_sync();                            // m and p of the task before have left
     mma_wait<0>(reads, writes);

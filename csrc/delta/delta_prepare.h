@@ -165,6 +165,14 @@ TILE void few_factors(rv &up, rv &down, const rt<float, Q> &x) {
 
 // ---- the matrices of a chunk (warpgroup)
 
+// k q^T and k k^T of a chunk whose tiles are there
+template<int K>
+TILE void begin_pairs(rt<float, Q> &reads, rt<float, Q> &writes, const st<elem, Q, K> &k, const st<elem, Q, K> &q) {
+  mma_fence();
+  mma_ABt<ZERO>(reads, k, q);
+  mma_ABt<ZERO>(writes, k, k);
+  mma_commit();
+}
 // P^T of k q^T, and A^T of k k^T, of which what stands on the diagonal is not looked at: row j, column i >= j times
 // e^(l_i - l_j), the norms' factors and, in A^T, beta_j. weighed: in P^T too.
 TILE void make_pairs(rt<float, Q> &reads, rt<float, Q> &writes, const chunk_vectors &v, bool weighed) {

@@ -237,10 +237,7 @@ TILE void prepare(const params &p, shared &s, int index) {
     chunk_vectors &v = s.vec[at.stage];
     rt<float, Q> reads, writes, inverse;
     ring_wait(s.k_ring, at);
-    mma_fence();
-    mma_ABt<ZERO>(reads, s.k[at.stage], s.q[at.stage]);
-    mma_ABt<ZERO>(writes, s.k[at.stage], s.k[at.stage]);
-    mma_commit();
+    begin_pairs(reads, writes, s.k[at.stage], s.q[at.stage]);
     ring_wait(s.vec_ring, at);
     mma_wait<0>(reads, writes);
     ring_release(s.k_ring, at);

@@ -22,10 +22,11 @@ template<typename T> TILE void invert_pairs(rt<float, 64> &x, tri<T> &s);
 // x: all blocks
 template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s);
 // store(), but what rounding takes from two neighbouring elements, the first in an even column, goes to the first of
-// those eight columns further, and in the last eight columns from the first to the second, unless it is more than 2^-10
-// of the one that it goes to. So errors of a row's sums do not grow with its length where its elements are alike in
-// size. T: fp16, or float.
+// those eight columns further, and in the last eight columns from the first to the second, where carried() takes it. So
+// errors of a row's sums do not grow with its length where its elements are alike in size. T: fp16, or float.
 template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t);
+// x += left, unless that is more than 2^-10 of x
+TILE float carried(float x, float left) { return x + (fabsf(left) <= fabsf(x) * 0x1p-10f ? left : 0.f); }
 #ifdef __CUDACC__
 #include "tile/sm90/triangle.h"
 #else

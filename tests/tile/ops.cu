@@ -1320,8 +1320,8 @@ struct mail_shared {
   st<elem, 64, 64> tile;
   mail<elem, 64> box;
   mail_rows rows;
-  slip<float, 64> numbers;
-  slip<elem, 64> words;
+  mail<float, 64> numbers;
+  mail<elem, 64> words;
   ring<1> boxes;
 };
 TILE void mail_init(mail_shared &s) { ring_init(s.boxes, arrivals(0, 0, 2), arrivals(0, 0, 1)); }
@@ -1334,14 +1334,14 @@ TILE void mail_compute(const op_params &p, mail_shared &s, int) {
     rv rows;
     fill(t, 0.f);
     map_rc(t, [=](float, int row, int col) { return (float)(row + col + i - 64 * block); });
-    slip_put(s.numbers, t);
+    mail_put(s.numbers, t);
     wg_sync();
     fill(t, 0.f);
-    slip_take(t, s.numbers);
+    mail_take(t, s.numbers);
     convert(sent, t);
-    slip_put(s.words, sent);
+    mail_put(s.words, sent);
     wg_sync();
-    slip_take(sent, s.words);
+    mail_take(sent, s.words);
     map_rows(rows, [=](int row) { return (float)(1000 * i + row); });
     ring_acquire(s.boxes, at);
     mail_send(s.box, sent, s.boxes.full[0], other);

@@ -2,18 +2,21 @@
 #pragma once
 template<typename T, int N> struct alignas(128) mail { T d[64][N]; };
 struct alignas(128) mail_rows { float d[64], unused[192]; };
-template<class Box, class Tile> TILE void mail_copy(Box &box, const Tile &t, sem &full, int rank) {
-  Box &to = at_rank(box, rank);
+template<class Box, class Tile> TILE void mail_write(Box &box, const Tile &t) {
   called_by<WARPGROUP>();
   reads(t);
-  writes_shared(to, whole(to));
-  memcpy(to.d, t.d, sizeof t.d);
+  writes_shared(box, whole(box));
+  memcpy(box.d, t.d, sizeof t.d);
+}
+template<class Box, class Tile> TILE void mail_copy(Box &box, const Tile &t, sem &full, int rank) {
+  mail_write(at_rank(box, rank), t);
   sem_arrive_at<WARPGROUP, ORDERED>(full, rank);
 }
 template<typename T, int N> TILE void mail_send(mail<T, N> &box, const rt<T, N> &t, sem &full, int rank) {
   mail_copy(box, t, full, rank);
 }
 TILE void mail_send(mail_rows &box, const rv &v, sem &full, int rank) { mail_copy(box, v, full, rank); }
+template<typename T, int N> TILE void mail_put(mail<T, N> &box, const rt<T, N> &t) { mail_write(box, t); }
 template<class Box, class Tile> TILE void mail_read(Tile &t, const Box &box) {
   reads_shared(whole(box));
   writes(t);
@@ -22,15 +25,3 @@ template<class Box, class Tile> TILE void mail_read(Tile &t, const Box &box) {
 template<typename T, int N> TILE void mail_take(rt<T, N> &t, const mail<T, N> &box) { mail_read(t, box); }
 TILE void mail_take(rv &v, const mail_rows &box) { mail_read(v, box); }
 TILE void mail_done(sem &empty, int rank) { sem_arrive_at<WARPGROUP, ORDERED>(empty, rank); }
-
-template<typename T, int N> struct alignas(128) slip { T d[64][N]; };
-template<typename T, int N> TILE void slip_put(slip<T, N> &d, const rt<T, N> &t) {
-  called_by<WARPGROUP>();
-  reads(t);
-  writes_shared(d, whole(d));
-  memcpy(d.d, t.d, sizeof t.d);
-}
-template<typename T, int N> TILE void slip_take(rt<T, N> &t, const slip<T, N> &s) {
-  called_by<WARPGROUP>();
-  mail_read(t, s);
-}

@@ -111,8 +111,6 @@ template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s) {
     negate(to + 32, 32);
   }
 }
-// x += what is left over, where that is small beside it.
-TILE float carried(float x, float left) { return x + (fabsf(left) <= fabsf(x) * 0x1p-10f ? left : 0.f); }
 template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
   reads(t);
   writes_shared(d, whole(d));

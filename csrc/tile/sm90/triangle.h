@@ -197,8 +197,6 @@ template<typename T> TILE void invert_rest(rt<float, 64> &d, const tri<T> &s) {
     d.d[24 + i] = -d.d[24 + i] - less[i];
   }
 }
-// x += what is left over, where that is small beside it.
-TILE float carried(float x, float left) { return x + (fabsf(left) <= fabsf(x) * 0x1p-10f ? left : 0.f); }
 template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
   float left[2] = {0.f, 0.f};
 #pragma unroll
