@@ -42,9 +42,10 @@ mg_status delta_run_norms(mg_call *c, const mg_tensor *q, const mg_tensor *k, co
 }
 
 mg_status delta_run_prepare(mg_call *c, const mg_tensor *q, const mg_tensor *k, const mg_tensor *inverses,
-                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale) {
-  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = (int)c->n.B};
-  if (!mg_choose_other(c, MG_OP_delta_prepare)) return c->status;
+                            const mg_tensor *reads, const delta_rows *rows, const delta_gates *gates, float scale,
+                            const int *taken) {
+  delta_prepare_params p = {.rows = *rows, .gates = *gates, .scale = scale, .batches = (int)c->n.B, .taken = taken};
+  if (c->status || !mg_choose_other(c, MG_OP_delta_prepare)) return c->status;
   mg_map_bthd(c, &p.q, q, 64, 64);
   mg_map_bthd(c, &p.k, k, 64, 64);
   mg_map_rows(c, &p.m, inverses, 64, 64);
@@ -96,13 +97,87 @@ mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *
   mg_run(c, p, mg_tasks(c, heads * ((n - 1) * value + (n - 2) * key), "blocks"));
   if (n > 2) {
     delta_join_params join = {.cuts = p->cuts, .cut = (int)n - 1, .cut_stride = p->cut_stride, .rows = (int)c->n.R,
-                              .heads = (int)c->n.HV, .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
+                              .heads = (int)c->n.HV, .key_dim = (int)c->n.K, .value_dim = (int)c->n.V,
+                              .taken = p->taken};
     if (!mg_choose_other(c, MG_OP_delta_join)) return c->status;
     mg_map_stack(c, &join.turns, turns, (int)turns->shape[4], 64);
     mg_run(c, &join, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
   }
   if (!mg_choose_other(c, parts->segments)) return c->status;
   return mg_run(c, p, mg_tasks(c, heads * n * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
+}
+
+delta_fades_params delta_fades_of(const mg_call *c, const delta_gates *gates) {
+  return (delta_fades_params){.g = gates->g, .batch = c->n.T * c->n.HV, .step = c->n.HV, .is_float = 1,
+                              .a_log = gates->a_log, .dt_bias = gates->dt_bias, .columns_are_heads = 1, .heads = 1,
+                              .columns = (int)c->n.HV};
+}
+
+delta_pieces delta_early_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, int64_t chunk, bool all,
+                            int passes) {
+  enum { around = 12000 };            // the kernels in front and behind
+  const int64_t heads = c->n.R * c->n.HV, whole = mg_ceil_div(rows->to - rows->from, 64);
+  const int64_t most = rows->starts || !cuts || !heads ? 1 : c->n.CUTS / (2 * passes) + 1;
+  const int64_t fit = all ? most : c->context.persistent ? mg_min(most, c->context.sms / (passes * heads)) : 1;
+  if (fit < 2 || whole < 2 * fit) return (delta_pieces){0};
+  const int64_t chunks = mg_ceil_div(whole, fit);
+  return (delta_pieces){mg_ceil_div(whole, chunks), chunks, (chunks + 3) * chunk + passes * around};
+}
+
+delta_pieces delta_early_back_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, int64_t chunk,
+                                 int64_t moved, bool all) {
+  delta_pieces cut = delta_early_of(c, rows, cuts, chunk, all, 2);
+  const int64_t whole = mg_ceil_div(rows->to - rows->from, 64), least = whole * c->n.R * c->n.HV * moved;
+  cut.time = mg_max(cut.time, least + 30000);
+  // The last segment wants two whole chunks for the one in front of it.
+  const int64_t last = (rows->to - rows->from) / 64 - (cut.n - 1) * cut.chunks;
+  const bool pays = all || cut.time * 10 < 9 * mg_max(whole * chunk, least);
+  return cut.n && last > 1 && pays ? cut : (delta_pieces){0};
+}
+
+mg_status delta_begin_early(mg_call *c, delta_sweep_params *p, delta_fades_params *f, const delta_pieces *cut,
+                            const mg_tensor *early, const mg_tensor *cuts, int pass) {
+  enum { most = 8 };
+  const int64_t ends = cut->n - 1, numbers = 2 + c->n.R * f->heads * ends;
+  const int64_t whole_of_last = (p->rows.to - p->rows.from) / 64 - ends * cut->chunks;
+  p->cuts = (float *)cuts->data + 2 * pass * ends * cuts->stride[1];
+  p->cut_stride = (int)c->n.CUTS;
+  p->segments = f->segments = (int)cut->n;
+  p->segment = f->segment = (int)cut->chunks * 64;
+  p->takes = (int *)early->data + pass * numbers;
+  p->early = f->early = (float *)p->takes + 2;
+  p->earlies = (int)numbers - 2;
+  f->from = p->rows.from;
+  f->most = (int)mg_min(most, f->back ? whole_of_last : cut->chunks);
+  return mg_choose_other(c, MG_OP_delta_fades) ? mg_run(c, f, p->earlies) : c->status;
+}
+
+const int *delta_end_early(mg_call *c, const delta_sweep_params *p, int *marks, int mark_count) {
+  if (c->status) return NULL;
+  const delta_meets_params m = {.cuts = p->cuts, .taken = p->takes, .segments = p->segments,
+                                .cut_stride = p->cut_stride, .heads = p->rows.heads,
+                                .keys = p->key_dim <= 64 ? 64 : 128, .marks = marks, .mark_count = mark_count};
+  if (mg_choose_other(c, MG_OP_delta_meets))
+    mg_run(c, &m, mg_tasks(c, c->n.R * c->n.HV * (p->segments - 1), "blocks"));
+  return p->takes;
+}
+
+// The pass over segments that begin early, where that pays: then the kernels behind it may find all done.
+static mg_status run_early(mg_call *c, delta_sweep_params *p, const mg_gated_delta_rule_args *a) {
+  enum { chunk = 3300, made = 105, passed = 125 };    // nanoseconds, on an H200; of ten chunks that all prepare
+  const mg_tensor *cuts = c->n.CUTS ? a->cuts : NULL;
+  const bool able = a->g && c->n.V > 64 && c->n.HV <= 128 && a->q->dtype == MG_BF16;
+  const delta_pieces cut = delta_early_of(c, &p->rows, able ? cuts : NULL, chunk, a->form == 4, 1);
+  const int64_t chunks = c->n.B * c->n.HV * p->rows.places;
+  const int64_t other = chunks * made / 10 + delta_pieces_of(c, &p->rows, cuts, false).time * passed / 10;
+  if (c->status || !cut.n || (a->form != 4 && (a->form || cut.time > other))) return c->status;
+  delta_fades_params f = delta_fades_of(c, &p->gates);
+  delta_sweep_params early = *p;
+  delta_begin_early(c, &early, &f, &cut, a->early, cuts, 0);
+  if (c->status || !mg_choose_other(c, MG_OP_delta_early)) return c->status;
+  mg_run(c, &early, mg_tasks(c, c->n.R * c->n.HV * cut.n, "blocks"));
+  p->taken = delta_end_early(c, &early, NULL, 0);
+  return c->status;
 }
 
 mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
@@ -112,6 +187,7 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
   if (!mg_choose(&c)) return c.status;
   const mg_kernel *sweep = c.kernel;
   const mg_tensor *norms = a->l2norm ? a->norms : NULL;
+  const mg_tensor *inverses = a->keep ? a->inverses : a->own_inverses, *reads = a->keep ? a->reads : a->own_reads;
   const ssd_order order = delta_order_of(&c, a->state_v_first);
   delta_sweep_params p = {
     .initial = mg_data(a->initial_state), .final = mg_data(a->final_state), .initial_order = order,
@@ -121,15 +197,19 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
     .o_head = a->out->stride[2], .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
   if (c.n.T && c.n.R && c.n.HV) {     // the driver refuses to map what has no elements
     if (norms) delta_run_norms(&c, a->q, a->k, norms);
+    mg_use(&c, sweep);
     if (c.n.FORM) {
-      delta_run_prepare(&c, a->q, a->k, a->inverses, a->reads, &p.rows, &p.gates, p.scale);
-      mg_map_rows(&c, &p.m, a->inverses, 64, 64);
-      mg_map_rows(&c, &p.p, a->reads, 64, 64);
+      mg_map_rows(&c, &p.m, inverses, 64, 64);
+      mg_map_rows(&c, &p.p, reads, 64, 64);
     }
     mg_map_bthd(&c, &p.q, a->q, 64, 64);
     mg_map_bthd(&c, &p.k, a->k, 64, 64);
     mg_map_bthd(&c, &p.v, a->v, 64, 64);
     mg_map_bthd(&c, &p.o, a->out, 64, 64);
+    if (c.n.FORM) {
+      run_early(&c, &p, a);
+      delta_run_prepare(&c, a->q, a->k, inverses, reads, &p.rows, &p.gates, p.scale, p.taken);
+    }
   }
   mg_use(&c, sweep);
   if (c.status) return c.status;

@@ -46,6 +46,8 @@ typedef struct delta_prepare_params {
   delta_gates gates;
   float scale;
   int batches;
+  const int *taken;           // two words. Not 0, and 0: another kernel has passed over all rows, and made m and p; or
+                              // NULL
 } delta_prepare_params;
 
 // delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. CUT makes what they
@@ -58,7 +60,7 @@ typedef struct delta_sweep_params {
   gmap m, p;                  // as above, where the kernel has no prepare role; CUT: p is absent
   const int *done;            // as above, of dense rows that are not cut, or NULL
   int wave;                   // heads of all rows in one; the last may have less
-  const float *taken;         // as of kda_prepare_params
+  const int *taken;           // as of delta_prepare_params
   gmap turns;                 // CUT: [row heads, cut, 2 D, D], bf16, or fp32 as the call: turns, transposed; of
                               // each the leading 8 bits, then the rest
   gmap states;                // delta_keep.cu: [batch heads, place, value_dim, key_dim]: S^T in front of chunks
@@ -66,7 +68,8 @@ typedef struct delta_sweep_params {
   const float *ends;          // CHANNELS: [batch, heads, places, D]: e^(l_e) of each channel
   const float *initial;       // [row, head, ...], the state before step `from`, or NULL: 0
   float *final;               // the one behind step `to` - 1, or NULL
-  float *cuts;                // [row, cut_stride, head, value_dim, key_dim]: the states behind segments
+  float *cuts;                // [row, cut_stride, head, value_dim, key_dim]: the states behind segments; EARLY: as
+                              // of delta_meets_params
   ssd_order initial_order, final_order;   // a row of these is a column of v
   delta_rows rows;
   delta_gates gates;          // CHANNELS: beta only
@@ -75,11 +78,45 @@ typedef struct delta_sweep_params {
   int64_t o_step, o_head;
   int key_dim, value_dim;
   int segments, segment, cut_stride;      // of a row, 0: one; steps of one, whole chunks
+  const float *early;         // EARLY: of delta_fades.cu, `earlies` numbers
+  int earlies;
+  int *takes;                 // EARLY: `taken` of the kernels behind, as this one knows it
 } delta_sweep_params;
+
+// Where gates forget, a segment needs of the row before it the last few chunks alone. It begins there with a state of
+// 0, so all segments are worked on at a time. That it was right is seen when all is over: delta_meets.cu. Else the
+// kernels behind it, whose `taken` it is, do all.
+// delta_fades.cu
+typedef struct delta_fades_params {
+  const void *g;              // [batch, step, head, columns], strides in elements: floats or 16 bits. Log decays, or
+                              // with a_log -e^a_log softplus(g + dt_bias) or, where lower_bound is not 0, lower_bound
+                              // sigmoid(e^a_log (g + dt_bias))
+  int64_t batch, step, head;
+  int is_float;
+  const float *a_log;         // [heads], or [columns] where columns are heads; or NULL
+  const float *dt_bias;       // [heads, columns] or NULL
+  float lower_bound;
+  int columns_are_heads;      // and `heads` is 1
+  int heads, columns, from, segments, segment, most;      // most: chunks that a segment may begin early
+  int back;                   // 1: those behind a segment, whose pass goes back
+  float *early;               // [batch, head, segments - 1]: chunks by which segments begin early; 0: decays are slow
+} delta_fades_params;
+
+// delta_meets.cu. cuts: [row, cut_stride, head, two halves of 64 values] states in the order of store_acc(): those
+// behind all segments but the last, then what segments but the first began with.
+typedef struct delta_meets_params {
+  const float *cuts;          // as of delta_sweep_params
+  int *taken;                 // as of delta_prepare_params: the first word is read, the second one counts blocks that
+                              // found what is wrong
+  int *marks;                 // become 0, or NULL
+  int mark_count;
+  int segments, cut_stride, heads, keys;      // keys: columns of states there, 64 or 128
+} delta_meets_params;
 
 // delta_join.cu: cuts[i] += turns[i] cuts[i - 1], for i from 1 to cut - 1
 typedef struct delta_join_params {
   gmap turns;
   float *cuts;
   int cut, cut_stride, rows, heads, key_dim, value_dim;
+  const int *taken;           // as of delta_prepare_params
 } delta_join_params;

@@ -10,6 +10,7 @@
 // vector.
 // dO, where it meets P, and z are fp16 operands, as P and M are. A row of theirs is first multiplied with the
 // reciprocal of its largest value: gradients may be 1e-20 or 1e30.
+// EARLY: gates forget (delta.h). Segments begin with 0 some chunks behind their last one, of which nothing is written.
 // Roles: a loader thread; a scan warp: gates -> vectors; a trim warp: clears what is another sequence's; GROUPS state
 // warpgroups, each with 64 columns of v. The chunks follow each other by a warpgroup's instructions more than by its
 // products: where registers are left, AHEADS = 1, another warpgroup makes what does not wait for D.
@@ -19,10 +20,12 @@
 //   ahead                          dO^T P 32, the same weighed 32, dO 16, as an operand 16        30
 //   loader, scan, trim             -                                                              vectors of two each
 #include "tile/mail.h"
+#include "tile/numbers.h"
+#include "delta/delta_early.h"
 #include "delta/delta_gains.h"
 #include "delta/delta_bwd.h"
 
-// N (columns of D^T, those of K), GROUPS, AHEADS, CHANNELS, STAGES, SOON and *_REGS come from the row.
+// N (columns of D^T, those of K), GROUPS, AHEADS, CHANNELS, EARLY, STAGES, SOON and *_REGS come from the row.
 static_assert(AHEADS == 0 || GROUPS == 1, "one for one");
 enum { WIDE = CHANNELS ? 3 : 2, VECTORS = 3 };
 struct shared {
@@ -50,14 +53,30 @@ TILE void init(shared &s) {
   sem_init(s.last, arrivals(2, 0, 0));
 }
 
-struct task { row_task r; int col; };            // col: the block's first column of v
+// col: the block's first column of v. own: chunks of r that are not behind the segment
+struct task { row_task r; int col, segment, own; };
+TILE bool is_done(const params &p) { return !EARLY && is_taken(p.taken); }
 TILE task block_task(const params &p) {
   int parts = (p.value_dim + 64 * GROUPS - 1) / (64 * GROUPS), unit = block_index() / parts;
-  int row = unit / p.rows.heads;
-  return {task_of(p.rows, row, unit - row * p.rows.heads), (block_index() - unit * parts) * 64 * GROUPS};
+  int heads = p.rows.rows * p.rows.heads, segment = EARLY ? unit / heads : 0, matrix = unit - segment * heads;
+  int row = matrix / p.rows.heads;
+  task b = {task_of(p.rows, row, matrix - row * p.rows.heads), (block_index() - unit * parts) * 64 * GROUPS, segment,
+            0};
+  if (!EARLY) return b;
+  row_task &t = b.r;
+  int early = few_early(p.early, p.earlies);
+  take_segment(t, segment, p.segment);
+  b.own = t.chunks;
+  if (segment + 1 < p.segments) {
+    t.chunks += early;
+    t.end += early * Q;
+  }
+  if (early == 0) t.chunks = 0;
+  return b;
 }
 
 TILE void loader(const params &p, shared &s, int) {
+  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos soon = {}, at = {};
@@ -90,6 +109,7 @@ TILE void loader(const params &p, shared &s, int) {
 
 // The gates of the chunk in front are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
+  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {};
@@ -108,6 +128,7 @@ TILE void scan(const params &p, shared &s, int) {
 
 // Only a packed row's last chunk, the first that is worked on, runs over.
 TILE void trim(const params &p, shared &s, int) {
+  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   int steps = t.end - (t.first + (t.chunks - 1) * Q);
@@ -169,6 +190,7 @@ TILE void make_ahead(ahead &a, shared &s, ring_pos soon, ring_pos with, int wg) 
   finish(a.sum, y, down, v);
 }
 TILE void run_ahead(const params &p, shared &s, int wg) {
+  if (is_done(p)) return;
   int chunks = block_task(p).r.chunks;
   ring_pos soon = {}, with = {}, to = {};
   for (int chunk = 0; chunk < chunks; chunk++) {
@@ -200,7 +222,7 @@ TILE void advance(rt<float, N> &d, ahead &a, const params &p, shared &s, const t
                   ring_pos with, ring_pos from, int chunk, int wg) {
   const row_task &t = b.r;
   int i = at.stage, step = t.first + chunk * Q;
-  bool over = runs_over(p.rows, step, t.end), more = chunk > 0;
+  bool over = !EARLY && runs_over(p.rows, step, t.end), more = chunk > 0, is_own = !EARLY || chunk < b.own;
   const chunk_vectors &v = s.v[with.stage];
   const st<elem, Q, N> &weights = CHANNELS ? s.w[i] : s.k[i];
   ring_pos next = soon, later = with;
@@ -232,7 +254,7 @@ TILE void advance(rt<float, N> &d, ahead &a, const params &p, shared &s, const t
   fence_async();
   tma_store_wait_read();                  // dv of the chunk behind
   wg_sync();
-  tma_store(p.dstates, s.d[wg], b.col + wg * 64, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
+  if (is_own) tma_store(p.dstates, s.d[wg], b.col + wg * 64, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
   if (AHEADS) mma_fence();
   else if (more) ring_release(s.early, soon);
   mma_AB<ACC>(d, a.dout, s.q[i]);
@@ -270,7 +292,7 @@ TILE void advance(rt<float, N> &d, ahead &a, const params &p, shared &s, const t
   tma_store_wait_read();                  // D
   if (!AHEADS) finish(a.sum, y, ahead_down, s.v[later.stage]);
   wg_sync();
-  if (!over) tma_store(p.dv, s.dv[wg], step, b.col + wg * 64, t.head, t.batch);
+  if (!over && is_own) tma_store(p.dv, s.dv[wg], step, b.col + wg * 64, t.head, t.batch);
   mma_wait<0>(d, back);
   if (over) {
     elem *to = (elem *)p.dv_data + step * p.dv_step + t.head * p.dv_head + b.col + wg * 64;
@@ -301,26 +323,37 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
   }
 }
 
+// EARLY, cut i: D in front of segment i + 1, or, from the last segment's number on, what segment i began with.
+TILE float *cut_of(const params &p, const task &b, int wg, int i) {
+  return early_state(p.cuts, p.cut_stride, p.rows, b.r, i, b.col / 64 + wg, N);
+}
 TILE void run_state(const params &p, shared &s, int wg) {
+  if (is_done(p)) return grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
+  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.takes, t.chunks > 0);
+  if (EARLY && t.chunks == 0) return grid_wait();
   ring_pos soon = {}, at = {}, with = {}, from = {};
   rt<float, N> d;
   ahead a;
   int rows = p.value_dim - b.col - wg * 64;
   ssd_order in = p.initial_order, out = p.final_order;
-  if (p.initial) load(d, p.initial + first_of(p, b, wg, in), in.row, in.col, rows, p.key_dim);
+  if (p.initial && (!EARLY || b.segment + 1 == p.segments))
+    load(d, p.initial + first_of(p, b, wg, in), in.row, in.col, rows, p.key_dim);
   else fill(d, 0.f);
   if (!AHEADS && t.chunks) make_ahead(a, s, soon, with, wg);
   for (int chunk = t.chunks - 1; chunk >= 0; chunk--) {
+    if (EARLY && t.chunks > b.own && chunk == b.own - 1)
+      store_acc(cut_of(p, b, wg, p.segments - 1 + b.segment), d);
     advance(d, a, p, s, b, soon, at, with, from, chunk, wg);
     ring_next(s.aheads, from);
     ring_next(s.early, soon);
     ring_done(s.v_ring, with);
     ring_done(s.late, at);
   }
-  if (p.final) store(p.final + first_of(p, b, wg, out), out.row, out.col, d, rows, p.key_dim);
-  clear_rest(p, b, wg);
+  if (EARLY && b.segment > 0) store_acc(cut_of(p, b, wg, b.segment - 1), d);
+  else if (p.final) store(p.final + first_of(p, b, wg, out), out.row, out.col, d, rows, p.key_dim);
+  if (!EARLY) clear_rest(p, b, wg);
   tma_store_wait_read();
   grid_wait();                            // what is behind this kernel is behind delta_keep, beside which it runs
 }

@@ -13,6 +13,7 @@ typedef struct problem {
   delta_gates gates;
   float scale;
   ssd_order given, kept;      // of the caller's states, and of those between segments
+  delta_pieces early;         // segments of both passes that begin early (delta.h), tried first; or n is 0
 } problem;
 
 // The last has the rest.
@@ -43,8 +44,16 @@ static void map_matrices(const problem *x, int segment, gmap *m, const mg_tensor
   delta_map_matrices(x->c, m, has ? kept : own, has ? segment * x->c->n.SEG : 0);
 }
 
-// States in front of the segment's chunks, and errors. The state behind it goes to `final`.
-static mg_status run_forth(const problem *x, int segment, float *final) {
+static void begin_early(const problem *x, delta_sweep_params *p, bool back) {
+  delta_fades_params f = delta_fades_of(x->c, &x->gates);
+  f.back = back;
+  delta_begin_early(x->c, p, &f, &x->early, x->a->early, x->a->cuts, back);
+}
+
+// States in front of the segment's chunks, and errors. The state behind it goes to `final`. early: by segments that
+// begin so, of which it tells. taken: as in delta.h; M and P are there then.
+static mg_status run_forth(const problem *x, int segment, float *final, delta_sweep_params *early,
+                           const int *taken) {
   mg_call *c = x->c;
   const mg_gated_delta_rule_bwd_args *a = x->a;
   const int64_t state = c->n.R * c->n.HV * c->n.V * c->n.K;
@@ -53,18 +62,23 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
     .initial = first ? mg_data(a->initial_state) : (float *)a->starts->data + (segment - 1) * state, .final = final,
     .initial_order = first ? x->given : x->kept, .final_order = x->kept, .rows = segment_of(x, segment),
     .gates = x->gates, .scale = x->scale, .o_data = a->errors->data, .o_step = a->errors->stride[1],
-    .o_head = a->errors->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
-  if (c->n.KEPT <= 0) delta_run_prepare(c, a->q, a->k, a->own_inverses, a->own_reads, &p.rows, &p.gates, p.scale);
-  if (c->status || !mg_choose_other(c, MG_OP_delta_keep)) return c->status;
+    .o_head = a->errors->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V, .taken = taken};
+  if (c->n.KEPT <= 0 && !taken)
+    delta_run_prepare(c, a->q, a->k, a->own_inverses, a->own_reads, &p.rows, &p.gates, p.scale, NULL);
+  if (early) begin_early(x, &p, false);
+  if (c->status || !mg_choose_other(c, early ? MG_OP_delta_keep_early : MG_OP_delta_keep)) return c->status;
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   mg_map_bthd(c, &p.v, a->v, 64, 64);
   map_matrices(x, segment, &p.m, a->inverses, a->own_inverses);
   mg_map_stack(c, &p.states, a->states, 64, 64);
   map_errors(x, &p.errors);
-  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c), "blocks"));
+  if (early) *early = p;
+  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c) * (early ? p.segments : 1), "blocks"));
 }
 
-static mg_status run_back(const problem *x, int segment, float *between) {
+// early: as above, but begun.
+static mg_status run_back(const problem *x, int segment, float *between, const delta_sweep_params *early,
+                          const int *taken) {
   mg_call *c = x->c;
   const mg_gated_delta_rule_bwd_args *a = x->a;
   const bool first = segment == 0, last = segment == c->n.LATER;
@@ -72,8 +86,10 @@ static mg_status run_back(const problem *x, int segment, float *between) {
     .initial = last ? mg_data(a->dfinal_state) : between, .final = first ? mg_data(a->dinitial_state) : between,
     .initial_order = last ? x->given : x->kept, .final_order = first ? x->given : x->kept,
     .rows = segment_of(x, segment), .gates = x->gates, .scale = x->scale, .dv_data = a->dv->data,
-    .dv_step = a->dv->stride[1], .dv_head = a->dv->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
-  if (c->status || !mg_choose_other(c, MG_OP_delta_back)) return c->status;
+    .dv_step = a->dv->stride[1], .dv_head = a->dv->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V,
+    .taken = taken};
+  if (early) delta_take_early(&p, early);
+  if (c->status || !mg_choose_other(c, early ? MG_OP_delta_back_early : MG_OP_delta_back)) return c->status;
   if (!is_empty(c)) {
     mg_map_bthd(c, &p.q, a->q, 64, 64);
     mg_map_bthd(c, &p.k, a->k, 64, 64);
@@ -83,7 +99,7 @@ static mg_status run_back(const problem *x, int segment, float *between) {
     map_matrices(x, segment, &p.p, a->reads, a->own_reads);
     mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   }
-  const int blocks = mg_tasks(c, sweep_blocks(c), "blocks");
+  const int blocks = mg_tasks(c, sweep_blocks(c) * (early ? early->segments : 1), "blocks");
   return is_empty(c) ? mg_run(c, &p, blocks) : mg_run_beside(c, &p, blocks);
 }
 
@@ -121,12 +137,15 @@ mg_status mg_gated_delta_rule_bwd(const mg_gated_delta_rule_bwd_args *a) {
   if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
   const bool made = c.n.NORMS <= 0;
   const mg_tensor *norms = !a->l2norm ? NULL : made ? a->own_norms : a->norms;
-  const problem x = {.c = &c, .a = a, .rows = delta_rows_of(&c, a->cu_seqlens),
+  problem x = {.c = &c, .a = a, .rows = delta_rows_of(&c, a->cu_seqlens),
                      .gates = delta_gates_of(&c, a->g, a->beta, a->a_log, a->dt_bias, norms, a->beta_form),
                      .scale = delta_scale_of(&c, a->scale), .given = delta_order_of(&c, a->state_v_first),
                      .kept = {(int)c.n.K, 1, (int)(c.n.K * c.n.V)}};
+  enum { chunk = 2500, moved = 56 };     // nanoseconds, on an H200
   const int64_t state = c.n.R * c.n.HV * c.n.V * c.n.K;
   const int later = (int)c.n.LATER;
+  if (!later && a->g && a->q->dtype == MG_BF16 && c.n.V > 64 && c.n.HV <= 128 && (a->form == 0 || a->form == 4))
+    x.early = delta_early_back_of(&c, &x.rows, c.n.CUTS ? a->cuts : NULL, chunk, moved, a->form == 4);
   float *starts = a->starts->data, *between = later ? starts + later * state : NULL;
   // gradients of what is not there, as the operator asks for them
   if (a->dg && !a->g) mg_set(&c, a->dg->data, 0, 4, c.n.B * c.n.T * c.n.HV);
@@ -135,13 +154,22 @@ mg_status mg_gated_delta_rule_bwd(const mg_gated_delta_rule_bwd_args *a) {
   // Places where packed rows have no chunk have no shares.
   if (a->a_log && a->cu_seqlens) mg_set(&c, a->sums->data, 0, 4, c.n.B * c.n.TRIPLE * c.n.HV);
   if (is_empty(&c)) {
-    run_back(&x, 0, NULL);                       // the states' gradients, which nothing stands between
+    run_back(&x, 0, NULL, NULL, NULL);           // the states' gradients, which nothing stands between
   } else {
     if (norms && made) delta_run_norms(&c, a->q, a->k, norms);
-    for (int i = 0; i < later; i++) run_forth(&x, i, starts + i * state);
+    const int *there = NULL, *back = NULL;
+    if (x.early.n) {
+      delta_sweep_params forth, down = {.rows = x.rows, .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
+      begin_early(&x, &down, true);
+      run_forth(&x, 0, NULL, &forth, NULL);
+      run_back(&x, 0, NULL, &down, NULL);
+      there = delta_end_early(&c, &forth, NULL, 0);
+      back = delta_end_early(&c, &down, NULL, 0);
+    }
+    for (int i = 0; i < later; i++) run_forth(&x, i, starts + i * state, NULL, NULL);
     for (int i = later; i >= 0 && !c.status; i--) {
-      run_forth(&x, i, NULL);
-      run_back(&x, i, between);
+      run_forth(&x, i, NULL, NULL, there);
+      run_back(&x, i, between, NULL, back);
       run_grads(&x, i);
     }
   }

@@ -23,6 +23,7 @@ TILE task block_task(const params &p) {
 }
 
 TILE void loader(const params &p, shared &s, int) {
+  if (is_taken(p.taken)) return;
   task t = block_task(p);
   ring_pos at = {};
   for (int i = 1; i < p.cut; i++) {
@@ -52,6 +53,7 @@ TILE void add_panel(rt<float, D> &sum, rt<float, D> &state, const matrix &most, 
 }
 
 TILE void join(const params &p, shared &s, int wg) {
+  if (is_taken(p.taken)) return;
   task t = block_task(p);
   ring_pos at = {};
   rt<float, D> state, sum;

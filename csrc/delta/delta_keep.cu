@@ -8,15 +8,18 @@
 // CHANNELS, a decay for each channel: e^(l_i) k and e^(l_e - l_i) k come as tiles, e^(l_e) as a vector.
 // The register operand with M is fp16, as M is: a row of it, a column of v, is first multiplied with the reciprocal of
 // its largest value.
+// EARLY: gates forget (delta.h). Segments begin with 0 some chunks early, of which nothing is written.
 // Roles: a loader thread; a scan warp: gates -> vectors; a trim warp: clears what is another sequence's; GROUPS state
 // warpgroups, each with 64 columns of v.
 //
 // Registers of a thread, D = 128   tiles that live together                       the rest
 //   state, 232 or 240              S 64, S^T k^T 32, copy of S 32, v 16, fp16 16  30
 //   loader, scan, trim             -                                              vectors of two each
+#include "tile/numbers.h"
+#include "delta/delta_early.h"
 #include "delta/delta_gains.h"
 
-// D (columns of S^T, those of K), GROUPS, CHANNELS, STAGES and *_REGS come from the row.
+// D (columns of S^T, those of K), GROUPS, CHANNELS, EARLY, STAGES and *_REGS come from the row.
 enum { VECTORS = 3 };
 struct shared {
   st<elem, Q, D> k[STAGES], w[CHANNELS ? STAGES : 0], states[GROUPS];
@@ -37,14 +40,23 @@ TILE void init(shared &s) {
   sem_init(s.last, arrivals(1, 0, 0));
 }
 
-struct task { row_task r; int col; };            // col: the block's first column of v
+// col: the block's first column of v. early: chunks of r in front of the segment
+struct task { row_task r; int col, segment, early; };
+TILE bool is_done(const params &p) { return !EARLY && is_taken(p.taken); }
 TILE task block_task(const params &p) {
   int parts = (p.value_dim + 64 * GROUPS - 1) / (64 * GROUPS), unit = block_index() / parts;
-  int row = unit / p.rows.heads;
-  return {task_of(p.rows, row, unit - row * p.rows.heads), (block_index() - unit * parts) * 64 * GROUPS};
+  int heads = p.rows.rows * p.rows.heads, segment = EARLY ? unit / heads : 0, matrix = unit - segment * heads;
+  int row = matrix / p.rows.heads;
+  task b = {task_of(p.rows, row, matrix - row * p.rows.heads), (block_index() - unit * parts) * 64 * GROUPS, segment,
+            0};
+  if (!EARLY) return b;
+  take_segment(b.r, segment, p.segment);
+  b.early = begin_early(b.r, segment, few_early(p.early, p.earlies));
+  return b;
 }
 
 TILE void loader(const params &p, shared &s, int) {
+  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {};
@@ -71,6 +83,7 @@ TILE void loader(const params &p, shared &s, int) {
 
 // The next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
+  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {};
@@ -87,6 +100,7 @@ TILE void scan(const params &p, shared &s, int) {
 
 // Only a packed row's last chunk runs over.
 TILE void trim(const params &p, shared &s, int) {
+  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   if (t.chunks == 0) return;
@@ -105,7 +119,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
                   int chunk, int wg) {
   const row_task &t = b.r;
   int i = at.stage, step = t.first + chunk * Q, col = b.col + 64 * wg;
-  bool over = runs_over(p.rows, step, t.end);
+  bool over = !EARLY && runs_over(p.rows, step, t.end);
   const chunk_vectors &v = s.vec[with.stage];
   rt<float, Q> x;
   rt<elem, 64> low, high;
@@ -125,7 +139,8 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   fence_async();
   tma_store_wait_read();                  // the errors of the chunk before
   wg_sync();
-  tma_store(p.states, s.states[wg], col, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
+  if (!EARLY || chunk >= b.early)
+    tma_store(p.states, s.states[wg], col, 0, t.place + chunk, t.batch * p.rows.heads + t.head);
   ring_wait(s.vec_ring, with);
   if (D > 64) mma_wait<0>(x, low, high);
   else mma_wait<0>(x, low);
@@ -153,7 +168,8 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   fence_async();
   tma_store_wait_read();                  // the state
   wg_sync();
-  if (!over) tma_store(p.errors, s.errors[wg], p.rows.starts ? step : step - p.rows.from, col, t.head, t.batch);
+  if (!over && (!EARLY || chunk >= b.early))
+    tma_store(p.errors, s.errors[wg], p.rows.starts ? step : step - p.rows.from, col, t.head, t.batch);
   mma_wait<0>(state, part);
   if (over) {
     elem *to = (elem *)p.o_data + step * p.o_step + t.head * p.o_head + col;
@@ -168,20 +184,30 @@ TILE int64_t first_of(const params &p, const task &b, int wg, ssd_order o) {
   return ((int64_t)b.r.row * p.rows.heads + b.r.head) * o.matrix + (b.col + 64 * wg) * o.row;
 }
 
+// EARLY, cut i: the state behind segment i, or, from the last segment's number on, what a later one began with.
+TILE float *cut_of(const params &p, const task &b, int wg, int i) {
+  return early_state(p.cuts, p.cut_stride, p.rows, b.r, i, b.col / 64 + wg, D);
+}
 TILE void run_state(const params &p, shared &s, int wg) {
+  if (is_done(p)) return;
   task b = block_task(p);
   ring_pos at = {}, with = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
   int cols = p.value_dim - b.col - 64 * wg;
   ssd_order in = p.initial_order, out = p.final_order;
-  if (p.initial) load(state, p.initial + first_of(p, b, wg, in), in.row, in.col, cols, p.key_dim);
+  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.takes, b.r.chunks > 0);
+  if (EARLY && b.r.chunks == 0) return;
+  if (p.initial && b.segment == 0) load(state, p.initial + first_of(p, b, wg, in), in.row, in.col, cols, p.key_dim);
   else fill(state, 0.f);
   for (int chunk = 0; chunk < b.r.chunks; chunk++) {
+    if (EARLY && b.early && chunk == b.early)
+      store_acc(cut_of(p, b, wg, p.segments - 2 + b.segment), state);
     advance(state, p, s, b, at, with, chunk, wg);
     ring_done(s.vec_ring, with);
     ring_done(s.inputs, at);
   }
-  if (p.final) store(p.final + first_of(p, b, wg, out), out.row, out.col, state, cols, p.key_dim);
+  if (EARLY && b.segment + 1 < p.segments) store_acc(cut_of(p, b, wg, b.segment), state);
+  else if (p.final) store(p.final + first_of(p, b, wg, out), out.row, out.col, state, cols, p.key_dim);
   tma_store_wait_read();
 }
 

@@ -28,7 +28,9 @@ TILE void init(shared &s) {
 }
 
 struct task { row_task t; int place; };
-TILE int task_count(const params &p) { return p.batches * p.rows.places * p.rows.heads; }
+TILE int task_count(const params &p) {
+  return is_taken(p.taken) ? 0 : p.batches * p.rows.places * p.rows.heads;
+}
 TILE task task_at(const params &p, int i) {
   int heads = p.rows.heads, chunk = i / heads, head = i - chunk * heads, row = chunk / p.rows.places;
   int place = chunk - row * p.rows.places;

@@ -58,6 +58,21 @@ TILE bool runs_over(const delta_rows &p, int step, int end) { return p.starts &&
 // Heads of a wave whose first is `first` of `all`: p.wave in kda.h and delta.h, or what is left.
 TILE int wave_width(int wave, int first, int all) { return all - first > wave ? wave : all - first; }
 
+// ---- what another kernel has done: `taken` of the parameters
+
+TILE bool is_taken(const int *taken) { return taken && taken[0] && !taken[1]; }
+// Whether it is this one (warpgroup, warp). Words, written as floats: 0 is 0.
+TILE void tell_taken(int *taken, bool takes) {
+  rv x;
+  map_rows(x, [=](int i) { return takes && i == 0 ? 1.f : 0.f; });
+  store((float *)taken, x, 2);
+}
+TILE void tell_taken_by_warp(int *taken, bool takes) {
+  wv<32> x;
+  map_index(x, [=](int i) { return takes && i == 0 ? 1.f : 0.f; });
+  store((float *)taken, 1, x, 2);
+}
+
 // ---- gates (warp)
 
 // To base 2. Below 2^-128 a decay is 0, as in float32; sums of a chunk's stay exact enough. NaN stays.

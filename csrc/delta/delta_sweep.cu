@@ -11,6 +11,7 @@
 // The kernel that makes them may run at the same time, on other multiprocessors: who reads of them waits for it then.
 // CUT: only what segments of a row begin with is written (delta.h). A turn is what becomes of the unit matrix where v
 // is 0: its columns stand where those of v would.
+// EARLY: gates forget (delta.h). Segments begin with 0 some chunks early, whose output is not written.
 // Steps past the end have g = beta = 0 and rows of zeros. Where the next packed row follows in memory, the scan warp
 // clears its steps before products read them, and the last chunk's o is stored from registers.
 // Where heads are few, two blocks share the work (PAIR): the first carries the state. The second makes o of what the
@@ -25,14 +26,17 @@
 #include "tile/l2.h"
 #include "tile/order.h"
 #include "tile/mail.h"
-#include "delta/delta_prepare.h"
+#include "tile/numbers.h"
+#include "delta/delta_early.h"
 
-// D: columns of the state. GROUPS, PREPS, CHANNELS, CUT, STAGES, READY, *_REGS
+// D: columns of the state. GROUPS, PREPS, CHANNELS, CUT, EARLY, STAGES, READY, *_REGS
+// WEIGHED: beta is in P, not in u. KEEPS: M and P go to memory too, as delta_prepare.cu makes them
 // AHEAD: registers are there for the state in 16 bits
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 // PAIR: a cluster of two blocks. The second has q and P in the places of k and M. One ring has all that a block reads
 // of a chunk
 enum { PAIR = CLUSTER_SIZE == 2, ALL = !PAIR && !CUT };   // ALL: q and P are beside k and M
+enum { KEEPS = EARLY == 2, WEIGHED = PREPS > 0 && !KEEPS };
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
 // TOLD: chunks may be prepared meanwhile
 enum { TOLD = CHANNELS && !CUT };
@@ -41,6 +45,7 @@ enum { LATE = PREPS == 0 && !CUT && !PAIR && (GROUPS == 1 || !CHANNELS) };
 // of its semaphore for the one after next
 enum { SCANS = PAIR ? STAGES : 1 };
 static_assert(!PAIR || (GROUPS == 1 && PREPS == 0 && READY == STAGES && !CHANNELS && !CUT), "what a pair can do");
+static_assert(!EARLY || (PREPS == 1 && !PAIR && !CHANNELS && !CUT), "what begins early");
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
 typedef st<elem, Q, D> wide;
 typedef st<elem, Q, 64> tile;
@@ -76,8 +81,8 @@ TILE void init(shared &s) {
   sem_init(s.last, arrivals(1 + (!CHANNELS && !PAIR), 0, 0));
 }
 
-// col: the block's first column of v, or of a turn
-struct task { row_task r; int segment, segments, col; bool turns; };
+// col: the block's first column of v, or of a turn. early: chunks of r in front of the segment
+struct task { row_task r; int segment, segments, col, early; bool turns; };
 TILE task block_task(const params &p) {
   enum { WIDTH = 64 * GROUPS };
   int segments = p.segments > 1 ? p.segments : 1, parts = (p.value_dim + WIDTH - 1) / WIDTH;
@@ -89,16 +94,13 @@ TILE task block_task(const params &p) {
     cuts--;
     parts = (D + WIDTH - 1) / WIDTH;
   }
-  int unit = i / parts, matrix = unit / cuts, row = matrix / p.rows.heads;
-  task b = {task_of(p.rows, row, matrix - row * p.rows.heads), unit - matrix * cuts + turns, segments,
-            (i - unit * parts) * WIDTH, turns};
-  if (segments > 1) {
-    row_task &t = b.r;
-    t.place += b.segment * (p.segment / Q);
-    t.first += b.segment * p.segment;
-    if (t.end > t.first + p.segment) t.end = t.first + p.segment;
-    t.chunks = (t.end - t.first + Q - 1) / Q;
-  }
+  int unit = i / parts, matrices = p.rows.rows * p.rows.heads;
+  int matrix = EARLY ? unit % matrices : unit / cuts, segment = EARLY ? unit / matrices : unit - matrix * cuts;
+  int row = matrix / p.rows.heads;
+  task b = {task_of(p.rows, row, matrix - row * p.rows.heads), segment + turns, segments,
+            (i - unit * parts) * WIDTH, 0, turns};
+  if (segments > 1) take_segment(b.r, b.segment, p.segment);
+  if (EARLY) b.early = begin_early(b.r, b.segment, few_early(p.early, p.earlies));
   return b;
 }
 
@@ -110,13 +112,14 @@ template<int W> TILE void wait_for_place(const params &p, const row_task &t, int
   int heads = wave_width(p.wave, wave * p.wave, p.rows.rows * p.rows.heads);
   grid_wait_part<W>(p.done + wave * p.rows.places + place, heads);
 }
-// Nothing is read or written before.
-template<int W> TILE void begin(const params &p) {
+TILE bool is_done(const params &p) { return PREPS == 0 && is_taken(p.taken); }
+// Nothing is read or written before, and where it says no, nothing behind it.
+template<int W> TILE bool begin(const params &p) {
+  if (!TOLD || !p.done) grid_wait();
+  if (is_done(p)) return false;            // the kernel that prepares meanwhile began behind those in front of it
   if (TOLD && p.done) wait_for_place<W>(p, block_task(p).r, 0);
-  else grid_wait();
+  return true;
 }
-// Another kernel has done all.
-TILE bool is_taken(const params &p) { return CHANNELS && p.taken && *p.taken > 0.f; }
 // What is prepared meanwhile is in the L2 when it is read, if what nobody wants again leaves it.
 template<class Tile>
 TILE void read_once(Tile &x, const params &p, const gmap &m, sem &full, int row, int col, const row_task &t) {
@@ -125,8 +128,7 @@ TILE void read_once(Tile &x, const params &p, const gmap &m, sem &full, int row,
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  begin<THREAD>(p);
-  if (is_taken(p)) return;
+  if (!begin<THREAD>(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {}, to = {};
@@ -191,8 +193,7 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
 
 // One of SCANS warps, each every SCANS-th chunk. Its next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int index) {
-  begin<WARP>(p);
-  if (is_taken(p)) return;
+  if (!begin<WARP>(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring<STAGES, ASYNC_READS> &made = PAIR ? s.k_ring : s.vec_ring;
@@ -231,7 +232,8 @@ TILE void scan(const params &p, shared &s, int index) {
 
 TILE void prepare(const params &p, shared &s, int index) {
   grid_wait();
-  int chunks = block_task(p).r.chunks;
+  task b = block_task(p);
+  int chunks = b.r.chunks;
   for (int chunk = index; chunk < chunks; chunk += PREPS) {
     ring_pos at = ring_at<STAGES>(chunk), to = ring_at<READY>(chunk);
     chunk_vectors &v = s.vec[at.stage];
@@ -241,15 +243,21 @@ TILE void prepare(const params &p, shared &s, int index) {
     ring_wait(s.vec_ring, at);
     mma_wait<0>(reads, writes);
     ring_release(s.k_ring, at);
-    make_pairs(reads, writes, v, true);   // the state's warpgroups leave beta out
+    make_pairs(reads, writes, v, WEIGHED);  // the state's warpgroups leave beta out then
     ring_release(s.vec_ring, at);
     ring_acquire(s.ready, to);
     store(s.p[to.stage], reads);
     invert(inverse, writes, s.scratch[index]);
     store_carried(s.m[to.stage], inverse);
     ring_fill(s.ready, to);
+    if (KEEPS) tma_store_wait_read();     // of the chunk before; their tiles are written two chunks later
     wg_sync();                            // everybody has read scratch
+    if (KEEPS && chunk >= b.early) {
+      tma_store(p.p, s.p[to.stage], (b.r.place + chunk) * Q, 0, b.r.head, b.r.batch);
+      tma_store(p.m, s.m[to.stage], (b.r.place + chunk) * Q, 0, b.r.head, b.r.batch);
+    }
   }
+  if (KEEPS) tma_store_wait_read();
 }
 
 // x = S^T k^T and y = S^T q^T, 64 columns of the state at a time.
@@ -321,7 +329,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     if (!CUT && chunk) {
       fence_async();                      // o is written, v was read
       sem_arrive<WARPGROUP>(s.v_ring.empty[in.stage ^ 1]);
-      send_o(p, s, b, chunk - 1, wg);
+      if (!EARLY || chunk > b.early) send_o(p, s, b, chunk - 1, wg);
     }
     ring_wait(s.vec_ring, at);
     mma_wait<0>(x, y, part);
@@ -365,10 +373,10 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
   } else {
-    if (!PREPS) map_col(x, v.beta, [](float f, float b) { return f * b; });
+    if (!WEIGHED) map_col(x, v.beta, [](float f, float b) { return f * b; });
     convert(factor, x);
     map_row(x, down, [](float f, float m) { return f * m; });
-    if (!CHANNELS) map_col(x, PREPS ? v.write : v.weight, [](float f, float w) { return f * w; });
+    if (!CHANNELS) map_col(x, WEIGHED ? v.write : v.weight, [](float f, float w) { return f * w; });
     convert(part, x);
     mma_fence();
     mma_AB<ZERO>(x, factor, s.p[from.stage]);   // u^T P^T
@@ -625,7 +633,7 @@ TILE void begin_state(rt<float, D> &state, const params &p, const task &b, int w
   else if (b.segment == 0 && p.initial) {
     ssd_order o = p.initial_order;
     load(state, p.initial + first_of(p, b, wg, b.r.row, o), o.row, o.col, cols, p.key_dim);
-  } else if (b.segment > 0 && !CUT)
+  } else if (b.segment > 0 && !CUT && !EARLY)
     load(state, cut_of(p, b, wg, b.segment - 1), p.key_dim, 1, cols, p.key_dim);
 }
 // The leading bits are (1 + 2^16) S - 2^16 S, of which only the sum is rounded.
@@ -648,6 +656,9 @@ TILE void put_turn(const params &p, shared &s, const task &b, rt<float, D> &stat
     map(part, state, [](float, float x) { return x; });
   }
 }
+TILE void put_between(const params &p, const task &b, const rt<float, D> &state, int cut, int wg) {
+  store_acc(early_state(p.cuts, p.cut_stride, p.rows, b.r, cut, b.col / 64 + wg, D), state);
+}
 TILE void end_state(const params &p, shared &s, const task &b, rt<float, D> &state, int wg) {
   int cols = p.value_dim - b.col - 64 * wg;
   if (b.turns) {
@@ -655,6 +666,7 @@ TILE void end_state(const params &p, shared &s, const task &b, rt<float, D> &sta
     return;
   }
   if (CUT) return store(cut_of(p, b, wg, b.segment), p.key_dim, 1, state, cols, p.key_dim);
+  if (EARLY && b.segment + 1 < b.segments) return put_between(p, b, state, b.segment, wg);
   if (!p.final || b.segment + 1 < b.segments) return;
   ssd_order o = p.final_order;
   store(p.final + first_of(p, b, wg, b.r.row, o), o.row, o.col, state, cols, p.key_dim);
@@ -676,8 +688,7 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  begin<WARPGROUP>(p);
-  if (is_taken(p)) return;
+  if (!begin<WARPGROUP>(p)) return;
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
   if (makes_o()) {
@@ -687,10 +698,13 @@ TILE void run_state(const params &p, shared &s, int wg) {
     return tma_store_wait_read();
   }
   rt<float, D> state;                     // S^T: 64 columns of v by K
+  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.takes, b.r.chunks > 0);
+  if (EARLY && b.r.chunks == 0) return;
   begin_state(state, p, b, wg);
   if (LATE && b.r.chunks) run_late(state, p, s, b, wg);
   if (PAIR && b.r.chunks) run_first(state, s, b);
   for (int chunk = 0; chunk < b.r.chunks && !LATE && !PAIR; chunk++) {
+    if (EARLY && b.early && chunk == b.early) put_between(p, b, state, b.segments - 2 + b.segment, wg);
     advance(state, p, s, b, at, in, READY == STAGES ? at : from, chunk, wg);
     ring_next(s.k_ring, at);
     ring_next(s.v_ring, in);

@@ -13,6 +13,13 @@ kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tenso
                      .gate = !a_log ? KDA_LOG : lower_bound == 0 ? KDA_SOFTPLUS : KDA_BOUNDED, .norm = l2norm};
 }
 
+delta_fades_params kda_fades_of(const mg_call *c, const kda_gates *acting) {
+  const kda_given *g = &acting->g;
+  return (delta_fades_params){.g = g->data, .batch = g->batch, .step = g->step, .head = g->head,
+                              .is_float = g->is_float, .a_log = acting->a_log, .dt_bias = acting->dt_bias,
+                              .lower_bound = acting->lower_bound, .heads = (int)c->n.HV, .columns = (int)c->n.K};
+}
+
 static bool copied(const mg_call *c, const mg_tensor *g) {
   return ((uintptr_t)g->data | (uint64_t)c->n.K * mg_dtype_size(g->dtype)) % 16 == 0;
 }
@@ -76,9 +83,8 @@ mg_status kda_run_prepare(mg_call *c, mg_op part, const mg_tensor *q, const mg_t
 // marks: room for a counter of tasks, and for those of chunks. The former is worth its zero where a multiprocessor has
 // some tasks.
 static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
-  if (!c->context.persistent || tasks < 16 * (int64_t)c->context.sms) return (kda_plan){NULL};
-  mg_set(c, marks, 0, sizeof(int), 1);
-  return (kda_plan){.next = marks};
+  if (!c->context.persistent || tasks < 16 * (int64_t)c->context.sms) return (kda_plan){0};
+  return (kda_plan){.next = marks, .zeros = 1};
 }
 // Whether chunks are prepared beside the pass, whose kernel has been chosen. It pays where they stay in the L2 until
 // the pass reads them, so the pass must not fall behind: a block of it keeps up with 1.5 multiprocessors that prepare,
@@ -91,17 +97,20 @@ static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
 // to move then. slow: the preparation makes factors in two parts, and has no warpgroup left that waits for memory.
 // whole: there is one kernel. Of packed rows the lengths are not known here: it is tried where it would be faster if
 // all were as long.
+// early: it is tried on segments that begin early where it would be faster if gates forget.
 static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, int form, bool slow, bool whole,
                         const mg_tensor *marks) {
-  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300 };
+  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300, early_both = 5500 };
   const int64_t made = slow ? 8500 : 4500, made_alone = slow ? 8700 : 6900;
   const int64_t heads = c->n.R * c->n.HV, parts = mg_ceil_div(c->n.V, c->desc->tile_n), sms = c->context.sms;
   const int64_t places = p->rows.places, chunks = c->n.B * c->n.HV * places, fit = mg_max(1, sms * 3 / 7);
   int *next = marks->data;
   if (whole && form == 1) return (kda_plan){.whole = true};
+  const delta_pieces early = delta_early_of(c, &p->rows, whole ? cuts : NULL, early_both, form == 4, 1);
   if (c->status || !c->context.persistent || p->rows.starts || form == 3) {
     kda_plan plan = apart(c, next, chunks);
-    if (whole && p->rows.starts && both < (KDA_MADE + KDA_PASSED) * mg_min(heads, sms)) plan.taken = (float *)next + 1;
+    if (form == 4) plan.early = early;
+    if (whole && p->rows.starts && both < (KDA_MADE + KDA_PASSED) * mg_min(heads, sms)) plan.taken = next + 1;
     return plan;
   }
   const int64_t waves = mg_max(1, (heads * parts + fit / 2) / fit), wave = mg_ceil_div(heads, waves);
@@ -110,24 +119,42 @@ static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor
   const int64_t beside = mg_max(chunks * made / mg_max(1, sms - ending), places * passed) + 8000;
   const int64_t behind = chunks * made_alone / sms + mg_max(pieces.time * passed_alone / 100, chunks * moved);
   const int64_t together = mg_ceil_div(heads, sms) * places * both + 8000;
-  if (whole && !slow && together < behind && (ending >= sms || together < beside)) return (kda_plan){.whole = true};
-  if (ending >= sms || beside > behind) return apart(c, next, chunks);
-  mg_set(c, next, 0, sizeof(int), 1 + mg_ceil_div(heads, wave) * places);
-  return (kda_plan){.next = next, .done = next + 1, .wave = (int)wave, .ending = (int)ending};
+  if (form != 4 && whole && !slow && together < behind && (ending >= sms || together < beside))
+    return (kda_plan){.whole = true};
+  const bool alone = ending >= sms || beside > behind;
+  kda_plan plan = alone ? apart(c, next, chunks)
+                        : (kda_plan){.next = next, .done = next + 1, .wave = (int)wave, .ending = (int)ending,
+                                     .zeros = (int)(1 + mg_ceil_div(heads, wave) * places)};
+  if (early.n && (form == 4 || (form == 0 && early.time < (alone ? behind : beside)))) plan.early = early;
+  return plan;
 }
 
+// In segments that begin early where s has some.
 static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_acting *acting,
-                           float *taken) {
+                           int *taken) {
+  const bool early = s->segments > 0;
   kda_whole_params p = {.m = s->m, .p = s->p, .v = s->v, .o = s->o, .initial = s->initial, .final = s->final,
                         .initial_order = s->initial_order, .final_order = s->final_order, .rows = s->rows,
                         .gates = acting->gates, .scale = s->scale, .key_dim = s->key_dim, .value_dim = s->value_dim,
                         .copied = copied(c, &acting->g), .keep = a->keep, .o_data = s->o_data, .o_step = s->o_step,
-                        .o_head = s->o_head, .taken = taken};
-  if (!mg_choose_other(c, MG_OP_kda_whole)) return c->status;
+                        .o_head = s->o_head, .taken = taken, .early = s->early, .cuts = s->cuts,
+                        .earlies = s->earlies, .segments = s->segments, .segment = s->segment,
+                        .cut_stride = s->cut_stride};
+  if (c->status || !mg_choose_other(c, early ? MG_OP_kda_early : MG_OP_kda_whole)) return c->status;
   mg_map_bthd(c, &p.q, a->q, 64, 64);
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   if (p.copied) mg_map_bthd(c, &p.g, &acting->g, 64, 64);
-  return mg_run_resident(c, &p, mg_tasks(c, c->n.R * c->n.HV, "heads"));
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.R * c->n.HV * (early ? s->segments : 1), "heads"));
+}
+
+// Returns what the kernels behind it are to look at.
+static const int *run_early(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_acting *acting,
+                              const kda_plan *plan) {
+  delta_fades_params f = kda_fades_of(c, &acting->gates);
+  delta_sweep_params early = *s;
+  delta_begin_early(c, &early, &f, &plan->early, a->early, a->cuts, 0);
+  run_whole(c, a, &early, acting, early.takes);
+  return delta_end_early(c, &early, plan->next, plan->zeros);
 }
 
 mg_status mg_kda(const mg_kda_args *a) {
@@ -180,8 +207,10 @@ mg_status mg_kda(const mg_kda_args *a) {
         run_whole(&c, a, &p, &acting, NULL);
         continue;
       }
-      if (plan.taken) run_whole(&c, a, &p, &acting, plan.taken);
       p.taken = plan.taken;
+      if (plan.taken) run_whole(&c, a, &p, &acting, plan.taken);
+      if (plan.early.n) p.taken = run_early(&c, a, &p, &acting, &plan);
+      else if (plan.zeros) mg_set(&c, plan.next, 0, sizeof(int), plan.zeros);
       p.done = plan.done;
       p.wave = plan.wave;
       kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, &acting, &p, &plan);

@@ -55,7 +55,7 @@ typedef struct kda_prepare_params {
   int *done;                  // as in delta.h, or NULL
   int wave;                   // heads of all batches that are worked on at a time, those of a batch side by side
   int ending;                 // the first so many blocks have no task
-  const float *taken;         // 1: kda_whole has passed over all rows; or NULL
+  const int *taken;           // as of delta_prepare_params
   int *next;                  // 0 at first: tasks are drawn from it, as some multiprocessors are faster; or NULL
 } kda_prepare_params;
 
@@ -80,5 +80,8 @@ typedef struct kda_whole_params {
   int keep;
   void *o_data;               // o again, for where packed rows end: strides in elements
   int64_t o_step, o_head;
-  float *taken;               // packed rows: becomes 1 where this kernel takes them, 0 where it leaves them to the two
+  int *taken;                 // packed rows, and EARLY: `taken` of the kernels behind, as this one knows it; or NULL
+  const float *early;         // EARLY: as of delta_sweep_params, as are those below
+  float *cuts;
+  int earlies, segments, segment, cut_stride;
 } kda_whole_params;

@@ -12,6 +12,7 @@ typedef struct problem {
   kda_gates gates;
   float scale;
   ssd_order given, kept;      // of the caller's states, and of those between segments
+  delta_pieces early;         // as in delta_bwd.c
 } problem;
 
 // The last has the rest.
@@ -47,8 +48,17 @@ static void map_matrices(const problem *x, int segment, gmap *m, gmap *p) {
   delta_map_matrices(x->c, p, has ? a->reads : a->own_reads, first);
 }
 
-// States in front of the segment's chunks, and errors. The state behind it goes to `final`.
-static mg_status run_forth(const problem *x, int segment, float *final) {
+static void begin_early(const problem *x, delta_sweep_params *p, const kda_gates *acting, bool back) {
+  delta_fades_params f = kda_fades_of(x->c, acting);
+  f.back = back;
+  delta_begin_early(x->c, p, &f, &x->early, x->a->early, x->a->cuts, back);
+}
+
+// States in front of the segment's chunks, and errors. The state behind it goes to `final`. early: by segments that
+// begin so, of which it tells; `down`, those of the pass back, are begun, too. taken: as in delta.h; what chunks want
+// is there then.
+static mg_status run_forth(const problem *x, int segment, float *final, delta_sweep_params *early,
+                           delta_sweep_params *down, const int *taken) {
   mg_call *c = x->c;
   const mg_kda_bwd_args *a = x->a;
   const int64_t state = c->n.R * c->n.HV * c->n.V * c->n.K;
@@ -58,23 +68,29 @@ static mg_status run_forth(const problem *x, int segment, float *final) {
     .initial = first ? mg_data(a->initial_state) : (float *)a->starts->data + (segment - 1) * state, .final = final,
     .initial_order = first ? x->given : x->kept, .final_order = x->kept, .rows = segment_of(x, segment),
     .gates = beta_of(x), .scale = x->scale, .o_data = a->errors->data, .o_step = a->errors->stride[1],
-    .o_head = a->errors->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V};
+    .o_head = a->errors->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V, .taken = taken};
   map_matrices(x, segment, &p.m, &p.p);
   mg_map_rows(c, &p.k, a->read_k, 64, 64);
   mg_map_rows(c, &p.q, a->read_q, 64, 64);
   mg_map_rows(c, &p.w, a->write_k, 64, 64);
   const bool kept = c->n.KEPT > 0;
-  kda_acting acting;
-  kda_run_decays(c, &acting, a->g, &x->gates, kept ? NULL : a->decays, a->betas, &p.rows);
-  kda_run_prepare(c, kept ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, &acting, &p, NULL);
-  if (c->status || !mg_choose_other(c, MG_OP_kda_keep)) return c->status;
+  if (!taken) {
+    kda_acting acting;
+    kda_run_decays(c, &acting, a->g, &x->gates, kept ? NULL : a->decays, a->betas, &p.rows);
+    kda_run_prepare(c, kept ? MG_OP_kda_tiles : MG_OP_kda_prepare, a->q, a->k, &acting, &p, NULL);
+    if (early) begin_early(x, &p, &acting.gates, false);
+    if (early) begin_early(x, down, &acting.gates, true);
+  }
+  if (c->status || !mg_choose_other(c, early ? MG_OP_kda_keep_early : MG_OP_kda_keep)) return c->status;
   mg_map_bthd(c, &p.v, a->v, 64, 64);
   mg_map_stack(c, &p.states, a->states, 64, 64);
   map_errors(x, &p.errors);
-  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c), "blocks"));
+  if (early) *early = p;
+  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c) * (early ? p.segments : 1), "blocks"));
 }
 
-static mg_status run_back(const problem *x, int segment, float *between) {
+static mg_status run_back(const problem *x, int segment, float *between, const delta_sweep_params *early,
+                          const int *taken) {
   mg_call *c = x->c;
   const mg_kda_bwd_args *a = x->a;
   const bool first = segment == 0, last = segment == c->n.LATER;
@@ -83,8 +99,9 @@ static mg_status run_back(const problem *x, int segment, float *between) {
     .final = first ? mg_data(a->dinitial_state) : between, .initial_order = last ? x->given : x->kept,
     .final_order = first ? x->given : x->kept, .rows = segment_of(x, segment), .gates = beta_of(x), .scale = x->scale,
     .dv_data = a->dv->data, .dv_step = a->dv->stride[1], .dv_head = a->dv->stride[2], .key_dim = (int)c->n.K,
-    .value_dim = (int)c->n.V};
-  if (c->status || !mg_choose_other(c, MG_OP_kda_back)) return c->status;
+    .value_dim = (int)c->n.V, .taken = taken};
+  if (early) delta_take_early(&p, early);
+  if (c->status || !mg_choose_other(c, early ? MG_OP_kda_back_early : MG_OP_kda_back)) return c->status;
   if (!is_empty(c)) {
     map_matrices(x, segment, &p.m, &p.p);
     mg_map_rows(c, &p.k, a->read_k, 64, 64);
@@ -94,7 +111,7 @@ static mg_status run_back(const problem *x, int segment, float *between) {
     mg_map_bthd(c, &p.dv, a->dv, 64, 64);
     mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   }
-  const int blocks = mg_tasks(c, sweep_blocks(c), "blocks");
+  const int blocks = mg_tasks(c, sweep_blocks(c) * (early ? early->segments : 1), "blocks");
   return is_empty(c) ? mg_run(c, &p, blocks) : mg_run_beside(c, &p, blocks);
 }
 
@@ -151,13 +168,17 @@ mg_status mg_kda_bwd(const mg_kda_bwd_args *a) {
   mg_call c;
   if (!mg_begin(&c, MG_OP_kda_bwd, a)) return c.status;
   if (a->cu_seqlens && (c.status = ssd_check_starts(c.op, a->cu_seqlens, c.n.T))) return c.status;
-  const problem x = {.c = &c, .a = a, .rows = delta_rows_of(&c, a->cu_seqlens),
+  problem x = {.c = &c, .a = a, .rows = delta_rows_of(&c, a->cu_seqlens),
                      .gates = kda_gates_of(a->g, a->beta, a->a_log, a->dt_bias, a->lower_bound, a->beta_form,
                                             a->l2norm),
                      .scale = delta_scale_of(&c, a->scale), .given = delta_order_of(&c, a->state_v_first),
                      .kept = {(int)c.n.K, 1, (int)(c.n.K * c.n.V)}};
+  enum { chunk = 2500, moved = 66 };     // nanoseconds, on an H200
   const int64_t state = c.n.R * c.n.HV * c.n.V * c.n.K;
   const int later = (int)c.n.LATER;
+  if (!later && a->q->dtype == MG_BF16 && c.n.K > 64 && c.n.V > 64 &&
+      (a->form == 0 || a->form == 4))
+    x.early = delta_early_back_of(&c, &x.rows, c.n.CUTS ? a->cuts : NULL, chunk, moved, a->form == 4);
   float *starts = a->starts->data, *between = later ? starts + later * state : NULL;
   // gradients of what is not there, as the operator asks for them
   if (a->da_log && !a->a_log) mg_set(&c, a->da_log->data, 0, 4, c.n.HV);
@@ -165,12 +186,20 @@ mg_status mg_kda_bwd(const mg_kda_bwd_args *a) {
   // Places where packed rows have no chunk have no shares.
   if (a->a_log && a->cu_seqlens) mg_set(&c, a->sums->data, 0, 4, c.n.B * c.n.TRIPLE * c.n.HV * c.n.K);
   if (is_empty(&c)) {
-    run_back(&x, 0, NULL);                       // the states' gradients, which nothing stands between
+    run_back(&x, 0, NULL, NULL, NULL);           // the states' gradients, which nothing stands between
   } else {
-    for (int i = 0; i < later; i++) run_forth(&x, i, starts + i * state);
+    const int *there = NULL, *back = NULL;
+    if (x.early.n) {
+      delta_sweep_params forth, down = {.rows = x.rows, .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
+      run_forth(&x, 0, NULL, &forth, &down, NULL);
+      run_back(&x, 0, NULL, &down, NULL);
+      there = delta_end_early(&c, &forth, NULL, 0);
+      back = delta_end_early(&c, &down, NULL, 0);
+    }
+    for (int i = 0; i < later; i++) run_forth(&x, i, starts + i * state, NULL, NULL, NULL);
     for (int i = later; i >= 0 && !c.status; i--) {
-      run_forth(&x, i, NULL);
-      run_back(&x, i, between);
+      run_forth(&x, i, NULL, NULL, NULL, there);
+      run_back(&x, i, between, NULL, back);
       run_grads(&x, i);
     }
   }

@@ -258,12 +258,10 @@ TILE void take_states(shared &s, grads &g, float scale, uint32_t i, int n, int p
   mma_wait<0>(x, y);
   each_part(c0, [=](int, int, float x, float y, float &dq, float &dk, float &dl, float q, float k, float l, float nq,
                     float nk) {
-    float e = fast_exp2(l);
-    x *= e * (scale * nq);
-    y *= e * -nk;
-    dl = fused(q, x, fused(k, y, dl));
-    dq += x;
-    dk += y;
+    float e = fast_exp2(l), of_q = e * (scale * nq), of_k = e * -nk;
+    dl = fused(q, x * of_q, fused(k, y * of_k, dl));
+    dq = fused(x, of_q, dq);                // with fused() a debug build has the same bits
+    dk = fused(y, of_k, dk);
   }, (const block16 &)x, (const block16 &)y, g.dq, g.dk, g.dl, (const block16 &)g.q, (const block16 &)g.k, l, s.norm_q,
      s.norm_k);
 }

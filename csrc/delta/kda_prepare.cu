@@ -109,7 +109,7 @@ TILE void loader(const params &p, shared &all, int team) {
   chunk &s = all.chunks[team];
   uint32_t n = 0;
   int blocks = block_count() - p.ending, block = block_index() - p.ending, teams = TEAMS * blocks;
-  int end = p.taken && *p.taken > 0.f ? 0 : task_count(p), first = block < 0 ? end : block + team * blocks;
+  int end = is_taken(p.taken) ? 0 : task_count(p), first = block < 0 ? end : block + team * blocks;
   ROLLED for (int i = first; i < end; i = p.next ? teams + atomic_next(p.next) : i + teams) {
     task t = task_at(p, i);
     if (t.at.steps <= 0) continue;

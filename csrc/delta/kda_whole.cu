@@ -3,6 +3,8 @@
 // are kda_prepare.cu's and delta_sweep.cu's, and so is the result, bit by bit.
 // Of packed rows the host does not know the lengths: here is seen whether they leave too many blocks without work, and
 // then two kernels behind this one do all.
+// EARLY: heads are few, and gates forget (delta.h). A block takes a segment of a head, which begins with 0 some chunks
+// early; the output of those is not written. Rows are dense.
 // A block takes a head. Two warpgroups, one for each panel of 64 channels, make a chunk's tiles, M and P; a third one
 // has the state, both halves of v's columns in turn, and is a chunk behind. The last of the two sums the next chunk's
 // gates while the first one inverts. Tiles stand where k and q came, and o leaves from where v did.
@@ -12,9 +14,11 @@
 //
 // Registers of a thread. Chunks: as kda_prepare.cu. State: two halves of 64; of one, x and y 32 each, an operand 16,
 // then u as two operands. The state's product is over before that of P is issued: both in flight would be too many.
+#include "tile/numbers.h"
+#include "delta/delta_early.h"
 #include "delta/kda_chunk.h"
 
-// D: columns of q and k. LOAD_REGS, COMPUTE_REGS, STATE_REGS
+// D: columns of q and k. EARLY, LOAD_REGS, COMPUTE_REGS, STATE_REGS
 static_assert(D == 128, "two panels");
 enum { AHEAD = 4 };             // what is made with the sums, while the state has the chunk before the last one
 typedef st<elem, Q, D> wide;
@@ -34,7 +38,7 @@ struct shared {
   sv<Q> squares[2][PANELS];         // of k's rows and of q's
   sv<D> ends[AHEAD];                // e^(l_e)
   sv<Q> beta[AHEAD];
-  sv<32> leaves;                    // not 0: nothing is done
+  sv<32> early;                     // chunks by which segments begin early; -1: nothing is done
   task_list todo;
   ring<2, ASYNC_READS> inputs;      // k and q
   ring<1> gates;                    // in place of the sums
@@ -42,7 +46,7 @@ struct shared {
   sem tiles[2], pairs[2];           // a chunk's are there: k, q, w, ends, beta; M and P
   sem inverted;                     // the state has read M
   sem done[2];                      // ... and all of a chunk
-  sem chosen;                       // `leaves` is there
+  sem chosen;                       // `early` is there
 };
 typedef kda_whole_params params;
 TILE handed &handed_by(shared &s, int h) { return in_place_of<handed>(s.areas[h]); }
@@ -72,12 +76,19 @@ TILE void load_gates(const params &p, shared &s, const task &t, ring_pos at) {
   ROLLED for (int h = 0; h < PANELS; h++)
     load_gates(s.sums[h].given, p.g, floats, s.gates.full[0], t, 64 * h, LEAVES);
 }
-// A block takes the units block_index(), + block_count(), ...: the heads of a row, one row after another. An empty row
-// has a chunk of no steps, which leaves the state as it is. A task's mark: twice its row, and 1 in its last chunk.
+// A block takes the units block_index(), + block_count(), ...: the heads of a row, one row after another; all of a
+// segment of theirs, one segment after another. An empty row has a chunk of no steps, which leaves the state as it is.
+// A task's mark: its row, and EARLY segment, and 1 in front of that; 1 in its last chunk, and in the last one in front.
 enum { NO_TASK = -1 };              // the place of the one behind the last
-TILE int unit_count(const params &p) { return p.rows.rows * p.rows.heads; }
+TILE int segments_of(const params &p) { return EARLY ? p.segments : 1; }
+TILE int unit_count(const params &p) { return p.rows.rows * p.rows.heads * segments_of(p); }
+TILE int mark_of(const params &p, int row, int segment, bool in_front, bool last) {
+  return EARLY ? 4 * (row * p.segments + segment) + 2 * in_front + last : 2 * row + last;
+}
 TILE bool is_last(const task &t) { return t.mark & 1; }
-TILE int row_of(const task &t) { return t.mark >> 1; }
+TILE bool is_in_front(const task &t) { return EARLY && t.mark & 2; }
+TILE int row_of(const params &p, const task &t) { return EARLY ? (t.mark >> 2) / p.segments : t.mark >> 1; }
+TILE int segment_of(const params &p, const task &t) { return EARLY ? (t.mark >> 2) % p.segments : 0; }
 // This kernel would be slower than two.
 TILE bool leaves(const params &p) {
   float longest = 0.f, all = 0.f;
@@ -96,26 +107,30 @@ TILE bool leaves(const params &p) {
   return one > two;
 }
 TILE void choose(const params &p, shared &s, int) {
-  bool leave = p.rows.starts && p.taken && leaves(p);
+  grid_wait();
+  int early = EARLY ? most_early(p.early, p.earlies) : 0;
+  bool leave = EARLY ? early == 0 : p.rows.starts && p.taken && leaves(p);
   wv<32> x;
-  fill(x, leave ? 1.f : 0.f);
-  store(s.leaves, x);
+  fill(x, leave ? -1.f : (float)early);
+  store(s.early, x);
   sem_arrive<WARP>(s.chosen);
-  if (!p.taken || block_index() > 0) return;
-  fill(x, leave ? 0.f : 1.f);
-  store(p.taken, 1, x, 1);
+  if (p.taken && block_index() == 0) tell_taken_by_warp(p.taken, !leave);
 }
 TILE void loader(const params &p, shared &s, int) {
   uint32_t n = 0;
+  grid_wait();
   sem_wait(s.chosen, 0);
-  int units = get(s.leaves, 0) > 0.f ? 0 : unit_count(p);
+  int early = (int)get(s.early, 0), units = early < 0 ? 0 : unit_count(p);
   ROLLED for (int i = block_index(); i < units; i += block_count()) {
-    int row = i / p.rows.heads;
-    row_task r = task_of(p.rows, row, i - row * p.rows.heads);
+    int matrices = p.rows.rows * p.rows.heads, segment = i / matrices, matrix = i - segment * matrices;
+    int row = matrix / p.rows.heads;
+    row_task r = task_of(p.rows, row, matrix - row * p.rows.heads);
+    if (EARLY) take_segment(r, segment, p.segment);
     int chunks = r.chunks > 0 ? r.chunks : 1, head = r.head, key_head = r.key_head, batch = r.batch;
-    ROLLED for (int chunk = 0; chunk < chunks; chunk++, n++) {
+    ROLLED for (int chunk = segment > 0 ? -early : 0; chunk < chunks; chunk++, n++) {
       int step = r.first + chunk * Q;
-      task t = {r.place + chunk, 2 * row + (chunk + 1 == chunks), {batch, head, step, r.end - step}};
+      bool in_front = EARLY && chunk < 0, last = chunk + 1 == chunks || (EARLY && chunk == -1);
+      task t = {r.place + chunk, mark_of(p, row, segment, in_front, last), {batch, head, step, r.end - step}};
       ring_pos at = ring_at<2>(n);
       give_task(s.todo, n, t);
       load_gates(p, s, t, ring_at<1>(n));
@@ -130,6 +145,7 @@ TILE void loader(const params &p, shared &s, int) {
   give_task(s.todo, n, {NO_TASK, 0, {0, 0, 0, 0}});
 }
 TILE void value_loader(const params &p, shared &s, int) {
+  grid_wait();
   for (uint32_t n = 0;; n++) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
@@ -257,6 +273,7 @@ TILE void sum_gates(const params &p, shared &s, const task &t, uint32_t n) {
 }
 
 TILE void prepare(const params &p, shared &s, int h) {
+  grid_wait();
   for (uint32_t n = 0;; n++) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
@@ -293,7 +310,7 @@ TILE void prepare(const params &p, shared &s, int h) {
     if (reach == BEYOND) put_steep_tiles(p, s, n, h);
     fence_async();
     sem_arrive<WARPGROUP>(s.pairs[i]);
-    if (p.keep) keep_pairs(p, s, n, h);
+    if (p.keep && !is_in_front(t)) keep_pairs(p, s, n, h);
   }
   tma_store_wait_read();
 }
@@ -386,21 +403,36 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   wg_sync();
   if (leaves) tma_store(p.o, s.v[g], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
 }
+// EARLY: half g of a state between segments. What a segment began with stands behind the states at the ends of all.
+// It is written there, to be compared (delta_meets.cu), and goes on from there.
+TILE float *state_between(const params &p, const task &t, int cut, int g) {
+  row_task r = {};
+  r.row = row_of(p, t);
+  r.head = t.at.head;
+  return early_state(p.cuts, p.cut_stride, p.rows, r, cut, g, D);
+}
 TILE int64_t first_of(const params &p, const task &t, int g, ssd_order o) {
-  return ((int64_t)row_of(t) * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
+  return ((int64_t)row_of(p, t) * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
 }
 TILE void begin_state(rt<float, D> &state, const params &p, const task &t, int g) {
+  const int segment = segment_of(p, t);
   ssd_order o = p.initial_order;
   fill(state, 0.f);
+  if (is_in_front(t)) return;
+  if (EARLY && segment > 0) return load_acc(state, state_between(p, t, p.segments - 2 + segment, g));
   if (p.initial) load(state, p.initial + first_of(p, t, g, o), o.row, o.col, p.value_dim - 64 * g, p.key_dim);
 }
 TILE void end_state(const rt<float, D> &state, const params &p, const task &t, int g) {
+  const int segment = segment_of(p, t);
   ssd_order o = p.final_order;
+  if (EARLY && (is_in_front(t) || segment + 1 < p.segments))
+    return store_acc(state_between(p, t, segment + (is_in_front(t) ? p.segments - 2 : 0), g), state);
   if (p.final) store(p.final + first_of(p, t, g, o), o.row, o.col, state, p.value_dim - 64 * g, p.key_dim);
 }
 TILE void run_state(const params &p, shared &s, int) {
   rt<float, D> first, second;               // S^T: 64 columns of v each by K
   uint32_t n = 0;
+  grid_wait();
   while (true) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
@@ -411,10 +443,11 @@ TILE void run_state(const params &p, shared &s, int) {
       wait_for_task(s.todo, n);
       t = given_task(s.todo, n);
       sem_wait(s.tiles[n % 2], n / 2 & 1);
-      const bool over = runs_over(p.rows, t.at.step, t.at.step + t.at.steps);
+      const bool over = !EARLY && runs_over(p.rows, t.at.step, t.at.step + t.at.steps);
+      const bool leaves = !over && !is_in_front(t);
       if (over) clear_values(s, n);
-      advance(first, p, s, t, n, 0, !over);
-      advance(second, p, s, t, n, 1, !over);
+      advance(first, p, s, t, n, 0, leaves);
+      advance(second, p, s, t, n, 1, leaves);
       sem_arrive<WARPGROUP>(s.done[n % 2]);
       if (over) put_last_rows(p, s, n);
       tma_store_wait_read();                // o
@@ -423,11 +456,11 @@ TILE void run_state(const params &p, shared &s, int) {
     }
     end_state(first, p, t, 0);
     end_state(second, p, t, 1);
-    if (p.rows.starts && row_of(t) + 1 == p.rows.rows) clear_rest(p, s, n - 1);
+    if (!EARLY && p.rows.starts && row_of(p, t) + 1 == p.rows.rows) clear_rest(p, s, n - 1);
   }
 }
 
 typedef block<params, shared, init, role<prepare, WARPGROUP, PANELS, COMPUTE_REGS>,
               role<run_state, WARPGROUP, 1, STATE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<value_loader, THREAD, 1, LOAD_REGS>, role<choose, WARP, 1, LOAD_REGS>> kernel;
+              role<value_loader, THREAD, 1, LOAD_REGS>, role<choose, WARP, 1, LOAD_REGS>, DEPENDENT> kernel;
 ENTRY(kernel, Q, D)

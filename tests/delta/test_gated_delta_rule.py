@@ -11,7 +11,7 @@ from delta_cases import AROUND, DTYPES, REFLECTED, SHAPES, random_tests, skip
 from delta_forms import HARD, by_chunks, exactly, gates, hard, normalised, remainder_rounding, rounding, strength
 from margay._shared import of_row
 
-FORMS = ("one kernel", "prepared", "cut")     # the last: the second where rows are short
+FORMS = ("one kernel", "prepared", "cut", "early")    # the last two: the second where rows are short
 STEPS = (1, 15, 16, 17, 63, 64, 65, 300)
 
 

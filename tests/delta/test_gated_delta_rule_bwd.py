@@ -211,7 +211,7 @@ def arguments(given, starts=None, **numbers):
     """Of the operators, without what is kept: tensors, numbers."""
     q, k, v, g, beta, state, a_log, dt_bias = (None if t is None else t.detach() for t in (*given, None, None)[:8])
     starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=q.device)
-    numbers = dict(scale=0.0, beta_form=0, l2norm=False, state_v_first=False, form=0) | numbers
+    numbers = dict(scale=0.0, beta_form=0, l2norm=False, state_v_first=False, form=0, keep=True) | numbers
     tensors = q, k, v, None if g is None else g.float(), beta.float(), a_log, dt_bias, state, starts
     return tensors, tuple(numbers.values())
 

@@ -477,6 +477,15 @@ KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, (
 
 
 def kda(row, large):
+    if row["op"] in KDA_EARLY:
+        back = row["op"] != "kda_early"
+        for label, given in (("states", ("initial_state", "final_state")), ("raw", ("a_log", "dt_bias", "keep")),
+                             ("slow", ("slow",))):
+            yield label, lambda given=given: call_kda("kda_bwd" if back else "kda", row["dtype"], 120, 104, 1,
+                                                      2100 if back else 1100, ("form4", *given))
+        if large:
+            yield "large", lambda: call_kda("kda_bwd" if back else "kda", row["dtype"], 128, 128, 8, 8200, ("form4",))
+        return
     cut = row["op"] in KDA_CUT
     name = "kda" if cut or row["op"] in ("kda", "kda_prepare", "kda_decays") else "kda_bwd"
     columns = constants(row)
@@ -511,7 +520,8 @@ def call_kda(name, dtype, k, v, heads, steps, given):
                                                HH=heads if "a_log" in given else -1,
                                                STARTS=len(starts) if "cu_seqlens" in given else -1)
     known |= dict(scale=0.0, lower_bound=0.0, beta_form=len(given) % 3, l2norm="a_log" in given, state_v_first=False,
-                  form=3 if "form" in given else 1 if "whole" in given else 2 * (name == "kda"), keep="keep" in given)
+                  form=4 if "form4" in given else 3 if "form" in given else 1 if "whole" in given else
+                  2 * (name == "kda"), keep="keep" in given)
     known |= {f["name"]: f["name"] in given or f["role"] not in ("opt", "optout") for f in op.arguments
               if f["role"] != "num"}
     op.derive(known)
@@ -527,7 +537,8 @@ def call_kda(name, dtype, k, v, heads, steps, given):
         # in both panels of 64 channels, in none, or in one; a team has several of these in turn
         strong = (step % 64 < 8) & (step // 128 % np.where(channel < 64, 2, 3) == 0)
     # far: a group's steps are too far from those around it for one middle, and not so from its own
-    values = dict(g=np.where(strong, -10.5 if "far" in given else -20.0, -0.1)[None], a_log=-1.0,
+    weak = -0.01 if "slow" in given else -0.1
+    values = dict(g=np.where(strong & (weak < -0.05), -10.5 if "far" in given else -20.0, weak)[None], a_log=-1.0,
                   beta=-4.6 if known["beta_form"] else 0.01, cu_seqlens=starts)    # beta |k|^2 < 2: no state runs off
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
@@ -541,6 +552,8 @@ def call_kda(name, dtype, k, v, heads, steps, given):
 DELTA = (("states", 330, 1, 2, ("g", "initial_state", "final_state")), ("none", 70, 1, 1, ()),
          ("packed", 410, 1, 1, ("g", "a_log", "dt_bias", "cu_seqlens", "l2norm", "beta_form", "final_state")))
 DELTA_CUT = ("delta_segments", "delta_cuts", "delta_join")
+DELTA_EARLY = ("delta_fades", "delta_early", "delta_meets", "delta_keep_early", "delta_back_early")
+KDA_EARLY = ("kda_early", "kda_keep_early", "kda_back_early")
 DELTA_BWD = ("gated_delta_rule_bwd", "delta_keep", "delta_back")
 
 
@@ -548,6 +561,9 @@ def gated_delta_rule(row, large):
     """Of few columns: the checker's time is that of tiles. Chunks are prepared before the pass where the row wants it,
     and rows are cut."""
     n = 8 if "_k64" in row["name"] else 72
+    if row["op"] in DELTA_EARLY:
+        yield from early(row, large, n)
+        return
     form = 3 if row["op"] in DELTA_CUT else 2 if "prepare" in row["name"] else 1
     op = "gated_delta_rule_bwd" if row["op"] in DELTA_BWD else "gated_delta_rule"
     given = ("g", "l2norm")
@@ -569,23 +585,44 @@ def gated_delta_rule(row, large):
             yield label, lambda x=problem, v=v: call_gated_delta_rule(op, row["dtype"], *x, n, v, form)
 
 
-def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form):
+def early(row, large, k):
+    """Segments that begin early: where gates forget; where one is as slow as none may be; where what came of it is not
+    right. Those who guess and judge are kimi delta attention's, too."""
+    back = row["op"] in ("delta_keep_early", "delta_back_early")
+    shared = row["op"] in ("delta_fades", "delta_meets")
+    name, steps = "gated_delta_rule" + "_bwd" * back, 2100 if back else 1100
+    keep = row["name"].endswith("_kept")
+    once = np.arange(steps)[:, None, None] < 200
+    for label, t, heads, given, values in (
+            *[("large", 8200, (4, 8), ("g", "l2norm"), {})] * large,
+            ("states", steps, (1, 2), ("g", "initial_state", "final_state"), {}),
+            ("slow", steps, (1, 1), ("g",), dict(g=-0.01)), ("raw", steps, (1, 1), ("g", "a_log", "dt_bias"), {}),
+            *[("apart", steps, (1, 1), ("g",), dict(v=np.where(once, 1e20, 1.0)[None]))] * (not back)):
+        yield label, lambda t=t, heads=heads, given=given, values=values: call_gated_delta_rule(
+            name, row["dtype"], t, *heads, given, k, 72, 4, keep, values)
+    for label, given in (("channels", ("form4",)), ("raw channels", ("form4", "a_log", "dt_bias"))) if shared else ():
+        yield label, lambda given=given: call_kda("kda", row["dtype"], 120, 104, 1, 1100, given)
+
+
+def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form, keep=False, others={}):
     starts = (0, steps // 4, steps // 4, steps // 4 + 64, steps - 5)
     given += tuple("d" + t for t in (*given, "beta"))
     sizes = dict(B=1, T=steps, H=heads, HV=v_heads, K=k, V=v, STARTS=len(starts) if "cu_seqlens" in given else -1)
     sizes |= dict(HH=v_heads if "a_log" in given else -1, NORMS=-1, KEPT=-1)
-    sizes |= dict(form=form, state_v_first=0, l2norm=int("l2norm" in given), S1=-1, S2=-1)
+    sizes |= dict(form=form, state_v_first=0, l2norm=int("l2norm" in given), S1=-1, S2=-1, keep=int(keep))
     op = _op.Row(name)
     for size, _, code in op.lets:
         sizes[size] = int(eval(code, {}, sizes))
     sizes |= dict(ROWS=sizes["R"], S1=k, S2=v)
-    values, kinds = dict(g=-0.1, beta=0.5, k=0.1, cu_seqlens=starts), dict(half=dtype, float32="float32", int32="int32")
+    values = dict(g=-0.1, beta=0.5, k=0.1, cu_seqlens=starts) | others
+    kinds = dict(half=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(sizes[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
                               values=values.get(f["name"]))
                for f in op.arguments
                if f["role"] != "num" and (f["name"] in given or f["role"] not in ("opt", "optout"))}
     absent = {f["name"]: None for f in op.arguments if f["role"] in ("opt", "optout")}
-    getattr(_C, name)(**absent | tensors, l2norm="l2norm" in given, form=form, beta_form=2 * ("beta_form" in given))
+    getattr(_C, name)(**absent | tensors, l2norm="l2norm" in given, form=form, beta_form=2 * ("beta_form" in given),
+                      **dict(keep=keep) if name == "gated_delta_rule" else {})
     return [tensors[f["name"]] for f in op.results if f["name"] in tensors]
 
 
@@ -997,9 +1034,9 @@ OPS = {"attention_fwd": lambda row, large: attention(row, False, large),
        "linear_attention_back": linear_attention_sweep, "linear_attention_forth_dots": linear_attention_sweep,
        "linear_attention_back_dots": linear_attention_sweep, "linear_attention_cuts": linear_attention_sweep,
        **dict.fromkeys(("kda", "kda_decays", "kda_prepare", "kda_whole", "kda_segments", "kda_cuts", "kda_bwd",
-                        "kda_keep", "kda_back", "kda_tiles"), kda),
+                        "kda_keep", "kda_back", "kda_tiles", *KDA_EARLY), kda),
        "gated_delta_rule": gated_delta_rule, "delta_prepare": gated_delta_rule, "delta_norms": gated_delta_rule,
-       **dict.fromkeys(DELTA_CUT, gated_delta_rule),
+       **dict.fromkeys((*DELTA_CUT, *DELTA_EARLY), gated_delta_rule),
        "gated_delta_rule_bwd": gated_delta_rule, "delta_keep": gated_delta_rule, "delta_back": gated_delta_rule,
        "ssd_step": step_of_generation, "ssd_step_ones": step_of_generation,
        "linear_attention_step": step_of_generation, "linear_attention_step_ones": step_of_generation,

@@ -39,8 +39,9 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, scale=None, initial_state=No
                         ("initial_state", initial_state)))
     cu_seqlens = cu_seqlens if cu_seqlens is None else as_int32(op, "cu_seqlens", cu_seqlens)
     run = functions.get(op) or of_row(op)
+    keep = library.wants_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
     out, state = run(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, checked_scale(op, scale),
-                     form, bool(use_qk_l2norm), bool(state_v_first), 0,
+                     form, bool(use_qk_l2norm), bool(state_v_first), 0, keep,
                      (bool(output_final_state),))
     return (out, state) if output_final_state else out
 

@@ -1,0 +1,49 @@
+// Segments that begin early (delta.h): how early, for the kernels that pass over them.
+#pragma once
+#include "delta/delta_prepare.h"
+
+// Warp. The largest of n numbers of chunks that delta_fades.cu has found; 0 where one of them is 0.
+TILE int most_early(const float *early, int n) {
+  enum { AT_ONCE = 128 };
+  float least = early[0], most = least;
+  ROLLED for (int first = 0; first < n; first += AT_ONCE) {
+    wv<AT_ONCE> x;
+    map_index(x, [=](int i) { return early[first + i < n ? first + i : 0]; });
+    most = fmaxf(most, max_of(x));
+    map(x, x, x, [](float x, float) { return -x; });
+    least = fminf(least, -max_of(x));
+  }
+  return least > 0.f ? (int)most : 0;
+}
+// The same. Any width, for few numbers
+TILE int few_early(const float *early, int n) {
+  enum { AT_ONCE = 8 };
+  float least = early[0], most = least;
+  ROLLED for (int first = 0; first < n; first += AT_ONCE)
+    UNROLLED for (int k = 0; k < AT_ONCE; k++) {
+      float x = early[first + k < n ? first + k : 0];
+      least = fminf(least, x);
+      most = fmaxf(most, x);
+    }
+  return least > 0.f ? (int)most : 0;
+}
+// t becomes one of its segments, of `steps` steps.
+TILE void take_segment(row_task &t, int segment, int steps) {
+  t.place += segment * (steps / Q);
+  t.first += segment * steps;
+  if (t.end > t.first + steps) t.end = t.first + steps;
+  t.chunks = (t.end - t.first + Q - 1) / Q;
+}
+// A segment begins `early` chunks in front of its own, if it is not the first of its row: how many. 0: none begins.
+TILE int begin_early(row_task &t, int segment, int early) {
+  int in_front = segment > 0 ? early : 0;
+  t.place -= in_front;
+  t.first -= in_front * Q;
+  t.chunks = early ? t.chunks + in_front : 0;
+  return in_front;
+}
+// EARLY: 64 values of a state between segments, `keys` columns, in scratch (delta_meets_params). half: of values
+TILE float *early_state(float *cuts, int cut_stride, const delta_rows &p, const row_task &t, int cut, int half,
+                        int keys) {
+  return cuts + (((int64_t)t.row * cut_stride + cut) * p.heads + t.head) * (128 * keys) + half * 64 * keys;
+}

@@ -1,0 +1,100 @@
+// How many chunks in front of a segment of a row, or behind one of a pass that goes back, make what was beyond them
+// fade: the least number over which the decays of each column multiply to 2^-FADED or less; 0 where p.most chunks do
+// not, or where the first two have not their share of that. It is a guess, as keys take what a slow column holds to
+// others and back: what comes of it is proved by delta_meets.cu. A block has the chunks at one end of a segment of one
+// matrix of decays [steps, columns]: columns are the channels of a head, or all heads.
+// Roles: WARPS warps, of each chunk's 64 steps STEPS each. Registers of a thread: 4 columns of HALF the steps of two
+// chunks.
+#include "tile/numbers.h"
+#include "delta/delta_prepare.h"
+
+enum { COLUMNS = 128, WARPS = 4, STEPS = Q / WARPS, AT_ONCE = 2, HALF = STEPS / 2, FADED = 16 };
+typedef wv<COLUMNS> columns;
+struct shared {
+  sv<COLUMNS> parts[2][AT_ONCE][WARPS];     // of two chunks, in turn
+  sem there[2];
+};
+typedef delta_fades_params params;
+TILE void init(shared &s) {
+  for (int i = 0; i < 2; i++) sem_init(s.there[i], arrivals(0, WARPS, 0));
+}
+
+// The rate of each column, and what is added to what was given.
+struct gate { columns rate, bias; };
+TILE void load_gate(gate &d, const params &p, int head) {
+  fill(d.rate, 0.f);
+  fill(d.bias, 0.f);
+  if (!p.a_log) return;
+  if (p.columns_are_heads) load(d.rate, p.a_log, 1, p.columns, 0.f);
+  else fill(d.rate, p.a_log[head]);
+  map(d.rate, d.rate, d.rate, [](float a, float) { return fast_exp2(a * 1.4426950408889634f); });
+  if (p.dt_bias) load(d.bias, p.dt_bias + head * p.columns, 1, p.columns, 0.f);
+}
+// Where there is no column, it fades at once.
+template<typename T> TILE void load_steps(columns (&steps)[HALF], const params &p, const T *g) {
+  const int n = p.columns;
+  const float none = p.a_log ? 128.f : -128.f;
+  CONSTANT_INDEX for (int k = 0; k < HALF; k++) {
+    const T *step = g + k * p.step;
+    map_index(steps[k], [=](int i) { return i < n ? number(step[i]) : none; });
+  }
+}
+TILE void add_steps(columns &sum, columns (&steps)[HALF], const gate &by, const params &p) {
+  const float bound = p.lower_bound;
+  CONSTANT_INDEX for (columns &x : steps) {
+    if (p.a_log) {
+      map(x, x, by.bias, [](float x, float bias) { return x + bias; });
+      if (bound == 0.f) map(x, x, by.rate, [](float x, float rate) { return -rate * softplus(x); });
+      else map(x, x, by.rate, [=](float x, float rate) { return bound * sigmoid(rate * x); });
+    }
+    map(sum, sum, x, [](float sum, float x) { return sum + log_decay(x); });
+  }
+}
+// This warp's steps of the two chunks in front of g, or behind. The nearer one comes first.
+template<typename T>
+TILE void put_parts(shared &s, int i, const gate &by, const params &p, const T *g, int warp) {
+  const int chunk = p.back ? Q : -Q, near = p.back ? 0 : -Q;
+  columns sums[AT_ONCE];
+  CONSTANT_INDEX for (columns &sum : sums) fill(sum, 0.f);
+  ROLLED for (int first = warp * STEPS; first < (warp + 1) * STEPS; first += HALF) {
+    columns x[AT_ONCE][HALF];
+    CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) load_steps(x[k], p, g + (first + near + k * chunk) * p.step);
+    CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) add_steps(sums[k], x[k], by, p);
+  }
+  CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) store(s.parts[i][k][warp], sums[k]);
+}
+
+TILE void fades(const params &p, shared &s, int warp) {
+  grid_wait();
+  const int ends = p.segments - 1, matrix = block_index() / ends, batch = matrix / p.heads;
+  const int end = p.from + (block_index() - matrix * ends + 1) * p.segment;
+  const int64_t first = batch * p.batch + (matrix - batch * p.heads) * p.head;
+  columns all, some;
+  gate by;
+  load_gate(by, p, matrix - batch * p.heads);
+  fill(all, 0.f);
+  int faded = 0;
+  bool slow = false;
+  for (int chunks = 0; !faded && !slow && chunks + AT_ONCE <= p.most; chunks += AT_ONCE) {
+    const int i = chunks / AT_ONCE % 2;
+    const int64_t at = first + (end + (p.back ? chunks : -chunks) * Q) * p.step;
+    if (p.is_float) put_parts(s, i, by, p, (const float *)p.g + at, warp);
+    else put_parts(s, i, by, p, (const elem *)p.g + at, warp);
+    sem_arrive<WARP>(s.there[i]);
+    sem_wait(s.there[i], chunks / AT_ONCE / 2 & 1);
+    CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) {
+      CONSTANT_INDEX for (const sv<COLUMNS> &part : s.parts[i][k]) {
+        load(some, part);
+        map(all, all, some, [](float x, float y) { return x + y; });
+      }
+      if (!faded && max_of(all) <= -(float)FADED) faded = chunks + k + 1;
+    }
+    slow = max_of(all) > -(float)FADED * (float)AT_ONCE / (float)p.most;
+  }
+  if (warp > 0) return;
+  fill(all, (float)faded);
+  store(p.early + block_index(), 1, all, 1);
+}
+
+typedef block<params, shared, init, role<fades, WARP, WARPS, 0>, DEPENDENT> kernel;
+ENTRY(kernel, Q, COLUMNS)
