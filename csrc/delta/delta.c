@@ -146,6 +146,7 @@ mg_status delta_begin_early(mg_call *c, delta_sweep_params *p, delta_fades_param
   p->segment = f->segment = (int)cut->chunks * 64;
   p->takes = (int *)early->data + pass * numbers;
   p->early = f->early = (float *)p->takes + 2;
+  f->wrong = p->takes + 1;
   p->earlies = (int)numbers - 2;
   f->from = p->rows.from;
   f->most = (int)mg_min(most, f->back ? whole_of_last : cut->chunks);
@@ -162,15 +163,23 @@ const int *delta_end_early(mg_call *c, const delta_sweep_params *p, int *marks, 
   return p->takes;
 }
 
+// Nanoseconds, on an H200, of whole rows, whose kernel has been chosen. made: of ten chunks, all prepared at once;
+// passed: of ten hundredths of a chunk of the pass; narrow, wide: of a chunk of 64 columns of v, of 128, in one kernel.
+static int64_t time_of_rows(mg_call *c, const delta_rows *rows, const mg_tensor *cuts) {
+  enum { made = 105, passed = 125, narrow = 2300, wide = 3300 };
+  const int64_t heads = c->n.R * c->n.HV, tile = c->desc->tile_n;
+  if (c->n.FORM) return heads * rows->places * made / 10 + delta_pieces_of(c, rows, cuts, false).time * passed / 10;
+  return mg_ceil_div(heads * mg_ceil_div(c->n.V, tile), c->context.sms) * rows->places * (tile > 64 ? wide : narrow);
+}
+
 // The pass over segments that begin early, where that pays: then the kernels behind it may find all done.
 static mg_status run_early(mg_call *c, delta_sweep_params *p, const mg_gated_delta_rule_args *a) {
-  enum { chunk = 3300, made = 105, passed = 125 };    // nanoseconds, on an H200; of ten chunks that all prepare
+  enum { chunk = 3300 };
   const mg_tensor *cuts = c->n.CUTS ? a->cuts : NULL;
   const bool able = a->g && c->n.V > 64 && c->n.HV <= 128 && a->q->dtype == MG_BF16;
   const delta_pieces cut = delta_early_of(c, &p->rows, able ? cuts : NULL, chunk, a->form == 4, 1);
-  const int64_t chunks = c->n.B * c->n.HV * p->rows.places;
-  const int64_t other = chunks * made / 10 + delta_pieces_of(c, &p->rows, cuts, false).time * passed / 10;
-  if (c->status || !cut.n || (a->form != 4 && (a->form || cut.time > other))) return c->status;
+  if (c->status || !cut.n || (a->form && a->form != 4)) return c->status;
+  if (!a->form && cut.time > time_of_rows(c, &p->rows, cuts)) return c->status;
   delta_fades_params f = delta_fades_of(c, &p->gates);
   delta_sweep_params early = *p;
   delta_begin_early(c, &early, &f, &cut, a->early, cuts, 0);
@@ -206,10 +215,8 @@ mg_status mg_gated_delta_rule(const mg_gated_delta_rule_args *a) {
     mg_map_bthd(&c, &p.k, a->k, 64, 64);
     mg_map_bthd(&c, &p.v, a->v, 64, 64);
     mg_map_bthd(&c, &p.o, a->out, 64, 64);
-    if (c.n.FORM) {
-      run_early(&c, &p, a);
-      delta_run_prepare(&c, a->q, a->k, inverses, reads, &p.rows, &p.gates, p.scale, p.taken);
-    }
+    run_early(&c, &p, a);
+    if (c.n.FORM) delta_run_prepare(&c, a->q, a->k, inverses, reads, &p.rows, &p.gates, p.scale, p.taken);
   }
   mg_use(&c, sweep);
   if (c.status) return c.status;

@@ -46,8 +46,8 @@ typedef struct delta_prepare_params {
   delta_gates gates;
   float scale;
   int batches;
-  const int *taken;           // two words. Not 0, and 0: another kernel has passed over all rows, and made m and p; or
-                              // NULL
+  const int *taken;           // two words. Not 0, then 0: another kernel has passed over all rows, made m and p, and
+                              // was not found wrong. Or NULL
 } delta_prepare_params;
 
 // delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. CUT makes what they
@@ -80,7 +80,7 @@ typedef struct delta_sweep_params {
   int segments, segment, cut_stride;      // of a row, 0: one; steps of one, whole chunks
   const float *early;         // EARLY: of delta_fades.cu, `earlies` numbers
   int earlies;
-  int *takes;                 // EARLY: `taken` of the kernels behind, as this one knows it
+  int *takes;                 // EARLY: `taken` of the kernels behind, whose first word is written
 } delta_sweep_params;
 
 // Where gates forget, a segment needs of the row before it the last few chunks alone. It begins there with a state of
@@ -100,6 +100,7 @@ typedef struct delta_fades_params {
   int heads, columns, from, segments, segment, most;      // most: chunks that a segment may begin early
   int back;                   // 1: those behind a segment, whose pass goes back
   float *early;               // [batch, head, segments - 1]: chunks by which segments begin early; 0: decays are slow
+  int *wrong;                 // becomes 0: the second word of `taken` of the kernels behind
 } delta_fades_params;
 
 // delta_meets.cu. cuts: [row, cut_stride, head, two halves of 64 values] states in the order of store_acc(): those

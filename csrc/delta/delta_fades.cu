@@ -92,6 +92,8 @@ TILE void fades(const params &p, shared &s, int warp) {
     slow = max_of(all) > -(float)FADED * (float)AT_ONCE / (float)p.most;
   }
   if (warp > 0) return;
+  fill(some, 0.f);
+  if (block_index() == 0) store((float *)p.wrong, 1, some, 1);
   fill(all, (float)faded);
   store(p.early + block_index(), 1, all, 1);
 }

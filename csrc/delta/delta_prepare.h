@@ -61,16 +61,11 @@ TILE int wave_width(int wave, int first, int all) { return all - first > wave ? 
 // ---- what another kernel has done: `taken` of the parameters
 
 TILE bool is_taken(const int *taken) { return taken && taken[0] && !taken[1]; }
-// Whether it is this one (warpgroup, warp). Words, written as floats: 0 is 0.
+// Whether it is this one (warpgroup). The word is written as a float: 0 is 0.
 TILE void tell_taken(int *taken, bool takes) {
   rv x;
-  map_rows(x, [=](int i) { return takes && i == 0 ? 1.f : 0.f; });
-  store((float *)taken, x, 2);
-}
-TILE void tell_taken_by_warp(int *taken, bool takes) {
-  wv<32> x;
-  map_index(x, [=](int i) { return takes && i == 0 ? 1.f : 0.f; });
-  store((float *)taken, 1, x, 2);
+  fill(x, takes ? 1.f : 0.f);
+  store((float *)taken, x, 1);
 }
 
 // ---- gates (warp)

@@ -112,7 +112,7 @@ template<int W> TILE void wait_for_place(const params &p, const row_task &t, int
   int heads = wave_width(p.wave, wave * p.wave, p.rows.rows * p.rows.heads);
   grid_wait_part<W>(p.done + wave * p.rows.places + place, heads);
 }
-TILE bool is_done(const params &p) { return PREPS == 0 && is_taken(p.taken); }
+TILE bool is_done(const params &p) { return (PREPS == 0 || GROUPS == 1) && !EARLY && is_taken(p.taken); }
 // Nothing is read or written before, and where it says no, nothing behind it.
 template<int W> TILE bool begin(const params &p) {
   if (!TOLD || !p.done) grid_wait();
@@ -232,6 +232,7 @@ TILE void scan(const params &p, shared &s, int index) {
 
 TILE void prepare(const params &p, shared &s, int index) {
   grid_wait();
+  if (is_done(p)) return;
   task b = block_task(p);
   int chunks = b.r.chunks;
   for (int chunk = index; chunk < chunks; chunk += PREPS) {

@@ -110,7 +110,10 @@ static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor
   if (c->status || !c->context.persistent || p->rows.starts || form == 3) {
     kda_plan plan = apart(c, next, chunks);
     if (form == 4) plan.early = early;
-    if (whole && p->rows.starts && both < (KDA_MADE + KDA_PASSED) * mg_min(heads, sms)) plan.taken = next + 1;
+    if (whole && p->rows.starts && both < (KDA_MADE + KDA_PASSED) * mg_min(heads, sms)) {
+      plan.taken = next + 1;
+      plan.zeros = 3;
+    }
     return plan;
   }
   const int64_t waves = mg_max(1, (heads * parts + fit / 2) / fit), wave = mg_ceil_div(heads, waves);
@@ -208,9 +211,9 @@ mg_status mg_kda(const mg_kda_args *a) {
         continue;
       }
       p.taken = plan.taken;
+      if (plan.zeros && !plan.early.n) mg_set(&c, a->marks->data, 0, sizeof(int), plan.zeros);
       if (plan.taken) run_whole(&c, a, &p, &acting, plan.taken);
       if (plan.early.n) p.taken = run_early(&c, a, &p, &acting, &plan);
-      else if (plan.zeros) mg_set(&c, plan.next, 0, sizeof(int), plan.zeros);
       p.done = plan.done;
       p.wave = plan.wave;
       kda_run_prepare(&c, MG_OP_kda_prepare, a->q, a->k, &acting, &p, &plan);

@@ -7,7 +7,7 @@ kda_gates kda_gates_of(const mg_tensor *g, const mg_tensor *beta, const mg_tenso
                        float lower_bound, int beta_form, bool l2norm);
 // How the pass over rows and the preparation of their chunks share the multiprocessors.
 typedef struct kda_plan {
-  int zeros;                  // from `next` on so many are to become 0
+  int zeros;                  // so many marks, the first of which is `next`, are to become 0
   int *next;                  // as in kda.h, or NULL
   int *done;                  // as in delta.h; NULL: the pass begins when all is prepared
   int wave;                   // heads of all rows that are worked on at a time

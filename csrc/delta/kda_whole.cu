@@ -114,7 +114,9 @@ TILE void choose(const params &p, shared &s, int) {
   fill(x, leave ? -1.f : (float)early);
   store(s.early, x);
   sem_arrive<WARP>(s.chosen);
-  if (p.taken && block_index() == 0) tell_taken_by_warp(p.taken, !leave);
+  if (!p.taken || block_index() > 0) return;
+  fill(x, leave ? 0.f : 1.f);
+  store((float *)p.taken, 1, x, 1);         // as tell_taken()
 }
 TILE void loader(const params &p, shared &s, int) {
   uint32_t n = 0;
@@ -401,6 +403,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   store_t(s.v[g], y);
   fence_async();
   wg_sync();
+  if (EARLY) leaves = !is_in_front(given_task(s.todo, n));    // read again: kept, registers lack for it
   if (leaves) tma_store(p.o, s.v[g], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
 }
 // EARLY: half g of a state between segments. What a segment began with stands behind the states at the ends of all.
@@ -444,16 +447,16 @@ TILE void run_state(const params &p, shared &s, int) {
       t = given_task(s.todo, n);
       sem_wait(s.tiles[n % 2], n / 2 & 1);
       const bool over = !EARLY && runs_over(p.rows, t.at.step, t.at.step + t.at.steps);
-      const bool leaves = !over && !is_in_front(t);
       if (over) clear_values(s, n);
-      advance(first, p, s, t, n, 0, leaves);
-      advance(second, p, s, t, n, 1, leaves);
+      advance(first, p, s, t, n, 0, !over);
+      advance(second, p, s, t, n, 1, !over);
       sem_arrive<WARPGROUP>(s.done[n % 2]);
       if (over) put_last_rows(p, s, n);
       tma_store_wait_read();                // o
       sem_arrive<WARPGROUP>(s.values.empty[0]);
-      last = is_last(t);
+      last = is_last(EARLY ? given_task(s.todo, n) : t);      // as there
     }
+    if (EARLY) t = given_task(s.todo, n - 1);
     end_state(first, p, t, 0);
     end_state(second, p, t, 1);
     if (!EARLY && p.rows.starts && row_of(p, t) + 1 == p.rows.rows) clear_rest(p, s, n - 1);

@@ -196,3 +196,17 @@ def test_chosen_by_size(op, shape, decay):
         inputs["g"].mul_(factor)
         graph.replay()
         check_alike(found, run(2))
+
+
+@pytest.mark.parametrize("heads", (34, 66))
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_of_one_kernel(device, heads):
+    """Two segments of each: no matrices are prepared, nor kept. Slow gates are one kernel's."""
+    for decay in (0.12, 0.001):
+        inputs = problem("gated_delta_rule", device, (1100, heads // 2, heads // 2, 66, 70), decay)
+        with launches(device) as names:
+            found = results("gated_delta_rule", inputs, 4, False)[:2]
+        right = results("gated_delta_rule", inputs, 1, False)[:2]
+        check_alike(found, right)
+        if decay < 0.1:
+            assert all(map(torch.equal, found, right))

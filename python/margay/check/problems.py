@@ -537,8 +537,11 @@ def call_kda(name, dtype, k, v, heads, steps, given):
         # in both panels of 64 channels, in none, or in one; a team has several of these in turn
         strong = (step % 64 < 8) & (step // 128 % np.where(channel < 64, 2, 3) == 0)
     # far: a group's steps are too far from those around it for one middle, and not so from its own
+    if "form4" in given:                          # as early() has it
+        strong &= False
     weak = -0.01 if "slow" in given else -0.1
-    values = dict(g=np.where(strong & (weak < -0.05), -10.5 if "far" in given else -20.0, weak)[None], a_log=-1.0,
+    values = dict(g=np.where(strong, -10.5 if "far" in given else -20.0, weak)[None], a_log=-1.0,
+                  **dict(dt_bias=-1.5) if "form4" in given else {},
                   beta=-4.6 if known["beta_form"] else 0.01, cu_seqlens=starts)    # beta |k|^2 < 2: no state runs off
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
@@ -587,19 +590,20 @@ def gated_delta_rule(row, large):
 
 def early(row, large, k):
     """Segments that begin early: where gates forget; where one is as slow as none may be; where what came of it is not
-    right. Those who guess and judge are kimi delta attention's, too."""
+    right. Those who guess and judge are kimi delta attention's, too. How early, and whether states are alike, must not
+    hang on what was drawn: on a GPU that is something else."""
     back = row["op"] in ("delta_keep_early", "delta_back_early")
     shared = row["op"] in ("delta_fades", "delta_meets")
     name, steps = "gated_delta_rule" + "_bwd" * back, 2100 if back else 1100
     keep = row["name"].endswith("_kept")
-    once = np.arange(steps)[:, None, None] < 200
+    once, usual = np.arange(steps)[:, None, None] < 200, dict(k=None, beta=0.01, a_log=-2.2, dt_bias=0.0)
     for label, t, heads, given, values in (
             *[("large", 8200, (4, 8), ("g", "l2norm"), {})] * large,
             ("states", steps, (1, 2), ("g", "initial_state", "final_state"), {}),
             ("slow", steps, (1, 1), ("g",), dict(g=-0.01)), ("raw", steps, (1, 1), ("g", "a_log", "dt_bias"), {}),
             *[("apart", steps, (1, 1), ("g",), dict(v=np.where(once, 1e20, 1.0)[None]))] * (not back)):
         yield label, lambda t=t, heads=heads, given=given, values=values: call_gated_delta_rule(
-            name, row["dtype"], t, *heads, given, k, 72, 4, keep, values)
+            name, row["dtype"], t, *heads, given, k, 72, 4, keep, usual | values)
     for label, given in (("channels", ("form4",)), ("raw channels", ("form4", "a_log", "dt_bias"))) if shared else ():
         yield label, lambda given=given: call_kda("kda", row["dtype"], 120, 104, 1, 1100, given)
 
