@@ -251,7 +251,7 @@ TILE void prepare(const params &p, shared &s, int index) {
     invert(inverse, writes, s.scratch[index]);
     store_carried(s.m[to.stage], inverse);
     ring_fill(s.ready, to);
-    if (KEEPS) tma_store_wait_read();     // of the chunk before; their tiles are written two chunks later
+    if (KEEPS) tma_store_wait_read<2>();  // the last chunk but one has left: its tiles are written next
     wg_sync();                            // everybody has read scratch
     if (KEEPS && chunk >= b.early) {
       tma_store(p.p, s.p[to.stage], (b.r.place + chunk) * Q, 0, b.r.head, b.r.batch);
