@@ -1,14 +1,15 @@
 // How many chunks in front of a segment of a row, or behind one of a pass that goes back, make what was beyond them
-// fade: the least number over which the decays of each column multiply to 2^-FADED or less; 0 where p.most chunks do
-// not, or where the first two have not their share of that. It is a guess, as keys take what a slow column holds to
-// others and back: what comes of it is proved by delta_meets.cu. A block has the chunks at one end of a segment of one
-// matrix of decays [steps, columns]: columns are the channels of a head, or all heads.
+// fade: the least number over which the decays of each head multiply to 2^-FADED or less, those of a head's channels in
+// the mean, of the slowest to 2^-SLOWEST; 0 where p.most chunks do not, or where the first two have not their share of
+// that. It is a guess, as keys take what a slow column holds to others and back: what comes of it is proved by
+// delta_meets.cu, which allows what rounding makes, 2^-10. A block has the chunks at one end of a segment of one matrix
+// of decays [steps, columns]: columns are the channels of a head, or all heads.
 // Roles: WARPS warps, of each chunk's 64 steps STEPS each. Registers of a thread: 4 columns of HALF the steps of two
 // chunks.
 #include "tile/numbers.h"
 #include "delta/delta_prepare.h"
 
-enum { COLUMNS = 128, WARPS = 4, STEPS = Q / WARPS, AT_ONCE = 2, HALF = STEPS / 2, FADED = 16 };
+enum { COLUMNS = 128, WARPS = 4, STEPS = Q / WARPS, AT_ONCE = 2, HALF = STEPS / 2, FADED = 13, SLOWEST = 11 };
 typedef wv<COLUMNS> columns;
 struct shared {
   sv<COLUMNS> parts[2][AT_ONCE][WARPS];     // of two chunks, in turn
@@ -64,6 +65,14 @@ TILE void put_parts(shared &s, int i, const gate &by, const params &p, const T *
   CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) store(s.parts[i][k][warp], sums[k]);
 }
 
+TILE bool have_faded(const columns &all, const params &p) {
+  const int n = p.columns;
+  columns there;
+  if (p.columns_are_heads) return max_of(all) <= -(float)FADED;
+  map_index(there, [=](int i) { return i < n ? 1.f / (float)n : 0.f; });
+  map(there, there, all, [](float share, float x) { return share * x; });
+  return max_of(all) <= -(float)SLOWEST && sum_of(there) <= -(float)FADED;
+}
 TILE void fades(const params &p, shared &s, int warp) {
   grid_wait();
   const int ends = p.segments - 1, matrix = block_index() / ends, batch = matrix / p.heads;
@@ -87,9 +96,9 @@ TILE void fades(const params &p, shared &s, int warp) {
         load(some, part);
         map(all, all, some, [](float x, float y) { return x + y; });
       }
-      if (!faded && max_of(all) <= -(float)FADED) faded = chunks + k + 1;
+      if (!faded && have_faded(all, p)) faded = chunks + k + 1;
     }
-    slow = max_of(all) > -(float)FADED * (float)AT_ONCE / (float)p.most;
+    slow = max_of(all) > -(float)SLOWEST * (float)AT_ONCE / (float)p.most;
   }
   if (warp > 0) return;
   fill(some, 0.f);

@@ -270,11 +270,10 @@ TILE void take(rt<float, Q> &a, const kept &s) {
     put_group(a, part, i);
   }
 }
-// M^T of L^T, of which anything stands where nothing should.
+// M^T of L^T, of which anything may stand where nothing should.
 TILE void make_inverse(rt<float, Q> &inverse, rt<float, Q> &a, const sv<Q> &factors, tri<inner> &scratch) {
   rv beta;
   load(beta, factors);
-  triu(a, 1, 0.f);
   map_row(a, beta, [](float x, float y) { return x * y; });
   invert(inverse, a, scratch);
 }

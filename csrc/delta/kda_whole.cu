@@ -22,13 +22,15 @@
 static_assert(D == 128, "two panels");
 enum { AHEAD = 4 };             // what is made with the sums, while the state has the chunk before the last one
 typedef st<elem, Q, D> wide;
+typedef st<elem, 2 * Q, 64> both;
 union sums {
   ct l;                             // to base 2
   given_gates given;
   kept products;                    // of a far chunk
 };
+struct keys { panel k, q; };         // behind each other, for products with both
 struct shared {
-  panel k[2][PANELS], q[2][PANELS]; // of chunks in turn; then k e^l, scale q e^l
+  struct keys keys[2][PANELS];      // of chunks in turn; then k e^l, scale q e^l
   wide w[2];                        // k e^(l_e - l)
   area areas[PANELS];               // then what is handed over, then in the last one what the inverse works with
   union sums sums[PANELS];
@@ -137,10 +139,10 @@ TILE void loader(const params &p, shared &s, int) {
       give_task(s.todo, n, t);
       load_gates(p, s, t, ring_at<1>(n));
       ring_acquire(s.inputs, at);
-      ring_expect(s.inputs, at, 2 * PANELS * tile_bytes(s.k[0][0]));
+      ring_expect(s.inputs, at, 2 * PANELS * tile_bytes(s.keys[0][0].k));
       ROLLED for (int h = 0; h < PANELS; h++) {
-        tma_load(s.k[at.stage][h], p.k, s.inputs.full[at.stage], step, 64 * h, key_head, batch, LEAVES);
-        tma_load(s.q[at.stage][h], p.q, s.inputs.full[at.stage], step, 64 * h, key_head, batch, LEAVES);
+        tma_load(s.keys[at.stage][h].k, p.k, s.inputs.full[at.stage], step, 64 * h, key_head, batch, LEAVES);
+        tma_load(s.keys[at.stage][h].q, p.q, s.inputs.full[at.stage], step, 64 * h, key_head, batch, LEAVES);
       }
     }
   }
@@ -174,7 +176,7 @@ TILE void make_right(rt<float, 64> &right, const params &p, shared &s, int i, in
   {
     rv norm_k, norm_q;
     take_factors(norm_k, norm_q, p, s);
-    make_factors(right, s.areas[h], s.k[i][h], s.q[i][h], s.sums[h].l, s.groups[h], norm_k, norm_q, h, early);
+    make_factors(right, s.areas[h], s.keys[i][h].k, s.keys[i][h].q, s.sums[h].l, s.groups[h], norm_k, norm_q, h, early);
   }
   if (early) put_write(s.w[i], 64 * h, right, s.groups[h]);
   if (tell) fence_async();
@@ -199,13 +201,13 @@ TILE void put_pairs(rt<float, Q> &a, shared &s, uint32_t n, int h) {
 }
 COLD void clear_keys(shared &s, uint32_t n, int h) {
   int steps = given_task(s.todo, n).at.steps;
-  clear_rows(s.k[n % 2][h], 0, steps);
-  clear_rows(s.q[n % 2][h], 0, steps);
+  clear_rows(s.keys[n % 2][h].k, 0, steps);
+  clear_rows(s.keys[n % 2][h].q, 0, steps);
   wg_sync();
 }
 COLD void put_squares(shared &s, int i, int h) {
-  put_squares(s.squares[0][h], s.k[i][h]);
-  put_squares(s.squares[1][h], s.q[i][h]);
+  put_squares(s.squares[0][h], s.keys[i][h].k);
+  put_squares(s.squares[1][h], s.keys[i][h].q);
 }
 TILE enum reach put_sums(shared &s, const hm &g, uint32_t n, int h, bool steep) {
   hv end;
@@ -233,15 +235,15 @@ TILE void make_tiles(const params &p, shared &s, uint32_t n, int h) {
     put_sums(s, g, n, h, true);
   }
   wg_sync();
-  const own_rows<elem> k = own_rows_of(s.k[i][h]), q = own_rows_of(s.q[i][h]);
+  const own_rows<elem> k = own_rows_of(s.keys[i][h].k), q = own_rows_of(s.keys[i][h].q);
   rv norm_k, norm_q;
   take_factors(norm_k, norm_q, p.gates.norm > 0, p.scale, s.squares);   // another question than elsewhere: no answer is
                                                                         // kept
   ROLLED for (int c = 0; c < 64; c += 16) {
     rt<float, 16> part[3];
     make_tile_part<true>(part, c, s.sums[h].l, k, q, s.groups[h], norm_k, norm_q);
-    store_own(s.k[i][h], part[0], c);
-    store_own(s.q[i][h], part[1], c);
+    store_own(s.keys[i][h].k, part[0], c);
+    store_own(s.keys[i][h].q, part[1], c);
     store_own(s.w[i], part[2], 64 * h + c);
   }
 }
@@ -362,14 +364,12 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   rv up, down;
   convert_part(part, state, 0);
   mma_fence();
-  mma_ABt_part<ZERO>(x, part, s.k[i][0], 0);
-  mma_ABt_part<ZERO>(y, part, s.q[i][0], 0);
+  mma_ABt_halves<ZERO>(x, y, part, in_place_of<both>(s.keys[i][0]));
   mma_commit();
   mma_wait<0>(x, y, part);
   convert_part(part, state, 64);
   mma_fence();
-  mma_ABt_part<ACC>(x, part, s.k[i][1], 0);
-  mma_ABt_part<ACC>(y, part, s.q[i][1], 0);
+  mma_ABt_halves<ACC>(x, y, part, in_place_of<both>(s.keys[i][1]));
   mma_commit();
   if (g == 0) ring_wait(s.values, ring_at<1>(n));
   mma_wait<0>(x, y, part);
