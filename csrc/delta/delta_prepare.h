@@ -5,6 +5,7 @@
 #pragma once
 #include "tile/tile.h"
 #include "tile/triangle.h"
+#include "tile/twins.h"
 #include "ssd/ssd_fwd.h"
 #include "delta/delta.h"
 
@@ -181,6 +182,12 @@ TILE void begin_pairs(rt<float, Q> &reads, rt<float, Q> &writes, const st<elem, 
   mma_fence();
   mma_ABt<ZERO>(reads, k, q);
   mma_ABt<ZERO>(writes, k, k);
+  mma_commit();
+}
+// ... in one tile, q behind k
+template<int K> TILE void begin_pairs(rt<float, Q> &reads, rt<float, Q> &writes, const st<elem, 2 * Q, K> &keys) {
+  mma_fence();
+  mma_ABt_halves<ZERO>(writes, reads, keys);
   mma_commit();
 }
 // P^T of k q^T, and A^T of k k^T, of which what stands on the diagonal is not looked at: row j, column i >= j times

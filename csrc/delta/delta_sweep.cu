@@ -31,12 +31,13 @@
 
 // D: columns of the state. GROUPS, PREPS, CHANNELS, CUT, EARLY, STAGES, READY, *_REGS
 // WEIGHED: beta is in P, not in u. KEEPS: M and P go to memory too, as delta_prepare.cu makes them
+// BOTH: k and q are in one tile, for products with both. Of 64 columns registers lack
 // AHEAD: registers are there for the state in 16 bits
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 // PAIR: a cluster of two blocks. The second has q and P in the places of k and M. One ring has all that a block reads
 // of a chunk
 enum { PAIR = CLUSTER_SIZE == 2, ALL = !PAIR && !CUT };   // ALL: q and P are beside k and M
-enum { KEEPS = EARLY == 2, WEIGHED = PREPS > 0 && !KEEPS };
+enum { KEEPS = EARLY == 2, WEIGHED = PREPS > 0 && !KEEPS, BOTH = GROUPS == 2 && PREPS == 1 && D == 128 };
 enum { PANELS = D / 64, READERS = GROUPS + (PREPS > 0), AHEAD = (GROUPS == 1 || PREPS == 0) && !CUT };
 // TOLD: chunks may be prepared meanwhile
 enum { TOLD = CHANNELS && !CUT };
@@ -52,7 +53,8 @@ typedef st<elem, Q, 64> tile;
 // What a pair's second block wants of a chunk: the state's halves, and u as an operand with the factors of its rows
 struct letter { mail<elem, 64> low, high; mail<inner, Q> factor; mail_rows down; };
 struct shared {
-  wide k[STAGES], q[ALL ? STAGES : 0], w[CHANNELS ? STAGES : 0];
+  st<elem, 2 * Q, D> keys[BOTH ? STAGES : 0];   // k, then q
+  wide k[BOTH ? 0 : STAGES], q[ALL && !BOTH ? STAGES : 0], w[CHANNELS ? STAGES : 0];
   st<exact, Q, D> turns[CUT ? GROUPS : 0];
   tile v[PAIR ? STAGES : 2][GROUPS], o[CUT ? 0 : GROUPS];
   square m[READY], p[ALL ? READY : 0];
@@ -156,9 +158,14 @@ TILE void loader(const params &p, shared &s, int) {
       tma_load(s.ends[i], p.ends + (((int64_t)t.batch * p.rows.heads + t.head) * p.rows.places + place) * D, full);
     } else {
       sem &full = over ? s.last : s.k_ring.full[i];
-      sem_expect(full, (1 + ALL) * tile_bytes(s.k[0]));
-      tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
-      if (ALL) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
+      sem_expect(full, BOTH ? tile_bytes(s.keys[0]) : (1 + ALL) * tile_bytes(s.k[0]));
+      if (BOTH) {
+        tma_load_rows(s.keys[i], 0, Q, p.k, full, step, 0, t.key_head, t.batch);
+        tma_load_rows(s.keys[i], Q, Q, p.q, full, step, 0, t.key_head, t.batch);
+      } else {
+        tma_load(s.k[i], p.k, full, step, 0, t.key_head, t.batch);
+        if (ALL) tma_load(s.q[i], p.q, full, step, 0, t.key_head, t.batch);
+      }
     }
     ring_next(s.k_ring, at);
     if (!b.turns) {
@@ -182,8 +189,9 @@ TILE void loader(const params &p, shared &s, int) {
 // Fills the stages of a chunk that runs over: no row of its tiles is another sequence's then.
 TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
   sem_wait(s.last, 0);
-  if (!CHANNELS) clear_rows<WARP>(s.k[at.stage], 0, steps);
-  if (!CHANNELS && ALL) clear_rows<WARP>(s.q[at.stage], 0, steps);
+  if (BOTH) clear_halves<WARP>(s.keys[at.stage], steps);
+  if (!CHANNELS && !BOTH) clear_rows<WARP>(s.k[at.stage], 0, steps);
+  if (!CHANNELS && ALL && !BOTH) clear_rows<WARP>(s.q[at.stage], 0, steps);
   ROLLED for (int g = 0; g < GROUPS && !makes_o(); g++)
     clear_rows<WARP>(s.v[PAIR ? at.stage : in.stage][g], 0, steps);
   if (!CHANNELS) fence_async();          // v is read into registers
@@ -240,7 +248,8 @@ TILE void prepare(const params &p, shared &s, int index) {
     chunk_vectors &v = s.vec[at.stage];
     rt<float, Q> reads, writes, inverse;
     ring_wait(s.k_ring, at);
-    begin_pairs(reads, writes, s.k[at.stage], s.q[at.stage]);
+    if (BOTH) begin_pairs(reads, writes, s.keys[at.stage]);
+    else begin_pairs(reads, writes, s.k[at.stage], s.q[at.stage]);
     ring_wait(s.vec_ring, at);
     mma_wait<0>(reads, writes);
     ring_release(s.k_ring, at);
@@ -264,6 +273,11 @@ TILE void prepare(const params &p, shared &s, int index) {
 // x = S^T k^T and y = S^T q^T, 64 columns of the state at a time.
 TILE void read_panel(rt<float, Q> &x, rt<float, Q> &y, const rt<elem, 64> &part, shared &s, int stage, int col) {
   mma_fence();
+  if (BOTH) {
+    if (col == 0) mma_ABt_halves<ZERO>(x, y, part, s.keys[stage], col);
+    else mma_ABt_halves<ACC>(x, y, part, s.keys[stage], col);
+    return mma_commit();
+  }
   if (col == 0) mma_ABt_part<ZERO>(x, part, s.k[stage], col);
   else mma_ABt_part<ACC>(x, part, s.k[stage], col);
   if (CUT) return mma_commit();
@@ -385,7 +399,8 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
   }
   ring_release(s.vec_ring, at);
   if (CUT) mma_fence();                     // else that of the product before
-  mma_AB<ACC>(state, part, CHANNELS ? s.w[i] : s.k[i]);
+  if (BOTH) mma_AB_rows<ACC>(state, part, s.keys[i], 0);
+  else mma_AB<ACC>(state, part, CHANNELS ? s.w[i] : s.k[i]);
   mma_commit();
   if (!CUT) {
     mma_wait<1>(x, factor);

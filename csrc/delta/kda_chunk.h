@@ -191,8 +191,8 @@ TILE void make_half(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg 
   rt<float, 16> own, other, next, next_other;
   convert_group(r, right, 2 * HALF + 1);
   mma_fence();
-  mma_ABt_halves<ZERO>(own, other, r, from.left[2 * HALF]);
-  mma_ABt_halves<ZERO>(next, next_other, r, from.left[2 * HALF + 1]);
+  mma_ABt_halves<ZERO>(own, other, r, from.left[2 * HALF], 0);
+  mma_ABt_halves<ZERO>(next, next_other, r, from.left[2 * HALF + 1], 0);
   mma_commit();
   if (HALF == 0) carry(right, groups.between[1], 2);
   mma_wait<0>(own, other, next, next_other, r);
@@ -208,7 +208,7 @@ TILE void make_group(rt<float, Q> &a, rt<float, 64> &right, area &from, const cg
   rt<float, 16> own, other;
   convert_group(r, right, GROUP);
   mma_fence();
-  mma_ABt_halves<ZERO>(own, other, r, from.left[GROUP]);
+  mma_ABt_halves<ZERO>(own, other, r, from.left[GROUP], 0);
   mma_commit();
   if (GROUP < 3) carry(right, groups.between[GROUP < 3 ? GROUP : 0], GROUP + 1);
   mma_wait<0>(own, other, r);

@@ -182,8 +182,8 @@ template<int GROUP> TILE void make_group(rt<float, Q> &a, parts &right, const pa
   st<factor, 32, 64> &left = s.areas[h].left[GROUP];
   rt<float, 16> own, other;
   mma_fence();
-  mma_ABt_halves<ZERO>(own, other, right.rest, left);
-  mma_ABt_halves<ACC>(own, other, right.most, left);
+  mma_ABt_halves<ZERO>(own, other, right.rest, left, 0);
+  mma_ABt_halves<ACC>(own, other, right.most, left, 0);
   mma_commit();
   mma_wait<0>(own, other, right.rest, right.most);
   wg_sync();                                // everybody's products have read the left factors
@@ -191,7 +191,7 @@ template<int GROUP> TILE void make_group(rt<float, Q> &a, parts &right, const pa
   fence_async();
   wg_sync();
   mma_fence();
-  mma_ABt_halves<ACC>(own, other, right.most, left);
+  mma_ABt_halves<ACC>(own, other, right.most, left, 0);
   mma_commit();
   mma_wait<0>(own, other, right.most);
   put_group(a, own, GROUP);

@@ -364,12 +364,12 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   rv up, down;
   convert_part(part, state, 0);
   mma_fence();
-  mma_ABt_halves<ZERO>(x, y, part, in_place_of<both>(s.keys[i][0]));
+  mma_ABt_halves<ZERO>(x, y, part, in_place_of<both>(s.keys[i][0]), 0);
   mma_commit();
   mma_wait<0>(x, y, part);
   convert_part(part, state, 64);
   mma_fence();
-  mma_ABt_halves<ACC>(x, y, part, in_place_of<both>(s.keys[i][1]));
+  mma_ABt_halves<ACC>(x, y, part, in_place_of<both>(s.keys[i][1]), 0);
   mma_commit();
   if (g == 0) ring_wait(s.values, ring_at<1>(n));
   mma_wait<0>(x, y, part);

@@ -12,6 +12,7 @@
 #pragma once
 #include "tile/own.h"
 #include "tile/triangle.h"         // products of warps
+#include "tile/twins.h"
 #define IN_PLACE_RULES(Tile, Other) \
   static_assert(alignof(Tile) <= alignof(Other), "as aligned as the tile whose memory it takes")
 struct hv;
@@ -67,10 +68,8 @@ template<typename W> TILE void convert_group(rt<W, 64> &d, const rt<float, 64> &
 template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, const rt<float, 16> &t, int c0);
 // ... rows of that group alone, by the warp whose they are: row 16 group + i of t becomes row 16 half + i of d.
 template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<float, 16> &t, int c0, int group);
-// d = a times the transpose of the first half of b's rows, e of the last half: products as in mma.h.
-template<int A, typename T, int H>
-TILE void mma_ABt_halves(rt<float, H> &d, rt<float, H> &e, const rt<T, 64> &a, const st<T, 2 * H, 64> &b);
-// ZERO, by products of each warp, which are done behind it: where no other ones may be, in a function that is called.
+// mma_ABt_halves<ZERO>() by products of each warp, which are done behind it: where no other ones may be, in a function
+// that is called.
 template<typename T>
 TILE void mma_ABt_halves_by_warps(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b);
 // t becomes columns 16 group .. of d. group: a constant

@@ -705,6 +705,55 @@ template<int K, int N> TILE void turned_AB(const op_params &p, turned_shared<K, 
   store(p.out, N, d, 64, N);
 }
 
+// ---- two tiles in one, 128 columns: the first's rows from `row` on, the second's `m` further; rows >= n of each are
+// cleared. Products of the first with both; then of (x[col] + y[row]) with both, over columns 64 .. 127 and all, twice
+struct twins_shared {
+  st<elem, 128, 128> b;
+  sv<64> x;
+  sem full, cleared;
+};
+TILE void twins_init(twins_shared &s) {
+  sem_init(s.full, arrivals(1, 0, 0));
+  sem_init(s.cleared, arrivals(0, 1, 0));
+}
+TILE void twins_loader(const op_params &p, twins_shared &s, int) {
+  sem_expect(s.full, tile_bytes(s.b) + 64 * 4);
+  for (int h = 0; h < 2; h++)
+    tma_load_rows(s.b, 64 * h, 64, p.b, s.full, p.row + h * p.m, p.col, p.head, p.batch);
+  tma_load(s.x, p.x, s.full);
+}
+TILE void twins_warp(const op_params &p, twins_shared &s, int) {
+  sem_wait(s.full, 0);
+  clear_halves<WARP>(s.b, p.n);
+  fence_async();
+  sem_arrive<WARP>(s.cleared);
+}
+TILE void twins_group(const op_params &p, twins_shared &s, int) {
+  rt<float, 64> d, e, t;
+  rt<elem, 64> a;
+  float *out = p.out;
+  sem_wait(s.full, 0);
+  sem_wait(s.cleared, 0);
+  mma_fence();
+  mma_ABt_halves<ZERO>(d, e, s.b);
+  mma_commit();
+  mma_wait<0>(d, e);
+  store(out, 64, d, 64, 64);
+  store(out + 4096, 64, e, 64, 64);
+  outer(t, p, s.x);
+  convert(a, t);
+  for (int k0 = 64; k0 >= 0; k0 -= 64) {
+    mma_fence();
+    if (k0) mma_ABt_halves<ZERO>(d, e, a, s.b, k0);
+    else mma_ABt_halves<ACC>(d, e, a, s.b, k0);
+    mma_commit();
+    mma_wait<0>(d, e, a);
+    out += 2 * 4096;
+    store(out, 64, d, 64, 64);
+    store(out + 4096, 64, e, 64, 64);
+  }
+}
+
 // ---- zeros that a thread writes; each block looks at those of the block before, and adds its number
 struct zero_shared {
   sv<32> zeros;
@@ -994,11 +1043,11 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
   fence_async();
   wg_sync();
   mma_fence();
-  mma_ABt_halves<ZERO>(t, u, d, s.left[1]);
+  mma_ABt_halves<ZERO>(t, u, d, s.left[1], 0);
   mma_commit();
   mma_wait<0>(t, u, d);
   mma_fence();
-  mma_ABt_halves<ACC>(t, u, d, s.left[1]);
+  mma_ABt_halves<ACC>(t, u, d, s.left[1], 0);
   mma_commit();
   mma_wait<0>(t, u, d);
   mma_ABt_halves_by_warps(of_warps, others, d, s.left[1]);
@@ -1493,6 +1542,10 @@ RUN_OP(parts, parts_kernel)
 typedef block<op_params, zero_shared, zero_init, role<zero_compute, WARPGROUP, 1, 0>, role<zero_thread, THREAD, 1, 0>>
               zero_kernel;
 RUN_OP(zeros, zero_kernel)
+typedef block<op_params, twins_shared, twins_init, role<twins_group, WARPGROUP, 1, 0>, role<twins_loader, THREAD, 1, 0>,
+              role<twins_warp, WARP, 1, 0>>
+    twins_kernel;
+RUN_OP(twins, twins_kernel)
 typedef block<op_params, warp_shared, warp_init, role<warp_vectors, WARP, 1, 0>> warp_kernel;
 RUN_OP(warp, warp_kernel)
 typedef block<op_params, levels_shared, levels_init, role<levels_group, WARPGROUP, 1, 0>> levels_kernel;

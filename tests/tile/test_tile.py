@@ -722,6 +722,25 @@ def test_channels(ops, m, n):
     same(tiles[7], 2 * tiles[4])
 
 
+@pytest.mark.parametrize("apart, steps", ((64, 64), (70, 40), (3, 1), (64, 0)))
+def test_twins(ops, apart, steps):
+    """Products with two tiles at once, whose last rows are cleared."""
+    rng = np.random.default_rng(apart + steps)
+    b, at = random(rng, ops.elem, 2, 3, 200, 200), dict(batch=1, head=2, row=5, col=64)
+    x, y = rng.standard_normal((2, 64)).astype(np.float32)
+    r = ops.run("twins", {"b": (b, 64)}, {"x": x, "y": y, "out": np.full(6 * 4096, np.nan, np.float32)}, **at,
+                m=apart, n=steps)
+    there = (np.arange(64) < steps)[:, None]
+    halves = [window(decode(b, ops.elem)[1, 2], 5 + h * apart, 64, 64, 128) * there for h in range(2)]
+    a = decode(encode(x[None, :] + y[:, None], ops.elem), ops.elem).astype(np.float64)
+    got = r["out"].reshape(3, 2, 64, 64)
+    for h, half in enumerate(np.float64(halves)):
+        parts = a @ half[:, 64:].T, a @ half[:, :64].T
+        for found, want, left in ((got[0, h], halves[0] @ half.T, halves[0]), (got[1, h], parts[0], a),
+                                  (got[2, h], sum(parts), a)):
+            close(found, want, 1 + np.abs(left).sum(1).max() * np.abs(half).max(), 2e-5)
+
+
 @pytest.mark.parametrize("m, n", ((64, 64), (50, 40), (1, 3)))
 def test_levels(ops, m, n):
     """Sums along steps, what lies between two steps of 16, which pairs are of a level, and sums from the last on."""

@@ -188,24 +188,6 @@ template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<
   writes_shared(d, part(d, 16 * half, 16, c0, 16));
   for (int i = 0; i < 16; i++) narrow_row(d.d + (16 * half + i) * 64 + c0, t.d[16 * group + i], 16);
 }
-template<int A, typename T, int H>
-TILE void mma_ABt_halves(rt<float, H> &d, rt<float, H> &e, const rt<T, 64> &a, const st<T, 2 * H, 64> &b) {
-  issue_product<A>(d, a, part(b, 0, H, 0, 64), [=, &d, &e, &a, &b] {
-    alignas(64) float scratch[scratch_floats<T, 64>()];
-    rt<float, 2 * H> both;
-    enum { DEPTH = 64 / word_of<T>::ELEMENTS };
-    for (int r = 0; r < 64 && A == ACC; r++) {
-      memcpy(both.d[r], d.d[r], sizeof d.d[r]);
-      memcpy(both.d[r] + H, e.d[r], sizeof e.d[r]);
-    }
-    product<A, VW>(both, operand(a, scratch), packed<PACK_COLS>(b), DEPTH, DEPTH);
-    for (int r = 0; r < 64; r++) {
-      memcpy(d.d[r], both.d[r], sizeof d.d[r]);
-      memcpy(e.d[r], both.d[r] + H, sizeof e.d[r]);
-    }
-  });
-  issue_product<A>(e, a, part(b, H, H, 0, 64), [] {});
-}
 template<typename T>
 TILE void mma_ABt_halves_by_warps(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
   alignas(64) float scratch[scratch_floats<T, 64>()];

@@ -241,25 +241,6 @@ template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<
   store_block(shared_address(&d) + r * 128 + (chunk << 4), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
               pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
-// One product. Its registers are named anew, not copied.
-template<int A, typename T, int H>
-TILE void mma_ABt_halves(rt<float, H> &d, rt<float, H> &e, const rt<T, 64> &a, const st<T, 2 * H, 64> &b) {
-  float both[H];
-#pragma unroll
-  for (int i = 0; i < H / 2; i++) {
-    if (A == ZERO) asm volatile("" : "=f"(d.d[i]), "=f"(e.d[i]));   // as mma_begin()
-    both[i] = d.d[i];
-    both[H / 2 + i] = e.d[i];
-  }
-  uint32_t db = anew_word(desc(&b, 16));
-#pragma unroll
-  for (int k = 0; k < 4; k++) wgmma<T, 0>(both, a.d[k], db + along<2 * H>(k), A || k);
-#pragma unroll
-  for (int i = 0; i < H / 2; i++) {
-    d.d[i] = both[i];
-    e.d[i] = both[H / 2 + i];
-  }
-}
 template<typename T>
 TILE void mma_ABt_halves_by_warps(rt<float, 16> &d, rt<float, 16> &e, const rt<T, 64> &a, const st<T, 32, 64> &b) {
   int r = lane() & 15, chunk = (lane() >> 4) ^ r & 7;
