@@ -85,20 +85,20 @@ mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *
   const int64_t heads = c->n.R * c->n.HV;
   const delta_pieces cut = delta_pieces_of(c, &p->rows, cuts, all);
   const int64_t n = cut.n, chunks = cut.chunks;
-  p->segments = (int)n;
+  p->cut.segments = (int)n;
   if (n < 2)
     return mg_run(c, p, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n) * c->desc->cluster, "blocks"));
-  p->segment = (int)chunks * 64;
-  p->cuts = cuts->data;
-  p->cut_stride = (int)c->n.CUTS;
+  p->cut.segment = (int)chunks * 64;
+  p->cut.states = cuts->data;
+  p->cut.stride = (int)c->n.CUTS;
   mg_map_stack(c, &p->turns, turns, 64, 64);
   if (!mg_choose_other(c, parts->cuts)) return c->status;
   const int64_t width = c->desc->tile_n, value = mg_ceil_div(c->n.V, width), key = mg_ceil_div(turns->shape[4], width);
   mg_run(c, p, mg_tasks(c, heads * ((n - 1) * value + (n - 2) * key), "blocks"));
   if (n > 2) {
-    delta_join_params join = {.cuts = p->cuts, .cut = (int)n - 1, .cut_stride = p->cut_stride, .rows = (int)c->n.R,
-                              .heads = (int)c->n.HV, .key_dim = (int)c->n.K, .value_dim = (int)c->n.V,
-                              .taken = p->taken};
+    delta_join_params join = {.cuts = p->cut.states, .cut = (int)n - 1, .cut_stride = p->cut.stride,
+                              .rows = (int)c->n.R, .heads = (int)c->n.HV, .key_dim = (int)c->n.K,
+                              .value_dim = (int)c->n.V, .taken = p->taken};
     if (!mg_choose_other(c, MG_OP_delta_join)) return c->status;
     mg_map_stack(c, &join.turns, turns, (int)turns->shape[4], 64);
     mg_run(c, &join, mg_tasks(c, heads * mg_ceil_div(c->n.V, c->desc->tile_n), "blocks"));
@@ -140,27 +140,27 @@ mg_status delta_begin_early(mg_call *c, delta_sweep_params *p, delta_fades_param
   enum { most = 8 };
   const int64_t ends = cut->n - 1, numbers = 2 + c->n.R * f->heads * ends;
   const int64_t whole_of_last = (p->rows.to - p->rows.from) / 64 - ends * cut->chunks;
-  p->cuts = (float *)cuts->data + 2 * pass * ends * cuts->stride[1];
-  p->cut_stride = (int)c->n.CUTS;
-  p->segments = f->segments = (int)cut->n;
-  p->segment = f->segment = (int)cut->chunks * 64;
-  p->takes = (int *)early->data + pass * numbers;
-  p->early = f->early = (float *)p->takes + 2;
-  f->wrong = p->takes + 1;
-  p->earlies = (int)numbers - 2;
+  int *takes = (int *)early->data + pass * numbers;
+  p->cut = (delta_cut){.states = (float *)cuts->data + 2 * pass * ends * cuts->stride[1], .stride = (int)c->n.CUTS,
+                       .segments = (int)cut->n, .segment = (int)cut->chunks * 64, .takes = takes,
+                       .early = (float *)takes + 2, .earlies = (int)numbers - 2};
+  f->segments = p->cut.segments;
+  f->segment = p->cut.segment;
+  f->early = (float *)takes + 2;
+  f->wrong = takes + 1;
   f->from = p->rows.from;
   f->most = (int)mg_min(most, f->back ? whole_of_last : cut->chunks);
-  return mg_choose_other(c, MG_OP_delta_fades) ? mg_run(c, f, p->earlies) : c->status;
+  return mg_choose_other(c, MG_OP_delta_fades) ? mg_run(c, f, p->cut.earlies) : c->status;
 }
 
 const int *delta_end_early(mg_call *c, const delta_sweep_params *p, int *marks, int mark_count) {
   if (c->status) return NULL;
-  const delta_meets_params m = {.cuts = p->cuts, .taken = p->takes, .segments = p->segments,
-                                .cut_stride = p->cut_stride, .heads = p->rows.heads,
+  const delta_meets_params m = {.cuts = p->cut.states, .taken = p->cut.takes,
+                                .segments = p->cut.segments, .cut_stride = p->cut.stride, .heads = p->rows.heads,
                                 .keys = p->key_dim <= 64 ? 64 : 128, .marks = marks, .mark_count = mark_count};
   if (mg_choose_other(c, MG_OP_delta_meets))
-    mg_run(c, &m, mg_tasks(c, c->n.R * c->n.HV * (p->segments - 1), "blocks"));
-  return p->takes;
+    mg_run(c, &m, mg_tasks(c, c->n.R * c->n.HV * (p->cut.segments - 1), "blocks"));
+  return p->cut.takes;
 }
 
 // Nanoseconds, on an H200, of whole rows, whose kernel has been chosen. made: of ten chunks, all prepared at once;

@@ -50,6 +50,16 @@ typedef struct delta_prepare_params {
                               // was not found wrong. Or NULL
 } delta_prepare_params;
 
+// Where rows are cut into segments.
+typedef struct delta_cut {
+  float *states;              // [row, stride, head, value_dim, key_dim]: those behind segments; EARLY: as the cuts of
+                              // delta_meets_params
+  const float *early;         // EARLY: of delta_fades.cu, `earlies` numbers
+  int *takes;                 // EARLY: `taken` of the kernels behind, whose first word is written
+  int earlies, stride;
+  int segments, segment;      // of a row, 0: one; steps of one, whole chunks
+} delta_cut;
+
 // delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. CUT makes what they
 // begin with: the states behind all segments but the last, the first one's from `initial`, the others' from 0; and of
 // these by what a segment multiplies the state before it, S <- turn S. delta_join.cu then adds up. CHANNELS: k, q and w
@@ -68,8 +78,6 @@ typedef struct delta_sweep_params {
   const float *ends;          // CHANNELS: [batch, heads, places, D]: e^(l_e) of each channel
   const float *initial;       // [row, head, ...], the state before step `from`, or NULL: 0
   float *final;               // the one behind step `to` - 1, or NULL
-  float *cuts;                // [row, cut_stride, head, value_dim, key_dim]: the states behind segments; EARLY: as
-                              // of delta_meets_params
   ssd_order initial_order, final_order;   // a row of these is a column of v
   delta_rows rows;
   delta_gates gates;          // CHANNELS: beta only
@@ -77,10 +85,7 @@ typedef struct delta_sweep_params {
   void *o_data;               // o, or the errors, again, for the last chunks of packed rows: strides in elements
   int64_t o_step, o_head;
   int key_dim, value_dim;
-  int segments, segment, cut_stride;      // of a row, 0: one; steps of one, whole chunks
-  const float *early;         // EARLY: of delta_fades.cu, `earlies` numbers
-  int earlies;
-  int *takes;                 // EARLY: `taken` of the kernels behind, whose first word is written
+  delta_cut cut;
 } delta_sweep_params;
 
 // Where gates forget, a segment needs of the row before it the last few chunks alone. It begins there with a state of
@@ -106,7 +111,7 @@ typedef struct delta_fades_params {
 // delta_meets.cu. cuts: [row, cut_stride, head, two halves of 64 values] states in the order of store_acc(): those
 // behind all segments but the last, then what segments but the first began with.
 typedef struct delta_meets_params {
-  const float *cuts;          // as of delta_sweep_params
+  const float *cuts;
   int *taken;                 // as of delta_prepare_params: the first word is read, the second one counts blocks that
                               // found what is wrong
   int *marks;                 // become 0, or NULL

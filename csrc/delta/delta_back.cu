@@ -64,10 +64,10 @@ TILE task block_task(const params &p) {
             0};
   if (!EARLY) return b;
   row_task &t = b.r;
-  int early = few_early(p.early, p.earlies);
-  take_segment(t, segment, p.segment);
+  int early = few_early(p.cut.early, p.cut.earlies);
+  take_segment(t, segment, p.cut.segment);
   b.own = t.chunks;
-  if (segment + 1 < p.segments) {
+  if (segment + 1 < p.cut.segments) {
     t.chunks += early;
     t.end += early * Q;
   }
@@ -325,26 +325,26 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 
 // EARLY, cut i: D in front of segment i + 1, or, from the last segment's number on, what segment i began with.
 TILE float *cut_of(const params &p, const task &b, int wg, int i) {
-  return early_state(p.cuts, p.cut_stride, p.rows, b.r, i, b.col / 64 + wg, N);
+  return early_state(p.cut, p.rows, b.r, i, b.col / 64 + wg, N);
 }
 TILE void run_state(const params &p, shared &s, int wg) {
   if (is_done(p)) return grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
-  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.takes, t.chunks > 0);
+  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.cut.takes, t.chunks > 0);
   if (EARLY && t.chunks == 0) return grid_wait();
   ring_pos soon = {}, at = {}, with = {}, from = {};
   rt<float, N> d;
   ahead a;
   int rows = p.value_dim - b.col - wg * 64;
   ssd_order in = p.initial_order, out = p.final_order;
-  if (p.initial && (!EARLY || b.segment + 1 == p.segments))
+  if (p.initial && (!EARLY || b.segment + 1 == p.cut.segments))
     load(d, p.initial + first_of(p, b, wg, in), in.row, in.col, rows, p.key_dim);
   else fill(d, 0.f);
   if (!AHEADS && t.chunks) make_ahead(a, s, soon, with, wg);
   for (int chunk = t.chunks - 1; chunk >= 0; chunk--) {
     if (EARLY && t.chunks > b.own && chunk == b.own - 1)
-      store_acc(cut_of(p, b, wg, p.segments - 1 + b.segment), d);
+      store_acc(cut_of(p, b, wg, p.cut.segments - 1 + b.segment), d);
     advance(d, a, p, s, b, soon, at, with, from, chunk, wg);
     ring_next(s.aheads, from);
     ring_next(s.early, soon);

@@ -73,7 +73,7 @@ static mg_status run_forth(const problem *x, int segment, float *final, delta_sw
   mg_map_stack(c, &p.states, a->states, 64, 64);
   map_errors(x, &p.errors);
   if (early) *early = p;
-  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c) * (early ? p.segments : 1), "blocks"));
+  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c) * (early ? p.cut.segments : 1), "blocks"));
 }
 
 // early: as above, but begun.
@@ -88,7 +88,7 @@ static mg_status run_back(const problem *x, int segment, float *between, const d
     .rows = segment_of(x, segment), .gates = x->gates, .scale = x->scale, .dv_data = a->dv->data,
     .dv_step = a->dv->stride[1], .dv_head = a->dv->stride[2], .key_dim = (int)c->n.K, .value_dim = (int)c->n.V,
     .taken = taken};
-  if (early) delta_take_early(&p, early);
+  if (early) p.cut = early->cut;
   if (c->status || !mg_choose_other(c, early ? MG_OP_delta_back_early : MG_OP_delta_back)) return c->status;
   if (!is_empty(c)) {
     mg_map_bthd(c, &p.q, a->q, 64, 64);
@@ -99,7 +99,7 @@ static mg_status run_back(const problem *x, int segment, float *between, const d
     map_matrices(x, segment, &p.p, a->reads, a->own_reads);
     mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   }
-  const int blocks = mg_tasks(c, sweep_blocks(c) * (early ? early->segments : 1), "blocks");
+  const int blocks = mg_tasks(c, sweep_blocks(c) * (early ? early->cut.segments : 1), "blocks");
   return is_empty(c) ? mg_run(c, &p, blocks) : mg_run_beside(c, &p, blocks);
 }
 

@@ -16,24 +16,11 @@ typedef struct delta_back_params {
   delta_gates gates;          // CHANNELS: beta only
   float scale;
   const int *taken;           // as of delta_prepare_params
-  const float *early;         // EARLY: these as of delta_sweep_params
-  float *cuts;
-  int *takes;
-  int earlies, segments, segment, cut_stride;
+  delta_cut cut;              // EARLY
   void *dv_data;              // dv again, for the last chunks of packed rows: strides in elements
   int64_t dv_step, dv_head;
   int key_dim, value_dim;
 } delta_back_params;
-
-static inline void delta_take_early(delta_back_params *p, const delta_sweep_params *s) {
-  p->early = s->early;
-  p->earlies = s->earlies;
-  p->cuts = s->cuts;
-  p->cut_stride = s->cut_stride;
-  p->takes = s->takes;
-  p->segments = s->segments;
-  p->segment = s->segment;
-}
 
 // delta_grads.cu
 typedef struct delta_grads_params {

@@ -42,8 +42,7 @@ TILE int begin_early(row_task &t, int segment, int early) {
   t.chunks = early ? t.chunks + in_front : 0;
   return in_front;
 }
-// EARLY: 64 values of a state between segments, `keys` columns, in scratch (delta_meets_params). half: of values
-TILE float *early_state(float *cuts, int cut_stride, const delta_rows &p, const row_task &t, int cut, int half,
-                        int keys) {
-  return cuts + (((int64_t)t.row * cut_stride + cut) * p.heads + t.head) * (128 * keys) + half * 64 * keys;
+// EARLY: 64 values of state number `i` between segments, `keys` columns (delta_meets_params). half: of values
+TILE float *early_state(const delta_cut &cut, const delta_rows &p, const row_task &t, int i, int half, int keys) {
+  return cut.states + (((int64_t)t.row * cut.stride + i) * p.heads + t.head) * (128 * keys) + half * 64 * keys;
 }

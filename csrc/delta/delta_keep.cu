@@ -50,8 +50,8 @@ TILE task block_task(const params &p) {
   task b = {task_of(p.rows, row, matrix - row * p.rows.heads), (block_index() - unit * parts) * 64 * GROUPS, segment,
             0};
   if (!EARLY) return b;
-  take_segment(b.r, segment, p.segment);
-  b.early = begin_early(b.r, segment, few_early(p.early, p.earlies));
+  take_segment(b.r, segment, p.cut.segment);
+  b.early = begin_early(b.r, segment, few_early(p.cut.early, p.cut.earlies));
   return b;
 }
 
@@ -186,7 +186,7 @@ TILE int64_t first_of(const params &p, const task &b, int wg, ssd_order o) {
 
 // EARLY, cut i: the state behind segment i, or, from the last segment's number on, what a later one began with.
 TILE float *cut_of(const params &p, const task &b, int wg, int i) {
-  return early_state(p.cuts, p.cut_stride, p.rows, b.r, i, b.col / 64 + wg, D);
+  return early_state(p.cut, p.rows, b.r, i, b.col / 64 + wg, D);
 }
 TILE void run_state(const params &p, shared &s, int wg) {
   if (is_done(p)) return;
@@ -195,18 +195,18 @@ TILE void run_state(const params &p, shared &s, int wg) {
   rt<float, D> state;                     // S^T: 64 columns of v by K
   int cols = p.value_dim - b.col - 64 * wg;
   ssd_order in = p.initial_order, out = p.final_order;
-  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.takes, b.r.chunks > 0);
+  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.cut.takes, b.r.chunks > 0);
   if (EARLY && b.r.chunks == 0) return;
   if (p.initial && b.segment == 0) load(state, p.initial + first_of(p, b, wg, in), in.row, in.col, cols, p.key_dim);
   else fill(state, 0.f);
   for (int chunk = 0; chunk < b.r.chunks; chunk++) {
     if (EARLY && b.early && chunk == b.early)
-      store_acc(cut_of(p, b, wg, p.segments - 2 + b.segment), state);
+      store_acc(cut_of(p, b, wg, p.cut.segments - 2 + b.segment), state);
     advance(state, p, s, b, at, with, chunk, wg);
     ring_done(s.vec_ring, with);
     ring_done(s.inputs, at);
   }
-  if (EARLY && b.segment + 1 < p.segments) store_acc(cut_of(p, b, wg, b.segment), state);
+  if (EARLY && b.segment + 1 < p.cut.segments) store_acc(cut_of(p, b, wg, b.segment), state);
   else if (p.final) store(p.final + first_of(p, b, wg, out), out.row, out.col, state, cols, p.key_dim);
   tma_store_wait_read();
 }

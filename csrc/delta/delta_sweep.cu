@@ -87,7 +87,7 @@ TILE void init(shared &s) {
 struct task { row_task r; int segment, segments, col, early; bool turns; };
 TILE task block_task(const params &p) {
   enum { WIDTH = 64 * GROUPS };
-  int segments = p.segments > 1 ? p.segments : 1, parts = (p.value_dim + WIDTH - 1) / WIDTH;
+  int segments = p.cut.segments > 1 ? p.cut.segments : 1, parts = (p.value_dim + WIDTH - 1) / WIDTH;
   int i = block_index() / CLUSTER_SIZE;
   int cuts = CUT ? segments - 1 : segments, first = p.rows.rows * p.rows.heads * cuts * parts;
   bool turns = CUT && i >= first;
@@ -101,8 +101,8 @@ TILE task block_task(const params &p) {
   int row = matrix / p.rows.heads;
   task b = {task_of(p.rows, row, matrix - row * p.rows.heads), segment + turns, segments,
             (i - unit * parts) * WIDTH, 0, turns};
-  if (segments > 1) take_segment(b.r, b.segment, p.segment);
-  if (EARLY) b.early = begin_early(b.r, b.segment, few_early(p.early, p.earlies));
+  if (segments > 1) take_segment(b.r, b.segment, p.cut.segment);
+  if (EARLY) b.early = begin_early(b.r, b.segment, few_early(p.cut.early, p.cut.earlies));
   return b;
 }
 
@@ -640,7 +640,8 @@ TILE int64_t first_of(const params &p, const task &b, int wg, int64_t i, ssd_ord
   return (i * p.rows.heads + b.r.head) * o.matrix + (b.col + 64 * wg) * o.row;
 }
 TILE float *cut_of(const params &p, const task &b, int wg, int cut) {   // behind segment `cut`
-  return p.cuts + first_of(p, b, wg, (int64_t)b.r.row * p.cut_stride + cut, {p.key_dim, 1, p.key_dim * p.value_dim});
+  ssd_order order = {p.key_dim, 1, p.key_dim * p.value_dim};
+  return p.cut.states + first_of(p, b, wg, (int64_t)b.r.row * p.cut.stride + cut, order);
 }
 TILE void begin_state(rt<float, D> &state, const params &p, const task &b, int wg) {
   int cols = p.value_dim - b.col - 64 * wg, col = b.col + 64 * wg;
@@ -673,7 +674,7 @@ TILE void put_turn(const params &p, shared &s, const task &b, rt<float, D> &stat
   }
 }
 TILE void put_between(const params &p, const task &b, const rt<float, D> &state, int cut, int wg) {
-  store_acc(early_state(p.cuts, p.cut_stride, p.rows, b.r, cut, b.col / 64 + wg, D), state);
+  store_acc(early_state(p.cut, p.rows, b.r, cut, b.col / 64 + wg, D), state);
 }
 TILE void end_state(const params &p, shared &s, const task &b, rt<float, D> &state, int wg) {
   int cols = p.value_dim - b.col - 64 * wg;
@@ -714,7 +715,7 @@ TILE void run_state(const params &p, shared &s, int wg) {
     return tma_store_wait_read();
   }
   rt<float, D> state;                     // S^T: 64 columns of v by K
-  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.takes, b.r.chunks > 0);
+  if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.cut.takes, b.r.chunks > 0);
   if (EARLY && b.r.chunks == 0) return;
   begin_state(state, p, b, wg);
   if (LATE && b.r.chunks) run_late(state, p, s, b, wg);

@@ -135,19 +135,17 @@ static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor
 // In segments that begin early where s has some.
 static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_acting *acting,
                            int *taken) {
-  const bool early = s->segments > 0;
+  const bool early = s->cut.segments > 0;
   kda_whole_params p = {.m = s->m, .p = s->p, .v = s->v, .o = s->o, .initial = s->initial, .final = s->final,
                         .initial_order = s->initial_order, .final_order = s->final_order, .rows = s->rows,
                         .gates = acting->gates, .scale = s->scale, .key_dim = s->key_dim, .value_dim = s->value_dim,
                         .copied = copied(c, &acting->g), .keep = a->keep, .o_data = s->o_data, .o_step = s->o_step,
-                        .o_head = s->o_head, .taken = taken, .early = s->early, .cuts = s->cuts,
-                        .earlies = s->earlies, .segments = s->segments, .segment = s->segment,
-                        .cut_stride = s->cut_stride};
+                        .o_head = s->o_head, .taken = taken, .cut = s->cut};
   if (c->status || !mg_choose_other(c, early ? MG_OP_kda_early : MG_OP_kda_whole)) return c->status;
   mg_map_bthd(c, &p.q, a->q, 64, 64);
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   if (p.copied) mg_map_bthd(c, &p.g, &acting->g, 64, 64);
-  return mg_run_resident(c, &p, mg_tasks(c, c->n.R * c->n.HV * (early ? s->segments : 1), "heads"));
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.R * c->n.HV * (early ? s->cut.segments : 1), "heads"));
 }
 
 // Returns what the kernels behind it are to look at.
@@ -156,7 +154,7 @@ static const int *run_early(mg_call *c, const mg_kda_args *a, const delta_sweep_
   delta_fades_params f = kda_fades_of(c, &acting->gates);
   delta_sweep_params early = *s;
   delta_begin_early(c, &early, &f, &plan->early, a->early, a->cuts, 0);
-  run_whole(c, a, &early, acting, early.takes);
+  run_whole(c, a, &early, acting, early.cut.takes);
   return delta_end_early(c, &early, plan->next, plan->zeros);
 }
 

@@ -81,7 +81,5 @@ typedef struct kda_whole_params {
   void *o_data;               // o again, for where packed rows end: strides in elements
   int64_t o_step, o_head;
   int *taken;                 // packed rows, EARLY: that of the kernels behind, whose first word is written; or NULL
-  const float *early;         // EARLY: as of delta_sweep_params, as are those below
-  float *cuts;
-  int earlies, segments, segment, cut_stride;
+  delta_cut cut;              // EARLY
 } kda_whole_params;

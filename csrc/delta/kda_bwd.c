@@ -86,7 +86,7 @@ static mg_status run_forth(const problem *x, int segment, float *final, delta_sw
   mg_map_stack(c, &p.states, a->states, 64, 64);
   map_errors(x, &p.errors);
   if (early) *early = p;
-  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c) * (early ? p.segments : 1), "blocks"));
+  return mg_run(c, &p, mg_tasks(c, sweep_blocks(c) * (early ? p.cut.segments : 1), "blocks"));
 }
 
 static mg_status run_back(const problem *x, int segment, float *between, const delta_sweep_params *early,
@@ -100,7 +100,7 @@ static mg_status run_back(const problem *x, int segment, float *between, const d
     .final_order = first ? x->given : x->kept, .rows = segment_of(x, segment), .gates = beta_of(x), .scale = x->scale,
     .dv_data = a->dv->data, .dv_step = a->dv->stride[1], .dv_head = a->dv->stride[2], .key_dim = (int)c->n.K,
     .value_dim = (int)c->n.V, .taken = taken};
-  if (early) delta_take_early(&p, early);
+  if (early) p.cut = early->cut;
   if (c->status || !mg_choose_other(c, early ? MG_OP_kda_back_early : MG_OP_kda_back)) return c->status;
   if (!is_empty(c)) {
     map_matrices(x, segment, &p.m, &p.p);
@@ -111,7 +111,7 @@ static mg_status run_back(const problem *x, int segment, float *between, const d
     mg_map_bthd(c, &p.dv, a->dv, 64, 64);
     mg_map_stack(c, &p.dstates, a->dstates, 64, 64);
   }
-  const int blocks = mg_tasks(c, sweep_blocks(c) * (early ? early->segments : 1), "blocks");
+  const int blocks = mg_tasks(c, sweep_blocks(c) * (early ? early->cut.segments : 1), "blocks");
   return is_empty(c) ? mg_run(c, &p, blocks) : mg_run_beside(c, &p, blocks);
 }
 

@@ -82,15 +82,15 @@ TILE void load_gates(const params &p, shared &s, const task &t, ring_pos at) {
 // segment of theirs, one segment after another. An empty row has a chunk of no steps, which leaves the state as it is.
 // A task's mark: its row, and EARLY segment, and 1 in front of that; 1 in its last chunk, and in the last one in front.
 enum { NO_TASK = -1 };              // the place of the one behind the last
-TILE int segments_of(const params &p) { return EARLY ? p.segments : 1; }
+TILE int segments_of(const params &p) { return EARLY ? p.cut.segments : 1; }
 TILE int unit_count(const params &p) { return p.rows.rows * p.rows.heads * segments_of(p); }
 TILE int mark_of(const params &p, int row, int segment, bool in_front, bool last) {
-  return EARLY ? 4 * (row * p.segments + segment) + 2 * in_front + last : 2 * row + last;
+  return EARLY ? 4 * (row * p.cut.segments + segment) + 2 * in_front + last : 2 * row + last;
 }
 TILE bool is_last(const task &t) { return t.mark & 1; }
 TILE bool is_in_front(const task &t) { return EARLY && t.mark & 2; }
-TILE int row_of(const params &p, const task &t) { return EARLY ? (t.mark >> 2) / p.segments : t.mark >> 1; }
-TILE int segment_of(const params &p, const task &t) { return EARLY ? (t.mark >> 2) % p.segments : 0; }
+TILE int row_of(const params &p, const task &t) { return EARLY ? (t.mark >> 2) / p.cut.segments : t.mark >> 1; }
+TILE int segment_of(const params &p, const task &t) { return EARLY ? (t.mark >> 2) % p.cut.segments : 0; }
 // This kernel would be slower than two.
 TILE bool leaves(const params &p) {
   float longest = 0.f, all = 0.f;
@@ -110,7 +110,7 @@ TILE bool leaves(const params &p) {
 }
 TILE void choose(const params &p, shared &s, int) {
   grid_wait();
-  int early = EARLY ? most_early(p.early, p.earlies) : 0;
+  int early = EARLY ? most_early(p.cut.early, p.cut.earlies) : 0;
   bool leave = EARLY ? early == 0 : p.rows.starts && p.taken && leaves(p);
   wv<32> x;
   fill(x, leave ? -1.f : (float)early);
@@ -129,7 +129,7 @@ TILE void loader(const params &p, shared &s, int) {
     int matrices = p.rows.rows * p.rows.heads, segment = i / matrices, matrix = i - segment * matrices;
     int row = matrix / p.rows.heads;
     row_task r = task_of(p.rows, row, matrix - row * p.rows.heads);
-    if (EARLY) take_segment(r, segment, p.segment);
+    if (EARLY) take_segment(r, segment, p.cut.segment);
     int chunks = r.chunks > 0 ? r.chunks : 1, head = r.head, key_head = r.key_head, batch = r.batch;
     ROLLED for (int chunk = segment > 0 ? -early : 0; chunk < chunks; chunk++, n++) {
       int step = r.first + chunk * Q;
@@ -412,7 +412,7 @@ TILE float *state_between(const params &p, const task &t, int cut, int g) {
   row_task r = {};
   r.row = row_of(p, t);
   r.head = t.at.head;
-  return early_state(p.cuts, p.cut_stride, p.rows, r, cut, g, D);
+  return early_state(p.cut, p.rows, r, cut, g, D);
 }
 TILE int64_t first_of(const params &p, const task &t, int g, ssd_order o) {
   return ((int64_t)row_of(p, t) * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
@@ -422,14 +422,14 @@ TILE void begin_state(rt<float, D> &state, const params &p, const task &t, int g
   ssd_order o = p.initial_order;
   fill(state, 0.f);
   if (is_in_front(t)) return;
-  if (EARLY && segment > 0) return load_acc(state, state_between(p, t, p.segments - 2 + segment, g));
+  if (EARLY && segment > 0) return load_acc(state, state_between(p, t, p.cut.segments - 2 + segment, g));
   if (p.initial) load(state, p.initial + first_of(p, t, g, o), o.row, o.col, p.value_dim - 64 * g, p.key_dim);
 }
 TILE void end_state(const rt<float, D> &state, const params &p, const task &t, int g) {
   const int segment = segment_of(p, t);
   ssd_order o = p.final_order;
-  if (EARLY && (is_in_front(t) || segment + 1 < p.segments))
-    return store_acc(state_between(p, t, segment + (is_in_front(t) ? p.segments - 2 : 0), g), state);
+  if (EARLY && (is_in_front(t) || segment + 1 < p.cut.segments))
+    return store_acc(state_between(p, t, segment + (is_in_front(t) ? p.cut.segments - 2 : 0), g), state);
   if (p.final) store(p.final + first_of(p, t, g, o), o.row, o.col, state, p.value_dim - 64 * g, p.key_dim);
 }
 TILE void run_state(const params &p, shared &s, int) {
