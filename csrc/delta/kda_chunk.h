@@ -107,35 +107,45 @@ TILE void take_part(factor_part &d, panel &k, panel &q, const ct &l, int c) {
 }
 // The factors of columns i of L^T and P^T, and those of rows j, for their own groups, of panel h. Early: of the first
 // ones also the tiles, in place of k and q. A block of these has been read before it is written, and by its warp alone,
-// as has l.
-TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l, const cg &groups,
-                       const rv &norm_k, const rv &norm_q, int h, bool early) {
-  const by_group middle = {groups.middle};
+// as has l. WRITE: and k e^(l_e - l), columns of `write` from `col` on; else put_write() may follow. AT_ONCE: parts of 16
+// columns that lie one behind the other. All four take a tenth of the registers less; two are half as much to fetch.
+template<int AT_ONCE, bool WRITE, int C>
+TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l, const cg &groups, const rv &norm_k,
+                       const rv &norm_q, int h, bool early, st<elem, Q, C> &write, int col) {
+  const by_group middle = {groups.middle}, end = {groups.end};
   factor_part parts[2];
   fill(right, 0.f);
   take_part(parts[0], k, q, l, 0);
-  UNROLLED for (int c = 0; c < 64; c += 16) {
-    rt<float, 16> x, y;
-    const factor_part &now = parts[c / 16 % 2];
-    if (c < 48) take_part(parts[1 - c / 16 % 2], k, q, l, c + 16);   // loads wait for no store of the part before
-    fill(x, 0.f);
-    fill(y, 0.f);
-    each_part(c, [](int, int, float &x, float &y, float &right, float l, float k, float q, float norm_k, float norm_q) {
-      float e = fast_exp2(l);
-      k *= norm_k;
-      right = k * fast_exp2(-l);
-      x = k * e;
-      y = q * norm_q * e;
-    }, x, y, right, now.l, now.k, now.q, norm_k, norm_q);
-    store_groups(to.left, h, x, c);
-    store_groups(to.left, 1 - h, y, c);
-    if (early) {
-      each_part(c, [](int, int, float &x, float &y, float middle) {
-        x *= middle;
-        y *= middle;
-      }, x, y, middle);
-      store_own(k, x, c);
-      store_own(q, y, c);
+  ROLLED for (int first = 0; first < 64; first += 16 * AT_ONCE) {
+    UNROLLED for (int i = 0; i < AT_ONCE; i++) {
+      const int c = first + 16 * i;
+      const factor_part &now = parts[i % 2];
+      rt<float, 16> x, y, z;
+      // Loads wait for no store of the part before. Behind the last one there is nothing to load.
+      if (AT_ONCE < 4 || i < 3) take_part(parts[1 - i % 2], k, q, l, (c + 16) % 64);
+      fill(x, 0.f);
+      fill(y, 0.f);
+      fill(z, 0.f);
+      each_part(c, [](int, int, float &x, float &y, float &z, float l, float k, float q, float norm_k, float norm_q) {
+        float e = fast_exp2(l);
+        k *= norm_k;
+        z = k * fast_exp2(-l);
+        x = k * e;
+        y = q * norm_q * e;
+      }, x, y, z, now.l, now.k, now.q, norm_k, norm_q);
+      append_part(right, z);
+      store_groups(to.left, h, x, c);
+      store_groups(to.left, 1 - h, y, c);
+      if (early) {
+        each_part(c, [](int, int, float &x, float &y, float &z, float middle, float end) {
+          x *= middle;
+          y *= middle;
+          z *= end;
+        }, x, y, z, middle, end);
+        store_own(k, x, c);
+        store_own(q, y, c);
+        if (WRITE) store_own(write, z, col + c);
+      }
     }
   }
 }

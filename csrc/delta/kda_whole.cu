@@ -176,9 +176,9 @@ TILE void make_right(rt<float, 64> &right, const params &p, shared &s, int i, in
   {
     rv norm_k, norm_q;
     take_factors(norm_k, norm_q, p, s);
-    make_factors(right, s.areas[h], s.keys[i][h].k, s.keys[i][h].q, s.sums[h].l, s.groups[h], norm_k, norm_q, h, early);
+    make_factors<2, true>(right, s.areas[h], s.keys[i][h].k, s.keys[i][h].q, s.sums[h].l, s.groups[h], norm_k, norm_q,
+                          h, early, s.w[i], 64 * h);
   }
-  if (early) put_write(s.w[i], 64 * h, right, s.groups[h]);
   if (tell) fence_async();
   wg_sync();
   if (tell) tell_tiles(s, i);
@@ -314,7 +314,7 @@ TILE void prepare(const params &p, shared &s, int h) {
     if (reach == BEYOND) put_steep_tiles(p, s, n, h);
     fence_async();
     sem_arrive<WARPGROUP>(s.pairs[i]);
-    if (p.keep && !is_in_front(t)) keep_pairs(p, s, n, h);
+    if (p.keep && !is_in_front(given_task(s.todo, n))) keep_pairs(p, s, n, h);
   }
   tma_store_wait_read();
 }

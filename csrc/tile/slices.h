@@ -4,6 +4,8 @@
 #include "tile/tile.h"
 // c0: a multiple of 16, and a constant
 template<int N> TILE void copy_part(rt<float, 16> &d, const rt<float, N> &s, int c0);               // 16 columns of s
+// The columns of d move 16 to the left, and s are the last ones. So a loop that is not unrolled fills a tile.
+template<int N> TILE void append_part(rt<float, N> &d, const rt<float, 16> &s);
 template<typename T, int N> TILE void convert_to_part(rt<T, N> &d, int c0, const rt<float, 16> &s); // 16 columns of d
 template<int BY> TILE void rotate_cols(rt<float, 16> &t);   // t[row][col] = t[row][(col + BY) % 16]
 // 16-bit tiles. BY is even.

@@ -6,6 +6,14 @@ template<int N> TILE void copy_part(rt<float, 16> &d, const rt<float, N> &s, int
   for (int r = 0; r < 64; r++)
     for (int c = 0; c < 16; c++) d.d[r][c] = s.d[r][c0 + c];
 }
+template<int N> TILE void append_part(rt<float, N> &d, const rt<float, 16> &s) {
+  reads(s);
+  changes(d);
+  for (int r = 0; r < 64; r++) {
+    memmove(d.d[r], d.d[r] + 16, (N - 16) * sizeof(float));
+    memcpy(d.d[r] + N - 16, s.d[r], 16 * sizeof(float));
+  }
+}
 template<typename T, int N> TILE void convert_to_part(rt<T, N> &d, int c0, const rt<float, 16> &s) {
   reads(s);
   writes(d);

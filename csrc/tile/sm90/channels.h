@@ -231,7 +231,7 @@ template<typename T> TILE void store_groups(st<T, 32, 64> (&d)[4], int half, con
   int r = warp_in_group() * 16 + (lane() & 15), chunk = (lane() >> 4) ^ r & 7;
   const float *x = t.d;
   uint32_t first = anew_word(r * 128 + (chunk << 4));      // as in block_address_anew()
-  store_block((first ^ c0 / 8 << 4) + (shared_address(&d[0]) + (warp_in_group() + half) * 16 * 128),
+  store_block((first ^ (uint32_t)c0 / 8 << 4) + (shared_address(&d[0]) + (warp_in_group() + half) * 16 * 128),
               pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
 template<typename T> TILE void store_group(st<T, 32, 64> &d, int half, const rt<float, 16> &t, int c0, int group) {

@@ -5,6 +5,10 @@ template<int N> TILE void copy_part(rt<float, 16> &d, const rt<float, N> &s, int
 #pragma unroll
   for (int i = 0; i < 8; i++) d.d[i] = s.d[c0 / 2 + i];
 }
+template<int N> TILE void append_part(rt<float, N> &d, const rt<float, 16> &s) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) d.d[i] = i + 8 < N / 2 ? d.d[i + 8] : s.d[i + 8 - N / 2];
+}
 template<typename T, int N> TILE void convert_to_part(rt<T, N> &d, int c0, const rt<float, 16> &s) {
 #pragma unroll
   for (int j = 0; j < 4; j++) d.d[c0 / 16][j] = pack<T>(s.d[2 * j], s.d[2 * j + 1]);

@@ -67,10 +67,9 @@ template<int V> TILE float (&block_at(rt<float, 64> &d))[8] { return *(float (*)
 // eight is in row 8 rh + lane / 4, column 8 ch + 2 (lane % 4) + e.
 // The warp's block on the diagonal goes to where the parts of its inverse will be, as blocks of 8 x 8 of fp32, 00, 11
 // and 01.
-template<int V> TILE void put_corners(float *own, const rt<float, 64> &t) {
+TILE void put_corners(float *own, const float (&x)[8]) {
   int l = lane(), row = l >> 2, col = (l & 3) * 2;
   float2 *to = (float2 *)own + l;
-  const float *x = t.d + 8 * V;
   to[0] = make_float2(col > row ? x[0] : 0.f, col + 1 > row ? x[1] : 0.f);
   to[32] = make_float2(col > row ? x[6] : 0.f, col + 1 > row ? x[7] : 0.f);
   to[64] = make_float2(x[4], x[5]);
@@ -122,10 +121,9 @@ template<typename T> TILE void invert_corners(float (&x)[8], float *own) {
 template<typename T> TILE void invert_diagonal(rt<float, 64> &d, tri<T> &s, const rt<float, 64> &t) {
   int w = __shfl_sync(~0u, warp_in_group(), 0);   // else ptxas asks for the thread again and again, and waits
   float x[8], *own = (float *)s.d[block_of(w, w)][0];
-  if (w == 0) put_corners<0>(own, t);
-  if (w == 1) put_corners<1>(own, t);
-  if (w == 2) put_corners<2>(own, t);
-  if (w == 3) put_corners<3>(own, t);
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = w < 2 ? w ? t.d[8 + i] : t.d[i] : w < 3 ? t.d[16 + i] : t.d[24 + i];
+  put_corners(own, x);
 #pragma unroll
   for (int v = 1; v < 4; v++) {
     float y[8];
@@ -138,39 +136,33 @@ template<typename T> TILE void invert_diagonal(rt<float, 64> &d, tri<T> &s, cons
 #pragma unroll
   for (int i = 0; i < 32; i++) d.d[i] = i / 8 == w ? x[i % 8] : 0.f;
 }
-// Block V of d = -(x + rest) times block (V, V)
-template<typename T, int V>
-TILE void finish_block(rt<float, 64> &d, const float (&x)[8], const float (&rest)[8], const tri<T> &s) {
-  uint32_t hi[4], lo[4];
-  float y[8] = {}, last[8] = {};
-  split_sum<T>(hi, lo, x, rest);
-  add_product<T>(y, last, hi, lo, s, block_of(V, V));
-#pragma unroll
-  for (int i = 0; i < 8; i++) d.d[8 * V + i] = -y[i] - last[i];
-}
 template<typename T> TILE void invert_pairs(rt<float, 64> &d, tri<T> &s) {
-  int w = warp_in_group();
+  const int w = warp_in_group();
+  if (w % 2) return;
+  // One code for both warps: what lies there has to be fetched.
   uint32_t hi[4], lo[4];
-  float x[8] = {}, rest[8] = {};
+  float x[8], sum[8] = {}, rest[8] = {}, next[8] = {}, last[8] = {};
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = w ? d.d[16 + i] : d.d[i];
+  split<T>(hi, lo, x);
+  const int right = (int)anew_word(w ? block_of(2, 3) : block_of(0, 1));
+  add_product<T>(sum, rest, hi, lo, s, right);
   if (w == 0) {                           // and what block 0 adds to the sums of the others
-    float next[8] = {}, last[8] = {};
-    split<T>(hi, lo, block_at<0>(d));
-    add_product<T>(x, rest, hi, lo, s, block_of(0, 1));
     add_product<T>(block_at<2>(d), next, hi, lo, s, block_of(0, 2));
     add_product<T>(block_at<3>(d), last, hi, lo, s, block_of(0, 3));
-    finish_block<T, 1>(d, x, rest, s);
+  }
+  split_sum<T>(hi, lo, sum, rest);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      d.d[16 + i] += next[i];
-      d.d[24 + i] += last[i];
-    }
+  for (int i = 0; i < 8; i++) sum[i] = rest[i] = 0.f;
+  add_product<T>(sum, rest, hi, lo, s, right + 1);          // the inverse below it
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    x[i] = -sum[i] - rest[i];
+    d.d[8 + i] = w ? d.d[8 + i] : x[i];
+    d.d[16 + i] += next[i];
+    d.d[24 + i] = w ? x[i] : d.d[24 + i] + last[i];
   }
-  if (w == 2) {
-    split<T>(hi, lo, block_at<2>(d));
-    add_product<T>(x, rest, hi, lo, s, block_of(2, 3));
-    finish_block<T, 3>(d, x, rest, s);
-    put_block(s, block_of(0, 0), block_at<3>(d));
-  }
+  if (w) put_block(s, block_of(0, 0), x);
 }
 template<typename T> TILE void invert_rest(rt<float, 64> &d, const tri<T> &s) {
   if (warp_in_group() > 1) return;
