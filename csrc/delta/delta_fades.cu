@@ -1,18 +1,17 @@
 // How many chunks in front of a segment of a row, or behind one of a pass that goes back, make what was beyond them
 // fade: the least number over which the decays of each head multiply to 2^-FADED or less, those of a head's channels in
-// the mean, of the slowest to 2^-SLOWEST; 0 where p.most chunks do not, or where the first two have not their share of
-// that. It is a guess, as keys take what a slow column holds to others and back: what comes of it is proved by
-// delta_meets.cu, which allows what rounding makes, 2^-10. A block has the chunks at one end of a segment of one matrix
-// of decays [steps, columns]: columns are the channels of a head, or all heads.
-// Roles: WARPS warps, of each chunk's 64 steps STEPS each. Registers of a thread: 4 columns of HALF the steps of two
-// chunks.
+// the mean, of the slowest to 2^-SLOWEST; 0 where p.most chunks do not, or where the first has not its share of that. It
+// is a guess, as keys take what a slow column holds to others and back: what comes of it is proved by delta_meets.cu,
+// which allows what rounding makes, 2^-10. A block has the chunks at one end of a segment of one matrix of decays
+// [steps, columns]: columns are the channels of a head, or all heads.
+// Roles: WARPS warps, of each chunk's 64 steps STEPS each. Registers of a thread: 4 columns of HALF of these.
 #include "tile/numbers.h"
 #include "delta/delta_prepare.h"
 
-enum { COLUMNS = 128, WARPS = 4, STEPS = Q / WARPS, AT_ONCE = 2, HALF = STEPS / 2, FADED = 13, SLOWEST = 11 };
+enum { COLUMNS = 128, WARPS = 4, STEPS = Q / WARPS, HALF = STEPS / 2, FADED = 13, SLOWEST = 11 };
 typedef wv<COLUMNS> columns;
 struct shared {
-  sv<COLUMNS> parts[2][AT_ONCE][WARPS];     // of two chunks, in turn
+  sv<COLUMNS> parts[2][WARPS];              // of chunks in turn
   sem there[2];
 };
 typedef delta_fades_params params;
@@ -51,18 +50,17 @@ TILE void add_steps(columns &sum, columns (&steps)[HALF], const gate &by, const 
     map(sum, sum, x, [](float sum, float x) { return sum + log_decay(x); });
   }
 }
-// This warp's steps of the two chunks in front of g, or behind. The nearer one comes first.
+// This warp's steps of the chunk in front of g, or behind.
 template<typename T>
-TILE void put_parts(shared &s, int i, const gate &by, const params &p, const T *g, int warp) {
-  const int chunk = p.back ? Q : -Q, near = p.back ? 0 : -Q;
-  columns sums[AT_ONCE];
-  CONSTANT_INDEX for (columns &sum : sums) fill(sum, 0.f);
+TILE void put_part(shared &s, int i, const gate &by, const params &p, const T *g, int warp) {
+  columns sum;
+  fill(sum, 0.f);
   ROLLED for (int first = warp * STEPS; first < (warp + 1) * STEPS; first += HALF) {
-    columns x[AT_ONCE][HALF];
-    CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) load_steps(x[k], p, g + (first + near + k * chunk) * p.step);
-    CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) add_steps(sums[k], x[k], by, p);
+    columns x[HALF];
+    load_steps(x, p, g + (first - (p.back ? 0 : Q)) * p.step);
+    add_steps(sum, x, by, p);
   }
-  CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) store(s.parts[i][k][warp], sums[k]);
+  store(s.parts[i][warp], sum);
 }
 
 TILE bool have_faded(const columns &all, const params &p) {
@@ -84,21 +82,19 @@ TILE void fades(const params &p, shared &s, int warp) {
   fill(all, 0.f);
   int faded = 0;
   bool slow = false;
-  for (int chunks = 0; !faded && !slow && chunks + AT_ONCE <= p.most; chunks += AT_ONCE) {
-    const int i = chunks / AT_ONCE % 2;
+  for (int chunks = 0; !faded && !slow && chunks < p.most; chunks++) {
+    const int i = chunks % 2;
     const int64_t at = first + (end + (p.back ? chunks : -chunks) * Q) * p.step;
-    if (p.is_float) put_parts(s, i, by, p, (const float *)p.g + at, warp);
-    else put_parts(s, i, by, p, (const elem *)p.g + at, warp);
+    if (p.is_float) put_part(s, i, by, p, (const float *)p.g + at, warp);
+    else put_part(s, i, by, p, (const elem *)p.g + at, warp);
     sem_arrive<WARP>(s.there[i]);
-    sem_wait(s.there[i], chunks / AT_ONCE / 2 & 1);
-    CONSTANT_INDEX for (int k = 0; k < AT_ONCE; k++) {
-      CONSTANT_INDEX for (const sv<COLUMNS> &part : s.parts[i][k]) {
-        load(some, part);
-        map(all, all, some, [](float x, float y) { return x + y; });
-      }
-      if (!faded && have_faded(all, p)) faded = chunks + k + 1;
+    sem_wait(s.there[i], chunks / 2 & 1);
+    CONSTANT_INDEX for (const sv<COLUMNS> &part : s.parts[i]) {
+      load(some, part);
+      map(all, all, some, [](float x, float y) { return x + y; });
     }
-    slow = max_of(all) > -(float)SLOWEST * (float)AT_ONCE / (float)p.most;
+    if (have_faded(all, p)) faded = chunks + 1;
+    slow = max_of(all) > -(float)SLOWEST / (float)p.most;
   }
   if (warp > 0) return;
   fill(some, 0.f);

@@ -270,12 +270,14 @@ SHAPE TILE void tall_copy(const op_params &p, TILES &s, int) {   // b as loaded,
   put_b(p, s);
 }
 
-// I 0 to 5: 16 columns of t at a time, rotated; 6 to 9: of a. Every block of 16 columns is one.
+// I 0 to 5: 16 columns of t at a time, rotated; 6 to 9: of a. Every block of 16 columns is one. 10: they are appended
+// one after the other, and then the first one again.
 SHAPE TILE void slice_form(const op_params &p, TILES &s, int) {
-  rt<float, N> t;
+  rt<float, N> t, appended;
   rt<elem, N> products;
   sem_wait(s.full, 0);
   outer(t, p, s.v);
+  fill(appended, 0.f);
   UNROLLED for (int i = 0; i < N / 16; i++) {
     rt<float, 16> x;
     rt<elem, 16> e, two, turned;
@@ -291,10 +293,17 @@ SHAPE TILE void slice_form(const op_params &p, TILES &s, int) {
     if (I == 7) rotate_by_one(turned, e, two);
     if (I == 8) multiply_to_part(products, 16 * i, e, two);
     if (I == 9) convert_to_part(products, 16 * i, x);
+    if (I == 10) append_part(appended, x);
     if (I == 6 || I == 7) widen(x, turned);
     store(p.out + 16 * i, N, x, 64, 16);
   }
-  if (I > 7) store(s.b, products);
+  if (I == 8 || I == 9) store(s.b, products);
+  if (I == 10) {
+    rt<float, 16> first;
+    copy_part(first, t, 0);
+    append_part(appended, first);
+    store(p.out, N, appended, 64, N);
+  }
   put_b(p, s);
 }
 

@@ -458,6 +458,8 @@ def check_slices(c):
         return same(c.matrix(), turned(c.t(), (0, 1, -1, 6, 8, 11)[c.I]))
     if c.I < 8:
         return same(c.matrix(), turned(c.a, (10, 1)[c.I - 6]))
+    if c.I == 10:
+        return same(c.matrix(), np.roll(c.t(), -16, 1))
     c.check_stored(c.a * turned(c.a, 2) if c.I == 8 else c.t())
 
 
