@@ -107,18 +107,18 @@ TILE void take_part(factor_part &d, panel &k, panel &q, const ct &l, int c) {
 }
 // The factors of columns i of L^T and P^T, and those of rows j, for their own groups, of panel h. Early: of the first
 // ones also the tiles, in place of k and q. A block of these has been read before it is written, and by its warp alone,
-// as has l. WRITE: and k e^(l_e - l), columns of `write` from `col` on; else put_write() may follow. AT_ONCE: parts of 16
+// as has l. WRITE: and k e^(l_e - l); else put_write() may follow. AT_ONCE: parts of 16
 // columns that lie one behind the other. All four take a tenth of the registers less; two are half as much to fetch.
-template<int AT_ONCE, bool WRITE, int C>
+template<int AT_ONCE, bool WRITE>
 TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l, const cg &groups, const rv &norm_k,
-                       const rv &norm_q, int h, bool early, st<elem, Q, C> &write, int col) {
+                       const rv &norm_q, int h, bool early, panel &write) {
   const by_group middle = {groups.middle}, end = {groups.end};
   factor_part parts[2];
   fill(right, 0.f);
   take_part(parts[0], k, q, l, 0);
-  ROLLED for (int first = 0; first < 64; first += 16 * AT_ONCE) {
+  ROLLED for (uint32_t first = 0; first < 64; first += 16 * AT_ONCE) {
     UNROLLED for (int i = 0; i < AT_ONCE; i++) {
-      const int c = first + 16 * i;
+      const uint32_t c = first + 16 * i;
       const factor_part &now = parts[i % 2];
       rt<float, 16> x, y, z;
       // Loads wait for no store of the part before. Behind the last one there is nothing to load.
@@ -144,7 +144,7 @@ TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l
         }, x, y, z, middle, end);
         store_own(k, x, c);
         store_own(q, y, c);
-        if (WRITE) store_own(write, z, col + c);
+        if (WRITE) store_own(write, z, c);
       }
     }
   }
