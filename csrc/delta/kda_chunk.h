@@ -107,8 +107,8 @@ TILE void take_part(factor_part &d, panel &k, panel &q, const ct &l, int c) {
 }
 // The factors of columns i of L^T and P^T, and those of rows j, for their own groups, of panel h. Early: of the first
 // ones also the tiles, in place of k and q. A block of these has been read before it is written, and by its warp alone,
-// as has l. WRITE: and k e^(l_e - l); else put_write() may follow. AT_ONCE: parts of 16
-// columns that lie one behind the other. All four take a tenth of the registers less; two are half as much to fetch.
+// as has l. WRITE: and k e^(l_e - l); else put_write() may follow. AT_ONCE: parts of 16 columns that lie one behind the
+// other. All four want fewer registers; two are half as much to fetch.
 template<int AT_ONCE, bool WRITE>
 TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l, const cg &groups, const rv &norm_k,
                        const rv &norm_q, int h, bool early, panel &write) {

@@ -10,5 +10,5 @@ TILE uint32_t anew_word(uint32_t x) {
 template<typename T, int C> TILE uint32_t block_address_anew(const st<T, 64, C> &t, uint32_t col) {
   int r = warp_in_group() * 16 + (lane() & 15), chunk = lane() >> 4;
   uint32_t first = anew_word(r * 128 + ((chunk ^ (r & 7)) << 4));
-  return (first ^ col % 64 / 8 << 4) + (shared_address(&t) + col / 64 * 64 * 128);
+  return (first ^ col % 64 / 8 << 4) + (shared_address(&t) + (C > 64 ? col / 64 * 64 * 128 : 0));
 }
