@@ -31,7 +31,7 @@ union sums {
 struct keys { panel k, q; };         // behind each other, for products with both
 struct shared {
   struct keys keys[2][PANELS];      // of chunks in turn; then k e^l, scale q e^l
-  panel w[2][PANELS];               // k e^(l_e - l)
+  wide w[2];                        // k e^(l_e - l)
   area areas[PANELS];               // then what is handed over, then in the last one what the inverse works with
   union sums sums[PANELS];
   square m, p[2];
@@ -177,7 +177,7 @@ TILE void make_right(rt<float, 64> &right, const params &p, shared &s, int i, in
     rv norm_k, norm_q;
     take_factors(norm_k, norm_q, p, s);
     make_factors<2, true>(right, s.areas[h], s.keys[i][h].k, s.keys[i][h].q, s.sums[h].l, s.groups[h], norm_k, norm_q,
-                          h, early, s.w[i][h]);
+                          h, early, s.w[i]);
   }
   if (tell) fence_async();
   wg_sync();
@@ -244,7 +244,7 @@ TILE void make_tiles(const params &p, shared &s, uint32_t n, int h) {
     make_tile_part<true>(part, c, s.sums[h].l, k, q, s.groups[h], norm_k, norm_q);
     store_own(s.keys[i][h].k, part[0], c);
     store_own(s.keys[i][h].q, part[1], c);
-    store_own(s.w[i][h], part[2], c);
+    store_own(s.w[i], part[2], 64 * h + c);
   }
 }
 // Where groups have a middle each, of one panel: then both warpgroups run this code.
@@ -391,7 +391,7 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   map_row(x, down, [](float f, float m) { return f * m; });
   convert(part, x);
   mma_fence();
-  mma_AB<ACC>(state, part, in_place_of<wide>(s.w[i][0]));
+  mma_AB<ACC>(state, part, s.w[i]);
   mma_commit();
   mma_wait<0>(state, part);
   mma_fence();                              // for ptxas, which else lacks registers; no tile was touched since the last

@@ -56,6 +56,8 @@ struct by_group { const sv<64> (&v)[4]; };
 template<typename T> struct own_rows { st<T, 64, 64> &s; };
 template<typename T> TILE own_rows<T> own_rows_of(st<T, 64, 64> &s) { return {s}; }
 template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt<float, N> &t, int c0);
+// The same in columns c0 .. of a panel of 64.
+template<typename T, int C> TILE void store_own(st<T, 64, C> &d, const rt<float, 16> &t, int panel, int c0);
 // Columns c0 .. c0 + 15, ahead of an each_part() that takes them, behind what the parts before have stored.
 template<typename T> TILE void load_part(rt<T, 16> &d, const own_rows<T> &s, int c0);
 TILE void load_part(rt<float, 16> &d, const ct &s, int c0);

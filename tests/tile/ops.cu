@@ -977,6 +977,7 @@ struct channels_shared {
   cg groups;
   st<elem, 32, 64> left[4];
   st<elem, 64, 64> own;
+  st<elem, 64, 128> panels;
   sm<64, 64> given;
   handed sums;
 };
@@ -1076,9 +1077,15 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
   for (int c = 0; c < 64; c += 16) {
     each_part(c, [](int, int, float &t, float b) { t = b; }, t, (const rt<float, 64> &)b);
     store_own(s.own, t, c);
+    store_own(s.panels, t, 1, c);
   }
+  wg_sync();
   const own_rows<elem> own = own_rows_of(s.own);
-  for (int c = 0; c < 32; c += 16) each_part(c, [](int, int, float &a, float own) { a = 2.f * own; }, a, own);
+  for (int c = 0; c < 32; c += 16) {
+    load(own_part, s.panels, 64 + c);
+    each_part(c, [](int, int, float &a, float own, float more) { a = own + more; }, a, own,
+              (const rt<elem, 16> &)own_part);
+  }
   for (int c = 32; c < 64; c += 16) {
     load_part(own_part, own, c);
     each_part(c, [](int, int, float &a, float own) { a = 2.f * own; }, a, (const rt<elem, 16> &)own_part);

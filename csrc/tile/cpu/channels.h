@@ -156,6 +156,9 @@ template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt
   writes_own(d, part(d, 0, 64, c0, N));
   for (int r = 0; r < 64; r++) narrow_row(d.d + r * C + c0, t.d[r], N);
 }
+template<typename T, int C> TILE void store_own(st<T, 64, C> &d, const rt<float, 16> &t, int panel, int c0) {
+  store_own(d, t, 64 * panel + c0);
+}
 template<typename T> TILE void load_part(rt<T, 16> &d, const own_rows<T> &s, int c0) {
   reads_own(part(s.s, 0, 64, c0, 16));
   writes(d);

@@ -206,6 +206,11 @@ template<typename T, int C, int N> TILE void store_own(st<T, 64, C> &d, const rt
                 pack<T>(x[6], x[7]));
   }
 }
+template<typename T, int C> TILE void store_own(st<T, 64, C> &d, const rt<float, 16> &t, int panel, int c0) {
+  const float *x = t.d;
+  store_block(block_address_anew(d, panel, c0), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
+              pack<T>(x[6], x[7]));
+}
 template<typename T> TILE void load_part(rt<T, 16> &d, const own_rows<T> &s, int c0) {
   load_block(d.d[0], block_address_anew(s.s, c0));
 }
