@@ -107,11 +107,11 @@ TILE void take_part(factor_part &d, panel &k, panel &q, const ct &l, int c) {
 }
 // The factors of columns i of L^T and P^T, and those of rows j, for their own groups, of panel h. Early: of the first
 // ones also the tiles, in place of k and q. A block of these has been read before it is written, and by its warp alone,
-// as has l. WRITE: and k e^(l_e - l); else put_write() may follow. AT_ONCE: parts of 16 columns that lie one behind the
-// other. All four want fewer registers; two are half as much to fetch.
-template<int AT_ONCE, bool WRITE, int C>
+// as has l; and the third one, k e^(l_e - l), to panel h of `write`. NULL: put_write() makes that. AT_ONCE: parts of 16
+// columns whose code lies one behind the other. All four want fewer registers; two are half as much to fetch.
+template<int AT_ONCE>
 TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l, const cg &groups, const rv &norm_k,
-                       const rv &norm_q, int h, bool early, st<elem, Q, C> &write) {
+                       const rv &norm_q, int h, bool early, st<elem, Q, D> *write) {
   const by_group middle = {groups.middle}, end = {groups.end};
   factor_part parts[2];
   fill(right, 0.f);
@@ -144,7 +144,7 @@ TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l
         }, x, y, z, middle, end);
         store_own(k, x, c);
         store_own(q, y, c);
-        if (WRITE) store_own(write, z, h, c);
+        if (write) store_own(*write, z, h, c);
       }
     }
   }

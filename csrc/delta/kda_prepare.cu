@@ -223,8 +223,7 @@ TILE void make_right(rt<float, 64> &right, const params &p, chunk &s, uint32_t n
   {
     rv norm_k, norm_q;
     take_factors(norm_k, norm_q, p, s);
-    make_factors<4, false>(right, s.areas[h], s.k[h], s.q[h], s.sums[h].l, s.groups[h], norm_k, norm_q, h, early,
-                           s.k[h]);
+    make_factors<4>(right, s.areas[h], s.k[h], s.q[h], s.sums[h].l, s.groups[h], norm_k, norm_q, h, early, nullptr);
   }
   if (early) {
     wg_sync();                              // everybody has read the sums

@@ -176,8 +176,8 @@ TILE void make_right(rt<float, 64> &right, const params &p, shared &s, int i, in
   {
     rv norm_k, norm_q;
     take_factors(norm_k, norm_q, p, s);
-    make_factors<2, true>(right, s.areas[h], s.keys[i][h].k, s.keys[i][h].q, s.sums[h].l, s.groups[h], norm_k, norm_q,
-                          h, early, s.w[i]);
+    make_factors<2>(right, s.areas[h], s.keys[i][h].k, s.keys[i][h].q, s.sums[h].l, s.groups[h], norm_k, norm_q, h,
+                    early, &s.w[i]);
   }
   if (tell) fence_async();
   wg_sync();

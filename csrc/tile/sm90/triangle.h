@@ -136,10 +136,10 @@ template<typename T> TILE void invert_diagonal(rt<float, 64> &d, tri<T> &s, cons
 #pragma unroll
   for (int i = 0; i < 32; i++) d.d[i] = i / 8 == w ? x[i % 8] : 0.f;
 }
+// One code for warps 0 and 2: of two, both have to be fetched.
 template<typename T> TILE void invert_pairs(rt<float, 64> &d, tri<T> &s) {
   const int w = warp_in_group();
   if (w % 2) return;
-  // One code for both warps: what lies there has to be fetched.
   uint32_t hi[4], lo[4];
   float x[8], sum[8] = {}, rest[8] = {}, next[8] = {}, last[8] = {};
 #pragma unroll
