@@ -112,6 +112,7 @@ TILE void take_part(factor_part &d, panel &k, panel &q, const ct &l, int c) {
 template<int AT_ONCE>
 TILE void make_factors(rt<float, 64> &right, area &to, panel &k, panel &q, ct &l, const cg &groups, const rv &norm_k,
                        const rv &norm_q, int h, bool early, st<elem, Q, D> *write) {
+  static_assert(AT_ONCE == 2 || AT_ONCE == 4, "a turn begins with the first of two parts");
   const by_group middle = {groups.middle}, end = {groups.end};
   factor_part parts[2];
   fill(right, 0.f);

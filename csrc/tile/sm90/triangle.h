@@ -145,7 +145,7 @@ template<typename T> TILE void invert_pairs(rt<float, 64> &d, tri<T> &s) {
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i] = w ? d.d[16 + i] : d.d[i];
   split<T>(hi, lo, x);
-  const int right = (int)anew_word(w ? block_of(2, 3) : block_of(0, 1));
+  const int right = (int)anew_word(w ? block_of(2, 3) : block_of(0, 1));   // of R, beside the block on the diagonal
   add_product<T>(sum, rest, hi, lo, s, right);
   if (w == 0) {                           // and what block 0 adds to the sums of the others
     add_product<T>(block_at<2>(d), next, hi, lo, s, block_of(0, 2));
