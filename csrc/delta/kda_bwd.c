@@ -137,6 +137,8 @@ static mg_status run_grads(const problem *x, int segment) {
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   mg_map_bthd(c, &p.dout, a->dout, 64, 64);
   mg_map_bthd(c, &p.dv, a->dv, 64, 64);
+  mg_map_bthd(c, &p.to_q, a->dq, 16, 64);
+  mg_map_bthd(c, &p.to_k, a->dk, 16, 64);
   map_errors(x, &p.errors);
   mg_map_stack(c, &p.states, a->states, 64, 64);
   mg_map_stack(c, &p.dstates, a->dstates, 64, 64);

@@ -7,6 +7,7 @@ typedef struct kda_grads_params {
   gmap q, k, dout, dv;        // [batch, head, step, dim]; dv: the gradient, which the pass backwards has made
   gmap errors;                // of delta_sweep.cu
   gmap states, dstates;       // [batch heads, place, value_dim, key_dim]: in front of the chunks, and behind
+  gmap to_q, to_k;            // dq and dk, 16 steps at a time
   void *dq, *dk;              // strides of batch, step, head in elements
   int64_t dq_stride[3], dk_stride[3];
   // [group_heads, batch, 64 places, key heads, 2 key_dim]: dq and dk of each head of v; NULL where each has its own

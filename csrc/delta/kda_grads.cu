@@ -9,11 +9,13 @@
 //   dbeta_j = k_j . c_j
 //   dg_t = sum over steps i >= t of what decays as l_i does - what decays as -l_i does, and for D also e^(l_e) <S, D>:
 //   it is what goes from the steps before t to those from t on.
-// Pairs are taken by levels (tile/levels.h): the factors of i and of j are tiles of 16 bits, none above its q or k,
-// whatever the gates are. dg has of every pair the same product of rounded factors twice, which cancels where both
-// steps are on one side of t: without that its error would be as large as dq's where all decays are steep. The terms i
-// = j are not in it. Of the part of D, sum over j >= t is written as all less sum over j < t; the last step, which only
-// the first of these has and whose weight is 1, is left out of both.
+// Pairs are taken by groups of 16 steps: the factors of i and of j are tiles of 16 bits, to a base between them. Within
+// a group that is its middle, where the group is near: then e^(l_i - l_j) is made of factors up to 2^64. Where it is
+// not, pairs within it are taken by levels (tile/levels.h), and no factor is above its q or k, whatever the gates are.
+// dg has of every pair the same product of rounded factors twice, which cancels where both steps are on one side of t:
+// without that its error would be as large as dq's where all decays are steep. The terms i = j are not in it. Of the
+// part of D, sum over j >= t is written as all less sum over j < t; the last step, which only the first of these has
+// and whose weight is 1, is left out of both.
 // Rows are of l2 norm 1 (norm): with x^ = r x, dx = r (dx^ - x^ (x^ . dx^)). Gates: what g was made of, from dg.
 //
 // Roles: a loader thread; HALVES warpgroups for each panel of 64 channels. Tiles of l, dq, dk and dg have a row for
@@ -266,100 +268,194 @@ TILE void take_states(shared &s, grads &g, float scale, uint32_t i, int n, int p
      s.norm_k);
 }
 
-// Pairs of steps in different groups of 16: with b(n) = l of the last step of group n - 1, e^(l_i - b(n)) for i in
-// group n, e^(b(m + 1) - l_j) for j in group m, and between them, for all pairs of both groups at once, e^(b(n) - b(m +
-// 1)). First those whose later step is in group n.
-TILE void take_earlier(shared &s, grads &g, int n, int panel) {
-  const turned<elem> k = turned_of(s.k[panel]);
-  const tc &l = s.l[panel];
-  block16 x, y, e;
-  factors a, b;
-  rv base, next;
-  auto times = [](float x, float y) { return x * y; };
+// ---- pairs. With b(n) = l of the last step of group n - 1, those of group n and an earlier one, m: e^(l_i - b(n)) for
+// i in group n, e^(b(m + 1) - l_j) for j in group m, and between them, for all pairs of both groups at once, e^(b(n) -
+// b(m + 1)). Those within a near group: e^(l_i - c) and e^(c - l_j), c that of a step in its middle, which then takes
+// the place of b(n) and b(n + 1), too. Bases are whole numbers, to base 2: factors of one step have the same bits then,
+// whatever its base is.
+TILE void load_base(rv &base, const tc &l, int step) {
+  load(base, l, step);
+  map(base, base, [](float x) { return rintf(x); });
+}
+TILE void load_middle(rv &base, const tc &l, int n) { load_base(base, l, GROUP * n + GROUP / 2 - 1); }
+TILE void carry(block16 &x, const rv &f) {
+  map_row(x, f, [](float x, float y) { return x * y; });
+}
+// The base of sums goes on to an earlier step, or to a later one. f: what they are to be carried with, 1 at most.
+TILE void to_earlier(rv &f, rv &base, const rv &next) {
+  map(f, base, next, [](float x, float y) { return fast_exp2(x - y); });
+  base = next;
+}
+TILE void to_later(rv &f, rv &base, const rv &next) {
+  map(f, base, next, [](float x, float y) { return fast_exp2(y - x); });
+  base = next;
+}
+// Factors of group n: e^(l_i - base), and rounded with q_i and with k_i; and with beta_j k_j e^(base - l_j).
+struct late_factors { block16 e; factors q, k; };
+TILE void make_late(late_factors &d, shared &s, const grads &g, const rv &base, int n, int panel) {
+  block16 x, y;
+  fill(d.e, 0.f);
   fill(x, 0.f);
   fill(y, 0.f);
-  load(base, l, GROUP - 1);
+  each_part(GROUP * n, [](int, int, float &e, float &x, float &y, float l, float base, float q, float k) {
+    e = fast_exp2(l - base);
+    x = q * e;
+    y = k * e;
+  }, d.e, x, y, s.l[panel], base, (const block16 &)g.q, (const block16 &)g.k);
+  convert_to_part(d.q, 0, x);
+  convert_to_part(d.k, 0, y);
+}
+TILE void make_early(factors &d, shared &s, const grads &g, const rv &base, int n, int panel) {
+  block16 x;
+  fill(x, 0.f);
+  each_part(GROUP * n, [](int, int, float &x, float l, float base, float k, float beta) {
+    x = k * (beta * fast_exp2(base - l));
+  }, x, s.l[panel], base, (const block16 &)g.k, s.beta);
+  convert_to_part(d, 0, x);
+}
+// What the pairs give whose later step is in group n, and those whose earlier step is.
+TILE void add_late(grads &g, const block16 &x, const block16 &y, const late_factors &to, int n) {
+  each_part(GROUP * n, [](int, int, float &dq, float &dk, float &dl, float e, float x, float y, float q, float k) {
+    dq = fused(x, e, dq);
+    dk = fused(y, e, dk);
+    dl = fused(x, q, fused(y, k, dl));
+  }, g.dq, g.dk, g.dl, to.e, x, y, to.q, to.k);
+}
+TILE void add_early(grads &g, shared &s, const block16 &z, const factors &from, const rv &base, int n, int panel) {
+  each_part(GROUP * n, [](int, int, float &c, float &dl, float z, float l, float base, float k) {
+    dl = fused(-z, k, dl);
+    c = fused(z, fast_exp2(base - l), c);
+  }, g.c, g.dl, z, s.l[panel], base, from);
+}
+// Sums over the steps of earlier groups, and over those of later ones.
+TILE void sum_earlier(block16 &x, block16 &y, rv &base, shared &s, int n, int panel) {
+  const turned<elem> k = turned_of(s.k[panel]);
+  const tc &l = s.l[panel];
+  rv next, f;
+  fill(x, 0.f);
+  fill(y, 0.f);
+  load_base(base, l, 0);
   ROLLED for (int m = 0; m < n; m++) {
+    block16 e;
+    factors a;
     qt<factor> w;
-    load(next, l, GROUP * m + GROUP - 1);
-    map(base, next, base, [](float x, float y) { return fast_exp2(x - y); });
-    map_row(x, base, times);
-    map_row(y, base, times);
+    load_base(next, l, GROUP * m + GROUP - 1);
+    to_later(f, base, next);
+    carry(x, f);
+    carry(y, f);
     fill(e, 0.f);
     each_part(GROUP * m, [](int, int, float &x, float l, float base, float k, float beta) {
       x = k * (beta * fast_exp2(base - l));
-    }, e, l, (const rv &)next, k, s.beta);
+    }, e, l, (const rv &)base, k, s.beta);
     convert_to_part(a, 0, e);
     load_t(w, s.a, GROUP * n, GROUP * m);
     mma_own(x, 0, a, 0, w);
     load_t(w, s.b, GROUP * n, GROUP * m);
     mma_own(y, 0, a, 0, w);
-    base = next;
   }
-  {
-    block16 u, v;
-    fill(e, 0.f);
-    fill(u, 0.f);
-    fill(v, 0.f);
-    each_part(GROUP * n, [](int, int, float &e, float &x, float &y, float l, float base, float q, float k) {
-      e = fast_exp2(l - base);
-      x = q * e;
-      y = k * e;
-    }, e, u, v, l, (const rv &)base, (const block16 &)g.q, (const block16 &)g.k);
-    convert_to_part(a, 0, u);
-    convert_to_part(b, 0, v);
-  }
-  each_part(GROUP * n, [](int, int, float &dq, float &dk, float &dl, float e, float x, float y, float q, float k) {
-    dq = fused(x, e, dq);
-    dk = fused(y, e, dk);
-    dl = fused(x, q, fused(y, k, dl));
-  }, g.dq, g.dk, g.dl, (const block16 &)e, (const block16 &)x, (const block16 &)y, (const factors &)a,
-     (const factors &)b);
 }
-// Then those whose earlier step is in group n.
-TILE void take_later(shared &s, grads &g, int n, int panel) {
+TILE void sum_later(block16 &z, rv &base, shared &s, int n, int panel) {
   const turned<elem> q = turned_of(s.q[panel]), k = turned_of(s.k[panel]);
   const tc &l = s.l[panel];
-  block16 x, e, f;
-  factors a;
-  rv base, next;
-  fill(x, 0.f);
-  load(base, l, 3 * GROUP - 1);
+  rv next, f;
+  fill(z, 0.f);
+  load_base(base, l, Q - 1);
   ROLLED for (int m = 3; m > n; m--) {
+    block16 x, y;
+    factors a;
     qt<factor> w;
-    load(next, l, GROUP * m - 1);
-    map(base, base, next, [](float x, float y) { return fast_exp2(x - y); });
-    map_row(x, base, [](float x, float y) { return x * y; });
-    fill(e, 0.f);
-    fill(f, 0.f);
+    load_base(next, l, GROUP * m - 1);
+    to_earlier(f, base, next);
+    carry(z, f);
+    fill(x, 0.f);
+    fill(y, 0.f);
     each_part(GROUP * m, [](int, int, float &x, float &y, float l, float base, float q, float k) {
       float e = fast_exp2(l - base);
       x = q * e;
       y = k * e;
-    }, e, f, l, (const rv &)next, q, k);
-    convert_to_part(a, 0, e);
+    }, x, y, l, (const rv &)base, q, k);
+    convert_to_part(a, 0, x);
     load(w, s.a, GROUP * m, GROUP * n);
-    mma_own(x, 0, a, 0, w);
-    convert_to_part(a, 0, f);
+    mma_own(z, 0, a, 0, w);
+    convert_to_part(a, 0, y);
     load(w, s.b, GROUP * m, GROUP * n);
-    mma_own(x, 0, a, 0, w);
-    base = next;
+    mma_own(z, 0, a, 0, w);
   }
-  fill(e, 0.f);
-  fill(f, 0.f);
-  each_part(GROUP * n, [](int, int, float &e, float &x, float l, float base, float k, float beta) {
-    e = fast_exp2(base - l);
-    x = k * (beta * e);
-  }, e, f, l, (const rv &)base, (const block16 &)g.k, s.beta);
-  convert_to_part(a, 0, f);
-  each_part(GROUP * n, [](int, int, float &c, float &dl, float x, float e, float rounded) {
-    dl = fused(-x, rounded, dl);
-    c = fused(x, e, c);
-  }, g.c, g.dl, (const block16 &)x, (const block16 &)e, (const factors &)a);
 }
 
-// The pairs of one level, 8 to 2. Of a step in a block's second half e is e^(l_i - l_m), in its first half e^(l_m -
-// l_j), where k has beta.
+// Whether group n is near, of a warp's channels: factors and products of them with A and B are below 2^120, and where
+// factors go down to 2^-64, nothing is lost of what is 2^-20 times the largest of A and B.
+#define FAR 64.f
+#define LARGE 16777216.f          // 2^24
+#define SMALL 9.09494702e-13f     // 2^-40
+TILE bool is_near(shared &s, const grads &g, int n, int panel) {
+  rsum most;
+  rv middle;
+  qt<factor> a, b;
+  load_middle(middle, s.l[panel], n);
+  fill(most, 0.f);
+  each_part(GROUP * n, [](int, int, float &most, float l, float middle, float q, float k, float beta) {
+    most = fmaxf(most, fabsf(l - middle) * (LARGE / FAR));
+    most = fmaxf(most, fused(fabsf(k), 1.f + fabsf(beta), fabsf(q)));
+  }, most, s.l[panel], (const rv &)middle, (const block16 &)g.q, (const block16 &)g.k, s.beta);
+  load(a, s.a, GROUP * n, GROUP * n);
+  load(b, s.b, GROUP * n, GROUP * n);
+  if (exceeds(most, LARGE) || exceeds(a, b, LARGE)) return false;
+  return exceeds(a, b, SMALL) || !exceeds(most, LARGE / 4);
+}
+// All pairs of a near group, with the middle as base. Places are worked out anew, as registers lack.
+TILE void take_near(shared &s, grads &g, int n, int panel) {
+  block16 x, y, z;
+  rv base, middle, f;
+  qt<factor> w;
+  late_factors to;
+  factors from;
+  n = (int)anew(n);
+  sum_later(z, base, s, n, panel);
+  load_middle(middle, s.l[panel], n);
+  to_earlier(f, base, middle);
+  carry(z, f);
+  sum_earlier(x, y, base, s, n, panel);
+  load_middle(middle, s.l[panel], n);
+  to_later(f, base, middle);
+  carry(x, f);
+  carry(y, f);
+  n = (int)anew(n);
+  make_early(from, s, g, middle, n, panel);
+  load_t(w, s.a, GROUP * n, GROUP * n);
+  mma_own(x, 0, from, 0, w);
+  load_t(w, s.b, GROUP * n, GROUP * n);
+  keep_above(w, w);
+  mma_own(y, 0, from, 0, w);
+  make_late(to, s, g, middle, n, panel);
+  add_late(g, x, y, to, n);
+  load(w, s.a, GROUP * n, GROUP * n);
+  mma_own(z, 0, to.q, 0, w);
+  load(w, s.b, GROUP * n, GROUP * n);
+  keep_below(w, w);
+  mma_own(z, 0, to.k, 0, w);
+  add_early(g, s, z, from, middle, n, panel);
+}
+
+// ---- where a group is not near: pairs with other groups,
+TILE void take_others(shared &s, grads &g, int n, int panel) {
+  block16 x, y;
+  rv base;
+  if (n > 0) {
+    late_factors to;
+    sum_earlier(x, y, base, s, n, panel);
+    make_late(to, s, g, base, n, panel);
+    add_late(g, x, y, to, n);
+  }
+  if (n < 3) {
+    factors from;
+    sum_later(x, base, s, n, panel);
+    make_early(from, s, g, base, n, panel);
+    add_early(g, s, x, from, base, n, panel);
+  }
+}
+// then the pairs of one level, 8 to 2. Of a step in a block's second half e is e^(l_i - l_m), in its first half
+// e^(l_m - l_j), where k has beta.
 TILE void take_level(shared &s, grads &g, int h, int n, int panel) {
   const level l = level_of(s.l[panel], h);
   block16 e, x;
@@ -478,6 +574,13 @@ TILE void put(const params &p, shared &s, uint32_t i, grads &g, int c0, int wg) 
   }
   store_t(s.out[wg][0], g.dq);
   store_t(s.out[wg][1], g.dk);
+  if (rows >= GROUP) {
+    fence_async();
+    wg_sync();
+    head_steps at = given_task(s.todo, i).at;
+    tma_store(p.to_q, s.out[wg][0], at.step + c0, 64 * panel, at.head, at.batch);
+    return tma_store(p.to_k, s.out[wg][1], at.step + c0, 64 * panel, at.head, at.batch);
+  }
   wg_sync();
   ROLLED for (int which = 0; which < 2; which++) {
     int64_t ld;
@@ -643,6 +746,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       take_beta(beta, p.gates, t.at);
       store(s.beta, beta);
     }
+    tma_store_wait_read();                    // of the task before; then all sync
     ring_wait(s.matrices, at);
     const int steps = given_task(s.todo, i).at.steps;    // read again: kept, its registers lack in the gates
     if (steps < Q || p.gates.norm) ring_wait(s.rows, at);
@@ -665,15 +769,19 @@ TILE void compute(const params &p, shared &s, int wg) {
       grads g;
       take_states(s, g, p.scale, i, n, panel);
       if (n & 1) ring_release(s.matrices, at);
-      if (n > 0) take_earlier(s, g, n, panel);
-      if (n < 3) take_later(s, g, n, panel);
-      UNROLLED for (int h = GROUP / 2; h > 1; h /= 2) take_level(s, g, h, n, panel);
-      take_neighbours(s, g, n, panel);
+      if (is_near(s, g, n, panel)) take_near(s, g, (int)anew(n), panel);
+      else {
+        int m = (int)anew(n);
+        take_others(s, g, m, panel);
+        UNROLLED for (int h = GROUP / 2; h > 1; h /= 2) take_level(s, g, h, m, panel);
+        take_neighbours(s, g, m, panel);
+      }
       take_dots(p, s, g, n, panel);
       if (n & 1 || p.gates.norm) all_sync();
       if (n & 1) put_parts(s, g, n, wg);
       put(p, s, i, g, GROUP * n, wg);
       if (n & 1) continue;
+      tma_store_wait_read();
       wg_sync();
       store(dl_before(s, wg), g.dl);
     }
@@ -683,6 +791,7 @@ TILE void compute(const params &p, shared &s, int wg) {
     panel_sync(panel);
     if (half == 1) put_gates_and_sum(p, s, i, panel);
   }
+  tma_store_wait_read();
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, GROUPS, COMPUTE_REGS>, role<loader, THREAD, 1, LOAD_REGS>,

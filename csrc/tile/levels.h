@@ -20,6 +20,11 @@ struct hc;
 struct hcsum;
 // d = s where (row, col) is of level h, else 0
 template<typename T> TILE void keep_level(qt<T> &d, const qt<T> &s, int h);
+// d = s where row > col, or where row < col, else 0
+template<typename T> TILE void keep_below(qt<T> &d, const qt<T> &s);
+template<typename T> TILE void keep_above(qt<T> &d, const qt<T> &s);
+// warp: some element of both is above x, whatever its sign, or NaN. bf16; fp32 on the CPU
+template<typename T> TILE bool exceeds(const qt<T> &a, const qt<T> &b, float x);
 TILE void fill(hc &v, float x);
 TILE void clear(hcsum &v);
 TILE void load(hc &v, const float *g, int n);           // elements >= n become 0 and are not read

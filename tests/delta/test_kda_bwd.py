@@ -149,6 +149,8 @@ STEEP = {
     "-5": lambda g: g - 5, "0": lambda g: g, "-10.1": lambda g: g - 10.1, "-20": lambda g: g - 20,
     "-1000": lambda g: g - 1000, "-inf": lambda g: g - torch.inf,
     "a channel 0, the others -20": lambda g: torch.where(torch.arange(g.shape[3]) == 3, 0.0, g - 20),
+    "a step -1000 in sixteen": lambda g: torch.where(torch.arange(g.shape[1])[:, None, None] % 16 == 0, g - 1000,
+                                                     -0.01),
     "a step -1000 in eight": lambda g: torch.where(torch.arange(g.shape[1])[:, None, None] % 8 == 5, g - 1000, -0.01),
 }
 

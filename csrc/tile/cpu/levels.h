@@ -20,6 +20,25 @@ template<typename T> TILE void keep_level(qt<T> &d, const qt<T> &s, int h) {
   for (int r = 0; r < 16; r++)
     for (int c = 0; c < 16; c++) d.d[r][c] = ((r ^ c) & -h) == h ? s.d[r][c] : T{};
 }
+template<typename T> TILE void keep_below(qt<T> &d, const qt<T> &s) {
+  reads(s);
+  writes(d);
+  for (int r = 0; r < 16; r++)
+    for (int c = 0; c < 16; c++) d.d[r][c] = r > c ? s.d[r][c] : T{};
+}
+template<typename T> TILE void keep_above(qt<T> &d, const qt<T> &s) {
+  reads(s);
+  writes(d);
+  for (int r = 0; r < 16; r++)
+    for (int c = 0; c < 16; c++) d.d[r][c] = r < c ? s.d[r][c] : T{};
+}
+template<typename T> TILE bool exceeds(const qt<T> &a, const qt<T> &b, float x) {
+  reads(a, b);
+  for (int r = 0; r < 16; r++)
+    for (int c = 0; c < 16; c++)
+      if (!(fabsf(widen(a.d[r][c])) <= x && fabsf(widen(b.d[r][c])) <= x)) return true;
+  return false;
+}
 TILE void fill(hc &v, float x) {
   writes(v);
   for (int c = 0; c < 64; c++) v.d[c] = x;

@@ -20,6 +20,32 @@ template<typename T> TILE void keep_level(qt<T> &d, const qt<T> &s, int h) {
     d.d[j] = s.d[j] & (low | high);
   }
 }
+// What a thread has of the blocks of 8 x 8 on the diagonal, where f(row, column).
+template<class F> TILE uint32_t diagonal_mask(F f) {
+  int r = thread_col(), c = lane() >> 2;
+  return (f(r, c) ? 0xffffu : 0u) | (f(r + 1, c) ? 0xffff0000u : 0u);
+}
+template<typename T> TILE void keep_below(qt<T> &d, const qt<T> &s) {
+  uint32_t mask = diagonal_mask([](int r, int c) { return r > c; });
+  d = {{s.d[0] & mask, s.d[1], 0u, s.d[3] & mask}};
+}
+template<typename T> TILE void keep_above(qt<T> &d, const qt<T> &s) {
+  uint32_t mask = diagonal_mask([](int r, int c) { return r < c; });
+  d = {{s.d[0] & mask, 0u, s.d[2], s.d[3] & mask}};
+}
+TILE uint32_t larger_of_pairs(uint32_t x, uint32_t y) {
+  uint32_t d;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x & 0x7fff7fffu), "r"(y & 0x7fff7fffu));
+  return d;
+}
+template<typename T> TILE uint32_t largest_of(const qt<T> &s) {
+  static_assert(is_bf16<T>, "elements of bf16");
+  return larger_of_pairs(larger_of_pairs(s.d[0], s.d[1]), larger_of_pairs(s.d[2], s.d[3]));
+}
+template<typename T> TILE bool exceeds(const qt<T> &a, const qt<T> &b, float x) {
+  float2 y = unpack<T>(larger_of_pairs(largest_of(a), largest_of(b)));
+  return __any_sync(~0u, !(y.x <= x) || !(y.y <= x));
+}
 TILE void fill(hc &v, float x) { v.d = x; }
 TILE void clear(hcsum &v) { v.d = 0.f; }
 TILE void load(hc &v, const float *g, int n) { v.d = own_channel() < n ? g[own_channel()] : 0.f; }

@@ -469,6 +469,7 @@ KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a
 
 KDA_CUT = ("kda_segments", "kda_cuts")
 KDA_STEEP = ("steep", 560, ("steep",))           # of kda_prepare.cu: what it does with steep gates is a way of its own
+KDA_OWN = ("own heads", 1000, ())                # of q and k, so that their gradients are no shares
 KDA_BESIDE = ("beside", 1400, ())                # of one head: the pass leaves a multiprocessor to the preparation
 # In one kernel a block has two heads or one
 KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias", "keep")),
@@ -503,11 +504,13 @@ def kda(row, large):
         shapes.append(KDA_BESIDE)
     if row["source"] == "kda_prepare":
         shapes.append(KDA_STEEP)
+    if row["op"] == "kda_bwd":
+        shapes.append(KDA_OWN)
     for label, *problem in [*shapes, *(KDA[1:] if row["op"] == "kda_decays" else KDA * (not cut))]:
         problem[1] += tiles
         # Where rows are few, a GPU splits the columns of v, or it cuts the rows.
         many = label in ("large", "few blocks") and (row["op"] == "kda" or "v128" in row["name"])
-        heads = 120 if many else 1 if label == "beside" else 2
+        heads = 120 if many else 1 if label in ("beside", "own heads") else 2
         yield label, lambda problem=problem, heads=heads: call_kda(
             name, row["dtype"], columns.get("D", columns.get("N")) - 8, 128 if "v128" in row["name"] else 40, heads,
             *problem)
