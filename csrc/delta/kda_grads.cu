@@ -26,7 +26,7 @@
 //
 // Registers of a thread    tiles that live together                                          rows and the rest
 //   compute, COMPUTE_REGS    16 steps' dq, dk, dg, c, q, k 8 each                                20
-//                            two products 16, decays 8, factors 4 + 4, a block's 4
+//                            three sums 24, decays 8, factors 4 + 4 + 4, a block's 4
 //     A and B                two products 64
 //     its ends               dg 32, what was given 32 (half a channel a thread)
 #include "tile/levels.h"
@@ -383,8 +383,8 @@ TILE void sum_later(block16 &z, rv &base, shared &s, int n, int panel) {
   }
 }
 
-// Whether group n is near, of a warp's channels: factors and products of them with A and B are below 2^120, and where
-// factors go down to 2^-64, nothing is lost of what is 2^-20 times the largest of A and B.
+// Whether group n is near, of a warp's channels: factors, and products of them with A and B, are below 2^120. Factors
+// may be below 2^-16 where the largest of A and B is above 2^-40: nothing is lost of what is 2^-20 times that.
 #define FAR 64.f
 #define LARGE 16777216.f          // 2^24
 #define SMALL 9.09494702e-13f     // 2^-40
@@ -574,7 +574,7 @@ TILE void put(const params &p, shared &s, uint32_t i, grads &g, int c0, int wg) 
   }
   store_t(s.out[wg][0], g.dq);
   store_t(s.out[wg][1], g.dk);
-  if (rows >= GROUP) {
+  if (rows >= GROUP) {                      // else the row ends here, and what is behind may be another sequence's
     fence_async();
     wg_sync();
     head_steps at = given_task(s.todo, i).at;
@@ -769,9 +769,9 @@ TILE void compute(const params &p, shared &s, int wg) {
       grads g;
       take_states(s, g, p.scale, i, n, panel);
       if (n & 1) ring_release(s.matrices, at);
-      if (is_near(s, g, n, panel)) take_near(s, g, (int)anew(n), panel);
+      if (is_near(s, g, n, panel)) take_near(s, g, n, panel);
       else {
-        int m = (int)anew(n);
+        const int m = (int)anew(n);           // as there
         take_others(s, g, m, panel);
         UNROLLED for (int h = GROUP / 2; h > 1; h /= 2) take_level(s, g, h, m, panel);
         take_neighbours(s, g, m, panel);
@@ -781,7 +781,7 @@ TILE void compute(const params &p, shared &s, int wg) {
       if (n & 1) put_parts(s, g, n, wg);
       put(p, s, i, g, GROUP * n, wg);
       if (n & 1) continue;
-      tma_store_wait_read();
+      tma_store_wait_read();                  // dg goes to where they lie
       wg_sync();
       store(dl_before(s, wg), g.dl);
     }
