@@ -469,7 +469,7 @@ KDA = (("log decays", 330, ("initial_state", "final_state")), ("gates", 200, ("a
 
 KDA_CUT = ("kda_segments", "kda_cuts")
 KDA_STEEP = ("steep", 560, ("steep",))           # of kda_prepare.cu: what it does with steep gates is a way of its own
-KDA_OWN = ("own heads", 1000, ())                # of q and k, so that their gradients are no shares
+KDA_OWN = ("own heads", 330, ())                 # of q and k, so that their gradients are no shares
 KDA_BESIDE = ("beside", 1400, ())                # of one head: the pass leaves a multiprocessor to the preparation
 # In one kernel a block has two heads or one
 KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias", "keep")),
