@@ -137,7 +137,6 @@ delta_pieces delta_early_back_of(const mg_call *c, const delta_rows *rows, const
 
 mg_status delta_begin_early(mg_call *c, delta_sweep_params *p, delta_fades_params *f, const delta_pieces *cut,
                             const mg_tensor *early, const mg_tensor *cuts, int pass) {
-  enum { most = 8 };
   const int64_t ends = cut->n - 1, numbers = 2 + c->n.R * f->heads * ends;
   const int64_t whole_of_last = (p->rows.to - p->rows.from) / 64 - ends * cut->chunks;
   int *takes = (int *)early->data + pass * numbers;
@@ -149,15 +148,15 @@ mg_status delta_begin_early(mg_call *c, delta_sweep_params *p, delta_fades_param
   f->early = (float *)takes + 2;
   f->wrong = takes + 1;
   f->from = p->rows.from;
-  f->most = (int)mg_min(most, f->back ? whole_of_last : cut->chunks);
+  f->most = (int)mg_min(DELTA_MOST_EARLY, f->back ? whole_of_last : cut->chunks);
   return mg_choose_other(c, MG_OP_delta_fades) ? mg_run(c, f, p->cut.earlies) : c->status;
 }
 
-const int *delta_end_early(mg_call *c, const delta_sweep_params *p, int *marks, int mark_count) {
+const int *delta_end_early(mg_call *c, const delta_sweep_params *p) {
   if (c->status) return NULL;
   const delta_meets_params m = {.cuts = p->cut.states, .taken = p->cut.takes,
                                 .segments = p->cut.segments, .cut_stride = p->cut.stride, .heads = p->rows.heads,
-                                .keys = p->key_dim <= 64 ? 64 : 128, .marks = marks, .mark_count = mark_count};
+                                .keys = p->key_dim <= 64 ? 64 : 128};
   if (mg_choose_other(c, MG_OP_delta_meets))
     mg_run(c, &m, mg_tasks(c, c->n.R * c->n.HV * (p->cut.segments - 1), "blocks"));
   return p->cut.takes;
@@ -185,7 +184,7 @@ static mg_status run_early(mg_call *c, delta_sweep_params *p, const mg_gated_del
   delta_begin_early(c, &early, &f, &cut, a->early, cuts, 0);
   if (c->status || !mg_choose_other(c, MG_OP_delta_early)) return c->status;
   mg_run(c, &early, mg_tasks(c, c->n.R * c->n.HV * cut.n, "blocks"));
-  p->taken = delta_end_early(c, &early, NULL, 0);
+  p->taken = delta_end_early(c, &early);
   return c->status;
 }
 

@@ -50,7 +50,8 @@ typedef struct delta_prepare_params {
                               // was not found wrong. Or NULL
 } delta_prepare_params;
 
-// Where rows are cut into segments.
+// Where rows are cut into segments; or, where there are ranges, the line of all chunks, those of a row of a head behind
+// each other and then the next head's.
 typedef struct delta_cut {
   float *states;              // [row, stride, head, value_dim, key_dim]: those behind segments; EARLY: as the cuts of
                               // delta_meets_params
@@ -58,6 +59,9 @@ typedef struct delta_cut {
   int *takes;                 // EARLY: `taken` of the kernels behind, whose first word is written
   int earlies, stride;
   int segments, segment;      // of a row, 0: one; steps of one, whole chunks
+  int ranges;                 // of the line (range_begin), or 0. Then states are [ranges - 1, two halves of 64 values,
+                              // parts of 16 columns]: what all but the first began with, in the order of store_acc()
+  int *told;                  // [ranges - 1]: not 0 where that is there
 } delta_cut;
 
 // delta_sweep.cu. Where heads are few, dense rows are cut into segments, each a row of its own. CUT makes what they
@@ -89,8 +93,8 @@ typedef struct delta_sweep_params {
 } delta_sweep_params;
 
 // Where gates forget, a segment needs of the row before it the last few chunks alone. It begins there with a state of
-// 0, so all segments are worked on at a time. That it was right is seen when all is over: delta_meets.cu. Else the
-// kernels behind it, whose `taken` it is, do all.
+// 0, so all segments are worked on at a time. That it was right is seen when all is over: delta_meets.cu, of ranges
+// kda_whole.cu. Else the kernels behind it, whose `taken` it is, do all.
 // delta_fades.cu
 typedef struct delta_fades_params {
   const void *g;              // [batch, step, head, columns], strides in elements: floats or 16 bits. Log decays, or
@@ -104,7 +108,10 @@ typedef struct delta_fades_params {
   int columns_are_heads;      // and `heads` is 1
   int heads, columns, from, segments, segment, most;      // most: chunks that a segment may begin early
   int back;                   // 1: those behind a segment, whose pass goes back
-  float *early;               // [batch, head, segments - 1]: chunks by which segments begin early; 0: decays are slow
+  int ranges, chunks, places; // ranges of the line of all `chunks`, of which a head has `places`; 0: segments
+  int *told;                  // of ranges: they become 0
+  float *early;               // [batch, head, segments - 1] or [ranges - 1]: chunks by which they begin early; 0: the
+                              // decays are slow. To where its head begins is always enough
   int *wrong;                 // becomes 0: the second word of `taken` of the kernels behind
 } delta_fades_params;
 
@@ -114,8 +121,6 @@ typedef struct delta_meets_params {
   const float *cuts;
   int *taken;                 // as of delta_prepare_params: the first word is read, the second one counts blocks that
                               // found what is wrong
-  int *marks;                 // become 0, or NULL
-  int mark_count;
   int segments, cut_stride, heads, keys;      // keys: columns of states there, 64 or 128
 } delta_meets_params;
 

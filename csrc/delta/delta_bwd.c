@@ -163,8 +163,8 @@ mg_status mg_gated_delta_rule_bwd(const mg_gated_delta_rule_bwd_args *a) {
       begin_early(&x, &down, true);
       run_forth(&x, 0, NULL, &forth, NULL);
       run_back(&x, 0, NULL, &down, NULL);
-      there = delta_end_early(&c, &forth, NULL, 0);
-      back = delta_end_early(&c, &down, NULL, 0);
+      there = delta_end_early(&c, &forth);
+      back = delta_end_early(&c, &down);
     }
     for (int i = 0; i < later; i++) run_forth(&x, i, starts + i * state, NULL, NULL);
     for (int i = later; i >= 0 && !c.status; i--) {

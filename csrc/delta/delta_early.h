@@ -27,6 +27,9 @@ TILE int few_early(const float *early, int n) {
     }
   return least > 0.f ? (int)most : 0;
 }
+// Where one of n ranges of a line of chunks begins. Those that begin where the line does are the longest: they have
+// nothing in front.
+TILE int range_begin(int range, int n, int chunks) { return (range * chunks + n - 1) / n; }
 // t becomes one of its segments, of `steps` steps.
 TILE void take_segment(row_task &t, int segment, int steps) {
   t.place += segment * (steps / Q);

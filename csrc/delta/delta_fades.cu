@@ -3,10 +3,10 @@
 // the mean, of the slowest to 2^-SLOWEST; 0 where p.most chunks do not, or where the first has not its share of that. It
 // is a guess, as keys take what a slow column holds to others and back: what comes of it is proved by delta_meets.cu,
 // which allows what rounding makes, 2^-10. A block has the chunks at one end of a segment of one matrix of decays
-// [steps, columns]: columns are the channels of a head, or all heads.
+// [steps, columns]: columns are the channels of a head, or all heads. Or those in front of a range.
 // Roles: WARPS warps, of each chunk's 64 steps STEPS each. Registers of a thread: 4 columns of HALF of these.
 #include "tile/numbers.h"
-#include "delta/delta_prepare.h"
+#include "delta/delta_early.h"
 
 enum { COLUMNS = 128, WARPS = 4, STEPS = Q / WARPS, HALF = STEPS / 2, FADED = 13, SLOWEST = 11 };
 typedef wv<COLUMNS> columns;
@@ -73,8 +73,10 @@ TILE bool have_faded(const columns &all, const params &p) {
 }
 TILE void fades(const params &p, shared &s, int warp) {
   grid_wait();
-  const int ends = p.segments - 1, matrix = block_index() / ends, batch = matrix / p.heads;
-  const int end = p.from + (block_index() - matrix * ends + 1) * p.segment;
+  const int at = p.ranges ? range_begin(block_index() + 1, p.ranges, p.chunks) : block_index();
+  const int ends = p.ranges ? p.places : p.segments - 1, matrix = at / ends, batch = matrix / p.heads;
+  const int place = at - matrix * ends, end = p.from + (p.ranges ? place * Q : (place + 1) * p.segment);
+  const int most = p.ranges && place < p.most ? place : p.most;
   const int64_t first = batch * p.batch + (matrix - batch * p.heads) * p.head;
   columns all, some;
   gate by;
@@ -82,11 +84,11 @@ TILE void fades(const params &p, shared &s, int warp) {
   fill(all, 0.f);
   int faded = 0;
   bool slow = false;
-  for (int chunks = 0; !faded && !slow && chunks < p.most; chunks++) {
+  for (int chunks = 0; !faded && !slow && chunks < most; chunks++) {
     const int i = chunks % 2;
-    const int64_t at = first + (end + (p.back ? chunks : -chunks) * Q) * p.step;
-    if (p.is_float) put_part(s, i, by, p, (const float *)p.g + at, warp);
-    else put_part(s, i, by, p, (const elem *)p.g + at, warp);
+    const int64_t from = first + (end + (p.back ? chunks : -chunks) * Q) * p.step;
+    if (p.is_float) put_part(s, i, by, p, (const float *)p.g + from, warp);
+    else put_part(s, i, by, p, (const elem *)p.g + from, warp);
     sem_arrive<WARP>(s.there[i]);
     sem_wait(s.there[i], chunks / 2 & 1);
     CONSTANT_INDEX for (const sv<COLUMNS> &part : s.parts[i]) {
@@ -96,9 +98,11 @@ TILE void fades(const params &p, shared &s, int warp) {
     if (have_faded(all, p)) faded = chunks + 1;
     slow = max_of(all) > -(float)SLOWEST / (float)p.most;
   }
+  if (!faded && most < p.most) faded = most > 0 ? most : 1;
   if (warp > 0) return;
   fill(some, 0.f);
   if (block_index() == 0) store((float *)p.wrong, 1, some, 1);
+  if (p.ranges) store((float *)p.told + block_index(), 1, some, 1);
   fill(all, (float)faded);
   store(p.early + block_index(), 1, all, 1);
 }

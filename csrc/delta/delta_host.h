@@ -35,6 +35,7 @@ delta_pieces delta_pieces_of(const mg_call *c, const delta_rows *rows, const mg_
 // passes: that have as many blocks each at a time, and cuts of their own.
 delta_pieces delta_early_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, int64_t chunk, bool all,
                             int passes);
+enum { DELTA_MOST_EARLY = 8 };      // chunks
 // How early they begin: of f `heads`, `columns` and the decays, and `back`. p, of which rows are read, gets what the
 // kernel that passes over them wants of `early` and `cuts`, of those the parts of pass number `pass`.
 mg_status delta_begin_early(mg_call *c, delta_sweep_params *p, delta_fades_params *f, const delta_pieces *cut,
@@ -44,5 +45,5 @@ mg_status delta_begin_early(mg_call *c, delta_sweep_params *p, delta_fades_param
 delta_pieces delta_early_back_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, int64_t chunk,
                                  int64_t moved, bool all);
 delta_fades_params delta_fades_of(const mg_call *c, const delta_gates *gates);   // of decays of heads
-// Behind it, whether they may stand, which is for the kernels behind to look at: `taken`. marks become 0 there.
-const int *delta_end_early(mg_call *c, const delta_sweep_params *p, int *marks, int mark_count);
+// Behind it, whether they may stand, which is for the kernels behind to look at: `taken`.
+const int *delta_end_early(mg_call *c, const delta_sweep_params *p);

@@ -214,3 +214,9 @@ TILE void invert(rt<float, Q> &inverse, const rt<float, Q> &a, tri<inner> &scrat
   wg_sync();
   invert_rest(inverse, scratch);
 }
+// The same in halves (tile/triangle.h)
+TILE void invert_in_halves(rt<float, Q> &inverse, const rt<float, Q> &a, tri<inner> &scratch) {
+  invert_diagonal<IN_HALVES>(inverse, scratch, a);
+  wg_sync();
+  invert_pairs<IN_HALVES>(inverse, scratch);
+}

@@ -26,6 +26,7 @@
 #include "tile/l2.h"
 #include "tile/order.h"
 #include "tile/mail.h"
+#include "tile/quarters.h"
 #include "tile/numbers.h"
 #include "delta/delta_early.h"
 
@@ -33,6 +34,8 @@
 // WEIGHED: beta is in P, not in u. KEEPS: M and P go to memory too, as delta_prepare.cu makes them
 // BOTH: k and q are in one tile, for products with both. Of 64 columns registers lack
 // AHEAD: registers are there for the state in 16 bits
+// HALVES: A is inverted in halves, and R found in two steps: whoever prepares chunks is waited for by all, and this is
+// a third less of it
 // LATE: and for what a chunk leaves to the next, whose first product it runs under
 // PAIR: a cluster of two blocks. The second has q and P in the places of k and M. One ring has all that a block reads
 // of a chunk
@@ -45,6 +48,7 @@ enum { LATE = PREPS == 0 && !CUT && !PAIR && (GROUPS == 1 || !CHANNELS) };
 // SCANS: a pair takes less time for a chunk than a scan warp does. A stage has one of them: another might take a phase
 // of its semaphore for the one after next
 enum { SCANS = PAIR ? STAGES : 1 };
+enum { HALVES = GROUPS == 2 && PREPS == 1 && !KEEPS };
 static_assert(!PAIR || (GROUPS == 1 && PREPS == 0 && READY == STAGES && !CHANNELS && !CUT), "what a pair can do");
 static_assert(!EARLY || (PREPS == 1 && !PAIR && !CHANNELS && !CUT), "what begins early");
 static_assert(READY % (PREPS ? PREPS : 1) == 0, "a stage of `ready` has one producer");
@@ -257,8 +261,13 @@ TILE void prepare(const params &p, shared &s, int index) {
     ring_release(s.vec_ring, at);
     ring_acquire(s.ready, to);
     store(s.p[to.stage], reads);
-    invert(inverse, writes, s.scratch[index]);
-    store_carried(s.m[to.stage], inverse);
+    if (HALVES) {
+      invert_in_halves(inverse, writes, s.scratch[index]);
+      store_carried<IN_HALVES>(s.m[to.stage], inverse);
+    } else {
+      invert(inverse, writes, s.scratch[index]);
+      store_carried(s.m[to.stage], inverse);
+    }
     ring_fill(s.ready, to);
     if (KEEPS) tma_store_wait_read<2>();  // the last chunk but one has left: its tiles are written next
     wg_sync();                            // everybody has read scratch
@@ -310,6 +319,47 @@ TILE void scale_state(rt<float, D> &state, const shared &s, const chunk_vectors 
   if (CHANNELS) return map_col(state, s.ends[stage], [](float f, float e) { return f * e; });
   float decay = fast_exp2(get(v.l, Q - 1));
   map(state, [=](float f) { return f * decay; });
+}
+
+// R^T and u, as operands, of x in halves: R of the first one, what is left of the last, R of that. Whatever else there
+// is to be done stands under these three products.
+TILE void solve_in_halves(const rt<float, Q> &x, rt<float, Q> &y, rt<float, D> &state, rt<inner, Q> &error,
+                          rt<elem, Q> &u, const rv &down, shared &s, int stage, ring_pos from) {
+  const chunk_vectors &v = s.vec[stage];
+  const square &m = s.m[from.stage];
+  rt<float, Q / 2> first, last;
+  rt<inner, Q / 2> a, b;
+  rt<elem, Q / 2> c, d;
+  split_halves(first, last, x);
+  convert(a, first);
+  ring_wait(s.ready, from);
+  mma_fence();
+  mma_AB_quarter<ZERO>(first, a, m, 0, 0);
+  mma_commit();
+  map_col(y, v.read, [](float f, float e) { return f * e; });
+  tma_store_wait_read();
+  wg_sync();                              // o's tile is free
+  scale_state(state, s, v, stage);
+  mma_wait<0>(first, a);
+  convert(a, first);
+  mma_fence();
+  mma_AB_quarter<ACC>(last, a, m, 0, 32);
+  mma_commit();
+  map_row(first, down, [](float f, float m) { return f * m; });
+  map_col(first, slice<32>(v.write, 0), [](float f, float w) { return f * w; });
+  convert(c, first);
+  mma_wait<0>(last, a);
+  convert(b, last);
+  mma_fence();
+  mma_AB_quarter<ZERO>(last, b, m, 32, 32);
+  mma_commit();
+  mma_wait<0>(last, b);
+  convert(b, last);
+  map_row(last, down, [](float f, float m) { return f * m; });
+  map_col(last, slice<32>(v.write, 32), [](float f, float w) { return f * w; });
+  convert(d, last);
+  join_halves(error, a, b);
+  join_halves(u, c, d);
 }
 
 // One chunk. The state is scaled while no product of it is in flight. o leaves under the next chunk's first product.
@@ -370,45 +420,55 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &b
     row_factors(up, down, x);
     map_row(x, up, [](float f, float m) { return f * m; });
   }
-  convert(factor, x);
-  ring_wait(s.ready, from);
-  mma_fence();
-  mma_AB<ZERO>(x, factor, s.m[from.stage]);   // R^T
-  mma_commit();
-  if (AHEAD && PANELS == 2) mma_wait<1>(y, low, high);
-  else if (AHEAD) mma_wait<1>(y, low);
-  scale_state(state, s, v, i);
-  if (!CUT) tma_store_wait_read();
-  if (!CUT && !CHANNELS) map_col(y, v.read, [](float f, float e) { return f * e; });
-  if (!CUT) wg_sync();                  // o's tile is free
-  mma_wait<0>(x, factor);
-  if (CUT) {
-    map_row(x, down, [](float f, float m) { return f * m; });
-    map_col(x, v.beta, [](float f, float b) { return f * b; });
-    if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
-    convert(part, x);
-  } else {
-    if (!WEIGHED) map_col(x, v.beta, [](float f, float b) { return f * b; });
+  if (HALVES) solve_in_halves(x, y, state, factor, part, down, s, i, from);
+  else {
     convert(factor, x);
-    map_row(x, down, [](float f, float m) { return f * m; });
-    if (!CHANNELS) map_col(x, WEIGHED ? v.write : v.weight, [](float f, float w) { return f * w; });
-    convert(part, x);
+    ring_wait(s.ready, from);
     mma_fence();
-    mma_AB<ZERO>(x, factor, s.p[from.stage]);   // u^T P^T
+    mma_AB<ZERO>(x, factor, s.m[from.stage]);   // R^T
     mma_commit();
+    if (AHEAD && PANELS == 2) mma_wait<1>(y, low, high);
+    else if (AHEAD) mma_wait<1>(y, low);
+    scale_state(state, s, v, i);
+    if (!CUT) tma_store_wait_read();
+    if (!CUT && !CHANNELS) map_col(y, v.read, [](float f, float e) { return f * e; });
+    if (!CUT) wg_sync();                  // o's tile is free
+    mma_wait<0>(x, factor);
+    if (CUT) {
+      map_row(x, down, [](float f, float m) { return f * m; });
+      map_col(x, v.beta, [](float f, float b) { return f * b; });
+      if (!CHANNELS) map_col(x, v.weight, [](float f, float w) { return f * w; });
+      convert(part, x);
+    } else {
+      if (!WEIGHED) map_col(x, v.beta, [](float f, float b) { return f * b; });
+      convert(factor, x);
+      map_row(x, down, [](float f, float m) { return f * m; });
+      if (!CHANNELS) map_col(x, WEIGHED ? v.write : v.weight, [](float f, float w) { return f * w; });
+      convert(part, x);
+      mma_fence();
+      mma_AB<ZERO>(x, factor, s.p[from.stage]);   // u^T P^T
+      mma_commit();
+    }
   }
   ring_release(s.vec_ring, at);
-  if (CUT) mma_fence();                     // else that of the product before
+  if (CUT || HALVES) mma_fence();           // else that of the product before
   if (BOTH) mma_AB_rows<ACC>(state, part, s.keys[i], 0);
   else mma_AB<ACC>(state, part, CHANNELS ? s.w[i] : s.k[i]);
   mma_commit();
+  if (HALVES) {                             // registers lack for both products in flight
+    mma_wait<0>(state, part);
+    mma_fence();
+    mma_AB<ZERO>(x, factor, s.p[from.stage]);
+    mma_commit();
+  }
   if (!CUT) {
-    mma_wait<1>(x, factor);
+    if (HALVES) mma_wait<0>(x, factor);
+    else mma_wait<1>(x, factor);
     each<Q>([](int, int, float &y, float x, float m) { y = fused(x, m, y); }, y, (const rt<float, Q> &)x, down);
     store_t(s.o[wg], y);
   }
   if (CHANNELS) fence_async();            // the ends have been read
-  mma_wait<0>(state, part);
+  if (!HALVES) mma_wait<0>(state, part);
   ring_release(s.ready, from);
   ring_release(s.k_ring, at);
 }

@@ -86,6 +86,17 @@ static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
   if (!c->context.persistent || tasks < 16 * (int64_t)c->context.sms) return (kda_plan){0};
   return (kda_plan){.next = marks, .zeros = 1};
 }
+// Ranges of the chunks of all heads that begin early, as many as there are multiprocessors; `time` in nanoseconds, with
+// `chunk` for one; all: as many as there may be. n is 0 where there are none.
+static delta_pieces ranges_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, int64_t chunk,
+                              bool all) {
+  enum { around = 30000 };            // kernels in front and behind, and what a block's first chunk takes longer
+  const int64_t heads = c->n.R * c->n.HV, line = heads * rows->places, sms = c->context.persistent ? c->context.sms : 0;
+  const int64_t most = rows->starts || !cuts || !heads ? 1 : heads * c->n.CUTS + 1, n = all ? most : mg_min(most, sms);
+  if (n < 2 || line < 2 * n || (!all && n < 2 * heads)) return (delta_pieces){0};
+  const int64_t chunks = mg_ceil_div(line, n);
+  return (delta_pieces){n, chunks, (chunks + 3) * chunk + around};
+}
 // Whether chunks are prepared beside the pass, whose kernel has been chosen. It pays where they stay in the L2 until
 // the pass reads them, so the pass must not fall behind: a block of it keeps up with 1.5 multiprocessors that prepare,
 // whatever its columns, and of few heads the rest has no work. Many heads are worked on in waves of about as many as
@@ -97,16 +108,16 @@ static kda_plan apart(mg_call *c, int *marks, int64_t tasks) {
 // to move then. slow: the preparation makes factors in two parts, and has no warpgroup left that waits for memory.
 // whole: there is one kernel. Of packed rows the lengths are not known here: it is tried where it would be faster if
 // all were as long.
-// early: it is tried on segments that begin early where it would be faster if gates forget.
+// early: it is tried on ranges that begin early where it would be faster if gates forget.
 static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor *cuts, int form, bool slow, bool whole,
                         const mg_tensor *marks) {
-  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300, early_both = 5500 };
+  enum { passed = 1500, passed_alone = 1500, moved = 33, both = 5300, early_both = 5100 };
   const int64_t made = slow ? 8500 : 4500, made_alone = slow ? 8700 : 6900;
   const int64_t heads = c->n.R * c->n.HV, parts = mg_ceil_div(c->n.V, c->desc->tile_n), sms = c->context.sms;
   const int64_t places = p->rows.places, chunks = c->n.B * c->n.HV * places, fit = mg_max(1, sms * 3 / 7);
   int *next = marks->data;
   if (whole && form == 1) return (kda_plan){.whole = true};
-  const delta_pieces early = delta_early_of(c, &p->rows, whole ? cuts : NULL, early_both, form == 4, 1);
+  const delta_pieces early = ranges_of(c, &p->rows, whole ? cuts : NULL, early_both, form == 4);
   if (c->status || !c->context.persistent || p->rows.starts || form == 3) {
     kda_plan plan = apart(c, next, chunks);
     if (form == 4) plan.early = early;
@@ -132,20 +143,25 @@ static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor
   return plan;
 }
 
-// In segments that begin early where s has some.
+// In ranges that begin early where s has some.
 static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_acting *acting,
-                           int *taken) {
-  const bool early = s->cut.segments > 0;
+                           const kda_plan *plan, int *taken) {
+  const bool early = s->cut.ranges > 0;
   kda_whole_params p = {.m = s->m, .p = s->p, .v = s->v, .o = s->o, .initial = s->initial, .final = s->final,
                         .initial_order = s->initial_order, .final_order = s->final_order, .rows = s->rows,
                         .gates = acting->gates, .scale = s->scale, .key_dim = s->key_dim, .value_dim = s->value_dim,
                         .copied = copied(c, &acting->g), .keep = a->keep, .o_data = s->o_data, .o_step = s->o_step,
                         .o_head = s->o_head, .taken = taken, .cut = s->cut};
+  if (early) {
+    p.marks = plan->next;
+    p.mark_count = plan->zeros;
+  }
   if (c->status || !mg_choose_other(c, early ? MG_OP_kda_early : MG_OP_kda_whole)) return c->status;
   mg_map_bthd(c, &p.q, a->q, 64, 64);
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   if (p.copied) mg_map_bthd(c, &p.g, &acting->g, 64, 64);
-  return mg_run_resident(c, &p, mg_tasks(c, c->n.R * c->n.HV * (early ? s->cut.segments : 1), "heads"));
+  if (early) return mg_run(c, &p, s->cut.ranges);
+  return mg_run_resident(c, &p, mg_tasks(c, c->n.R * c->n.HV, "heads"));
 }
 
 // Returns what the kernels behind it are to look at.
@@ -153,9 +169,28 @@ static const int *run_early(mg_call *c, const mg_kda_args *a, const delta_sweep_
                               const kda_plan *plan) {
   delta_fades_params f = kda_fades_of(c, &acting->gates);
   delta_sweep_params early = *s;
-  delta_begin_early(c, &early, &f, &plan->early, a->early, a->cuts, 0);
-  run_whole(c, a, &early, acting, early.cut.takes);
-  return delta_end_early(c, &early, plan->next, plan->zeros);
+  const int cuts = (int)plan->early.n - 1;
+  int *taken = a->early->data;
+  early.cut = (delta_cut){.states = mg_data(a->cuts), .early = (float *)taken + 2, .earlies = cuts,
+                          .ranges = cuts + 1, .told = taken + 2 + cuts};
+  f.ranges = cuts + 1;
+  f.places = s->rows.places;
+  f.chunks = (int)(c->n.R * c->n.HV) * f.places;
+  f.from = s->rows.from;
+  f.most = DELTA_MOST_EARLY;
+  f.early = (float *)taken + 2;
+  f.told = early.cut.told;
+  f.wrong = taken + 1;
+  if (c->status || !mg_choose_other(c, MG_OP_delta_fades)) return NULL;
+  mg_run(c, &f, cuts);
+  run_whole(c, a, &early, acting, plan, taken);
+  return taken;
+}
+
+// The states in front of pass number `pass`, not the first. They are not where the next ones go: what began early may
+// be done anew.
+static float *carry_in_front(const mg_call *c, const mg_kda_args *a, int64_t pass) {
+  return (float *)a->carry->data + pass % 2 * (c->n.R * c->n.HV * c->n.K * c->n.V);
 }
 
 mg_status mg_kda(const mg_kda_args *a) {
@@ -189,10 +224,10 @@ mg_status mg_kda(const mg_kda_args *a) {
   for (int64_t first = 0; !last && !c.status; first += each) {
     last = first + each >= chunks;
     if (first) {
-      p.initial = mg_data(a->carry);
+      p.initial = carry_in_front(&c, a, first / each);
       p.initial_order = between;
     }
-    p.final = mg_data(last ? a->final_state : a->carry);
+    p.final = last ? mg_data(a->final_state) : carry_in_front(&c, a, first / each + 1);
     p.final_order = last ? order : between;
     p.rows.from = (int)(first * 64);
     p.rows.to = last ? (int)c.n.T : (int)((first + each) * 64);
@@ -205,12 +240,12 @@ mg_status mg_kda(const mg_kda_args *a) {
       mg_use(&c, sweep);
       const kda_plan plan = plan_of(&c, &p, c.n.CUTS ? a->cuts : NULL, a->form, slow, whole, a->marks);
       if (plan.whole) {
-        run_whole(&c, a, &p, &acting, NULL);
+        run_whole(&c, a, &p, &acting, &plan, NULL);
         continue;
       }
       p.taken = plan.taken;
       if (plan.zeros && !plan.early.n) mg_set(&c, a->marks->data, 0, sizeof(int), plan.zeros);
-      if (plan.taken) run_whole(&c, a, &p, &acting, plan.taken);
+      if (plan.taken) run_whole(&c, a, &p, &acting, &plan, plan.taken);
       if (plan.early.n) p.taken = run_early(&c, a, &p, &acting, &plan);
       p.done = plan.done;
       p.wave = plan.wave;

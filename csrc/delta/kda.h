@@ -80,6 +80,9 @@ typedef struct kda_whole_params {
   int keep;
   void *o_data;               // o again, for where packed rows end: strides in elements
   int64_t o_step, o_head;
-  int *taken;                 // packed rows, EARLY: that of the kernels behind, whose first word is written; or NULL
-  delta_cut cut;              // EARLY
+  int *taken;                 // packed rows, EARLY: that of the kernels behind, whose first word is written, the second
+                              // one where a comparison finds what is wrong; or NULL
+  delta_cut cut;              // EARLY: of ranges
+  int *marks;                 // EARLY: become 0
+  int mark_count;
 } kda_whole_params;

@@ -195,8 +195,8 @@ mg_status mg_kda_bwd(const mg_kda_bwd_args *a) {
       delta_sweep_params forth, down = {.rows = x.rows, .key_dim = (int)c.n.K, .value_dim = (int)c.n.V};
       run_forth(&x, 0, NULL, &forth, &down, NULL);
       run_back(&x, 0, NULL, &down, NULL);
-      there = delta_end_early(&c, &forth, NULL, 0);
-      back = delta_end_early(&c, &down, NULL, 0);
+      there = delta_end_early(&c, &forth);
+      back = delta_end_early(&c, &down);
     }
     for (int i = 0; i < later; i++) run_forth(&x, i, starts + i * state, NULL, NULL, NULL);
     for (int i = later; i >= 0 && !c.status; i--) {

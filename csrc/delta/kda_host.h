@@ -14,7 +14,7 @@ typedef struct kda_plan {
   int ending;                 // multiprocessors that do not prepare: those of the pass, or more
   bool whole;                 // one kernel does both
   int *taken;                 // one is tried first: as of kda_whole_params; or NULL
-  delta_pieces early;         // one is tried first, of segments that begin early, or n is 0
+  delta_pieces early;         // one is tried first, of ranges that begin early, or n is 0
 } kda_plan;
 // Log decays and betas as they act, of rows' steps `from` to `to` - 1.
 typedef struct kda_acting { mg_tensor g; kda_gates gates; } kda_acting;

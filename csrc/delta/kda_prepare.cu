@@ -108,6 +108,7 @@ TILE void load_gates(const params &p, chunk &s, const task &t) {
 TILE void loader(const params &p, shared &all, int team) {
   chunk &s = all.chunks[team];
   uint32_t n = 0;
+  grid_wait();
   int blocks = block_count() - p.ending, block = block_index() - p.ending, teams = TEAMS * blocks;
   int end = is_taken(p.taken) ? 0 : task_count(p), first = block < 0 ? end : block + team * blocks;
   ROLLED for (int i = first; i < end; i = p.next ? teams + atomic_next(p.next) : i + teams) {
@@ -389,6 +390,7 @@ TILE void compute(const params &p, shared &all, int wg) {
   const int team = wg / PANELS, h = wg % PANELS;
   chunk &s = all.chunks[team];
   uint32_t n = 0;
+  grid_wait();
   for (;; n++) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
@@ -451,5 +453,5 @@ TILE void compute(const params &p, shared &all, int wg) {
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, TEAMS * PANELS, COMPUTE_REGS>,
-              role<loader, THREAD, TEAMS, LOAD_REGS>, FOLLOWED> kernel;
+              role<loader, THREAD, TEAMS, LOAD_REGS>, DEPENDENT, FOLLOWED> kernel;
 ENTRY(kernel, Q, TEAMS)

@@ -3,11 +3,13 @@
 // are kda_prepare.cu's and delta_sweep.cu's, and so is the result, bit by bit.
 // Of packed rows the host does not know the lengths: here is seen whether they leave too many blocks without work, and
 // then two kernels behind this one do all.
-// EARLY: heads are few, and gates forget (delta.h). A block takes a segment of a head, which begins with 0 some chunks
-// early; the output of those is not written. Rows are dense.
-// A block takes a head. Two warpgroups, one for each panel of 64 channels, make a chunk's tiles, M and P; a third one
-// has the state, both halves of v's columns in turn, and is a chunk behind. The last of the two sums the next chunk's
-// gates while the first one inverts. Tiles stand where k and q came, and o leaves from where v did.
+// EARLY: heads are few, and gates forget (delta.h). A block takes a range of the chunks of all heads, one head after
+// another: where it begins within a head, it begins with 0 some chunks early, and the output of those is not written.
+// What it begins its own chunks with is compared with the state that the range in front ends with, by the block that
+// has that in registers. Later ranges come first: a block waits for one of a lower index. Rows are dense.
+// Else a block takes heads. Two warpgroups, one for each panel of 64 channels, make a chunk's tiles, M and P; a third
+// one has the state, both halves of v's columns in turn, and is a chunk behind. The last of the two sums the next
+// chunk's gates while the first one inverts. Tiles stand where k and q came, and o leaves from where v did.
 //
 // What few chunks or calls want is in functions that are called (tile/cold.h): in between it cost a tenth of all time.
 // There products are those of warps, as ptxas takes no others across a call.
@@ -15,6 +17,9 @@
 // Registers of a thread. Chunks: as kda_prepare.cu. State: two halves of 64; of one, x and y 32 each, an operand 16,
 // then u as two operands. The state's product is over before that of P is issued: both in flight would be too many.
 #include "tile/numbers.h"
+#include "tile/order.h"
+#include "tile/slices.h"
+#include "delta/delta_alike.h"
 #include "delta/delta_early.h"
 #include "delta/kda_chunk.h"
 
@@ -40,7 +45,7 @@ struct shared {
   sv<Q> squares[2][PANELS];         // of k's rows and of q's
   sv<D> ends[AHEAD];                // e^(l_e)
   sv<Q> beta[AHEAD];
-  sv<32> early;                     // chunks by which segments begin early; -1: nothing is done
+  sv<32> early;                     // chunks by which ranges begin early; -1: nothing is done
   task_list todo;
   ring<2, ASYNC_READS> inputs;      // k and q
   ring<1> gates;                    // in place of the sums
@@ -49,9 +54,13 @@ struct shared {
   sem inverted;                     // the state has read M
   sem done[2];                      // ... and all of a chunk
   sem chosen;                       // `early` is there
+  sem summed, judged;               // EARLY: what is in alike_of()
 };
 typedef kda_whole_params params;
 TILE handed &handed_by(shared &s, int h) { return in_place_of<handed>(s.areas[h]); }
+// EARLY: the state that a range ends with and the one that it has to be, by halves of values, sums by those of keys.
+// Nobody works in areas then.
+TILE alike<2> &alike_of(shared &s) { return in_place_of<alike<2>>(s.areas[0]); }
 TILE tri<inner> &scratch_of(shared &s) { return in_place_of<tri<inner>>(s.areas[PANELS - 1]); }
 
 TILE void init(shared &s) {
@@ -66,6 +75,9 @@ TILE void init(shared &s) {
   }
   sem_init(s.inverted, arrivals(0, 0, 1));
   sem_init(s.chosen, arrivals(0, 1, 0));
+  if (!EARLY) return;
+  sem_init(s.summed, arrivals(0, 0, 1));
+  sem_init(s.judged, arrivals(0, 1, 0));
 }
 
 // ---- loaders
@@ -78,19 +90,29 @@ TILE void load_gates(const params &p, shared &s, const task &t, ring_pos at) {
   ROLLED for (int h = 0; h < PANELS; h++)
     load_gates(s.sums[h].given, p.g, floats, s.gates.full[0], t, 64 * h, LEAVES);
 }
-// A block takes the units block_index(), + block_count(), ...: the heads of a row, one row after another; all of a
-// segment of theirs, one segment after another. An empty row has a chunk of no steps, which leaves the state as it is.
-// A task's mark: its row, and EARLY segment, and 1 in front of that; 1 in its last chunk, and in the last one in front.
-enum { NO_TASK = -1 };              // the place of the one behind the last
-TILE int segments_of(const params &p) { return EARLY ? p.cut.segments : 1; }
-TILE int unit_count(const params &p) { return p.rows.rows * p.rows.heads * segments_of(p); }
-TILE int mark_of(const params &p, int row, int segment, bool in_front, bool last) {
-  return EARLY ? 4 * (row * p.cut.segments + segment) + 2 * in_front + last : 2 * row + last;
+// A block takes the units block_index(), + block_count(), ...: the heads of a row, one row after another; EARLY one of
+// them, a range. An empty row has a chunk of no steps, which leaves the state as it is.
+// A task's mark: 2 row, and ENDS in its last chunk. EARLY:
+enum {
+  NO_TASK = -1,                     // the place of the one behind the last
+  ENDS = 1,                         // the last chunk of a head, of a range, or of those in front
+  TELLS = 2,                        // a range's own first chunk, where it began early: behind it that is told
+  IN_FRONT = 4,                     // its output is not written
+};
+TILE int unit_count(const params &p) { return EARLY ? p.cut.ranges : p.rows.rows * p.rows.heads; }
+TILE int own_range(const params &p) { return p.cut.ranges - 1 - block_index(); }
+TILE int range_begin(const params &p, int range) {
+  return range_begin(range, p.cut.ranges, p.rows.rows * p.rows.heads * p.rows.places);
 }
-TILE bool is_last(const task &t) { return t.mark & 1; }
-TILE bool is_in_front(const task &t) { return EARLY && t.mark & 2; }
-TILE int row_of(const params &p, const task &t) { return EARLY ? (t.mark >> 2) / p.cut.segments : t.mark >> 1; }
-TILE int segment_of(const params &p, const task &t) { return EARLY ? (t.mark >> 2) % p.cut.segments : 0; }
+// A range ends within a head: there is another state to be compared with.
+TILE bool is_cut(const params &p, int range) { return range_begin(p, range + 1) % p.rows.places != 0; }
+// EARLY: half g of what range number `range` began its own chunks with; not the first
+TILE float *begun_by(const params &p, int range, int g) {
+  return p.cut.states + ((int64_t)2 * (range - 1) + g) * (64 * D);
+}
+TILE bool is_last(const task &t) { return t.mark & (EARLY ? ENDS | TELLS : ENDS); }
+TILE bool is_in_front(const task &t) { return EARLY && t.mark & IN_FRONT; }
+TILE int row_of(const task &t) { return EARLY ? t.at.batch : t.mark >> 1; }
 // This kernel would be slower than two.
 TILE bool leaves(const params &p) {
   float longest = 0.f, all = 0.f;
@@ -108,6 +130,16 @@ TILE bool leaves(const params &p) {
   float two = (float)KDA_MADE * all + fmaxf((float)KDA_LONGEST * longest, (float)KDA_PASSED * all);
   return one > two;
 }
+// As zero_words(), by a warp: 0 is 0 as a float, too.
+TILE void clear_marks(const params &p) {
+  enum { AT_ONCE = 128 };
+  wv<AT_ONCE> zero;
+  fill(zero, 0.f);
+  ROLLED for (int i = 0; i < p.mark_count; i += AT_ONCE) {
+    int left = p.mark_count - i;
+    store((float *)p.marks + i, 1, zero, left < AT_ONCE ? left : AT_ONCE);
+  }
+}
 TILE void choose(const params &p, shared &s, int) {
   grid_wait();
   int early = EARLY ? most_early(p.cut.early, p.cut.earlies) : 0;
@@ -116,41 +148,70 @@ TILE void choose(const params &p, shared &s, int) {
   fill(x, leave ? -1.f : (float)early);
   store(s.early, x);
   sem_arrive<WARP>(s.chosen);
-  if (!p.taken || block_index() > 0) return;
-  fill(x, leave ? 0.f : 1.f);
-  store((float *)p.taken, 1, x, 1);         // as tell_taken()
+  if (p.taken && block_index() == 0) {
+    fill(x, leave ? 0.f : 1.f);
+    store((float *)p.taken, 1, x, 1);       // as tell_taken()
+    if (EARLY) clear_marks(p);
+  }
+  if (leave || !EARLY || !is_cut(p, own_range(p))) return;
+  sem_wait(s.summed, 0);
+  judge_states(alike_of(s), D);
+  sem_arrive<WARP>(s.judged);
+}
+TILE void load_chunk(const params &p, shared &s, uint32_t n, const row_task &r, int chunk, int mark) {
+  int step = r.first + chunk * Q;
+  task t = {r.place + chunk, mark, {r.batch, r.head, step, r.end - step}};
+  ring_pos at = ring_at<2>(n);
+  give_task(s.todo, n, t);
+  load_gates(p, s, t, ring_at<1>(n));
+  ring_acquire(s.inputs, at);
+  ring_expect(s.inputs, at, 2 * PANELS * tile_bytes(s.keys[0][0].k));
+  ROLLED for (int h = 0; h < PANELS; h++) {
+    tma_load(s.keys[at.stage][h].k, p.k, s.inputs.full[at.stage], step, 64 * h, r.key_head, r.batch, LEAVES);
+    tma_load(s.keys[at.stage][h].q, p.q, s.inputs.full[at.stage], step, 64 * h, r.key_head, r.batch, LEAVES);
+  }
+}
+// What a range, from place `from` of the line on, has of one head: chunks `own` to end - 1, and what is in front.
+struct stretch { int matrix, begin, own, end; };
+TILE stretch stretch_of(const params &p, int range, int from, int early) {
+  int places = p.rows.places, matrix = from / places, own = from - matrix * places;
+  int end = range_begin(p, range + 1) - matrix * places;
+  int in_front = from > range_begin(p, range) ? 0 : own < early ? own : early;
+  return {matrix, own - in_front, own, end < places ? end : places};
+}
+TILE int mark_in(const stretch &a, int chunk) {
+  int mark = chunk < a.own ? IN_FRONT : 0;
+  if (chunk + 1 == a.own || chunk + 1 == a.end) mark += ENDS;
+  return chunk == a.own && a.begin < a.own ? mark + TELLS : mark;
+}
+TILE void load_range(const params &p, shared &s, uint32_t &n, int range, int early) {
+  ROLLED for (int from = range_begin(p, range), end = range_begin(p, range + 1); from < end;) {
+    stretch a = stretch_of(p, range, from, early);
+    int row = a.matrix / p.rows.heads;
+    row_task r = task_of(p.rows, row, a.matrix - row * p.rows.heads);
+    ROLLED for (int chunk = a.begin; chunk < a.end; chunk++, n++) load_chunk(p, s, n, r, chunk, mark_in(a, chunk));
+    from += a.end - a.own;
+  }
 }
 TILE void loader(const params &p, shared &s, int) {
   uint32_t n = 0;
   grid_wait();
   sem_wait(s.chosen, 0);
   int early = (int)get(s.early, 0), units = early < 0 ? 0 : unit_count(p);
-  ROLLED for (int i = block_index(); i < units; i += block_count()) {
-    int matrices = p.rows.rows * p.rows.heads, segment = i / matrices, matrix = i - segment * matrices;
-    int row = matrix / p.rows.heads;
-    row_task r = task_of(p.rows, row, matrix - row * p.rows.heads);
-    if (EARLY) take_segment(r, segment, p.cut.segment);
-    int chunks = r.chunks > 0 ? r.chunks : 1, head = r.head, key_head = r.key_head, batch = r.batch;
-    ROLLED for (int chunk = segment > 0 ? -early : 0; chunk < chunks; chunk++, n++) {
-      int step = r.first + chunk * Q;
-      bool in_front = EARLY && chunk < 0, last = chunk + 1 == chunks || (EARLY && chunk == -1);
-      task t = {r.place + chunk, mark_of(p, row, segment, in_front, last), {batch, head, step, r.end - step}};
-      ring_pos at = ring_at<2>(n);
-      give_task(s.todo, n, t);
-      load_gates(p, s, t, ring_at<1>(n));
-      ring_acquire(s.inputs, at);
-      ring_expect(s.inputs, at, 2 * PANELS * tile_bytes(s.keys[0][0].k));
-      ROLLED for (int h = 0; h < PANELS; h++) {
-        tma_load(s.keys[at.stage][h].k, p.k, s.inputs.full[at.stage], step, 64 * h, key_head, batch, LEAVES);
-        tma_load(s.keys[at.stage][h].q, p.q, s.inputs.full[at.stage], step, 64 * h, key_head, batch, LEAVES);
-      }
-    }
+  if (EARLY && units) load_range(p, s, n, own_range(p), early);
+  ROLLED for (int i = block_index(); !EARLY && i < units; i += block_count()) {
+    int row = i / p.rows.heads;
+    row_task r = task_of(p.rows, row, i - row * p.rows.heads);
+    int chunks = r.chunks > 0 ? r.chunks : 1;
+    ROLLED for (int chunk = 0; chunk < chunks; chunk++, n++)
+      load_chunk(p, s, n, r, chunk, 2 * row + (chunk + 1 == chunks));
   }
   give_task(s.todo, n, {NO_TASK, 0, {0, 0, 0, 0}});
 }
 TILE void value_loader(const params &p, shared &s, int) {
   grid_wait();
-  for (uint32_t n = 0;; n++) {
+  uint32_t n = 0;
+  for (;; n++) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
     if (t.place == NO_TASK) break;
@@ -159,6 +220,7 @@ TILE void value_loader(const params &p, shared &s, int) {
     ROLLED for (int g = 0; g < 2; g++)
       tma_load(s.v[g], p.v, s.values.full[0], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
   }
+  if (EARLY && n > 0 && is_cut(p, own_range(p))) tma_prefetch(begun_by(p, own_range(p) + 1, 0), 128 * D);
 }
 
 // ---- chunks
@@ -406,31 +468,61 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   if (EARLY) leaves = !is_in_front(given_task(s.todo, n));    // read again: kept, registers lack for it
   if (leaves) tma_store(p.o, s.v[g], t.at.step, 64 * g, t.at.head, t.at.batch, LEAVES);
 }
-// EARLY: half g of a state between segments. What a segment began with stands behind the states at the ends of all.
-// It is written there, to be compared (delta_meets.cu), and goes on from there.
-TILE float *state_between(const params &p, const task &t, int cut, int g) {
-  row_task r = {};
-  r.row = row_of(p, t);
-  r.head = t.at.head;
-  return early_state(p.cut, p.rows, r, cut, g, D);
-}
 TILE int64_t first_of(const params &p, const task &t, int g, ssd_order o) {
-  return ((int64_t)row_of(p, t) * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
+  return ((int64_t)row_of(t) * p.rows.heads + t.at.head) * o.matrix + 64 * g * o.row;
 }
 TILE void begin_state(rt<float, D> &state, const params &p, const task &t, int g) {
-  const int segment = segment_of(p, t);
   ssd_order o = p.initial_order;
   fill(state, 0.f);
-  if (is_in_front(t)) return;
-  if (EARLY && segment > 0) return load_acc(state, state_between(p, t, p.cut.segments - 2 + segment, g));
+  if (EARLY && t.at.step > p.rows.from) return;
   if (p.initial) load(state, p.initial + first_of(p, t, g, o), o.row, o.col, p.value_dim - 64 * g, p.key_dim);
 }
 TILE void end_state(const rt<float, D> &state, const params &p, const task &t, int g) {
-  const int segment = segment_of(p, t);
   ssd_order o = p.final_order;
-  if (EARLY && (is_in_front(t) || segment + 1 < p.cut.segments))
-    return store_acc(state_between(p, t, segment + (is_in_front(t) ? p.cut.segments - 2 : 0), g), state);
   if (p.final) store(p.final + first_of(p, t, g, o), o.row, o.col, state, p.value_dim - 64 * g, p.key_dim);
+}
+
+// Parts of 16 columns, as they are read
+TILE void put_begun(float *to, const rt<float, D> &state) {
+  CONSTANT_INDEX for (int c = 0; c < D; c += 16) {
+    rt<float, 16> some;
+    copy_part(some, state, c);
+    store_acc(to + 64 * c, some);
+  }
+}
+// The state at the end of this range with what the next one began its own chunks with; half of that is on its way.
+TILE void compare_end(const rt<float, D> &first, const rt<float, D> &second, const params &p, shared &s) {
+  enum { IN_FLIGHT = 4 };
+  const int range = own_range(p) + 1;
+  alike<2> &alike = alike_of(s);
+  const float *begun[2] = {begun_by(p, range, 0), begun_by(p, range, 1)};
+  rt<float, 16> other[IN_FLIGHT][2], own;
+  rsum sizes[2], errors[2];
+  order_wait(p.cut.told + range - 1, 1);
+  CONSTANT_INDEX for (int i = 0; i < IN_FLIGHT; i++)
+    CONSTANT_INDEX for (int g = 0; g < 2; g++) load_acc(other[i][g], begun[g] + 16 * i * 64);
+  CONSTANT_INDEX for (int g = 0; g < 2; g++) {
+    fill(sizes[g], 0.f);
+    fill(errors[g], 0.f);
+  }
+  CONSTANT_INDEX for (int i = 0; i < D / 16; i++) {
+    csum<16> key_sizes, key_errors;
+    clear(key_sizes);
+    clear(key_errors);
+    CONSTANT_INDEX for (int g = 0; g < 2; g++) {
+      copy_part(own, g ? second : first, 16 * i);
+      add_sizes<16>(own, other[i % IN_FLIGHT][g], sizes[g], errors[g], key_sizes, key_errors);
+      if (i + IN_FLIGHT < D / 16) load_acc(other[i % IN_FLIGHT][g], begun[g] + 16 * (i + IN_FLIGHT) * 64);
+    }
+    store(alike.sizes[i / 4], i % 4 * 16, key_sizes);
+    store(alike.errors[i / 4], i % 4 * 16, key_errors);
+  }
+  CONSTANT_INDEX for (int g = 0; g < 2; g++) put_apart(alike.apart[g], sizes[g], errors[g]);
+  sem_arrive<WARPGROUP>(s.summed);
+  sem_wait(s.judged, 0);
+  if (get(alike.verdict, 0) == 0.f) return;
+  tma_store_wait();                         // to tell something is to tell all
+  order_tell(p.taken + 1);
 }
 TILE void run_state(const params &p, shared &s, int) {
   rt<float, D> first, second;               // S^T: 64 columns of v each by K
@@ -440,8 +532,10 @@ TILE void run_state(const params &p, shared &s, int) {
     wait_for_task(s.todo, n);
     task t = given_task(s.todo, n);
     if (t.place == NO_TASK) break;
-    begin_state(first, p, t, 0);
-    begin_state(second, p, t, 1);
+    if (!EARLY || t.at.step == p.rows.from || is_in_front(t)) {     // else it goes on
+      begin_state(first, p, t, 0);
+      begin_state(second, p, t, 1);
+    }
     for (bool last = false; !last; n++) {
       wait_for_task(s.todo, n);
       t = given_task(s.todo, n);
@@ -457,10 +551,19 @@ TILE void run_state(const params &p, shared &s, int) {
       last = is_last(EARLY ? given_task(s.todo, n) : t);      // as there
     }
     if (EARLY) t = given_task(s.todo, n - 1);
+    if (is_in_front(t)) {
+      put_begun(begun_by(p, own_range(p), 0), first);
+      put_begun(begun_by(p, own_range(p), 1), second);
+      continue;
+    }
+    // A chunk later all that was stored is there, and nobody has waited.
+    if (EARLY && t.mark & TELLS) order_pass(p.cut.told + own_range(p) - 1, 1);
+    if (EARLY && t.place + 1 < p.rows.places) continue;
     end_state(first, p, t, 0);
     end_state(second, p, t, 1);
-    if (!EARLY && p.rows.starts && row_of(p, t) + 1 == p.rows.rows) clear_rest(p, s, n - 1);
+    if (!EARLY && p.rows.starts && row_of(t) + 1 == p.rows.rows) clear_rest(p, s, n - 1);
   }
+  if (EARLY && n > 0 && is_cut(p, own_range(p))) compare_end(first, second, p, s);
 }
 
 typedef block<params, shared, init, role<prepare, WARPGROUP, PANELS, COMPUTE_REGS>,

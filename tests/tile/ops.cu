@@ -9,6 +9,7 @@
 #include "tile/mail.h"
 #include "tile/matrix.h"
 #include "tile/numbers.h"
+#include "tile/quarters.h"
 #include "tile/slices.h"
 #include "tile/triangle.h"
 
@@ -144,6 +145,35 @@ SHAPE TILE void mma_ABt_part_register(const op_params &p, TILES &s, int) {
   PRODUCT(mma_ABt_part<ZERO>(d, a, s.b, 64 * I), mma_ABt_part<ACC>(d, a, s.b, 64 * I))
   mma_wait<0>(d, a);
   store(p.out, N, d, 64, N);
+}
+// Once by quarters of b, once with the joined halves of a
+SHAPE TILE void mma_AB_quarters(const op_params &p, TILES &s, int) {
+  rt<float, N> d, t;
+  rt<float, N / 2> x, y, first, last;
+  rt<elem, N / 2> a, b;
+  rt<elem, N> both;
+  sem_wait(s.full, 0);
+  load(t, s.a);
+  split_halves(x, y, t);
+  convert(a, x);
+  convert(b, y);
+  mma_fence();
+  mma_AB_quarter<ZERO>(first, a, s.b, 0, 0);
+  mma_AB_quarter<ACC>(first, b, s.b, 32, 0);
+  mma_AB_quarter<ZERO>(last, a, s.b, 0, 32);
+  mma_AB_quarter<ACC>(last, b, s.b, 32, 32);
+  mma_commit();
+  mma_wait<0>(first, last, a, b);
+  join_halves(both, a, b);
+  mma_fence();
+  mma_AB<ZERO>(d, both, s.b);
+  mma_commit();
+  mma_wait<0>(d, both);
+  split_halves(x, y, d);
+  map(first, x, [](float a, float b) { return a + b; });
+  map(last, y, [](float a, float b) { return a + b; });
+  store(p.out, N, first, 64, N / 2);
+  store(p.out + N / 2, N, last, 64, N / 2);
 }
 
 // ---- copies
@@ -307,20 +337,22 @@ SHAPE TILE void slice_form(const op_params &p, TILES &s, int) {
   put_b(p, s);
 }
 
-// I 0: of the blocks on the diagonal; 1: the whole one; 2: a tile that is stored with what rounding leaves
+// I 0: of the blocks on the diagonal; 1: the whole one; 2: a tile that is stored with what rounding leaves; 3, 4: as 1, 2
+// in halves
 SHAPE TILE void inverse_form(const op_params &p, TILES &s, int) {
   rt<float, N> t, d;
   sem_wait(s.full, 0);
   outer(t, p, s.v);
-  if (I == 2) {
+  if (I == 2 || I == 4) {
     map(t, [](float x) { return 1.f + 0.125f * x; });
-    store_carried(in_place_of<st<elem, 64, 64>>(s.b), t);
+    store_carried<I == 4 ? IN_HALVES : IN_ONE>(in_place_of<st<elem, 64, 64>>(s.b), t);
     return put_b(p, s);
   }
   tri<elem> &scratch = in_place_of<tri<elem>>(s.b);
   map_rc(t, [](float x, int row, int col) { return col > row ? 0.25f * x : infinity(); });
-  invert_diagonal(d, scratch, t);
+  invert_diagonal<I == 3 ? IN_HALVES : IN_ONE>(d, scratch, t);
   wg_sync();
+  if (I == 3) invert_pairs<IN_HALVES>(d, scratch);
   if (I == 1) {
     invert_pairs(d, scratch);
     wg_sync();

@@ -464,21 +464,27 @@ def check_slices(c):
 
 
 def check_inverse(c):
-    """Of the strict upper triangle of each block of 16, or of all. Errors are those of the terms that substitution adds
-    up in blocks of 8, and beside them of products whose factors are two parts of the type's precision each."""
-    if c.I == 2:
-        return c.check_stored(carried(1 + np.float32(0.125) * c.t(), c.ops.elem))
-    eights, blocks = (np.arange(64)[:, None] // n == np.arange(64)[None, :] // n for n in (8, 16))
-    r = np.where(np.triu(blocks if c.I == 0 else np.ones((64, 64), bool), 1), 0.25 * c.t(), 0).astype(np.float64)
+    """Of the strict upper triangle of each block of 16, of all, or of each block of 32, with what is above these as it
+    is, but for the sign. Errors are those of the terms that substitution adds up in blocks of 8, and beside them of
+    products whose factors are two parts of the type's precision each."""
+    if c.I in (2, 4):
+        return c.check_stored(carried(1 + np.float32(0.125) * c.t(), c.ops.elem, 64 if c.I == 2 else 32))
+    eights, blocks, halves = (np.arange(64)[:, None] // n == np.arange(64)[None, :] // n for n in (8, 16, 32))
+    inverted = {0: blocks, 1: np.ones((64, 64), bool), 3: halves}[c.I]
+    r = np.where(np.triu(inverted, 1), 0.25 * c.t(), 0).astype(np.float64)
     want = np.linalg.inv(np.eye(64) + r)
     scale = np.linalg.inv(np.eye(64) - np.abs(r))
+    if c.I == 3:
+        want[:32, 32:] = np.float32(-0.25) * c.t()[:32, 32:]
+        same(c.matrix()[:32, 32:], want[:32, 32:].astype(np.float32))
     precision = {"bf16": 2.0**-15, "fp16": 2.0**-20, "float": 2.0**-21}[c.ops.elem]
     close(c.matrix()[eights], want[eights], scale[eights], 4e-6)
     close(c.matrix(), want, scale, 4e-6 + precision)
     same(c.matrix()[np.tril(~blocks)], np.zeros(64 * 24, np.float32))
 
 
-def carried(t, elem):
+def carried(t, elem, width):
+    """What is carried stays in `width` columns."""
     def rounded(x):
         return decode(encode(x, elem), elem)
 
@@ -486,9 +492,11 @@ def carried(t, elem):
         return x + np.where(np.abs(left) <= np.abs(x) * np.float32(2**-10), left, np.float32(0))
     left, out = np.zeros((64, 4), np.float32), t.copy()
     for i in range(0, 64, 2):
+        if i % width == 0:
+            left[:] = 0
         x, y = with_left(t[:, i], left[:, i // 2 % 4]), t[:, i + 1]
         out[:, i] = rounded(x)
-        if i >= 56:
+        if i % width >= width - 8:
             y = with_left(y, x - out[:, i])
         out[:, i + 1] = rounded(y)
         left[:, i // 2 % 4] = x - out[:, i] + (y - out[:, i + 1])

@@ -47,12 +47,12 @@ template<typename T> TILE void put_row(tri<T> &s, int u, int v, int r, const flo
   T(&to)[2][256] = s.d[block_of(u, v)];
   split_row(to[0] + 16 * r, to[1] + 16 * r, x, 16);
 }
-template<typename T> TILE void invert_diagonal(rt<float, 64> &x, tri<T> &s, const rt<float, 64> &t) {
+template<inverse I, typename T> TILE void invert_diagonal(rt<float, 64> &x, tri<T> &s, const rt<float, 64> &t) {
   reads(t);
   writes(x);
   writes_shared(s, whole(s));
   for (int r = 0; r < 64; r++)
-    for (int c = 0; c < 64; c++) x.d[r][c] = r == c ? 1.f : 0.f;
+    for (int c = 0; c < 64; c++) x.d[r][c] = r == c ? 1.f : I == IN_HALVES && r < 32 && c >= 32 ? -t.d[r][c] : 0.f;
   for (int b = 0; b < 64; b += 16) invert_corners<T>(x, t, b);
   for (int v = 1; v < 4; v++)
     for (int u = 0; u <= v; u++)
@@ -84,9 +84,9 @@ TILE void negate(float *x, int n) {
   for (int r = 0; r < 16; r++)
     for (int c = 0; c < n; c++) x[64 * r + c] = -x[64 * r + c];
 }
-template<typename T> TILE void invert_pairs(rt<float, 64> &x, tri<T> &s) {
+template<inverse I, typename T> TILE void invert_pairs(rt<float, 64> &x, tri<T> &s) {
   reads_shared({s.d[1], 1, 0, (int)sizeof s.d - (int)sizeof s.d[0]});
-  writes_shared(s, {s.d[0], 1, 0, (int)sizeof s.d[0]});
+  if (I == IN_ONE) writes_shared(s, {s.d[0], 1, 0, (int)sizeof s.d[0]});
   changes(x);
   for (int w = 0; w < 4; w += 2) {
     alignas(64) float sum[16][64];
@@ -94,7 +94,7 @@ template<typename T> TILE void invert_pairs(rt<float, 64> &x, tri<T> &s) {
     add_product<ZERO>(sum[0], x.d[16 * w] + 16 * w, s.d[block_of(w, w + 1)]);
     add_product<ZERO>(to, sum[0], s.d[block_of(w + 1, w + 1)]);
     negate(to, 16);
-    for (int r = 0; r < 16 && w == 2; r++) put_row(s, 0, 0, r, to + 64 * r);
+    for (int r = 0; r < 16 && w == 2 && I == IN_ONE; r++) put_row(s, 0, 0, r, to + 64 * r);
   }
 }
 template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s) {
@@ -111,7 +111,7 @@ template<typename T> TILE void invert_rest(rt<float, 64> &x, const tri<T> &s) {
     negate(to + 32, 32);
   }
 }
-template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
+template<inverse I, typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
   reads(t);
   writes_shared(d, whole(d));
   for (int r = 0; r < 64; r++) {
@@ -121,11 +121,12 @@ template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 6
       float &from = left[c / 2 % 4], x[2] = {carried(t.d[r][c], from), t.d[r][c + 1]};
       narrow_row(to, x, 2);
       widen_row(y, to, 2);
-      if (c >= 56) {                      // the row's last two of these
+      const bool ends = c >= 56 || (I == IN_HALVES && c >= 24 && c < 32);
+      if (ends) {                         // the row's last two of these
         x[1] = carried(x[1], x[0] - y[0]);
         narrow_row(to, x, 2);
       }
-      from = x[0] - y[0] + (x[1] - y[1]);
+      from = ends ? 0.f : x[0] - y[0] + (x[1] - y[1]);
     }
   }
 }

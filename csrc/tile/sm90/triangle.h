@@ -118,7 +118,7 @@ template<typename T> TILE void invert_corners(float (&x)[8], float *own) {
   x[7] = (col + 1 == row ? 1.f : 0.f) - second.y;
   __syncwarp();
 }
-template<typename T> TILE void invert_diagonal(rt<float, 64> &d, tri<T> &s, const rt<float, 64> &t) {
+template<inverse I, typename T> TILE void invert_diagonal(rt<float, 64> &d, tri<T> &s, const rt<float, 64> &t) {
   int w = __shfl_sync(~0u, warp_in_group(), 0);   // else ptxas asks for the thread again and again, and waits
   float x[8], *own = (float *)s.d[block_of(w, w)][0];
 #pragma unroll
@@ -129,15 +129,15 @@ template<typename T> TILE void invert_diagonal(rt<float, 64> &d, tri<T> &s, cons
     float y[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) y[i] = t.d[8 * v + i];
-    if (w < v) put_block(s, block_of(0, v) + w, y);
+    if (I == IN_ONE ? w < v : v % 2 && w == v - 1) put_block(s, block_of(0, v) + w, y);
   }
   invert_corners<T>(x, own);
   if (w > 0) put_block(s, block_of(w, w), x);
 #pragma unroll
-  for (int i = 0; i < 32; i++) d.d[i] = i / 8 == w ? x[i % 8] : 0.f;
+  for (int i = 0; i < 32; i++) d.d[i] = i / 8 == w ? x[i % 8] : I == IN_HALVES && i >= 16 && w < 2 ? -t.d[i] : 0.f;
 }
 // One code for warps 0 and 2: of two, both have to be fetched.
-template<typename T> TILE void invert_pairs(rt<float, 64> &d, tri<T> &s) {
+template<inverse I, typename T> TILE void invert_pairs(rt<float, 64> &d, tri<T> &s) {
   const int w = warp_in_group();
   if (w % 2) return;
   uint32_t hi[4], lo[4];
@@ -147,7 +147,7 @@ template<typename T> TILE void invert_pairs(rt<float, 64> &d, tri<T> &s) {
   split<T>(hi, lo, x);
   const int right = (int)anew_word(w ? block_of(2, 3) : block_of(0, 1));   // of R, beside the block on the diagonal
   add_product<T>(sum, rest, hi, lo, s, right);
-  if (w == 0) {                           // and what block 0 adds to the sums of the others
+  if (I == IN_ONE && w == 0) {             // and what block 0 adds to the sums of the others
     add_product<T>(block_at<2>(d), next, hi, lo, s, block_of(0, 2));
     add_product<T>(block_at<3>(d), last, hi, lo, s, block_of(0, 3));
   }
@@ -159,10 +159,10 @@ template<typename T> TILE void invert_pairs(rt<float, 64> &d, tri<T> &s) {
   for (int i = 0; i < 8; i++) {
     x[i] = -sum[i] - rest[i];
     d.d[8 + i] = w ? d.d[8 + i] : x[i];
-    d.d[16 + i] += next[i];
-    d.d[24 + i] = w ? x[i] : d.d[24 + i] + last[i];
+    if (I == IN_ONE) d.d[16 + i] += next[i];
+    d.d[24 + i] = w ? x[i] : I == IN_ONE ? d.d[24 + i] + last[i] : d.d[24 + i];
   }
-  if (w) put_block(s, block_of(0, 0), x);
+  if (I == IN_ONE && w) put_block(s, block_of(0, 0), x);
 }
 template<typename T> TILE void invert_rest(rt<float, 64> &d, const tri<T> &s) {
   if (warp_in_group() > 1) return;
@@ -189,18 +189,19 @@ template<typename T> TILE void invert_rest(rt<float, 64> &d, const tri<T> &s) {
     d.d[24 + i] = -d.d[24 + i] - less[i];
   }
 }
-template<typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
+template<inverse I, typename T> TILE void store_carried(st<T, 64, 64> &d, const rt<float, 64> &t) {
   float left[2] = {0.f, 0.f};
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     uint32_t w[4];
+    const bool ends = k == 3 || (I == IN_HALVES && k == 1);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float x = carried(t.d[8 * k + 2 * j], left[j & 1]), y = t.d[8 * k + 2 * j + 1];
-      if (k == 3 && j > 1) y = carried(y, x - unpack<T>(pack<T>(x, x)).x);     // the row's last two
+      if (ends && j > 1) y = carried(y, x - unpack<T>(pack<T>(x, x)).x);       // the row's last two
       w[j] = pack<T>(x, y);
       float2 rounded = unpack<T>(w[j]);
-      left[j & 1] = x - rounded.x + (y - rounded.y);
+      left[j & 1] = ends && j > 1 ? 0.f : x - rounded.x + (y - rounded.y);
     }
     store_block(block_address_anew(d, 16 * k), w[0], w[1], w[2], w[3]);
   }

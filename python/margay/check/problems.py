@@ -480,10 +480,11 @@ KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, (
 def kda(row, large):
     if row["op"] in KDA_EARLY:
         back = row["op"] != "kda_early"
-        for label, given in (("states", ("initial_state", "final_state")), ("raw", ("a_log", "dt_bias", "keep")),
-                             ("slow", ("slow",))):
-            yield label, lambda given=given: call_kda("kda_bwd" if back else "kda", row["dtype"], 120, 104, 1,
-                                                      2100 if back else 1100, ("form4", *given))
+        for label, heads, given in (("states", 1 if back else 2, ("initial_state", "final_state")),
+                                    ("raw", 1, ("a_log", "dt_bias", "keep")), ("slow", 1, ("slow",)),
+                                    *[("apart", 1, ("apart",))] * (not back)):
+            yield label, lambda heads=heads, given=given: call_kda("kda_bwd" if back else "kda", row["dtype"], 120, 104,
+                                                                   heads, 2100 if back else 1100, ("form4", *given))
         if large:
             yield "large", lambda: call_kda("kda_bwd" if back else "kda", row["dtype"], 128, 128, 8, 8200, ("form4",))
         return
@@ -545,6 +546,7 @@ def call_kda(name, dtype, k, v, heads, steps, given):
     weak = -0.01 if "slow" in given else -0.1
     values = dict(g=np.where(strong, -10.5 if "far" in given else -20.0, weak)[None], a_log=-1.0,
                   **dict(dt_bias=-1.5) if "form4" in given else {},
+                  **dict(v=np.where(step < 200, 1e20, 1.0)[None]) if "apart" in given else {},
                   beta=-4.6 if known["beta_form"] else 0.01, cu_seqlens=starts)    # beta |k|^2 < 2: no state runs off
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
@@ -607,8 +609,9 @@ def early(row, large, k):
             *[("apart", steps, (1, 1), ("g",), dict(v=np.where(once, 1e20, 1.0)[None]))] * (not back)):
         yield label, lambda t=t, heads=heads, given=given, values=values: call_gated_delta_rule(
             name, row["dtype"], t, *heads, given, k, 72, 4, keep, usual | values)
+    whose = ("kda_bwd", 2100) if row["op"] == "delta_meets" else ("kda", 1100)
     for label, given in (("channels", ("form4",)), ("raw channels", ("form4", "a_log", "dt_bias"))) if shared else ():
-        yield label, lambda given=given: call_kda("kda", row["dtype"], 120, 104, 1, 1100, given)
+        yield label, lambda given=given: call_kda(whose[0], row["dtype"], 120, 104, 1, whose[1], given)
 
 
 def call_gated_delta_rule(name, dtype, steps, heads, v_heads, given, k, v, form, keep=False, others={}):
