@@ -133,3 +133,10 @@ def check(ours, plain, exact, dtype, g, other=None, factors=None, size=0.0, rema
 def with_other_keys(name, q, k, dtype, *others):
     if name in REFLECTED:
         return exactly(q, k.double() * (1 + torch.finfo(dtype).eps / 2), *others)
+
+
+def check_alike(found, right):
+    """To the rounding of 16-bit operands, as two kernels of one op are."""
+    for i, (x, y) in enumerate(zip(found, right, strict=True)):
+        error, size = (x.double() - y.double()).norm(), y.double().norm()
+        assert error <= 2.0**-8 * size, f"result {i}: {error / size:.3g}"

@@ -150,7 +150,7 @@ static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_p
   kda_whole_params p = {.m = s->m, .p = s->p, .v = s->v, .o = s->o, .initial = s->initial, .final = s->final,
                         .initial_order = s->initial_order, .final_order = s->final_order, .rows = s->rows,
                         .gates = acting->gates, .scale = s->scale, .key_dim = s->key_dim, .value_dim = s->value_dim,
-                        .copied = copied(c, &acting->g), .keep = a->keep, .o_data = s->o_data, .o_step = s->o_step,
+                        .copied = copied(c, &acting->g), .o_data = s->o_data, .o_step = s->o_step,
                         .o_head = s->o_head, .taken = taken, .cut = s->cut};
   if (early) {
     p.marks = plan->next;

@@ -67,7 +67,7 @@ enum { KDA_ONE = 5500, KDA_MADE = 33, KDA_PASSED = 27, KDA_LONGEST = 2100 };
 // kda_whole.cu
 typedef struct kda_whole_params {
   gmap q, k, g;               // as above
-  gmap m, p;                  // the same; written where `keep`
+  gmap m, p;                  // the same; written where the kernel KEEPS
   gmap v, o;                  // [batch, head, step, value_dim]
   const float *initial;       // as of delta_sweep_params
   float *final;
@@ -77,7 +77,6 @@ typedef struct kda_whole_params {
   float scale;
   int key_dim, value_dim;
   int copied;
-  int keep;
   void *o_data;               // o again, for where packed rows end: strides in elements
   int64_t o_step, o_head;
   int *taken;                 // packed rows, EARLY: that of the kernels behind, whose first word is written, the second

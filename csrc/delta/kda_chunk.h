@@ -282,9 +282,11 @@ TILE void take(rt<float, Q> &a, const kept &s) {
   }
 }
 // M^T of L^T, of which anything may stand where nothing should.
+template<inverse I = IN_ONE>
 TILE void make_inverse(rt<float, Q> &inverse, rt<float, Q> &a, const sv<Q> &factors, tri<inner> &scratch) {
   rv beta;
   load(beta, factors);
   map_row(a, beta, [](float x, float y) { return x * y; });
-  invert(inverse, a, scratch);
+  if (I == IN_HALVES) invert_in_halves(inverse, a, scratch);
+  else invert(inverse, a, scratch);
 }

@@ -1,6 +1,6 @@
 // Kimi delta attention (2025), forward, of heads that fill the device: one kernel that prepares a head's chunks one
 // after the other and passes over them, so that nothing of what kda_prepare.cu makes goes through memory. The formulas
-// are kda_prepare.cu's and delta_sweep.cu's, and so is the result, bit by bit.
+// are kda_prepare.cu's and delta_sweep.cu's, and so is the result, bit by bit where M and P are kept.
 // Of packed rows the host does not know the lengths: here is seen whether they leave too many blocks without work, and
 // then two kernels behind this one do all.
 // EARLY: heads are few, and gates forget (delta.h). A block takes a range of the chunks of all heads, one head after
@@ -11,19 +11,22 @@
 // one has the state, both halves of v's columns in turn, and is a chunk behind. The last of the two sums the next
 // chunk's gates while the first one inverts. Tiles stand where k and q came, and o leaves from where v did.
 //
+// Where M and P are not kept, M is inverted in halves (tile/triangle.h), and R found in two steps: a chunk's way from L
+// to u is shorter so, though the state has more to do.
 // What few chunks or calls want is in functions that are called (tile/cold.h): in between it cost a tenth of all time.
 // There products are those of warps, as ptxas takes no others across a call.
 //
 // Registers of a thread. Chunks: as kda_prepare.cu. State: two halves of 64; of one, x and y 32 each, an operand 16,
 // then u as two operands. The state's product is over before that of P is issued: both in flight would be too many.
 #include "tile/numbers.h"
+#include "tile/quarters.h"
 #include "tile/order.h"
 #include "tile/slices.h"
 #include "delta/delta_alike.h"
 #include "delta/delta_early.h"
 #include "delta/kda_chunk.h"
 
-// D: columns of q and k. EARLY, LOAD_REGS, COMPUTE_REGS, STATE_REGS
+// D: columns of q and k. EARLY, KEEPS, LOAD_REGS, COMPUTE_REGS, STATE_REGS
 static_assert(D == 128, "two panels");
 enum { AHEAD = 4 };             // what is made with the sums, while the state has the chunk before the last one
 typedef st<elem, Q, D> wide;
@@ -247,15 +250,15 @@ TILE void make_right(rt<float, 64> &right, const params &p, shared &s, int i, in
 }
 // Sums of both panels; then M by the first warpgroup, P by the last.
 TILE void put_pairs(rt<float, Q> &a, shared &s, uint32_t n, int h) {
-  tma_store_wait_read();                    // M and P have left
+  if (KEEPS) tma_store_wait_read();         // M and P have left
   team_sync();
   add(a, handed_by(s, 1 - h));
   wg_sync();                                // everybody has what was handed over: the inverse works there
   if (h == 0) {
     rt<float, Q> inverse;
-    make_inverse(inverse, a, s.beta[n % AHEAD], scratch_of(s));
+    make_inverse<KEEPS ? IN_ONE : IN_HALVES>(inverse, a, s.beta[n % AHEAD], scratch_of(s));
     sem_wait(s.inverted, n & 1 ^ 1);
-    store_carried(s.m, inverse);
+    store_carried<KEEPS ? IN_ONE : IN_HALVES>(s.m, inverse);
   } else {
     triu(a, 0, 0.f);
     store_own(s.p[n % 2], a, 0);
@@ -376,9 +379,9 @@ TILE void prepare(const params &p, shared &s, int h) {
     if (reach == BEYOND) put_steep_tiles(p, s, n, h);
     fence_async();
     sem_arrive<WARPGROUP>(s.pairs[i]);
-    if (p.keep && !is_in_front(given_task(s.todo, n))) keep_pairs(p, s, n, h);
+    if (KEEPS && !is_in_front(given_task(s.todo, n))) keep_pairs(p, s, n, h);
   }
-  tma_store_wait_read();
+  if (KEEPS) tma_store_wait_read();
 }
 
 // ---- the state
@@ -417,6 +420,59 @@ COLD void clear_rest(const params &p, const shared &s, uint32_t n) {
     }
 }
 
+// u^T, as operands of P and of the state, of x, which becomes R^T. The state decays meanwhile.
+TILE void solve(rt<float, Q> &x, rt<float, D> &state, rt<inner, Q> &factor, rt<elem, Q> &u, const rv &down, shared &s,
+                uint32_t n, int g) {
+  convert(factor, x);
+  if (g == 0) sem_wait(s.pairs[n % 2], n / 2 & 1);
+  mma_fence();
+  mma_AB<ZERO>(x, factor, s.m);
+  mma_commit();
+  map_col(state, s.ends[n % AHEAD], [](float f, float e) { return f * e; });
+  mma_wait<0>(x, factor);
+  if (g == 1) sem_arrive<WARPGROUP>(s.inverted);
+  map_col(x, s.beta[n % AHEAD], [](float f, float b) { return f * b; });
+  convert(factor, x);
+  map_row(x, down, [](float f, float m) { return f * m; });
+  convert(u, x);
+}
+// The same in halves: R of the first one, what is left of the last, R of that.
+TILE void solve_in_halves(const rt<float, Q> &x, rt<float, D> &state, rt<inner, Q> &factor, rt<elem, Q> &u,
+                          const rv &down, shared &s, uint32_t n, int g) {
+  const sv<Q> &beta = s.beta[n % AHEAD];
+  rt<float, Q / 2> first, last;
+  rt<inner, Q / 2> a, b;
+  rt<elem, Q / 2> c, d;
+  split_halves(first, last, x);
+  convert(a, first);
+  if (g == 0) sem_wait(s.pairs[n % 2], n / 2 & 1);
+  mma_fence();
+  mma_AB_quarter<ZERO>(first, a, s.m, 0, 0);
+  mma_commit();
+  map_col(state, s.ends[n % AHEAD], [](float f, float e) { return f * e; });
+  mma_wait<0>(first, a);
+  convert(a, first);
+  mma_fence();
+  mma_AB_quarter<ACC>(last, a, s.m, 0, 32);
+  mma_commit();
+  map_col(first, slice<32>(beta, 0), [](float f, float b) { return f * b; });
+  mma_wait<0>(last, a);
+  convert(a, first);
+  convert(b, last);
+  mma_fence();
+  mma_AB_quarter<ZERO>(last, b, s.m, 32, 32);
+  mma_commit();
+  map_row(first, down, [](float f, float m) { return f * m; });
+  convert(c, first);
+  mma_wait<0>(last, b);
+  if (g == 1) sem_arrive<WARPGROUP>(s.inverted);
+  map_col(last, slice<32>(beta, 32), [](float f, float b) { return f * b; });
+  convert(b, last);
+  map_row(last, down, [](float f, float m) { return f * m; });
+  convert(d, last);
+  join_halves(factor, a, b);
+  join_halves(u, c, d);
+}
 // One chunk, of half g of v's columns. leaves: o is stored.
 TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t, uint32_t n, int g, bool leaves) {
   const int i = n % 2;
@@ -440,18 +496,8 @@ TILE void advance(rt<float, D> &state, const params &p, shared &s, const task &t
   map_col(x, part, s.beta[n % AHEAD], [](float a, float b, float) { return b - a; });
   row_factors(up, down, x);
   map_row(x, up, [](float f, float m) { return f * m; });
-  convert(factor, x);
-  if (g == 0) sem_wait(s.pairs[i], n / 2 & 1);
-  mma_fence();
-  mma_AB<ZERO>(x, factor, s.m);             // R^T
-  mma_commit();
-  map_col(state, s.ends[n % AHEAD], [](float f, float e) { return f * e; });
-  mma_wait<0>(x, factor);
-  if (g == 1) sem_arrive<WARPGROUP>(s.inverted);
-  map_col(x, s.beta[n % AHEAD], [](float f, float b) { return f * b; });
-  convert(factor, x);
-  map_row(x, down, [](float f, float m) { return f * m; });
-  convert(part, x);
+  if (KEEPS) solve(x, state, factor, part, down, s, n, g);
+  else solve_in_halves(x, state, factor, part, down, s, n, g);
   mma_fence();
   mma_AB<ACC>(state, part, s.w[i]);
   mma_commit();

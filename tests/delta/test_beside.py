@@ -1,5 +1,5 @@
 """Chunks of kda that are prepared while the pass over the sequence is under way. What comes out is, bit by bit, what
-packed rows have, whose chunks are all prepared before."""
+packed rows have, whose chunks are all prepared before; of one kernel, where matrices of chunks are kept."""
 
 import contextlib
 import ctypes
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import DEVICES
-from delta_cases import skip
+from delta_cases import check_alike, skip
 from delta_forms import hard
 from margay import _C
 from margay._shared import of_row
@@ -123,13 +123,15 @@ def test_whole(device, kind):
     args = tensors[0], tensors[1], tensors[2], g.float(), tensors[4].float(), None, None, state
     launches = []
     with multiprocessors(5, launches) if device == "cpu" else contextlib.nullcontext():
-        found = of_row("kda")(*args, None, 0.0, 0.0, 0, False, False, 1)
+        kept, found = (of_row("kda")(*args, None, 0.0, 0.0, 0, False, False, 1, keep) for keep in (True, False))
     starts = torch.tensor([0, g.shape[1]], dtype=torch.int32, device=device)
-    for i, (out, last) in enumerate(zip(*found, strict=True)):
+    for i in range(2):
         right = run(*(t[i:i + 1] for t in tensors), state[i:i + 1], starts)
-        assert torch.equal(out[None], right[0]) and torch.equal(last[None], right[1])
+        assert all(torch.equal(x[None, i], y) for x, y in zip(kept, right, strict=True))
+        check_alike([x[None, i] for x in found], right)
     if device == "cpu":
-        assert [(row, blocks) for row, blocks, _ in launches] == [("kda_whole_bf16_k128", 5)]
+        rows = [(row, blocks) for row, blocks, _ in launches]
+        assert rows == [("kda_whole_bf16_k128_kept", 5), ("kda_whole_bf16_k128", 5)]
 
 
 # Packed rows; a few steps behind them are in none. Of as many heads of rows as multiprocessors one kernel is tried,
@@ -161,8 +163,9 @@ def test_whole_of_packed_rows(device, raw, lengths, form, rows, takes):
         rows = ["decays"] * raw + rows
         assert taken[:1] == takes
         assert all(name in row for name, (row, _, _) in zip(rows, launches[:len(rows)], strict=True))
-    for x, y in zip(found, run(2, False)[:2], strict=True):
-        assert torch.equal(x, y) and not x.isnan().any()
+    right = run(2, False)[:2]
+    check_alike(found, right)
+    assert takes != [False] or all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
     for x, y in zip(run(form, True), run(2, True), strict=True):      # with the matrices, from which gradients are made
         assert torch.equal(x, y)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from cases import DEVICES
+from delta_cases import check_alike
 from margay import _C
 from margay._shared import of_row
 
@@ -64,13 +65,6 @@ def results(op, inputs, form, keep=True, bound=0.0, back=lambda dout: None):
     dout, dlast = (torch.randn(t.shape, generator=g).to(t.device, t.dtype) for t in (out, last))
     back(dout)
     return out, last, *torch.autograd.grad((out, last), list(x.values()), (dout, dlast))
-
-
-def check_alike(found, right):
-    """To the rounding of 16-bit operands, as two kernels of one op are."""
-    for i, (x, y) in enumerate(zip(found, right, strict=True)):
-        error, size = (x.double() - y.double()).norm(), y.double().norm()
-        assert error <= 2.0**-8 * size, f"result {i}: {error / size:.3g}"
 
 
 @pytest.mark.parametrize("keep", (True, False), ids=("kept", "made again"))

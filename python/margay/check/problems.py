@@ -472,21 +472,23 @@ KDA_STEEP = ("steep", 560, ("steep",))           # of kda_prepare.cu: what it do
 KDA_OWN = ("own heads", 330, ())                 # of q and k, so that their gradients are no shares
 KDA_BESIDE = ("beside", 1400, ())                # of one head: the pass leaves a multiprocessor to the preparation
 # In one kernel a block has two heads or one
-KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias", "keep")),
-             ("steep", 560, ("steep", "keep")), ("far", 560, ("far", "keep")), ("one chunk", 40, ("final_state",)),
+KDA_WHOLE = (("states", 330, ("initial_state", "final_state")), ("gates", 200, ("a_log", "dt_bias")),
+             ("steep", 560, ("steep",)), ("far", 560, ("far",)), ("one chunk", 40, ("final_state",)),
              ("packed", 300, ("a_log", "cu_seqlens", "initial_state", "final_state")))
 
 
 def kda(row, large):
+    keep = ("keep",) * row["name"].endswith("_kept")
     if row["op"] in KDA_EARLY:
         back = row["op"] != "kda_early"
         for label, heads, given in (("states", 1 if back else 2, ("initial_state", "final_state")),
-                                    ("raw", 1, ("a_log", "dt_bias", "keep")), ("slow", 1, ("slow",)),
+                                    ("raw", 1, ("a_log", "dt_bias", *["keep"] * back)), ("slow", 1, ("slow",)),
                                     *[("apart", 1, ("apart",))] * (not back)):
-            yield label, lambda heads=heads, given=given: call_kda("kda_bwd" if back else "kda", row["dtype"], 120, 104,
-                                                                   heads, 2100 if back else 1100, ("form4", *given))
+            yield label, lambda heads=heads, given=("form4", *given, *keep): call_kda(
+                "kda_bwd" if back else "kda", row["dtype"], 120, 104, heads, 2100 if back else 1100, given)
         if large:
-            yield "large", lambda: call_kda("kda_bwd" if back else "kda", row["dtype"], 128, 128, 8, 8200, ("form4",))
+            yield "large", lambda: call_kda("kda_bwd" if back else "kda", row["dtype"], 128, 128, 8, 8200,
+                                            ("form4", *keep))
         return
     cut = row["op"] in KDA_CUT
     name = "kda" if cut or row["op"] in ("kda", "kda_prepare", "kda_decays") else "kda_bwd"
@@ -494,7 +496,7 @@ def kda(row, large):
     if row["op"] == "kda_whole":
         for label, steps, given in [*KDA_WHOLE, *[("large", 900, ("a_log",))] * large]:
             yield label, lambda steps=steps, given=given, heads=40 if label == "large" else 3: call_kda(
-                "kda", row["dtype"], columns["D"] - 8, 104, heads, steps, (*given, "whole"))
+                "kda", row["dtype"], columns["D"] - 8, 104, heads, steps, (*given, *keep, "whole"))
         return
     shapes = [("large", 3000, ("a_log",)), ("few blocks", 640, ("a_log",))] if large else []
     if cut:
@@ -544,9 +546,10 @@ def call_kda(name, dtype, k, v, heads, steps, given):
     if "form4" in given:                          # as early() has it
         strong &= False
     weak = -0.01 if "slow" in given else -0.1
+    various = np.random.default_rng(0).standard_normal((1, steps, 1, v))      # whose columns do not round alike
     values = dict(g=np.where(strong, -10.5 if "far" in given else -20.0, weak)[None], a_log=-1.0,
                   **dict(dt_bias=-1.5) if "form4" in given else {},
-                  **dict(v=np.where(step < 200, 1e20, 1.0)[None]) if "apart" in given else {},
+                  **dict(v=np.where(step < 200, 1e6, 1.0) * various) if "apart" in given else {},
                   beta=-4.6 if known["beta_form"] else 0.01, cu_seqlens=starts)    # beta |k|^2 < 2: no state runs off
     kinds = dict(half=dtype, real=dtype, float32="float32", int32="int32")
     tensors = {f["name"]: new(*(known[size] for size in f["sizes"]), dtype=kinds[f["kind"]],
