@@ -85,6 +85,7 @@ typedef struct ck_kernel {
   int cluster, fibers, dependent;
   ck_role role[64];                     // of one block
   void (*init)(void *shared);
+  bool (*unless)(const void *params);   // every fiber asks; or NULL
   void (*arena)(char *shared, size_t bytes);   // where the blocks' shared structs lie, before anything runs
 } ck_kernel;
 

@@ -157,7 +157,8 @@ static void check_exit(fiber *f) {
 
 static void fiber_main(void) {
   fiber *f = self();
-  f->role->body(ck.params, ck.shared + (size_t)f->block * ck.kernel->stride, f->role->index);
+  if (!ck.kernel->unless || !ck.kernel->unless(ck.params))
+    f->role->body(ck.params, ck.shared + (size_t)f->block * ck.kernel->stride, f->role->index);
   if (!ck.failed) check_exit(f);
   f->alive = false;
   ck.alive--;

@@ -45,6 +45,12 @@ struct shared {
 };
 typedef delta_back_params params;
 
+// What is behind this kernel is behind delta_keep, beside which it runs.
+TILE bool is_done(const params &p) {
+  if (EARLY || !is_taken(p.taken)) return false;
+  grid_wait();
+  return true;
+}
 TILE void init(shared &s) {
   ring_init(s.early, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   ring_init(s.late, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
@@ -55,7 +61,6 @@ TILE void init(shared &s) {
 
 // col: the block's first column of v. own: chunks of r that are not behind the segment
 struct task { row_task r; int col, segment, own; };
-TILE bool is_done(const params &p) { return !EARLY && is_taken(p.taken); }
 TILE task block_task(const params &p) {
   int parts = (p.value_dim + 64 * GROUPS - 1) / (64 * GROUPS), unit = block_index() / parts;
   int heads = p.rows.rows * p.rows.heads, segment = EARLY ? unit / heads : 0, matrix = unit - segment * heads;
@@ -76,7 +81,6 @@ TILE task block_task(const params &p) {
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos soon = {}, at = {};
@@ -109,7 +113,6 @@ TILE void loader(const params &p, shared &s, int) {
 
 // The gates of the chunk in front are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
-  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {};
@@ -128,7 +131,6 @@ TILE void scan(const params &p, shared &s, int) {
 
 // Only a packed row's last chunk, the first that is worked on, runs over.
 TILE void trim(const params &p, shared &s, int) {
-  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   int steps = t.end - (t.first + (t.chunks - 1) * Q);
@@ -190,7 +192,6 @@ TILE void make_ahead(ahead &a, shared &s, ring_pos soon, ring_pos with, int wg) 
   finish(a.sum, y, down, v);
 }
 TILE void run_ahead(const params &p, shared &s, int wg) {
-  if (is_done(p)) return;
   int chunks = block_task(p).r.chunks;
   ring_pos soon = {}, with = {}, to = {};
   for (int chunk = 0; chunk < chunks; chunk++) {
@@ -328,7 +329,6 @@ TILE float *cut_of(const params &p, const task &b, int wg, int i) {
   return early_state(p.cut, p.rows, b.r, i, b.col / 64 + wg, N);
 }
 TILE void run_state(const params &p, shared &s, int wg) {
-  if (is_done(p)) return grid_wait();
   task b = block_task(p);
   const row_task &t = b.r;
   if (EARLY && block_index() == 0 && wg == 0) tell_taken(p.cut.takes, t.chunks > 0);
@@ -360,5 +360,5 @@ TILE void run_state(const params &p, shared &s, int wg) {
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<run_ahead, WARPGROUP, AHEADS, AHEAD_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, 1, LOAD_REGS>, role<trim, WARP, 1, LOAD_REGS>> kernel;
+              role<scan, WARP, 1, LOAD_REGS>, role<trim, WARP, 1, LOAD_REGS>, UNLESS<is_done>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)

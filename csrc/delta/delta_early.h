@@ -4,11 +4,11 @@
 
 // Warp. The largest of n numbers of chunks that delta_fades.cu has found; 0 where one of them is 0.
 TILE int most_early(const float *early, int n) {
-  enum { AT_ONCE = 128 };
-  float least = early[0], most = least;
+  enum { AT_ONCE = 160 };                   // one less than most devices have multiprocessors
+  float least = 1e30f, most = 0.f;
   ROLLED for (int first = 0; first < n; first += AT_ONCE) {
     wv<AT_ONCE> x;
-    map_index(x, [=](int i) { return early[first + i < n ? first + i : 0]; });
+    map_index(x, [=](int i) { return early[first + i < n ? first + i : first]; });
     most = fmaxf(most, max_of(x));
     map(x, x, x, [](float x, float) { return -x; });
     least = fminf(least, -max_of(x));

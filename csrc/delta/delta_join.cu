@@ -14,6 +14,7 @@ struct shared {
 };
 typedef delta_join_params params;
 
+TILE bool is_done(const params &p) { return is_taken(p.taken); }
 TILE void init(shared &s) { ring_init(s.turns, arrivals(1, 0, 0), arrivals(0, 0, GROUPS)); }
 
 struct task { int row, head, col; };
@@ -23,7 +24,6 @@ TILE task block_task(const params &p) {
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  if (is_taken(p.taken)) return;
   task t = block_task(p);
   ring_pos at = {};
   for (int i = 1; i < p.cut; i++) {
@@ -53,7 +53,6 @@ TILE void add_panel(rt<float, D> &sum, rt<float, D> &state, const matrix &most, 
 }
 
 TILE void join(const params &p, shared &s, int wg) {
-  if (is_taken(p.taken)) return;
   task t = block_task(p);
   ring_pos at = {};
   rt<float, D> state, sum;
@@ -73,5 +72,6 @@ TILE void join(const params &p, shared &s, int wg) {
   }
 }
 
-typedef block<params, shared, init, role<join, WARPGROUP, GROUPS, 0>, role<loader, THREAD, 1, 0>> kernel;
+typedef block<params, shared, init, role<join, WARPGROUP, GROUPS, 0>, role<loader, THREAD, 1, 0>,
+              UNLESS<is_done>> kernel;
 ENTRY(kernel, 64, 64 * GROUPS)

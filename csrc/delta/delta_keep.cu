@@ -34,6 +34,7 @@ struct shared {
 };
 typedef delta_sweep_params params;
 
+TILE bool is_done(const params &p) { return !EARLY && is_taken(p.taken); }
 TILE void init(shared &s) {
   ring_init(s.inputs, arrivals(1, 0, 0), arrivals(0, 0, GROUPS));
   ring_init(s.vec_ring, arrivals(0, 1, 0), arrivals(0, 0, GROUPS));
@@ -42,7 +43,6 @@ TILE void init(shared &s) {
 
 // col: the block's first column of v. early: chunks of r in front of the segment
 struct task { row_task r; int col, segment, early; };
-TILE bool is_done(const params &p) { return !EARLY && is_taken(p.taken); }
 TILE task block_task(const params &p) {
   int parts = (p.value_dim + 64 * GROUPS - 1) / (64 * GROUPS), unit = block_index() / parts;
   int heads = p.rows.rows * p.rows.heads, segment = EARLY ? unit / heads : 0, matrix = unit - segment * heads;
@@ -56,7 +56,6 @@ TILE task block_task(const params &p) {
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {};
@@ -83,7 +82,6 @@ TILE void loader(const params &p, shared &s, int) {
 
 // The next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int) {
-  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {};
@@ -100,7 +98,6 @@ TILE void scan(const params &p, shared &s, int) {
 
 // Only a packed row's last chunk runs over.
 TILE void trim(const params &p, shared &s, int) {
-  if (is_done(p)) return;
   task b = block_task(p);
   const row_task &t = b.r;
   if (t.chunks == 0) return;
@@ -189,7 +186,6 @@ TILE float *cut_of(const params &p, const task &b, int wg, int i) {
   return early_state(p.cut, p.rows, b.r, i, b.col / 64 + wg, D);
 }
 TILE void run_state(const params &p, shared &s, int wg) {
-  if (is_done(p)) return;
   task b = block_task(p);
   ring_pos at = {}, with = {};
   rt<float, D> state;                     // S^T: 64 columns of v by K
@@ -213,5 +209,5 @@ TILE void run_state(const params &p, shared &s, int wg) {
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<loader, THREAD, 1, LOAD_REGS>, role<scan, WARP, 1, LOAD_REGS>, role<trim, WARP, 1, LOAD_REGS>,
-              FOLLOWED> kernel;
+              FOLLOWED, UNLESS<is_done>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)

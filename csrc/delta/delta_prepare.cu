@@ -22,15 +22,14 @@ struct shared {
 TILE square &m_of(shared &s, int index) { return in_place_of<square>(s.scratch[index]); }
 typedef delta_prepare_params params;
 
+TILE bool is_done(const params &p) { return was_taken(p.taken); }
 TILE void init(shared &s) {
   ring_init(s.inputs, arrivals(1, 1, 0), arrivals(0, 0, 1));
   for (int i = 0; i < STAGES; i++) sem_init(s.loaded[i], arrivals(1, 0, 0));
 }
 
 struct task { row_task t; int place; };
-TILE int task_count(const params &p) {
-  return is_taken(p.taken) ? 0 : p.batches * p.rows.places * p.rows.heads;
-}
+TILE int task_count(const params &p) { return p.batches * p.rows.places * p.rows.heads; }
 TILE task task_at(const params &p, int i) {
   int heads = p.rows.heads, chunk = i / heads, head = i - chunk * heads, row = chunk / p.rows.places;
   int place = chunk - row * p.rows.places;
@@ -116,5 +115,5 @@ TILE void prepare(const params &p, shared &s, int index) {
 }
 
 typedef block<params, shared, init, role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, SCANS, LOAD_REGS>, DEPENDENT, FOLLOWED, OCCUPANCY<PER_SM>> kernel;
+              role<scan, WARP, SCANS, LOAD_REGS>, DEPENDENT, FOLLOWED, UNLESS<is_done>, OCCUPANCY<PER_SM>> kernel;
 ENTRY(kernel, Q, PREPS)

@@ -61,7 +61,16 @@ TILE int wave_width(int wave, int first, int all) { return all - first > wave ? 
 
 // ---- what another kernel has done: `taken` of the parameters
 
-TILE bool is_taken(const int *taken) { return taken && taken[0] && !taken[1]; }
+TILE bool is_taken(const int *taken) {
+  if (!taken) return false;
+  const int takes = taken[0], wrong = taken[1];     // both are asked for at once
+  return takes && !wrong;
+}
+// The same in front of grid_wait(), for UNLESS<>
+TILE bool was_taken(const int *taken) {
+  if (taken) grid_wait();
+  return is_taken(taken);
+}
 // Whether it is this one (warpgroup). The word is written as a float: 0 is 0.
 TILE void tell_taken(int *taken, bool takes) {
   rv x;
@@ -70,6 +79,9 @@ TILE void tell_taken(int *taken, bool takes) {
 }
 
 // ---- gates (warp)
+
+// As which a log decay counts where it is less: 2^-128, and sums stay exact enough.
+#define LEAST -88.7228391f
 
 // To base 2. Below 2^-128 a decay is 0, as in float32; sums of a chunk's stay exact enough. NaN stays.
 TILE float log_decay(float x) {

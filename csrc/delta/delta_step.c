@@ -48,11 +48,12 @@ static mg_status step(mg_call *c, const mg_gated_delta_rule_step_args *a, int ch
   if (!across) fours = fours && mg_in_fours(a->v) && mg_in_fours(a->out);
   else fours = fours && mg_in_fours(a->q) && mg_in_fours(a->k);
   if (across && channels) fours = fours && mg_in_fours(a->g) && mg_in_fours(a->dt_bias);
+  const mg_tensor *begin = a->slots ? a->slots : a->kept;
   c->problem.size.BYTES = (int64_t)mg_dtype_size(state->dtype);
+  c->problem.size.ONCE = (!several || c->n.T == 1) && !a->kept && !a->accepted && !a->states && !a->still;
   if (!mg_choose_other(c, across ? fours ? rows.turned : rows.turned_ones : fours ? rows.plain : rows.ones))
     return c->status;
   const int64_t parts = mg_ceil_div(c->n.V, across ? c->desc->tile_m : c->desc->tile_n);
-  const mg_tensor *begin = a->slots ? a->slots : a->kept;
   delta_step_params p = {
     .states = mg_states(state, NULL), .places = mg_data(begin), .accepted = mg_data(a->accepted),
     .places_stride = begin ? mg_stride(begin, 0) : 0, .wide = begin && begin->dims > 1 ? (int)begin->shape[1] : 1,
@@ -62,7 +63,7 @@ static mg_status step(mg_call *c, const mg_gated_delta_rule_step_args *a, int ch
     .beta = numbers(a->beta, 0, several), .a_log = numbers(a->a_log, 0, false),
     .scale = a->scale == 0 ? 1 / sqrtf((float)c->n.K) : a->scale, .lower_bound = a->lower_bound, .l2norm = a->l2norm,
     .beta_form = a->beta_form, .steps = several ? (int)c->n.T : 1,
-    .heads = (int)c->n.HV, .group_heads = (int)(c->n.HV / c->n.H), .parts = (int)parts};
+    .heads = mg_divisor(c->n.HV), .group_heads = mg_divisor(c->n.HV / c->n.H), .parts = mg_divisor(parts)};
   if (a->kept) {
     p.kept = mg_states(state, a->kept);
     p.kept_slots = mg_stride(a->kept, 0);

@@ -48,7 +48,7 @@ struct inputs { keys q, k; values v; gate::made g, bias; float beta; };
 
 TILE void begin(inputs &i, const params &p, const step_task &t, int step, int value) {
   int dim = DOWN ? p.states.rows : p.states.cols, dim_v = DOWN ? p.states.cols : p.states.rows;
-  int group = t.head / p.group_heads;
+  int group = quotient_of(t.head, p.group_heads);
   begin_side(i.k, vector_at(p.k, t.sample, step, group), dim);
   begin_side(i.q, vector_at(p.q, t.sample, step, group), dim);
   begin_numbers(i.g, p.g, t.sample, step, t.head, dim);
@@ -78,11 +78,17 @@ TILE void sum_over_keys(side::sums &sums, state_tile &state, const keys &x) {
   each(state, [](float &s, float x, float &sum) { sum = fused(s, x, sum); }, x, sums);
 }
 
+TILE void put_dots(shared &s, const inputs &now, float &kk, float &qq, float &kq, int turn) {
+  side::put(s.kk[turn], kk, now.k, now.k);
+  side::put(s.qq[turn], qq, now.q, now.q);
+  side::put(s.kq[turn], kq, now.k, now.q);
+}
+
 TILE void no_state(const params &p, const step_task &t, int value) {
   values zero;
   int dim_v = DOWN ? p.states.cols : p.states.rows;
   fill(zero, 0.f);
-  for (int step = 0; step < p.steps; step++)
+  for (int step = 0; step < (ONCE ? 1 : p.steps); step++)
     save_side(vector_at(p.out, t.sample, step, t.head) + value, zero, dim_v - value);
 }
 
@@ -95,16 +101,16 @@ TILE void compute(const params &p, shared &s, int) {
   float rate;
   // Vectors are asked for first: they are wanted first, and a place is read meanwhile. But where a thread has numbers
   // of many keys, and blocks are few, the memory has nothing to do for as long as that takes.
-  const bool own = STATE_FIRST && !p.places && !p.accepted;
-  if (own) begin_state(state, p.states, state_at(p.states, t, row, col), row, col);
+  const bool first = STATE_FIRST && (ONCE ? has_state(p.states, t) : !p.places && !p.accepted);
+  if (first) begin_state(state, p.states, state_at(p.states, t, row, col), row, col);
   begin(now, p, t, 0, value);
-  if (!has_state(p.states, t)) return no_state(p, t, value);
+  if (STATE_FIRST && ONCE ? !first : !has_state(p.states, t)) return no_state(p, t, value);
   int64_t at = state_at(p.states, t, row, col);
-  if (!own) begin_state(state, p.states, at, row, col);
+  if (!STATE_FIRST || (!ONCE && !first)) begin_state(state, p.states, at, row, col);
   begin_numbers(rate, p.a_log, 0, 0, t.head, 1);
   end_numbers(rate, p.a_log);
   rate = natural_exp(rate);
-  ROLLED for (int step = 0; step < p.steps; step++) {
+  ROLLED for (int step = 0; step < (ONCE ? 1 : p.steps); step++) {
     if (step > 0) begin(now, p, t, step, value);
     const int turn = step % 2;
     values u, out;
@@ -114,15 +120,14 @@ TILE void compute(const params &p, shared &s, int) {
     end(now, p);
     to_decay(now.g, now.bias, p, rate);
     gate::pass(decays, now.g, s, turn);
+    if (DOWN) put_dots(s, now, kk, qq, kq, turn);         // while the state is on its way
     if (step == 0) end_state(state, p.states);
     gate::forget(state, decays);
     sum_over_keys(sums, state, now.k);
     side::put(s.k[turn], u, sums);
     sum_over_keys(sums, state, now.q);
     side::put(s.q[turn], out, sums);
-    side::put(s.kk[turn], kk, now.k, now.k);
-    side::put(s.qq[turn], qq, now.q, now.q);
-    side::put(s.kq[turn], kq, now.k, now.q);
+    if (!DOWN) put_dots(s, now, kk, qq, kq, turn);        // registers lack before
     side::meet();
     side::take(u, s.k[turn]);
     side::take(kk, s.kk[turn]);
@@ -140,9 +145,9 @@ TILE void compute(const params &p, shared &s, int) {
     side::take(out, s.q[turn]);
     map(out, out, u, [=](float o, float u) { return q_length * fused(kq, u, rest * o); });
     save_side(vector_at(p.out, t.sample, step, t.head) + value, out, dim_v - value);
-    if (p.kept.data) keep_behind(state, p, t, step, row, col);
+    if (!ONCE && p.kept.data) keep_behind(state, p, t, step, row, col);
   }
-  if (p.update) keep_state(state, p.states, at, row, col);
+  if (ONCE || p.update) keep_state(state, p.states, at, row, col);
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, 1, 0>, OCCUPANCY<PER_SM>> kernel;

@@ -24,5 +24,6 @@ typedef struct delta_step_params {
   delta_numbers g, bias, beta, a_log;
   float scale, lower_bound;         // lower_bound: 0: none
   int l2norm, beta_form;            // beta_form 1: beta is the sigmoid of what is given, 2: twice that
-  int steps, heads, group_heads, parts;     // heads: of v; group_heads: that share q and k; parts: of a head's state
+  int steps;
+  divisor heads, group_heads, parts;        // heads: of v; group_heads: that share q and k; parts: of a head's state
 } delta_step_params;

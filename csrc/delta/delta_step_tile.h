@@ -65,12 +65,14 @@ template<class X> TILE void end_numbers(X &x, const delta_numbers &d) {
 template<class F> TILE void change(float &x, float y, F f) { x = f(x, y); }
 template<class F> TILE void change(ml<KEYS> &x, const ml<KEYS> &y, F f) { map(x, x, y, f); }
 
+TILE int quotient_of(int n, const divisor &d) { return DIVIDES ? n / d.by : quotient(n, d); }
 // A block has one of `parts` parts of one value head's state of one sample.
 TILE step_task delta_task(const delta_step_params &p) {
-  int head = block_index() / p.parts, sample = head / p.heads, token = p.accepted ? p.accepted[sample] - 1 : 0;
+  int head = quotient_of(block_index(), p.parts), sample = quotient_of(head, p.heads);
+  int token = !ONCE && p.accepted ? p.accepted[sample] - 1 : 0;
   bool known = token >= 0 && token < p.wide;
   int place = p.places && known ? p.places[sample * p.places_stride + token] : sample;
-  return {sample, head - sample * p.heads, block_index() - head * p.parts, known ? place : -1};
+  return {sample, head - sample * p.heads.by, block_index() - head * p.parts.by, known ? place : -1};
 }
 TILE void keep_behind(const state_tile &state, const delta_step_params &p, const step_task &t, int step, int row,
                       int col) {

@@ -76,6 +76,8 @@ struct shared {
 };
 typedef delta_sweep_params params;
 
+// The kernel that prepares meanwhile began behind those in front of it.
+TILE bool is_done(const params &p) { return TOLD && p.done ? is_taken(p.taken) : was_taken(p.taken); }
 TILE void init(shared &s) {
   ring_init(s.k_ring, arrivals(1, PAIR, 0), arrivals(0, 0, READERS));
   if (!PAIR) {
@@ -118,13 +120,10 @@ template<int W> TILE void wait_for_place(const params &p, const row_task &t, int
   int heads = wave_width(p.wave, wave * p.wave, p.rows.rows * p.rows.heads);
   grid_wait_part<W>(p.done + wave * p.rows.places + place, heads);
 }
-TILE bool is_done(const params &p) { return (PREPS == 0 || GROUPS == 1) && !EARLY && is_taken(p.taken); }
-// Nothing is read or written before, and where it says no, nothing behind it.
-template<int W> TILE bool begin(const params &p) {
-  if (!TOLD || !p.done) grid_wait();
-  if (is_done(p)) return false;            // the kernel that prepares meanwhile began behind those in front of it
+// Nothing is read or written before.
+template<int W> TILE void begin(const params &p) {
   if (TOLD && p.done) wait_for_place<W>(p, block_task(p).r, 0);
-  return true;
+  else grid_wait();
 }
 // What is prepared meanwhile is in the L2 when it is read, if what nobody wants again leaves it.
 template<class Tile>
@@ -134,7 +133,7 @@ TILE void read_once(Tile &x, const params &p, const gmap &m, sem &full, int row,
 }
 
 TILE void loader(const params &p, shared &s, int) {
-  if (!begin<THREAD>(p)) return;
+  begin<THREAD>(p);
   task b = block_task(p);
   const row_task &t = b.r;
   ring_pos at = {}, in = {}, to = {};
@@ -205,7 +204,7 @@ TILE void clear_behind(shared &s, ring_pos at, ring_pos in, int steps) {
 
 // One of SCANS warps, each every SCANS-th chunk. Its next chunk's gates are under way while this one's are worked on.
 TILE void scan(const params &p, shared &s, int index) {
-  if (!begin<WARP>(p)) return;
+  begin<WARP>(p);
   task b = block_task(p);
   const row_task &t = b.r;
   ring<STAGES, ASYNC_READS> &made = PAIR ? s.k_ring : s.vec_ring;
@@ -244,7 +243,6 @@ TILE void scan(const params &p, shared &s, int index) {
 
 TILE void prepare(const params &p, shared &s, int index) {
   grid_wait();
-  if (is_done(p)) return;
   task b = block_task(p);
   int chunks = b.r.chunks;
   for (int chunk = index; chunk < chunks; chunk += PREPS) {
@@ -765,7 +763,7 @@ TILE void clear_rest(const params &p, const task &b, int wg) {
 }
 
 TILE void run_state(const params &p, shared &s, int wg) {
-  if (!begin<WARPGROUP>(p)) return;
+  begin<WARPGROUP>(p);
   task b = block_task(p);
   ring_pos at = {}, in = {}, from = {};
   if (makes_o()) {
@@ -797,5 +795,6 @@ TILE void run_state(const params &p, shared &s, int wg) {
 
 typedef block<params, shared, init, role<run_state, WARPGROUP, GROUPS, STATE_REGS>,
               role<prepare, WARPGROUP, PREPS, PREP_REGS>, role<loader, THREAD, 1, LOAD_REGS>,
-              role<scan, WARP, SCANS, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>, CLUSTER<CLUSTER_SIZE>> kernel;
+              role<scan, WARP, SCANS, LOAD_REGS>, DEPENDENT, OCCUPANCY<PER_SM>, CLUSTER<CLUSTER_SIZE>,
+              UNLESS<is_done>> kernel;
 ENTRY(kernel, Q, 64 * GROUPS)

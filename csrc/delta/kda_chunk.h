@@ -8,10 +8,8 @@
 #include "delta/kda_tasks.h"
 
 enum { PANELS = D / 64 };
-// Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2. A log decay counts
-// as LEAST where it is less: 2^-128, and sums stay exact enough.
+// Gates are steep where a group's first or last sum is further than FAR from its middle, to base 2.
 #define FAR 113.8f
-#define LEAST -88.7228391f
 // What a steep one counts as in L and P
 #define STEEPEST -10.5f
 typedef st<elem, Q, 64> panel;

@@ -71,6 +71,7 @@ TILE panel &tile_of(chunk &s, int h, int which) {
 }
 typedef kda_prepare_params params;
 
+TILE bool is_done(const params &p) { return was_taken(p.taken); }
 TILE void init(shared &s) {
   for (int i = 0; i < TEAMS; i++) {
     ring_init(s.chunks[i].inputs, arrivals(1, 0, 0), arrivals(0, 0, PANELS));
@@ -110,7 +111,7 @@ TILE void loader(const params &p, shared &all, int team) {
   uint32_t n = 0;
   grid_wait();
   int blocks = block_count() - p.ending, block = block_index() - p.ending, teams = TEAMS * blocks;
-  int end = is_taken(p.taken) ? 0 : task_count(p), first = block < 0 ? end : block + team * blocks;
+  int end = task_count(p), first = block < 0 ? end : block + team * blocks;
   ROLLED for (int i = first; i < end; i = p.next ? teams + atomic_next(p.next) : i + teams) {
     task t = task_at(p, i);
     if (t.at.steps <= 0) continue;
@@ -453,5 +454,5 @@ TILE void compute(const params &p, shared &all, int wg) {
 }
 
 typedef block<params, shared, init, role<compute, WARPGROUP, TEAMS * PANELS, COMPUTE_REGS>,
-              role<loader, THREAD, TEAMS, LOAD_REGS>, DEPENDENT, FOLLOWED> kernel;
+              role<loader, THREAD, TEAMS, LOAD_REGS>, DEPENDENT, FOLLOWED, UNLESS<is_done>> kernel;
 ENTRY(kernel, Q, TEAMS)

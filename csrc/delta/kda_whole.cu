@@ -198,6 +198,9 @@ TILE void load_range(const params &p, shared &s, uint32_t &n, int range, int ear
 }
 TILE void loader(const params &p, shared &s, int) {
   uint32_t n = 0;
+  tma_prefetch(p.k);
+  tma_prefetch(p.q);
+  if (p.copied) tma_prefetch(p.g);
   grid_wait();
   sem_wait(s.chosen, 0);
   int early = (int)get(s.early, 0), units = early < 0 ? 0 : unit_count(p);
@@ -212,6 +215,8 @@ TILE void loader(const params &p, shared &s, int) {
   give_task(s.todo, n, {NO_TASK, 0, {0, 0, 0, 0}});
 }
 TILE void value_loader(const params &p, shared &s, int) {
+  tma_prefetch(p.v);
+  tma_prefetch(p.o);
   grid_wait();
   uint32_t n = 0;
   for (;; n++) {

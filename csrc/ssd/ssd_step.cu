@@ -14,7 +14,7 @@ typedef mc<COLS> cols;
 struct inputs { rows x, z; cols b, c; float dt; };
 
 TILE void begin(inputs &i, const params &p, const step_task &t, int step, int row) {
-  int group = t.head / p.group_heads, m = p.states.rows - row, n = p.states.cols;
+  int group = quotient(t.head, p.group_heads), m = p.states.rows - row, n = p.states.cols;
   load_begin<ACCESS>(i.b, vector_at(p.b, t.sample, step, group), n);
   load_begin<ACCESS>(i.c, vector_at(p.c, t.sample, step, group), n);
   load_begin(i.x, vector_at(p.x, t.sample, step, t.head) + row, m);

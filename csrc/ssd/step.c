@@ -17,8 +17,8 @@ static mg_status ssd(mg_call *c, const mg_ssd_step_args *a) {
     .b = mg_vectors(a->b), .c = mg_vectors(a->c), .dt = numbers(a->dt), .a = numbers(a->a), .bias = numbers(a->dt_bias),
     .d = numbers(a->d),
     .d_wide = mg_data(a->d_wide), .d_wide_is_float = mg_is_float(a->d_wide), .softplus = a->dt_softplus,
-    .low = a->dt_min, .high = a->dt_max, .steps = a->x->dims > 3 ? (int)c->n.T : 1, .heads = (int)c->n.H,
-    .group_heads = (int)(c->n.H / c->n.G), .parts = (int)parts};
+    .low = a->dt_min, .high = a->dt_max, .steps = a->x->dims > 3 ? (int)c->n.T : 1, .heads = mg_divisor(c->n.H),
+    .group_heads = mg_divisor(c->n.H / c->n.G), .parts = mg_divisor(parts)};
   return mg_run(c, &p, mg_tasks(c, c->n.B * c->n.H * parts, "tiles"));
 }
 
@@ -45,7 +45,7 @@ static mg_status linear_attention(mg_call *c, const mg_linear_attention_step_arg
     .states = mg_states(a->state, a->slots), .q = mg_vectors(a->q), .k = mg_vectors(a->k), .v = mg_vectors(a->v),
     .out = mg_vectors(a->out), .g = numbers(a->g), .g_head = numbers(a->g_head),
     .scale = a->scale == 0 ? 1 / sqrtf((float)c->n.K) : a->scale, .steps = a->q->dims > 3 ? (int)c->n.T : 1,
-    .heads = (int)c->n.H, .parts = (int)parts};
+    .heads = mg_divisor(c->n.H), .parts = mg_divisor(parts)};
   return mg_run(c, &p, mg_tasks(c, c->n.B * c->n.H * parts, "tiles"));
 }
 

@@ -2,6 +2,12 @@
 #pragma once
 #include <stdint.h>
 
+// A number by which kernels divide: 2^63 / by + 1 makes of that two multiplications (step_tile.h: quotient).
+typedef struct divisor {
+  int by;
+  uint64_t times;
+} divisor;
+
 // The states of all heads, [places, heads, rows, columns], columns contiguous; fp32, or as the inputs. They are updated
 // in place.
 typedef struct step_states {
@@ -31,8 +37,9 @@ typedef struct ssd_step_params {
   const void *d_wide;               // [heads, rows]; fp32, or as the inputs; or NULL
   int d_wide_is_float, softplus;
   float low, high;
-  int steps, heads, group_heads;    // group_heads: heads that share b and c
-  int parts;                        // of a head's state, a block each
+  int steps;
+  divisor heads, group_heads;       // group_heads: heads that share b and c
+  divisor parts;                    // of a head's state, a block each
 } ssd_step_params;
 
 typedef struct linear_attention_step_params {
@@ -40,5 +47,6 @@ typedef struct linear_attention_step_params {
   step_vectors q, k, v, out;
   step_numbers g, g_head;           // log decays, of which the sum counts
   float scale;
-  int steps, heads, parts;
+  int steps;
+  divisor heads, parts;
 } linear_attention_step_params;

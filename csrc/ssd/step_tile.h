@@ -6,9 +6,14 @@
 
 // A block has one of `parts` parts of one head's state of one sample.
 struct step_task { int sample, head, part, place; };   // place: negative where the sample has no state
-TILE step_task block_task(const step_states &s, int heads, int parts) {
-  int head = block_index() / parts, sample = head / heads;
-  return {sample, head - sample * heads, block_index() - head * parts, s.slots ? s.slots[sample] : sample};
+// n / d, rounded down; n is not negative. A division takes 35 instructions, and a step's few warps wait for each.
+TILE int quotient(int n, const divisor &d) {
+  const uint64_t twice = 2 * (uint64_t)n, low = twice * (uint32_t)d.times;
+  return (int)((twice * (uint32_t)(d.times >> 32) + (low >> 32)) >> 32);
+}
+TILE step_task block_task(const step_states &s, const divisor &heads, const divisor &parts) {
+  int head = quotient(block_index(), parts), sample = quotient(head, heads);
+  return {sample, head - sample * heads.by, block_index() - head * parts.by, s.slots ? s.slots[sample] : sample};
 }
 TILE bool has_state(const step_states &s, const step_task &t) { return t.place >= 0 && t.place < s.places; }
 

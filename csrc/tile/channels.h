@@ -25,7 +25,12 @@ TILE void fill(hv &v, float x);
 TILE void load(hv &v, const float *g, int n);                   // elements >= n become 0 and are not read
 TILE void store(float *g, const hv &v, int n);                  // elements >= n are not written
 template<int N> TILE void store(sv<N> &d, int c0, const hv &v); // 64 elements from c0
+template<int N> TILE void load(hv &v, const sv<N> &s, int c0);  // the same
 template<class F> TILE void map(hv &d, const hv &a, F f);       // d = f(a)
+template<class F> TILE void map(hv &d, const hv &a, const hv &b, F f);
+template<class F> TILE void map_index(hv &d, F f);              // d = f(channel)
+TILE float max_of(const hv &v);                                 // in every thread; NaN may be lost
+TILE float sum_of(const hv &v);                                 // in every thread
 // Row i at g + i * ld, floats or 16 bits. Rows >= m and columns >= n become 0 and are not read.
 template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n);
 TILE void load(hm &x, const sm<64, 64> &s);
@@ -36,6 +41,8 @@ TILE void store(sm<64, 64> &d, const hm &x);                    // others see it
 template<typename T> TILE void prefetch(const T *g, int64_t ld, int m, int n);
 // x = f(x, v[column]) in rows < m; the others stay.
 template<class F> TILE void map(hm &x, const hv &v, int m, F f);
+// Element c0 + c of d[g]: the sum of column c over group g. Others see it behind a sync.
+template<int N> TILE void store_sums(sv<N> (&d)[4], int c0, const hm &x);
 TILE void at_least(hm &x, float low);                           // what is less becomes `low`; NaN stays
 // Sums down the columns of x, times `unit`; end of all rows. NEAR: of each group the first sum, the middle and the last
 // one are at most `most` from the sum in front of it, and from the last one. WITHIN: a group's first and last sum are

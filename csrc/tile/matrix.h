@@ -11,11 +11,12 @@
 //
 // All operations are a warpgroup's. T is float or 16 bits. FOURS: four numbers are one access. Rows then begin at
 // multiples of four of them, and n is such a multiple, or the width or more. ONES: they may lie anywhere.
+// FOURS_AT_ONCE: as FOURS, but ptxas may not make four stores of one, which spares it moves and costs the memory.
 #pragma once
 #include "tile/tile.h"
 #define MATRIX_RULES(R, C) \
   static_assert((R) % 16 == 0 && (C) % 32 == 0, "matrix tile mt<R, C>: R is a multiple of 16, C of 32")
-enum access { FOURS, ONES };
+enum access { FOURS, ONES, FOURS_AT_ONCE };
 template<int R, int C> struct mt;
 template<int R> struct mr;
 template<int C> struct mc;

@@ -13,7 +13,9 @@
 //   registers  0, or a multiple of 8 from 24 to 240. 0 everywhere: no setmaxnreg, the compiler's choice stands
 // Warpgroup roles come first. Thread and warp roles then share one more warpgroup, one warp each, whose register budget
 // is the first such role's.
-// OCCUPANCY<n>, CLUSTER<n>, DEPENDENT and FOLLOWED (sync.h: grid_wait) may follow the roles in block<...>.
+// OCCUPANCY<n>, CLUSTER<n>, DEPENDENT and FOLLOWED (sync.h: grid_wait) may follow the roles in block<...>, and
+// UNLESS<is_done>, of bool is_done(const params &p): where it holds, in all blocks or in none, the kernel does nothing.
+// It is asked before anything else, so little of the kernel's code is fetched then.
 // EXAMPLE(kernel, blocks, statements that fill p) after ENTRY gives margay.check a problem for a file that is no row of
 // kernels.def.
 #pragma once

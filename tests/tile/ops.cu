@@ -1011,6 +1011,7 @@ struct channels_shared {
   st<elem, 64, 64> own;
   st<elem, 64, 128> panels;
   sm<64, 64> given;
+  sv<128> parts[4];
   handed sums;
 };
 TILE void channels_init(channels_shared &) {}
@@ -1052,6 +1053,22 @@ TILE void channels_group(const op_params &p, channels_shared &s, int) {
   store(out + 64, v, 64);
   load_steps(steps, p.y, 3, p.m);
   store_steps(out + 128, steps, 2, p.m);
+  float *numbers = out + 256 + 9 * 4096 + 64;      // four sums of groups, numbers of channels, what all have
+  store_sums(s.parts, 64, x);
+  wg_sync();
+  for (int g = 0; g < 4; g++) {
+    load(v, s.parts[g], 64);
+    store(numbers + 64 * g, v, 64);
+  }
+  load(all, p.x, 64);
+  map_index(v, [](int c) { return (float)(c + 1); });
+  map(v, v, all, [](float c, float x) { return c * x; });
+  store(numbers + 4 * 64, v, 64);
+  fill(all, max_of(v));
+  store(numbers + 5 * 64, all, 64);
+  fill(all, sum_of(v));
+  store(numbers + 6 * 64, all, 64);
+  wg_sync();
   out += 256;
   load(a, s.l);
   store(out, 64, a, 64, 64);
@@ -1606,6 +1623,9 @@ typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<FOURS>, W
 RUN_OP(matrix_fours, matrix_fours_kernel)
 typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<ONES>, WARPGROUP, 1, 0>> matrix_ones_kernel;
 RUN_OP(matrix_ones, matrix_ones_kernel)
+typedef block<op_params, matrix_shared, matrix_init, role<matrix_steps<FOURS_AT_ONCE>, WARPGROUP, 1, 0>>
+    matrix_at_once_kernel;
+RUN_OP(matrix_at_once, matrix_at_once_kernel)
 typedef block<op_params, dot_shared, dot_init, role<dot_products, WARPGROUP, 1, 0>> dot_kernel;
 RUN_OP(dots, dot_kernel)
 typedef block<op_params, visit_shared, visit_init, role<visit_tiles, WARPGROUP, 1, 0>,

@@ -685,7 +685,7 @@ def test_channels(ops, m, n):
     e, ld = random(rng, ops.elem, 64 * 90), 80
     x, y = rng.standard_normal(64).astype(np.float32), rng.standard_normal(64 * 3).astype(np.float32)
     stored = random(rng, ops.elem, 1, 1, 128, 64)
-    out = np.full(256 + 9 * 4096 + 64, np.nan, np.float32)
+    out = np.full(256 + 9 * 4096 + 8 * 64, np.nan, np.float32)
     place = ld * np.arange(64)[:, None] + np.arange(64)[None, :]
     given, bias = decode(e, ops.elem)[place], np.where(np.arange(64) < n, x, 0)
     given = np.where((np.arange(64)[:, None] < m), np.where(np.arange(64) < n, given, 0) + bias, 0)
@@ -696,7 +696,13 @@ def test_channels(ops, m, n):
     y[1] = (within + near) / 2
     r = ops.run("channels", {"c": (stored, 32)}, {"x": x, "y": y, "e": e, "out": out}, row=0, col=ld, m=m, n=n)
     l = 0.5 * np.cumsum(np.maximum(given, -1), 0, dtype=np.float64)
-    got, end, flags = r["out"], r["out"][:64], r["out"][64:128]
+    got, numbers = np.split(r["out"], [256 + 9 * 4096 + 64])
+    end, flags = got[:64], got[64:128]
+    numbers, weighed = numbers.reshape(7, 64), x * np.arange(1, 65, dtype=np.float32)
+    close(numbers[:4], np.maximum(given, -1).reshape(4, 16, 64).sum(1), 16, 1e-6)
+    same(numbers[4], weighed)
+    same(numbers[5], np.full(64, weighed.max()))
+    close(numbers[6], np.full(64, weighed.sum(dtype=np.float64)), np.abs(weighed).sum(), 1e-6)
     close(end[:-3], l[-1, :-3], 256, 1e-6)
     assert np.isnan(end[-3:]).all()
     same(flags, np.full(64, 22110.5, np.float32))         # beyond, so because steep, within, that again, near
@@ -821,7 +827,8 @@ def test_own(ops):
 
 @pytest.mark.parametrize("name, first, ld, m, n", (("matrix_fours", 8, 68, 32, 64), ("matrix_fours", 4, 80, 17, 60),
                                                    ("matrix_fours", 0, 64, 1, 4), ("matrix_ones", 1, 67, 31, 51),
-                                                   ("matrix_ones", 3, 65, 50, 70), ("matrix_ones", 0, 64, 0, 0)))
+                                                   ("matrix_ones", 3, 65, 50, 70), ("matrix_ones", 0, 64, 0, 0),
+                                                   ("matrix_at_once", 4, 80, 17, 60)))
 def test_matrices(ops, name, first, ld, m, n):
     """Elements inside of the limits; the others stay as they were."""
     rng = np.random.default_rng(m)

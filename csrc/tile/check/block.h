@@ -18,6 +18,9 @@ struct DEPENDENT {
 struct FOLLOWED {
   enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 };
 };
+template<auto ASKED> struct UNLESS {
+  enum : int { MEMBERS = 0, GROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
+};
 
 template<class Params, class Shared, auto BODY> static void role_body(const void *params, void *shared, int index) {
   BODY(*(const Params *)params, *(Shared *)shared, index);
@@ -30,6 +33,12 @@ template<class Params, class Shared, int N> static void add_role(ck_kernel &, OC
 template<class Params, class Shared, int N> static void add_role(ck_kernel &, CLUSTER<N> *, int) {}
 template<class Params, class Shared> static void add_role(ck_kernel &, DEPENDENT *, int) {}
 template<class Params, class Shared> static void add_role(ck_kernel &, FOLLOWED *, int) {}
+template<class Params, auto ASKED> static bool unless_body(const void *params) {
+  return ASKED(*(const Params *)params);
+}
+template<class Params, class Shared, auto ASKED> static void add_role(ck_kernel &k, UNLESS<ASKED> *, int) {
+  k.unless = unless_body<Params, ASKED>;
+}
 
 // the first thread or warp role asks for its whole warpgroup
 template<class... Parts> static constexpr int registers_asked() {

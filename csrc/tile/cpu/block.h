@@ -7,6 +7,7 @@ struct DEPENDENT;
 struct FOLLOWED;
 template<int N> struct OCCUPANCY;
 template<int N> struct CLUSTER;
+template<auto ASKED> struct UNLESS;
 
 template<class Part> struct part_of;
 template<auto BODY, int WIDTH, int COUNT, int REGISTERS> struct part_of<role<BODY, WIDTH, COUNT, REGISTERS>> {
@@ -25,6 +26,9 @@ template<> struct part_of<DEPENDENT> {
 };
 template<> struct part_of<FOLLOWED> {
   enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 1 };
+};
+template<auto ASKED> struct part_of<UNLESS<ASKED>> {
+  enum : int { MEMBERS = 0, WARPGROUPS = 0, OTHERS = 0, BUDGET = 0, BLOCKS = 0, RANKS = 0, WAITS = 0, LETS = 0 };
 };
 
 // the first thread or warp role asks for its whole warpgroup
@@ -63,6 +67,10 @@ template<class Params, class Shared, int N> TILE void add_members(machine &, OCC
 template<class Params, class Shared, int N> TILE void add_members(machine &, CLUSTER<N> *, int, int) {}
 template<class Params, class Shared> TILE void add_members(machine &, DEPENDENT *, int, int) {}
 template<class Params, class Shared> TILE void add_members(machine &, FOLLOWED *, int, int) {}
+template<class Params, class Shared, auto ASKED> TILE void add_members(machine &, UNLESS<ASKED> *, int, int) {}
+
+template<class Params, class Part> TILE bool holds(Part *, const Params &) { return false; }
+template<class Params, auto ASKED> TILE bool holds(UNLESS<ASKED> *, const Params &p) { return ASKED(p); }
 
 // No blocks: only gets the thread the memory that a cluster needs. See mg_machine_lacks for what became of it.
 template<class Params, class Shared, auto INIT, class... Parts>
@@ -70,7 +78,7 @@ TILE void run_cluster(block<Params, Shared, INIT, Parts...> *, const void *param
   typedef block<Params, Shared, INIT, Parts...> kernel;
   enum { SIZE = kernel::SIZE, MEMBERS = kernel::MEMBERS, STRIDE = (sizeof(Shared) + GRANULE - 1) / GRANULE * GRANULE };
   machine *opened = machine_open(STRIDE, SIZE, MEMBERS * SIZE);
-  if (!opened || !blocks) return;
+  if (!opened || !blocks || (holds((Parts *)nullptr, *(const Params *)params) || ...)) return;
   machine &m = *opened;
   m.params = params;
   m.first = first;

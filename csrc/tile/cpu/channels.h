@@ -33,14 +33,41 @@ template<int N> TILE void store(sv<N> &d, int c0, const hv &v) {
   writes_shared(d, {d.d + c0, 1, 0, 64 * (int)sizeof(float)});
   memcpy(d.d + c0, v.d, sizeof v.d);
 }
+template<int N> TILE void load(hv &v, const sv<N> &s, int c0) {
+  reads_shared({s.d + c0, 1, 0, 64 * (int)sizeof(float)});
+  writes(v);
+  memcpy(v.d, s.d + c0, sizeof v.d);
+}
 template<class F> __attribute__((flatten)) TILE void map(hv &d, const hv &a, F f) {
   reads(a);
   writes(d);
   for (int c = 0; c < 64; c++) d.d[c] = f(a.d[c]);
 }
+template<class F> __attribute__((flatten)) TILE void map(hv &d, const hv &a, const hv &b, F f) {
+  reads(a);
+  reads(b);
+  writes(d);
+  for (int c = 0; c < 64; c++) d.d[c] = f(a.d[c], b.d[c]);
+}
+template<class F> __attribute__((flatten)) TILE void map_index(hv &d, F f) {
+  writes(d);
+  for (int c = 0; c < 64; c++) d.d[c] = f(c);
+}
+TILE float max_of(const hv &v) {
+  reads(v);
+  float x = v.d[0];
+  for (int c = 1; c < 64; c++) x = v.d[c] > x ? v.d[c] : x;
+  return x;
+}
+TILE float sum_of(const hv &v) {
+  reads(v);
+  float x = 0.f;
+  for (int c = 0; c < 64; c++) x += v.d[c];
+  return x;
+}
 template<typename T> TILE void load(hm &x, const T *g, int64_t ld, int m, int n) {
   writes(x);
-  n = n < 64 ? n : 64;
+  n = n < 0 ? 0 : n < 64 ? n : 64;
   memset((void *)x.d, 0, sizeof x.d);
   for (int i = 0; i < 64 && i < m; i++) {
     touches_global(g + i * ld, n * sizeof(T), GLOBAL_READ);
@@ -71,6 +98,17 @@ template<class F> __attribute__((flatten)) TILE void map(hm &x, const hv &v, int
   for (int i = 0; i < 64 && i < m; i++) {
 #pragma GCC ivdep
     for (int c = 0; c < 64; c++) x.d[i][c] = f(x.d[i][c], v.d[c]);
+  }
+}
+template<int N> TILE void store_sums(sv<N> (&d)[4], int c0, const hm &x) {
+  reads(x);
+  for (int g = 0; g < 4; g++) {
+    writes_shared(d[g], {d[g].d + c0, 1, 0, 64 * (int)sizeof(float)});
+    for (int c = 0; c < 64; c++) {
+      float sum = 0.f;
+      for (int i = 16 * g; i < 16 * g + 16; i++) sum += x.d[i][c];
+      d[g].d[c0 + c] = sum;
+    }
   }
 }
 TILE void at_least(hm &x, float low) {

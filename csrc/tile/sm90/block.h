@@ -4,21 +4,31 @@ template<auto Body, int Width, int Count, int Registers> struct role {
   ROLE_RULES(Registers);
   static constexpr int groups = Width == WARPGROUP ? Count : 0, warps = Width == WARPGROUP ? 0 : Count,
                        registers = Registers, occupancy = 0, cluster = 0, followed = 0;
+  template<class P> static __device__ __forceinline__ bool holds(const P &) { return false; }
   template<class P, class S> static __device__ __forceinline__ void run(const P &p, S &s, int index) {
     if (Width == WARPGROUP || Width == WARP || lane() == 0) Body(p, s, index);
   }
 };
 struct DEPENDENT {
   static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = 0, followed = 0;
+  template<class P> static __device__ __forceinline__ bool holds(const P &) { return false; }
 };
 struct FOLLOWED {
   static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = 0, followed = 1;
+  template<class P> static __device__ __forceinline__ bool holds(const P &) { return false; }
 };
 template<int N> struct OCCUPANCY {
   static constexpr int groups = 0, warps = 0, registers = 0, occupancy = N, cluster = 0, followed = 0;
+  template<class P> static __device__ __forceinline__ bool holds(const P &) { return false; }
 };
 template<int N> struct CLUSTER {
   static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = N, followed = 0;
+  template<class P> static __device__ __forceinline__ bool holds(const P &) { return false; }
+};
+
+template<auto Asked> struct UNLESS {
+  static constexpr int groups = 0, warps = 0, registers = 0, occupancy = 0, cluster = 0, followed = 0;
+  template<class P> static __device__ __forceinline__ bool holds(const P &p) { return Asked(p); }
 };
 
 // setmaxnreg towards `Want` from what every thread got at launch; 0 keeps that.
@@ -58,6 +68,7 @@ template<class Params, class Shared, void (*Init)(Shared &), class... Role> stru
   static __device__ __forceinline__ void run(const Params &p) {
     Shared &s = *(Shared *)block_memory;
     if ((Role::followed + ...)) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if ((Role::holds(p) || ...)) return;
     if (threadIdx.x == 0) {
       Init(s);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -23,9 +23,34 @@ TILE void store(float *g, const hv &v, int n) {
 template<int N> TILE void store(sv<N> &d, int c0, const hv &v) {
   if (warp_in_group() == 0) ((float2 *)(d.d + c0))[lane()] = make_float2(v.d[0], v.d[1]);
 }
+template<int N> TILE void load(hv &v, const sv<N> &s, int c0) {
+  float2 y = ((const float2 *)(s.d + c0))[lane()];
+  v.d[0] = y.x;
+  v.d[1] = y.y;
+}
 template<class F> TILE void map(hv &d, const hv &a, F f) {
   d.d[0] = f(a.d[0]);
   d.d[1] = f(a.d[1]);
+}
+template<class F> TILE void map(hv &d, const hv &a, const hv &b, F f) {
+  d.d[0] = f(a.d[0], b.d[0]);
+  d.d[1] = f(a.d[1], b.d[1]);
+}
+template<class F> TILE void map_index(hv &d, F f) {
+  d.d[0] = f(2 * lane());
+  d.d[1] = f(2 * lane() + 1);
+}
+TILE float max_of(const hv &v) {
+  float x = fmaxf(v.d[0], v.d[1]);
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+  return x;
+}
+TILE float sum_of(const hv &v) {
+  float x = v.d[0] + v.d[1];
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) x += __shfl_xor_sync(~0u, x, o);
+  return x;
 }
 TILE float2 pair_at(const float *g) { return *(const float2 *)g; }
 template<typename T> TILE float2 pair_at(const T *g) { return unpack<T>(*(const uint32_t *)g); }
@@ -93,6 +118,16 @@ template<class F> TILE void map(hm &x, const hv &v, int m, F f) {
   for (int i = 0; i < 16; i++)
 #pragma unroll
     for (int k = 0; k < 2; k++) x.d[k][i] = i < m ? f(x.d[k][i], v.d[k]) : x.d[k][i];
+}
+template<int N> TILE void store_sums(sv<N> (&d)[4], int c0, const hm &x) {
+  float sum[2];
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    sum[k] = x.d[k][0];
+#pragma unroll
+    for (int i = 1; i < 16; i++) sum[k] += x.d[k][i];
+  }
+  ((float2 *)(d[warp_in_group()].d + c0))[lane()] = make_float2(sum[0], sum[1]);
 }
 TILE void at_least(hm &x, float low) {
 #pragma unroll

@@ -20,7 +20,10 @@ template<int A, typename T> TILE void begin_of_row(float (&d)[4], const T *g, in
 }
 template<int A, typename T> TILE void save_of_row(T *g, const float (&d)[4], int n) {
   if constexpr (A == ONES) some_store(g, d, n);
-  else if (n > 0) all_store(g, d);
+  else if (n > 0) {
+    if constexpr (A == FOURS_AT_ONCE) store_four(g, d);
+    else all_store(g, d);
+  }
 }
 
 template<int A, typename T, int R, int C> TILE void load_begin(mt<R, C> &t, const T *g, int64_t ld, int m, int n) {

@@ -949,14 +949,16 @@ def call_step(dtype, ssd, sizes, given, slots):
 DELTA_STEPS = ((0, 2, 2, ("g",), dict(l2norm=True, still=True)),
                (3, 3, 5, ("g", "a_log", "dt_bias", "slots", "states"), dict(beta_form=2)),
                (2, 2, 9, ("g", "a_log", "kept", "accepted"), dict(l2norm=True)))
+DELTA_ONCE = ((0, 2, 2, ("g",), dict(l2norm=True)), (1, 3, 5, ("g", "a_log", "dt_bias", "slots"), dict(beta_form=2)))
 
 
 def step_of_delta_rule(row, large):
     """One step, and several; of rows of one number at a time as in step_of_generation."""
     c, odd = constants(row), row["op"].endswith("_ones")
     most = c["ROWS" if c["DOWN"] else "COLS"]
-    shapes = [("large", 8, 64, 64, ("g", "a_log", "dt_bias", "slots"), dict(l2norm=True))] if large else []
-    for label, steps, batch, places, given, numbers in [*shapes, *(("", *rest) for rest in DELTA_STEPS)]:
+    several, most_steps = (DELTA_ONCE, 1) if c["ONCE"] else (DELTA_STEPS, 8)
+    large = [("large", most_steps, 64, 64, ("g", "a_log", "dt_bias", "slots"), dict(l2norm=True))] * large
+    for label, steps, batch, places, given, numbers in [*large, *(("", *rest) for rest in several)]:
         wide, keys = max(steps, 1), most - (6 if odd else 4 * steps)
         sizes = dict(B=batch, T=steps, SLOTS=places, H=1, HV=2, K=keys, V=50 if odd else 52, KEEP=wide, STEPS=wide,
                      ROWS=batch)
