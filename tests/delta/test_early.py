@@ -104,6 +104,12 @@ def slow_at_one_end(inputs):
     inputs["g"][:, BOUND - 256:BOUND] = 0
 
 
+def fading_for_one_chunk(inputs):
+    """The chunk that is read for the guess says two of its kind would do: there is one."""
+    inputs["g"][:, BOUND - 64:BOUND] *= 0.75
+    inputs["g"][:, BOUND - 320:BOUND - 64] = 0
+
+
 def great_values(inputs):
     """What is left of the first ones is more than all that comes."""
     inputs["v"][:, :BOUND - 128] *= 2.0**40
@@ -121,7 +127,8 @@ def infinite_state(inputs):
     inputs["state"][:] = torch.inf
 
 
-CHANGES = (forget_slowly, one_slow_head, slow_at_one_end, great_values, one_great_value, nan, infinite_state)
+CHANGES = (forget_slowly, one_slow_head, slow_at_one_end, fading_for_one_chunk, great_values, one_great_value, nan,
+           infinite_state)
 
 
 @pytest.mark.parametrize("op, change", (*((op, change) for op in OPS for change in CHANGES), ("kda", one_slow_channel)),
