@@ -109,8 +109,8 @@ mg_status delta_run_sweep(mg_call *c, delta_sweep_params *p, const delta_parts *
 
 delta_fades_params delta_fades_of(const mg_call *c, const delta_gates *gates) {
   return (delta_fades_params){.g = gates->g, .batch = c->n.T * c->n.HV, .step = c->n.HV, .is_float = 1,
-                              .a_log = gates->a_log, .dt_bias = gates->dt_bias, .columns_are_heads = 1, .heads = 1,
-                              .columns = (int)c->n.HV};
+                              .a_log = gates->a_log, .dt_bias = gates->dt_bias, .columns_are_heads = 1,
+                              .line.heads = mg_divisor(1), .columns = (int)c->n.HV};
 }
 
 delta_pieces delta_early_of(const mg_call *c, const delta_rows *rows, const mg_tensor *cuts, int64_t chunk, bool all,
@@ -137,13 +137,13 @@ delta_pieces delta_early_back_of(const mg_call *c, const delta_rows *rows, const
 
 mg_status delta_begin_early(mg_call *c, delta_sweep_params *p, delta_fades_params *f, const delta_pieces *cut,
                             const mg_tensor *early, const mg_tensor *cuts, int pass) {
-  const int64_t ends = cut->n - 1, numbers = 2 + c->n.R * f->heads * ends;
+  const int64_t ends = cut->n - 1, numbers = 2 + c->n.R * f->line.heads.by * ends;
   const int64_t whole_of_last = (p->rows.to - p->rows.from) / 64 - ends * cut->chunks;
   int *takes = (int *)early->data + pass * numbers;
   p->cut = (delta_cut){.states = (float *)cuts->data + 2 * pass * ends * cuts->stride[1], .stride = (int)c->n.CUTS,
                        .segments = (int)cut->n, .segment = (int)cut->chunks * 64, .takes = takes,
                        .early = (float *)takes + 2, .earlies = (int)numbers - 2};
-  f->segments = p->cut.segments;
+  f->line.places = mg_divisor(ends);
   f->segment = p->cut.segment;
   f->early = (float *)takes + 2;
   f->wrong = takes + 1;

@@ -1,5 +1,6 @@
 // Parameters of the delta rules' forward kernels. Plain C: filled by the host halves.
 #pragma once
+#include "runtime/divisor.h"
 #include "ssd/ssd.h"
 
 // Rows of steps in chunks of 64, and where a chunk has its place in scratch: a batch's chunks one behind the other. The
@@ -50,8 +51,15 @@ typedef struct delta_prepare_params {
                               // was not found wrong. Or NULL
 } delta_prepare_params;
 
-// Where rows are cut into segments; or, where there are ranges, the line of all chunks, those of a row of a head behind
-// each other and then the next head's.
+// The line of all chunks, those of a row of a head behind each other and then the next head's, and ranges of it
+// (range_begin).
+typedef struct delta_line {
+  divisor ranges;             // by 0: there are none
+  divisor places, heads;      // chunks of a row of a head, heads of a row
+  int chunks;
+} delta_line;
+
+// Where rows are cut into segments, or their line into ranges
 typedef struct delta_cut {
   float *states;              // [row, stride, head, value_dim, key_dim]: those behind segments; EARLY: as the cuts of
                               // delta_meets_params
@@ -59,8 +67,8 @@ typedef struct delta_cut {
   int *takes;                 // EARLY: `taken` of the kernels behind, whose first word is written
   int earlies, stride;
   int segments, segment;      // of a row, 0: one; steps of one, whole chunks
-  int ranges;                 // of the line (range_begin), or 0. Then states are [ranges - 1, two halves of 64 values,
-                              // parts of 16 columns]: what all but the first began with, in the order of store_acc()
+  delta_line line;            // of ranges states are [ranges - 1, two halves of 64 values, parts of 16 columns]: what
+                              // all but the first began with, in the order of store_acc()
   int *told;                  // [ranges - 1]: not 0 where that is there
 } delta_cut;
 
@@ -105,10 +113,10 @@ typedef struct delta_fades_params {
   const float *a_log;         // [heads], or [columns] where columns are heads; or NULL
   const float *dt_bias;       // [heads, columns] or NULL
   float lower_bound;
-  int columns_are_heads;      // and `heads` is 1
-  int heads, columns, from, segments, segment, most;      // most: chunks that a segment may begin early
+  int columns_are_heads;      // and line.heads 1
+  int columns, from, segment, most;       // most: chunks that a segment may begin early
   int back;                   // 1: those behind a segment, whose pass goes back
-  int ranges, chunks, places; // ranges of the line of all `chunks`, of which a head has `places`; 0: segments
+  delta_line line;            // where there are no ranges, a matrix has `places` ends of segments
   int *told;                  // of ranges: they become 0
   float *early;               // [batch, head, segments - 1] or [ranges - 1]: chunks by which they begin early; 0: the
                               // decays are slow. To where its head begins is always enough

@@ -1,19 +1,19 @@
 // Segments that begin early (delta.h): how early, for the kernels that pass over them.
 #pragma once
+#include "tile/quotient.h"
 #include "delta/delta_prepare.h"
 
 // Warp. The largest of n numbers of chunks that delta_fades.cu has found; 0 where one of them is 0.
 TILE int most_early(const float *early, int n) {
-  enum { AT_ONCE = 160 };                   // one less than most devices have multiprocessors
-  float least = 1e30f, most = 0.f;
+  enum { AT_ONCE = 160 };                   // in one round for as many ranges as a GPU has multiprocessors
+  float most = 0.f;
   ROLLED for (int first = 0; first < n; first += AT_ONCE) {
     wv<AT_ONCE> x;
     map_index(x, [=](int i) { return early[first + i < n ? first + i : first]; });
+    map(x, x, x, [](float x, float) { return x > 0.f ? x : infinity(); });
     most = fmaxf(most, max_of(x));
-    map(x, x, x, [](float x, float) { return -x; });
-    least = fminf(least, -max_of(x));
   }
-  return least > 0.f ? (int)most : 0;
+  return most < infinity() ? (int)most : 0;
 }
 // The same. Any width, for few numbers
 TILE int few_early(const float *early, int n) {
@@ -27,9 +27,11 @@ TILE int few_early(const float *early, int n) {
     }
   return least > 0.f ? (int)most : 0;
 }
-// Where one of n ranges of a line of chunks begins. Those that begin where the line does are the longest: they have
+// Where a range of the line of chunks begins. Those that begin where the line does are the longest: they have
 // nothing in front.
-TILE int range_begin(int range, int n, int chunks) { return (range * chunks + n - 1) / n; }
+TILE int range_begin(int range, const delta_line &line) {
+  return quotient(range * line.chunks + line.ranges.by - 1, line.ranges);
+}
 // t becomes one of its segments, of `steps` steps.
 TILE void take_segment(row_task &t, int segment, int steps) {
   t.place += segment * (steps / Q);

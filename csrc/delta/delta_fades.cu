@@ -82,24 +82,25 @@ TILE int chunks_of(const params &p, const shared &s) {
 }
 TILE void fades(const params &p, shared &s, int h) {
   grid_wait();
-  const int at = p.ranges ? range_begin(block_index() + 1, p.ranges, p.chunks) : block_index();
-  const int ends = p.ranges ? p.places : p.segments - 1, matrix = at / ends, batch = matrix / p.heads;
-  const int place = at - matrix * ends, end = p.from + (p.ranges ? place * Q : (place + 1) * p.segment);
-  const int head = matrix - batch * p.heads;
+  const bool ranges = p.line.ranges.by > 0;
+  const int at = ranges ? range_begin(block_index() + 1, p.line) : block_index();
+  const int matrix = quotient(at, p.line.places), batch = quotient(matrix, p.line.heads);
+  const int place = at - matrix * p.line.places.by, head = matrix - batch * p.line.heads.by;
+  const int end = p.from + (ranges ? place * Q : (place + 1) * p.segment);
   const int64_t from = batch * p.batch + head * p.head + (end - (p.back ? 0 : Q)) * p.step;
-  if (!p.ranges || place > 0) {
+  if (!ranges || place > 0) {
     if (p.is_float && !p.a_log) put_sums(s.parts, p, (const float *)p.g + from, h);
     else put_others(s, p, from, head, h);
   }
   if (h > 0) return bar_arrive(1, 128 * PANELS);
   bar_sync(1, 128 * PANELS);
   int early = chunks_of(p, s);
-  if (p.ranges && place <= p.most) early = place < 1 ? 1 : place < early ? place : early;    // its head begins there
+  if (ranges && place <= p.most) early = place < 1 ? 1 : place < early ? place : early;    // its head begins there
   else if (early > p.most) early = 0;
   rv word;
   fill(word, 0.f);
   if (block_index() == 0) store((float *)p.wrong, word, 1);
-  if (p.ranges) store((float *)p.told + block_index(), word, 1);
+  if (ranges) store((float *)p.told + block_index(), word, 1);
   fill(word, (float)early);
   store(p.early + block_index(), word, 1);
 }

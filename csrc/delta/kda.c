@@ -17,7 +17,8 @@ delta_fades_params kda_fades_of(const mg_call *c, const kda_gates *acting) {
   const kda_given *g = &acting->g;
   return (delta_fades_params){.g = g->data, .batch = g->batch, .step = g->step, .head = g->head,
                               .is_float = g->is_float, .a_log = acting->a_log, .dt_bias = acting->dt_bias,
-                              .lower_bound = acting->lower_bound, .heads = (int)c->n.HV, .columns = (int)c->n.K};
+                              .lower_bound = acting->lower_bound, .line.heads = mg_divisor(c->n.HV),
+                              .columns = (int)c->n.K};
 }
 
 static bool copied(const mg_call *c, const mg_tensor *g) {
@@ -146,7 +147,7 @@ static kda_plan plan_of(mg_call *c, const delta_sweep_params *p, const mg_tensor
 // In ranges that begin early where s has some.
 static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_params *s, const kda_acting *acting,
                            const kda_plan *plan, int *taken) {
-  const bool early = s->cut.ranges > 0;
+  const bool early = s->cut.line.ranges.by > 0;
   kda_whole_params p = {.m = s->m, .p = s->p, .v = s->v, .o = s->o, .initial = s->initial, .final = s->final,
                         .initial_order = s->initial_order, .final_order = s->final_order, .rows = s->rows,
                         .gates = acting->gates, .scale = s->scale, .key_dim = s->key_dim, .value_dim = s->value_dim,
@@ -160,7 +161,7 @@ static mg_status run_whole(mg_call *c, const mg_kda_args *a, const delta_sweep_p
   mg_map_bthd(c, &p.q, a->q, 64, 64);
   mg_map_bthd(c, &p.k, a->k, 64, 64);
   if (p.copied) mg_map_bthd(c, &p.g, &acting->g, 64, 64);
-  if (early) return mg_run(c, &p, s->cut.ranges);
+  if (early) return mg_run(c, &p, s->cut.line.ranges.by);
   return mg_run_resident(c, &p, mg_tasks(c, c->n.R * c->n.HV, "heads"));
 }
 
@@ -171,11 +172,10 @@ static const int *run_early(mg_call *c, const mg_kda_args *a, const delta_sweep_
   delta_sweep_params early = *s;
   const int cuts = (int)plan->early.n - 1;
   int *taken = a->early->data;
+  f.line = (delta_line){mg_divisor(plan->early.n), mg_divisor(s->rows.places), mg_divisor(c->n.HV),
+                        (int)(c->n.R * c->n.HV) * s->rows.places};
   early.cut = (delta_cut){.states = mg_data(a->cuts), .early = (float *)taken + 2, .earlies = cuts,
-                          .ranges = cuts + 1, .told = taken + 2 + cuts};
-  f.ranges = cuts + 1;
-  f.places = s->rows.places;
-  f.chunks = (int)(c->n.R * c->n.HV) * f.places;
+                          .line = f.line, .told = taken + 2 + cuts};
   f.from = s->rows.from;
   f.most = DELTA_MOST_EARLY;
   f.early = (float *)taken + 2;

@@ -102,13 +102,14 @@ enum {
   TELLS = 2,                        // a range's own first chunk, where it began early: behind it that is told
   IN_FRONT = 4,                     // its output is not written
 };
-TILE int unit_count(const params &p) { return EARLY ? p.cut.ranges : p.rows.rows * p.rows.heads; }
-TILE int own_range(const params &p) { return p.cut.ranges - 1 - block_index(); }
-TILE int range_begin(const params &p, int range) {
-  return range_begin(range, p.cut.ranges, p.rows.rows * p.rows.heads * p.rows.places);
-}
+TILE int unit_count(const params &p) { return EARLY ? p.cut.line.ranges.by : p.rows.rows * p.rows.heads; }
+TILE int own_range(const params &p) { return p.cut.line.ranges.by - 1 - block_index(); }
 // A range ends within a head: there is another state to be compared with.
-TILE bool is_cut(const params &p, int range) { return range_begin(p, range + 1) % p.rows.places != 0; }
+TILE bool is_cut(const params &p, int range) {
+  const delta_line &line = p.cut.line;
+  int end = range_begin(range + 1, line);
+  return end != quotient(end, line.places) * line.places.by;
+}
 // EARLY: half g of what range number `range` began its own chunks with; not the first
 TILE float *begun_by(const params &p, int range, int g) {
   return p.cut.states + ((int64_t)2 * (range - 1) + g) * (64 * D);
@@ -174,26 +175,45 @@ TILE void load_chunk(const params &p, shared &s, uint32_t n, const row_task &r, 
     tma_load(s.keys[at.stage][h].q, p.q, s.inputs.full[at.stage], step, 64 * h, r.key_head, r.batch, LEAVES);
   }
 }
-// What a range, from place `from` of the line on, has of one head: chunks `own` to end - 1, and what is in front.
-struct stretch { int matrix, begin, own, end; };
-TILE stretch stretch_of(const params &p, int range, int from, int early) {
-  int places = p.rows.places, matrix = from / places, own = from - matrix * places;
-  int end = range_begin(p, range + 1) - matrix * places;
-  int in_front = from > range_begin(p, range) ? 0 : own < early ? own : early;
-  return {matrix, own - in_front, own, end < places ? end : places};
+// What a range has of one head from place `from` of the line on, at most to its own end: chunks `own` to end - 1.
+struct stretch { row_task r; int own, end; };
+TILE stretch stretch_of(const params &p, int from, int range_end) {
+  const delta_line &line = p.cut.line;
+  int matrix = quotient(from, line.places), row = quotient(matrix, line.heads), first = matrix * line.places.by;
+  int end = range_end - first;
+  return {task_of(p.rows, row, matrix - row * line.heads.by), from - first,
+          end < line.places.by ? end : line.places.by};
 }
-TILE int mark_in(const stretch &a, int chunk) {
+TILE int mark_in(const stretch &a, int begin, int chunk) {
   int mark = chunk < a.own ? IN_FRONT : 0;
   if (chunk + 1 == a.own || chunk + 1 == a.end) mark += ENDS;
-  return chunk == a.own && a.begin < a.own ? mark + TELLS : mark;
+  return chunk == a.own && begin < a.own ? mark + TELLS : mark;
 }
-TILE void load_range(const params &p, shared &s, uint32_t &n, int range, int early) {
-  ROLLED for (int from = range_begin(p, range), end = range_begin(p, range + 1); from < end;) {
-    stretch a = stretch_of(p, range, from, early);
-    int row = a.matrix / p.rows.heads;
-    row_task r = task_of(p.rows, row, a.matrix - row * p.rows.heads);
-    ROLLED for (int chunk = a.begin; chunk < a.end; chunk++, n++) load_chunk(p, s, n, r, chunk, mark_in(a, chunk));
+// Where the range lies is found while others find how early it begins.
+TILE void load_range(const params &p, shared &s, uint32_t &n) {
+  int from = range_begin(own_range(p), p.cut.line), end = range_begin(own_range(p) + 1, p.cut.line);
+  stretch a = stretch_of(p, from, end);
+  grid_wait();
+  sem_wait(s.chosen, 0);
+  int early = (int)get(s.early, 0), begin = a.own > early ? a.own - early : 0;
+  ROLLED while (early > 0 && from < end) {
+    ROLLED for (int chunk = begin; chunk < a.end; chunk++, n++)
+      load_chunk(p, s, n, a.r, chunk, mark_in(a, begin, chunk));
     from += a.end - a.own;
+    a = stretch_of(p, from, end);
+    begin = a.own;
+  }
+}
+TILE void load_heads(const params &p, shared &s, uint32_t &n) {
+  grid_wait();
+  sem_wait(s.chosen, 0);
+  int units = get(s.early, 0) < 0.f ? 0 : unit_count(p);
+  ROLLED for (int i = block_index(); i < units; i += block_count()) {
+    int row = i / p.rows.heads;
+    row_task r = task_of(p.rows, row, i - row * p.rows.heads);
+    int chunks = r.chunks > 0 ? r.chunks : 1;
+    ROLLED for (int chunk = 0; chunk < chunks; chunk++, n++)
+      load_chunk(p, s, n, r, chunk, 2 * row + (chunk + 1 == chunks));
   }
 }
 TILE void loader(const params &p, shared &s, int) {
@@ -201,17 +221,8 @@ TILE void loader(const params &p, shared &s, int) {
   tma_prefetch(p.k);
   tma_prefetch(p.q);
   if (p.copied) tma_prefetch(p.g);
-  grid_wait();
-  sem_wait(s.chosen, 0);
-  int early = (int)get(s.early, 0), units = early < 0 ? 0 : unit_count(p);
-  if (EARLY && units) load_range(p, s, n, own_range(p), early);
-  ROLLED for (int i = block_index(); !EARLY && i < units; i += block_count()) {
-    int row = i / p.rows.heads;
-    row_task r = task_of(p.rows, row, i - row * p.rows.heads);
-    int chunks = r.chunks > 0 ? r.chunks : 1;
-    ROLLED for (int chunk = 0; chunk < chunks; chunk++, n++)
-      load_chunk(p, s, n, r, chunk, 2 * row + (chunk + 1 == chunks));
-  }
+  if (EARLY) load_range(p, s, n);
+  else load_heads(p, s, n);
   give_task(s.todo, n, {NO_TASK, 0, {0, 0, 0, 0}});
 }
 TILE void value_loader(const params &p, shared &s, int) {

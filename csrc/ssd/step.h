@@ -1,12 +1,6 @@
 // Parameters of kernels that compute one or a few steps of generation. Plain C: filled by the host halves.
 #pragma once
-#include <stdint.h>
-
-// A number by which kernels divide: 2^63 / by + 1 makes of that two multiplications (step_tile.h: quotient).
-typedef struct divisor {
-  int by;
-  uint64_t times;
-} divisor;
+#include "runtime/divisor.h"
 
 // The states of all heads, [places, heads, rows, columns], columns contiguous; fp32, or as the inputs. They are updated
 // in place.

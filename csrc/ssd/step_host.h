@@ -5,9 +5,6 @@
 #include "runtime/runtime.h"
 
 static inline int mg_is_float(const mg_tensor *t) { return t && t->dtype == MG_FP32; }
-static inline divisor mg_divisor(int64_t by) {
-  return (divisor){(int)by, by > 0 ? ((uint64_t)1 << 63) / (uint64_t)by + 1 : 0};
-}
 // Of a dimension that the first does not move along: 0.
 static inline int64_t mg_stride(const mg_tensor *t, int i) { return t->shape[i] > 1 ? t->stride[i] : 0; }
 static inline step_vectors mg_vectors(const mg_tensor *t) {

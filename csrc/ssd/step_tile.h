@@ -1,16 +1,12 @@
 // What the kernels of steps of generation share: a block's task, and how it reads and writes.
 #pragma once
 #include "tile/matrix.h"
+#include "tile/quotient.h"
 #include "ssd/ssd_fwd.h"
 #include "ssd/step.h"
 
 // A block has one of `parts` parts of one head's state of one sample.
 struct step_task { int sample, head, part, place; };   // place: negative where the sample has no state
-// n / d, rounded down; n is not negative. A division takes 35 instructions, and a step's few warps wait for each.
-TILE int quotient(int n, const divisor &d) {
-  const uint64_t twice = 2 * (uint64_t)n, low = twice * (uint32_t)d.times;
-  return (int)((twice * (uint32_t)(d.times >> 32) + (low >> 32)) >> 32);
-}
 TILE step_task block_task(const step_states &s, const divisor &heads, const divisor &parts) {
   int head = quotient(block_index(), parts), sample = quotient(head, heads);
   return {sample, head - sample * heads.by, block_index() - head * parts.by, s.slots ? s.slots[sample] : sample};
