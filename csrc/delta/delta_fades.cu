@@ -88,7 +88,7 @@ TILE void fades(const params &p, shared &s, int h) {
   const int place = at - matrix * p.line.places.by, head = matrix - batch * p.line.heads.by;
   const int end = p.from + (ranges ? place * Q : (place + 1) * p.segment);
   const int64_t from = batch * p.batch + head * p.head + (end - (p.back ? 0 : Q)) * p.step;
-  if (!ranges || place > 0) {
+  if (!ranges || place > 0) {               // else a head begins here: what is found of no sums is not used
     if (p.is_float && !p.a_log) put_sums(s.parts, p, (const float *)p.g + from, h);
     else put_others(s, p, from, head, h);
   }

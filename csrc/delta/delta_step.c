@@ -50,7 +50,7 @@ static mg_status step(mg_call *c, const mg_gated_delta_rule_step_args *a, int ch
   if (across && channels) fours = fours && mg_in_fours(a->g) && mg_in_fours(a->dt_bias);
   const mg_tensor *begin = a->slots ? a->slots : a->kept;
   c->problem.size.BYTES = (int64_t)mg_dtype_size(state->dtype);
-  c->problem.size.ONCE = (!several || c->n.T == 1) && !a->kept && !a->accepted && !a->states && !a->still;
+  c->problem.size.ONE_TOKEN = (!several || c->n.T == 1) && !a->kept && !a->accepted && !a->states && !a->still;
   if (!mg_choose_other(c, across ? fours ? rows.turned : rows.turned_ones : fours ? rows.plain : rows.ones))
     return c->status;
   const int64_t parts = mg_ceil_div(c->n.V, across ? c->desc->tile_m : c->desc->tile_n);

@@ -52,7 +52,9 @@ def check(ours, plain, exact, dtype, given, other=None, equal=False, last=(None,
         if three[2] is None or not three[2].numel():
             continue
         relative, absolute = rounding(name, three[0], three[1] - three[2], dtype, g, products)
-        if three[0].numel() < 500:                 # the plain form's errors are small by chance
+        # The plain form's errors are small by chance where they are few. Of one key for all, a chunk's steps share that
+        # of its state along the key.
+        if three[0].numel() < 500 or (equal and name == "dbeta"):
             absolute += 2 * torch.finfo(dtype).eps * float(three[2].abs().max())
         absolute += 2.0**-126                      # kernels may make 0 of what is subnormal
         more = chance(name, three[1] - three[2], three[2], torch.finfo(dtype).eps, (state, exact[5]), last,
